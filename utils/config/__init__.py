@@ -1,0 +1,1 @@
+"""The run's settings: schema, loading, checking. `load_config` is the door."""

@@ -1,0 +1,61 @@
+"""What every section of the schema shares: strictness, the values PyYAML leaves as strings, keys not available yet."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+NO_VALUE = {"none", "null", "~", ""}
+
+
+def revive(value: Any) -> Any:
+    """YAML 1.1 leaves `None`, `(0.9, 0.999)` and `3e-3` as strings; give back what the writer meant.
+
+    Numbers are left to pydantic, which knows whether the field wants one.
+    """
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.casefold() in NO_VALUE:
+        return None
+    if text[0] in "([" and text[-1] in ")]":
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return value
+    return value
+
+
+def later(default: Any, description: str, **limits: Any) -> Any:
+    """A key that is known and loads, but whose feature is not built: any value but the default stops the run."""
+    return Field(default, description=description, json_schema_extra={"not_available_yet": True}, **limits)
+
+
+def inert(default: Any, description: str, why: str) -> Any:
+    """A key that others' files carry and that cannot mean anything here: accepted, and the log says why."""
+    return Field(default, description=description, json_schema_extra={"accepted_because": why})
+
+
+class Section(BaseModel):
+    """One section of the YAML. Unknown keys are errors; nothing changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        value = revive(value)
+        field = cls.model_fields[info.field_name or ""]
+        # Without this `BATCH_SIZE: true` would pass as 1, and an empty `SEED:` would be reported as a puzzle.
+        if isinstance(value, bool) and bool not in _plain_types(field.annotation):
+            raise ValueError("true/false where another kind of value belongs")
+        if value is None and type(None) not in _plain_types(field.annotation):
+            raise ValueError("needs a value; leave the key out to get its default")
+        return value
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    args = getattr(annotation, "__args__", None)
+    return {annotation} if args is None else {annotation}.union(*(_plain_types(a) for a in args))

@@ -1,0 +1,93 @@
+# Sourced by the scripts that need a Python environment:
+#
+#   source scripts/setup.sh requirements.txt
+#
+# Afterwards $ROOT is the project's folder and $PYTHON an interpreter with everything in that file installed: the
+# active environment's, or that of $ROOT/.venv, which is made where it is missing.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+fail() {
+    printf 'setup: %s\n' "$@" >&2
+    exit 2
+}
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+# Prints the first Python that is new enough.
+find_python() {
+    local name
+    for name in python3 python3.14 python3.13 python3.12 python3.11 python; do
+        if is_new_enough "$name"; then
+            command -v "$name"
+            return
+        fi
+    done
+    fail "Python 3.11 or newer is needed; $(python3 --version 2>/dev/null || echo 'no python3') is what this machine has." \
+        "Install one, or install uv (https://docs.astral.sh/uv), which brings its own."
+}
+
+make_environment() {
+    local python log
+    echo "setup: making $ROOT/.venv"
+    log="$(mktemp)"
+    if command -v uv >/dev/null; then
+        uv venv --quiet --seed --clear --python '>=3.11' "$ROOT/.venv" >"$log" 2>&1 && return
+    else
+        python="$(find_python)" || exit
+        "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+            fail "$python cannot make virtual environments." "On Debian and Ubuntu: apt install python3-venv"
+        "$python" -m venv --clear "$ROOT/.venv" >"$log" 2>&1 && return
+    fi
+    cat "$log" >&2
+    fail "could not make $ROOT/.venv; the reason stands above."
+}
+
+# Sets PYTHON. conda's `base` is not taken: it is active on many machines without anyone having chosen it.
+choose_environment() {
+    local active="${VIRTUAL_ENV:-}"
+    if [[ -z $active && -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-base} != base ]]; then
+        active="$CONDA_PREFIX"
+    fi
+    PYTHON="${active:-$ROOT/.venv}/bin/python"
+    if [[ -n $active ]]; then
+        is_new_enough "$PYTHON" || fail "the active environment $active has no Python 3.11 or newer." \
+            "Deactivate it, and one is made in $ROOT/.venv."
+    elif ! is_new_enough "$PYTHON"; then
+        make_environment
+    fi
+}
+
+# Prints a requirements file's name and those of the files it includes.
+with_includes() {
+    echo "$1"
+    sed -n 's/^-r *//p' "$ROOT/$1"
+}
+
+# What an environment's stamp says when everything in a requirements file is installed.
+stamp_of() {
+    local name
+    "$PYTHON" --version
+    for name in $(with_includes "$1"); do cat "$ROOT/$name"; done
+}
+
+install() {
+    local log name
+    echo "setup: installing $1 into ${PYTHON%/bin/python} (the first time some GB, 1 to 10 minutes)"
+    log="$(mktemp)"
+    if command -v uv >/dev/null; then
+        uv pip install --python "$PYTHON" -r "$ROOT/$1" >"$log" 2>&1
+    else
+        "$PYTHON" -m pip install --no-input --progress-bar off -r "$ROOT/$1" </dev/null >"$log" 2>&1
+    fi || {
+        cat "$log" >&2
+        fail "installing $1 failed; the reason stands above."
+    }
+    rm -f "$log"
+    for name in $(with_includes "$1"); do stamp_of "$name" >"$STAMPS-$name"; done
+}
+
+choose_environment
+# The stamps lie in the environment, so that a new one starts without them.
+STAMPS="${PYTHON%/bin/python}/.vitamp"
+[[ "$(cat "$STAMPS-$1" 2>/dev/null)" == "$(stamp_of "$1")" ]] || install "$1"

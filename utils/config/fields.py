@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 NO_VALUE = {"none", "null", "~", ""}
+
+
+def is_no_value(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().casefold() in NO_VALUE
 
 
 def revive(value: Any) -> Any:
@@ -17,13 +21,13 @@ def revive(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    text = value.strip()
-    if text.casefold() in NO_VALUE:
+    if is_no_value(value):
         return None
+    text = value.strip()
     if text[0] in "([" and text[-1] in ")]":
         try:
             return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
             return value
     return value
 
@@ -46,12 +50,16 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
-        value = revive(value)
         field = cls.model_fields[info.field_name or ""]
+        kinds = _plain_types(field.annotation)
+        # Text stays as written, a folder may be called `(1)`; only the words for no value are known there.
+        value = revive(value) if str not in kinds or is_no_value(value) else value
+        if value is None and get_origin(field.annotation) is tuple and field.default == ():
+            return ()
         # Without this `BATCH_SIZE: true` would pass as 1, and an empty `SEED:` would be reported as a puzzle.
-        if isinstance(value, bool) and bool not in _plain_types(field.annotation):
+        if isinstance(value, bool) and bool not in kinds:
             raise ValueError("true/false where another kind of value belongs")
-        if value is None and type(None) not in _plain_types(field.annotation):
+        if value is None and type(None) not in kinds:
             raise ValueError("needs a value; leave the key out to get its default")
         return value
 

@@ -27,6 +27,15 @@ def _as_tuple(value: Any) -> Any:
     return [value] if isinstance(value, int | float) else value
 
 
+def _as_names(value: Any) -> Any:
+    """One name, or several with commas between, without the brackets of a list."""
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+def _as_integer(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+
 def _folded(value: Any) -> Any:
     return value.strip().casefold() if isinstance(value, str) else value
 
@@ -34,7 +43,7 @@ def _folded(value: Any) -> Any:
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 Integers = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: [] if revive(v) is None else v)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
 
 
 class DataConfig(Section):
@@ -45,7 +54,9 @@ class DataConfig(Section):
     DATA_PATH: str | None = Field(None, description="Folder the data set lies in.")
     DATASET: str = Field("imagenet2012", description="Name of the data set's layout; see docs/data.md.")
     IMAGE_SIZE: Positive = Field(224, description="Height and width of what the model sees, in pixels.")
-    IMAGE_CHANNELS: Literal[1, 3] = Field(3, description="3 for RGB, 1 for grey.")
+    IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(_as_integer)] = Field(
+        3, description="3 for RGB, 1 for grey."
+    )
     CROP_PCT: float = Field(0.875, gt=0, le=1, description="Validation: share of the resized image that is kept.")
     NUM_WORKERS: Count | None = Field(None, description="Loading processes per rank; null: by the cores there are.")
     IMAGENET_MEAN: Numbers = Field((0.5, 0.5, 0.5), description="Subtracted from images scaled to 0..1.")
@@ -117,7 +128,7 @@ class TrainConfig(Section):
     WARMUP_START_LR: NonNegative = Field(1e-6, description="Learning rate at the first update of the warm-up.")
     BASE_LR: NonNegative = Field(3e-3, description="Learning rate after the warm-up.")
     END_LR: NonNegative = Field(0.0, description="Learning rate the cosine ends at.")
-    LINEAR_SCALED_LR: float | bool | None = Field(
+    LINEAR_SCALED_LR: AboveZero | bool | None = Field(
         None, description="Scale the three rates by global batch / this number (true: 512)."
     )
     WEIGHT_DECAY: NonNegative = Field(0.3, description="Decoupled weight decay.")
@@ -163,10 +174,14 @@ class AmpConfig(Section):
 
     ENABLED: bool = Field(False, description="Train in mixed precision; what -amp sets.")
     DTYPE: Literal["auto", "fp16", "bf16", "fp8"] = Field(
-        "auto", description="auto: fp16 on a GPU that gains from it, else bf16. fp8 is not available yet."
+        "auto",
+        description="auto: fp16 on a GPU that gains from it, else bf16.",
+        json_schema_extra={"values_not_available_yet": ["fp8"]},
     )
     LEVEL: Literal["O0", "O1", "O2", "NAIVE", "O3"] = Field(
-        "O1", description="O0: fp32. O1: autocast and loss scaling. O2, NAIVE and O3 are not available yet."
+        "O1",
+        description="O0: fp32. O1: autocast and loss scaling.",
+        json_schema_extra={"values_not_available_yet": ["O2", "NAIVE", "O3"]},
     )
     TF32: bool = Field(False, description="Let fp32 matrix products run as TF32 on GPUs that have it.")
     EVAL: bool = Field(True, description="Validate under autocast as well.")
@@ -205,7 +220,7 @@ class Config(Section):
     SAVE: str = Field("./output", description="Folder in which each run makes one of its own.")
     OUTPUT: str | None = Field(None, description="The run's own folder (-output); null: made in SAVE.")
     TAG: str | None = Field(None, description="A word of yours, shown in the banner, run.json and the curves.")
-    SAVE_FREQ: Positive = Field(1, description="Epochs between checkpoints.")
+    SAVE_FREQ: Positive = Field(10, description="Epochs between checkpoints.")
     SAVE_EVERY_UPDATES: Positive | None = Field(None, description="Updates between checkpoints, besides.")
     KEEP_LAST: Count = Field(3, description="Checkpoints kept beside the best one; 0: all.")
     REPORT_FREQ: Positive = Field(20, description="Updates between log lines.")

@@ -1,0 +1,1 @@
+"""How training happens: precision, optimiser, one update, the loop, evaluation, checkpoints."""

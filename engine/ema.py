@@ -1,0 +1,55 @@
+"""A moving average of the weights.
+
+The lists of tensors are made once; walking two state dicts at every update costs more than the arithmetic.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+
+class Ema:
+    def __init__(self, model: nn.Module, decay: float, warmup: bool, device: torch.device) -> None:
+        self.module = copy.deepcopy(model).to(device).eval().requires_grad_(False)
+        self.decay, self.warmup, self.device = decay, warmup, device
+        self.updates: int | Tensor = 0
+        self._sources = [p.detach() for p in model.parameters()]
+        self._averages = list(self.module.parameters())
+        # Running statistics are averages already; they are taken over as they are.
+        self._buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
+
+    @torch.no_grad()
+    def update(self, moved: bool | Tensor) -> None:
+        """Take one step towards the weights, if they moved."""
+        if moved is False:
+            return
+        averages, sources = self._averages, self._sources
+        if self.device != sources[0].device:
+            sources = [s.to(self.device) for s in sources]
+        if isinstance(moved, Tensor):
+            self._update_on_device(moved, averages, sources)
+        else:
+            torch._foreach_lerp_(averages, sources, 1 - self._decay_at(self.updates))
+            self.updates += 1
+        for ours, theirs in self._buffers:
+            ours.copy_(theirs)
+
+    def _update_on_device(self, moved: Tensor, averages: list[Tensor], sources: list[Tensor]) -> None:
+        """The same where only the device knows whether the weights moved: the step is multiplied by 0 or 1."""
+        moved = moved.to(self.device)
+        self.updates = torch.as_tensor(self.updates, device=self.device)
+        count = self.updates.double() if self.device.type != "mps" else self.updates.float()
+        decay = torch.clamp((1 + count) / (10 + count), max=self.decay) if self.warmup else self.decay
+        weight = ((1 - decay) * moved.reshape(())).float()
+        steps = torch._foreach_sub(sources, averages)
+        torch._foreach_mul_(steps, weight)
+        torch._foreach_add_(averages, steps)
+        self.updates = self.updates + moved.reshape(()).long()
+
+    def _decay_at(self, updates: int | Tensor) -> float:
+        """A young average follows quickly, so that it is not made of the first, random weights."""
+        count = int(updates)
+        return min(self.decay, (1 + count) / (10 + count)) if self.warmup else self.decay

@@ -1,0 +1,31 @@
+"""From a batch of bytes to what the model sees, on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from utils.config.schema import DataConfig
+
+
+def per_channel(values: tuple[float, ...], channels: int) -> list[float]:
+    """One value a channel; a single value, or a row of equal ones, serves any number of channels."""
+    return list(values) if len(values) == channels else [values[0]] * channels
+
+
+class Inputs(nn.Module):
+    """uint8 images to normalised floats: (x / 255 - mean) / std, as one multiplication and one addition."""
+
+    factor: Tensor
+    offset: Tensor
+
+    def __init__(self, data: DataConfig) -> None:
+        super().__init__()
+        mean = torch.tensor(per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS), dtype=torch.float64)
+        std = torch.tensor(per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS), dtype=torch.float64)
+        shape = (1, -1, 1, 1)
+        self.register_buffer("factor", (1 / (255 * std)).float().reshape(shape), persistent=False)
+        self.register_buffer("offset", (-mean / std).float().reshape(shape), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.addcmul(self.offset, images.float(), self.factor)

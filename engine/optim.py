@@ -1,0 +1,61 @@
+"""The optimiser, by timm's registry and torch's fused kernels."""
+
+from __future__ import annotations
+
+import timm.optim
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from utils.config.schema import TrainConfig
+from utils.errors import UserError, nearest
+
+# Kernels that do the whole step at once; GradScaler hands them its flag on the device, so nothing waits.
+FUSED = {"adam", "adamw", "momentum", "nesterov"}
+# PaddleViT's SGD is momentum without Nesterov; timm's `sgd` is with it.
+PADDLE_NAMES = {"sgd": "momentum"}
+
+
+def optimizer_name(name: str) -> str:
+    """timm's name for the optimiser, or an error that lists the near ones."""
+    known = timm.optim.list_optimizers()
+    wanted = PADDLE_NAMES.get(name.casefold(), name.casefold())
+    if wanted not in known:
+        raise UserError(
+            f"TRAIN.OPTIMIZER.NAME: {name!r} is not an optimiser of torch or timm.{nearest(wanted, known)} "
+            f"Known: AdamW, Adam, SGD, LAMB, Lion and {len(known)} in all (timm.optim.list_optimizers())."
+        )
+    return wanted
+
+
+def build_optimizer(model: nn.Module, train: TrainConfig, base_lr: float, device: torch.device) -> Optimizer:
+    name = optimizer_name(train.OPTIMIZER.NAME)
+    options: dict[str, object] = {"eps": train.OPTIMIZER.EPS, "betas": train.OPTIMIZER.BETAS}
+    if name in FUSED and device.type in ("cpu", "cuda", "mps"):
+        options["fused"] = True
+    if train.WEIGHT_DECAY_ALL:
+        decayed = [p for p in model.parameters() if p.requires_grad]
+        parameters: object = [{"params": decayed, "weight_decay": train.WEIGHT_DECAY}]
+    else:
+        parameters = model
+    try:
+        return timm.optim.create_optimizer_v2(
+            parameters,  # pyright: ignore[reportArgumentType]
+            opt=name,
+            lr=base_lr,
+            weight_decay=train.WEIGHT_DECAY,
+            momentum=train.OPTIMIZER.MOMENTUM,
+            **options,
+        )
+    except (TypeError, ValueError, ImportError, RuntimeError, AssertionError) as error:
+        raise UserError(f"TRAIN.OPTIMIZER.NAME {train.OPTIMIZER.NAME}: cannot be built ({error}).") from None
+
+
+def scaled_rates(train: TrainConfig, global_batch: int) -> tuple[float, float, float]:
+    """BASE_LR, WARMUP_START_LR and END_LR, scaled by the global batch where LINEAR_SCALED_LR asks for it."""
+    rates = (train.BASE_LR, train.WARMUP_START_LR, train.END_LR)
+    reference = 512.0 if train.LINEAR_SCALED_LR is True else train.LINEAR_SCALED_LR
+    if not reference:
+        return rates
+    factor = global_batch / reference
+    return (rates[0] * factor, rates[1] * factor, rates[2] * factor)

@@ -1,0 +1,168 @@
+"""Mixed precision: what `-amp` becomes on this device, and why.
+
+One object for every precision. With AMP off its autocast and its scaler do nothing, so that the update is
+written once, without a branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from utils.config.schema import AmpConfig
+from utils.errors import UserError
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+# First capability of each generation, newest first, and what half precision brings there.
+GENERATIONS = (
+    ((10, 0), "Blackwell", "tensor cores for fp16 and bf16"),
+    ((9, 0), "Hopper", "tensor cores for fp16 and bf16"),
+    ((8, 9), "Ada", "tensor cores for fp16 and bf16"),
+    ((8, 0), "Ampere", "tensor cores for fp16 and bf16"),
+    ((7, 5), "Turing", "tensor cores for fp16"),
+    ((7, 0), "Volta", "tensor cores for fp16"),
+    ((6, 0), "Pascal", "fp16 saves memory, not time"),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen and why, in words for the banner and run.json."""
+
+    dtype: torch.dtype
+    reason: str
+    warning: str | None = None
+
+
+def choose(amp: AmpConfig, device: torch.device) -> Choice:
+    """The dtype that -amp means here."""
+    if not amp.ENABLED or amp.LEVEL == "O0":
+        return Choice(torch.float32, "AMP is off")
+    if amp.DTYPE != "auto":
+        return _asked_for(DTYPES[amp.DTYPE], device)
+    if device.type == "cuda":
+        return _for_gpu(torch.cuda.get_device_capability(device))
+    if device.type == "cpu":
+        return _for_cpu()
+    return Choice(torch.float16, f"fp16 is what {device.type} gains from")
+
+
+def _for_gpu(capability: tuple[int, int]) -> Choice:
+    number = f"compute capability {capability[0]}.{capability[1]}"
+    for first, name, gain in GENERATIONS:
+        if capability >= first:
+            warning = f"{name} gains no speed from fp16, only memory" if name == "Pascal" else None
+            return Choice(torch.float16, f"{name} ({number}): {gain}", warning)
+    return Choice(torch.float16, number, "this GPU is older than fp16 arithmetic; expect no gain in speed")
+
+
+def _for_cpu() -> Choice:
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return Choice(torch.float16, "this CPU computes in fp16 and not in bf16")
+    if torch.backends.cpu.get_cpu_capability() == "AVX512" and _cpu_has("avx512_bf16", "amx_bf16"):
+        return Choice(torch.bfloat16, "this CPU computes in bf16")
+    return Choice(
+        torch.bfloat16,
+        "bf16 needs no loss scaling",
+        "this CPU computes neither in fp16 nor in bf16: mixed precision will be slower than fp32 here",
+    )
+
+
+def _cpu_has(*flags: str) -> bool:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            listed = next((line for line in file if line.startswith("flags")), "").split()
+    except OSError:  # not Linux: believe oneDNN
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return any(flag in listed for flag in flags)
+
+
+def _asked_for(dtype: torch.dtype, device: torch.device) -> Choice:
+    warning = None
+    if device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        warning = "this GPU emulates bf16, slowly; fp16 is what it gains from"
+    if device.type == "cpu" and dtype is torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        warning = "this CPU has no fp16 arithmetic: expect it to be many times slower than fp32; bf16 is meant for CPUs"
+    return Choice(dtype, "as asked for", warning)
+
+
+class Precision:
+    """Autocast and loss scaling of one run; the same calls whether or not either is on."""
+
+    def __init__(self, amp: AmpConfig, device: torch.device) -> None:
+        self.choice = choose(amp, device)
+        self.device = device
+        self.autocasts = self.choice.dtype is not torch.float32
+        self.validates_in_amp = amp.EVAL
+        # bf16 has fp32's range: nothing underflows, so nothing needs scaling.
+        self.scaler = torch.amp.GradScaler(
+            device.type,
+            enabled=self.choice.dtype is torch.float16,
+            init_scale=amp.INIT_LOSS_SCALING,
+            growth_factor=amp.INCR_RATIO,
+            backoff_factor=amp.DECR_RATIO,
+            growth_interval=amp.INCR_EVERY_N_STEPS,
+        )
+        # One switch of torch's, set either way: a former setting must not leak into this run.
+        torch.backends.fp32_precision = "tf32" if amp.TF32 else "ieee"
+
+    @property
+    def name(self) -> str:
+        return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(self.choice.dtype, "fp32")
+
+    def autocast(self, training: bool = True) -> torch.autocast:
+        enabled = self.autocasts and (training or self.validates_in_amp)
+        return torch.autocast(self.device.type, self.choice.dtype if enabled else None, enabled=enabled)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Gradients as they would be without scaling; once an update, and before any use of them."""
+        self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool | Tensor:
+        """Move the weights unless a gradient overflowed. Tells whether they moved, without waiting for a GPU.
+
+        The answer is a bool where the host knows it for free, else a tensor of 0 or 1 on the device.
+        """
+        if not self.scaler.is_enabled():
+            optimizer.step()
+            return True
+        found = list(self.scaler._found_inf_per_device(optimizer).values())
+        overflow = torch.stack(found).sum() if len(found) > 1 else found[0].clone()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        if overflow.device.type == "cpu":
+            return not overflow.numpy().any()  # host memory: read in place
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            return overflow == 0
+        return not overflow.item()  # for such an optimiser GradScaler has already waited for this value
+
+    def scale_tensor(self) -> Tensor:
+        """The loss scale, left on the device; 1 where nothing is scaled."""
+        scale = self.scaler._scale
+        if scale is None:
+            return torch.tensor(self.scaler.get_scale(), device=self.device)
+        return scale.detach()
+
+    def lines(self) -> Iterable[str]:
+        """What the banner says of it."""
+        text = self.name
+        if self.autocasts:
+            scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
+            text += f" by autocast, {scaling} ({self.choice.reason})"
+        elif self.device.type == "cuda":
+            text += ", TF32 on" if torch.backends.fp32_precision == "tf32" else ", TF32 off"
+        yield text
+
+
+def check_precision(amp: AmpConfig, device: torch.device) -> None:
+    """Mixed precision that this device cannot do at all."""
+    if amp.ENABLED and amp.DTYPE == "bf16" and device.type == "mps":
+        raise UserError("AMP.DTYPE bf16 on mps is not supported by torch; use fp16.")

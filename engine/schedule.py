@@ -1,0 +1,92 @@
+"""The learning rate, a function of how many updates have moved the weights.
+
+An update that the loss scaler skips does not count: otherwise the first overflows of an fp16 run would eat a part
+of its warm-up. On a GPU only the device knows which were skipped, so there the count and the rates live on the
+device too, and nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import torch
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, StepLRScheduler
+from timm.scheduler.scheduler import Scheduler
+from torch import Tensor
+from torch.optim import Optimizer
+
+from utils.config.schema import TrainConfig
+
+
+def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float, float, float], per_epoch: int):
+    """timm's schedule of that name, counted in updates."""
+    _, start_lr, end_lr = rates
+    total = train.NUM_EPOCHS * per_epoch
+    warmup = min(round(train.WARMUP_EPOCHS * per_epoch), total)
+    common = {"warmup_t": warmup, "warmup_lr_init": start_lr, "t_in_epochs": False}
+    shape = train.LR_SCHEDULER
+    if shape.NAME == "step":
+        decay = shape.DECAY_EPOCHS * per_epoch
+        return StepLRScheduler(optimizer, decay, decay_rate=shape.DECAY_RATE, warmup_prefix=False, **common)
+    if shape.NAME == "multi-step":
+        # timm lets a milestone act one step early; per update that would be before its epoch has ended.
+        milestones = sorted(epoch * per_epoch + 1 for epoch in shape.MILESTONES)
+        return MultiStepLRScheduler(optimizer, milestones, decay_rate=shape.DECAY_RATE, warmup_prefix=False, **common)
+    return CosineLRScheduler(optimizer, max(1, total - warmup), lr_min=end_lr, warmup_prefix=True, **common)
+
+
+class Schedule:
+    """Sets the optimiser's rates before each update. `moved` counts the updates that counted."""
+
+    def __init__(self, scheduler: Scheduler, optimizer: Optimizer, total: int, on_device: torch.device | None) -> None:
+        """`on_device`: where skips are known only there (an fp16 run on a GPU), that device."""
+        self._scheduler = scheduler
+        self._optimizer = optimizer
+        self._total = total
+        self._moved: int | Tensor = 0
+        self._table: Tensor | None = None
+        if on_device is not None:
+            self._keep_on_device(on_device)
+        self._apply()
+
+    def _keep_on_device(self, device: torch.device) -> None:
+        rows = []
+        for update in range(self._total + 1):
+            self._scheduler.step_update(update)
+            rows.append([float(group["lr"]) for group in self._optimizer.param_groups])
+        self._table = torch.tensor(rows, dtype=torch.float32, device=device)
+        self._moved = torch.zeros((), dtype=torch.int64, device=device)
+        for group in self._optimizer.param_groups:
+            group["lr"] = torch.zeros((), device=device)
+
+    def advance(self, moved: bool | Tensor) -> None:
+        if isinstance(self._moved, Tensor):
+            self._moved += moved
+        else:
+            self._moved += int(moved)
+        self._apply()
+
+    def _apply(self) -> None:
+        if self._table is None:
+            self._scheduler.step_update(int(self._moved))
+            return
+        assert isinstance(self._moved, Tensor)
+        row = self._table.index_select(0, self._moved.clamp(max=self._total).reshape(1))[0]
+        for group, rate in zip(self._optimizer.param_groups, row, strict=True):
+            group["lr"].copy_(rate)
+
+    def rate(self) -> float | Tensor:
+        """The first group's rate for the coming update; a tensor where it lives on the device."""
+        return self._optimizer.param_groups[0]["lr"]
+
+    @property
+    def moved(self) -> int:
+        """Waits for the device; for saving, not for every update."""
+        return int(self._moved)
+
+    def restore(self, moved: int) -> None:
+        if isinstance(self._moved, Tensor):
+            self._moved.fill_(moved)
+            for group in self._optimizer.param_groups:  # loading an optimiser replaces the tensors we hold
+                group["lr"] = torch.zeros((), device=self._moved.device)
+        else:
+            self._moved = moved
+        self._apply()

@@ -1,0 +1,215 @@
+"""Rules of the house that no single test of behaviour would notice being broken."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Which rooms each room may import, besides itself.
+ROOMS: dict[str, set[str]] = {
+    "utils": set(),
+    "models": {"utils"},
+    "datasets": {"utils"},
+    "engine": {"models", "datasets", "utils"},
+    "scripts": {"engine", "models", "datasets", "utils"},
+    "main": {"engine", "models", "datasets", "utils"},
+}
+KEPT_HIDDEN, LEFT_BEHIND = {".ci", ".gitignore"}, {"output", "data", "node_modules"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
+OLD_NAMES = ("torch.cuda.amp", "torch.cpu.amp", "apex")
+# Calls that may run code hidden in the file they read.
+UNSAFE_CALLS = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "pickle.load", "pickle.loads", "pickle.Unpickler"}
+
+
+def project_files() -> list[Path]:
+    """Every file of the project, without what tools and runs leave behind; works without git as well."""
+    tops = (p for p in ROOT.iterdir() if p.name in KEPT_HIDDEN or not p.name.startswith("."))
+    files: list[Path] = []
+    for top in tops:
+        if top.name not in LEFT_BEHIND:
+            files += [top] if top.is_file() else [p for p in top.rglob("*") if p.is_file()]
+    return [p for p in files if p.suffix != ".pyc"]
+
+
+def room_of(path: Path) -> str | None:
+    first = path.relative_to(ROOT).parts[0]
+    if first.startswith("main_") and first.endswith(".py"):
+        return "main"
+    return first if first in ROOMS else None
+
+
+CODE = sorted(p for p in project_files() if p.suffix == ".py" and room_of(p))
+NAMES = [str(p.relative_to(ROOT)) for p in CODE]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(tree: ast.Module, package: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
+    """(line, full dotted name) of everything imported, at the top, inside functions, and by importlib."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{start}.{alias.name}".lstrip(".")) for alias in node.names)
+        elif isinstance(node, ast.Call) and dotted(node.func) in {"importlib.import_module", "import_module"}:
+            name = node.args[0] if node.args else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield node.lineno, name.value
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of an expression of that form, else the part that has it."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}".lstrip(".")
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def forbidden_imports(tree: ast.Module, room: str, package: tuple[str, ...] = ()) -> list[str]:
+    foreign = (set(ROOMS) | {"tests"}) - ROOMS[room] - {room}
+    found = []
+    for line, name in imports(tree, package):
+        top = name.split(".")[0]
+        if top in foreign or top.startswith("main_"):
+            found.append(f"line {line}: {name}")
+    return found
+
+
+def unsafe_calls(tree: ast.Module) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        if name == "torch.load":
+            safe = [k for k in node.keywords if k.arg == "weights_only"]
+            if not (safe and isinstance(safe[0].value, ast.Constant) and safe[0].value.value is True):
+                found.append(f"line {node.lineno}: torch.load without weights_only=True")
+        elif any(k.arg == "allow_pickle" and ast.unparse(k.value) != "False" for k in node.keywords):
+            found.append(f"line {node.lineno}: {name} with allow_pickle")
+        elif name in UNSAFE_CALLS and not has_own_loader(node, name):
+            found.append(f"line {node.lineno}: {name}")
+    return found
+
+
+def has_own_loader(node: ast.Call, name: str) -> bool:
+    """yaml.load is as safe as its loader, and one derived from SafeLoader is fine: it must be named so."""
+    loaders = [dotted(k.value) for k in node.keywords if k.arg == "Loader"] + [dotted(a) for a in node.args[1:]]
+    return name == "yaml.load" and bool(loaders) and all("Safe" in loader for loader in loaders)
+
+
+def long_functions(tree: ast.Module) -> list[str]:
+    functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    lengths = ((n.name, (n.end_lineno or n.lineno) - n.lineno + 1) for n in functions)
+    return [f"{name}: {length} lines" for name, length in lengths if length >= MAX_FUNCTION_LINES]
+
+
+@pytest.mark.parametrize("path", CODE, ids=NAMES)
+def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
+    room = room_of(path)
+    assert room is not None
+    assert forbidden_imports(tree_of(path), room, path.relative_to(ROOT).parent.parts) == []
+
+
+@pytest.mark.parametrize("path", CODE, ids=NAMES)
+def test_nothing_is_loaded_that_could_run_code(path: Path) -> None:
+    assert unsafe_calls(tree_of(path)) == []
+
+
+@pytest.mark.parametrize("path", CODE, ids=NAMES)
+def test_amp_comes_from_todays_names(path: Path) -> None:
+    tree = tree_of(path)
+    used = [name for _, name in imports(tree)]
+    used += [dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    assert [name for name in used if any(name == old or name.startswith(f"{old}.") for old in OLD_NAMES)] == []
+
+
+@pytest.mark.parametrize("path", CODE, ids=NAMES)
+def test_files_and_functions_are_short(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines < MAX_FILE_LINES, f"{lines} lines"
+    assert long_functions(tree_of(path)) == []
+
+
+def test_no_file_depends_on_where_it_was_written() -> None:
+    """Absolute folders of one machine mean nothing on another. This file is left out: it names them."""
+    folder = re.compile(rb"/work\b")
+    found = []
+    for path in project_files():
+        if path != Path(__file__).resolve() and folder.search(path.read_bytes()):
+            found.append(str(path.relative_to(ROOT)))
+    assert found == []
+
+
+def test_our_datasets_folder_is_the_one_imported() -> None:
+    """Hugging Face's package of the same name must never win."""
+    import datasets
+
+    assert [Path(p).resolve() for p in datasets.__path__] == [ROOT / "datasets"]
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("utils", "import models"),
+        ("utils", "def f():\n    from engine.loop import train"),
+        ("models", "from datasets import build"),
+        ("models", "import importlib\nimportlib.import_module('datasets.digits')"),
+        ("datasets", "from .. import models"),
+        ("engine", "import main_single_gpu"),
+        ("engine", "import scripts.report"),
+        ("engine", "from tests.helpers import x"),
+    ],
+)
+def test_the_import_rule_sees_offences(room: str, source: str) -> None:
+    assert forbidden_imports(ast.parse(source), room, (room,)) != []
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("engine", "import models, datasets.loader\nfrom utils.errors import UserError"),
+        ("models", "from .weights import load\nimport timm.models, torch"),
+        ("scripts", "from engine import run"),
+    ],
+)
+def test_the_import_rule_lets_pass_what_is_right(room: str, source: str) -> None:
+    assert forbidden_imports(ast.parse(source), room, (room,)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "torch.load(f, weights_only=flag)",
+        "yaml.load(f)",
+        "yaml.load(f, Loader=yaml.FullLoader)",
+        "yaml.load(f, yaml.UnsafeLoader)",
+        "np.load(f, allow_pickle=True)",
+        "pickle.load(f)",
+    ],
+)
+def test_unsafe_calls_are_seen(source: str) -> None:
+    assert unsafe_calls(ast.parse(source)) != []
+
+
+def test_safe_calls_pass() -> None:
+    source = "torch.load(f, map_location='cpu', weights_only=True)\nyaml.safe_load(f)\nyaml.load(f, Loader=SafeLoader)"
+    assert unsafe_calls(ast.parse(source)) == []
+
+
+def test_long_functions_are_seen() -> None:
+    body = "    x = 1\n" * (MAX_FUNCTION_LINES - 1)
+    assert long_functions(ast.parse(f"def f():\n{body}")) == [f"f: {MAX_FUNCTION_LINES} lines"]

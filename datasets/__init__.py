@@ -1,0 +1,22 @@
+"""Where samples come from: sources, transforms, the order of samples, loading."""
+
+from .base import PADDING, Batch, ImageDataset
+from .loader import TrainLoader, ValLoader, Window, auto_workers
+from .order import EpochOrder, Share, validation_batches
+from .registry import check_dataset, names, open_dataset
+
+__all__ = [
+    "PADDING",
+    "Batch",
+    "EpochOrder",
+    "ImageDataset",
+    "Share",
+    "TrainLoader",
+    "ValLoader",
+    "Window",
+    "auto_workers",
+    "check_dataset",
+    "names",
+    "open_dataset",
+    "validation_batches",
+]

@@ -1,0 +1,54 @@
+"""What every source gives and what a batch is."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import Dataset
+
+from utils.config.schema import DataConfig
+
+Key = tuple[int, int]
+"""(epoch, sample index): all that the content of a training sample depends on, besides the seed."""
+
+PADDING = -1
+
+
+class Batch(NamedTuple):
+    """Samples side by side. Where `indices` is -1 there is no sample: the image is black, the label 0."""
+
+    images: torch.Tensor
+    """uint8, B x C x H x W"""
+    labels: torch.Tensor
+    """int64, B"""
+    indices: torch.Tensor
+    """int64, B"""
+
+
+class ImageDataset(Dataset[Batch]):
+    """Images with a label each, fetched in batches."""
+
+    classes: list[str] | None = None
+    """Names of the classes in the order of their labels, where the source knows them."""
+    in_memory: bool = False
+    """True: batches come straight from (device) memory, and loading processes would only be in the way."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitems__(self, keys: list[Key]) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """One name of DATA.DATASET."""
+
+    open: Callable[[DataConfig, bool, int, int, torch.device], ImageDataset]
+    """(data, train, num_classes, seed, device) -> the training or the validation part"""
+    check: Callable[[DataConfig, int, bool], None]
+    """(data, num_classes, train): raise UserError for what can be seen without opening an image"""

@@ -1,0 +1,106 @@
+"""Class folders: `train/<class>/image` and `val/<class>/image`, nested as deep as one likes below the class."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from utils.config.schema import DataConfig
+from utils.errors import UserError, nearest
+
+from .files import ImageFiles, PathTable, data_folder
+from .labels import check_class_count, tell_spare_classes
+
+VALIDATION_NAMES = ("val", "validation", "test")
+LAYOUT = """Expected layout:
+  {root}/train/<class>/image.jpg
+  {root}/val/<class>/image.jpg    (or validation/, or test/)"""
+
+log = logging.getLogger("vitamp")
+
+
+def open_folders(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageFiles:  # noqa: ARG001 - files are read on the host
+    """All images of one part, in the order of class and path."""
+    root = data_folder(data)
+    part = part_folder(root, train)
+    classes = class_names(root, part)
+    check_class_count(len(classes), num_classes, f"The data set in {root}")
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        found = sorted(_images(part / name))
+        paths.extend(f"{name}/{path}" for path in found)
+        labels.extend([label] * len(found))
+    if not paths:
+        raise UserError(_no_images(part, root))
+    return ImageFiles(part, PathTable(paths), np.array(labels, dtype=np.int64), classes, data, train, seed)
+
+
+def check_folders(data: DataConfig, num_classes: int, train: bool) -> None:
+    """Find missing parts and empty ones by a look at the folders, not at every file."""
+    root = data_folder(data)
+    for training in [True, False] if train else [False]:
+        _check_part(root, part_folder(root, training), num_classes)
+    classes = class_names(root, part_folder(root, train))
+    tell_spare_classes(len(classes), num_classes, f"The data set in {root}")
+
+
+def _check_part(root: Path, part: Path, num_classes: int) -> None:
+    classes = class_names(root, part)
+    check_class_count(len(classes), num_classes, f"The data set in {root}")
+    empty = [name for name in classes if next(_images(part / name), None) is None]
+    if len(empty) == len(classes):
+        raise UserError(_no_images(part, root))
+    if empty:
+        log.warning("%s has no image for %d of its classes, %s among them.", part, len(empty), empty[0])
+
+
+def part_folder(root: Path, train: bool) -> Path:
+    """The folder of the training or of the validation part."""
+    names = ("train",) if train else VALIDATION_NAMES
+    for name in names:
+        if (root / name).is_dir():
+            return root / name
+    looked_for = " or ".join(str(root / name) for name in names)
+    raise UserError(f"DATA.DATA_PATH (-data_path): there is no folder {looked_for}. {LAYOUT.format(root=root)}")
+
+
+def class_names(root: Path, part: Path) -> list[str]:
+    """Names in the order of their labels: those of the training part, wherever there is one."""
+    train = root / "train"
+    classes = _subfolders(train if train.is_dir() else part)
+    if not classes:
+        raise UserError(_no_images(train if train.is_dir() else part, root))
+    unknown = set(_subfolders(part)).difference(classes)
+    if unknown:
+        first = min(unknown)
+        raise UserError(
+            f"{part / first}: the training part {train} has no class of that name.{nearest(first, classes)} "
+            f"Both parts need the same classes."
+        )
+    return classes
+
+
+def _subfolders(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _images(folder: Path) -> Iterator[str]:
+    """Paths below `folder`, relative to it."""
+    for where, _, files in os.walk(folder, followlinks=True):
+        inside = "" if where == str(folder) else os.path.relpath(where, folder)
+        for name in files:
+            if name.lower().endswith(IMG_EXTENSIONS) and not name.startswith("."):
+                yield os.path.join(inside, name)
+
+
+def _no_images(part: Path, root: Path) -> str:
+    kinds = " ".join(IMG_EXTENSIONS)
+    return f"{part} has no images in class folders (files ending in {kinds} count). {LAYOUT.format(root=root)}"

@@ -1,0 +1,70 @@
+"""List files: one image a line, `relative/path.JPEG label`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from utils.errors import UserError
+
+from .files import PathTable
+from .labels import tell_spare_classes
+
+PROBED = 8
+"""Images of a list that the check before the run looks for: enough to find a list made for another folder."""
+
+
+def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
+    """Paths and labels of a list file, each line checked."""
+    paths: list[str] = []
+    labels: list[int] = []
+    for number, line in _lines(file):
+        path, label = _parse(line, f"{file}:{number}")
+        if not 0 <= label < num_classes:
+            raise UserError(
+                f"{file}:{number}: label {label} does not fit MODEL.NUM_CLASSES {num_classes}: "
+                f"labels go from 0 to {num_classes - 1}. Correct the line or set -num_classes."
+            )
+        paths.append(path)
+        labels.append(label)
+    if not labels:
+        raise UserError(f"{file} is empty: it needs one image a line, as in 'train/n01440764/image.JPEG 0'.")
+    return PathTable(paths), np.array(labels, dtype=np.int64)
+
+
+def check_list(file: Path, num_classes: int) -> None:
+    """Everything `read_list` checks, and that the first images are where the list says."""
+    paths, labels = read_list(file, num_classes)
+    for index in range(min(PROBED, len(paths))):
+        image = file.parent / paths[index]
+        if not image.is_file():
+            raise UserError(
+                f"{file} names {paths[index]}, but there is no file {image}. "
+                f"Paths in the list are relative to the folder it lies in."
+            )
+    tell_spare_classes(int(labels.max()) + 1, num_classes, f"The list {file}")
+
+
+def _lines(file: Path) -> list[tuple[int, str]]:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The list {file} cannot be read: {error}.") from None
+    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+
+
+def _parse(line: str, where: str) -> tuple[str, int]:
+    try:
+        path, label = line.rsplit(maxsplit=1)
+        number = int(label)
+    except ValueError:
+        raise UserError(
+            f"{where}: {line.strip()!r} is not 'relative/path.JPEG label' with a whole number as label."
+        ) from None
+    path = path.strip()
+    if path.startswith("/") or ".." in path.split("/"):
+        raise UserError(
+            f"{where}: {path} leads out of the data folder; give a path relative to the list, without '..'."
+        )
+    return path, number

@@ -1,0 +1,48 @@
+"""The names that DATA.DATASET can have. A new source is one file with a SOURCE and one line here."""
+
+from __future__ import annotations
+
+import torch
+
+from utils.config.schema import DataConfig
+from utils.errors import UserError, nearest
+
+from . import digits, imagefolder, imagenet2012, synthetic
+from .base import ImageDataset, Source
+from .transforms import check_ranges
+
+SOURCES: dict[str, Source] = {
+    "digits": digits.SOURCE,
+    "imagefolder": imagefolder.SOURCE,
+    "imagenet2012": imagenet2012.SOURCE,
+    "synthetic": synthetic.SOURCE,
+}
+
+
+def names() -> list[str]:
+    """All data sets, in alphabetical order."""
+    return sorted(SOURCES)
+
+
+def open_dataset(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageDataset:
+    """The training or the validation part of DATA.DATASET. In-memory sources live on `device`."""
+    return _source(data).open(data, train, num_classes, seed, device)
+
+
+def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> None:
+    """Raise UserError for what can be seen without opening an image; quick, meant for before processes start.
+
+    `train=False`: look at the validation part alone, for a run that only evaluates.
+    """
+    source = _source(data)
+    check_ranges(data)
+    source.check(data, num_classes, train)
+
+
+def _source(data: DataConfig) -> Source:
+    if data.DATASET not in SOURCES:
+        raise UserError(
+            f"DATA.DATASET (-dataset): there is no data set {data.DATASET!r}.{nearest(data.DATASET, SOURCES)} "
+            f"Known are {', '.join(names())}."
+        )
+    return SOURCES[data.DATASET]

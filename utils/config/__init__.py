@@ -1,1 +1,33 @@
-"""The run's settings: schema, loading, checking. `load_config` is the door."""
+"""The run's settings: schema, loading, checking, writing. `load_config` is the door."""
+
+from .checks import check_available
+from .load import Loaded, load_config
+from .schema import (
+    AmpConfig,
+    Config,
+    DataConfig,
+    DistConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    TrainConfig,
+)
+from .write import config_hash, differences, format_config, to_yaml
+
+__all__ = [
+    "AmpConfig",
+    "Config",
+    "DataConfig",
+    "DistConfig",
+    "Loaded",
+    "ModelConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "TrainConfig",
+    "check_available",
+    "config_hash",
+    "differences",
+    "format_config",
+    "load_config",
+    "to_yaml",
+]

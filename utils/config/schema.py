@@ -49,146 +49,170 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
 class DataConfig(Section):
     """Where samples come from and how they reach the model."""
 
-    BATCH_SIZE: Positive = Field(256, description="Images per process and micro-batch.")
-    BATCH_SIZE_EVAL: Positive | None = Field(None, description="The same for validation; null: BATCH_SIZE.")
-    DATA_PATH: str | None = Field(None, description="Folder the data set lies in.")
-    DATASET: str = Field("imagenet2012", description="Name of the data set's layout; see docs/data.md.")
-    IMAGE_SIZE: Positive = Field(224, description="Height and width of what the model sees, in pixels.")
+    BATCH_SIZE: Positive = Field(default=256, description="Images per process and micro-batch.")
+    BATCH_SIZE_EVAL: Positive | None = Field(default=None, description="The same for validation; null: BATCH_SIZE.")
+    DATA_PATH: str | None = Field(default=None, description="Folder the data set lies in.")
+    DATASET: str = Field(default="imagenet2012", description="Name of the data set's layout; see docs/data.md.")
+    IMAGE_SIZE: Positive = Field(default=224, description="Height and width of what the model sees, in pixels.")
     IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(_as_integer)] = Field(
-        3, description="3 for RGB, 1 for grey."
+        default=3, description="3 for RGB, 1 for grey."
     )
-    CROP_PCT: float = Field(0.875, gt=0, le=1, description="Validation: share of the resized image that is kept.")
-    NUM_WORKERS: Count | None = Field(None, description="Loading processes per rank; null: by the cores there are.")
-    IMAGENET_MEAN: Numbers = Field((0.5, 0.5, 0.5), description="Subtracted from images scaled to 0..1.")
-    IMAGENET_STD: Numbers = Field((0.5, 0.5, 0.5), description="Divides them afterwards.")
-    DROP_LAST: bool = Field(True, description="Drop a last micro-batch that is not full.")
-    CROP_SCALE: Pair = Field((0.05, 1.0), description="Training: area of the random crop, as a share of the image.")
-    CROP_RATIO: Pair = Field((0.75, 4 / 3), description="Training: width to height of the random crop.")
-    FLIP: Fraction = Field(0.5, description="Training: probability of a horizontal flip.")
-    INTERPOLATION: Literal["bicubic", "bilinear"] = Field("bicubic", description="How images are resized.")
-    SHIFT: Fraction = Field(0.0, description="Training: greatest random shift, as a share of the image.")
-    ZOOM: Rate = Field(0.0, description="Training: greatest random change of scale; 0.1 is 90 % to 110 %.")
-    ROTATE: float = Field(0.0, ge=0, le=180, description="Training: greatest random rotation in degrees.")
-    AFFINE_PROB: Fraction = Field(1.0, description="Probability that SHIFT, ZOOM and ROTATE act on a sample.")
-    SYNTHETIC_TRAIN: Positive = Field(12800, description="Data set 'synthetic': training images.")
-    SYNTHETIC_VAL: Positive = Field(1280, description="Data set 'synthetic': validation images.")
+    CROP_PCT: float = Field(
+        default=0.875, gt=0, le=1, description="Validation: share of the resized image that is kept."
+    )
+    NUM_WORKERS: Count | None = Field(
+        default=None, description="Loading processes per rank; null: by the cores there are."
+    )
+    IMAGENET_MEAN: Numbers = Field(default=(0.5, 0.5, 0.5), description="Subtracted from images scaled to 0..1.")
+    IMAGENET_STD: Numbers = Field(default=(0.5, 0.5, 0.5), description="Divides them afterwards.")
+    DROP_LAST: bool = Field(default=True, description="Drop a last micro-batch that is not full.")
+    CROP_SCALE: Pair = Field(
+        default=(0.05, 1.0), description="Training: area of the random crop, as a share of the image."
+    )
+    CROP_RATIO: Pair = Field(default=(0.75, 4 / 3), description="Training: width to height of the random crop.")
+    FLIP: Fraction = Field(default=0.5, description="Training: probability of a horizontal flip.")
+    INTERPOLATION: Literal["bicubic", "bilinear"] = Field(default="bicubic", description="How images are resized.")
+    SHIFT: Fraction = Field(default=0.0, description="Training: greatest random shift, as a share of the image.")
+    ZOOM: Rate = Field(default=0.0, description="Training: greatest random change of scale; 0.1 is 90 % to 110 %.")
+    ROTATE: float = Field(default=0.0, ge=0, le=180, description="Training: greatest random rotation in degrees.")
+    AFFINE_PROB: Fraction = Field(default=1.0, description="Probability that SHIFT, ZOOM and ROTATE act on a sample.")
+    SYNTHETIC_TRAIN: Positive = Field(default=12800, description="Data set 'synthetic': training images.")
+    SYNTHETIC_VAL: Positive = Field(default=1280, description="Data set 'synthetic': validation images.")
 
 
 class ModelConfig(Section):
     """What is trained. Sizes left null are those of NAME."""
 
     TYPE: Annotated[str, BeforeValidator(_folded)] = Field(
-        "vit", description="vit, deit or swin as in PaddleViT; any other word needs a timm model as NAME."
+        default="vit", description="vit, deit or swin as in PaddleViT; any other word needs a timm model as NAME."
     )
-    NAME: str = Field("vit_base_patch16_224", description="A timm model, or a label where sizes are given.")
-    RESUME: str | None = Field(None, description="Run, checkpoint or file to go on from; 'auto' needs -output.")
+    NAME: str = Field(default="vit_base_patch16_224", description="A timm model, or a label where sizes are given.")
+    RESUME: str | None = Field(default=None, description="Run, checkpoint or file to go on from; 'auto' needs -output.")
     PRETRAINED: str | None = Field(
-        None, description="Weights to start from: .safetensors, .pth, .npz, a run, or a timm name."
+        default=None, description="Weights to start from: .safetensors, .pth, .npz, a run, or a timm name."
     )
-    NUM_CLASSES: Positive = Field(1000, description="Classes of the classifier.")
-    DROPOUT: Rate = Field(0.0, description="Dropout after position embedding, projections and MLPs.")
-    ATTENTION_DROPOUT: Rate = Field(0.0, description="Dropout of attention weights.")
-    DROPPATH: Rate = Field(0.0, description="Stochastic depth of the last block; earlier ones get less.")
-    PATCH_SIZE: Positive | None = Field(None, description="Side of a patch; 16 for ViT-B/16.")
-    EMBED_DIM: Positive | None = Field(None, description="Width; 768 for ViT-B.")
-    NUM_HEADS: Positive | Integers | None = Field(None, description="Attention heads (Swin: one number a stage).")
-    ATTN_HEAD_SIZE: Positive | None = Field(None, description="Width of a head; null: EMBED_DIM / NUM_HEADS.")
-    DEPTH: Positive | None = Field(None, description="Number of blocks; 12 for ViT-B.")
-    MLP_RATIO: AboveZero | None = Field(None, description="Width of the MLP against EMBED_DIM; 4.0 for ViT-B.")
-    QKV_BIAS: bool | None = Field(None, description="Bias in the query, key and value projection.")
-    WINDOW_SIZE: Positive | None = Field(None, description="Swin: side of an attention window, in patches.")
-    STAGE_DEPTHS: Integers | None = Field(None, description="Swin: blocks in each stage.")
-    QK_SCALE: AboveZero | None = Field(None, description="Scale of the attention logits; null: head size ** -0.5.")
-    APE: bool | None = Field(None, description="Swin: absolute position embedding.")
-    PATCH_NORM: bool | None = Field(None, description="Swin: a norm after the patch embedding.")
+    NUM_CLASSES: Positive = Field(default=1000, description="Classes of the classifier.")
+    DROPOUT: Rate = Field(default=0.0, description="Dropout after position embedding, projections and MLPs.")
+    ATTENTION_DROPOUT: Rate = Field(default=0.0, description="Dropout of attention weights.")
+    DROPPATH: Rate = Field(default=0.0, description="Stochastic depth of the last block; earlier ones get less.")
+    PATCH_SIZE: Positive | None = Field(default=None, description="Side of a patch; 16 for ViT-B/16.")
+    EMBED_DIM: Positive | None = Field(default=None, description="Width; 768 for ViT-B.")
+    NUM_HEADS: Positive | Integers | None = Field(
+        default=None, description="Attention heads (Swin: one number a stage)."
+    )
+    ATTN_HEAD_SIZE: Positive | None = Field(default=None, description="Width of a head; null: EMBED_DIM / NUM_HEADS.")
+    DEPTH: Positive | None = Field(default=None, description="Number of blocks; 12 for ViT-B.")
+    MLP_RATIO: AboveZero | None = Field(default=None, description="Width of the MLP against EMBED_DIM; 4.0 for ViT-B.")
+    QKV_BIAS: bool | None = Field(default=None, description="Bias in the query, key and value projection.")
+    WINDOW_SIZE: Positive | None = Field(default=None, description="Swin: side of an attention window, in patches.")
+    STAGE_DEPTHS: Integers | None = Field(default=None, description="Swin: blocks in each stage.")
+    QK_SCALE: AboveZero | None = Field(
+        default=None, description="Scale of the attention logits; null: head size ** -0.5."
+    )
+    APE: bool | None = Field(default=None, description="Swin: absolute position embedding.")
+    PATCH_NORM: bool | None = Field(default=None, description="Swin: a norm after the patch embedding.")
 
 
 class OptimizerConfig(Section):
-    NAME: str = Field("AdamW", description="An optimiser of torch or timm: AdamW, SGD, LAMB, Lion, ...")
-    EPS: AboveZero = Field(1e-8, description="Added to the denominator of Adam and its relatives.")
-    BETAS: Pair = Field((0.9, 0.999), description="Decay of the two running means of Adam and its relatives.")
-    MOMENTUM: Rate = Field(0.9, description="Momentum of SGD and its relatives.")
+    NAME: str = Field(default="AdamW", description="An optimiser of torch or timm: AdamW, SGD, LAMB, Lion, ...")
+    EPS: AboveZero = Field(default=1e-8, description="Added to the denominator of Adam and its relatives.")
+    BETAS: Pair = Field(default=(0.9, 0.999), description="Decay of the two running means of Adam and its relatives.")
+    MOMENTUM: Rate = Field(default=0.9, description="Momentum of SGD and its relatives.")
 
 
 class SchedulerConfig(Section):
     NAME: Annotated[Literal["warmupcosine", "cosine", "step", "multi-step"], BeforeValidator(_folded)] = Field(
-        "warmupcosine", description="Shape after the warm-up."
+        default="warmupcosine", description="Shape after the warm-up."
     )
-    MILESTONES: Integers = Field((30, 60, 90), description="multi-step: epochs after which the rate falls.")
-    DECAY_EPOCHS: Positive = Field(30, description="step: epochs between two falls.")
-    DECAY_RATE: AboveZero = Field(0.1, description="step, multi-step: factor of a fall.")
+    MILESTONES: Integers = Field(default=(30, 60, 90), description="multi-step: epochs after which the rate falls.")
+    DECAY_EPOCHS: Positive = Field(default=30, description="step: epochs between two falls.")
+    DECAY_RATE: AboveZero = Field(default=0.1, description="step, multi-step: factor of a fall.")
 
 
 class TrainConfig(Section):
     """How long, how fast, with what."""
 
-    LAST_EPOCH: Count = Field(0, description="Epochs counted as done; with -resume, the checkpoint's epoch.")
-    NUM_EPOCHS: Positive = Field(300, description="Epochs to train.")
-    WARMUP_EPOCHS: NonNegative = Field(32, description="Epochs of linear warm-up, clipped to NUM_EPOCHS.")
-    WARMUP_START_LR: NonNegative = Field(1e-6, description="Learning rate at the first update of the warm-up.")
-    BASE_LR: NonNegative = Field(3e-3, description="Learning rate after the warm-up.")
-    END_LR: NonNegative = Field(0.0, description="Learning rate the cosine ends at.")
+    LAST_EPOCH: Count = Field(default=0, description="Epochs counted as done; with -resume, the checkpoint's epoch.")
+    NUM_EPOCHS: Positive = Field(default=300, description="Epochs to train.")
+    WARMUP_EPOCHS: NonNegative = Field(default=32, description="Epochs of linear warm-up, clipped to NUM_EPOCHS.")
+    WARMUP_START_LR: NonNegative = Field(default=1e-6, description="Learning rate at the first update of the warm-up.")
+    BASE_LR: NonNegative = Field(default=3e-3, description="Learning rate after the warm-up.")
+    END_LR: NonNegative = Field(default=0.0, description="Learning rate the cosine ends at.")
     LINEAR_SCALED_LR: AboveZero | bool | None = Field(
-        None, description="Scale the three rates by global batch / this number (true: 512)."
+        default=None, description="Scale the three rates by global batch / this number (true: 512)."
     )
-    WEIGHT_DECAY: NonNegative = Field(0.3, description="Decoupled weight decay.")
-    WEIGHT_DECAY_ALL: bool = Field(False, description="Decay biases, norms, position and class embedding too.")
-    GRAD_CLIP: AboveZero | None = Field(None, description="Greatest norm of the unscaled gradient; null: no clipping.")
-    ACCUM_ITER: Positive = Field(1, description="Micro-batches per update and process.")
+    WEIGHT_DECAY: NonNegative = Field(default=0.3, description="Decoupled weight decay.")
+    WEIGHT_DECAY_ALL: bool = Field(default=False, description="Decay biases, norms, position and class embedding too.")
+    GRAD_CLIP: AboveZero | None = Field(
+        default=None, description="Greatest norm of the unscaled gradient; null: no clipping."
+    )
+    ACCUM_ITER: Positive = Field(default=1, description="Micro-batches per update and process.")
     OPTIMIZER: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimiser.")
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
-    SMOOTHING: Rate = Field(0.0, description="Label smoothing.")
-    MODEL_EMA: bool = Field(False, description="Keep a moving average of the weights and validate it beside them.")
-    MODEL_EMA_DECAY: Rate = Field(0.99996, description="Decay of the average per update.")
-    MODEL_EMA_WARMUP: bool = Field(True, description="Let the decay grow from 0.1, so that short runs gain too.")
-    MODEL_EMA_FORCE_CPU: bool = Field(
-        False, description="Keep the average in host memory: slower, but spares the device."
+    SMOOTHING: Rate = Field(default=0.0, description="Label smoothing.")
+    MODEL_EMA: bool = Field(
+        default=False, description="Keep a moving average of the weights and validate it beside them."
     )
-    MAX_UPDATES: Positive | None = Field(None, description="End after this many updates.")
-    PATIENCE: Positive | None = Field(None, description="End after this many validations without a better figure.")
+    MODEL_EMA_DECAY: Rate = Field(default=0.99996, description="Decay of the average per update.")
+    MODEL_EMA_WARMUP: bool = Field(
+        default=True, description="Let the decay grow from 0.1, so that short runs gain too."
+    )
+    MODEL_EMA_FORCE_CPU: bool = Field(
+        default=False, description="Keep the average in host memory: slower, but spares the device."
+    )
+    MAX_UPDATES: Positive | None = Field(default=None, description="End after this many updates.")
+    PATIENCE: Positive | None = Field(
+        default=None, description="End after this many validations without a better figure."
+    )
     COLOR_JITTER: NonNegative = later(0.0, "Strength of colour jitter.")
     AUTO_AUGMENT: bool = later(False, "AutoAugment.")
     RAND_AUGMENT: bool = later(False, "RandAugment.")
-    RAND_AUGMENT_LAYERS: Positive = Field(2, description="RandAugment: operations a sample.")
-    RAND_AUGMENT_MAGNITUDE: NonNegative = Field(9, description="RandAugment: strength.")
+    RAND_AUGMENT_LAYERS: Positive = Field(default=2, description="RandAugment: operations a sample.")
+    RAND_AUGMENT_MAGNITUDE: NonNegative = Field(default=9, description="RandAugment: strength.")
     MIXUP_ALPHA: NonNegative = later(0.0, "Mixup; 0: off.")
-    MIXUP_PROB: Fraction = Field(1.0, description="Probability that mixup or cutmix acts on a batch.")
-    MIXUP_SWITCH_PROB: Fraction = Field(0.5, description="Probability of cutmix where both are on.")
-    MIXUP_MODE: Literal["batch", "pair", "elem"] = Field("batch", description="One draw a batch, a pair or a sample.")
+    MIXUP_PROB: Fraction = Field(default=1.0, description="Probability that mixup or cutmix acts on a batch.")
+    MIXUP_SWITCH_PROB: Fraction = Field(default=0.5, description="Probability of cutmix where both are on.")
+    MIXUP_MODE: Literal["batch", "pair", "elem"] = Field(
+        default="batch", description="One draw a batch, a pair or a sample."
+    )
     CUTMIX_ALPHA: NonNegative = later(0.0, "CutMix; 0: off.")
     CUTMIX_MINMAX: Pair | None = later(None, "CutMix by the range of its side ratio.")
     RANDOM_ERASE_PROB: Fraction = later(0.0, "Probability of random erasing.")
-    RANDOM_ERASE_MODE: Literal["const", "rand", "pixel"] = Field("pixel", description="Random erasing: what is put in.")
-    RANDOM_ERASE_COUNT: Positive = Field(1, description="Random erasing: greatest number of boxes.")
-    RANDOM_ERASE_SPLIT: bool = Field(False, description="Random erasing: leave the first part of a batch alone.")
+    RANDOM_ERASE_MODE: Literal["const", "rand", "pixel"] = Field(
+        default="pixel", description="Random erasing: what is put in."
+    )
+    RANDOM_ERASE_COUNT: Positive = Field(default=1, description="Random erasing: greatest number of boxes.")
+    RANDOM_ERASE_SPLIT: bool = Field(
+        default=False, description="Random erasing: leave the first part of a batch alone."
+    )
     DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(_folded)] = later(
         None, "Distillation as in DeiT; null or none: off."
     )
-    DISTILLATION_ALPHA: Fraction = Field(0.5, description="Distillation: weight of the teacher.")
-    DISTILLATION_TAU: AboveZero = Field(1.0, description="Distillation: temperature of the soft kind.")
-    TEACHER_MODEL: str | None = Field(None, description="Distillation: timm name or file of the teacher.")
+    DISTILLATION_ALPHA: Fraction = Field(default=0.5, description="Distillation: weight of the teacher.")
+    DISTILLATION_TAU: AboveZero = Field(default=1.0, description="Distillation: temperature of the soft kind.")
+    TEACHER_MODEL: str | None = later(None, "Distillation: timm name or file of the teacher.")
 
 
 class AmpConfig(Section):
     """Mixed precision."""
 
-    ENABLED: bool = Field(False, description="Train in mixed precision; what -amp sets.")
+    ENABLED: bool = Field(default=False, description="Train in mixed precision; what -amp sets.")
     DTYPE: Literal["auto", "fp16", "bf16", "fp8"] = Field(
-        "auto",
+        default="auto",
         description="auto: fp16 on a GPU that gains from it, else bf16.",
         json_schema_extra={"values_not_available_yet": ["fp8"]},
     )
     LEVEL: Literal["O0", "O1", "O2", "NAIVE", "O3"] = Field(
-        "O1",
+        default="O1",
         description="O0: fp32. O1: autocast and loss scaling.",
         json_schema_extra={"values_not_available_yet": ["O2", "NAIVE", "O3"]},
     )
-    TF32: bool = Field(False, description="Let fp32 matrix products run as TF32 on GPUs that have it.")
-    EVAL: bool = Field(True, description="Validate under autocast as well.")
-    INIT_LOSS_SCALING: AboveZero = Field(65536.0, description="Loss scale at the start.")
-    INCR_EVERY_N_STEPS: Positive = Field(2000, description="Clean updates before the scale grows.")
-    INCR_RATIO: float = Field(2.0, gt=1, description="Factor of a growth.")
-    DECR_RATIO: float = Field(0.5, gt=0, lt=1, description="Factor of a cut after an overflow.")
+    TF32: bool = Field(default=False, description="Let fp32 matrix products run as TF32 on GPUs that have it.")
+    EVAL: bool = Field(default=True, description="Validate under autocast as well.")
+    INIT_LOSS_SCALING: AboveZero = Field(default=65536.0, description="Loss scale at the start.")
+    INCR_EVERY_N_STEPS: Positive = Field(default=2000, description="Clean updates before the scale grows.")
+    INCR_RATIO: float = Field(default=2.0, gt=1, description="Factor of a growth.")
+    DECR_RATIO: float = Field(default=0.5, gt=0, lt=1, description="Factor of a cut after an overflow.")
     DECR_EVERY_N_NAN_OR_INF: Positive = later(1, "Overflows in a row before the scale is cut.")
     USE_DYNAMIC_LOSS_SCALING: bool = later(True, "false: the scale stays where it starts.")
     CUSTOM_WHITE_LIST: Names = later((), "Operators that run in the low precision.")
@@ -201,40 +225,44 @@ class AmpConfig(Section):
 class DistConfig(Section):
     """The process group."""
 
-    BACKEND: Literal["nccl", "gloo"] | None = Field(None, description="null: nccl on GPUs, gloo elsewhere.")
-    HOST: str | None = Field(None, description="Where rank 0 listens, when ranks are started by hand.")
-    PORT: int | None = Field(None, ge=1, le=65535, description="Its port.")
-    RANK: Count | None = Field(None, description="This process's rank, when ranks are started by hand.")
-    WORLD_SIZE: Positive | None = Field(None, description="Number of processes, when started by hand.")
+    BACKEND: Literal["nccl", "gloo"] | None = Field(default=None, description="null: nccl on GPUs, gloo elsewhere.")
+    HOST: str | None = Field(default=None, description="Where rank 0 listens, when ranks are started by hand.")
+    PORT: int | None = Field(default=None, ge=1, le=65535, description="Its port.")
+    RANK: Count | None = Field(default=None, description="This process's rank, when ranks are started by hand.")
+    WORLD_SIZE: Positive | None = Field(default=None, description="Number of processes, when started by hand.")
 
 
 class Config(Section):
     """The whole of a run's settings."""
 
-    BASE: Names = Field((), description="YAML files this one builds on, relative to it; later ones win.")
+    BASE: Names = Field(default=(), description="YAML files this one builds on, relative to it; later ones win.")
     DATA: DataConfig = Field(default_factory=DataConfig, description="Data.")
     MODEL: ModelConfig = Field(default_factory=ModelConfig, description="Model.")
     TRAIN: TrainConfig = Field(default_factory=TrainConfig, description="Training.")
     AMP: AmpConfig = Field(default_factory=AmpConfig, description="Mixed precision; `AMP: true` is AMP.ENABLED: true.")
     DIST: DistConfig = Field(default_factory=DistConfig, description="Processes.")
-    SAVE: str = Field("./output", description="Folder in which each run makes one of its own.")
-    OUTPUT: str | None = Field(None, description="The run's own folder (-output); null: made in SAVE.")
-    TAG: str | None = Field(None, description="A word of yours, shown in the banner, run.json and the curves.")
-    SAVE_FREQ: Positive = Field(10, description="Epochs between checkpoints.")
-    SAVE_EVERY_UPDATES: Positive | None = Field(None, description="Updates between checkpoints, besides.")
-    KEEP_LAST: Count = Field(3, description="Checkpoints kept beside the best one; 0: all.")
-    REPORT_FREQ: Positive = Field(20, description="Updates between log lines.")
-    VALIDATE_FREQ: Positive = Field(1, description="Epochs between validations.")
-    VALIDATE_EVERY_UPDATES: Positive | None = Field(None, description="Updates between validations, besides.")
-    SEED: int = Field(0, description="All random numbers follow from it.")
-    DETERMINISTIC: bool = Field(False, description="Only deterministic kernels; an operation without one is an error.")
-    EVAL: bool = Field(False, description="Validate once and end.")
-    LOG_STYLE: Literal["paddlevit", "fleet"] = Field("paddlevit", description="Form of the training log lines.")
-    DEVICE: Literal["cpu", "cuda", "mps"] | None = Field(None, description="null: the best there is.")
-    NGPUS: int = Field(-1, ge=-1, description="Processes main_multi_gpu.py starts; -1: one a visible GPU.")
-    THREADS: Positive | None = Field(None, description="CPU threads per process; null: the cores shared out.")
-    MAX_TIME: str | None = Field(None, description="HH:MM:SS after which the run saves and ends, to be resumed.")
-    PROFILE: Count = Field(0, description="Write a torch profiler trace of this many updates.")
+    SAVE: str = Field(default="./output", description="Folder in which each run makes one of its own.")
+    OUTPUT: str | None = Field(default=None, description="The run's own folder (-output); null: made in SAVE.")
+    TAG: str | None = Field(default=None, description="A word of yours, shown in the banner, run.json and the curves.")
+    SAVE_FREQ: Positive = Field(default=10, description="Epochs between checkpoints.")
+    SAVE_EVERY_UPDATES: Positive | None = Field(default=None, description="Updates between checkpoints, besides.")
+    KEEP_LAST: Count = Field(default=3, description="Checkpoints kept beside the best one; 0: all.")
+    REPORT_FREQ: Positive = Field(default=20, description="Updates between log lines.")
+    VALIDATE_FREQ: Positive = Field(default=1, description="Epochs between validations.")
+    VALIDATE_EVERY_UPDATES: Positive | None = Field(default=None, description="Updates between validations, besides.")
+    SEED: int = Field(default=0, description="All random numbers follow from it.")
+    DETERMINISTIC: bool = Field(
+        default=False, description="Only deterministic kernels; an operation without one is an error."
+    )
+    EVAL: bool = Field(default=False, description="Validate once and end.")
+    LOG_STYLE: Literal["paddlevit", "fleet"] = Field(default="paddlevit", description="Form of the training log lines.")
+    DEVICE: Literal["cpu", "cuda", "mps"] | None = Field(default=None, description="null: the best there is.")
+    NGPUS: int = Field(default=-1, ge=-1, description="Processes main_multi_gpu.py starts; -1: one a visible GPU.")
+    THREADS: Positive | None = Field(default=None, description="CPU threads per process; null: the cores shared out.")
+    MAX_TIME: str | None = Field(
+        default=None, description="HH:MM:SS after which the run saves and ends, to be resumed."
+    )
+    PROFILE: Count = Field(default=0, description="Write a torch profiler trace of this many updates.")
     LOCAL_RANK: int = inert(0, "PaddleViT's.", "the launcher tells each process its rank; the value is not used")
 
     @model_validator(mode="before")

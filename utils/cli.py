@@ -1,0 +1,265 @@
+"""The command line: `-flag value`, `-flag=value`, `--flag` and `KEY=VALUE` words, in any order.
+
+Hand-made, since argparse knows neither an optional value that only some words can be (`-amp O1`, `-amp
+TRAIN.SEED=1`) nor a suggestion for a mistyped flag. Each flag stands once, in FLAGS.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from utils.config.keys import suggest
+from utils.errors import EXIT_DONE, UserError, nearest
+
+Action = Literal["train", "dry_run", "print_config", "print_amp", "list_models", "version"]
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the user asked for; the settings among it are not checked yet."""
+
+    cfg: str | None = None
+    flags: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Dotted key -> (value, the flag it came by)."""
+    words: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> the text behind `=`."""
+    action: Action = "train"
+    pattern: str | None = None
+    """-list_models: which ones."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    name: str
+    about: str
+    value: str = ""
+    """How -h shows its value; '' for a flag that takes none."""
+    keys: tuple[str, ...] = ()
+    """The settings its value goes to; the first is the one it is named for."""
+    action: Action | None = None
+
+
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "What to do": (
+        Flag("cfg", "the YAML file with the run's settings", "FILE"),
+        Flag("eval", "validate once and end", keys=("EVAL",)),
+        Flag("dry_run", "check everything that can be checked before training, and end", action="dry_run"),
+        Flag("print_config", "show all settings and where each came from", action="print_config"),
+        Flag("print_amp", "show which precision each part would run in (not available yet)", action="print_amp"),
+        Flag("list_models", "names of timm's models, all or those like 'vit_*'", "[GLOB]", action="list_models"),
+        Flag("version", "show the versions of vitamp, torch and timm", action="version"),
+        Flag("h", "show this"),
+    ),
+    "Precision": (
+        Flag("amp", "mixed precision: auto off fp16 bf16 fp8 O1 O2 O3 NAIVE; alone: on", "[HOW]", ("AMP.ENABLED",)),
+    ),
+    "Data": (
+        Flag("dataset", "its layout: imagenet2012, imagefolder, digits, synthetic", "NAME", ("DATA.DATASET",)),
+        Flag("data_path", "the folder it lies in", "DIR", ("DATA.DATA_PATH",)),
+        Flag("batch_size", "images per process, for validation too", "N", ("DATA.BATCH_SIZE", "DATA.BATCH_SIZE_EVAL")),
+        Flag("batch_size_eval", "another number for validation", "N", ("DATA.BATCH_SIZE_EVAL",)),
+        Flag("image_size", "height and width the model sees", "PIXELS", ("DATA.IMAGE_SIZE",)),
+        Flag("num_workers", "loading processes per rank", "N", ("DATA.NUM_WORKERS",)),
+    ),
+    "Model": (
+        Flag("num_classes", "classes of the classifier", "N", ("MODEL.NUM_CLASSES",)),
+        Flag("pretrained", "weights to start from: a file, a run or a timm name", "FROM", ("MODEL.PRETRAINED",)),
+        Flag("teacher_model", "distillation: timm name or file of the teacher", "FROM", ("TRAIN.TEACHER_MODEL",)),
+    ),
+    "The run": (
+        Flag("output", "the run's own folder; otherwise one is made in ./output", "DIR", ("OUTPUT",)),
+        Flag("resume", "go on from a run or checkpoint; auto: from -output", "PATH|auto", ("MODEL.RESUME",)),
+        Flag("last_epoch", "epochs that count as done", "N", ("TRAIN.LAST_EPOCH",)),
+        Flag("accum_iter", "micro-batches per update", "N", ("TRAIN.ACCUM_ITER",)),
+        Flag("save_freq", "epochs between checkpoints", "N", ("SAVE_FREQ",)),
+        Flag("log_freq", "updates between log lines", "N", ("REPORT_FREQ",)),
+        Flag("validate_freq", "epochs between validations", "N", ("VALIDATE_FREQ",)),
+        Flag("max_time", "save and end after this time, to be resumed", "HH:MM:SS", ("MAX_TIME",)),
+        Flag("profile", "write a profiler trace of this many updates", "N", ("PROFILE",)),
+    ),
+    "Devices and processes": (
+        Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",)),
+        Flag("ngpus", "processes main_multi_gpu.py starts; -1: one a visible GPU", "N", ("NGPUS",)),
+        Flag("threads", "CPU threads per process", "N", ("THREADS",)),
+        Flag("backend", "nccl or gloo", "NAME", ("DIST.BACKEND",)),
+        Flag("host", "where rank 0 listens, when ranks are started by hand", "NAME", ("DIST.HOST",)),
+        Flag("port", "its port", "N", ("DIST.PORT",)),
+        Flag("rank", "this process's rank", "N", ("DIST.RANK",)),
+        Flag("world_size", "number of processes", "N", ("DIST.WORLD_SIZE",)),
+    ),
+}
+BY_NAME = {flag.name: flag for group in FLAGS.values() for flag in group}
+ALIASES = {"help": "h", "teacher_model_path": "teacher_model"}
+# torch.distributed.launch hands it over; the environment it sets says the same and is what counts.
+IGNORED = Flag("local_rank", "", "N")
+
+AMP_VALUES: dict[str, dict[str, Any]] = {
+    "auto": {"AMP.ENABLED": True, "AMP.DTYPE": "auto"},
+    "off": {"AMP.ENABLED": False},
+    **{dtype: {"AMP.ENABLED": True, "AMP.DTYPE": dtype} for dtype in ("fp16", "bf16", "fp8")},
+    **{level.casefold(): {"AMP.ENABLED": True, "AMP.LEVEL": level} for level in ("O1", "O2", "O3", "NAIVE")},
+}
+AMP_WORDS = "auto off fp16 bf16 fp8 O1 O2 O3 NAIVE"
+
+WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)=(.*)", re.DOTALL)
+FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
+
+
+def parse(argv: list[str], program: str) -> CommandLine:
+    """Read the command line. -h prints and leaves with code 0."""
+    cfg, pattern, words = None, None, dict[str, str]()
+    flags: dict[str, tuple[Any, str]] = {}
+    actions: dict[Action, str] = {}
+    before: Flag | None = None
+    for flag, value in _pieces(argv):
+        if flag is None:
+            key, separator, text = value.partition("=")
+            if not separator or not WORD.fullmatch(value):
+                raise _stray(value, before)
+            words[key] = text
+        elif flag.name == "h":
+            print(usage(program))
+            sys.exit(EXIT_DONE)
+        elif flag.name == "cfg":
+            cfg = value
+        elif flag.action:
+            actions[flag.action], pattern = f"-{flag.name}", value if flag.name == "list_models" else pattern
+        else:
+            flags.update(_settings_of(flag, value, flags))
+        before = flag
+    return CommandLine(cfg, flags, words, _only(actions), pattern)
+
+
+def _pieces(argv: list[str]) -> Iterator[tuple[Flag | None, Any]]:
+    """(flag, its value or None) for each flag, (None, text) for each other word."""
+    rest = list(argv)
+    while rest:
+        text = rest.pop(0)
+        match = FLAG.fullmatch(text)
+        if match is None:
+            yield None, text
+            continue
+        flag, value = _flag(text, match[1]), match[2]
+        if value is not None and not flag.value:
+            raise UserError(f"{text}: -{flag.name} takes no value; leave out '={value}'")
+        if value is None and flag.value and rest and _may_be_value(flag, rest[0]):
+            value = rest.pop(0)
+        if not value and flag.value and not flag.value.startswith("["):
+            raise UserError(f"-{flag.name} needs a value: -{flag.name} {flag.value} ({flag.about})")
+        yield flag, value
+
+
+def _flag(text: str, name: str) -> Flag:
+    name = name.replace("-", "_")
+    if name == IGNORED.name:
+        return IGNORED
+    flag = BY_NAME.get(ALIASES.get(name, name))
+    if flag is None:
+        hint = nearest(name, [*BY_NAME, *ALIASES]).replace("mean ", "mean -")
+        raise UserError(f"unknown flag {text.partition('=')[0]}.{hint} -h lists all flags.")
+    return flag
+
+
+def _may_be_value(flag: Flag, text: str) -> bool:
+    if flag.name == "amp":
+        return text.casefold() in AMP_VALUES
+    if flag.name == "list_models" and WORD.fullmatch(text):
+        return False
+    # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
+    return FLAG.fullmatch(text) is None
+
+
+def _settings_of(flag: Flag, value: Any, before: dict[str, tuple[Any, str]]) -> dict[str, tuple[Any, str]]:
+    source = f"-{flag.name}"
+    if flag.name == "amp":
+        chosen = _amp_settings(value)
+        return {key: (setting, source) for key, setting in chosen.items()}
+    # What -batch_size says about validation gives way to -batch_size_eval, whichever comes first.
+    keys = [key for key in flag.keys if key == flag.keys[0] or before.get(key, ("", source))[1] == source]
+    return dict.fromkeys(keys, (value if flag.value else True, source))
+
+
+def _amp_settings(value: str | None) -> dict[str, Any]:
+    if value is None:
+        return {"AMP.ENABLED": True}
+    if value.casefold() not in AMP_VALUES:
+        raise UserError(f"-amp={value}: the values of -amp are {AMP_WORDS}.{nearest(value, AMP_WORDS.split())}")
+    return AMP_VALUES[value.casefold()]
+
+
+def _only(actions: dict[Action, str]) -> Action:
+    if len(actions) > 1:
+        raise UserError(f"{' and '.join(actions.values())} exclude each other; give one of them")
+    if "print_amp" in actions:
+        raise UserError("-print_amp is not available yet; -print_config shows the AMP settings")
+    return next(iter(actions)) if actions else "train"
+
+
+def _stray(text: str, before: Flag | None) -> UserError:
+    """A word that is neither a flag, nor a flag's value, nor KEY=VALUE: say what it might have been."""
+    key, separator, value = text.partition("=")
+    name = text.replace("-", "_").partition("=")[0]
+    if text.endswith((".yaml", ".yml")):
+        hint = f" Did you mean -cfg {text}?"
+    elif separator and name in BY_NAME:
+        hint = f" Did you mean -{text}?"
+    elif separator:
+        close = suggest(key.upper())
+        hint = (
+            close.replace("?", f"={value}?")
+            if close
+            else " Settings are given as KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
+        )
+    elif before is not None and before.name == "amp":
+        hint = f"{nearest(text, AMP_WORDS.split())} The values of -amp are {AMP_WORDS}."
+    elif name in BY_NAME:
+        hint = f" Did you mean -{name}?"
+    else:
+        hint = f" -{before.name} takes no value." if before and not before.value else ""
+        hint = hint or " Settings are given as -flag value or KEY=VALUE; -h lists the flags."
+    return UserError(f"what is '{text}' on the command line?{hint}")
+
+
+def usage(program: str) -> str:
+    """The text of -h."""
+    lines = [
+        f"usage: python {program} [-cfg FILE] [-flag value ...] [KEY=VALUE ...]",
+        "",
+        "Trains a Vision Transformer, in mixed precision with -amp. The usual command lines:",
+        "",
+        f"  python {program} -cfg configs/vit_digits.yaml -amp",
+        f"  python {program} -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -batch_size 64 -amp",
+        f"  python {program} -cfg configs/vit_digits.yaml -output output/mine -resume auto",
+    ]
+    for group, flags in FLAGS.items():
+        lines += ["", f"{group}:"]
+        for flag in flags:
+            lines.append(f"  {f'-{flag.name} {flag.value}'.rstrip():<24}{flag.about}")
+    lines += ["", *textwrap.wrap(USAGE_END, 100)]
+    return "\n".join(lines)
+
+
+USAGE_END = (
+    "-flag value, -flag=value and --flag value are alike, and so are - and _ inside a name. KEY=VALUE sets any "
+    "setting of docs/config.md and wins over files and flags: TRAIN.BASE_LR=1e-4."
+)
+
+
+def version_text() -> str:
+    """What -version prints; read without importing torch, which takes seconds."""
+    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    lines = [f"vitamp {tomllib.loads(project.read_text(encoding='utf-8'))['project']['version']}"]
+    for package in ("torch", "timm"):
+        try:
+            lines.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{package} is not installed")
+    return "\n".join(lines)

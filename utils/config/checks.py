@@ -1,0 +1,156 @@
+"""What no single key can tell: settings that must fit together, and features that are not built yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from utils.errors import UserError
+
+from .keys import default_of, settings, value_of
+from .schema import Config, DataConfig
+
+Problem = tuple[str, str]
+"""(the key to change, what is wrong with its value)"""
+
+AUGMENTATION = {
+    "TRAIN.SMOOTHING": "label smoothing",
+    "TRAIN.RAND_AUGMENT": "RandAugment",
+    "TRAIN.MIXUP_ALPHA": "mixup",
+    "TRAIN.CUTMIX_ALPHA": "cutmix",
+    "TRAIN.RANDOM_ERASE_PROB": "random erasing",
+}
+
+
+def misfits(config: Config) -> list[Problem]:
+    """Everything that does not fit together, so that all of it can be reported at once."""
+    return [*_data(config.DATA), *_model(config), *_train(config), *_dist(config), *_run(config)]
+
+
+def _data(data: DataConfig) -> Iterator[Problem]:
+    needed = "1" if data.IMAGE_CHANNELS == 1 else f"1 or {data.IMAGE_CHANNELS}"
+    for key, values in (("DATA.IMAGENET_MEAN", data.IMAGENET_MEAN), ("DATA.IMAGENET_STD", data.IMAGENET_STD)):
+        grey_alike = data.IMAGE_CHANNELS == 1 and len(set(values)) == 1
+        if len(values) not in (1, data.IMAGE_CHANNELS) and not grey_alike:
+            yield (
+                key,
+                f"{_shown(values)} has {len(values)} numbers; DATA.IMAGE_CHANNELS {data.IMAGE_CHANNELS} needs {needed}",
+            )
+    if any(value <= 0 for value in data.IMAGENET_STD):
+        yield "DATA.IMAGENET_STD", f"{_shown(data.IMAGENET_STD)} must be above 0; images are divided by it"
+    low, high = data.CROP_SCALE
+    if not 0 < low <= high <= 1:
+        yield (
+            "DATA.CROP_SCALE",
+            f"{_shown(data.CROP_SCALE)} must be the least and the greatest share, 0 < least <= greatest <= 1",
+        )
+    low, high = data.CROP_RATIO
+    if not 0 < low <= high:
+        yield (
+            "DATA.CROP_RATIO",
+            f"{_shown(data.CROP_RATIO)} must be the least and the greatest ratio, 0 < least <= greatest",
+        )
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model, size = config.MODEL, config.DATA.IMAGE_SIZE
+    if model.PATCH_SIZE and size % model.PATCH_SIZE:
+        below = size - size % model.PATCH_SIZE
+        near = f"{below} or {below + model.PATCH_SIZE}" if below else str(model.PATCH_SIZE)
+        yield "DATA.IMAGE_SIZE", f"{size} is not divisible by MODEL.PATCH_SIZE {model.PATCH_SIZE}; near it: {near}"
+    heads, width = model.NUM_HEADS, model.EMBED_DIM
+    if isinstance(heads, int) and width and model.ATTN_HEAD_SIZE is None and width % heads:
+        fitting = [n for n in range(1, width + 1) if width % n == 0]
+        near = sorted(sorted(fitting, key=lambda n: abs(n - heads))[:2])
+        yield "MODEL.NUM_HEADS", f"{heads} does not divide MODEL.EMBED_DIM {width}; near it: {_either(near)}"
+    if model.RESUME == "auto" and config.OUTPUT is None:
+        yield "MODEL.RESUME", "auto looks in the run's own folder; name it with -output"
+
+
+def _train(config: Config) -> Iterator[Problem]:
+    train = config.TRAIN
+    if train.LAST_EPOCH >= train.NUM_EPOCHS:
+        yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves nothing of TRAIN.NUM_EPOCHS {train.NUM_EPOCHS} to train"
+    betas = train.OPTIMIZER.BETAS
+    if not all(0 <= beta < 1 for beta in betas):
+        yield "TRAIN.OPTIMIZER.BETAS", f"{_shown(betas)} must both be >= 0 and < 1"
+
+
+def _dist(config: Config) -> Iterator[Problem]:
+    dist = config.DIST
+    by_hand = {"HOST": dist.HOST, "PORT": dist.PORT, "RANK": dist.RANK, "WORLD_SIZE": dist.WORLD_SIZE}
+    missing = [name for name, value in by_hand.items() if value is None]
+    if 0 < len(missing) < len(by_hand):
+        given = [name for name in by_hand if name not in missing]
+        flags = " ".join(f"-{name.lower()}" for name in missing)
+        yield f"DIST.{given[0]}", f"-host, -port, -rank and -world_size go together; missing: {flags}"
+    if dist.RANK is not None and dist.WORLD_SIZE is not None and dist.RANK >= dist.WORLD_SIZE:
+        yield "DIST.RANK", f"{dist.RANK} is not below DIST.WORLD_SIZE {dist.WORLD_SIZE}; ranks count from 0"
+
+
+def _run(config: Config) -> Iterator[Problem]:
+    limit = config.MAX_TIME
+    if limit is not None and (not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", limit) or not limit.strip("0:")):
+        yield "MAX_TIME", f"{limit} is not a time as HH:MM:SS, such as 11:30:00"
+
+
+def fitted(config: Config) -> tuple[Config, list[str]]:
+    """Clip the warm-up to the run, since its default is longer than a short run."""
+    train = config.TRAIN
+    if train.WARMUP_EPOCHS <= train.NUM_EPOCHS:
+        return config, []
+    note = (
+        f"TRAIN.WARMUP_EPOCHS {train.WARMUP_EPOCHS:g} is more than TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}: "
+        f"clipped to {train.NUM_EPOCHS}, the learning rate rises to the end"
+    )
+    shorter = train.model_copy(update={"WARMUP_EPOCHS": float(train.NUM_EPOCHS)})
+    return config.model_copy(update={"TRAIN": shorter}), [note]
+
+
+def remarks(config: Config, given: Mapping[str, str]) -> list[str]:
+    """What the log should say about settings that were given (key -> where)."""
+    notes = []
+    for key, field in settings().items():
+        why = _extra(field.json_schema_extra).get("accepted_because")
+        if why and key in given and value_of(config, key) != default_of(key):
+            notes.append(f"{given[key]}: {key} is accepted and without effect: {why}")
+    unset = [name for key, name in AUGMENTATION.items() if key not in given]
+    if config.MODEL.TYPE in ("deit", "swin") and ":" in given.get("MODEL.TYPE", "") and unset:
+        notes.append(
+            f"MODEL.TYPE {config.MODEL.TYPE}: PaddleViT's defaults for this family are not assumed, only what the "
+            f"file says is on; not set: {', '.join(unset)}"
+        )
+    return notes
+
+
+def check_available(config: Config) -> None:
+    """Stop a run whose settings ask for something that is not built yet."""
+    missing, instead = [], []
+    for key, field in settings().items():
+        value, default = value_of(config, key), default_of(key)
+        extra = _extra(field.json_schema_extra)
+        if (extra.get("not_available_yet") and value != default) or value in extra.get("values_not_available_yet", ()):
+            missing.append(f"  {key}: {_shown(value)}, not available yet; what would run: {_shown(default)}")
+            instead.append(f"{key}={_shown(default)}")
+    if missing:
+        words = " ".join(f"'{word}'" if " " in word or "(" in word else word for word in instead)
+        raise UserError(
+            "\n".join(["These settings are not available yet:", *missing, f"To run without them, add: {words}"])
+        )
+
+
+def _extra(extra: Any) -> dict[str, Any]:
+    return extra if isinstance(extra, dict) else {}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_shown(item) for item in value) + "]"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(str(number) for number in numbers)

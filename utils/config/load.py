@@ -1,0 +1,111 @@
+"""Defaults <- BASE files <- the YAML <- flags <- words: one checked, frozen Config, and where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from utils.errors import UserError, nearest
+
+from .checks import fitted, misfits, remarks
+from .fields import is_no_value
+from .keys import allowed, choices, settings
+from .read import Entry, read_files, read_words
+from .schema import Config
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The settings of a run."""
+
+    config: Config
+    sources: dict[str, str]
+    """Dotted key -> 'configs/x.yaml:12', '-batch_size', 'command line' or 'default'."""
+    notes: tuple[str, ...] = ()
+    """What the log should say about the settings."""
+
+
+def load_config(
+    cfg: str | None = None,
+    flags: Mapping[str, tuple[Any, str]] | None = None,
+    words: Mapping[str, str] | None = None,
+) -> Loaded:
+    """Load and check the settings; everything found wrong is reported in one UserError."""
+    layers = read_files(cfg) if cfg is not None else []
+    word_layer = read_words(words or {})
+    entries: dict[str, Entry] = {}
+    for layer in layers:
+        entries.update(layer.entries)
+    entries.update({key: Entry(value, source) for key, (value, source) in (flags or {}).items()})
+    entries.update(word_layer.entries)
+
+    problems = [problem for layer in [*layers, word_layer] for problem in layer.problems]
+    config, wrong = _validate(entries)
+    problems += wrong
+    sources = {key: entries[key].source if key in entries else "default" for key in settings()}
+    if config is None or problems:
+        raise UserError(_report(problems))
+    problems = [f"{_where(sources[key])}{key}: {text}" for key, text in misfits(config)]
+    if problems:
+        raise UserError(_report(problems))
+    config, notes = fitted(config)
+    notes += remarks(config, {key: entry.source for key, entry in entries.items()})
+    return Loaded(config, sources, tuple(notes))
+
+
+def _validate(entries: Mapping[str, Entry]) -> tuple[Config | None, list[str]]:
+    nested: dict[str, Any] = {}
+    for key, entry in entries.items():
+        *path, name = key.split(".")
+        section = nested
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = entry.value
+    try:
+        return Config.model_validate(nested), []
+    except ValidationError as error:
+        keys = dict.fromkeys(_key_of(details["loc"]) for details in error.errors())
+        return None, _once_a_source({key: entries[key] for key in keys})
+
+
+def _key_of(place: tuple[int | str, ...]) -> str:
+    """The setting an error is about; pydantic adds the branch of a union or the position in a list."""
+    names = [str(part) for part in place]
+    return next(key for end in range(1, len(names) + 1) if (key := ".".join(names[:end])) in settings())
+
+
+def _once_a_source(wrong: Mapping[str, Entry]) -> list[str]:
+    """One line for each bad value; a flag that sets two keys is still one mistake."""
+    lines = {}
+    for key, entry in wrong.items():
+        group = entry.source if entry.source.startswith("-") else key
+        lines.setdefault(group, f"{_where(entry.source)}{key}: {_what_is_wrong(key, entry.value)}")
+    return list(lines.values())
+
+
+def _what_is_wrong(key: str, value: Any) -> str:
+    if value is None or is_no_value(value):
+        return f"has no value; it takes {allowed(key)}; leave the key out to get its default"
+    if isinstance(value, dict):
+        return f"is a single setting, not a section; it takes {allowed(key)}"
+    hint = nearest(value, choices(key)) if isinstance(value, str) else ""
+    return f"{_as_written(value)} is not what it takes: {allowed(key)}.{hint}"
+
+
+def _as_written(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_as_written(item) for item in value) + "]"
+    return str(value)
+
+
+def _where(source: str) -> str:
+    return "" if source == "default" else f"{source}: "
+
+
+def _report(problems: list[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} settings are wrong:", *(f"  {problem}" for problem in problems)])

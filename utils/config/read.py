@@ -1,0 +1,226 @@
+"""From YAML files and command-line words to (key, value, where it stands), before anything is known to be right.
+
+Values stay as written and the schema gives them their type: YAML's own guesses (`3e-3` is text, `12:00:00` is
+43200, `1_0` is 10) never come into play, and a value means the same in a file and on the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from utils.errors import UserError
+
+from .fields import is_no_value
+from .keys import MLP_WIDTH, canonical, sections, settings, suggest, takes_text
+
+PLAIN_TAGS = {"null", "bool", "int", "float", "str", "timestamp", "seq", "map", "value", "python/tuple"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value and where it was given: `configs/x.yaml:12`, `-batch_size` or `command line`."""
+
+    value: Any
+    source: str
+
+
+@dataclass
+class Layer:
+    """What one file, or the words of the command line, set; and what is wrong with it."""
+
+    name: str
+    entries: dict[str, Entry] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def at(self, node: yaml.Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}"
+
+    def set(self, key: str, value: Any, source: str) -> None:
+        """Take a value; the same key under two spellings must not say two things."""
+        before = self.entries.get(key)
+        if before is not None and before.value != value:
+            self.problems.append(f"{source}: {key} is set a second time, to another value than {before.source}")
+        self.entries[key] = Entry(value, source)
+
+    def set_section(self, section: str, value: Any, source: str) -> None:
+        """`AMP: true` switches it on; no other section takes a single value, and an empty one changes nothing."""
+        if value is None or is_no_value(value):
+            return
+        if section == "AMP" and isinstance(value, str):
+            self.set("AMP.ENABLED", value, source)
+            return
+        inside = ", ".join(k.rpartition(".")[2] for k in settings() if k.rpartition(".")[0] == section)
+        self.problems.append(f"{source}: {section} is a section, not a single setting. In it: {inside}.")
+
+    def unknown(self, key: str, source: str) -> None:
+        self.problems.append(f"{source}: unknown key {key}.{suggest(key)}")
+
+
+def read_files(cfg: str) -> list[Layer]:
+    """The file's BASE files and the file itself, in the order in which they apply."""
+    return _read_file(cfg, ())
+
+
+def _read_file(name: str, above: tuple[Path, ...]) -> list[Layer]:
+    path = Path(name)
+    if path.resolve() in above:
+        raise UserError(f"{name}: BASE leads back to this file; a file cannot build on itself")
+    layer = Layer(name)
+    bases: list[str] = []
+    for key, node, source in _top_level(layer):
+        if key == "BASE":
+            bases = _base_names(node, source, layer)
+        else:
+            _take(key, node, source, layer)
+    _mlp_ratio_from_width(layer)
+    layers = []
+    for base in bases:
+        layers += _read_file(str(path.parent / base), (*above, path.resolve()))
+    return [*layers, layer]
+
+
+def _top_level(layer: Layer) -> Iterator[tuple[str, yaml.Node, str]]:
+    root = _compose(layer.name)
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{layer.at(root)}: a settings file consists of `KEY: value` lines")
+    yield from _pairs(root, "", layer)
+
+
+def _compose(name: str) -> yaml.Node | None:
+    try:
+        with open(name, "rb") as stream:
+            # Composing builds no object of any kind, whatever tags the file carries.
+            return yaml.compose(stream, Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        raise UserError(f"{name}: no such file.{_neighbour(Path(name))}") from None
+    except IsADirectoryError:
+        raise UserError(f"{name} is a folder; -cfg and BASE take a YAML file in it") from None
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{name}: not a YAML text file in UTF-8: {reason}") from None
+    except RecursionError:
+        raise UserError(f"{name}: not a settings file: nested too deeply") from None
+
+
+def _neighbour(path: Path) -> str:
+    try:
+        beside = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return f" The folder {path.parent} does not exist either."
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {path.parent / close[0]}?" if close else ""
+
+
+def _pairs(node: yaml.MappingNode, prefix: str, layer: Layer) -> Iterator[tuple[str, yaml.Node, str]]:
+    """(dotted key as written, value, where) of a mapping; repeated and odd keys are reported."""
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            layer.problems.append(f"{layer.at(key)}: a key must be a plain word")
+        elif key.tag.endswith(":merge"):
+            # Merging can be nested until a small file fills the memory; BASE does the same job.
+            layer.problems.append(f"{layer.at(key)}: `<<` is not supported; build on other files with BASE")
+        elif key.value in seen:
+            layer.problems.append(
+                f"{layer.at(key)}: {prefix}{key.value} stands twice, before that in line {seen[key.value]}"
+            )
+        else:
+            seen[key.value] = key.start_mark.line + 1
+            yield prefix + key.value, value, layer.at(key)
+
+
+def _take(key: str, node: yaml.Node, source: str, layer: Layer) -> None:
+    """Put what a file says under `key` into the layer, section by section."""
+    today = canonical(key)
+    if today in sections():
+        if isinstance(node, yaml.MappingNode):
+            for inner, value, place in _pairs(node, key + ".", layer):
+                _take(inner, value, place, layer)
+        else:
+            layer.set_section(today, _plain(node, source, layer), source)
+    elif today in settings() or today == MLP_WIDTH:
+        layer.set(today, _plain(node, source, layer), source)
+    else:
+        layer.unknown(key, source)
+
+
+def _plain(node: yaml.Node, source: str, layer: Layer) -> Any:
+    """The value as text, None, or a list of texts. Anything deeper is no setting's value and only named."""
+    if node.tag.removeprefix("tag:yaml.org,2002:") not in PLAIN_TAGS:
+        layer.problems.append(f"{source}: the tag {node.tag} has no place in a settings file")
+        return None
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.tag.endswith(":null") else node.value
+    if isinstance(node, yaml.SequenceNode):
+        return [item.value if isinstance(item, yaml.ScalarNode) else [] for item in node.value]
+    return {}
+
+
+def _base_names(node: yaml.Node, source: str, layer: Layer) -> list[str]:
+    value = _plain(node, source, layer)
+    names = [value] if isinstance(value, str) else value or []
+    if not isinstance(names, list) or not all(isinstance(name, str | None) for name in names):
+        layer.problems.append(f"{source}: BASE takes a list of files")
+        return []
+    return [name for name in names if name]
+
+
+def _mlp_ratio_from_width(layer: Layer) -> None:
+    width = layer.entries.pop(MLP_WIDTH, None)
+    if width is None:
+        return
+    beside = layer.entries.get("MODEL.EMBED_DIM")
+    try:
+        ratio = float(width.value) / float(beside.value) if beside else None
+    except (TypeError, ValueError, ZeroDivisionError):
+        ratio = None
+    if ratio is None:
+        layer.problems.append(
+            f"{width.source}: MLP_DIM needs the width beside it, as a number; better: MODEL.MLP_RATIO"
+        )
+    else:
+        layer.set("MODEL.MLP_RATIO", str(ratio), width.source)
+
+
+def read_words(words: Mapping[str, str]) -> Layer:
+    """`TRAIN.BASE_LR=1e-4`: each value is a YAML scalar or list; text is taken letter by letter."""
+    layer = Layer("command line")
+    for key, raw in words.items():
+        today = canonical(key)
+        value = _word(raw, takes_text(today), layer)
+        if today in sections():
+            layer.set_section(today, value, layer.name)
+        elif today in settings():
+            layer.set(today, value, layer.name)
+        elif key == "BASE":
+            layer.problems.append(f"{layer.name}: BASE belongs in a YAML file")
+        else:
+            layer.unknown(key, layer.name)
+    return layer
+
+
+def _word(raw: str, text: bool, layer: Layer) -> Any:
+    try:
+        node = yaml.compose(raw, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
+        return raw
+    if node is None:
+        return raw.strip() or None
+    if isinstance(node, yaml.ScalarNode):
+        # Quotes come off; a plain word keeps what YAML would take for a comment.
+        return node.value if node.style else raw.strip()
+    return raw if text else _plain(node, layer.name, layer)

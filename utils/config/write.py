@@ -1,0 +1,72 @@
+"""A Config as YAML that loads back equal, with the origin of each line, as a fingerprint, and against another one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from .keys import sections, settings, value_of
+from .load import Loaded
+from .schema import Config
+
+
+class _OneLine(yaml.SafeDumper):
+    """Every value on its key's line: lists in brackets, line breaks escaped."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if value.isprintable() else '"')
+
+
+def _row(dumper: yaml.SafeDumper, value: tuple[Any, ...]) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+
+
+_OneLine.add_representer(str, _text)
+_OneLine.add_representer(tuple, _row)
+
+
+def to_yaml(config: Config) -> str:
+    """The settings as YAML, section by section. Loading it gives the same Config."""
+    return "".join(f"{line}\n" for line, _ in _lines(config))
+
+
+def format_config(loaded: Loaded) -> str:
+    """The same with `# where it came from` behind each setting; what -print_config prints."""
+    lines = [(line, loaded.sources[key] if key else "") for line, key in _lines(loaded.config)]
+    width = max(len(line) for line, source in lines if source and len(line) <= 60)
+    return "".join(f"{line:<{width}}  # {source}\n" if source else f"{line}\n" for line, source in lines)
+
+
+def _lines(config: Config) -> Iterator[tuple[str, str]]:
+    """(line, key of the setting on it; '' for a section's heading). Top-level settings come last, as in the schema."""
+    shown: set[str] = set()
+    for key in settings():
+        *path, name = key.split(".")
+        for depth in range(1, len(path) + 1):
+            section = ".".join(path[:depth])
+            if section in sections() and section not in shown:
+                shown.add(section)
+                yield "  " * (depth - 1) + path[depth - 1] + ":", ""
+        pair = yaml.dump({name: value_of(config, key)}, Dumper=_OneLine, width=float("inf"), allow_unicode=True)
+        yield "  " * len(path) + pair.rstrip("\n"), key
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """'TRAIN.BASE_LR: 0.003 -> 0.001' for each setting in which the two differ."""
+    pairs = ((key, value_of(old, key), value_of(new, key)) for key in settings())
+    return [f"{key}: {_inline(before)} -> {_inline(after)}" for key, before, after in pairs if before != after]
+
+
+def _inline(value: Any) -> str:
+    return yaml.dump([value], Dumper=_OneLine, width=float("inf"), default_flow_style=True).strip()[1:-1]
+
+
+def config_hash(config: Config) -> str:
+    """A fingerprint of all settings: equal for equal settings, on every machine."""
+    values = {key: value_of(config, key) for key in settings()}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -27,20 +27,30 @@ find_python() {
         "Install one, or install uv (https://docs.astral.sh/uv), which brings its own."
 }
 
-make_environment() {
-    local python log
-    echo "setup: making $ROOT/.venv"
+# Runs a command whose output only matters when it fails.
+quietly() {
+    local log
     log="$(mktemp)"
+    if "$@" </dev/null >"$log" 2>&1; then
+        rm -f "$log"
+    else
+        cat "$log" >&2
+        rm -f "$log"
+        return 1
+    fi
+}
+
+make_environment() {
+    local python
+    echo "setup: making $ROOT/.venv"
     if command -v uv >/dev/null; then
-        uv venv --quiet --seed --clear --python '>=3.11' "$ROOT/.venv" >"$log" 2>&1 && return
+        quietly uv venv --seed --clear --python '>=3.11' "$ROOT/.venv"
     else
         python="$(find_python)" || exit
         "$python" -c 'import ensurepip, venv' 2>/dev/null ||
             fail "$python cannot make virtual environments." "On Debian and Ubuntu: apt install python3-venv"
-        "$python" -m venv --clear "$ROOT/.venv" >"$log" 2>&1 && return
-    fi
-    cat "$log" >&2
-    fail "could not make $ROOT/.venv; the reason stands above."
+        quietly "$python" -m venv --clear "$ROOT/.venv"
+    fi || fail "could not make $ROOT/.venv; the reason stands above."
 }
 
 # Sets PYTHON. conda's `base` is not taken: it is active on many machines without anyone having chosen it.
@@ -72,18 +82,13 @@ stamp_of() {
 }
 
 install() {
-    local log name
+    local name
     echo "setup: installing $1 into ${PYTHON%/bin/python} (the first time some GB, 1 to 10 minutes)"
-    log="$(mktemp)"
     if command -v uv >/dev/null; then
-        uv pip install --python "$PYTHON" -r "$ROOT/$1" >"$log" 2>&1
+        quietly uv pip install --python "$PYTHON" -r "$ROOT/$1"
     else
-        "$PYTHON" -m pip install --no-input --progress-bar off -r "$ROOT/$1" </dev/null >"$log" 2>&1
-    fi || {
-        cat "$log" >&2
-        fail "installing $1 failed; the reason stands above."
-    }
-    rm -f "$log"
+        quietly "$PYTHON" -m pip install --no-input --progress-bar off -r "$ROOT/$1"
+    fi || fail "installing $1 failed; the reason stands above."
     for name in $(with_includes "$1"); do stamp_of "$name" >"$STAMPS-$name"; done
 }
 

@@ -1,0 +1,156 @@
+"""Builds the model that the MODEL section describes, through timm."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from utils.config.schema import ModelConfig
+from utils.errors import UserError
+
+from .names import RECIPES, Base, family_problem, resolve
+from .rates import rate_arguments
+from .sizes import DERIVED, arguments_of, as_text, geometry_problems, given_sizes, same, sizes_of
+
+log = logging.getLogger("vitamp")
+
+LABEL = "vitamp_name"  # where a built model keeps the name it goes by
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A build that is known to work: timm's name and arguments, and how the model differs from timm's own."""
+
+    timm_name: str
+    arguments: dict[str, Any]
+    notes: list[str]
+
+
+def build_model(model: ModelConfig, image_size: int, channels: int) -> nn.Module:
+    """A model with fresh weights, drawn from torch's random numbers as they stand, exactly as timm draws them."""
+    plan = _plan(model, image_size, channels)
+    for note in plan.notes:
+        log.info(note)
+    module = timm.create_model(plan.timm_name, **plan.arguments)
+    vars(module)[LABEL] = model.NAME.strip()
+    log.info("Model %s: timm's %s, freshly initialised", model.NAME, type(module).__name__)
+    return module
+
+
+def check_model(model: ModelConfig, image_size: int, channels: int) -> None:
+    """Raise what `build_model` would raise, without making any weights."""
+    _plan(model, image_size, channels)
+
+
+def count_parameters(module: nn.Module) -> tuple[int, int]:
+    """All parameters, and those that are trained."""
+    return (
+        sum(p.numel() for p in module.parameters()),
+        sum(p.numel() for p in module.parameters() if p.requires_grad),
+    )
+
+
+def describe(module: nn.Module) -> str:
+    """One line: the model's name, kind, sizes and parameters."""
+    words = {
+        "PATCH_SIZE": "patch {}",
+        "WINDOW_SIZE": "window {}",
+        "EMBED_DIM": "width {}",
+        "DEPTH": "depth {}",
+        "STAGE_DEPTHS": "depths {}",
+        "NUM_HEADS": "heads {}",
+    }
+    sizes = sizes_of(module)
+    kind = type(module).__name__
+    parts = [kind, *(text.format(as_text(sizes[key])) for key, text in words.items() if key in sizes)]
+    total, trained = count_parameters(module)
+    share = "all trainable" if trained == total else f"{trained:,} trainable"
+    return f"{vars(module).get(LABEL, kind)} ({', '.join(parts)}), {total:,} parameters ({share})"
+
+
+def list_models(pattern: str | None) -> list[str]:
+    """The names MODEL.NAME takes, by glob."""
+    names = {*timm.list_models(), *RECIPES}
+    return sorted(fnmatch.filter(names, pattern or "*"))
+
+
+def _plan(model: ModelConfig, image_size: int, channels: int) -> Plan:
+    """Everything about a build that can be found out without weights; all mistakes are reported together."""
+    wanted = given_sizes(model)
+    base = resolve(model, sizes_given=bool(wanted))
+    reference = _without_weights(base.timm_name, {})
+    if contradiction := family_problem(model, reference):
+        raise UserError(contradiction)
+
+    has, takes = sizes_of(reference), arguments_of(reference)
+    edited = {key: value for key, value in wanted.items() if key in takes and not same(key, value, has)}
+    rates, problems = rate_arguments(model, reference)
+    arguments: dict[str, Any] = {"num_classes": model.NUM_CLASSES, "in_chans": channels}
+    if takes or _config_of(reference).get("fixed_input_size"):
+        arguments["img_size"] = image_size
+    arguments |= {takes[key]: value for key, value in edited.items()} | rates
+
+    geometry = geometry_problems({**has, **edited}, image_size) if takes else []
+    fixed = {key: value for key, value in wanted.items() if key not in takes}
+    if geometry:  # what follows from sizes that do not go together cannot be judged
+        fixed = {key: value for key, value in fixed.items() if key not in DERIVED}
+        built = has
+    else:
+        built, geometry = _trial(base.timm_name, arguments, has)
+    problems += [_refused(key, value, reference, built) for key, value in fixed.items() if not same(key, value, built)]
+    problems += geometry
+    if problems:
+        raise UserError("The model cannot be built:\n" + "\n".join(f"  {line}" for line in problems))
+    return Plan(base.timm_name, arguments, _notes(model, base, edited, has, rates))
+
+
+def _without_weights(timm_name: str, arguments: dict[str, Any]) -> nn.Module:
+    # The fork keeps the caller's random numbers where they stand, whatever a constructor draws.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return timm.create_model(timm_name, **arguments)
+
+
+def _trial(timm_name: str, arguments: dict[str, Any], has: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Build once without weights: the sizes that came out (else `has`), and what timm refuses."""
+    try:
+        return sizes_of(_without_weights(timm_name, arguments)), []
+    except (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+        given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        return has, [f"timm does not build {timm_name} with {given}: {error or type(error).__name__}"]
+
+
+def _refused(key: str, value: Any, module: nn.Module, has: dict[str, Any]) -> str:
+    kind = type(module).__name__
+    if key not in has:
+        return f"MODEL.{key} {as_text(value)}: {kind} has no such size; leave the key out"
+    why = f"this {kind} has {as_text(has[key])}"
+    if key == "ATTN_HEAD_SIZE":
+        why += " (EMBED_DIM / NUM_HEADS)"
+    return f"MODEL.{key} {as_text(value)}: {why} and cannot be built otherwise; leave the key out or give that value"
+
+
+def _notes(
+    model: ModelConfig, base: Base, edited: dict[str, Any], has: dict[str, Any], rates: dict[str, float]
+) -> list[str]:
+    differing = ", ".join(f"{key} {as_text(value)} (timm's: {as_text(has.get(key))})" for key, value in edited.items())
+    notes = []
+    if base.is_label:
+        tail = f", but for {differing}" if differing else ""
+        notes.append(f"MODEL.NAME {model.NAME} is a label; the sizes are those of timm's {base.timm_name}{tail}")
+    elif differing:
+        notes.append(
+            f"MODEL.NAME {model.NAME} is only a label here, this is no longer timm's model of that name: {differing}"
+        )
+    if model.DROPOUT and "proj_drop_rate" in rates and "pos_drop_rate" not in rates:
+        notes.append("MODEL.DROPOUT acts inside the blocks; timm's model has none after the patch embedding")
+    return notes
+
+
+def _config_of(module: nn.Module) -> dict[str, Any]:
+    return vars(module).get("pretrained_cfg") or {}

@@ -1,0 +1,170 @@
+"""The size keys of the MODEL section: what a model has, which of them it takes, and whether they go together."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from utils.config.schema import ModelConfig
+
+# Key of the MODEL section -> timm's argument.
+COMMON_ARGUMENTS = {
+    "PATCH_SIZE": "patch_size",
+    "EMBED_DIM": "embed_dim",
+    "NUM_HEADS": "num_heads",
+    "MLP_RATIO": "mlp_ratio",
+    "QKV_BIAS": "qkv_bias",
+}
+VIT_ARGUMENTS = {**COMMON_ARGUMENTS, "DEPTH": "depth"}
+SWIN_ARGUMENTS = {**COMMON_ARGUMENTS, "STAGE_DEPTHS": "depths", "WINDOW_SIZE": "window_size"}
+# Keys that follow from the others or from the architecture: a given value must be the one the model has.
+DERIVED = ("ATTN_HEAD_SIZE", "QK_SCALE")
+FIXED = ("APE", "PATCH_NORM")
+SIZE_KEYS = tuple(dict.fromkeys((*VIT_ARGUMENTS, *SWIN_ARGUMENTS, *DERIVED, *FIXED)))
+
+
+def given_sizes(model: ModelConfig) -> dict[str, Any]:
+    """The size keys that the settings name."""
+    return {key: value for key in SIZE_KEYS if (value := getattr(model, key)) is not None}
+
+
+def arguments_of(module: nn.Module) -> dict[str, str]:
+    """The size keys that this kind of model can be built with, and timm's word for each."""
+    if isinstance(module, SwinTransformer):
+        return SWIN_ARGUMENTS
+    return VIT_ARGUMENTS if isinstance(module, VisionTransformer) else {}
+
+
+def sizes_of(module: nn.Module) -> dict[str, Any]:
+    """The sizes a built model has, as far as they can be read off it; empty for one without patches and blocks."""
+    patch = _dig(module, "patch_embed.patch_size")
+    if isinstance(module, SwinTransformer):
+        stages: list[Any] = list(module.layers.children())
+        blocks = [stage.blocks[0] for stage in stages]
+        own = {
+            "STAGE_DEPTHS": tuple(len(stage.blocks) for stage in stages),
+            "WINDOW_SIZE": _one_if_equal([_side(block.window_size) for block in blocks]),
+            "NUM_HEADS": tuple(block.attn.num_heads for block in blocks),
+            "APE": False,
+        }
+    elif patch is not None and len(_dig(module, "blocks") or ()):
+        blocks = list(_dig(module, "blocks"))
+        own = {
+            "DEPTH": len(blocks),
+            "NUM_HEADS": _dig(blocks[0], "attn.num_heads"),
+            "APE": _dig(module, "pos_embed") is not None,
+        }
+    else:
+        return {}
+    common = {
+        "PATCH_SIZE": _side(patch),
+        "EMBED_DIM": _dig(module, "embed_dim"),
+        "MLP_RATIO": _mlp_ratio(blocks[0], _dig(module, "embed_dim")),
+        "QKV_BIAS": _has_bias(blocks[0]),
+        "ATTN_HEAD_SIZE": _head_size(blocks),
+        "QK_SCALE": _dig(blocks[0], "attn.scale"),
+        "PATCH_NORM": not isinstance(_dig(module, "patch_embed.norm"), nn.Identity | None),
+    }
+    return {key: value for key, value in {**own, **common}.items() if value is not None}
+
+
+def same(key: str, wanted: Any, has: dict[str, Any]) -> bool:
+    """Whether a wanted size is the one the model has."""
+    if key not in has:
+        return False
+    if key == "MLP_RATIO":  # timm rounds the MLP's width down: 4.3636 and 48 / 11 are the same model
+        return int(has["EMBED_DIM"] * wanted) == round(has["EMBED_DIM"] * has[key])
+    if key == "QK_SCALE":
+        return abs(wanted - has[key]) < 1e-4 * has[key]
+    return wanted == has[key]
+
+
+def geometry_problems(sizes: dict[str, Any], image_size: int) -> list[str]:
+    """Sizes that do not go together, each with the nearest that would."""
+    problems = []
+    patch, width, heads = (sizes.get(key) for key in ("PATCH_SIZE", "EMBED_DIM", "NUM_HEADS"))
+    if isinstance(patch, int) and image_size % patch:
+        problems.append(
+            f"DATA.IMAGE_SIZE {image_size} is not divisible by MODEL.PATCH_SIZE {patch}; near by: IMAGE_SIZE "
+            f"{_multiples(image_size, patch)}, or PATCH_SIZE {_divisors(image_size, patch)}"
+        )
+    if "STAGE_DEPTHS" not in sizes:
+        if isinstance(heads, tuple):
+            problems.append(f"MODEL.NUM_HEADS {list(heads)}: this model has one kind of block and takes one number")
+        elif heads and width and width % heads:
+            problems.append(_heads_problem("MODEL.EMBED_DIM", width, "MODEL.NUM_HEADS", heads))
+        return problems
+    depths = sizes["STAGE_DEPTHS"]
+    if not isinstance(heads, tuple):
+        problems.append(f"MODEL.NUM_HEADS {heads}: a Swin takes one number a stage, such as [3, 6, 12, 24]")
+    elif len(heads) != len(depths):
+        problems.append(f"MODEL.NUM_HEADS {list(heads)} and MODEL.STAGE_DEPTHS {list(depths)} differ in length")
+    elif width:
+        for stage, count in enumerate(heads):
+            if (width << stage) % count:
+                where = f"MODEL.EMBED_DIM {width} gives stage {stage + 1} a width that"
+                problems.append(_heads_problem(where, width << stage, f"MODEL.NUM_HEADS[{stage}]", count))
+    return problems
+
+
+def as_text(value: Any) -> str:
+    return (
+        str(list(value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def _heads_problem(what: str, width: int, key: str, heads: int) -> str:
+    return (
+        f"{what} {width} is not divisible by {key} {heads}; near by: NUM_HEADS {_divisors(width, heads)}, "
+        f"or a width of {_multiples(width, heads)}"
+    )
+
+
+def _multiples(number: int, of: int) -> str:
+    below = number // of * of
+    return " or ".join(str(n) for n in (below, below + of) if n)
+
+
+def _divisors(number: int, near: int) -> str:
+    """The divisors of `number` next to `near`, on either side."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    sides = ([n for n in divisors if n < near][-1:], [n for n in divisors if n > near][:1])
+    return " or ".join(str(n) for side in sides for n in side)
+
+
+def _dig(module: Any, path: str) -> Any:
+    """`module.a.b`, or None where it has no such thing."""
+    return reduce(lambda part, name: getattr(part, name, None), path.split("."), module)
+
+
+def _side(size: Any) -> Any:
+    """timm keeps squares as pairs; the settings as one number."""
+    return size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size
+
+
+def _one_if_equal(values: list[Any]) -> Any:
+    return values[0] if len(set(values)) == 1 else tuple(values)
+
+
+def _mlp_ratio(block: Any, width: int | None) -> float | None:
+    hidden = _dig(block, "mlp.fc1.out_features")
+    return hidden / width if hidden and width else None
+
+
+def _has_bias(block: Any) -> bool | None:
+    qkv = _dig(block, "attn.qkv")
+    return None if qkv is None else qkv.bias is not None
+
+
+def _head_size(blocks: list[Any]) -> Any:
+    sizes = []
+    for block in blocks:
+        width, heads = _dig(block, "attn.proj.in_features"), _dig(block, "attn.num_heads")
+        if not width or not heads:
+            return None
+        sizes.append(width // heads)
+    return _one_if_equal(sizes)

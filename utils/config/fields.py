@@ -45,7 +45,10 @@ def inert(default: Any, description: str, why: str) -> Any:
 class Section(BaseModel):
     """One section of the YAML. Unknown keys are errors; nothing changes after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+    # Defaults are validated too: the 32 of a `float` becomes 32.0, as it does when a saved file is read again.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False, validate_default=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod

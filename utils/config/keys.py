@@ -44,7 +44,11 @@ def settings() -> dict[str, FieldInfo]:
 @cache
 def sections() -> dict[str, str]:
     """Dotted name -> what it is about, of every section."""
-    return {key: field.description or "" for key, field in _walk(Config, "") if is_section(field)}
+    return {
+        key: (field.annotation.__doc__ or field.description or "").strip()
+        for key, field in _walk(Config, "")
+        if is_section(field)
+    }
 
 
 def canonical(key: str) -> str:
@@ -91,7 +95,7 @@ def _properties() -> dict[str, dict[str, Any]]:
 
 def allowed(key: str) -> str:
     """What a setting takes, in words: 'whole number >= 1', 'auto, fp16 or bf16'."""
-    return _in_words(_properties()[key])
+    return _either(_kinds(_properties()[key]))
 
 
 def choices(key: str) -> list[str]:
@@ -100,22 +104,18 @@ def choices(key: str) -> list[str]:
     return [str(word) for kind in entry.get("anyOf", [entry]) for word in kind.get("enum", [])]
 
 
-def _in_words(entry: dict[str, Any]) -> str:
+def _kinds(entry: dict[str, Any]) -> list[str]:
     if "anyOf" in entry:
-        return _either([_in_words(kind) for kind in entry["anyOf"]])
+        return [kind for part in entry["anyOf"] for kind in _kinds(part)]
     if "enum" in entry:
-        return _either([str(word) for word in entry["enum"]])
+        return [str(word) for word in entry["enum"]]
     kind = entry["type"]
+    if kind == "boolean":
+        return ["true", "false"]
     if kind == "array":
-        return _row_in_words(entry)
-    names = {
-        "integer": "whole number",
-        "number": "number",
-        "boolean": "true or false",
-        "string": "text",
-        "null": "null",
-    }
-    return names[kind] + _limits(entry)
+        return [_row_in_words(entry)]
+    names = {"integer": "whole number", "number": "number", "string": "text", "null": "null"}
+    return [names[kind] + _limits(entry)]
 
 
 def _row_in_words(entry: dict[str, Any]) -> str:

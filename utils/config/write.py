@@ -59,11 +59,12 @@ def _lines(config: Config) -> Iterator[tuple[str, str]]:
 def differences(old: Config, new: Config) -> list[str]:
     """'TRAIN.BASE_LR: 0.003 -> 0.001' for each setting in which the two differ."""
     pairs = ((key, value_of(old, key), value_of(new, key)) for key in settings())
-    return [f"{key}: {_inline(before)} -> {_inline(after)}" for key, before, after in pairs if before != after]
+    return [f"{key}: {one_line(before)} -> {one_line(after)}" for key, before, after in pairs if before != after]
 
 
-def _inline(value: Any) -> str:
-    return yaml.dump([value], Dumper=_OneLine, width=float("inf"), default_flow_style=True).strip()[1:-1]
+def one_line(value: Any) -> str:
+    """A value as it stands in YAML: `[0.9, 0.999]`, `null`, `true`."""
+    return yaml.dump([value], Dumper=_OneLine, width=float("inf"), allow_unicode=True, default_flow_style=True)[1:-2]
 
 
 def config_hash(config: Config) -> str:

@@ -1,0 +1,158 @@
+"""Every recipe loads, says how it is run, and builds the model its name promises."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+from utils.config import Config, load_config
+from utils.config.checks import check_available
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+ALL = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+RECIPES = [name for name in ALL if not name.startswith("_")]
+TIMM_SIZES = [name for name in RECIPES if name not in {"vit_digits", "vit_synthetic"}]
+
+# Width, depth and heads of the ViT paper's sizes (Ti is AugReg's); patch and image size stand in the name.
+WIDTHS = {
+    "tiny": (192, 12, 3),
+    "small": (384, 12, 6),
+    "base": (768, 12, 12),
+    "large": (1024, 24, 16),
+    "huge": (1280, 32, 16),
+}
+PADDLEVIT_SIZES = [
+    "vit_tiny_patch16",
+    *(f"vit_{size}_patch{patch}" for size in ("small", "base", "large") for patch in (16, 32)),
+]
+VITS = [f"{name}_{side}" for name in PADDLEVIT_SIZES for side in (224, 384)] + ["vit_huge_patch14_224"]
+
+
+def header(name: str) -> str:
+    """The comment that opens a recipe."""
+    lines = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(line.removeprefix("#").strip() for line in lines[:end])
+
+
+def settings(name: str) -> Config:
+    return load_config(str(CONFIGS / f"{name}.yaml")).config
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_recipe_loads_and_needs_nothing_that_is_missing(name: str) -> None:
+    check_available(settings(name))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_recipe_says_nothing_twice(name: str) -> None:
+    """A key written twice in one section would win silently in YAML."""
+    node = yaml.compose((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert isinstance(node, yaml.MappingNode)
+    sections = [node, *(value for _, value in node.value if isinstance(value, yaml.MappingNode))]
+    for section in sections:
+        keys = [key.value for key, _ in section.value]
+        assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_opens_with_what_it_is_for(name: str) -> None:
+    text = header(name)
+    for word in ("Needs:", "Run:", "Result:"):
+        assert word in text
+    assert not text.startswith("Needs:")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_command_line_in_a_recipe_names_that_recipe(name: str) -> None:
+    line = re.search(r"Run:\s*(.+)", header(name))
+    assert line is not None
+    words = shlex.split(line[1])
+    assert words[0] == "python"
+    assert words[1] in {"main_single_gpu.py", "main_multi_gpu.py"}
+    assert words[words.index("-cfg") + 1] == f"configs/{name}.yaml"
+    assert "-amp" in words
+    assert ("-data_path" in words) == (settings(name).DATA.DATASET == "imagenet2012")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_list_of_recipes_is_complete(name: str) -> None:
+    text = (CONFIGS.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert f"| [`{name}`](../configs/{name}.yaml) |" in text
+
+
+def test_the_list_of_recipes_names_no_other() -> None:
+    text = (CONFIGS.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"\(\.\./configs/(\w+)\.yaml\)", text)) == RECIPES
+
+
+def test_the_fifteen_sizes_of_paddlevit_are_there() -> None:
+    assert len(VITS) == 15
+    assert set(VITS) <= set(RECIPES)
+
+
+@pytest.mark.parametrize("name", VITS)
+def test_a_vit_has_the_sizes_its_name_says(name: str) -> None:
+    found = re.fullmatch(r"vit_(\w+)_patch(\d+)_(\d+)", name)
+    assert found is not None
+    width, depth, heads = WIDTHS[found[1]]
+    model = settings(name).MODEL.model_dump(exclude_none=True)
+    sizes = {"PATCH_SIZE": int(found[2]), "EMBED_DIM": width, "DEPTH": depth, "NUM_HEADS": heads}
+    expected = {"TYPE": "vit", "NAME": name, "NUM_CLASSES": 1000, **sizes, "MLP_RATIO": 4.0, "QKV_BIAS": True}
+    assert {key: model.get(key) for key in expected} == expected
+    assert settings(name).DATA.IMAGE_SIZE == int(found[3])
+
+
+@pytest.mark.parametrize("name", VITS)
+def test_a_vit_trains_as_its_kind_does(name: str) -> None:
+    fine_tuning = {"NUM_EPOCHS": 8, "BASE_LR": 0.01, "WEIGHT_DECAY": 0.0}
+    from_scratch = {"NUM_EPOCHS": 300, "BASE_LR": 3e-3, "WEIGHT_DECAY": 0.3}
+    expected = {"GRAD_CLIP": 1.0, **(fine_tuning if name.endswith("_384") else from_scratch)}
+    train = settings(name).TRAIN
+    assert {key: getattr(train, key) for key in expected} == expected
+    assert train.OPTIMIZER.NAME == ("SGD" if name.endswith("_384") else "AdamW")
+
+
+@pytest.mark.parametrize("name", TIMM_SIZES)
+def test_a_recipe_builds_timms_model_of_its_name(name: str) -> None:
+    import timm
+    import torch
+
+    ours, parameters = built(name)
+    with torch.device("meta"):
+        # Some of timm's names stand for weights without a classifier: the number of classes has to be said.
+        theirs = timm.create_model(name, num_classes=1000)
+    assert ours == shapes(theirs)
+    assert f"{parameters:,} parameters" in header(name)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_list_of_recipes_has_the_right_parameter_counts(name: str) -> None:
+    text = (CONFIGS.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert f"[`{name}`](../configs/{name}.yaml) | {built(name)[1]:,} |" in text
+
+
+@cache
+def built(name: str) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Names and shapes in the state dict of a recipe's model, and its number of parameters."""
+    import torch
+
+    from models import build_model, count_parameters
+
+    config = settings(name)
+    with torch.device("meta"):
+        model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+    return shapes(model), count_parameters(model)[0]
+
+
+def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in module.state_dict().items()}

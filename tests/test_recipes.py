@@ -106,20 +106,22 @@ def test_a_vit_has_the_sizes_its_name_says(name: str) -> None:
     assert found is not None
     width, depth, heads = WIDTHS[found[1]]
     model = settings(name).MODEL.model_dump(exclude_none=True)
+    side = settings(name).DATA.IMAGE_SIZE
     sizes = {"PATCH_SIZE": int(found[2]), "EMBED_DIM": width, "DEPTH": depth, "NUM_HEADS": heads}
     expected = {"TYPE": "vit", "NAME": name, "NUM_CLASSES": 1000, **sizes, "MLP_RATIO": 4.0, "QKV_BIAS": True}
     assert {key: model.get(key) for key in expected} == expected
-    assert settings(name).DATA.IMAGE_SIZE == int(found[3])
+    assert side == int(found[3])
 
 
 @pytest.mark.parametrize("name", VITS)
 def test_a_vit_trains_as_its_kind_does(name: str) -> None:
     fine_tuning = {"NUM_EPOCHS": 8, "BASE_LR": 0.01, "WEIGHT_DECAY": 0.0}
     from_scratch = {"NUM_EPOCHS": 300, "BASE_LR": 3e-3, "WEIGHT_DECAY": 0.3}
+    optimizer = "SGD" if name.endswith("_384") else "AdamW"
     expected = {"GRAD_CLIP": 1.0, **(fine_tuning if name.endswith("_384") else from_scratch)}
     train = settings(name).TRAIN
     assert {key: getattr(train, key) for key in expected} == expected
-    assert train.OPTIMIZER.NAME == ("SGD" if name.endswith("_384") else "AdamW")
+    assert optimizer == train.OPTIMIZER.NAME
 
 
 @pytest.mark.parametrize("name", TIMM_SIZES)

@@ -3,6 +3,9 @@
 The lists of tensors are made once; walking two state dicts at every update costs more than the arithmetic.
 """
 
+# torch._foreach_* are what torch's own optimisers are made of; its type stubs call them private.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import copy
@@ -17,7 +20,7 @@ class Ema:
         self.decay, self.warmup, self.device = decay, warmup, device
         self.updates: int | Tensor = 0
         self._sources = [p.detach() for p in model.parameters()]
-        self._averages = list(self.module.parameters())
+        self._averages = [p.detach() for p in self.module.parameters()]
         # Running statistics are averages already; they are taken over as they are.
         self._buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
 

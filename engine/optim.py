@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import timm.optim
+from typing import Any
+
 import torch
+from timm.optim._optim_factory import create_optimizer_v2, list_optimizers
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,7 +20,7 @@ PADDLE_NAMES = {"sgd": "momentum"}
 
 def optimizer_name(name: str) -> str:
     """timm's name for the optimiser, or an error that lists the near ones."""
-    known = timm.optim.list_optimizers()
+    known = [str(known_name) for known_name in list_optimizers()]
     wanted = PADDLE_NAMES.get(name.casefold(), name.casefold())
     if wanted not in known:
         raise UserError(
@@ -30,17 +32,17 @@ def optimizer_name(name: str) -> str:
 
 def build_optimizer(model: nn.Module, train: TrainConfig, base_lr: float, device: torch.device) -> Optimizer:
     name = optimizer_name(train.OPTIMIZER.NAME)
-    options: dict[str, object] = {"eps": train.OPTIMIZER.EPS, "betas": train.OPTIMIZER.BETAS}
+    options: dict[str, Any] = {"eps": train.OPTIMIZER.EPS, "betas": train.OPTIMIZER.BETAS}
     if name in FUSED and device.type in ("cpu", "cuda", "mps"):
         options["fused"] = True
     if train.WEIGHT_DECAY_ALL:
         decayed = [p for p in model.parameters() if p.requires_grad]
-        parameters: object = [{"params": decayed, "weight_decay": train.WEIGHT_DECAY}]
+        parameters: Any = [{"params": decayed, "weight_decay": train.WEIGHT_DECAY}]
     else:
         parameters = model
     try:
-        return timm.optim.create_optimizer_v2(
-            parameters,  # pyright: ignore[reportArgumentType]
+        return create_optimizer_v2(
+            parameters,
             opt=name,
             lr=base_lr,
             weight_decay=train.WEIGHT_DECAY,

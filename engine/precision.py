@@ -99,6 +99,7 @@ class Precision:
         self.device = device
         self.autocasts = self.choice.dtype is not torch.float32
         self.validates_in_amp = amp.EVAL
+        self.tf32 = amp.TF32
         # bf16 has fp32's range: nothing underflows, so nothing needs scaling.
         self.scaler = torch.amp.GradScaler(
             device.type,
@@ -109,7 +110,7 @@ class Precision:
             growth_interval=amp.INCR_EVERY_N_STEPS,
         )
         # One switch of torch's, set either way: a former setting must not leak into this run.
-        torch.backends.fp32_precision = "tf32" if amp.TF32 else "ieee"
+        torch.backends.fp32_precision = "tf32" if amp.TF32 else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def name(self) -> str:
@@ -146,10 +147,8 @@ class Precision:
 
     def scale_tensor(self) -> Tensor:
         """The loss scale, left on the device; 1 where nothing is scaled."""
-        scale = self.scaler._scale
-        if scale is None:
-            return torch.tensor(self.scaler.get_scale(), device=self.device)
-        return scale.detach()
+        scale = self.scaler._scale if self.scaler.is_enabled() else None
+        return torch.tensor(self.scaler.get_scale()) if scale is None else scale.detach()
 
     def lines(self) -> Iterable[str]:
         """What the banner says of it."""
@@ -158,7 +157,7 @@ class Precision:
             scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
             text += f" by autocast, {scaling} ({self.choice.reason})"
         elif self.device.type == "cuda":
-            text += ", TF32 on" if torch.backends.fp32_precision == "tf32" else ", TF32 off"
+            text += ", TF32 on" if self.tf32 else ", TF32 off"
         yield text
 
 

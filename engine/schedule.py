@@ -8,8 +8,10 @@ device too, and nothing waits for them.
 from __future__ import annotations
 
 import torch
-from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, StepLRScheduler
+from timm.scheduler.cosine_lr import CosineLRScheduler
+from timm.scheduler.multistep_lr import MultiStepLRScheduler
 from timm.scheduler.scheduler import Scheduler
+from timm.scheduler.step_lr import StepLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,7 +32,8 @@ def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float
         # timm lets a milestone act one step early; per update that would be before its epoch has ended.
         milestones = sorted(epoch * per_epoch + 1 for epoch in shape.MILESTONES)
         return MultiStepLRScheduler(optimizer, milestones, decay_rate=shape.DECAY_RATE, warmup_prefix=False, **common)
-    return CosineLRScheduler(optimizer, max(1, total - warmup), lr_min=end_lr, warmup_prefix=True, **common)
+    # A cosine of one update is its start; timm would warn of a length of 1.
+    return CosineLRScheduler(optimizer, max(2, total - warmup), lr_min=end_lr, warmup_prefix=True, **common)
 
 
 class Schedule:
@@ -43,6 +46,7 @@ class Schedule:
         self._total = total
         self._moved: int | Tensor = 0
         self._table: Tensor | None = None
+        self._last: float | Tensor = 0.0
         if on_device is not None:
             self._keep_on_device(on_device)
         self._apply()
@@ -65,17 +69,30 @@ class Schedule:
         self._apply()
 
     def _apply(self) -> None:
+        """Set the rates of the coming update, and remember the one that the last was made with."""
+        first = self._optimizer.param_groups[0]
         if self._table is None:
+            self._last = first["lr"]
             self._scheduler.step_update(int(self._moved))
             return
         assert isinstance(self._moved, Tensor)
+        self._last = first["lr"].clone()
         row = self._table.index_select(0, self._moved.clamp(max=self._total).reshape(1))[0]
         for group, rate in zip(self._optimizer.param_groups, row, strict=True):
             group["lr"].copy_(rate)
 
-    def rate(self) -> float | Tensor:
-        """The first group's rate for the coming update; a tensor where it lives on the device."""
-        return self._optimizer.param_groups[0]["lr"]
+    def last_rate(self) -> float | Tensor:
+        """The first group's rate in the update just made; a tensor where it lives on the device."""
+        return self._last
+
+    def rate_at(self, moved: int) -> float:
+        """The first group's rate after `moved` updates; for messages, not for training."""
+        if self._table is not None:
+            return float(self._table[min(moved, self._total), 0])
+        self._scheduler.step_update(moved)
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        self._scheduler.step_update(int(self._moved))
+        return rate
 
     @property
     def moved(self) -> int:

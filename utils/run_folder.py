@@ -22,6 +22,16 @@ def holds_a_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in MARKS_OF_A_RUN)
 
 
+def run_of(path: Path) -> Path | None:
+    """The run's folder that a checkpoint, a file in it, or the run's folder itself belongs to."""
+    for folder in (path, *path.parents):
+        if (folder / "checkpoints").is_dir():
+            return folder
+        if folder.name == "checkpoints":
+            return folder.parent
+    return None
+
+
 def check_output(output: str | None, save: str, resumed: Path | None) -> None:
     """Stop before anything is built if the folder could not be used; creates nothing."""
     if output is None:

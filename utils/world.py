@@ -104,7 +104,7 @@ def from_first(value: Any, world: World) -> Any:
 def agree(problem: str | None, world: World) -> None:
     """Raise the first rank's problem on every rank, so that all end alike and one of them tells it."""
     if world.size == 1:
-        found = [problem]
+        found: list[str | None] = [problem]
     else:
         import torch.distributed
 

@@ -1,0 +1,65 @@
+"""What a run says of itself before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.device import describe as describe_device
+from engine.optim import scaled_rates
+from engine.setup import Ready, ReadyToTrain, global_batch
+from models import describe as describe_model
+from utils.cli import version_text
+from utils.config import Config
+from utils.world import World
+
+
+def banner(config: Config, ready: Ready, world: World, device: torch.device, threads: int, folder: Path | None) -> str:
+    rows = [
+        ("device", describe_device(device, world, threads)),
+        ("precision", "".join(ready.precision.lines())),
+        ("model", describe_model(ready.model)),
+        ("data", _data(config, ready)),
+    ]
+    if isinstance(ready, ReadyToTrain):
+        rows += [("batch", _batch(config, ready, world)), ("training", _training(config, world))]
+    rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
+    if config.TAG:
+        rows.insert(0, ("tag", config.TAG))
+    head = ", ".join(version_text().splitlines())
+    return "\n".join([head, *(f"  {name:<10} {text}" for name, text in rows)])
+
+
+def _data(config: Config, ready: Ready) -> str:
+    classes = f"{config.MODEL.NUM_CLASSES} classes"
+    size = f"{config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_CHANNELS}"
+    if not isinstance(ready, ReadyToTrain):
+        return f"{config.DATA.DATASET}: {len(ready.val_set):,} validation images of {size}, {classes}"
+    return (
+        f"{config.DATA.DATASET}: {len(ready.train_set):,} training and {len(ready.val_set):,} validation images "
+        f"of {size}, {classes}"
+    )
+
+
+def _batch(config: Config, ready: ReadyToTrain, world: World) -> str:
+    updates = ready.train_loader.order.updates
+    return (
+        f"{config.DATA.BATCH_SIZE} per device x {world.size} device{'s' if world.size > 1 else ''} x "
+        f"{config.TRAIN.ACCUM_ITER} accumulated = {global_batch(config, world)}; {updates:,} updates an epoch"
+    )
+
+
+def _training(config: Config, world: World) -> str:
+    train = config.TRAIN
+    rate, _, end = scaled_rates(train, global_batch(config, world))
+    text = (
+        f"{train.NUM_EPOCHS} epochs, {train.OPTIMIZER.NAME}, learning rate {rate:.3g} after {train.WARMUP_EPOCHS:g} "
+        f"epochs of warm-up, then {train.LR_SCHEDULER.NAME.removeprefix('warmup')}"
+    )
+    if train.LR_SCHEDULER.NAME.endswith("cosine"):
+        text += f" to {end:.3g}"
+    text += f"; weight decay {train.WEIGHT_DECAY:g}"
+    if train.GRAD_CLIP is not None:
+        text += f"; gradient norm at most {train.GRAD_CLIP:g}"
+    return text + (f"; EMA {train.MODEL_EMA_DECAY:g}" if train.MODEL_EMA else "")

@@ -1,0 +1,171 @@
+"""Checkpoints on disk: a folder each, that appears whole or not at all, and whose damage is noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from utils.errors import UserError
+from utils.log import log
+from utils.run_folder import replace_text
+
+FORMAT = 1
+MODEL, EMA, STATE, META, INDEX = "model.safetensors", "ema.safetensors", "state.pt", "meta.json", "index.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint that was looked at: its folder and what its meta.json says."""
+
+    folder: Path
+    meta: dict[str, Any]
+
+    def tensors(self, name: str = MODEL) -> dict[str, Tensor]:
+        try:
+            return safetensors.torch.load_file(self.folder / name)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"{self.folder / name}: cannot be read ({error}).") from None
+
+    def state(self) -> dict[str, Any]:
+        try:
+            return torch.load(self.folder / STATE, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever the unpickler stumbles over, the file is what is wrong
+            raise UserError(f"{self.folder / STATE}: cannot be read ({type(error).__name__}).") from None
+
+
+def folder_name(update: int) -> str:
+    return f"step-{update:09d}"
+
+
+def save_checkpoint(
+    root: Path, update: int, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any], meta: dict[str, Any]
+) -> Path:
+    """Write everything into a hidden folder, make sure it is on the disk, and only then give it its name."""
+    temporary, final = root / f".tmp-{update}-{os.getpid()}", root / folder_name(update)
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob(".tmp-*"):  # of a run that was killed while saving
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        for name, named in tensors.items():
+            plain = {key: value.detach().cpu().contiguous() for key, value in named.items()}
+            safetensors.torch.save_file(plain, temporary / name, metadata={"format": "pt"})
+        torch.save(state, temporary / STATE)
+        files = {path.name: _seal(path) for path in sorted(temporary.iterdir())}
+        meta = {"format": FORMAT, **meta, "files": files}
+        (temporary / META).write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        _seal(temporary / META)
+        _sync_folder(temporary)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync_folder(root)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def _seal(path: Path) -> dict[str, Any]:
+    """Size and hash of a file that has reached the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_index(root: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((root / INDEX).read_text(encoding="utf-8"))
+    return {"last": None, "best": None}
+
+
+def write_index(root: Path, last: str, best: str | None) -> None:
+    replace_text(root / INDEX, json.dumps({"last": last, "best": best}, indent=2) + "\n")
+
+
+def prune(root: Path, keep: int, best: str | None) -> None:
+    """Remove all but the newest `keep` (0: none) and the best; only after a newer one is safely there."""
+    if keep == 0:
+        return
+    for old in sorted(root.glob("step-*"))[:-keep]:
+        if old.name != best:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def inspect(folder: Path) -> Checkpoint:
+    """A checkpoint whose files are all there in their sizes, or an error that says what is not."""
+    try:
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        version, files = meta["format"], meta["files"]
+        missing = [name for name, seal in files.items() if (folder / name).stat().st_size != seal["size"]]
+    except FileNotFoundError as error:
+        raise UserError(f"{folder}: not a whole checkpoint, {Path(error.filename).name} is missing.") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / META}: cannot be read ({error}).") from None
+    if version != FORMAT:
+        raise UserError(f"{folder}: written in format {version}; this version of vitamp reads format {FORMAT}.")
+    if missing:
+        raise UserError(f"{folder}: damaged, {', '.join(missing)} has not the size that was written.")
+    return Checkpoint(folder, meta)
+
+
+def verify(checkpoint: Checkpoint) -> Checkpoint:
+    """The contents too are what was written: a flipped bit is told, not trained on."""
+    for name, seal in checkpoint.meta["files"].items():
+        with (checkpoint.folder / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != seal["sha256"]:
+                raise UserError(f"{checkpoint.folder}: damaged, the contents of {name} are not what was written.")
+    return checkpoint
+
+
+def find(path: Path, epoch: int = 0) -> Checkpoint:
+    """The checkpoint that a path means: a checkpoint's folder, a file in it, or a run's folder (its newest good one).
+
+    `epoch` above 0 asks for the one saved at the end of that epoch.
+    """
+    if not path.exists():
+        raise UserError(f"-resume {path}: there is no such file or folder.")
+    folder = path.parent if path.is_file() else path
+    if (folder / META).exists() or folder.name.startswith("step-"):
+        found = verify(inspect(folder))
+        if epoch and found.meta["epoch"] != epoch:
+            raise UserError(f"{folder}: saved in epoch {found.meta['epoch']}, but TRAIN.LAST_EPOCH is {epoch}.")
+        return found
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    found = newest_good(root, epoch)
+    if found is None:
+        asked = f" of epoch {epoch}" if epoch else ""
+        raise UserError(f"-resume {path}: no usable checkpoint{asked} lies there (looked for {root}/step-*).")
+    return found
+
+
+def newest_good(root: Path, epoch: int = 0) -> Checkpoint | None:
+    for folder in sorted(root.glob("step-*"), reverse=True):
+        try:
+            found = inspect(folder)
+            if epoch and found.meta["epoch"] != epoch:
+                continue
+            return verify(found)
+        except UserError as error:
+            log.warning("%s The one before it is tried.", error)
+    return None

@@ -1,0 +1,74 @@
+"""curves.png: what happened, at a glance, drawn from metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+Lines = list[dict[str, Any]]
+
+
+def draw_curves(folder: Path, title: str) -> Path | None:
+    """Loss, accuracy, learning rate and, where there is scaling, the loss scale; None if there is nothing to draw."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    train, val = ([line for line in lines if line["event"] == kind] for kind in ("train", "val"))
+    if not train and not val:
+        return None
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+    figure.suptitle(title)
+    (loss, accuracy), (rate, health) = axes
+    _curve(loss, train, "loss", "train")
+    _curve(loss, val, "loss", "validation")
+    _curve(loss, val, "ema_loss", "validation (EMA)")
+    _finish(loss, "loss")
+    _curve(accuracy, train, "acc1", "train top-1")
+    _curve(accuracy, val, "acc1", "validation top-1")
+    _curve(accuracy, val, "ema_acc1", "validation top-1 (EMA)")
+    _finish(accuracy, "accuracy (%)")
+    _curve(rate, train, "lr", "learning rate")
+    _finish(rate, "learning rate")
+    if any(line["scale"] != 1 for line in train):
+        _curve(health, train, "scale", "loss scale")
+        _mark_skips(health, train)
+        health.set_yscale("log", base=2)
+        _finish(health, "loss scale")
+    else:
+        _curve(health, train, "grad_norm", "gradient norm")
+        _finish(health, "gradient norm")
+    path = folder / "curves.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _curve(axes: Axes, lines: Lines, key: str, label: str) -> None:
+    points = [(line["update"], line[key]) for line in lines if line.get(key) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label, linewidth=1.4, marker="." if len(points) < 3 else None)
+
+
+def _mark_skips(axes: Axes, train: Lines) -> None:
+    """A mark where updates were skipped since the line before."""
+    before = 0
+    where: list[tuple[int, float]] = []
+    for line in train:
+        if line["skipped"] > before and line["scale"] is not None:
+            where.append((line["update"], line["scale"]))
+        before = line["skipped"]
+    if where:
+        axes.plot(*zip(*where, strict=True), "x", color="tab:red", label="updates skipped")
+
+
+def _finish(axes: Axes, name: str) -> None:
+    axes.set_xlabel("update")
+    axes.set_ylabel(name)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize="small")

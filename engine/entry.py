@@ -1,0 +1,150 @@
+"""From the command line to an exit code; what both entry scripts share.
+
+Nothing heavy is imported until the settings are known to be right: a typo is answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from utils.cli import CommandLine, parse, version_text
+from utils.config import Loaded, check_available, format_config, load_config
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
+from utils.log import log, start_log
+from utils.run_folder import run_of
+from utils.world import ALONE, World, first_by_environment, read_world
+
+SECONDS_FOR_THE_LAUNCHER = 20
+
+
+def main(script: str, many: bool) -> NoReturn:
+    """Run the program and leave. `many`: it may start, or be, one process of several."""
+    code = _guarded(script, sys.argv[1:], many)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: the interpreter's teardown now and then aborts in a thread of the process group.
+    os._exit(code)
+
+
+def _guarded(script: str, argv: list[str], many: bool) -> int:
+    speaks = first_by_environment()
+    start_log(speaks)
+    try:
+        return _program(script, argv, many)
+    except UserError as error:
+        if speaks:
+            log.error("%s", error)
+        return EXIT_USAGE
+    except TrainingError as error:
+        if speaks:
+            log.error("%s", error)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        if speaks:
+            log.warning("interrupted; what was saved before stays, and -resume goes on from it")
+        return EXIT_INTERRUPTED
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else EXIT_FAILED
+    except Exception as error:
+        if _lost_another(error):
+            time.sleep(SECONDS_FOR_THE_LAUNCHER)  # the rank that failed first tells why; the launcher ends this one
+        log.error("%s", traceback.format_exc())
+        if not speaks:
+            traceback.print_exc()
+        return EXIT_FAILED
+
+
+def _lost_another(error: Exception) -> bool:
+    """Whether this rank only failed because another had gone."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return False
+    text = f"{type(error).__name__} {error}"
+    return any(mark in text for mark in ("Connection closed by peer", "Connection reset", "DistBackendError", "gloo"))
+
+
+def _program(script: str, argv: list[str], many: bool) -> int:
+    command = parse(argv, Path(script).name)
+    if command.action == "version":
+        print(version_text())
+        return EXIT_DONE
+    if command.action == "list_models":
+        return _list_models(command.pattern)
+    loaded = load_config(command.cfg or _config_of_resumed_run(command), command.flags, command.words)
+    if command.action == "print_config":
+        print(format_config(loaded), end="")
+        return EXIT_DONE
+    check_available(loaded.config)
+    world = read_world(loaded.config.DIST)
+    if many and world is None:
+        return _start_processes(script, argv, loaded, command)
+    if not many and world is not None and world.size > 1:
+        raise UserError(
+            f"main_single_gpu.py was started {world.size} times ({world.launcher}): each would train on its own. "
+            "Start main_multi_gpu.py with the same flags instead."
+        )
+    return _run(loaded, world or ALONE, command)
+
+
+def _config_of_resumed_run(command: CommandLine) -> str | None:
+    """Going on with a run needs no -cfg: the one saved with it serves."""
+    wanted, _ = command.flags.get("MODEL.RESUME", (None, ""))
+    output, _ = command.flags.get("OUTPUT", (None, ""))
+    place = output if wanted == "auto" else wanted
+    run = run_of(Path(place)) if place else None
+    saved = run / "config.yaml" if run else None
+    return str(saved) if saved and saved.exists() else None
+
+
+def _list_models(pattern: str | None) -> int:
+    from models import list_models
+
+    found = list_models(pattern)
+    print("\n".join(found) if found else f"no model's name fits {pattern!r}")
+    return EXIT_DONE if found else EXIT_USAGE
+
+
+def _start_processes(script: str, argv: list[str], loaded: Loaded, command: CommandLine) -> int:
+    """No launcher gave us a rank: be the launcher, or the only process."""
+    from engine.device import visible_devices
+    from engine.preflight import check
+    from utils.launch import self_launch
+
+    number = visible_devices(loaded.config)
+    if number == 1:
+        log.info("One process: %s.", _why_one(loaded))
+        return _run(loaded, ALONE, command)
+    check(loaded.config)
+    return self_launch(script, argv, number)
+
+
+def _why_one(loaded: Loaded) -> str:
+    if loaded.config.NGPUS == 1:
+        return "-ngpus 1"
+    return (
+        "one GPU is visible"
+        if loaded.config.DEVICE != "cpu" and _has_gpu()
+        else ("no GPU is used; -ngpus N starts N processes on the CPU")
+    )
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _run(loaded: Loaded, world: World, command: CommandLine) -> int:
+    from engine.preflight import check
+    from engine.run import run
+    from utils.launch import die_with_launcher
+
+    if world.size > 1:
+        die_with_launcher()
+    check(loaded.config)
+    run(loaded, world, dry=command.action == "dry_run")
+    return EXIT_DONE

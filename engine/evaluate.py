@@ -1,0 +1,44 @@
+"""Validation: every sample once, whatever the number of processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from datasets import ValLoader
+from engine.meters import Means, correct
+from engine.precision import Precision
+from utils.errors import TrainingError
+from utils.world import World, sum_over_ranks
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module, loader: ValLoader, samples: int, inputs: nn.Module, precision: Precision, world: World
+) -> Means:
+    """Mean loss and accuracies over the validation part. A collective call."""
+    device = precision.device
+    sum_type = torch.float32 if device.type == "mps" else torch.float64
+    sums = torch.zeros(4, dtype=sum_type, device=device)
+    training = model.training
+    model.eval()
+    try:
+        for batch in loader:
+            with precision.autocast(training=False):
+                logits = model(inputs(batch.images))
+            sums += _batch_sums(logits.float(), batch.labels, batch.indices >= 0, sum_type)
+    finally:
+        model.train(training)
+    loss, top1, top5, counted = sum_over_ranks(sums, world).tolist()
+    if counted != samples:
+        raise TrainingError(f"validation counted {counted:.0f} samples of {samples}; its figures are not usable.")
+    return Means(loss / samples, 100 * top1 / samples, 100 * top5 / samples)
+
+
+def _batch_sums(logits: Tensor, labels: Tensor, real: Tensor, sum_type: torch.dtype) -> Tensor:
+    """Loss, hits and count; samples that only fill up the batch count nothing."""
+    first, five = correct(logits, labels)
+    losses = F.cross_entropy(logits, labels, reduction="none").to(sum_type)
+    losses = losses.where(real, 0.0)  # not a product: 0 times an infinite loss would be NaN
+    return torch.stack((losses.sum(), (first & real).sum(), (five & real).sum(), real.sum()))

@@ -1,0 +1,45 @@
+"""What can be found wrong before any process is started, data is opened or memory taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from datasets import check_dataset
+from engine.checkpoint import find
+from engine.optim import optimizer_name
+from models import check_model, check_pretrained
+from utils.config import Config
+from utils.run_folder import check_output, holds_a_run, run_of
+
+AUTO = "auto"
+
+
+def resumed_run(config: Config) -> Path | None:
+    """The folder of the run that is gone on with, if one is."""
+    wanted = config.MODEL.RESUME
+    if wanted is None:
+        return None
+    if wanted != AUTO:
+        return run_of(Path(wanted))
+    assert config.OUTPUT is not None  # checked with the config
+    return Path(config.OUTPUT) if holds_a_run(Path(config.OUTPUT)) else None
+
+
+def target_folder(config: Config) -> str | None:
+    """-output; else, when going on with a run, that run's folder; else None, and one is made in SAVE."""
+    if config.OUTPUT is not None or config.EVAL:
+        return config.OUTPUT
+    resumed = resumed_run(config)
+    return str(resumed) if resumed else None
+
+
+def check(config: Config) -> None:
+    """Raise UserError for the first part that could not work."""
+    if config.MODEL.RESUME not in (None, AUTO):
+        find(Path(str(config.MODEL.RESUME)), config.TRAIN.LAST_EPOCH)
+    check_output(target_folder(config), config.SAVE, resumed_run(config))
+    check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)
+    optimizer_name(config.TRAIN.OPTIMIZER.NAME)
+    if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
+        check_pretrained(config.MODEL.PRETRAINED)
+    check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)

@@ -1,0 +1,158 @@
+"""What a run tells: log lines, metrics.jsonl, TensorBoard, the progress bar. Only rank 0 has one that speaks."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard.writer import SummaryWriter
+from tqdm import tqdm
+
+from engine.meters import Means, Reading
+from engine.pace import Perf, clock
+from engine.resume import Position
+from utils.config.schema import Config
+from utils.log import log
+from utils.run_folder import replace_text
+
+
+class Reporter:
+    def __init__(self, config: Config, per_epoch: int, folder: Path | None, speaks: bool, done: int) -> None:
+        """`folder` None: nothing is written (another rank, a dry run). `done`: updates a resumed run has behind it."""
+        self.config, self.per_epoch, self.folder = config, per_epoch, folder
+        self._metrics = folder / "metrics.jsonl" if folder else None
+        self._board: SummaryWriter | None = None
+        if self._metrics:
+            _forget_after(self._metrics, done)
+        if folder:
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
+        total = min(config.TRAIN.NUM_EPOCHS * per_epoch, config.TRAIN.MAX_UPDATES or sys.maxsize)
+        on_terminal = speaks and sys.stderr.isatty() and not config.EVAL
+        self._bar = tqdm(
+            total=total, initial=done, unit="update", dynamic_ncols=True, disable=not on_terminal, leave=False
+        )
+
+    def event(self, kind: str, position: Position, perf: dict[str, Any] | None = None, **fields: Any) -> None:
+        """One line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
+        line = {"event": kind, "epoch": position.epoch, **fields, "perf": perf or {}}
+        if self._metrics:
+            with self._metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_plain(line)) + "\n")
+
+    def run(self, what: str, position: Position, seconds: float) -> None:
+        self.event("run", position, {"seconds": round(seconds, 3)}, what=what, update=position.update)
+
+    def moved(self, position: Position) -> None:
+        """One update was made; costs nothing but the bar's own clock."""
+        self._bar.update(1)
+        self._bar.set_description(f"epoch {position.epoch}/{self.config.TRAIN.NUM_EPOCHS}", refresh=False)
+
+    def train(self, position: Position, reading: Reading, perf: Perf) -> None:
+        now = reading.update
+        style = _fleet_line if self.config.LOG_STYLE == "fleet" else self._paddlevit_line
+        log.info("%s, %s", style(position, reading), _health(reading, perf))
+        self._bar.set_postfix_str(f"loss {now.loss:.4f}, {perf.images_per_second:,.0f} img/s", refresh=False)
+        figures = {
+            "loss": now.loss,
+            "acc1": now.acc1,
+            "acc5": now.acc5,
+            "lr": reading.lr,
+            "grad_norm": reading.grad_norm,
+            "scale": reading.scale,
+            "skipped": reading.skipped,
+        }
+        fields = {"step": position.step, "update": position.update, **figures}
+        self.event("train", position, perf.as_dict(), **fields)
+        self._plot("train", {**figures, "images_per_second": perf.images_per_second}, position.update)
+
+    def _paddlevit_line(self, position: Position, reading: Reading) -> str:
+        epochs = self.config.TRAIN.NUM_EPOCHS
+        return (
+            f"Epoch[{position.epoch:03d}/{epochs:03d}], Step[{position.step:04d}/{self.per_epoch:04d}], "
+            f"Lr: {reading.lr:.6e}, Loss: {reading.update.loss:.4f} ({reading.epoch.loss:.4f}), "
+            f"Avg Acc: {reading.epoch.acc1:.4f}"
+        )
+
+    def epoch(self, position: Position, means: Means, seconds: float) -> None:
+        log.info(
+            "----- Epoch[%03d/%03d], Train Loss: %.4f, Train Acc@1: %.4f, Train Acc@5: %.4f, time: %.2f",
+            position.epoch,
+            self.config.TRAIN.NUM_EPOCHS,
+            means.loss,
+            means.acc1,
+            means.acc5,
+            seconds,
+        )
+        fields = {"update": position.update, **vars(means)}
+        self.event("epoch", position, {"seconds": round(seconds, 3)}, **fields)
+
+    def validation(self, position: Position, figures: dict[str, Means], seconds: float) -> None:
+        """`figures`: '' for the model, 'ema_' for its average."""
+        fields: dict[str, float] = {}
+        for prefix, means in figures.items():
+            fields |= {f"{prefix}{name}": value for name, value in vars(means).items()}
+            log.info(
+                "----- Epoch[%03d/%03d], Validation Loss: %.4f, Validation Acc@1: %.4f, Validation Acc@5: %.4f, "
+                "time: %.2f%s",
+                position.epoch,
+                self.config.TRAIN.NUM_EPOCHS,
+                means.loss,
+                means.acc1,
+                means.acc5,
+                seconds,
+                " (EMA)" if prefix else "",
+            )
+        self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
+        self._plot("val", fields, position.update)
+
+    def _plot(self, group: str, figures: dict[str, float], update: int) -> None:
+        if self._board:
+            for name, value in figures.items():
+                self._board.add_scalar(f"{group}/{name}", value, update)
+
+    def close(self) -> None:
+        self._bar.close()
+        if self._board:
+            self._board.close()
+
+
+def _fleet_line(position: Position, reading: Reading) -> str:
+    now = reading.update
+    return (
+        f"[Epoch {position.epoch - 1}, batch {position.step - 1}] "
+        f"loss: {now.loss:.5f}, acc1: {now.acc1:.5f}, acc5: {now.acc5:.5f}"
+    )
+
+
+def _health(reading: Reading, perf: Perf) -> str:
+    return (
+        f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
+        f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, Mem: {perf.peak_memory_gb:.2f}GB, "
+        f"Time: {clock(perf.seconds)}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN and no infinity; null stands for them."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _forget_after(metrics: Path, done: int) -> None:
+    """A resumed run repeats the updates after its checkpoint: their old lines go, so that none stands twice."""
+    if not metrics.exists():
+        return
+    lines = metrics.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if _update_of(line) <= done]
+    replace_text(metrics, "".join(f"{line}\n" for line in kept))
+
+
+def _update_of(line: str) -> float:
+    try:
+        return json.loads(line)["update"]
+    except (ValueError, KeyError):  # a line cut short when the run was killed
+        return math.inf

@@ -1,0 +1,196 @@
+"""One process's part in a run, from joining the others to the last line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from engine.banner import banner
+from engine.checkpoint import EMA, Checkpoint, find, newest_good
+from engine.device import describe, pick_device, prepare
+from engine.evaluate import evaluate
+from engine.meters import Means
+from engine.pace import clock
+from engine.precision import check_precision
+from engine.preflight import AUTO, resumed_run, target_folder
+from engine.report import Reporter
+from engine.resume import Best, Position, load_weights, say_what_changed
+from engine.setup import Ready, ReadyToTrain, build_for_evaluation, build_for_training, checkpoint_meta, wrap
+from engine.trainer import Trainer
+from utils.config import Config, Loaded, config_hash, to_yaml
+from utils.errors import UserError
+from utils.log import log, log_into
+from utils.run_folder import describe_run, make_folder, replace_text, write_json
+from utils.world import World, agree, from_first, join, leave
+
+T = TypeVar("T")
+
+
+def run(loaded: Loaded, world: World, dry: bool) -> None:
+    config = loaded.config
+    device = pick_device(config.DEVICE, world)
+    threads = prepare(config, device, world)
+    for note in loaded.notes:
+        log.info(note)
+    join(world, config.DIST, device)
+    try:
+        check_precision(config.AMP, device)
+        checkpoint = _together(world, lambda: _checkpoint(config))
+        if config.EVAL:
+            _evaluate_only(config, world, device, threads, checkpoint, dry)
+        else:
+            _train(config, world, device, threads, checkpoint, dry)
+    finally:
+        leave(world)
+
+
+def _together(world: World, work: Callable[[], T]) -> T:
+    """Do `work` on every rank; if it fails on one, all end with that rank's message."""
+    result, problem = None, None
+    try:
+        result = work()
+    except UserError as error:
+        problem = str(error)
+    agree(problem, world)
+    return result  # pyright: ignore[reportReturnType]  # `agree` has raised where there is none
+
+
+def _checkpoint(config: Config) -> Checkpoint | None:
+    wanted = config.MODEL.RESUME
+    if wanted is None:
+        return None
+    if wanted != AUTO:
+        return find(Path(wanted), config.TRAIN.LAST_EPOCH)
+    folder = resumed_run(config)
+    found = newest_good(folder / "checkpoints") if folder else None
+    log.info("-resume auto: %s", f"going on from {found.folder.name}" if found else "nothing to go on from, starting")
+    return found
+
+
+def _train(
+    config: Config, world: World, device: torch.device, threads: int, checkpoint: Checkpoint | None, dry: bool
+) -> None:
+    ready = _together(world, lambda: build_for_training(config, world, device, checkpoint))
+    warning = ready.precision.choice.warning
+    if warning:
+        log.warning(warning)
+    folder = None if dry else _folder(config, world, "train")
+    log.info(banner(config, ready, world, device, threads, folder))
+    if checkpoint:
+        say_what_changed(checkpoint, config, ready.parts, ready.position)
+    if folder is None:
+        _first_batch(ready)
+        log.info("Dry run: everything up to the first update works; nothing was trained, nothing written.")
+        return
+    if _finished(config, ready.position, ready.best, folder):
+        return
+    _write_down(config, ready, world, device, threads, folder)
+    ready.parts.forward = wrap(ready.model, world, device)
+    reporter = Reporter(
+        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position.update
+    )
+    trainer = Trainer(
+        config=config,
+        world=world,
+        parts=ready.parts,
+        train_loader=ready.train_loader,
+        val_loader=ready.val_loader,
+        validation_samples=len(ready.val_set),
+        reporter=reporter,
+        folder=folder,
+        position=ready.position,
+        best=ready.best,
+        meta=checkpoint_meta(config, ready, config_hash),
+        title=" ".join(filter(None, (config.TAG, config.MODEL.NAME, config.DATA.DATASET, ready.precision.name))),
+    )
+    try:
+        ended = trainer.fit()
+    finally:
+        reporter.close()
+    words = "Paused, to be resumed by -resume" if ended == "paused" else "Done"
+    log.info("%s%s; total time %s; everything lies in %s", words, trainer.best_words(": best "), *_end(trainer, folder))
+
+
+def _end(trainer: Trainer, folder: Path) -> tuple[str, Path]:
+    return clock(trainer.pace.total), folder
+
+
+def _first_batch(ready: ReadyToTrain) -> None:
+    """Load one batch and let the model see it: what -dry_run promises."""
+    for window in ready.train_loader.epoch(1):
+        _, batch = next(iter(window))
+        with torch.no_grad(), ready.precision.autocast():
+            logits = ready.model(ready.inputs(batch.images))
+        loss = ready.parts.criterion(logits.float(), batch.labels)
+        log.info("First batch: %s, loss %.4f", tuple(batch.images.shape), float(loss))
+        return
+
+
+def _finished(config: Config, position: Position, best: Best, folder: Path) -> bool:
+    limit = config.TRAIN.MAX_UPDATES
+    if position.epoch <= config.TRAIN.NUM_EPOCHS and (limit is None or position.update < limit):
+        return False
+    log.info(
+        "This run had already finished: %d updates, best top-1 %.2f %% (epoch %d); it lies in %s",
+        position.update,
+        max(best.acc1, 0.0),
+        best.epoch,
+        folder,
+    )
+    return True
+
+
+def _folder(config: Config, world: World, kind: str) -> Path:
+    made = _together(world, lambda: make_folder(target_folder(config), config.SAVE, kind) if world.first else Path())
+    folder = Path(from_first(str(made), world))
+    log_into(folder, world.rank)
+    return folder
+
+
+def _write_down(config: Config, ready: Ready, world: World, device: torch.device, threads: int, folder: Path) -> None:
+    if not world.first:
+        return
+    choices = {"precision": ready.precision.name, "why": ready.precision.choice.reason, "threads": threads}
+    about = describe_run(describe(device, world, threads), {**choices, "world_size": world.size}, config.TAG)
+    replace_text(folder / "config.yaml", to_yaml(config))
+    write_json(folder / "run.json", about)
+
+
+def _evaluate_only(
+    config: Config, world: World, device: torch.device, threads: int, checkpoint: Checkpoint | None, dry: bool
+) -> None:
+    """-eval: the figures of given weights, and of their average where the checkpoint holds one."""
+    began = time.perf_counter()
+    ready = _together(world, lambda: build_for_evaluation(config, world, device))
+    folder = None if dry else _folder(config, world, "eval")
+    log.info(banner(config, ready, world, device, threads, folder))
+    if checkpoint is None and not config.MODEL.PRETRAINED:
+        log.warning("-eval without -pretrained or -resume: these are the figures of untrained weights.")
+    if folder is None:
+        return
+    _write_down(config, ready, world, device, threads, folder)
+    figures: dict[str, Means] = {}
+    files = {"": "model.safetensors", "ema_": EMA} if checkpoint else {"": None}
+    for prefix, name in files.items():
+        if checkpoint and name:
+            if name not in checkpoint.meta["files"]:
+                continue
+            load_weights(ready.model, checkpoint.tensors(name), str(checkpoint.folder / name))
+        figures[prefix] = evaluate(
+            ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, world
+        )
+    position = Position(**checkpoint.state()["position"]) if checkpoint else Position()
+    reporter = Reporter(config, 1, folder if world.first else None, False, position.update)
+    reporter.validation(position, figures, time.perf_counter() - began)
+    reporter.close()
+    best = max(figures.values(), key=lambda means: means.acc1)
+    log.info("Done: %s; everything lies in %s", _in_words(best), folder)
+
+
+def _in_words(means: Means) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in asdict(means).items())

@@ -1,0 +1,153 @@
+"""From a config to a run that is ready for its first update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from datasets import EpochOrder, ImageDataset, TrainLoader, ValLoader, auto_workers, open_dataset
+from engine.checkpoint import Checkpoint
+from engine.ema import Ema
+from engine.inputs import Inputs, per_channel
+from engine.meters import TrainMeters
+from engine.optim import build_optimizer, scaled_rates
+from engine.precision import Precision
+from engine.resume import Best, Position, restore
+from engine.schedule import Schedule, build_scheduler
+from engine.update import Parts
+from models import build_model, load_pretrained
+from utils.config import Config
+from utils.log import log
+from utils.seeding import seed_all
+from utils.world import World
+
+
+@dataclass
+class Ready:
+    """All that a validation needs."""
+
+    model: nn.Module
+    inputs: nn.Module
+    precision: Precision
+    val_set: ImageDataset
+    val_loader: ValLoader
+
+
+@dataclass
+class ReadyToTrain(Ready):
+    train_set: ImageDataset
+    train_loader: TrainLoader
+    parts: Parts
+    position: Position
+    best: Best
+
+
+def build_for_evaluation(config: Config, world: World, device: torch.device) -> Ready:
+    data = config.DATA
+    model = _model(config, device)
+    val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
+    val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
+    val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
+    return Ready(model, Inputs(data).to(device), Precision(config.AMP, device), val_set, val_loader)
+
+
+def build_for_training(
+    config: Config, world: World, device: torch.device, checkpoint: Checkpoint | None
+) -> ReadyToTrain:
+    ready = build_for_evaluation(config, world, device)
+    data, train = config.DATA, config.TRAIN
+    train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device)
+    order = EpochOrder(
+        len(train_set), data.BATCH_SIZE, train.ACCUM_ITER, world.rank, world.size, config.SEED, data.DROP_LAST
+    )
+    loader = TrainLoader(train_set, order, config.SEED, _workers(config, world), device)
+    parts = _parts(config, world, device, ready, order.updates)
+    position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * order.updates), Best()
+    if checkpoint is not None:
+        position, best = restore(parts, checkpoint, global_batch(config, world))
+    elif train.LAST_EPOCH:
+        parts.schedule.restore(position.update)
+    return ReadyToTrain(
+        **vars(ready), train_set=train_set, train_loader=loader, parts=parts, position=position, best=best
+    )
+
+
+def global_batch(config: Config, world: World) -> int:
+    return config.DATA.BATCH_SIZE * world.size * config.TRAIN.ACCUM_ITER
+
+
+def _model(config: Config, device: torch.device) -> nn.Module:
+    """The same weights on every rank: they follow from the seed."""
+    seed_all(config.SEED, "init")
+    model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+    if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
+        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME))
+    return model.to(device)
+
+
+def _workers(config: Config, world: World) -> int:
+    given = config.DATA.NUM_WORKERS
+    return auto_workers(world.local_size) if given is None else given
+
+
+def _parts(config: Config, world: World, device: torch.device, ready: Ready, per_epoch: int) -> Parts:
+    train, model, precision = config.TRAIN, ready.model, ready.precision
+    rates = scaled_rates(train, global_batch(config, world))
+    optimizer = build_optimizer(model, train, rates[0], device)
+    skips_hidden = precision.scaler.is_enabled() and device.type != "cpu" and _fused(optimizer)
+    schedule = Schedule(
+        build_scheduler(optimizer, train, rates, per_epoch),
+        optimizer,
+        train.NUM_EPOCHS * per_epoch,
+        on_device=device if skips_hidden else None,
+    )
+    ema_home = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
+    return Parts(
+        model=model,
+        forward=model,
+        inputs=ready.inputs,
+        criterion=nn.CrossEntropyLoss(label_smoothing=train.SMOOTHING),
+        optimizer=optimizer,
+        schedule=schedule,
+        precision=precision,
+        meters=TrainMeters(device, world),
+        ema=Ema(model, train.MODEL_EMA_DECAY, train.MODEL_EMA_WARMUP, ema_home) if train.MODEL_EMA else None,
+        grad_clip=train.GRAD_CLIP,
+        seed=config.SEED,
+    )
+
+
+def _fused(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def wrap(model: nn.Module, world: World, device: torch.device) -> nn.Module:
+    """The model as the update calls it. A collective call: only once every rank is known to be ready."""
+    if world.size == 1:
+        return model
+    devices = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def checkpoint_meta(config: Config, ready: ReadyToTrain, hash_of: Callable[[Config], str]) -> dict[str, Any]:
+    """What a checkpoint tells whoever uses the weights: classes, and how the inputs were prepared."""
+    data = config.DATA
+    return {
+        "config_hash": hash_of(config),
+        "model": config.MODEL.NAME,
+        "classes": ready.train_set.classes,
+        "num_classes": config.MODEL.NUM_CLASSES,
+        "input": {
+            "image_size": data.IMAGE_SIZE,
+            "channels": data.IMAGE_CHANNELS,
+            "crop_pct": data.CROP_PCT,
+            "interpolation": data.INTERPOLATION,
+            "mean": per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS),
+            "std": per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS),
+        },
+    }

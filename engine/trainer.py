@@ -1,0 +1,235 @@
+"""The loop around the update: epochs, reports, validation, checkpoints, and when to stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from torch import nn
+
+from datasets import TrainLoader, ValLoader
+from engine.checkpoint import EMA, MODEL, prune, read_index, save_checkpoint, write_index
+from engine.curves import draw_curves
+from engine.evaluate import evaluate
+from engine.meters import NEVER, Means, Reading
+from engine.pace import Pace, seconds_of
+from engine.profile import UpdateProfiler
+from engine.report import Reporter
+from engine.resume import Best, Position, finite, state_of
+from engine.update import Parts, train_update
+from utils.config import Config
+from utils.errors import TrainingError
+from utils.log import log
+from utils.world import World, from_first
+
+SECONDS_BETWEEN_CURVES = 60
+
+
+@dataclass
+class Trainer:
+    config: Config
+    world: World
+    parts: Parts
+    train_loader: TrainLoader
+    val_loader: ValLoader
+    validation_samples: int
+    reporter: Reporter
+    folder: Path
+    position: Position
+    best: Best
+    meta: dict[str, Any]
+    title: str
+
+    def __post_init__(self) -> None:
+        self.per_epoch = self.train_loader.order.updates
+        self.global_batch = self.config.DATA.BATCH_SIZE * self.config.TRAIN.ACCUM_ITER * self.world.size
+        self.pace = Pace(self.parts.precision.device)
+        self._saved_at = self._validated_at = self._reported_at = self.position.update
+        self._drawn = perf_counter()
+        self._last_figures: dict[str, Means] = {}
+
+    def fit(self) -> str:
+        """Train to the end of the plan, or until something ends it early. Tells what ended it."""
+        train = self.config.TRAIN
+        self.reporter.run("resume" if self.position.update else "start", self.position, self.pace.total)
+        ended = "done"
+        with UpdateProfiler(self.config.PROFILE, self.folder, self.world) as self._profiler:
+            while self.position.epoch <= train.NUM_EPOCHS and ended == "done" and not self._enough_updates():
+                ended = self._epoch()
+        if ended != "paused" and self._validated_at != self.position.update:
+            self._validate()
+        if self._saved_at != self.position.update:
+            self._save()
+        self._draw(force=True)
+        self.reporter.run("paused" if ended == "paused" else "end", self.position, self.pace.total)
+        return ended
+
+    def _epoch(self) -> str:
+        """From the present position to the end of its epoch, unless something ends it before."""
+        position, began = self.position, perf_counter()
+        for window in self.train_loader.epoch(position.epoch, start=position.step):
+            train_update(self.parts, window, position.update + 1)
+            position.step += 1
+            position.update += 1
+            self.pace.count(self.global_batch)
+            self.reporter.moved(position)
+            self._profiler.step()
+            if self._report_due() and self._report():
+                return "paused"
+            self._between_epochs_work()
+            if self._enough_updates():
+                break
+        if position.step < self.per_epoch:  # ended by MAX_UPDATES
+            return "done"
+        self._end_epoch(perf_counter() - began)
+        return "stale" if self._out_of_patience() else "done"
+
+    def _end_epoch(self, seconds: float) -> None:
+        """Sum up, step into the next epoch, validate, save."""
+        position, config = self.position, self.config
+        reading = self._read()
+        self._stop_on_nan(reading)
+        self.reporter.epoch(position, reading.epoch, seconds)
+        finished = position.epoch
+        last = finished == config.TRAIN.NUM_EPOCHS
+        improved = False
+        if (finished % config.VALIDATE_FREQ == 0 or last) and self._validated_at != position.update:
+            improved = self._validate()
+        position.epoch, position.step = finished + 1, 0
+        self.parts.meters.start_epoch()
+        if finished % config.SAVE_FREQ == 0 or last or improved:
+            self._save(finished)
+        self._draw()
+        self.pace.restart()
+
+    def _between_epochs_work(self) -> None:
+        """What VALIDATE_EVERY_UPDATES and SAVE_EVERY_UPDATES ask for, besides the ends of epochs."""
+        position, config = self.position, self.config
+        if position.step == self.per_epoch:
+            return
+        improved = False
+        if config.VALIDATE_EVERY_UPDATES and position.update % config.VALIDATE_EVERY_UPDATES == 0:
+            improved = self._validate()
+        if improved or (config.SAVE_EVERY_UPDATES and position.update % config.SAVE_EVERY_UPDATES == 0):
+            self._save()
+            self.pace.restart()
+
+    def _enough_updates(self) -> bool:
+        limit = self.config.TRAIN.MAX_UPDATES
+        return limit is not None and self.position.update >= limit
+
+    def _out_of_patience(self) -> bool:
+        patience = self.config.TRAIN.PATIENCE
+        if patience is None or self.best.stale < patience:
+            return False
+        log.info("No better figure for %d validations (TRAIN.PATIENCE): the run ends here.", self.best.stale)
+        return True
+
+    def _report_due(self) -> bool:
+        step, freq = self.position.step, self.config.REPORT_FREQ
+        if self.config.LOG_STYLE == "fleet":  # counts from 0, and reports its batch 0
+            return (step - 1) % freq == 0
+        return step % freq == 0 or step == self.per_epoch
+
+    def _report(self) -> bool:
+        """Read the device, tell, and say whether the time is up."""
+        reading = self._read()
+        perf = self.pace.read(self.train_loader.take_wait())
+        self.reporter.train(self.position, reading, perf)
+        self._stop_on_nan(reading)
+        return self._time_is_up()
+
+    def _read(self) -> Reading:
+        parts = self.parts
+        return parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
+
+    def _time_is_up(self) -> bool:
+        if self.config.MAX_TIME is None:
+            return False
+        up = from_first(self.pace.total >= seconds_of(self.config.MAX_TIME), self.world)
+        if up and self.position.step < self.per_epoch:
+            log.info("The time given (-max_time %s) is up: saving, to be resumed.", self.config.MAX_TIME)
+            return True
+        return False
+
+    def _stop_on_nan(self, reading: Reading) -> None:
+        """Without a scaler nothing skips a bad update: going on would only train on NaN."""
+        if reading.first_bad == NEVER:
+            return
+        update = reading.first_bad
+        epoch, step = divmod(update - 1, self.per_epoch)
+        rate = self.parts.schedule.rate_at(update - 1)
+        last = read_index(self.folder / "checkpoints")["last"]
+        raise TrainingError(
+            f"the gradients stopped being numbers at update {update} (epoch {epoch + 1}, step {step + 1}; learning "
+            f"rate {rate:.3e}). Nothing was saved since. Try a lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, "
+            f"TRAIN.GRAD_CLIP=1.0, or -amp off to see whether the precision is to blame. "
+            + (f"The last good checkpoint is {last}; go on from it by -resume." if last else "No checkpoint yet.")
+        )
+
+    def _validate(self) -> bool:
+        """Validate the model and, where there is one, its average. True if the best figure so far came of it."""
+        parts, began = self.parts, perf_counter()
+        models: dict[str, nn.Module] = {"": parts.model}
+        if parts.ema is not None:
+            models["ema_"] = parts.ema.module
+        figures = {prefix: self._evaluate(model) for prefix, model in models.items()}
+        self._last_figures = figures
+        self._validated_at = self.position.update
+        self.reporter.validation(self.position, figures, perf_counter() - began)
+        self.pace.restart()
+        prefix, means = max(figures.items(), key=lambda item: item[1].acc1)
+        if means.acc1 > self.best.acc1:
+            self.best = Best(means.acc1, f"{prefix}acc1", self.position.update, self.position.epoch)
+            return True
+        self.best.stale += 1
+        return False
+
+    def _evaluate(self, model: nn.Module) -> Means:
+        device = self.parts.precision.device
+        home = next(model.parameters()).device
+        parts, samples = self.parts, self.validation_samples
+        means = evaluate(model.to(device), self.val_loader, samples, parts.inputs, parts.precision, self.world)
+        model.to(home)
+        return means
+
+    def _save(self, finished_epoch: int | None = None) -> None:
+        """Save everything. `finished_epoch` where an epoch has just ended."""
+        parts, position = self.parts, self.position
+        state = state_of(parts, position, self.best, self.global_batch)
+        weights = parts.model.state_dict()
+        if not finite(weights):
+            raise TrainingError(f"update {position.update}: the weights hold NaN or infinity; this is not saved.")
+        self._saved_at = position.update
+        if not self.world.first:
+            return
+        tensors = {MODEL: weights} | ({EMA: parts.ema.module.state_dict()} if parts.ema else {})
+        fresh = self._validated_at == position.update
+        metrics = {f"{p}{k}": v for p, m in self._last_figures.items() for k, v in vars(m).items()} if fresh else {}
+        meta = {
+            "epoch": finished_epoch or position.epoch,
+            "epoch_finished": finished_epoch is not None,
+            "update": position.update,
+            "metrics": metrics,
+            **self.meta,
+        }
+        root = self.folder / "checkpoints"
+        saved = save_checkpoint(root, position.update, tensors, state, meta)
+        best = saved.name if self.best.update == position.update and fresh else read_index(root)["best"]
+        write_index(root, saved.name, best)
+        prune(root, self.config.KEEP_LAST, best)
+
+    def _draw(self, force: bool = False) -> None:
+        """curves.png at the end and now and then; drawing every short epoch would cost more than training it."""
+        if not self.world.first or not (force or perf_counter() - self._drawn > SECONDS_BETWEEN_CURVES):
+            return
+        draw_curves(self.folder, self.title + self.best_words(", best "))
+        self._drawn = perf_counter()
+
+    def best_words(self, before: str = "") -> str:
+        if self.best.acc1 < 0:
+            return ""
+        kind = "EMA top-1" if self.best.kind == "ema_acc1" else "top-1"
+        return f"{before}{kind} {self.best.acc1:.2f} % (epoch {self.best.epoch})"

@@ -118,11 +118,11 @@ def _compose(name: str) -> yaml.Node | None:
 
 def _neighbour(path: Path) -> str:
     try:
-        beside = [entry.name for entry in path.parent.iterdir()]
+        beside = {entry.stem: entry.name for entry in path.parent.iterdir()}
     except OSError:
         return f" The folder {path.parent} does not exist either."
-    close = difflib.get_close_matches(path.name, beside, n=1)
-    return f" Did you mean {path.parent / close[0]}?" if close else ""
+    close = difflib.get_close_matches(path.stem, beside, n=1)
+    return f" Did you mean {path.parent / beside[close[0]]}?" if close else ""
 
 
 def _pairs(node: yaml.MappingNode, prefix: str, layer: Layer) -> Iterator[tuple[str, yaml.Node, str]]:
@@ -172,7 +172,7 @@ def _plain(node: yaml.Node, source: str, layer: Layer) -> Any:
 
 def _base_names(node: yaml.Node, source: str, layer: Layer) -> list[str]:
     value = _plain(node, source, layer)
-    names = [value] if isinstance(value, str) else value or []
+    names = [value] if isinstance(value, str | None) else value
     if not isinstance(names, list) or not all(isinstance(name, str | None) for name in names):
         layer.problems.append(f"{source}: BASE takes a list of files")
         return []

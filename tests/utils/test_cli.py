@@ -1,0 +1,210 @@
+"""Flags, words and what -h, -version and mistakes say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from utils.cli import FLAGS, CommandLine, parse, usage, version_text
+from utils.config import Config, load_config
+from utils.config.keys import settings
+from utils.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def read(line: str) -> CommandLine:
+    return parse(line.split(), "main.py")
+
+
+def values(line: str) -> dict[str, Any]:
+    return {key: value for key, (value, _) in read(line).flags.items()}
+
+
+def error_of(line: str) -> str:
+    with pytest.raises(UserError) as caught:
+        read(line)
+    return str(caught.value)
+
+
+def test_no_argument_at_all_trains() -> None:
+    assert read("") == CommandLine()
+
+
+def test_the_command_line_of_paddlevit_users() -> None:
+    line = read("-cfg=./configs/vit.yaml -dataset=imagenet2012 -batch_size=64 -data_path=/dataset/imagenet -amp")
+    assert (line.cfg, line.action, line.words) == ("./configs/vit.yaml", "train", {})
+    assert line.flags == {
+        "DATA.DATASET": ("imagenet2012", "-dataset"),
+        "DATA.BATCH_SIZE": ("64", "-batch_size"),
+        "DATA.BATCH_SIZE_EVAL": ("64", "-batch_size"),
+        "DATA.DATA_PATH": ("/dataset/imagenet", "-data_path"),
+        "AMP.ENABLED": (True, "-amp"),
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["-batch_size_eval 3", "--batch_size_eval 3", "-batch-size-eval=3", "--batch-size-eval=3", "--batch-size_eval 3"],
+)
+def test_all_ways_to_write_a_flag_are_alike(line: str) -> None:
+    assert read(line).flags == {"DATA.BATCH_SIZE_EVAL": ("3", "-batch_size_eval")}
+
+
+def test_each_flag_reaches_its_setting() -> None:
+    line = (
+        "-output o -save_freq 2 -log_freq 3 -validate_freq 4 -num_workers 0 -resume r -last_epoch 5 -ngpus -1 "
+        "-device cpu -backend gloo -host h -port 1234 -rank 0 -world_size 2 -threads 2 -max_time 01:00:00 -profile 6 "
+        "-image_size 32 -accum_iter 7 -num_classes 10 -pretrained p -eval -data_path d -dataset digits "
+        "-batch_size 8 -batch_size_eval 9"
+    )
+    config = load_config(None, read(line).flags).config
+    assert (config.OUTPUT, config.SAVE_FREQ, config.REPORT_FREQ, config.VALIDATE_FREQ) == ("o", 2, 3, 4)
+    assert (config.NGPUS, config.DEVICE, config.THREADS, config.MAX_TIME, config.PROFILE) == (
+        -1,
+        "cpu",
+        2,
+        "01:00:00",
+        6,
+    )
+    assert config.DIST.model_dump() == {"BACKEND": "gloo", "HOST": "h", "PORT": 1234, "RANK": 0, "WORLD_SIZE": 2}
+    assert (config.TRAIN.LAST_EPOCH, config.TRAIN.ACCUM_ITER, config.EVAL) == (5, 7, True)
+    assert (config.MODEL.RESUME, config.MODEL.NUM_CLASSES, config.MODEL.PRETRAINED) == ("r", 10, "p")
+    data = config.DATA
+    assert (data.DATA_PATH, data.DATASET, data.IMAGE_SIZE, data.NUM_WORKERS) == ("d", "digits", 32, 0)
+    assert (data.BATCH_SIZE, data.BATCH_SIZE_EVAL) == (8, 9)
+
+
+def test_flags_point_at_settings_that_exist() -> None:
+    assert [key for group in FLAGS.values() for flag in group for key in flag.keys if key not in settings()] == []
+
+
+@pytest.mark.parametrize("line", ["-batch_size_eval 8 -batch_size 64", "-batch_size 64 -batch_size_eval 8"])
+def test_batch_size_gives_way_to_batch_size_eval(line: str) -> None:
+    assert values(line) == {"DATA.BATCH_SIZE": "64", "DATA.BATCH_SIZE_EVAL": "8"}
+
+
+def test_the_last_of_two_equal_flags_counts() -> None:
+    assert values("-batch_size 64 -batch_size 32") == {"DATA.BATCH_SIZE": "32", "DATA.BATCH_SIZE_EVAL": "32"}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("-amp", {"ENABLED": True}),
+        ("-amp auto", {"ENABLED": True, "DTYPE": "auto"}),
+        ("-amp BF16", {"ENABLED": True, "DTYPE": "bf16"}),
+        ("--amp=fp16", {"ENABLED": True, "DTYPE": "fp16"}),
+        ("-amp o2", {"ENABLED": True, "LEVEL": "O2"}),
+        ("-amp naive", {"ENABLED": True, "LEVEL": "NAIVE"}),
+        ("-amp off", {"ENABLED": False}),
+        ("-amp fp16 -amp off", {"ENABLED": False, "DTYPE": "fp16"}),
+    ],
+)
+def test_amp(line: str, expected: dict[str, Any]) -> None:
+    assert values(line) == {f"AMP.{key}": value for key, value in expected.items()}
+    load_config(None, read(line).flags)
+
+
+def test_amp_takes_only_its_own_words() -> None:
+    line = read("-amp TRAIN.SEED=1 -amp -eval")
+    assert (line.words, line.flags["EVAL"]) == ({"TRAIN.SEED": "1"}, (True, "-eval"))
+
+
+def test_words_stand_anywhere_and_values_of_flags_are_no_words() -> None:
+    line = read("SEED=1 -output A=B TRAIN.BASE_LR=1e-4 -eval TAG=a=b AMP.ENABLED=")
+    assert line.words == {"SEED": "1", "TRAIN.BASE_LR": "1e-4", "TAG": "a=b", "AMP.ENABLED": ""}
+    assert line.flags["OUTPUT"] == ("A=B", "-output")
+    assert parse(["TAG=two words\n"], "main.py").words == {"TAG": "two words\n"}
+
+
+@pytest.mark.parametrize(
+    ("line", "action", "pattern"),
+    [
+        ("-dry_run", "dry_run", None),
+        ("--print-config", "print_config", None),
+        ("-list_models", "list_models", None),
+        ("-list_models vit_*", "list_models", "vit_*"),
+        ("-list_models=vit_* -amp", "list_models", "vit_*"),
+        ("-list_models SEED=1", "list_models", None),
+        ("-version", "version", None),
+    ],
+)
+def test_actions(line: str, action: str, pattern: str | None) -> None:
+    assert (read(line).action, read(line).pattern) == (action, pattern)
+
+
+@pytest.mark.parametrize("line", ["--local-rank=1", "--local_rank 1", "-local_rank=0"])
+def test_the_launchers_local_rank_is_let_pass(line: str) -> None:
+    assert read(line) == CommandLine()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("-outptu x", "unknown flag -outptu. Did you mean -output? -h lists all flags."),
+        ("--batchsize=3", "unknown flag --batchsize. Did you mean -batch_size?"),
+        ("-output", "-output needs a value: -output DIR"),
+        ("-output=", "-output needs a value: -output DIR"),
+        ("-output -amp", "-output needs a value: -output DIR"),
+        ("-eval=yes", "-eval takes no value; leave out '=yes'"),
+        ("-eval yes", "what is 'yes' on the command line? -eval takes no value."),
+        ("-amp fp61", "what is 'fp61' on the command line? Did you mean fp16? The values of -amp are auto off"),
+        ("-amp=3", "the values of -amp are auto off fp16"),
+        ("configs/x.yaml", "Did you mean -cfg configs/x.yaml?"),
+        ("amp", "Did you mean -amp?"),
+        ("batch_size=3", "Did you mean -batch_size=3?"),
+        ("train.base_lr=3", "Did you mean TRAIN.BASE_LR=3?"),
+        ("why", "what is 'why' on the command line? Settings are given as -flag value or KEY=VALUE"),
+        ("-dry_run -print_config", "-dry_run and -print_config exclude each other"),
+        ("-print_amp", "-print_amp is not available yet"),
+    ],
+)
+def test_mistakes(line: str, message: str) -> None:
+    assert message in error_of(line)
+
+
+def test_help_shows_every_flag_and_leaves_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        read("-amp -h")
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown == usage("main.py") + "\n"
+    for group, flags in FLAGS.items():
+        assert f"\n{group}:\n" in shown
+        assert all(f"\n  -{flag.name}" in shown for flag in flags)
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_the_command_lines_in_the_help_work() -> None:
+    lines = [line.split() for line in usage("main.py").splitlines() if line.startswith("  python")]
+    assert len(lines) == 3
+    for _, program, *argv in lines:
+        line = parse(argv, program)
+        assert line.cfg is not None
+        assert isinstance(load_config(str(ROOT / line.cfg), line.flags, line.words).config, Config)
+
+
+def test_version_names_the_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert [line.split()[0] for line in version_text().splitlines()] == ["vitamp", "torch", "timm"]
+    assert version_text().startswith(f"vitamp {version}\n")
+
+
+def test_a_mistake_is_told_in_well_under_a_second() -> None:
+    code = (
+        "import sys, time; t = time.perf_counter(); from utils.cli import parse; from utils.config import load_config\n"
+    )
+    code += "line = parse(sys.argv[1:], 'x')\ntry: load_config(line.cfg, line.flags, line.words)\n"
+    code += "except Exception as error: print(error); print(time.perf_counter() - t)"
+    command = [sys.executable, "-c", code, "-batch_size", "0", "TRAIN.BASELR=1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    *lines, seconds = result.stdout.splitlines()
+    assert lines[0] == "2 settings are wrong:"
+    assert float(seconds) < 2

@@ -1,0 +1,66 @@
+"""The reference page and the editors' schema follow the code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import make_config_docs
+from utils.config.keys import settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_both_files_are_current() -> None:
+    command = [sys.executable, "scripts/make_config_docs.py", "--check"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_a_stale_file_is_found_and_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(make_config_docs, "ROOT", tmp_path)
+    assert make_config_docs.main(["--check"]) == 1
+    assert not (tmp_path / "docs").exists()
+    assert make_config_docs.main([]) == 0
+    assert make_config_docs.main(["--check"]) == 0
+    (tmp_path / "docs/config.md").write_text("old")
+    capsys.readouterr()
+    assert make_config_docs.main(["--check"]) == 1
+    assert capsys.readouterr().out == "stale: docs/config.md\n"
+    assert make_config_docs.main(["--chekc"]) == 2
+
+
+def test_the_reference_has_a_line_for_each_setting() -> None:
+    text = make_config_docs.reference()
+    missing = [key for key in settings() if f"\n| `{key}` | " not in text]
+    assert missing == []
+    assert "| `TRAIN.MIXUP_ALPHA` | number >= 0 | `0.0` | Mixup; 0: off. *Not available yet.* |" in text
+    assert "*Not available yet: O2, NAIVE, O3.*" in text
+    assert "| `DATA.INTERPOLATION` | bicubic or bilinear | `bicubic` |" in text
+
+
+def test_the_editors_schema_knows_all_keys_and_the_older_forms() -> None:
+    schema = json.loads(make_config_docs.editor_schema())
+
+    def keys(model: dict, prefix: str) -> set[str]:
+        found = set()
+        for name, entry in model["properties"].items():
+            inner = [kind["$ref"] for kind in entry.get("anyOf", [entry]) if "$ref" in kind]
+            if inner:
+                found |= keys(schema["$defs"][inner[0].rpartition("/")[2]], f"{prefix}{name}.")
+            else:
+                found.add(prefix + name)
+        return found
+
+    assert set(settings()) <= keys(schema, "")
+    assert {"BASE", "MODEL.TRANS", "MODEL.DROP_PATH"} <= keys(schema, "")
+    assert {"type": "boolean"} in schema["properties"]["AMP"]["anyOf"]
+    betas = schema["$defs"]["OptimizerConfig"]["properties"]["BETAS"]
+    assert {"type": "string"} in betas["anyOf"]
+    assert betas["default"] == [0.9, 0.999]

@@ -1,0 +1,123 @@
+"""Settings written down load back equal, show their origins, and can be compared."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from utils.config import Config, Loaded, config_hash, differences, format_config, load_config, to_yaml
+from utils.config.keys import settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+UNUSUAL = {
+    "DATA.IMAGENET_MEAN": "[0.1, 0.2, 0.3]",
+    "DATA.CROP_RATIO": "[0.1, 3.3333333333333335]",
+    "TRAIN.BASE_LR": "1.2345678901234567e-07",
+    "TRAIN.NUM_EPOCHS": "3",
+    "TRAIN.OPTIMIZER.BETAS": "(0.8, 0.95)",
+    "TRAIN.LR_SCHEDULER.MILESTONES": "1, 2",
+    "TRAIN.LINEAR_SCALED_LR": "true",
+    "TRAIN.CUTMIX_MINMAX": "[0.2, 0.8]",
+    "MODEL.NUM_HEADS": "[3, 6]",
+    "AMP": "true",
+    "AMP.CUSTOM_WHITE_LIST": "[softmax]",
+    "AMP.FP32_MODULES": "blocks.11.*",
+    "MAX_TIME": "12:00:00",
+    "LOCAL_RANK": "2",
+}
+TRICKY_TEXT = [
+    "007",
+    "1e5",
+    "0x1F",
+    "yes",
+    "# no comment",
+    "a: b",
+    "- x",
+    "[a",
+    "ä → 日本 🙂",
+    "two\nlines",
+    " ",
+    "'q' \"Q\"",
+    "&a",
+]
+
+
+def through_a_file(config: Config, folder: Path) -> Loaded:
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    return load_config(str(path))
+
+
+def test_written_settings_load_back_equal(tmp_path: Path) -> None:
+    config = load_config(None, None, UNUSUAL).config
+    again = through_a_file(config, tmp_path).config
+    assert again == config
+    assert differences(config, again) == []
+    assert config_hash(config) == config_hash(again)
+    assert to_yaml(again) == to_yaml(config)
+
+
+def test_the_defaults_load_back_equal_and_without_notes(tmp_path: Path) -> None:
+    loaded = through_a_file(Config(), tmp_path)
+    assert loaded.config == Config()
+    assert config_hash(loaded.config) == config_hash(Config())
+    assert loaded.notes == ()
+    assert "default" not in loaded.sources.values()
+
+
+@pytest.mark.parametrize("text", TRICKY_TEXT)
+def test_any_text_comes_back(tmp_path: Path, text: str) -> None:
+    config = load_config(None, {"TAG": (text, "-tag")}).config
+    assert config.TAG == (text if text.strip() else None)
+    assert through_a_file(config, tmp_path).config == config
+
+
+def test_written_settings_mean_the_same_to_any_yaml_reader() -> None:
+    config = load_config(None, None, UNUSUAL).config
+    assert Config.model_validate(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_a_built_on_file_is_written_out_in_full(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("SEED: 9\n")
+    (tmp_path / "run.yaml").write_text("BASE: [base.yaml]\n")
+    config = load_config(str(tmp_path / "run.yaml")).config
+    (tmp_path / "elsewhere").mkdir()
+    assert through_a_file(config, tmp_path / "elsewhere").config.SEED == 9
+
+
+def test_every_setting_is_shown_with_its_origin(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("TRAIN:\n  BASE_LR: 1e-3\n")
+    flags = {"DATA.BATCH_SIZE": ("8", "-batch_size")}
+    loaded = load_config(str(path), flags, {"TAG": "two words"})
+    shown = format_config(loaded)
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["BASE_LR:", "0.001", "#", f"{path}:2"] in lines
+    assert ["BATCH_SIZE:", "8", "#", "-batch_size"] in lines
+    assert ["TAG:", "two", "words", "#", "command", "line"] in lines
+    assert ["SEED:", "0", "#", "default"] in lines
+    assert sum("#" in line for line in lines) == len(settings())
+    path.write_text(shown)
+    assert load_config(str(path)).config == loaded.config
+
+
+def test_differences_name_key_and_both_values() -> None:
+    old = Config()
+    new = load_config(None, None, {"TRAIN.BASE_LR": "1e-3", "TRAIN.OPTIMIZER.BETAS": "[0.9, 0.98]", "AMP": "on"}).config
+    assert differences(old, new) == [
+        "TRAIN.BASE_LR: 0.003 -> 0.001",
+        "TRAIN.OPTIMIZER.BETAS: [0.9, 0.999] -> [0.9, 0.98]",
+        "AMP.ENABLED: false -> true",
+    ]
+    assert config_hash(old) != config_hash(new)
+
+
+def test_nothing_of_torch_is_imported_for_the_settings() -> None:
+    code = "import sys, utils.cli, utils.config; print({'torch', 'timm', 'numpy'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"

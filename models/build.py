@@ -16,7 +16,7 @@ from utils.errors import UserError
 
 from .names import RECIPES, Base, family_problem, resolve
 from .rates import rate_arguments
-from .sizes import DERIVED, arguments_of, as_text, geometry_problems, given_sizes, same, sizes_of
+from .sizes import DERIVED, arguments_of, as_text, given_sizes, heads_problems, patch_problems, same, sizes_of
 
 log = logging.getLogger("vitamp")
 
@@ -96,7 +96,9 @@ def _plan(model: ModelConfig, image_size: int, channels: int) -> Plan:
         arguments["img_size"] = image_size
     arguments |= {takes[key]: value for key, value in edited.items()} | rates
 
-    geometry = geometry_problems({**has, **edited}, image_size) if takes else []
+    geometry = heads_problems({**has, **edited}) if takes else []
+    if "img_size" in arguments:
+        geometry += patch_problems(reference, edited.get("PATCH_SIZE"), image_size)
     fixed = {key: value for key, value in wanted.items() if key not in takes}
     if geometry:  # what follows from sizes that do not go together cannot be judged
         fixed = {key: value for key, value in fixed.items() if key not in DERIVED}

@@ -83,32 +83,39 @@ def same(key: str, wanted: Any, has: dict[str, Any]) -> bool:
     return wanted == has[key]
 
 
-def geometry_problems(sizes: dict[str, Any], image_size: int) -> list[str]:
-    """Sizes that do not go together, each with the nearest that would."""
-    problems = []
-    patch, width, heads = (sizes.get(key) for key in ("PATCH_SIZE", "EMBED_DIM", "NUM_HEADS"))
-    if isinstance(patch, int) and image_size % patch:
-        problems.append(
-            f"DATA.IMAGE_SIZE {image_size} is not divisible by MODEL.PATCH_SIZE {patch}; near by: IMAGE_SIZE "
-            f"{_multiples(image_size, patch)}, or PATCH_SIZE {_divisors(image_size, patch)}"
-        )
-    if "STAGE_DEPTHS" not in sizes:
+def patch_problems(module: nn.Module, patch: int | None, image_size: int) -> list[str]:
+    """An image that the patches, of size `patch` or the model's own, do not fill exactly."""
+    side = patch or _side(_dig(module, "patch_embed.patch_size"))
+    if not isinstance(side, int) or image_size % side == 0:
+        return []
+    other = f", or PATCH_SIZE {_divisors(image_size, side)}" if arguments_of(module) else ""
+    return [
+        f"DATA.IMAGE_SIZE {image_size} is not divisible by MODEL.PATCH_SIZE {side}; near by: IMAGE_SIZE "
+        f"{_multiples(image_size, side)}{other}"
+    ]
+
+
+def heads_problems(sizes: dict[str, Any]) -> list[str]:
+    """Heads that do not divide the width of a ViT, or of a Swin's stages; each with the nearest that would."""
+    width, heads, depths = (sizes.get(key) for key in ("EMBED_DIM", "NUM_HEADS", "STAGE_DEPTHS"))
+    if depths is None:
         if isinstance(heads, tuple):
-            problems.append(f"MODEL.NUM_HEADS {list(heads)}: this model has one kind of block and takes one number")
-        elif heads and width and width % heads:
-            problems.append(_heads_problem("MODEL.EMBED_DIM", width, "MODEL.NUM_HEADS", heads))
-        return problems
-    depths = sizes["STAGE_DEPTHS"]
+            return [f"MODEL.NUM_HEADS {list(heads)}: this model has one kind of block and takes one number"]
+        if heads and width and width % heads:
+            return [_heads_problem("MODEL.EMBED_DIM", width, "MODEL.NUM_HEADS", heads)]
+        return []
     if not isinstance(heads, tuple):
-        problems.append(f"MODEL.NUM_HEADS {heads}: a Swin takes one number a stage, such as [3, 6, 12, 24]")
-    elif len(heads) != len(depths):
-        problems.append(f"MODEL.NUM_HEADS {list(heads)} and MODEL.STAGE_DEPTHS {list(depths)} differ in length")
-    elif width:
-        for stage, count in enumerate(heads):
-            if (width << stage) % count:
-                where = f"MODEL.EMBED_DIM {width} gives stage {stage + 1} a width that"
-                problems.append(_heads_problem(where, width << stage, f"MODEL.NUM_HEADS[{stage}]", count))
-    return problems
+        return [f"MODEL.NUM_HEADS {heads}: a Swin takes one number a stage, such as [3, 6, 12, 24]"]
+    if len(heads) != len(depths):
+        return [f"MODEL.NUM_HEADS {list(heads)} and MODEL.STAGE_DEPTHS {list(depths)} differ in length"]
+    if not width:
+        return []
+    where = f"MODEL.EMBED_DIM {width} makes stage {{}} as wide as"  # each stage doubles it
+    return [
+        _heads_problem(where.format(stage + 1), width << stage, f"MODEL.NUM_HEADS[{stage}]", count)
+        for stage, count in enumerate(heads)
+        if (width << stage) % count
+    ]
 
 
 def as_text(value: Any) -> str:

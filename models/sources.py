@@ -156,8 +156,9 @@ def _on_hub(config: Any, name: str, fetch: bool) -> Path | None:
         cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision or None)
         if isinstance(cached, str):
             return Path(cached)
-    where = f"{repo} on {huggingface_hub.constants.ENDPOINT}; cache {huggingface_hub.constants.HF_HUB_CACHE}"
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    hub = huggingface_hub.constants
+    where = f"{' or '.join(files)} of {repo} on {hub.ENDPOINT}; cache {hub.HF_HUB_CACHE}"
+    if hub.HF_HUB_OFFLINE:
         raise UserError(_offline(name, where, files[0], "HF_HUB_OFFLINE is set"))
     for file in files:
         url = huggingface_hub.hf_hub_url(repo, file, revision=revision or None)

@@ -58,23 +58,15 @@ def _read(file: Path) -> Weights:
         if "weights_only" in str(error):
             raise UserError(
                 f"Pretrained weights {file}: the file holds more than tensors, and opening it could run foreign code. "
-                f"Save its state_dict() alone.{_culprits(str(error))}"
+                f"Save its state_dict() alone."
             ) from None
         raise UserError(unreadable(file, error)) from None
     except Exception as error:  # a damaged pickle can raise anything
         raise UserError(unreadable(file, error)) from None
-    tensors = isinstance(weights, dict) and weights and all(isinstance(value, Tensor) for value in weights.values())
-    if not tensors:
-        held = (
-            f"it holds {', '.join(map(str, list(weights)[:SHOWN]))}" if isinstance(weights, dict) else "it holds none"
-        )
-        raise UserError(f"Pretrained weights {file}: no table of tensors under model, state_dict or model_ema; {held}.")
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+        held = ", ".join(map(str, list(weights)[:SHOWN])) or "nothing"
+        raise UserError(f"Pretrained weights {file}: no tensors under model, state_dict or model_ema; it holds {held}.")
     return weights
-
-
-def _culprits(message: str) -> str:
-    found = re.search(r"Unsupported globals: [^.]*(?:\.[^. ]+)*", message)
-    return f" ({found.group(0)})" if found else ""
 
 
 def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weights:

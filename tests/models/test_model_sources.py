@@ -1,0 +1,143 @@
+"""What can be said of pretrained weights before a model is built: quickly, and in words that help."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from models import build_model, check_pretrained, load_pretrained, sources
+from utils.config.schema import ModelConfig
+from utils.errors import UserError
+
+HUB_NAME = "vit_tiny_patch16_224.augreg_in21k"
+
+
+def refusal(source: Path | str) -> str:
+    with pytest.raises(UserError) as caught:
+        check_pretrained(str(source))
+    return str(caught.value)
+
+
+@pytest.fixture
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub's."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    return tmp_path / "hub"
+
+
+def put_in_cache(cache: Path, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """The layout of the hub's cache: a reference names the snapshot that holds the file."""
+    repo = cache / f"models--timm--{name}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    (repo / "snapshots" / "abc").mkdir(parents=True)
+    save_file(tensors, repo / "snapshots" / "abc" / "model.safetensors")
+
+
+def test_good_files_pass(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    torch.save(tensors, tmp_path / "w.pth")
+    for source in (tmp_path, tmp_path / "model.safetensors", tmp_path / "w.pth"):
+        check_pretrained(str(source))
+
+
+def test_a_missing_file_is_told_with_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "vit_base.pth").touch()
+    assert "no such file. Did you mean vit_base.pth?" in refusal(tmp_path / "vit_bse.pth")
+    assert f"there is no folder {tmp_path / 'nowhere'}" in refusal(tmp_path / "nowhere" / "w.pth")
+    assert "no such file" in refusal("surely-not-here.safetensors")
+
+
+def test_pdparams_are_not_available_yet(tmp_path: Path) -> None:
+    (tmp_path / "vit.pdparams").touch()
+    assert "not available yet" in refusal(tmp_path / "vit.pdparams")
+    said = refusal(tmp_path / "vit")  # as PaddleViT's command lines have it
+    assert "there is vit.pdparams" in said
+    assert "not available yet" in said
+
+
+def test_a_path_without_its_ending_is_told(tmp_path: Path) -> None:
+    (tmp_path / "vit.npz").touch()
+    assert "there is vit.npz" in refusal(tmp_path / "vit")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("w.safetensors", b"nonsense", "damaged"),
+        ("w.safetensors", b"", "damaged"),
+        ("w.pth", b"", "damaged"),
+        ("w.pth", b"PK\x03\x04 cut off", "damaged"),
+        ("w.npz", b"\x80 no zip file", "damaged"),
+        ("w.pth", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("w.onnx", b"1", "unknown kind of file"),
+    ],
+)
+def test_files_that_cannot_be_weights(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    said = refusal(tmp_path / name)
+    assert str(tmp_path / name) in said
+    assert words in said
+
+
+def test_folders_that_hold_no_weights(tmp_path: Path) -> None:
+    assert "no model.safetensors" in refusal(tmp_path)
+    index = tmp_path / "checkpoints" / "index.json"
+    index.parent.mkdir()
+    for content in ("{", "[]", "{}", json.dumps({"best": "../../elsewhere"})):
+        index.write_text(content)
+        assert str(index) in refusal(tmp_path)
+    index.write_text(json.dumps({"best": "step-000000001"}))
+    assert "step-000000001" in refusal(tmp_path)
+
+
+def test_unknown_names_are_told_with_the_nearest() -> None:
+    assert "Did you mean vit_base_patch16_224?" in refusal("vit_bas_patch16_224")
+    assert "Did you mean vit_base_patch16_224.augreg_in21k?" in refusal("vit_base_patch16_224.augreg_in21")
+    assert "no weights for it" in refusal("vit_small_patch16_18x2_224")
+
+
+def test_offline_is_told_at_once(no_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    started = time.monotonic()
+    said = refusal(HUB_NAME)
+    assert time.monotonic() - started < 2
+    words = (HUB_NAME, f"timm/{HUB_NAME}", str(no_cache), "HF_HUB_OFFLINE", "model.safetensors", "MODEL.PRETRAINED")
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("fails", ["refuses", "hangs"])
+def test_an_unreachable_hub_is_told_soon(no_cache: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    def ask(*_: Any, **__: Any) -> None:
+        if fails == "refuses":
+            raise ConnectionError("Name or service not known")
+        time.sleep(30)
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
+    monkeypatch.setattr(sources, "PROBE_SECONDS", 1.0)
+    started = time.monotonic()
+    said = refusal(HUB_NAME)
+    assert time.monotonic() - started < 5
+    assert ("Name or service" if fails == "refuses" else "no answer within 1 s") in said
+    assert str(no_cache) in said
+
+
+def test_cached_weights_are_loaded_without_asking_the_hub(no_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: pytest.fail("asked the hub"))
+    settings = ModelConfig(NAME="vit_tiny_patch16_224", NUM_CLASSES=21843)
+    donor = build_model(settings, 224, 3)
+    put_in_cache(no_cache, HUB_NAME, donor.state_dict())
+    check_pretrained(HUB_NAME)
+    ours = build_model(settings.model_copy(update={"NUM_CLASSES": 7}), 224, 3)
+    said = load_pretrained(ours, HUB_NAME, "vit_tiny_patch16_224")
+    assert "head exchanged (21843 classes there, 7 here" in said
+    assert torch.equal(ours.state_dict()["pos_embed"], donor.state_dict()["pos_embed"])

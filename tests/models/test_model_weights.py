@@ -1,0 +1,292 @@
+"""Weights from every kind of file find their place, or the user is told what does not fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from models import build_model, load_pretrained
+from utils.config.schema import ModelConfig
+from utils.errors import UserError
+
+TINY = {"NAME": "tiny", "EMBED_DIM": 16, "DEPTH": 2, "NUM_HEADS": 2, "PATCH_SIZE": 8, "NUM_CLASSES": 5}
+SWIN = {
+    "TYPE": "swin",
+    "NAME": "tiny",
+    "DEPTH": None,
+    "EMBED_DIM": 16,
+    "PATCH_SIZE": 4,
+    "STAGE_DEPTHS": [1, 2],
+    "NUM_HEADS": [2, 4],
+    "WINDOW_SIZE": 4,
+    "NUM_CLASSES": 5,
+}
+
+
+def build(seed: int = 0, image_size: int = 32, channels: int = 3, **settings: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    return build_model(ModelConfig(**{**TINY, **settings}), image_size, channels).eval()
+
+
+def load(source: Path, **settings: Any) -> tuple[nn.Module, str]:
+    module = build(1, **settings)
+    return module, load_pretrained(module, str(source), "tiny")
+
+
+def refusal(source: Path, **settings: Any) -> str:
+    module = build(1, **settings)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    with pytest.raises(UserError) as caught:
+        load_pretrained(module, str(source), "tiny")
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items()), "half loaded"
+    return str(caught.value)
+
+
+def assert_equal_weights(ours: nn.Module, theirs: nn.Module, but: tuple[str, ...] = ()) -> None:
+    for key, value in theirs.state_dict().items():
+        if key not in but:
+            assert torch.equal(ours.state_dict()[key], value), key
+
+
+@pytest.fixture
+def donor() -> nn.Module:
+    """A model whose every tensor, norms and biases too, has values of its own."""
+    module = build()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module
+
+
+@pytest.fixture
+def weights(donor: nn.Module, tmp_path: Path) -> Path:
+    save_file(donor.state_dict(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_safetensors(donor: nn.Module, weights: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "vitamp"):
+        ours, said = load(weights)
+    assert_equal_weights(ours, donor)
+    assert f"32 of 32 tensors from {weights}" in said
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("ending", [".pth", ".pt", ".bin", ".pth.tar"])
+@pytest.mark.parametrize("wrapped", [None, "model", "state_dict", "model_ema", "state_dict_ema"])
+def test_torch_files(donor: nn.Module, tmp_path: Path, ending: str, wrapped: str | None) -> None:
+    tensors = donor.state_dict()
+    content = {wrapped: tensors, "epoch": 3, "args": argparse.Namespace(lr=1.0)} if wrapped else tensors
+    torch.save(content, tmp_path / f"w{ending}")
+    ours, _ = load(tmp_path / f"w{ending}")
+    assert_equal_weights(ours, donor)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_prefixes_of_ddp_and_compile_are_taken_off(donor: nn.Module, tmp_path: Path, prefix: str) -> None:
+    torch.save({prefix + key: value for key, value in donor.state_dict().items()}, tmp_path / "w.pth")
+    ours, _ = load(tmp_path / "w.pth")
+    assert_equal_weights(ours, donor)
+
+
+def test_torchs_older_format(donor: nn.Module, tmp_path: Path) -> None:
+    torch.save(donor.state_dict(), tmp_path / "w.pth", _use_new_zipfile_serialization=False)
+    ours, _ = load(tmp_path / "w.pth")
+    assert_equal_weights(ours, donor)
+
+
+def test_checkpoint_folder(donor: nn.Module, weights: Path) -> None:
+    ours, _ = load(weights.parent)
+    assert_equal_weights(ours, donor)
+
+
+@pytest.mark.parametrize(("index", "taken"), [({"last": "b", "best": "a"}, "a"), ({"last": "b", "best": None}, "b")])
+def test_run_folder_gives_its_best_checkpoint(tmp_path: Path, index: dict[str, Any], taken: str) -> None:
+    made = {name: build(seed) for seed, name in enumerate("ab", start=5)}
+    for name, module in made.items():
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        save_file(module.state_dict(), folder / "model.safetensors")
+    (tmp_path / "checkpoints" / "index.json").write_text(json.dumps(index))
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        ours, _ = load(folder)
+        assert_equal_weights(ours, made[taken])
+
+
+def test_classifier_of_another_number_of_classes_is_exchanged(donor: nn.Module, weights: Path) -> None:
+    fresh = build(1, NUM_CLASSES=7)
+    ours, said = load(weights, NUM_CLASSES=7)
+    assert "head exchanged (5 classes there, 7 here, freshly initialised)" in said
+    assert "30 of 32" in said
+    assert torch.equal(ours.head.weight, fresh.head.weight)  # pyright: ignore
+    assert_equal_weights(ours, donor, but=("head.weight", "head.bias"))
+
+
+def test_weights_without_a_classifier_are_taken(donor: nn.Module, tmp_path: Path) -> None:
+    save_file(
+        {key: value for key, value in donor.state_dict().items() if "head" not in key}, tmp_path / "w.safetensors"
+    )
+    ours, said = load(tmp_path / "w.safetensors")
+    assert "no head in it" in said
+    assert_equal_weights(ours, donor, but=("head.weight", "head.bias"))
+
+
+def test_position_embedding_is_resized_to_the_image(donor: nn.Module, weights: Path) -> None:
+    ours, said = load(weights, image_size=64)
+    assert "pos_embed resized from 1x17x16 to 1x65x16" in said
+    position = ours.pos_embed
+    assert isinstance(position, torch.Tensor)
+    assert torch.equal(position[:, 0], donor.pos_embed[:, 0])  # pyright: ignore
+    assert position.shape == (1, 65, 16)
+    assert_equal_weights(ours, donor, but=("pos_embed",))
+
+
+def test_first_convolution_is_adapted_to_grey_images(donor: nn.Module, weights: Path) -> None:
+    ours, said = load(weights, channels=1)
+    assert "patch_embed.proj.weight resized from 16x3x8x8 to 16x1x8x8" in said
+    grey = torch.rand(1, 1, 32, 32)
+    with torch.no_grad():  # a grey image and its copy in three channels are the same picture
+        torch.testing.assert_close(ours(grey), donor(grey.expand(-1, 3, -1, -1)))
+
+
+def test_swin_weights_with_another_head_and_window(tmp_path: Path) -> None:
+    donor = build(0, **SWIN)
+    save_file(donor.state_dict(), tmp_path / "w.safetensors")
+    ours, said = load(tmp_path / "w.safetensors", **{**SWIN, "NUM_CLASSES": 7})
+    assert "head.fc exchanged (5 classes there, 7 here" in said
+    assert_equal_weights(ours, donor, but=("head.fc.weight", "head.fc.bias"))
+    _, said = load(tmp_path / "w.safetensors", **{**SWIN, "WINDOW_SIZE": 2})
+    assert "relative_position_bias_table resized from 49x2 to 9x2" in said
+
+
+def test_a_distilled_deit_exchanges_both_heads(tmp_path: Path) -> None:
+    deit = {"TYPE": "deit", "NAME": "deit_tiny_distilled_patch16_224", "DEPTH": 1}
+    save_file(build(0, **deit).state_dict(), tmp_path / "w.safetensors")
+    _, said = load(tmp_path / "w.safetensors", **{**deit, "NUM_CLASSES": 7})
+    assert "head exchanged" in said
+    assert "head_dist exchanged" in said
+
+
+def test_another_architecture_is_refused_with_the_tensors_that_differ(weights: Path) -> None:
+    said = refusal(weights, EMBED_DIM=32)
+    assert "differ (31):" in said
+    assert "cls_token: 1x1x16 in the file, 1x1x32 in the model" in said
+    assert "and 26 more" in said
+    said = refusal(weights, DEPTH=1)
+    assert "unknown to the model (12):" in said
+    assert "    blocks.1.attn.proj.bias\n" in said
+    said = refusal(weights, DEPTH=3)
+    assert "missing in the file (12):" in said
+    assert "blocks.2.norm1.weight" in said
+    assert "do not fit tiny" in refusal(weights, **SWIN)
+
+
+def augreg(module: Any) -> dict[str, np.ndarray]:
+    """The layout of Google's files: kernels are (in, ..., out), attention is split by head."""
+    width, heads = module.embed_dim, module.blocks[0].attn.num_heads
+
+    def array(tensor: torch.Tensor) -> np.ndarray:
+        return tensor.detach().numpy().copy()
+
+    def norm(part: Any, prefix: str) -> dict[str, np.ndarray]:
+        return {f"{prefix}/scale": array(part.weight), f"{prefix}/bias": array(part.bias)}
+
+    def dense(part: Any, prefix: str) -> dict[str, np.ndarray]:
+        return {f"{prefix}/kernel": array(part.weight.T), f"{prefix}/bias": array(part.bias)}
+
+    found = {
+        "embedding/kernel": array(module.patch_embed.proj.weight.permute(2, 3, 1, 0)),
+        "embedding/bias": array(module.patch_embed.proj.bias),
+        "cls": array(module.cls_token),
+        "Transformer/posembed_input/pos_embedding": array(module.pos_embed),
+        **norm(module.norm, "Transformer/encoder_norm"),
+        **dense(module.head, "head"),
+    }
+    for i, block in enumerate(module.blocks):
+        prefix = f"Transformer/encoderblock_{i}"
+        attention = f"{prefix}/MultiHeadDotProductAttention_1"
+        found |= norm(block.norm1, f"{prefix}/LayerNorm_0") | norm(block.norm2, f"{prefix}/LayerNorm_2")
+        found |= dense(block.mlp.fc1, f"{prefix}/MlpBlock_3/Dense_0")
+        found |= dense(block.mlp.fc2, f"{prefix}/MlpBlock_3/Dense_1")
+        for n, name in enumerate(("query", "key", "value")):
+            rows = slice(n * width, (n + 1) * width)
+            found[f"{attention}/{name}/kernel"] = array(block.attn.qkv.weight[rows].T.reshape(width, heads, -1))
+            found[f"{attention}/{name}/bias"] = array(block.attn.qkv.bias[rows].reshape(heads, -1))
+        found[f"{attention}/out/kernel"] = array(block.attn.proj.weight.T.reshape(heads, -1, width))
+        found[f"{attention}/out/bias"] = array(block.attn.proj.bias)
+    return found
+
+
+@pytest.fixture
+def npz(donor: nn.Module, tmp_path: Path) -> Path:
+    np.savez(tmp_path / "w.npz", **augreg(donor))  # pyright: ignore[reportArgumentType]
+    return tmp_path / "w.npz"
+
+
+def test_npz(donor: nn.Module, npz: Path) -> None:
+    ours, said = load(npz)
+    assert_equal_weights(ours, donor)
+    assert "exchanged" not in said
+    assert "resized" not in said
+    image = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(ours(image), donor(image))
+
+
+def test_npz_with_another_head_and_image_size(donor: nn.Module, npz: Path) -> None:
+    ours, said = load(npz, NUM_CLASSES=7, image_size=64)
+    assert "head exchanged (5 classes there, 7 here, freshly initialised)" in said
+    assert "pos_embed resized from 1x17x16 to 1x65x16" in said
+    assert torch.equal(ours.head.weight, build(1, NUM_CLASSES=7, image_size=64).head.weight)  # pyright: ignore
+    assert_equal_weights(ours, donor, but=("head.weight", "head.bias", "pos_embed"))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_npz_of_another_depth_is_refused(npz: Path, depth: int) -> None:
+    assert f"2 blocks in the file, {depth} in the model (MODEL.DEPTH)" in refusal(npz, DEPTH=depth)
+
+
+def test_npz_of_another_width_or_kind_is_refused(npz: Path, tmp_path: Path) -> None:
+    assert "do not fit tiny" in refusal(npz, EMBED_DIM=32)
+    resnet = build_model(ModelConfig(NAME="resnet10t"), 32, 3)
+    with pytest.raises(UserError, match="for ViTs; resnet10t is a ResNet"):
+        load_pretrained(resnet, str(npz), "resnet10t")
+    np.savez(tmp_path / "other.npz", a=np.zeros(3))
+    assert "other.npz" in refusal(tmp_path / "other.npz")
+
+
+def test_files_that_could_run_code_are_not_opened(donor: nn.Module, tmp_path: Path) -> None:
+    torch.save(donor, tmp_path / "whole.pth")
+    said = refusal(tmp_path / "whole.pth")
+    assert "whole.pth" in said
+    assert "could run foreign code" in said
+
+
+def test_a_damaged_file_is_named(donor: nn.Module, weights: Path, npz: Path, tmp_path: Path) -> None:
+    torch.save(donor.state_dict(), tmp_path / "w.pth")
+    for good in (weights, npz, tmp_path / "w.pth"):
+        content = bytearray(good.read_bytes())
+        cut = good.with_name(f"cut{good.suffix}")
+        cut.write_bytes(content[: len(content) // 2])
+        assert f"{cut}: the file is damaged" in refusal(cut)
+    # The outside is whole, the inside is not.
+    content = bytearray(npz.read_bytes())
+    start = content.find(b"Transformer/posembed_input") + 300
+    content[start : start + 40] = bytes(40)
+    (tmp_path / "inside.npz").write_bytes(content)
+    assert "inside.npz" in refusal(tmp_path / "inside.npz")
+
+
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    torch.save({"epoch": 3}, tmp_path / "w.pth")
+    said = refusal(tmp_path / "w.pth")
+    assert "no tensors" in said
+    assert "epoch" in said

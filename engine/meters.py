@@ -82,7 +82,7 @@ class TrainMeters:
     def read(self, scale: Tensor, lr: float | Tensor) -> Reading:
         """Everything in one copy from the device; a collective call, so all ranks make it together."""
         sums = sum_over_ranks(torch.cat((self._finished_update, self._epoch)), self._world)
-        alike = [self._norm, scale, torch.as_tensor(lr), self._skipped, self._first_bad]
+        alike = [self._norm, scale, torch.as_tensor(lr, dtype=self._sum_type), self._skipped, self._first_bad]
         numbers = torch.cat((sums, *(x.to(sums.device, self._sum_type).reshape(1) for x in alike))).tolist()
         norm, scale_value, rate, skipped, first_bad = numbers[8:]
         return Reading(

@@ -170,6 +170,7 @@ def test_words_take_scalars_lists_and_text() -> None:
             "AMP.CUSTOM_BLACK_LIST": "[linear]",
             "TAG": "lr: 3 #2",
             "SAVE": "'quoted'",
+            "OUTPUT": "run #3",
             "DATA.DATA_PATH": "[odd",
             "MODEL.TRANS.DEPTH": "4",
         }
@@ -182,6 +183,7 @@ def test_words_take_scalars_lists_and_text() -> None:
     assert config.AMP.CUSTOM_WHITE_LIST == ("softmax", "gelu")
     assert config.AMP.CUSTOM_BLACK_LIST == ("linear",)
     assert (config.TAG, config.SAVE, config.DATA.DATA_PATH) == ("lr: 3 #2", "quoted", "[odd")
+    assert config.OUTPUT == "run #3"
     assert config.MODEL.DEPTH == 4
 
 

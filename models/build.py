@@ -104,7 +104,7 @@ def _plan(model: ModelConfig, image_size: int, channels: int) -> Plan:
         fixed = {key: value for key, value in fixed.items() if key not in DERIVED}
         built = has
     else:
-        built, geometry = _trial(base.timm_name, arguments, has)
+        built, geometry = _trial(base.timm_name, arguments, has, image_size)
     problems += [_refused(key, value, reference, built) for key, value in fixed.items() if not same(key, value, built)]
     problems += geometry
     if problems:
@@ -118,13 +118,24 @@ def _without_weights(timm_name: str, arguments: dict[str, Any]) -> nn.Module:
         return timm.create_model(timm_name, **arguments)
 
 
-def _trial(timm_name: str, arguments: dict[str, Any], has: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Build once without weights: the sizes that came out (else `has`), and what timm refuses."""
+def _trial(
+    timm_name: str, arguments: dict[str, Any], has: dict[str, Any], image_size: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Build and run once without weights: the sizes that came out (else `has`), and what timm refuses."""
     try:
-        return sizes_of(_without_weights(timm_name, arguments)), []
+        module = _without_weights(timm_name, arguments).eval()
     except (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
         return has, [f"timm does not build {timm_name} with {given}: {error or type(error).__name__}"]
+    if not arguments_of(module):  # of ViT and Swin it is known which images they take
+        try:
+            with torch.no_grad():
+                module(torch.empty(1, arguments["in_chans"], image_size, image_size, device="meta"))
+        except NotImplementedError:
+            pass  # a model that looks at values cannot be tried without any
+        except (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+            return has, [f"DATA.IMAGE_SIZE {image_size}: {timm_name} cannot take such images ({error})"]
+    return sizes_of(module), []
 
 
 def _refused(key: str, value: Any, module: nn.Module, has: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,17 @@ from utils.errors import UserError
 
 from .sources import locate, unreadable
 
-log = logging.getLogger("vitamp")
-
 SHOWN = 5  # tensors named in an error, of each kind
 
 Weights = dict[str, Tensor]
 
 
 def load_pretrained(module: nn.Module, source: str, name: str) -> str:
-    """Fill the model called `name` from `source`; the sentence returned says what was used and what was changed."""
+    """Fill the model called `name` from `source`; returns a sentence for the log: what was used and changed."""
     found = locate(source)
     if found.file.suffix == ".npz":
-        summary = _load_npz(module, found.file, name)
-    else:
-        summary = _load_tensors(module, _read(found.file), found.file, name, found.label_offset)
-    log.info(summary)
-    return summary
+        return _load_npz(module, found.file, name)
+    return _load_tensors(module, _read(found.file), found.file, name, found.label_offset)
 
 
 def _load_tensors(module: nn.Module, weights: Weights, file: Path, name: str, label_offset: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +71,10 @@ def weights(donor: nn.Module, tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def test_safetensors(donor: nn.Module, weights: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "vitamp"):
-        ours, said = load(weights)
+def test_safetensors(donor: nn.Module, weights: Path) -> None:
+    ours, said = load(weights)
     assert_equal_weights(ours, donor)
     assert f"32 of 32 tensors from {weights}" in said
-    assert said in caplog.text
 
 
 @pytest.mark.parametrize("ending", [".pth", ".pt", ".bin", ".pth.tar"])

@@ -1,0 +1,311 @@
+"""MODEL settings become the right timm model, with the right rates, or a clear error."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import models
+from models import build_model, check_model, count_parameters, describe, list_models
+from utils.config.schema import ModelConfig
+from utils.errors import UserError
+
+VIT_B16 = {
+    "TYPE": "vit",
+    "PATCH_SIZE": 16,
+    "EMBED_DIM": 768,
+    "DEPTH": 12,
+    "NUM_HEADS": 12,
+    "MLP_RATIO": 4.0,
+    "QKV_BIAS": True,
+}
+TINY_VIT = {"NAME": "tiny", "EMBED_DIM": 16, "DEPTH": 2, "NUM_HEADS": 2, "PATCH_SIZE": 8, "NUM_CLASSES": 5}
+TINY_SWIN = {
+    "TYPE": "swin",
+    "NAME": "tiny",
+    "PATCH_SIZE": 4,
+    "EMBED_DIM": 16,
+    "STAGE_DEPTHS": [1, 2],
+    "NUM_HEADS": [2, 4],
+    "WINDOW_SIZE": 4,
+    "NUM_CLASSES": 5,
+}
+WIDTHS = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
+FIFTEEN = [
+    *[("tiny", 16, size) for size in (224, 384)],
+    *[(kind, patch, size) for kind in ("small", "base", "large") for patch in (16, 32) for size in (224, 384)],
+    ("huge", 14, 224),
+]
+
+
+def build(image_size: int = 32, channels: int = 3, **settings: Any) -> nn.Module:
+    return build_model(ModelConfig(**settings), image_size, channels)
+
+
+def refusal(image_size: int = 224, **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        check_model(ModelConfig(**settings), image_size, 3)
+    with pytest.raises(UserError) as again:
+        build_model(ModelConfig(**settings), image_size, 3)
+    assert str(again.value) == str(caught.value)
+    return str(caught.value)
+
+
+def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in module.state_dict().items()}
+
+
+def on_meta(name: str, **arguments: Any) -> nn.Module:
+    with torch.device("meta"):
+        return timm.create_model(name, **arguments)
+
+
+def test_vit_b16_is_timms_to_the_parameter_and_to_the_output() -> None:
+    ours = build(224, NAME="vit_base_patch16_224", **VIT_B16).eval()
+    theirs = timm.create_model("vit_base_patch16_224").eval()
+    assert count_parameters(ours) == (86_567_656, 86_567_656)
+    assert shapes(ours) == shapes(theirs)
+    ours.load_state_dict(theirs.state_dict())
+    image = torch.rand(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(image), theirs(image), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "patch", "size"), FIFTEEN)
+def test_the_fifteen_vit_recipes_are_timms_models(kind: str, patch: int, size: int) -> None:
+    width, depth, heads = WIDTHS.get(kind, (1280, 32, 16))
+    name = f"vit_{kind}_patch{patch}_{size}"
+    sizes = {**VIT_B16, "PATCH_SIZE": patch, "EMBED_DIM": width, "DEPTH": depth, "NUM_HEADS": heads}
+    theirs = on_meta(name, num_classes=1000)
+    # Under a label of one's own the sizes alone must give what timm gives under its name.
+    for label in (name, "mine"):
+        with torch.device("meta"):
+            ours = build(size, NAME=label, **sizes)
+        assert shapes(ours) == shapes(theirs)
+        assert ours.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads  # pyright: ignore
+        assert repr(ours.blocks[-1]) == repr(theirs.blocks[-1])  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "timm_name"),
+    [
+        (
+            {"TYPE": "deit", "NAME": "deit_base_patch16_384", **{k: v for k, v in VIT_B16.items() if k != "TYPE"}},
+            384,
+            None,
+        ),
+        ({"TYPE": "deit", "NAME": "deit_base_distilled_patch16_224", "DEPTH": 12}, 224, None),
+        ({"TYPE": "deit", "NAME": "deit"}, 224, "deit_base_patch16_224"),
+        ({"TYPE": "vit", "NAME": "vit"}, 224, "vit_base_patch16_224"),
+        ({"TYPE": "swin", "NAME": "swin"}, 224, "swin_tiny_patch4_window7_224"),
+        (
+            {"TYPE": "swin", "NAME": "swin_base_patch4_window12_384_21k_1k", "EMBED_DIM": 128, "WINDOW_SIZE": 12},
+            384,
+            "swin_base_patch4_window12_384",
+        ),
+        ({"TYPE": "swin", "NAME": "swin_large_patch4_window7_224", "NUM_HEADS": [6, 12, 24, 48]}, 224, None),
+        ({"TYPE": "RegNet", "NAME": "regnety_160"}, 224, None),
+        ({"NAME": "resnet50"}, 224, None),
+        ({"NAME": "vit_base_patch16_224.augreg_in21k"}, 224, "vit_base_patch16_224"),
+    ],
+)
+def test_recipe_names_give_timms_models(settings: dict[str, Any], size: int, timm_name: str | None) -> None:
+    with torch.device("meta"):
+        ours = build(size, **settings)
+    assert shapes(ours) == shapes(on_meta(timm_name or settings["NAME"]))
+
+
+def test_swin_recipe_values_that_are_the_models_own_are_accepted() -> None:
+    recipe = {
+        "TYPE": "swin",
+        "NAME": "swin_tiny_patch4_window7_224",
+        "PATCH_SIZE": 4,
+        "EMBED_DIM": 96,
+        "STAGE_DEPTHS": [2, 2, 6, 2],
+        "NUM_HEADS": [3, 6, 12, 24],
+        "WINDOW_SIZE": 7,
+        "MLP_RATIO": 4.0,
+        "QKV_BIAS": True,
+        "QK_SCALE": 32**-0.5,
+        "ATTN_HEAD_SIZE": 32,
+        "APE": False,
+        "PATCH_NORM": True,
+    }
+    with torch.device("meta"):
+        assert shapes(build(224, **recipe)) == shapes(on_meta("swin_tiny_patch4_window7_224"))
+
+
+def test_weights_are_drawn_as_timm_draws_them() -> None:
+    torch.manual_seed(3)
+    ours = build(**TINY_VIT)
+    torch.manual_seed(3)
+    theirs = timm.create_model(
+        "vit_base_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=5
+    )
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], value), key
+
+
+def test_image_size_channels_and_classes_are_passed_on() -> None:
+    vit = build(64, channels=1, **TINY_VIT)
+    assert vit(torch.rand(1, 1, 64, 64)).shape == (1, 5)
+    assert shapes(vit)["pos_embed"] == (1, 65, 16)
+    swin = build(64, channels=1, **TINY_SWIN)
+    assert swin(torch.rand(1, 1, 64, 64)).shape == (1, 5)
+    resnet = build(64, channels=1, NAME="resnet10t", NUM_CLASSES=7)
+    assert resnet(torch.rand(2, 1, 64, 64)).shape == (2, 7)
+
+
+def test_edited_sizes_make_the_name_a_label_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "vitamp"):
+        edited = build(224, NAME="vit_tiny_patch16_224", DEPTH=3, QKV_BIAS=False, NUM_HEADS=3)
+    assert len(edited.blocks) == 3  # pyright: ignore
+    assert "blocks.0.attn.qkv.bias" not in shapes(edited)
+    said = caplog.text
+    assert "no longer timm's model of that name" in said
+    assert "DEPTH 3 (timm's: 12)" in said
+    assert "QKV_BIAS false (timm's: true)" in said
+    assert "NUM_HEADS" not in said  # given, but not edited
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "vitamp"):
+        build(224, NAME="vit_tiny_patch16_224", NUM_HEADS=3)
+    assert "no longer" not in caplog.text
+    assert "vit_tiny_patch16_224" in caplog.text
+
+
+def test_swin_sizes_are_built() -> None:
+    swin = build(32, **{**TINY_SWIN, "MLP_RATIO": 2.0})
+    blocks = [block for stage in swin.layers for block in stage.blocks]  # pyright: ignore
+    assert [block.attn.num_heads for block in blocks] == [2, 4, 4]
+    assert [block.window_size for block in blocks] == [(4, 4)] * 3
+    assert [block.mlp.fc1.out_features for block in blocks] == [32, 64, 64]
+
+
+def dropouts(module: nn.Module) -> dict[str, float]:
+    return {name: part.p for name, part in module.named_modules() if isinstance(part, nn.Dropout)}
+
+
+def test_vit_rates_arrive_in_the_modules() -> None:
+    vit = build(DROPOUT=0.1, ATTENTION_DROPOUT=0.2, DROPPATH=0.3, **TINY_VIT)
+    rates = dropouts(vit)
+    assert rates["pos_drop"] == rates["blocks.1.attn.proj_drop"] == rates["blocks.1.mlp.drop2"] == 0.1
+    assert rates["blocks.0.attn.attn_drop"] == 0.2
+    assert rates["head_drop"] == 0.0  # there is none before PaddleViT's classifier
+    assert vit.blocks[1].drop_path1.drop_prob == pytest.approx(0.3)  # pyright: ignore
+    assert isinstance(vit.blocks[0].drop_path1, nn.Identity)  # pyright: ignore
+
+
+def test_swin_rates_arrive_and_zero_means_zero(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "vitamp"):
+        swin = build(DROPOUT=0.1, ATTENTION_DROPOUT=0.2, DROPPATH=0.3, **TINY_SWIN)
+    assert "none after the patch embedding" in caplog.text
+    rates = dropouts(swin)
+    assert rates["layers.0.blocks.0.attn.proj_drop"] == rates["layers.1.blocks.1.mlp.drop1"] == 0.1
+    assert rates["layers.0.blocks.0.attn.attn_drop"] == 0.2
+    assert swin.layers[1].blocks[1].drop_path1.drop_prob == pytest.approx(0.3)  # pyright: ignore
+    # timm's Swin has a drop path of 0.1 unless told otherwise.
+    without = build(**TINY_SWIN)
+    assert not [part for part in without.modules() if getattr(part, "drop_prob", 0)]
+
+
+def test_resnet_rates_arrive() -> None:
+    resnet = build(NAME="resnet10t", DROPOUT=0.1, DROPPATH=0.2)
+    assert resnet.drop_rate == 0.1
+    assert max(getattr(part, "drop_prob", 0) or 0 for part in resnet.modules()) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"NAME": "resnet50", "EMBED_DIM": 768}, ["MODEL.EMBED_DIM 768", "ResNet has no such size"]),
+        ({"NAME": "resnet50", "ATTENTION_DROPOUT": 0.1}, ["MODEL.ATTENTION_DROPOUT 0.1", "ResNet"]),
+        ({"NAME": "vgg11", "DROPPATH": 0.1}, ["MODEL.DROPPATH 0.1", "VGG"]),
+        ({"WINDOW_SIZE": 7}, ["MODEL.WINDOW_SIZE 7", "VisionTransformer"]),
+        ({"STAGE_DEPTHS": [2, 2]}, ["MODEL.STAGE_DEPTHS [2, 2]", "VisionTransformer"]),
+        ({"QK_SCALE": 0.2}, ["MODEL.QK_SCALE 0.2", "0.125"]),
+        ({"ATTN_HEAD_SIZE": 32}, ["MODEL.ATTN_HEAD_SIZE 32", "64", "EMBED_DIM / NUM_HEADS"]),
+        ({"EMBED_DIM": 96, "ATTN_HEAD_SIZE": 64}, ["MODEL.ATTN_HEAD_SIZE 64", "has 8"]),
+        ({"PATCH_NORM": True}, ["MODEL.PATCH_NORM true"]),
+        ({"NUM_HEADS": [3, 6]}, ["MODEL.NUM_HEADS [3, 6]", "one number"]),
+        ({"TYPE": "swin", "NAME": "swin", "APE": True}, ["MODEL.APE true"]),
+        ({"TYPE": "swin", "NAME": "swin", "PATCH_NORM": False}, ["MODEL.PATCH_NORM false"]),
+        ({"TYPE": "swin", "NAME": "swin", "QK_SCALE": 0.5}, ["MODEL.QK_SCALE 0.5"]),
+        ({"TYPE": "swin", "NAME": "swin", "DEPTH": 12}, ["MODEL.DEPTH 12", "SwinTransformer"]),
+        ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": 3}, ["MODEL.NUM_HEADS 3", "one number a stage"]),
+        ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 6]}, ["NUM_HEADS [3, 6]", "STAGE_DEPTHS [2, 2, 6, 2]"]),
+        ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 5, 12, 24]}, ["MODEL.NUM_HEADS[1] 5", "192", "4 or 6"]),
+        ({"TYPE": "swin"}, ["MODEL.TYPE swin", "MODEL.NAME vit_base_patch16_224", "VisionTransformer"]),
+        ({"TYPE": "deit", "NAME": "resnet50"}, ["MODEL.TYPE deit", "ResNet"]),
+        ({"NAME": "vit_bas_patch16_224"}, ["'vit_bas_patch16_224'", "Did you mean vit_base_patch16_224?"]),
+        (
+            {"TYPE": "cnn", "NAME": "resnet5O", "EMBED_DIM": 8},
+            ["TYPE 'cnn' gives no architecture", "Did you mean resnet5"],
+        ),
+        ({"NAME": "vit_base_patch16_224.wrong"}, ["no tag 'wrong'", "augreg_in21k"]),
+        ({"NAME": "beit_base_patch16_224", "EMBED_DIM": 769}, ["MODEL.EMBED_DIM 769", "768"]),
+    ],
+)
+def test_what_a_model_cannot_take_is_refused(settings: dict[str, Any], words: list[str]) -> None:
+    said = refusal(**settings)
+    assert all(word in said for word in words), said
+
+
+def test_geometry_is_refused_with_numbers_that_would_work() -> None:
+    said = refusal(230, EMBED_DIM=100, NUM_HEADS=7)
+    assert "DATA.IMAGE_SIZE 230 is not divisible by MODEL.PATCH_SIZE 16" in said
+    assert "IMAGE_SIZE 224 or 240" in said
+    assert "PATCH_SIZE 10 or 23" in said
+    assert "MODEL.EMBED_DIM 100 is not divisible by MODEL.NUM_HEADS 7" in said
+    assert "NUM_HEADS 5 or 10" in said
+    assert "98 or 105" in said
+
+
+def test_several_mistakes_are_reported_together() -> None:
+    said = refusal(225, TYPE="swin", NAME="swin", APE=True, DEPTH=3, NUM_HEADS=[3, 6])
+    assert all(word in said for word in ("APE", "DEPTH 3", "IMAGE_SIZE 225", "NUM_HEADS [3, 6]")), said
+
+
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "swinv2_tiny_window8_256"])
+def test_foreign_patch_models_want_divisible_images_too(name: str) -> None:
+    said = refusal(225, NAME=name)
+    assert "DATA.IMAGE_SIZE 225" in said
+    assert "or PATCH_SIZE" not in said  # it cannot be set for these
+
+
+@pytest.mark.parametrize(("name", "size"), [("maxvit_tiny_tf_224", 100), ("inception_v3", 32), ("vgg11", 16)])
+def test_images_a_foreign_model_cannot_take_are_told_before_the_first_one(name: str, size: int) -> None:
+    assert f"DATA.IMAGE_SIZE {size}: {name} cannot take such images" in refusal(size, NAME=name)
+
+
+def test_values_a_foreign_model_has_anyway_are_accepted() -> None:
+    with torch.device("meta"):
+        build(224, NAME="beit_base_patch16_224", EMBED_DIM=768, DEPTH=12, NUM_HEADS=12, PATCH_SIZE=16)
+
+
+def test_describe_names_sizes_and_parameters() -> None:
+    vit = build(**TINY_VIT)
+    total = sum(p.numel() for p in vit.parameters())
+    assert describe(vit) == (
+        f"tiny (VisionTransformer, patch 8, width 16, depth 2, heads 2), {total:,} parameters (all trainable)"
+    )
+    for parameter in vit.blocks.parameters():  # pyright: ignore
+        parameter.requires_grad = False
+    assert count_parameters(vit)[1] < total
+    assert f"({count_parameters(vit)[1]:,} trainable)" in describe(vit)
+    assert "depths [1, 2], heads [2, 4]" in describe(build(**TINY_SWIN))
+    assert "vit_base_patch16_224" not in describe(nn.Linear(2, 2))
+
+
+def test_list_models_by_glob() -> None:
+    assert "vit_base_patch16_224" in list_models(None)
+    assert list_models("swin_base_patch4_window*_21k_1k") == [
+        "swin_base_patch4_window12_384_21k_1k",
+        "swin_base_patch4_window7_224_21k_1k",
+    ]
+    assert list_models("nothing_like_this*") == []
+    assert models.__all__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.errors import TrainingError
 
@@ -107,6 +109,7 @@ class _Feed:
         self._keys = _Keys()
         self._wait = 0.0
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" and not dataset.in_memory else None
+        self._workers: _MultiProcessingDataLoaderIter | None = None
         self._loader: DataLoader[Any] | None = None
         if not dataset.in_memory:
             self._loader = DataLoader(
@@ -122,7 +125,7 @@ class _Feed:
 
     def batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
         self._keys.plan = epoch, plan
-        source = map(self._dataset.__getitems__, self._keys) if self._loader is None else iter(self._loader)
+        source = map(self._dataset.__getitems__, self._keys) if self._loader is None else self._start()
         while True:
             begin = time.perf_counter()
             item = next(source, None)
@@ -136,7 +139,27 @@ class _Feed:
         wait, self._wait = self._wait, 0.0
         return wait
 
+    def _start(self) -> Iterator[Any]:
+        assert self._loader is not None
+        first = self._workers is None
+        iterator = iter(self._loader)
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            self._workers = iterator
+            if first:
+                # Python ends its child processes by SIGTERM, which ours ignore, and would then wait for them for ever.
+                # Hooks run last in, first out: this one must come after those of multiprocessing and torch.
+                atexit.register(self.close)
+        return iterator
+
     def close(self) -> None:
+        """End the workers now; an iterator that somebody still holds would keep them."""
+        if self._workers is not None:
+            atexit.unregister(self.close)
+            self._workers._shutdown_workers()
+            for worker in self._workers._workers:
+                if worker.is_alive():
+                    worker.kill()
+            self._workers = None
         self._loader = None
 
     def _received(self, item: Batch | TrainingError | None) -> Batch | None:

@@ -155,8 +155,14 @@ def _folder(config: Config, world: World, kind: str) -> Path:
 def _write_down(config: Config, ready: Ready, world: World, device: torch.device, threads: int, folder: Path) -> None:
     if not world.first:
         return
-    choices = {"precision": ready.precision.name, "why": ready.precision.choice.reason, "threads": threads}
-    about = describe_run(describe(device, world, threads), {**choices, "world_size": world.size}, config.TAG)
+    choices = {
+        "precision": ready.precision.name,
+        "why": ready.precision.choice.reason,
+        "attention": ready.attention,
+        "threads": threads,
+        "world_size": world.size,
+    }
+    about = describe_run(describe(device, world, threads), choices, config.TAG)
     replace_text(folder / "config.yaml", to_yaml(config))
     write_json(folder / "run.json", about)
 

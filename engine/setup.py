@@ -36,6 +36,7 @@ class Ready:
     precision: Precision
     val_set: ImageDataset
     val_loader: ValLoader
+    attention: str
 
 
 @dataclass
@@ -53,7 +54,9 @@ def build_for_evaluation(config: Config, world: World, device: torch.device) -> 
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
-    return Ready(model, Inputs(data).to(device), Precision(config.AMP, device), val_set, val_loader)
+    precision = Precision(config.AMP, device)
+    attention = _choose_attention(model, precision)
+    return Ready(model, Inputs(data).to(device), precision, val_set, val_loader, attention)
 
 
 def build_for_training(
@@ -88,6 +91,18 @@ def _model(config: Config, device: torch.device) -> nn.Module:
     if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME))
     return model.to(device)
+
+
+def _choose_attention(model: nn.Module, precision: Precision) -> str:
+    """torch's fused attention, but on a CPU in half precision, where its backward pass takes several times longer."""
+    layers = [module for module in model.modules() if hasattr(module, "fused_attn")]
+    if not layers:
+        return "the model's own"
+    if precision.device.type != "cpu" or not precision.autocasts:
+        return "fused"
+    for layer in layers:
+        layer.fused_attn = False  # pyright: ignore[reportAttributeAccessIssue]
+    return "plain"
 
 
 def _workers(config: Config, world: World) -> int:

@@ -1,0 +1,174 @@
+"""What can be known to be wrong before the first update: code 2, one clear message, nothing made on the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Result, save_image
+
+
+def refused(result: Result, *said: str) -> None:
+    """Code 2 and one error that says all of `said`; no traceback."""
+    assert result.code == 2, result.text
+    assert "Traceback" not in result.text
+    assert result.err.count("error:") == 1, result.err
+    for words in said:
+        assert words in result.err
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to start from: what a refused run made would be seen in it."""
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+@pytest.fixture
+def refuses(vitamp: Callable[..., Result], tiny: Path, here: Path) -> Callable[..., Result]:
+    """Run the tiny recipe with `words`, to be refused with a message that holds all of `said`."""
+
+    def call(*words: object, said: tuple[str, ...], cfg: Path = tiny, **options: object) -> Result:
+        before = sorted(here.rglob("*"))
+        result = vitamp("-cfg", cfg, *words, cwd=here, **options)
+        refused(result, *said)
+        assert sorted(here.rglob("*")) == before, "a refused run left something behind"
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-batchsize=8"], ["unknown flag -batchsize", "Did you mean -batch_size"]),
+        (["TRAIN.BASELR=1e-4"], ["TRAIN.BASELR", "Did you mean TRAIN.BASE_LR"]),
+        (["-batch_size", 0], ["-batch_size", "DATA.BATCH_SIZE", "0", ">= 1"]),
+        (["-batch_size", 5000], ["DATA.BATCH_SIZE is 5000", "1437 images"]),
+        (["-image_size", 30], ["DATA.IMAGE_SIZE", "30 is not divisible by MODEL.PATCH_SIZE 4", "28 or 32"]),
+        (["MODEL.NUM_HEADS=3"], ["MODEL.NUM_HEADS", "3 does not divide MODEL.EMBED_DIM 16", "2 or 4"]),
+        (["-num_classes", 7], ["10 classes", "MODEL.NUM_CLASSES is 7"]),
+        (["-dataset", "digit"], ["DATA.DATASET", "'digit'", "Did you mean digits"]),
+        (["TRAIN.OPTIMIZER.NAME=AdamX"], ["TRAIN.OPTIMIZER.NAME", "AdamX", "Did you mean"]),
+        (["MODEL.TYPE=timm", "MODEL.NAME=vit_tny_patch16_224"], ["vit_tny_patch16_224", "Did you mean"]),
+        (["-resume", "auto"], ["MODEL.RESUME", "-output"]),
+        (["-resume", "nowhere"], ["nowhere", "no such file or folder"]),
+        (["-pretrained", "nowhere.safetensors"], ["nowhere.safetensors", "no such file"]),
+        (["-device", "cuda"], ["-device cuda", "no GPU", "-device cpu"]),
+        (["-amp", "O2"], ["AMP.LEVEL", "not available yet"]),
+        (["TRAIN.MIXUP_ALPHA=0.8"], ["TRAIN.MIXUP_ALPHA", "not available yet", "To run without them, add"]),
+        (["-max_time", "90"], ["MAX_TIME", "HH:MM:SS"]),
+        (["-host", "localhost"], ["missing: -port -rank -world_size"]),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, list) else "",
+)
+def test_settings_that_cannot_work(refuses: Callable[..., Result], words: list[str], said: list[str]) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": ""} if "cuda" in words else {}
+    refuses(*words, said=tuple(said), env=env)
+
+
+def test_typo_in_the_file(refuses: Callable[..., Result], tiny: Path) -> None:
+    tiny.write_text(tiny.read_text().replace("BATCH_SIZE", "BATCH_SIZ"))
+    refuses(said=(str(tiny), "DATA.BATCH_SIZ", "Did you mean DATA.BATCH_SIZE"))
+
+
+def test_missing_file(refuses: Callable[..., Result], tiny: Path) -> None:
+    refuses(cfg=tiny.with_name("tiny.yml"), said=("tiny.yml", "Did you mean", "tiny.yaml"))
+
+
+def test_labels_outside_the_classes(refuses: Callable[..., Result], tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    save_image(data / "a.JPEG", seed=1)
+    for name, label in (("train_list.txt", 11), ("val_list.txt", 0)):
+        (data / name).write_text(f"a.JPEG {label}\n")
+    refuses("-dataset=imagenet2012", f"-data_path={data}", said=("train_list.txt:1", "label 11", "0 to 9"))
+
+
+def test_empty_dataset_folder(refuses: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    where = f"-data_path={tmp_path / 'data'}"
+    refuses("-dataset=imagenet2012", where, said=("-data_path", "train_list.txt", "Expected layout"))
+    (tmp_path / "data" / "train").mkdir()
+    (tmp_path / "data" / "val").mkdir()
+    refuses("-dataset=imagefolder", where, said=("has no images", "Expected layout"))
+
+
+def test_wrong_data_path(refuses: Callable[..., Result], tmp_path: Path) -> None:
+    refuses("-dataset=imagenet2012", "-data_path=/nowhere/imagenet", said=("-data_path", "/nowhere/imagenet", "exist"))
+
+
+def test_unwritable_output(refuses: Callable[..., Result], tiny: Path) -> None:
+    refuses("-output", tiny / "run", said=(str(tiny), "is a file", "-output"))
+    refuses(f"SAVE={tiny}/runs", said=(str(tiny), "is a file", "SAVE"))
+    refuses("-output", tiny, said=(str(tiny), "is a file"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_output_without_permission(refuses: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o555)
+    refuses("-output", tmp_path / "locked" / "run", said=("cannot be written",))
+
+
+def test_no_processes_to_start(refuses: Callable[..., Result]) -> None:
+    refuses("-ngpus", 0, script="main_multi_gpu.py", said=("-ngpus 0", "at least one"))
+
+
+def test_a_single_gpu_run_started_many_times(refuses: Callable[..., Result]) -> None:
+    env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    refuses(env=env, said=("main_single_gpu.py was started 2 times", "main_multi_gpu.py"))
+
+
+@pytest.fixture
+def run_folder(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> Path:
+    """A run with one checkpoint."""
+    folder = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-output", folder, "TRAIN.MAX_UPDATES=3").code == 0
+    return folder
+
+
+def test_output_that_holds_a_run(refuses: Callable[..., Result], run_folder: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")}
+    refuses("-output", run_folder, said=("a run already lies there", "-resume auto"))
+    assert {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")} == before
+
+
+def checkpoint_of(run: Path) -> Path:
+    (found,) = (run / "checkpoints").glob("step-*")
+    return found
+
+
+def test_unreadable_checkpoint(refuses: Callable[..., Result], run_folder: Path) -> None:
+    checkpoint = checkpoint_of(run_folder)
+    weights, whole = checkpoint / "model.safetensors", (checkpoint / "model.safetensors").read_bytes()
+    go_on = ("-resume", checkpoint)
+
+    weights.write_bytes(whole[:-100])
+    refuses(*go_on, said=("damaged", "model.safetensors", "size"))
+    weights.write_bytes(bytes(len(whole)))
+    refuses(*go_on, said=("damaged", "contents of model.safetensors"))
+    weights.unlink()
+    refuses(*go_on, said=("model.safetensors is missing",))
+    weights.write_bytes(whole)
+    (checkpoint / "meta.json").write_bytes(b"\x00\x01 not json")
+    refuses(*go_on, said=("meta.json", "cannot be read"))
+    shutil.rmtree(checkpoint)
+    refuses("-resume", run_folder, said=("no usable checkpoint", "step-*"))
+
+
+def test_unreadable_weights(refuses: Callable[..., Result], tmp_path: Path) -> None:
+    for name in ("noise.safetensors", "noise.pth", "noise.npz"):
+        (tmp_path / name).write_bytes(bytes(range(256)) * 4)
+        refuses("-pretrained", tmp_path / name, said=(name, "damaged"))
+
+
+def test_resume_into_another_architecture(refuses: Callable[..., Result], run_folder: Path) -> None:
+    wider, deeper = "cls_token: (1, 1, 16) there, (1, 1, 24) here", "blocks.1.norm1.weight: not there"
+    refuses("-resume", run_folder, "MODEL.EMBED_DIM=24", said=("model.safetensors", "another architecture", wider))
+    refuses("-resume", run_folder, "MODEL.DEPTH=2", said=("another architecture", deeper))
+    refuses("-resume", run_folder, "TRAIN.OPTIMIZER.NAME=SGD", said=("TRAIN.OPTIMIZER.NAME", "AdamW", "SGD"))

@@ -1,0 +1,58 @@
+"""The command lines of PaddleViT's page on mixed precision, flag by flag, on a made-up ImageNet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Result, metrics
+
+# Words behind the page's own flags, so that its 86-million-weight model becomes a minute's work on a CPU.
+SMALL = (
+    "MODEL.DEPTH=1 MODEL.EMBED_DIM=32 MODEL.NUM_HEADS=2 DATA.IMAGE_SIZE=32 DATA.NUM_WORKERS=1 "
+    "TRAIN.NUM_EPOCHS=1 REPORT_FREQ=1 THREADS=1 DEVICE=cpu"
+).split()
+EQUALS = "-cfg=./configs/vit_base_patch16_224.yaml -dataset=imagenet2012 -batch_size=8 -data_path={data} -amp"
+SPACES = "-cfg ./configs/vit_base_patch16_224.yaml -dataset imagenet2012 -batch_size 8 -data_path {data} -amp"
+
+
+def trained(result: Result, folder: Path, updates: int) -> None:
+    """It trained as many updates as the images give, and validated all of them, in mixed precision."""
+    assert result.code == 0, result.text
+    assert metrics(folder, "train")[-1]["update"] == updates
+    (validated,) = metrics(folder, "val")
+    assert validated["update"] == updates
+    assert validated["acc1"] in [12.5 * hits for hits in range(9)]  # of 8 images, each counted once
+    assert "8 validation images" in result.out
+    assert "bf16 by autocast" in result.out or "fp16 by autocast" in result.out
+
+
+@pytest.mark.parametrize("line", [EQUALS, SPACES], ids=["-flag=value", "-flag value"])
+def test_single_gpu(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path, line: str) -> None:
+    folder = tmp_path / "run"
+    done = vitamp(*line.format(data=imagenet).split(), "-output", folder, *SMALL, env={"CUDA_VISIBLE_DEVICES": "0"})
+    trained(done, folder, updates=3)
+
+
+def test_multi_gpu(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = vitamp(
+        *EQUALS.format(data=imagenet).split(),
+        *("-ngpus", 2, "-output", folder, *SMALL),
+        script="main_multi_gpu.py",
+        env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
+    )
+    trained(done, folder, updates=2)  # 3 micro-batches: 2, and a last window of 1
+    assert "8 per device x 2 devices x 1 accumulated = 16" in done.out
+
+
+def test_an_early_word_of_the_page_is_the_parent_folder(
+    vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path
+) -> None:
+    """Without -output a folder train-<date> is made, as PaddleViT does."""
+    done = vitamp(*EQUALS.format(data=imagenet).split(), *SMALL, f"SAVE={tmp_path / 'output'}")
+    (made,) = (tmp_path / "output").iterdir()
+    assert made.name.startswith("train-20")
+    trained(done, made, updates=3)

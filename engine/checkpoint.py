@@ -68,14 +68,21 @@ def save_checkpoint(
         (temporary / META).write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         _seal(temporary / META)
         _sync_folder(temporary)
-        if final.exists():
-            shutil.rmtree(final)
+        _remove(final)
         temporary.rename(final)
         _sync_folder(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
+
+
+def _remove(folder: Path) -> None:
+    """Take the name away first: a kill in between must not leave half a checkpoint under it."""
+    if folder.exists():
+        hidden = folder.with_name(f".tmp-old-{folder.name}")
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _seal(path: Path) -> dict[str, Any]:
@@ -103,13 +110,17 @@ def write_index(root: Path, last: str, best: str | None) -> None:
     replace_text(root / INDEX, json.dumps({"last": last, "best": best}, indent=2) + "\n")
 
 
-def prune(root: Path, keep: int, best: str | None) -> None:
-    """Remove all but the newest `keep` (0: none) and the best; only after a newer one is safely there."""
-    if keep == 0:
-        return
-    for old in sorted(root.glob("step-*"))[:-keep]:
-        if old.name != best:
-            shutil.rmtree(old, ignore_errors=True)
+def prune(root: Path, keep: int, last: str, best: str | None) -> None:
+    """Remove all but the best and the `keep` (0: all) up to `last`; only after `last` is safely there.
+
+    What stands after `last` is of a course that was left by resuming before it; it would be taken for the newest.
+    """
+    folders = sorted(root.glob("step-*"))
+    course = [folder for folder in folders if folder.name <= last]
+    kept = {folder.name for folder in course[-keep:]} | {best}
+    for folder in folders:
+        if folder.name not in kept:
+            _remove(folder)
 
 
 def inspect(folder: Path) -> Checkpoint:
@@ -118,10 +129,13 @@ def inspect(folder: Path) -> Checkpoint:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         version, files = meta["format"], meta["files"]
         missing = [name for name, seal in files.items() if (folder / name).stat().st_size != seal["size"]]
+        if {MODEL, STATE} - set(files) or not all(isinstance(seal["sha256"], str) for seal in files.values()):
+            raise ValueError("it does not list the files with their hashes")
+        int(meta["epoch"])
     except FileNotFoundError as error:
         raise UserError(f"{folder}: not a whole checkpoint, {Path(error.filename).name} is missing.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / META}: cannot be read ({error}).") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / META}: cannot be read ({type(error).__name__}: {error}).") from None
     if version != FORMAT:
         raise UserError(f"{folder}: written in format {version}; this version of vitamp reads format {FORMAT}.")
     if missing:

@@ -34,9 +34,9 @@ class Ema:
             sources = [s.to(self.device) for s in sources]
         if isinstance(moved, Tensor):
             self._update_on_device(moved, averages, sources)
-        else:
-            torch._foreach_lerp_(averages, sources, 1 - self._decay_at(self.updates))
-            self.updates += 1
+            return
+        torch._foreach_lerp_(averages, sources, 1 - self._decay_at(self.updates))
+        self.updates += 1
         for ours, theirs in self._buffers:
             ours.copy_(theirs)
 
@@ -51,6 +51,8 @@ class Ema:
         torch._foreach_mul_(steps, weight)
         torch._foreach_add_(averages, steps)
         self.updates = self.updates + moved.reshape(()).long()
+        for ours, theirs in self._buffers:
+            ours.copy_(torch.where(moved.reshape(()).bool(), theirs.to(self.device), ours))
 
     def _decay_at(self, updates: int | Tensor) -> float:
         """A young average follows quickly, so that it is not made of the first, random weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from timm.optim._optim_factory import create_optimizer_v2, list_optimizers
+from timm.optim._optim_factory import create_optimizer_v2, get_optimizer_info, list_optimizers
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,12 +27,19 @@ def optimizer_name(name: str) -> str:
             f"TRAIN.OPTIMIZER.NAME: {name!r} is not an optimiser of torch or timm.{nearest(wanted, known)} "
             f"Known: AdamW, Adam, SGD, LAMB, Lion and {len(known)} in all (timm.optim.list_optimizers())."
         )
+    if get_optimizer_info(wanted).second_order:
+        raise UserError(
+            f"TRAIN.OPTIMIZER.NAME: {name} needs second derivatives, which training here does not compute; "
+            "AdamW, LAMB and Lion do without."
+        )
     return wanted
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, base_lr: float, device: torch.device) -> Optimizer:
     name = optimizer_name(train.OPTIMIZER.NAME)
-    options: dict[str, Any] = {"eps": train.OPTIMIZER.EPS, "betas": train.OPTIMIZER.BETAS}
+    options: dict[str, Any] = {"eps": train.OPTIMIZER.EPS}
+    if get_optimizer_info(name).num_betas == len(train.OPTIMIZER.BETAS):  # Adan has three, and keeps its own
+        options["betas"] = train.OPTIMIZER.BETAS
     if name in FUSED and device.type in ("cpu", "cuda", "mps"):
         options["fused"] = True
     if train.WEIGHT_DECAY_ALL:
@@ -41,7 +48,7 @@ def build_optimizer(model: nn.Module, train: TrainConfig, base_lr: float, device
     else:
         parameters = model
     try:
-        return create_optimizer_v2(
+        optimizer = create_optimizer_v2(
             parameters,
             opt=name,
             lr=base_lr,
@@ -51,6 +58,20 @@ def build_optimizer(model: nn.Module, train: TrainConfig, base_lr: float, device
         )
     except (TypeError, ValueError, ImportError, RuntimeError, AssertionError) as error:
         raise UserError(f"TRAIN.OPTIMIZER.NAME {train.OPTIMIZER.NAME}: cannot be built ({error}).") from None
+    if isinstance(optimizer, torch.optim.SGD) and options.get("fused") and train.OPTIMIZER.MOMENTUM:
+        _start_momentum(optimizer)
+    return optimizer
+
+
+def _start_momentum(optimizer: Optimizer) -> None:
+    """Momentum that begins at zero, which gives the same first step as none.
+
+    torch's fused SGD otherwise allocates it in the first step and leaves it unwritten where that step is skipped for
+    an overflow: the next would add whatever lay in that memory.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def scaled_rates(train: TrainConfig, global_batch: int) -> tuple[float, float, float]:

@@ -74,7 +74,9 @@ def restore(parts: Parts, checkpoint: Checkpoint, global_batch: int) -> tuple[Po
     _load_optimizer(parts.optimizer, state)
     parts.schedule.restore(state["moved"])
     if state["scaler"] and parts.precision.scaler.is_enabled():
-        parts.precision.scaler.load_state_dict(state["scaler"])
+        scaler = parts.precision.scaler
+        reached = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}
+        scaler.load_state_dict({**scaler.state_dict(), **reached})
     if parts.ema is not None:
         if EMA in checkpoint.meta["files"]:
             load_weights(parts.ema.module, checkpoint.tensors(EMA), f"{checkpoint.folder / EMA}")
@@ -124,7 +126,10 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
             f"the optimiser's groups hold {sizes[0]} tensors in the checkpoint and {sizes[1]} now; was "
             "TRAIN.WEIGHT_DECAY or TRAIN.WEIGHT_DECAY_ALL changed between zero and not?"
         )
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": now["param_groups"]})
+    groups = zip(saved["param_groups"], now["param_groups"], strict=True)
+    # Settings are the present ones; what a fresh group lacks is not a setting: LAMB counts its steps there.
+    merged = [{**old, **new} for old, new in groups]
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": merged})
 
 
 def finite(tensors: dict[str, Tensor]) -> bool:

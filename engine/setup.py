@@ -95,13 +95,13 @@ def _model(config: Config, device: torch.device) -> nn.Module:
 
 def _choose_attention(model: nn.Module, precision: Precision) -> str:
     """torch's fused attention, but on a CPU in half precision, where its backward pass takes several times longer."""
-    layers = [module for module in model.modules() if hasattr(module, "fused_attn")]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "fused_attn")]
     if not layers:
         return "the model's own"
     if precision.device.type != "cpu" or not precision.autocasts:
         return "fused"
     for layer in layers:
-        layer.fused_attn = False  # pyright: ignore[reportAttributeAccessIssue]
+        layer.fused_attn = False
     return "plain"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -10,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from datasets import TrainLoader, ValLoader
-from engine.checkpoint import EMA, MODEL, prune, read_index, save_checkpoint, write_index
+from engine.checkpoint import EMA, MODEL, folder_name, prune, read_index, save_checkpoint, write_index
 from engine.curves import draw_curves
 from engine.evaluate import evaluate
 from engine.meters import NEVER, Means, Reading
@@ -58,9 +59,8 @@ class Trainer:
         with UpdateProfiler(self.config.PROFILE, self.folder, self.world) as self._profiler:
             while self.position.epoch <= train.NUM_EPOCHS and ended == "done" and not self._enough_updates():
                 ended = self._epoch()
-        if ended != "paused" and self._validated_at != self.position.update:
-            self._validate()
-        if self._saved_at != self.position.update:
+        improved = ended != "paused" and self._validated_at != self.position.update and self._validate()
+        if improved or self._saved_at != self.position.update:
             self._save()
         self._draw(force=True)
         self.reporter.run("paused" if ended == "paused" else "end", self.position, self.pace.total)
@@ -188,12 +188,13 @@ class Trainer:
         return False
 
     def _evaluate(self, model: nn.Module) -> Means:
-        device = self.parts.precision.device
-        home = next(model.parameters()).device
         parts, samples = self.parts, self.validation_samples
-        means = evaluate(model.to(device), self.val_loader, samples, parts.inputs, parts.precision, self.world)
-        model.to(home)
-        return means
+        device = parts.precision.device
+        if next(model.parameters()).device.type != device.type:
+            # An average in host memory. A copy goes: moving it there and back would give it new tensors, and
+            # the average is kept in the present ones.
+            model = copy.deepcopy(model).to(device)
+        return evaluate(model, self.val_loader, samples, parts.inputs, parts.precision, self.world)
 
     def _save(self, finished_epoch: int | None = None) -> None:
         """Save everything. `finished_epoch` where an epoch has just ended."""
@@ -217,9 +218,10 @@ class Trainer:
         }
         root = self.folder / "checkpoints"
         saved = save_checkpoint(root, position.update, tensors, state, meta)
-        best = saved.name if self.best.update == position.update and fresh else read_index(root)["best"]
+        best = folder_name(self.best.update) if self.best.acc1 >= 0 else None
+        best = best if best and (root / best).is_dir() else None
         write_index(root, saved.name, best)
-        prune(root, self.config.KEEP_LAST, best)
+        prune(root, self.config.KEEP_LAST, saved.name, best)
 
     def _draw(self, force: bool = False) -> None:
         """curves.png at the end and now and then; drawing every short epoch would cost more than training it."""

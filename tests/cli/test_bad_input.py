@@ -99,7 +99,7 @@ def test_empty_dataset_folder(refuses: Callable[..., Result], tmp_path: Path) ->
     refuses("-dataset=imagefolder", where, said=("has no images", "Expected layout"))
 
 
-def test_wrong_data_path(refuses: Callable[..., Result], tmp_path: Path) -> None:
+def test_wrong_data_path(refuses: Callable[..., Result]) -> None:
     refuses("-dataset=imagenet2012", "-data_path=/nowhere/imagenet", said=("-data_path", "/nowhere/imagenet", "exist"))
 
 

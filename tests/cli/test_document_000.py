@@ -10,10 +10,10 @@ import pytest
 from tests.conftest import Result, metrics
 
 # Words behind the page's own flags, so that its 86-million-weight model becomes a minute's work on a CPU.
-SMALL = (
-    "MODEL.DEPTH=1 MODEL.EMBED_DIM=32 MODEL.NUM_HEADS=2 DATA.IMAGE_SIZE=32 DATA.NUM_WORKERS=1 "
-    "TRAIN.NUM_EPOCHS=1 REPORT_FREQ=1 THREADS=1 DEVICE=cpu"
-).split()
+SMALL = [
+    *("MODEL.DEPTH=1", "MODEL.EMBED_DIM=32", "MODEL.NUM_HEADS=2", "DATA.IMAGE_SIZE=32", "DATA.NUM_WORKERS=1"),
+    *("TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=1", "THREADS=1", "DEVICE=cpu"),
+]
 EQUALS = "-cfg=./configs/vit_base_patch16_224.yaml -dataset=imagenet2012 -batch_size=8 -data_path={data} -amp"
 SPACES = "-cfg ./configs/vit_base_patch16_224.yaml -dataset imagenet2012 -batch_size 8 -data_path {data} -amp"
 
@@ -48,10 +48,7 @@ def test_multi_gpu(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path
     assert "8 per device x 2 devices x 1 accumulated = 16" in done.out
 
 
-def test_an_early_word_of_the_page_is_the_parent_folder(
-    vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path
-) -> None:
-    """Without -output a folder train-<date> is made, as PaddleViT does."""
+def test_without_output_a_folder_is_made(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path) -> None:
     done = vitamp(*EQUALS.format(data=imagenet).split(), *SMALL, f"SAVE={tmp_path / 'output'}")
     (made,) = (tmp_path / "output").iterdir()
     assert made.name.startswith("train-20")

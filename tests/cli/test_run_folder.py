@@ -1,0 +1,163 @@
+"""The run's folder: what lies in it, and where it is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import Result, metrics
+from utils.config import load_config
+
+FIELDS = {
+    "train": {
+        *("epoch", "step", "update", "loss", "acc1", "acc5"),
+        *("lr", "grad_norm", "scale", "skipped"),
+    },
+    "val": {"epoch", "update", "loss", "acc1", "acc5", "ema_loss", "ema_acc1", "ema_acc5"},
+    "epoch": {"epoch", "update", "loss", "acc1", "acc5"},
+    "run": {"epoch", "update", "what"},
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A whole run with an average beside the weights, made once for this file."""
+    from tests.conftest import TINY_DIGITS, run_program
+
+    place = tmp_path_factory.mktemp("finished")
+    (place / "tiny.yaml").write_text(TINY_DIGITS)
+    words = ("-amp", "fp16", "TRAIN.MODEL_EMA=true", "TAG=night watch")
+    result = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place)
+    assert result.code == 0, result.text
+    return place / "run", result
+
+
+def test_everything_is_there(finished: tuple[Path, Result]) -> None:
+    run, _ = finished
+    made = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    boards = {name for name in made if name.startswith("tensorboard/events.out.tfevents.")}
+    assert len(boards) == 1
+    checkpoints = {
+        f"checkpoints/step-{update:09d}/{name}"
+        for update in (44, 88)
+        for name in ("model.safetensors", "ema.safetensors", "state.pt", "meta.json")
+    }
+    plain = {"config.yaml", "log.txt", "ranks/0.log", "metrics.jsonl", "curves.png", "run.json"}
+    assert made - boards == plain | checkpoints | {"checkpoints/index.json"}
+
+
+def test_config_loads_back_equal(finished: tuple[Path, Result]) -> None:
+    run, _ = finished
+    words = {"TRAIN.MODEL_EMA": "true", "TAG": "night watch", "OUTPUT": str(run), "AMP": "true", "AMP.DTYPE": "fp16"}
+    given = load_config(str(run.parent / "tiny.yaml"), {}, words).config
+    assert load_config(str(run / "config.yaml"), {}, {}).config == given
+
+
+def test_metrics_have_their_fields_and_hide_time_under_perf(finished: tuple[Path, Result]) -> None:
+    run, _ = finished
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines].count("epoch") == 2
+    for line in lines:
+        assert set(line) == FIELDS[line["event"]] | {"event", "perf"}, line
+    assert {line["what"] for line in lines if line["event"] == "run"} == {"start", "end"}
+    train = [line for line in lines if line["event"] == "train"]
+    assert [(line["epoch"], line["step"], line["update"]) for line in train] == [
+        *((1, step, step) for step in (10, 20, 30, 40, 44)),
+        *((2, step, step + 44) for step in (10, 20, 30, 40, 44)),
+    ]
+    assert train[0]["scale"] == 65536
+    assert set(train[0]["perf"]) >= {"images_per_second", "data_wait_percent", "peak_memory_gb"}
+
+
+def test_pictures_and_boards_show_the_run(finished: tuple[Path, Result]) -> None:
+    run, _ = finished
+    with Image.open(run / "curves.png") as picture:
+        assert picture.format == "PNG"
+        assert picture.width > 400
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert {"train/loss", "train/lr", "val/acc1", "val/ema_acc1"} <= set(board.Tags()["scalars"])
+    shown = [(event.step, event.value) for event in board.Scalars("val/acc1")]
+    kept = [(line["update"], line["acc1"]) for line in metrics(run, "val")]
+    assert shown == [(update, pytest.approx(value)) for update, value in kept]
+
+
+def test_run_json_tells_how_it_was_made(finished: tuple[Path, Result]) -> None:
+    run, _ = finished
+    about = json.loads((run / "run.json").read_text())
+    assert "-amp fp16" in about["command"]
+    assert {"torch", "timm", "python"} <= set(about["versions"])
+    assert about["device"].startswith("cpu")
+    assert about["choices"]["precision"] == "fp16"
+    assert about["tag"] == "night watch"
+    assert "git" in about
+
+
+def test_checkpoints_carry_what_the_weights_need(finished: tuple[Path, Result]) -> None:
+    run, _ = finished
+    index = json.loads((run / "checkpoints" / "index.json").read_text())
+    assert index["last"] == "step-000000088"
+    figures = {line["update"]: max(line["acc1"], line["ema_acc1"]) for line in metrics(run, "val")}
+    assert index["best"] == f"step-{max(figures, key=lambda update: figures[update]):09d}"
+    meta: dict[str, Any] = json.loads((run / "checkpoints" / "step-000000044" / "meta.json").read_text())
+    assert (meta["epoch"], meta["update"], meta["format"]) == (1, 44, 1)
+    first = metrics(run, "val")[0]
+    assert meta["metrics"] == {key: first[key] for key in FIELDS["val"] - {"epoch", "update"}}
+    assert meta["input"]["image_size"] == 8
+    assert len(meta["classes"]) == 10
+    assert all(len(seal["sha256"]) == 64 for seal in meta["files"].values())
+
+
+def test_banner_and_logs(finished: tuple[Path, Result]) -> None:
+    run, result = finished
+    for words in (
+        *("night watch", "device     cpu:", "precision  fp16 by autocast, with loss scaling", "3,850 parameters"),
+        *("1,437 training and 360 validation images", "32 per device x 1 device x 1 accumulated = 32", str(run)),
+    ):
+        assert words in result.out
+    log, rank = (run / "log.txt").read_text(), (run / "ranks" / "0.log").read_text()
+    assert log == rank
+    assert "fp16 by autocast" in log
+    for line in result.out.splitlines():
+        assert line in log
+
+
+def test_last_line_tells_best_time_and_place(finished: tuple[Path, Result]) -> None:
+    run, result = finished
+    best = max(max(line["acc1"], line["ema_acc1"]) for line in metrics(run, "val"))
+    last = result.out.splitlines()[-1]
+    assert f"top-1 {best:.2f} %" in last
+    assert "total time 0:00:" in last
+    assert str(run) in last
+
+
+def test_save_is_the_parent_and_output_the_folder(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    short = ("-cfg", tiny, "TRAIN.MAX_UPDATES=1")
+    for _ in range(2):  # within one second, perhaps: neither may land in the other's folder
+        assert vitamp(*short, f"SAVE={tmp_path / 'all'}").code == 0
+    made = sorted((tmp_path / "all").iterdir())
+    assert len(made) == 2
+    assert all(folder.name.startswith("train-20") and (folder / "run.json").exists() for folder in made)
+    assert vitamp(*short, "-output", tmp_path / "mine", f"SAVE={tmp_path / 'other'}").code == 0
+    assert (tmp_path / "mine" / "run.json").exists()
+    assert not (tmp_path / "other").exists()
+
+
+def test_keep_last_spares_the_best(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    """The learning rate falls to nothing at the end: what is best comes early, and stays."""
+    words = ("SAVE_EVERY_UPDATES=5", "KEEP_LAST=2", "VALIDATE_EVERY_UPDATES=13", "TRAIN.NUM_EPOCHS=1")
+    assert vitamp("-cfg", tiny, "-output", tmp_path / "run", *words).code == 0
+    root = tmp_path / "run" / "checkpoints"
+    kept = {folder.name for folder in root.glob("step-*")}
+    index = json.loads((root / "index.json").read_text())
+    newest = {"step-000000040", "step-000000044"}
+    assert newest <= kept
+    assert kept == newest | {index["best"]}
+    figures = {line["update"]: line["acc1"] for line in metrics(tmp_path / "run", "val")}
+    assert list(figures) == [13, 26, 39, 44]
+    assert index["best"] == f"step-{max(figures, key=lambda update: figures[update]):09d}"

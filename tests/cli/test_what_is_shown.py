@@ -1,0 +1,120 @@
+"""What the user sees: forms of the log lines, the bar, and the flags that only show something."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import ROOT, Result
+
+HEALTH = r"Img/s: [\d.]+, Data: \d+%, Grad: \d+\.\d{4}, Scale: 1, Skipped: 0, Mem: \d+\.\d\dGB, Time: \d+:\d\d:\d\d"
+PADDLEVIT = (
+    r"Epoch\[001/001\], Step\[00(10|20|30|40|44)/0044\], Lr: \d\.\d{6}e-\d\d, "
+    r"Loss: \d+\.\d{4} \(\d+\.\d{4}\), Avg Acc: \d+\.\d{4}, " + HEALTH
+)
+FLEET = r"\[Epoch 0, batch (0|20|40)\] loss: \d+\.\d{5}, acc1: \d+\.\d{5}, acc5: \d+\.\d{5}, " + HEALTH
+VALIDATION = (
+    r"----- Epoch\[001/001\], Validation Loss: \d+\.\d{4}, Validation Acc@1: \d+\.\d{4}, "
+    r"Validation Acc@5: \d+\.\d{4}, time: \d+\.\d\d"
+)
+
+
+def lines_like(pattern: str, text: str) -> list[str]:
+    return [line for line in text.splitlines() if re.fullmatch(pattern, line)]
+
+
+def test_paddlevit_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1")
+    assert len(lines_like(PADDLEVIT, done.out)) == 5
+    assert len(lines_like(VALIDATION, done.out)) == 1
+
+
+def test_fleet_lines_count_from_0(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    words = ("LOG_STYLE=fleet", "REPORT_FREQ=20", "TRAIN.NUM_EPOCHS=1")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
+    assert len(lines_like(FLEET, done.out)) == 3
+    assert "Step[" not in done.out
+
+
+def test_piped_output_is_plain_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1")
+    assert "\r" not in done.text
+    assert "\x1b" not in done.text
+    assert "%|" not in done.text
+    assert done.err == ""
+
+
+def test_bar_on_a_terminal(tiny: Path, tmp_path: Path) -> None:
+    """loss, images a second and the time left, in a bar that the log lines do not tear."""
+    command = [sys.executable, ROOT / "main_single_gpu.py", "-cfg", tiny, "-output", tmp_path / "run"]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*command, "TRAIN.NUM_EPOCHS=8", "REPORT_FREQ=4"], stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:  # the other end has gone
+                break
+    os.close(ours)
+    assert process.returncode == 0, shown.decode()
+    text = shown.decode()
+    bars = [piece for piece in re.split(r"[\r\n]+", text) if "%|" in piece]
+    assert any(
+        re.search(r"epoch \d/8: +\d+%\|.*\| \d+/352 \[\d\d:\d\d<\d\d:\d\d, .*loss \d+\.\d{4}, [\d,]+ img/s", bar)
+        for bar in bars
+    ), bars[-3:]
+    assert "Done: best" in text
+
+
+def test_dry_run_writes_nothing(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    place = tmp_path / "empty"
+    place.mkdir()
+    done = vitamp("-cfg", tiny, "-output", place / "run", "-dry_run", cwd=place)
+    assert done.code == 0, done.text
+    assert "First batch: (32, 1, 8, 8), loss 2." in done.out
+    assert "nothing was trained, nothing written" in done.out
+    assert list(place.iterdir()) == []
+
+
+def test_print_config(vitamp: Callable[..., Result], tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, "-amp", "-print_config", "TRAIN.BASE_LR=1e-4")
+    assert done.code == 0
+    assert re.search(r"  BASE_LR: 0\.0001 +# .*command line", done.out), done.out
+    assert re.search(r"  ENABLED: true +# -amp", done.out)
+    assert re.search(r"  EMBED_DIM: 16 +# .*tiny\.yaml", done.out)
+    assert re.search(r"SEED: 0 +# default", done.out)
+
+
+def test_list_models(vitamp: Callable[..., Result]) -> None:
+    done = vitamp("-list_models", "vit_tiny*")
+    assert done.code == 0
+    names = done.out.split()
+    assert "vit_tiny_patch16_224" in names
+    assert all(name.startswith("vit_tiny") for name in names)
+    assert vitamp("-list_models", "no_such*").code == 2
+
+
+def test_version_and_help(vitamp: Callable[..., Result]) -> None:
+    version = vitamp("-version")
+    assert version.code == 0
+    assert re.fullmatch(r"vitamp \S+\ntorch 2\.\S+\ntimm 1\.\S+\n", version.out)
+    usage = vitamp("-h")
+    assert usage.code == 0
+    for words in ("usage: python main_single_gpu.py", "Precision:", "-amp [HOW]", "-batch_size N", "-resume PATH|auto"):
+        assert words in usage.out
+
+
+def test_profile(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "-profile", 2, "TRAIN.MAX_UPDATES=8")
+    assert done.code == 0, done.text
+    trace = json.loads((tmp_path / "run" / "profile.json").read_text())
+    assert any("aten::addmm" in str(event.get("name")) for event in trace["traceEvents"])

@@ -1,0 +1,113 @@
+"""What ends a run before its last epoch, what makes it repeat itself, and what -eval gives of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import Result, metrics
+
+
+def test_max_updates_ends_with_figures_and_a_checkpoint(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    done = vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=50", "SAVE_EVERY_UPDATES=50")
+    assert done.code == 0
+    assert metrics(run, "run")[-1]["update"] == 50
+    assert [line["update"] for line in metrics(run, "val")] == [44, 50]
+    index = json.loads((run / "checkpoints" / "index.json").read_text())
+    assert index["last"] == "step-000000050"
+    figures = {line["update"]: line["acc1"] for line in metrics(run, "val")}
+    assert figures[50] > figures[44]
+    assert index["best"] == "step-000000050"
+
+
+def test_max_time_pauses_and_is_resumed(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    run, words = tmp_path / "run", ("TRAIN.NUM_EPOCHS=1000", "REPORT_FREQ=5")
+    done = vitamp("-cfg", tiny, "-output", run, *words, "-max_time", "0:00:01")
+    assert done.code == 0, done.text
+    assert "Paused, to be resumed" in done.out.splitlines()[-1]
+    paused = metrics(run, "run")[-1]
+    assert paused["what"] == "paused"
+    assert 0 < paused["update"] < 44000
+    more = f"TRAIN.MAX_UPDATES={paused['update'] + 3}"
+    again = vitamp("-cfg", tiny, "-output", run, *words, "-resume", "auto", more)
+    assert again.code == 0, again.text
+    assert [line["what"] for line in metrics(run, "run")] == ["start", "paused", "resume", "end"]
+    assert metrics(run, "run")[-1]["update"] == paused["update"] + 3
+
+
+def test_max_time_acts_where_an_epoch_has_one_report(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    words = ("TRAIN.NUM_EPOCHS=100000", "REPORT_FREQ=1000", "-max_time=0:00:01")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, timeout=60)
+    assert done.code == 0, done.text
+    assert metrics(tmp_path / "run", "run")[-1]["what"] == "paused"
+
+
+def test_patience(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    """Without a learning rate nothing improves after the first figure."""
+    words = ("TRAIN.BASE_LR=0", "TRAIN.WARMUP_START_LR=0", "TRAIN.PATIENCE=2", "TRAIN.NUM_EPOCHS=9")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
+    assert done.code == 0
+    assert "TRAIN.PATIENCE" in done.out
+    assert [line["epoch"] for line in metrics(tmp_path / "run", "val")] == [1, 2, 3]
+    assert metrics(tmp_path / "run", "run")[-1]["what"] == "end"
+
+
+def weights(run: Path, update: int) -> str:
+    file = run / "checkpoints" / f"step-{update:09d}" / "model.safetensors"
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_same_command_same_result(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    words = ("-amp", "bf16", "TRAIN.NUM_EPOCHS=1", "MODEL.DROPOUT=0.1")
+    for name, more in (("a", ()), ("b", ()), ("c", ("DETERMINISTIC=true",)), ("d", ("SEED=1",))):
+        done = vitamp("-cfg", tiny, "-output", tmp_path / name, *words, *more)
+        assert done.code == 0, done.text
+    a, b, c, d = (metrics(tmp_path / name) for name in "abcd")
+    assert a == b == c != d
+    assert weights(tmp_path / "a", 44) == weights(tmp_path / "b", 44) == weights(tmp_path / "c", 44)
+    assert weights(tmp_path / "a", 44) != weights(tmp_path / "d", 44)
+
+
+def test_eval_gives_the_figures_that_training_validated(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=1").code == 0
+    (validated,) = metrics(run, "val")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    evaluated = tmp_path / "by_resume"
+    done = vitamp("-cfg", tiny, "-eval", "-resume", run, "-output", evaluated)
+    assert done.code == 0, done.text
+    assert metrics(evaluated, "val") == [validated]
+    assert not (evaluated / "checkpoints").exists()
+
+    evaluated = tmp_path / "by_pretrained"
+    file = run / "checkpoints" / "step-000000044" / "model.safetensors"
+    done = vitamp("-cfg", tiny, "-eval", "-pretrained", file, "-output", evaluated)
+    assert done.code == 0, done.text
+    (figures,) = metrics(evaluated, "val")
+    assert {key: figures[key] for key in ("loss", "acc1", "acc5")} == {
+        key: validated[key] for key in ("loss", "acc1", "acc5")
+    }
+    assert f"acc1 {validated['acc1']:.4f}" in done.out.splitlines()[-1]
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_eval_leaves_the_run_that_it_looks_at_alone(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    """Without -cfg the run's own settings serve, its folder among them; the figures must not be written there."""
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1").code == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for number, place in enumerate((["-resume", run], ["-resume", "auto", "-output", run]), start=1):
+        done = vitamp("-eval", *place, f"SAVE={tmp_path / 'evals'}")
+        assert done.code == 0, done.text
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+        made = sorted((tmp_path / "evals").iterdir())
+        assert len(made) == number
+        assert metrics(made[-1], "val") == metrics(run, "val")

@@ -158,8 +158,6 @@ def _on_hub(config: Any, name: str, fetch: bool) -> Path | None:
             return Path(cached)
     hub = huggingface_hub.constants
     where = f"{' or '.join(files)} of {repo} on {hub.ENDPOINT}; cache {hub.HF_HUB_CACHE}"
-    if hub.HF_HUB_OFFLINE:
-        raise UserError(_offline(name, where, files[0], "HF_HUB_OFFLINE is set"))
     for file in files:
         url = huggingface_hub.hf_hub_url(repo, file, revision=revision or None)
         try:

@@ -140,6 +140,11 @@ def test_swin_recipe_values_that_are_the_models_own_are_accepted() -> None:
         assert shapes(build(224, **recipe)) == shapes(on_meta("swin_tiny_patch4_window7_224"))
 
 
+def test_swin_heads_are_held_against_the_width_of_their_own_stage() -> None:
+    # 64 heads do not divide 96, but they do divide the second stage's 192.
+    check_model(ModelConfig(TYPE="swin", NAME="swin", NUM_HEADS=(3, 64, 12, 24)), 224, 3)
+
+
 def test_weights_are_drawn_as_timm_draws_them() -> None:
     torch.manual_seed(3)
     ours = build(**TINY_VIT)
@@ -256,7 +261,8 @@ def test_what_a_model_cannot_take_is_refused(settings: dict[str, Any], words: li
 
 
 def test_geometry_is_refused_with_numbers_that_would_work() -> None:
-    said = refusal(230, EMBED_DIM=100, NUM_HEADS=7)
+    said = refusal(230, EMBED_DIM=100, NUM_HEADS=7, ATTN_HEAD_SIZE=14)
+    assert "ATTN_HEAD_SIZE" not in said  # it follows from sizes that are wrong themselves
     assert "DATA.IMAGE_SIZE 230 is not divisible by MODEL.PATCH_SIZE 16" in said
     assert "IMAGE_SIZE 224 or 240" in said
     assert "PATCH_SIZE 10 or 23" in said

@@ -26,11 +26,15 @@ def resumed_run(config: Config) -> Path | None:
 
 
 def target_folder(config: Config) -> str | None:
-    """-output; else, when going on with a run, that run's folder; else None, and one is made in SAVE."""
-    if config.OUTPUT is not None or config.EVAL:
-        return config.OUTPUT
-    resumed = resumed_run(config)
-    return str(resumed) if resumed else None
+    """-output; else, when going on with a run, that run's folder; else None, and one is made in SAVE.
+
+    An evaluation never goes on with a run: where OUTPUT is the one it looks at, it gets a folder of its own.
+    """
+    output, resumed = config.OUTPUT, resumed_run(config)
+    if config.EVAL:
+        looked_at = output is not None and resumed is not None and Path(output).resolve() == resumed.resolve()
+        return None if looked_at else output
+    return output if output is not None or resumed is None else str(resumed)
 
 
 def check(config: Config) -> None:

@@ -24,9 +24,12 @@ def holds_a_run(folder: Path) -> bool:
 
 def run_of(path: Path) -> Path | None:
     """The run's folder that a checkpoint, a file in it, or the run's folder itself belongs to."""
-    for folder in (path, *path.parents):
-        if (folder / "checkpoints").is_dir():
-            return folder
+    # Not further up than that: a folder called `checkpoints` may lie beside a checkpoint that stands alone.
+    home = path.parent if path.is_file() else path
+    if (home / "checkpoints").is_dir():
+        return home
+    here = home.absolute()
+    for folder in (here, here.parent):
         if folder.name == "checkpoints":
             return folder.parent
     return None

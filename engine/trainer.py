@@ -191,8 +191,8 @@ class Trainer:
         parts, samples = self.parts, self.validation_samples
         device = parts.precision.device
         if next(model.parameters()).device.type != device.type:
-            # An average in host memory. A copy goes: moving it there and back would give it new tensors, and
-            # the average is kept in the present ones.
+            # An average in host memory. It is copied: moved there and back it would hold other tensors than those
+            # that its updates go into.
             model = copy.deepcopy(model).to(device)
         return evaluate(model, self.val_loader, samples, parts.inputs, parts.precision, self.world)
 

@@ -1,0 +1,84 @@
+"""MODEL settings that no model can be built from are told before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from models import build_model, check_model
+from utils.config.schema import ModelConfig
+from utils.errors import UserError
+
+
+def refusal(image_size: int = 224, **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        check_model(ModelConfig(**settings), image_size, 3)
+    with pytest.raises(UserError) as again:
+        build_model(ModelConfig(**settings), image_size, 3)
+    assert str(again.value) == str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"NAME": "resnet50", "EMBED_DIM": 768}, ["MODEL.EMBED_DIM 768", "ResNet has no such size"]),
+        ({"NAME": "resnet50", "ATTENTION_DROPOUT": 0.1}, ["MODEL.ATTENTION_DROPOUT 0.1", "ResNet"]),
+        ({"NAME": "vgg11", "DROPPATH": 0.1}, ["MODEL.DROPPATH 0.1", "VGG"]),
+        ({"WINDOW_SIZE": 7}, ["MODEL.WINDOW_SIZE 7", "VisionTransformer"]),
+        ({"STAGE_DEPTHS": [2, 2]}, ["MODEL.STAGE_DEPTHS [2, 2]", "VisionTransformer"]),
+        ({"QK_SCALE": 0.2}, ["MODEL.QK_SCALE 0.2", "0.125"]),
+        ({"ATTN_HEAD_SIZE": 32}, ["MODEL.ATTN_HEAD_SIZE 32", "64", "EMBED_DIM / NUM_HEADS"]),
+        ({"EMBED_DIM": 96, "ATTN_HEAD_SIZE": 64}, ["MODEL.ATTN_HEAD_SIZE 64", "has 8"]),
+        ({"PATCH_NORM": True}, ["MODEL.PATCH_NORM true"]),
+        ({"NUM_HEADS": [3, 6]}, ["MODEL.NUM_HEADS [3, 6]", "one number"]),
+        ({"TYPE": "swin", "NAME": "swin", "APE": True}, ["MODEL.APE true"]),
+        ({"TYPE": "swin", "NAME": "swin", "PATCH_NORM": False}, ["MODEL.PATCH_NORM false"]),
+        ({"TYPE": "swin", "NAME": "swin", "QK_SCALE": 0.5}, ["MODEL.QK_SCALE 0.5"]),
+        ({"TYPE": "swin", "NAME": "swin", "DEPTH": 12}, ["MODEL.DEPTH 12", "SwinTransformer"]),
+        ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": 3}, ["MODEL.NUM_HEADS 3", "one number a stage"]),
+        ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 6]}, ["NUM_HEADS [3, 6]", "STAGE_DEPTHS [2, 2, 6, 2]"]),
+        ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 5, 12, 24]}, ["MODEL.NUM_HEADS[1] 5", "192", "4 or 6"]),
+        ({"TYPE": "swin"}, ["MODEL.TYPE swin", "MODEL.NAME vit_base_patch16_224", "VisionTransformer"]),
+        ({"TYPE": "deit", "NAME": "resnet50"}, ["MODEL.TYPE deit", "ResNet"]),
+        ({"NAME": "vit_bas_patch16_224"}, ["'vit_bas_patch16_224'", "Did you mean vit_base_patch16_224?"]),
+        (
+            {"TYPE": "cnn", "NAME": "resnet5O", "EMBED_DIM": 8},
+            ["TYPE 'cnn' gives no architecture", "Did you mean resnet5"],
+        ),
+        ({"NAME": "vit_base_patch16_224.wrong"}, ["no tag 'wrong'", "augreg_in21k"]),
+        ({"NAME": "beit_base_patch16_224", "EMBED_DIM": 769}, ["MODEL.EMBED_DIM 769", "768"]),
+    ],
+)
+def test_what_a_model_cannot_take_is_refused(settings: dict[str, Any], words: list[str]) -> None:
+    said = refusal(**settings)
+    assert all(word in said for word in words), said
+
+
+def test_geometry_is_refused_with_numbers_that_would_work() -> None:
+    said = refusal(230, EMBED_DIM=100, NUM_HEADS=7, ATTN_HEAD_SIZE=14)
+    assert "ATTN_HEAD_SIZE" not in said  # it follows from sizes that are wrong themselves
+    assert "DATA.IMAGE_SIZE 230 is not divisible by MODEL.PATCH_SIZE 16" in said
+    assert "IMAGE_SIZE 224 or 240" in said
+    assert "PATCH_SIZE 10 or 23" in said
+    assert "MODEL.EMBED_DIM 100 is not divisible by MODEL.NUM_HEADS 7" in said
+    assert "NUM_HEADS 5 or 10" in said
+    assert "98 or 105" in said
+
+
+def test_several_mistakes_are_reported_together() -> None:
+    said = refusal(225, TYPE="swin", NAME="swin", APE=True, DEPTH=3, NUM_HEADS=[3, 6])
+    assert all(word in said for word in ("APE", "DEPTH 3", "IMAGE_SIZE 225", "NUM_HEADS [3, 6]")), said
+
+
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "swinv2_tiny_window8_256"])
+def test_foreign_patch_models_want_divisible_images_too(name: str) -> None:
+    said = refusal(225, NAME=name)
+    assert "DATA.IMAGE_SIZE 225" in said
+    assert "or PATCH_SIZE" not in said  # it cannot be set for these
+
+
+@pytest.mark.parametrize(("name", "size"), [("maxvit_tiny_tf_224", 100), ("inception_v3", 32), ("vgg11", 16)])
+def test_images_a_foreign_model_cannot_take_are_told_before_the_first_one(name: str, size: int) -> None:
+    assert f"DATA.IMAGE_SIZE {size}: {name} cannot take such images" in refusal(size, NAME=name)

@@ -76,15 +76,20 @@ class Trainer:
             self.pace.count(self.global_batch)
             self.reporter.moved(position)
             self._profiler.step()
-            if self._report_due() and self._report():
-                return "paused"
+            if self._report_due():
+                self._report()
+                # An epoch at its end is closed first: summed up, validated, saved.
+                if position.step < self.per_epoch and self._time_is_up():
+                    return "paused"
             self._between_epochs_work()
             if self._enough_updates():
                 break
         if position.step < self.per_epoch:  # ended by MAX_UPDATES
             return "done"
         self._end_epoch(perf_counter() - began)
-        return "stale" if self._out_of_patience() else "done"
+        if self._out_of_patience():
+            return "stale"
+        return "paused" if position.epoch <= self.config.TRAIN.NUM_EPOCHS and self._time_is_up() else "done"
 
     def _end_epoch(self, seconds: float) -> None:
         """Sum up, step into the next epoch, validate, save."""
@@ -133,13 +138,12 @@ class Trainer:
             return (step - 1) % freq == 0
         return step % freq == 0 or step == self.per_epoch
 
-    def _report(self) -> bool:
-        """Read the device, tell, and say whether the time is up."""
+    def _report(self) -> None:
+        """Read the device, and tell."""
         reading = self._read()
         perf = self.pace.read(self.train_loader.take_wait())
         self.reporter.train(self.position, reading, perf)
         self._stop_on_nan(reading)
-        return self._time_is_up()
 
     def _read(self) -> Reading:
         parts = self.parts
@@ -149,10 +153,9 @@ class Trainer:
         if self.config.MAX_TIME is None:
             return False
         up = from_first(self.pace.total >= seconds_of(self.config.MAX_TIME), self.world)
-        if up and self.position.step < self.per_epoch:
+        if up:
             log.info("The time given (-max_time %s) is up: saving, to be resumed.", self.config.MAX_TIME)
-            return True
-        return False
+        return up
 
     def _stop_on_nan(self, reading: Reading) -> None:
         """Without a scaler nothing skips a bad update: going on would only train on NaN."""

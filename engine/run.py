@@ -190,7 +190,8 @@ def _evaluate_only(
         figures[prefix] = evaluate(
             ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, world
         )
-    position = Position(**checkpoint.state()["position"]) if checkpoint else Position()
+    # The epoch the weights come from, where the saved position is already the next one's beginning.
+    position = Position(epoch=checkpoint.meta["epoch"], update=checkpoint.meta["update"]) if checkpoint else Position()
     reporter = Reporter(config, 1, folder if world.first else None, False, position.update)
     reporter.validation(position, figures, time.perf_counter() - began)
     reporter.close()

@@ -69,7 +69,7 @@ class Digits(ImageDataset):
     def _epoch_matrices(self, affine: BatchAffine, epoch: int) -> torch.Tensor:
         if self._matrices is None or self._matrices[0] != epoch:
             uniform = sample_table(self.seed, epoch, len(self), BatchAffine.COLUMNS)
-            self._matrices = epoch, affine.matrices(uniform).to(self.device)
+            self._matrices = epoch, affine.matrices(uniform).to(self.device, non_blocking=True)
         return self._matrices[1]
 
 

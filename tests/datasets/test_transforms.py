@@ -73,7 +73,7 @@ def test_modes_become_rgb_or_grey(tmp_path: Path) -> None:
         "clear.gif": red.convert("P"),
     }
     for name, image in files.items():
-        image.info = {"transparency": 0} if image.mode == "P" else {}
+        image.info = {"transparency": bytes([0, 128]) if name == "palette.png" else 0} if image.mode == "P" else {}
         image.save(tmp_path / name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

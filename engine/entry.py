@@ -74,7 +74,7 @@ def _program(script: str, argv: list[str], many: bool) -> int:
         return EXIT_DONE
     if command.action == "list_models":
         return _list_models(command.pattern)
-    loaded = load_config(command.cfg or _config_of_resumed_run(command), command.flags, command.words)
+    loaded = _load(command)
     if command.action == "print_config":
         print(format_config(loaded), end="")
         return EXIT_DONE
@@ -88,6 +88,16 @@ def _program(script: str, argv: list[str], many: bool) -> int:
             "Start main_multi_gpu.py with the same flags instead."
         )
     return _run(loaded, world or ALONE, command)
+
+
+def _load(command: CommandLine) -> Loaded:
+    if command.cfg is not None:
+        return load_config(command.cfg, command.flags, command.words)
+    saved, flags = _config_of_resumed_run(command), command.flags
+    if saved is not None:
+        # The run lies where it was found; the folder it was made in may be gone, or be another run's by now.
+        flags = {"OUTPUT": (None, "-resume"), **flags}
+    return load_config(saved, flags, command.words)
 
 
 def _config_of_resumed_run(command: CommandLine) -> str | None:

@@ -201,6 +201,7 @@ class Trainer:
 
     def _save(self, finished_epoch: int | None = None) -> None:
         """Save everything. `finished_epoch` where an epoch has just ended."""
+        self._stop_on_nan(self._read())
         parts, position = self.parts, self.position
         state = state_of(parts, position, self.best, self.global_batch)
         weights = parts.model.state_dict()

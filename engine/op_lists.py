@@ -1,0 +1,231 @@
+"""AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: which operators run in the low precision, and which in fp32.
+
+Autocast itself is a dispatch key: under it, torch looks for a kernel at AutocastCPU or AutocastCUDA before it
+looks for the one that computes. The lists put kernels of their own there. So they act wherever autocast acts: in
+eager and compiled models, in data parallel ones, under activation checkpointing; a mode of Python's would not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch._functorch.config as autograd_config
+from torch.compiler import config as compiler_config
+
+from utils.errors import UserError, nearest
+from utils.log import log
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+# A user's name -> the overloads of aten that Python reaches by it. Writing in place (`+=`, `relu_`) cannot be listed:
+# the precision is that of the tensor written into.
+OPERATORS: dict[str, tuple[str, ...]] = {
+    # matrix products and convolutions
+    "linear": ("linear",),
+    "matmul": ("matmul",),
+    "mm": ("mm",),
+    "bmm": ("bmm",),
+    "addmm": ("addmm",),
+    "baddbmm": ("baddbmm",),
+    "einsum": ("einsum",),
+    "conv1d": ("conv1d", "conv1d.padding"),
+    "conv2d": ("conv2d", "conv2d.padding"),
+    "conv3d": ("conv3d", "conv3d.padding"),
+    "conv_transpose2d": ("conv_transpose2d.input",),
+    "scaled_dot_product_attention": ("scaled_dot_product_attention",),
+    # norms
+    "layer_norm": ("layer_norm",),
+    "rms_norm": ("rms_norm",),
+    "group_norm": ("group_norm",),
+    "batch_norm": ("batch_norm",),
+    # activations
+    "softmax": ("softmax.int",),
+    "log_softmax": ("log_softmax.int",),
+    "gelu": ("gelu",),
+    "relu": ("relu",),
+    "silu": ("silu",),
+    "sigmoid": ("sigmoid",),
+    "tanh": ("tanh",),
+    "softplus": ("softplus",),
+    "hardswish": ("hardswish",),
+    "hardsigmoid": ("hardsigmoid",),
+    "leaky_relu": ("leaky_relu",),
+    # elementwise
+    "add": ("add.Tensor",),
+    "sub": ("sub.Tensor", "rsub.Scalar"),
+    "mul": ("mul.Tensor",),
+    "div": ("div.Tensor",),
+    "exp": ("exp",),
+    "log": ("log",),
+    "pow": ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"),
+    "square": ("square",),
+    "sqrt": ("sqrt",),
+    "rsqrt": ("rsqrt",),
+    "reciprocal": ("reciprocal",),
+    # reductions
+    "sum": ("sum", "sum.dim_IntList"),
+    "mean": ("mean", "mean.dim"),
+    "var": ("var.correction",),
+    "prod": ("prod", "prod.dim_int"),
+    "cumsum": ("cumsum",),
+    "logsumexp": ("logsumexp",),
+    "norm": ("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim"),
+    "cosine_similarity": ("cosine_similarity",),
+    # pooling and resizing
+    "max_pool2d": ("max_pool2d",),
+    "avg_pool2d": ("avg_pool2d",),
+    "adaptive_avg_pool2d": ("adaptive_avg_pool2d",),
+    "upsample_bilinear2d": ("upsample_bilinear2d.vec",),
+    "upsample_bicubic2d": ("upsample_bicubic2d.vec",),
+    # losses
+    "cross_entropy": ("cross_entropy_loss",),
+    "nll_loss": ("nll_loss_nd", "nll_loss"),
+    "mse_loss": ("mse_loss",),
+    "l1_loss": ("l1_loss",),
+    "smooth_l1_loss": ("smooth_l1_loss",),
+    "kl_div": ("kl_div",),
+    "binary_cross_entropy_with_logits": ("binary_cross_entropy_with_logits",),
+}
+
+# Paddle's names that are not torch's. Its matmul_v2 is a linear layer's product as well.
+PADDLE: dict[str, tuple[str, ...]] = {
+    "matmul_v2": ("matmul", "linear", "mm", "bmm", "addmm"),
+    "fc": ("linear",),
+    "fused_gemm_epilogue": ("linear",),
+    "fused_attention": ("scaled_dot_product_attention",),
+    "flash_attn": ("scaled_dot_product_attention",),
+    "depthwise_conv2d": ("conv2d",),
+    "conv2d_transpose": ("conv_transpose2d",),
+    "elementwise_add": ("add",),
+    "elementwise_sub": ("sub",),
+    "elementwise_mul": ("mul",),
+    "elementwise_div": ("div",),
+    "elementwise_pow": ("pow",),
+    "reduce_mean": ("mean",),
+    "reduce_sum": ("sum",),
+    "reduce_prod": ("prod",),
+    "p_norm": ("norm",),
+    "frobenius_norm": ("norm",),
+    "cos_sim": ("cosine_similarity",),
+    "swish": ("silu",),
+    "hard_swish": ("hardswish",),
+    "hard_sigmoid": ("hardsigmoid",),
+    "pool2d": ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+    "max_pool2d_with_index": ("max_pool2d",),
+    "bilinear_interp_v2": ("upsample_bilinear2d",),
+    "bicubic_interp_v2": ("upsample_bicubic2d",),
+    "softmax_with_cross_entropy": ("cross_entropy",),
+    "cross_entropy2": ("cross_entropy",),
+    "sigmoid_cross_entropy_with_logits": ("binary_cross_entropy_with_logits",),
+    "kldiv_loss": ("kl_div",),
+}
+
+# batch_norm writes into its running statistics: a cast copy of them would swallow what is written.
+_FIRST_INPUT_ONLY = ("batch_norm",)
+
+
+def check_names(white: Iterable[str], black: Iterable[str]) -> None:
+    """Names that are no operators here, or that stand on both lists."""
+    lists = {"AMP.CUSTOM_WHITE_LIST": tuple(white), "AMP.CUSTOM_BLACK_LIST": tuple(black)}
+    known = [*OPERATORS, *PADDLE]
+    for key, names in lists.items():
+        for name in names:
+            if name not in known:
+                raise UserError(
+                    f"{key}: no operator {name!r}.{nearest(name, known)} Known: {', '.join(sorted(known))}."
+                )
+        if "mul" in names:
+            log.warning("%s: mul is torch's elementwise product; what Paddle calls mul is linear here.", key)
+    both = _operators(lists["AMP.CUSTOM_WHITE_LIST"]).keys() & _operators(lists["AMP.CUSTOM_BLACK_LIST"]).keys()
+    if both:
+        words = ", ".join(sorted(both))
+        raise UserError(f"AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST both name {words}; it can be on one only.")
+
+
+class OpLists:
+    """The lists of one run: in force between `install` and `remove`, and inside autocast of `device_type` alone.
+
+    Install them before a model is compiled for the first time. While they are in force, a compiled backward pass runs
+    outside autocast, as an eager one does; otherwise it would take operators forced to fp32 back to low precision.
+    """
+
+    def __init__(self, device_type: str, white: Iterable[str], black: Iterable[str]) -> None:
+        self.device_type = device_type
+        self.white, self.black = _operators(white), _operators(black)
+        self._undo: ExitStack | None = None
+
+    def install(self) -> None:
+        if self._undo is not None or not (self.white or self.black):
+            return
+        self._undo = ExitStack()
+        library = torch.library.Library("aten", "IMPL")
+        self._undo.callback(library._destroy)
+        key = f"Autocast{self.device_type.upper()}"
+        for operators, low in ((self.white, True), (self.black, False)):
+            for name, overloads in operators.items():
+                for overload in overloads:
+                    library.impl(overload, _kernel(name, overload, self.device_type, low), key)
+        # Compiled graphs are kept on disk: those made under other lists are not ours.
+        tag = f"{compiler_config.cache_key_tag} {key} white={sorted(self.white)} black={sorted(self.black)}"
+        self._undo.enter_context(compiler_config.patch(cache_key_tag=tag))  # pyright: ignore[reportAttributeAccessIssue]
+        self._undo.enter_context(autograd_config.patch(backward_pass_autocast="off"))
+        _forget_compiled()
+
+    def remove(self) -> None:
+        """Give torch its own behaviour back."""
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = None
+            _forget_compiled()
+
+    def __enter__(self) -> Self:
+        self.install()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.remove()
+
+
+def _operators(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Torch's name -> overloads, with Paddle's names resolved."""
+    return {own: OPERATORS[own] for name in names for own in PADDLE.get(name, (name,))}
+
+
+def _forget_compiled() -> None:
+    """What this process has compiled so far has the former lists built in."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _kernel(name: str, overload: str, device_type: str, low: bool) -> Callable[..., Any]:
+    """What autocast runs in the operator's place: cast the inputs, then the operator as if there were no autocast."""
+    base, _, variant = overload.partition(".")
+    operator = getattr(getattr(torch.ops.aten, base), variant or "default")
+    castable = 1 if name in _FIRST_INPUT_ONLY else None
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type) if low else torch.float32
+        with torch.autocast(device_type, enabled=False):
+            # Where the caller says what shall come out, that stands, as it does under torch's own lists.
+            if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+                return operator(*args, **kwargs)
+            args = (*cast_floats(args[:castable], dtype, device_type), *(args[castable:] if castable else ()))
+            return operator(*args, **cast_floats(kwargs, dtype, device_type))
+
+    return kernel
+
+
+def cast_floats(value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    """Floating tensors of the device in `dtype`, in whatever they are packed; fp64 is left alone, as autocast does."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in FLOATS and value.device.type == device_type else value
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floats(item, dtype, device_type) for item in value)
+    if isinstance(value, dict):
+        return {key: cast_floats(item, dtype, device_type) for key, item in value.items()}
+    return value

@@ -1,0 +1,49 @@
+"""Gradients that stop being numbers: without a scaler that is a fault, and it stops the run before anything is lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import Result, metrics
+
+TOO_FAST = ("TRAIN.BASE_LR=1e30", "TRAIN.WARMUP_EPOCHS=0", "TRAIN.GRAD_CLIP=null", "SAVE_EVERY_UPDATES=1")
+
+
+@pytest.mark.parametrize("how", [("REPORT_FREQ=1",), ("REPORT_FREQ=1000",), ("-amp", "bf16", "REPORT_FREQ=1")])
+def test_a_run_that_diverges_stops(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    run = tmp_path / "run"
+    done = vitamp("-cfg", tiny, "-output", run, *TOO_FAST, *how)
+    assert done.code == 1, done.text
+    assert "Traceback" not in done.text
+    assert done.err.count("error:") == 1
+    told = re.search(r"at update (\d+) \(epoch 1, step (\d+); learning rate 9\.\d+e\+29\)", done.err)
+    assert told, done.err
+    assert told[1] == told[2]
+    for advice in ("TRAIN.BASE_LR", "TRAIN.WARMUP_EPOCHS", "TRAIN.GRAD_CLIP", "-amp off"):
+        assert advice in done.err
+    assert all(line["what"] != "end" for line in metrics(run, "run"))
+    for weights in run.rglob("*.safetensors"):
+        assert all(torch.isfinite(tensor).all() for tensor in load_file(weights).values()), weights
+    assert not [path for path in run.rglob("*") if path.name.startswith(".tmp")]
+
+
+def test_the_scaler_takes_an_overflow_as_its_own_business(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    """A scale that overflows at first is cut until it fits; the skipped updates are counted, and training goes on."""
+    words = ("-amp", "fp16", "AMP.INIT_LOSS_SCALING=1e9", "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=1")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
+    assert done.code == 0, done.text
+    last = metrics(tmp_path / "run", "train")[-1]
+    assert last["skipped"] > 0
+    assert last["scale"] == 1e9 * 0.5 ** last["skipped"]
+    assert last["loss"] < 2.3
+    assert "NaN" not in done.text

@@ -1,0 +1,202 @@
+"""A run that was stopped, or killed, and gone on with is the run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT, Result, metrics
+
+# Everything that has a state or draws random numbers.
+ALL_ON = [
+    *("-amp", "fp16", "AMP.INIT_LOSS_SCALING=1e7", "AMP.INCR_EVERY_N_STEPS=7", "TRAIN.MODEL_EMA=true"),
+    *("MODEL.DROPOUT=0.1", "MODEL.ATTENTION_DROPOUT=0.1", "MODEL.DROPPATH=0.1", "MODEL.DEPTH=2"),
+    *("TRAIN.ACCUM_ITER=2", "DATA.SHIFT=0.1", "DATA.ROTATE=5", "TRAIN.NUM_EPOCHS=4", "REPORT_FREQ=1", "SAVE_FREQ=1"),
+]
+PER_EPOCH = 22
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """All that metrics.jsonl tells of the training; a run that stops within an epoch validates there too."""
+    return [
+        line
+        for line in metrics(run)
+        if line["event"] in ("train", "epoch", "skip") or (line["event"] == "val" and line["update"] % PER_EPOCH == 0)
+    ]
+
+
+def weights(run: Path, update: int) -> dict[str, bytes]:
+    folder = run / "checkpoints" / f"step-{update:09d}"
+    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "ema.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four epochs in one go."""
+    from tests.conftest import TINY_DIGITS, run_program
+
+    place = tmp_path_factory.mktemp("whole")
+    (place / "tiny.yaml").write_text(TINY_DIGITS)
+    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *ALL_ON, "KEEP_LAST=0", streams=place)
+    assert done.code == 0, done.text
+    assert metrics(place / "run", "train")[-1]["skipped"] > 0, "the scaler is to be seen at work"
+    return place / "run"
+
+
+def equal(run: Path, whole: Path) -> None:
+    assert lines(run) == lines(whole)
+    assert weights(run, 4 * PER_EPOCH) == weights(whole, 4 * PER_EPOCH)
+
+
+@pytest.mark.parametrize("stop", [2 * PER_EPOCH, PER_EPOCH + 9], ids=["between epochs", "within an epoch"])
+def test_stopped_and_resumed(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: Path, stop: int) -> None:
+    run = tmp_path / "run"
+    first = vitamp("-cfg", tiny, "-output", run, *ALL_ON, f"TRAIN.MAX_UPDATES={stop}")
+    assert first.code == 0, first.text
+    assert metrics(run, "train")[-1]["update"] == stop
+    again = vitamp("-cfg", tiny, "-output", run, *ALL_ON, "-resume", "auto")
+    assert again.code == 0, again.text
+    assert f"changed since: TRAIN.MAX_UPDATES: {stop} -> null" in again.out
+    equal(run, whole)
+    told = [line["what"] for line in metrics(run, "run")]
+    assert told[0] == "start"
+    assert told[-2:] == ["resume", "end"]
+
+
+def test_killed_and_resumed(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: Path) -> None:
+    """SIGKILL gives no time to save anything: what the last checkpoint lacks is done again."""
+    run, words = tmp_path / "run", [*ALL_ON, "SAVE_EVERY_UPDATES=5"]
+    command = [sys.executable, ROOT / "main_single_gpu.py", "-cfg", tiny, "-output", run, *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        until(lambda: newest(run) > PER_EPOCH)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert newest(run) < 4 * PER_EPOCH, "killed too late to show anything"
+    done = vitamp("-cfg", tiny, "-output", run, *words, "-resume", "auto")
+    assert done.code == 0, done.text
+    equal(run, whole)
+
+
+def newest(run: Path) -> int:
+    return max((int(folder.name[5:]) for folder in (run / "checkpoints").glob("step-*")), default=0)
+
+
+def until(happens: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_auto_starts_goes_on_and_sees_that_all_is_done(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = ("-cfg", tiny, "-output", run, "-resume", "auto", "SAVE_FREQ=1")
+    fresh = vitamp(*words, "TRAIN.NUM_EPOCHS=1")
+    assert fresh.code == 0
+    assert "nothing to go on from" in fresh.out
+    more = vitamp(*words, "TRAIN.NUM_EPOCHS=2")
+    assert "going on from step-000000044" in more.out
+    assert "changed since: TRAIN.NUM_EPOCHS: 1 -> 2" in more.out
+    assert "the schedule now spans 2 epochs instead of 1" in more.out
+    assert [line["epoch"] for line in metrics(run, "epoch")] == [1, 2]
+    before = metrics(run)
+    done = vitamp(*words, "TRAIN.NUM_EPOCHS=2")
+    assert done.code == 0
+    assert "had already finished: 88 updates" in done.out.splitlines()[-1]
+    assert metrics(run) == before
+
+
+@pytest.fixture
+def stopped(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the whole run as if it had been stopped after two epochs."""
+    run = tmp_path / "stopped"
+    shutil.copytree(whole, run)
+    for update in (3, 4):
+        shutil.rmtree(run / "checkpoints" / f"step-{update * PER_EPOCH:09d}")
+    return run
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints/step-000000044", "checkpoints/step-000000044/model.safetensors"])
+def test_resume_takes_run_checkpoint_or_file(
+    vitamp: Callable[..., Result], stopped: Path, whole: Path, part: str
+) -> None:
+    """And needs no -cfg: the settings saved with the run serve, and the run goes on where it lies now."""
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    done = vitamp("-resume", stopped / part)
+    assert done.code == 0, done.text
+    assert "epoch 3, 44 updates done" in done.out
+    equal(stopped, whole)
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+
+
+def test_resume_into_a_folder_of_its_own(vitamp: Callable[..., Result], stopped: Path, whole: Path) -> None:
+    other = stopped.with_name("other")
+    done = vitamp("-resume", stopped, "-output", other)
+    assert done.code == 0, done.text
+    assert weights(other, 4 * PER_EPOCH) == weights(whole, 4 * PER_EPOCH)
+    assert not (stopped / "checkpoints" / f"step-{4 * PER_EPOCH:09d}").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut short", "a bit flipped", "no meta.json"])
+def test_a_damaged_checkpoint_falls_back(
+    vitamp: Callable[..., Result], stopped: Path, whole: Path, damage: str
+) -> None:
+    newest = stopped / "checkpoints" / "step-000000044"
+    content = bytearray((newest / "state.pt").read_bytes())
+    if damage == "cut short":
+        (newest / "state.pt").write_bytes(content[: len(content) // 2])
+    elif damage == "a bit flipped":
+        content[len(content) // 2] ^= 1
+        (newest / "state.pt").write_bytes(content)
+    else:
+        (newest / "meta.json").unlink()
+    done = vitamp("-resume", "auto", "-output", stopped)
+    assert done.code == 0, done.text
+    assert "step-000000044" in done.err
+    assert "The one before it is tried" in done.err
+    assert "going on from step-000000022" in done.out
+    equal(stopped, whole)
+
+
+def test_last_epoch_picks_a_checkpoint(vitamp: Callable[..., Result], whole: Path, tmp_path: Path) -> None:
+    """Going back: what came after the chosen checkpoint is done again, and nothing of it is left over."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    done = vitamp("-resume", run, "-last_epoch", 1, "KEEP_LAST=1", f"TRAIN.MAX_UPDATES={2 * PER_EPOCH}")
+    assert done.code == 0, done.text
+    assert "going on from" in done.out.lower()
+    assert "epoch 2, 22 updates done" in done.out
+    assert metrics(run, "train")[-1]["update"] == 2 * PER_EPOCH
+    assert weights(run, 2 * PER_EPOCH) == weights(whole, 2 * PER_EPOCH)
+    index = json.loads((run / "checkpoints" / "index.json").read_text())
+    assert index["last"] == "step-000000044"
+    kept = {folder.name for folder in (run / "checkpoints").glob("step-*")}
+    assert kept == {index["last"], index["best"]}
+    refused = vitamp("-resume", run, "-last_epoch", 3)
+    assert refused.code == 2
+    assert "no usable checkpoint of epoch 3" in refused.err
+
+
+def test_resuming_does_not_depend_on_where_one_stands(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    """A relative -output is saved as written, and the run is found again by another path."""
+    os.makedirs(tmp_path / "elsewhere")
+    words = ("TRAIN.MAX_UPDATES=44",)
+    assert vitamp("-cfg", tiny, "-output", "run", *words, cwd=tmp_path).code == 0
+    done = vitamp("-resume", "../run", "TRAIN.MAX_UPDATES=null", cwd=tmp_path / "elsewhere")
+    assert done.code == 0, done.text
+    assert metrics(tmp_path / "run", "train")[-1]["update"] == 88
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -1,0 +1,104 @@
+"""A training small enough to be looked into: the engine's own parts on two hundred and some digits' worth of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from datasets import Batch, Share, Window
+from engine.meters import TrainMeters
+from engine.precision import Precision
+from engine.schedule import Schedule, build_scheduler
+from engine.setup import ReadyToTrain, build_for_training
+from engine.update import Parts, train_update
+from utils.config import AmpConfig, TrainConfig, load_config
+from utils.world import ALONE
+
+CPU = torch.device("cpu")
+FP16 = AmpConfig(ENABLED=True, DTYPE="fp16")
+BF16 = AmpConfig(ENABLED=True, DTYPE="bf16")
+OFF = AmpConfig()
+
+
+def build(tiny: Path, device: torch.device = CPU, **words: object) -> ReadyToTrain:
+    """The tiny recipe, ready for its first update. `AMP__DTYPE="fp16"` is AMP.DTYPE=fp16."""
+    torch.set_num_threads(1)
+    settings = {key.replace("__", "."): str(value) for key, value in words.items()}
+    if device.type != "cpu":
+        settings["DEVICE"] = device.type
+    return build_for_training(load_config(str(tiny), words=settings).config, ALONE, device, None)
+
+
+def windows(ready: ReadyToTrain) -> Iterator[Window]:
+    """Windows without end, epoch after epoch."""
+    epoch = 1
+    while True:
+        yield from ready.train_loader.epoch(epoch)
+        epoch += 1
+
+
+def train(ready: ReadyToTrain, updates: int, source: Iterator[Window] | None = None, done: int = 0) -> None:
+    source = source or windows(ready)
+    for update in range(done + 1, done + updates + 1):
+        train_update(ready.parts, next(source), update)
+
+
+class Scale(nn.Module):
+    """One weight, multiplied with the mean pixel: the gradient is what the images say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(1).mean(1, keepdim=True) * self.weight
+
+
+def mean_output(logits: Tensor, _labels: Tensor) -> Tensor:
+    return logits.mean()
+
+
+def parts_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    amp: AmpConfig = OFF,
+    criterion: Callable[[Tensor, Tensor], Tensor] = mean_output,
+    grad_clip: float | None = None,
+    updates: int = 100,
+    train_config: TrainConfig | None = None,
+) -> Parts:
+    """The parts of an update around a model of one's own; constant learning rate 1 unless told otherwise."""
+    settings = train_config or TrainConfig(NUM_EPOCHS=1, WARMUP_EPOCHS=0, BASE_LR=1.0, END_LR=1.0)
+    rates = (settings.BASE_LR, settings.WARMUP_START_LR, settings.END_LR)
+    schedule = Schedule(build_scheduler(optimizer, settings, rates, updates), optimizer, updates, None)
+    return Parts(
+        model=model,
+        forward=model,
+        inputs=nn.Identity(),
+        criterion=criterion,
+        optimizer=optimizer,
+        schedule=schedule,
+        precision=Precision(amp, CPU),
+        meters=TrainMeters(CPU, ALONE),
+        ema=None,
+        grad_clip=grad_clip,
+        seed=0,
+    )
+
+
+def window_of(*images: Tensor, weights: tuple[float, ...] | None = None) -> Window:
+    """One update's micro-batches from tensors of images; all labels are 0."""
+    shares, batches = [], []
+    for number, micro in enumerate(images):
+        weight = weights[number] if weights else 1 / len(images)
+        indices = torch.arange(len(micro))
+        shares.append(Share(number, indices.numpy(), weight))
+        batches.append(Batch(micro, torch.zeros(len(micro), dtype=torch.int64), indices))
+    return Window(tuple(shares), iter(batches))
+
+
+def flat(value: float, samples: int = 4) -> Tensor:
+    return torch.full((samples, 1, 2, 2), value)

@@ -1,0 +1,135 @@
+"""The moving average of the weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from engine import trainer
+from engine.ema import Ema
+from engine.meters import Means
+from engine.trainer import Trainer
+from tests.engine.small import CPU
+
+STEPS = 30
+
+
+class Net(nn.Module):
+    """A few weights, and buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+
+def wander(model: nn.Module, step: int) -> None:
+    """Other weights and other running statistics, the same ones for the same step."""
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            else:
+                tensor.add_(1)
+
+
+def follow(decay: float, warmup: bool, moved: list[bool], as_tensor: bool) -> tuple[Ema, Net]:
+    torch.manual_seed(0)
+    model = Net()
+    ema = Ema(model, decay, warmup, CPU)
+    for step, yes in enumerate(moved):
+        wander(model, step)
+        ema.update(torch.tensor(yes) if as_tensor else yes)
+    return ema, model
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("decay", [0.5, 0.99, 0.99996])
+def test_it_is_the_formula_of_the_books(decay: float, warmup: bool, as_tensor: bool) -> None:
+    ema, _ = follow(decay, warmup, [True] * STEPS, as_tensor)
+    torch.manual_seed(0)
+    model = Net()
+    average = [p.detach().double().clone() for p in model.parameters()]
+    for step in range(STEPS):
+        wander(model, step)
+        d = min(decay, (1 + step) / (10 + step)) if warmup else decay
+        average = [d * a + (1 - d) * p.detach().double() for a, p in zip(average, model.parameters(), strict=True)]
+    for ours, theirs in zip(ema.module.parameters(), average, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_a_flag_on_the_device_is_as_good_as_one_on_the_host(warmup: bool) -> None:
+    moved = [True, False, True, True, False, False, True]
+    (host, _), (device, _) = (follow(0.9, warmup, moved, as_tensor) for as_tensor in (False, True))
+    assert int(host.updates) == int(device.updates) == 4
+    for (name, ours), theirs in zip(host.module.state_dict().items(), device.module.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_an_update_that_moved_nothing_leaves_all_as_it_was(as_tensor: bool) -> None:
+    """Running statistics too: those of a pass that overflowed may be infinite."""
+    ema, model = follow(0.9, True, [True, True], as_tensor)
+    before = {name: tensor.clone() for name, tensor in ema.module.state_dict().items()}
+    wander(model, 7)
+    model.norm.running_mean.fill_(float("inf"))  # pyright: ignore[reportOptionalMemberAccess]
+    ema.update(torch.tensor(False) if as_tensor else False)
+    assert int(ema.updates) == 2
+    assert all(torch.equal(before[name], tensor) for name, tensor in ema.module.state_dict().items())
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_buffers_are_taken_over(as_tensor: bool) -> None:
+    ema, model = follow(0.9, False, [True] * 3, as_tensor)
+    for ours, theirs in zip(ema.module.buffers(), model.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.data_ptr() != theirs.data_ptr()
+
+
+def test_it_starts_as_the_model_is_and_is_no_part_of_training() -> None:
+    model = Net().train()
+    ema = Ema(model, 0.9, True, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(ema.module.parameters(), model.parameters(), strict=True))
+    assert not any(p.requires_grad for p in ema.module.parameters())
+    assert not any(m.training for m in ema.module.modules())
+    assert model.training
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_loading_weights_into_it_goes_on_from_them() -> None:
+    ema, model = follow(0.5, False, [True], as_tensor=False)
+    saved = {name: torch.zeros_like(tensor) for name, tensor in ema.module.state_dict().items()}
+    ema.module.load_state_dict(saved)
+    ema.update(True)
+    for ours, theirs in zip(ema.module.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs / 2)
+
+
+def test_an_average_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation on another device works on a copy, and the average still follows the weights afterwards.
+
+    The device `meta` stands for a GPU: it takes tensors, and nothing ever comes back from it.
+    """
+    seen = []
+
+    def look(model: nn.Module, *_: object) -> Means:
+        seen.append({p.device.type for p in model.parameters()})
+        return Means(0.0, 0.0, 0.0)
+
+    monkeypatch.setattr(trainer, "evaluate", look)
+    ema, model = follow(0.5, False, [True], as_tensor=False)
+    precision = SimpleNamespace(device=torch.device("meta"))
+    parts = SimpleNamespace(precision=precision, inputs=None)
+    Trainer._evaluate(SimpleNamespace(parts=parts, validation_samples=1, val_loader=None, world=None), ema.module)  # pyright: ignore[reportArgumentType]
+    assert seen == [{"meta"}]
+    before = next(ema.module.parameters()).clone()
+    ema.update(True)
+    after = next(ema.module.parameters())
+    assert after.device == CPU
+    torch.testing.assert_close(after.detach(), (before + next(model.parameters()).detach()) / 2)

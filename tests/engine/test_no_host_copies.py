@@ -1,0 +1,114 @@
+"""A normal update never makes the host wait for a value of the device's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from datasets import Window
+from tests.engine.small import build, train, windows
+
+# What a read-back looks like to the dispatcher: `.item()`, `bool(t)`, `.tolist()` of one value, masks as indices.
+READ_BACKS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::masked_select"}
+PRECISIONS = [("false", "auto"), ("true", "bf16"), ("true", "fp16")]
+
+
+class Listener(TorchDispatchMode):
+    """Keeps the names of the operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def read_backs(ready) -> set[str]:
+    """Those of two updates, seen by the profiler and by the dispatcher; the first updates may set things up."""
+    source = windows(ready)
+    train(ready, 2, source)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, Listener() as listener:
+        train(ready, 2, source, done=2)
+    events = profiler.events() or []
+    seen = {event.name for event in events if not _counts_its_steps(event)} | listener.names
+    assert "aten::linear" in seen, "nothing was recorded"
+    return seen & READ_BACKS
+
+
+def _counts_its_steps(event: Any) -> bool:
+    """On a CPU the fused kernel itself looks up how many steps it has made; a GPU's does that on the GPU."""
+    while event is not None:
+        if event.name == "aten::_fused_adamw_":
+            return True
+        event = event.cpu_parent
+    return False
+
+
+@pytest.mark.parametrize("clip", ["null", "1.0"])
+@pytest.mark.parametrize(("enabled", "dtype"), PRECISIONS)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_an_update_reads_nothing_back(tiny: Path, enabled: str, dtype: str, clip: str, optimizer: str) -> None:
+    ready = build(
+        tiny,
+        AMP__ENABLED=enabled,
+        AMP__DTYPE=dtype,
+        AMP__INIT_LOSS_SCALING=1024,
+        TRAIN__GRAD_CLIP=clip,
+        TRAIN__ACCUM_ITER=2,
+        TRAIN__MODEL_EMA="true",
+        TRAIN__OPTIMIZER__NAME=optimizer,
+    )
+    assert read_backs(ready) == set()
+    reading = ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0)
+    assert reading.skipped == 0, "a normal update was meant"
+
+
+def test_an_update_whose_gradient_overflowed_reads_nothing_back_either(tiny: Path) -> None:
+    ready = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=1e30)
+    assert read_backs(ready) == set()
+    assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).skipped == 4
+
+
+def test_a_read_back_would_be_noticed(tiny: Path) -> None:
+    ready = build(tiny)
+
+    def curious(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, labels)
+        assert loss.item() > 0
+        return loss
+
+    ready.parts.criterion = curious
+    assert "aten::_local_scalar_dense" in read_backs(ready)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here to wait for")
+@pytest.mark.parametrize(("enabled", "dtype"), PRECISIONS)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_an_update_never_waits_for_the_gpu(tiny: Path, enabled: str, dtype: str, optimizer: str) -> None:
+    ready = build(
+        tiny,
+        torch.device("cuda", 0),
+        AMP__ENABLED=enabled,
+        AMP__DTYPE=dtype,
+        TRAIN__ACCUM_ITER=2,
+        TRAIN__MODEL_EMA="true",
+        TRAIN__OPTIMIZER__NAME=optimizer,
+    )
+    source = windows(ready)
+    train(ready, 3, source)
+    # Loading is not what is tested: the batches are on the GPU before.
+    loaded = [Window(window.shares, iter([batch for _, batch in window])) for _, window in zip(range(3), source)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(ready, 3, iter(loaded), done=3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

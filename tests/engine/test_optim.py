@@ -1,0 +1,124 @@
+"""Which weights decay, which kernels step, and that timm's optimisers work in the update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine.optim import build_optimizer, optimizer_name
+from engine.update import train_update
+from tests.engine.small import CPU, FP16, Scale, build, flat, parts_of, train, window_of
+from utils.config import OptimizerConfig, TrainConfig
+from utils.errors import UserError
+
+
+def optimizer_of(model: nn.Module, name: str = "AdamW", **settings: Any) -> torch.optim.Optimizer:
+    return build_optimizer(model, TrainConfig(OPTIMIZER=OptimizerConfig(NAME=name), **settings), 1e-3, CPU)
+
+
+def decays(tiny: Path, **words: object) -> dict[str, float]:
+    """Each weight's decay, by its name."""
+    parts = build(tiny, **words).parts
+    names = {id(parameter): name for name, parameter in parts.model.named_parameters()}
+    return {names[id(p)]: group["weight_decay"] for group in parts.optimizer.param_groups for p in group["params"]}
+
+
+def test_biases_norms_and_embeddings_do_not_decay(tiny: Path) -> None:
+    found = decays(tiny, TRAIN__WEIGHT_DECAY=0.3)
+    free = {"pos_embed", "cls_token"} | {name for name in found if name.endswith("bias") or "norm" in name}
+    assert {name for name, decay in found.items() if decay == 0} == free
+    assert {decay for name, decay in found.items() if name not in free} == {0.3}
+    assert {"pos_embed", "cls_token", "norm.weight", "blocks.0.norm1.weight", "head.bias"} <= free
+    assert {"head.weight", "patch_embed.proj.weight"} <= set(found) - free
+
+
+def test_all_decay_where_asked(tiny: Path) -> None:
+    found = decays(tiny, TRAIN__WEIGHT_DECAY=0.3, TRAIN__WEIGHT_DECAY_ALL="true")
+    assert set(found.values()) == {0.3}
+    assert set(found) == set(decays(tiny)), "and none is forgotten"
+
+
+def test_sgd_is_momentum_without_nesterov() -> None:
+    sgd = optimizer_of(nn.Linear(2, 2), "SGD")
+    assert isinstance(sgd, torch.optim.SGD)
+    assert (sgd.defaults["nesterov"], sgd.defaults["momentum"]) == (False, 0.9)
+    assert optimizer_of(nn.Linear(2, 2), "nesterov").defaults["nesterov"] is True
+
+
+@pytest.mark.parametrize("name", ["AdamW", "adam", "SGD", "Nesterov"])
+def test_common_optimisers_are_fused(name: str) -> None:
+    assert optimizer_of(nn.Linear(2, 2), name).defaults["fused"] is True
+
+
+def test_settings_reach_the_optimiser() -> None:
+    settings = OptimizerConfig(NAME="AdamW", EPS=1e-6, BETAS=(0.8, 0.95))
+    made = build_optimizer(nn.Linear(2, 2), TrainConfig(OPTIMIZER=settings), 0.5, CPU)
+    assert {"lr": 0.5, "eps": 1e-6, "betas": (0.8, 0.95)}.items() <= made.defaults.items()
+
+
+@pytest.mark.parametrize(("name", "near"), [("AdamWW", "adamw"), ("lionn", "lion"), ("xyzzy", "AdamW, Adam, SGD")])
+def test_unknown_names_are_answered_with_near_ones(name: str, near: str) -> None:
+    with pytest.raises(UserError, match=near) as error:
+        optimizer_name(name)
+    assert "TRAIN.OPTIMIZER.NAME" in str(error.value)
+    assert name in str(error.value)
+
+
+def test_an_optimiser_of_second_order_is_refused() -> None:
+    with pytest.raises(UserError, match="second derivatives"):
+        optimizer_name("Adahessian")
+
+
+def test_an_optimiser_that_needs_more_than_there_is() -> None:
+    with pytest.raises(UserError, match="cannot be built"):
+        optimizer_of(nn.Linear(2, 2), "bnbadamw")
+
+
+NAMES = ["AdamW", "SGD", "LAMB", "Lion", "Adafactor", "Adan", "NAdamW", "LARS", "RMSProp", "Muon"]
+
+
+@pytest.mark.parametrize("enabled", ["false", "true"])
+@pytest.mark.parametrize("name", NAMES)
+def test_optimisers_make_updates(tiny: Path, name: str, enabled: str) -> None:
+    """Plainly and under loss scaling; with the first update overflowing it is skipped, the next moves the weights."""
+    ready = build(
+        tiny,
+        TRAIN__OPTIMIZER__NAME=name,
+        TRAIN__WARMUP_EPOCHS=0,
+        AMP__ENABLED=enabled,
+        AMP__DTYPE="fp16",
+        AMP__INIT_LOSS_SCALING=1024,
+    )
+    before = {name: tensor.clone() for name, tensor in ready.parts.model.state_dict().items()}
+    train(ready, 3)
+    after = ready.parts.model.state_dict()
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+    unmoved = [name for name in before if torch.equal(before[name], after[name])]
+    assert unmoved == []
+    reading = ready.parts.meters.read(ready.parts.precision.scale_tensor(), ready.parts.schedule.last_rate())
+    assert (reading.skipped, reading.scale, ready.parts.schedule.moved) == (0, 1024.0 if enabled == "true" else 1.0, 3)
+
+
+def test_momentum_is_sound_after_a_first_update_that_was_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's fused SGD takes momentum from memory it has not written, if its first step is skipped."""
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, 1e6))
+    model = Scale()
+    settings = TrainConfig(OPTIMIZER=OptimizerConfig(NAME="SGD", MOMENTUM=0.5), WEIGHT_DECAY=0)
+    parts = parts_of(model, build_optimizer(model, settings, 1.0, CPU), FP16)
+    for update, value in enumerate((3e38, 0.25, 0.25), start=1):
+        train_update(parts, window_of(flat(value)), update)
+    assert model.weight.item() == 1.0 - 0.25 - (0.25 + 0.125)
+
+
+def test_momentum_from_zero_is_the_plain_first_step() -> None:
+    steps = []
+    for momentum in (0.9, 0.0):
+        model = Scale()
+        settings = TrainConfig(OPTIMIZER=OptimizerConfig(NAME="SGD", MOMENTUM=momentum))
+        train_update(parts_of(model, build_optimizer(model, settings, 1.0, CPU)), window_of(flat(0.3)), 1)
+        steps.append(model.weight.item())
+    assert steps[0] == steps[1] != 1.0

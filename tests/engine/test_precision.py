@@ -1,0 +1,213 @@
+"""What -amp means where, and what loss scaling does to an update."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine import precision
+from engine.ema import Ema
+from engine.precision import Precision, check_precision, choose
+from engine.update import Parts, train_update
+from tests.engine.small import BF16, CPU, FP16, OFF, Scale, flat, parts_of, window_of
+from utils.config import AmpConfig
+from utils.errors import UserError
+
+AUTO = AmpConfig(ENABLED=True)
+GPU = torch.device("cuda", 0)
+OVERFLOW = flat(3e38)  # its gradient is finite; times the loss scale it is not
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch):
+    """A GPU of some compute capability, as far as asking for it goes."""
+
+    def of(major: int, minor: int) -> torch.device:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (major, minor))
+        return GPU
+
+    return of
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch):
+    """A CPU that computes in these types."""
+
+    def of(fp16: bool, bf16: bool) -> torch.device:
+        class Answers:
+            _is_mkldnn_fp16_supported = staticmethod(lambda: fp16)
+            _is_mkldnn_bf16_supported = staticmethod(lambda: bf16)
+
+        monkeypatch.setattr(precision.torch.ops, "mkldnn", Answers, raising=False)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        monkeypatch.setattr(precision, "_cpu_has", lambda *_flags: bf16)
+        return CPU
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((7, 0), "Volta"), ((7, 5), "Turing"), ((8, 0), "Ampere"), ((8, 6), "Ampere"), ((8, 9), "Ada"), ((9, 0), "Hopper")]
+    + [((10, 0), "Blackwell"), ((12, 0), "Blackwell")],
+)
+def test_gpus_that_gain_get_fp16(gpu, capability: tuple[int, int], name: str) -> None:
+    choice = choose(AUTO, gpu(*capability))
+    assert choice.dtype is torch.float16
+    assert name in choice.reason
+    assert f"{capability[0]}.{capability[1]}" in choice.reason
+    assert choice.warning is None
+
+
+@pytest.mark.parametrize("capability", [(6, 0), (6, 1), (5, 2), (3, 7)])
+def test_gpus_that_do_not_gain_say_so(gpu, capability: tuple[int, int]) -> None:
+    warning = choose(AUTO, gpu(*capability)).warning
+    assert warning is not None
+    assert "no" in warning
+    assert "speed" in warning
+
+
+def test_bf16_on_a_gpu_that_emulates_it(gpu) -> None:
+    assert "fp16" in str(choose(BF16, gpu(7, 5)).warning)
+    assert choose(BF16, gpu(8, 0)).warning is None
+    assert choose(BF16, gpu(7, 5)).dtype is torch.bfloat16, "what was asked for is done"
+
+
+@pytest.mark.parametrize(
+    ("fp16", "bf16", "dtype", "warns"),
+    [
+        (True, False, torch.float16, False),
+        (True, True, torch.bfloat16, False),
+        (False, True, torch.bfloat16, False),
+        (False, False, torch.bfloat16, True),
+    ],
+)
+def test_cpu_gets_what_it_computes_in(cpu, fp16: bool, bf16: bool, dtype: torch.dtype, warns: bool) -> None:
+    choice = choose(AUTO, cpu(fp16, bf16))
+    assert choice.dtype is dtype
+    assert (choice.warning is not None) is warns
+
+
+def test_fp16_on_a_cpu_without_it_warns(cpu) -> None:
+    assert "many times slower" in str(choose(FP16, cpu(False, True)).warning)
+    assert choose(FP16, cpu(True, True)).warning is None
+
+
+@pytest.mark.parametrize("amp", [OFF, AmpConfig(ENABLED=True, LEVEL="O0"), AmpConfig(DTYPE="fp16")])
+def test_off_is_fp32(amp: AmpConfig) -> None:
+    assert choose(amp, CPU).dtype is torch.float32
+    off = Precision(amp, CPU)
+    assert (off.name, off.autocasts, off.scaler.is_enabled()) == ("fp32", False, False)
+    with off.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_bf16_on_mps_is_refused() -> None:
+    with pytest.raises(UserError, match="fp16"):
+        check_precision(BF16, torch.device("mps"))
+
+
+@pytest.mark.parametrize(("amp", "dtype", "scaled"), [(FP16, torch.float16, True), (BF16, torch.bfloat16, False)])
+def test_only_fp16_is_scaled(amp: AmpConfig, dtype: torch.dtype, scaled: bool) -> None:
+    chosen = Precision(amp, CPU)
+    assert chosen.scaler.is_enabled() is scaled
+    assert float(chosen.scale_tensor()) == (65536.0 if scaled else 1.0)
+    with chosen.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
+    assert ("with loss scaling" if scaled else "no loss scaling") in "".join(chosen.lines())
+
+
+def test_validation_under_autocast_is_a_setting() -> None:
+    for evaluates, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        chosen = Precision(AmpConfig(ENABLED=True, DTYPE="bf16", EVAL=evaluates), CPU)
+        with chosen.autocast(training=False):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
+
+
+def test_tf32_is_set_and_taken_back() -> None:
+    Precision(AmpConfig(TF32=True), CPU)
+    assert torch.backends.fp32_precision == "tf32"  # pyright: ignore[reportAttributeAccessIssue]
+    Precision(OFF, CPU)
+    assert torch.backends.fp32_precision == "ieee"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def sgd(amp: AmpConfig, clip: float | None = None, fused: bool = True, momentum: float = 0.0) -> Parts:
+    model = Scale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum, fused=fused)
+    parts = parts_of(model, optimizer, amp, grad_clip=clip)
+    parts.ema = Ema(model, 0.5, False, CPU)
+    return parts
+
+
+def state(parts: Parts) -> tuple[float, int, float, int]:
+    assert parts.ema is not None
+    weight, average = (next(m.parameters()).item() for m in (parts.model, parts.ema.module))
+    return weight, parts.schedule.moved, average, int(parts.ema.updates)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_overflow_skips_everything_together_and_is_counted(fused: bool) -> None:
+    parts = sgd(AmpConfig(ENABLED=True, DTYPE="fp16", INIT_LOSS_SCALING=1024), fused=fused)
+    before = state(parts)
+    train_update(parts, window_of(OVERFLOW), 1)
+    assert state(parts) == before == (1.0, 0, 1.0, 0)
+    reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
+    assert (reading.skipped, reading.scale) == (1, 512.0)
+    assert not math.isfinite(reading.grad_norm)
+    assert reading.first_bad == -1, "a skip is the scaler's work, no fault"
+    train_update(parts, window_of(flat(0.25)), 2)
+    assert state(parts) == (0.75, 1, 0.875, 1)
+    assert parts.meters.read(parts.precision.scale_tensor(), 0.0).skipped == 1
+
+
+def test_an_overflow_in_one_micro_batch_skips_the_whole_update() -> None:
+    parts = sgd(FP16)
+    train_update(parts, window_of(flat(0.25), OVERFLOW, flat(0.25)), 1)
+    assert state(parts)[0] == 1.0
+    train_update(parts, window_of(flat(0.25), flat(0.25)), 2)
+    assert state(parts)[0] == 0.75, "nothing of the skipped update is left in the gradients"
+
+
+def test_bf16_has_no_scaler_to_skip_and_names_the_first_bad_update() -> None:
+    parts = sgd(BF16)
+    for update, images in enumerate((flat(0.25), flat(float("nan")), flat(0.25), flat(float("inf"))), start=1):
+        train_update(parts, window_of(images), update)
+    reading = parts.meters.read(parts.precision.scale_tensor(), 0.0)
+    assert (reading.skipped, reading.scale, reading.first_bad) == (0, 1.0, 2)
+
+
+def test_the_scale_grows_after_so_many_clean_updates_and_falls_at_once() -> None:
+    settings = {"INIT_LOSS_SCALING": 8, "INCR_EVERY_N_STEPS": 3, "INCR_RATIO": 4.0, "DECR_RATIO": 0.25}
+    parts = sgd(AmpConfig(ENABLED=True, DTYPE="fp16", **settings))
+    scales = []
+    for update, bad in enumerate([False, False, True, False, False, False, False], start=1):
+        train_update(parts, window_of(OVERFLOW if bad else flat(1e-3)), update)
+        scales.append(float(parts.precision.scale_tensor()))
+    assert scales == [8, 8, 2, 2, 2, 8, 8]
+
+
+@pytest.mark.parametrize("amp", [OFF, BF16, FP16])
+def test_the_norm_that_is_told_is_the_unscaled_one(amp: AmpConfig) -> None:
+    parts = sgd(amp)
+    train_update(parts, window_of(flat(0.5), flat(0.25)), 1)
+    assert parts.meters.read(parts.precision.scale_tensor(), 0.0).grad_norm == pytest.approx(0.375, rel=1e-3)
+
+
+@pytest.mark.parametrize("amp", [OFF, FP16])
+def test_clipping_limits_the_unscaled_gradient(amp: AmpConfig) -> None:
+    """Limits of 1 would cut a gradient of 0.5 to nothing if it were still scaled by 65536."""
+    for clip, gradient, step in ((1.0, 0.5, 0.5), (0.125, 0.5, 0.125), (None, 4.0, 4.0)):
+        parts = sgd(amp, clip)
+        train_update(parts, window_of(flat(gradient)), 1)
+        assert 1.0 - state(parts)[0] == pytest.approx(step, rel=1e-3)
+        told = parts.meters.read(parts.precision.scale_tensor(), 0.0).grad_norm
+        assert told == pytest.approx(gradient, rel=1e-3), "before clipping"
+
+
+def test_the_loss_is_the_mean_over_the_micro_batches_there_are() -> None:
+    parts = sgd(OFF)
+    train_update(parts, window_of(flat(0.5), flat(0.25), flat(0.125), weights=(0.5, 0.5, 0.0)), 1)
+    assert state(parts)[0] == 1 - 0.375
+    assert parts.meters.read(parts.precision.scale_tensor(), 0.0).update.loss == pytest.approx(0.375)

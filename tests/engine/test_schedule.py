@@ -1,0 +1,145 @@
+"""The learning rate of every update."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine.optim import build_optimizer, scaled_rates
+from engine.schedule import Schedule, build_scheduler
+from engine.update import train_update
+from tests.engine.small import CPU, FP16, Scale, flat, parts_of, window_of
+from utils.config import OptimizerConfig, SchedulerConfig, TrainConfig
+
+PER_EPOCH = 5
+
+
+def schedule(on_device: bool = False, **settings: Any) -> tuple[Schedule, torch.optim.Optimizer]:
+    """A schedule over epochs of five updates, with weights that decay and weights that do not."""
+    train = TrainConfig(**settings)
+    optimizer = build_optimizer(nn.Linear(2, 2), train, train.BASE_LR, CPU)
+    rates = (train.BASE_LR, train.WARMUP_START_LR, train.END_LR)
+    made = build_scheduler(optimizer, train, rates, PER_EPOCH)
+    return Schedule(made, optimizer, train.NUM_EPOCHS * PER_EPOCH, CPU if on_device else None), optimizer
+
+
+def rates_of(made: Schedule, optimizer: torch.optim.Optimizer, updates: int, on_device: bool = False) -> list[float]:
+    """The rate each of the coming updates is made with, the same in every group."""
+    seen = []
+    for _ in range(updates):
+        first, *others = (float(group["lr"]) for group in optimizer.param_groups)
+        assert others == [first]
+        seen.append(first)
+        made.advance(torch.tensor(True) if on_device else True)
+        assert float(made.last_rate()) == first, "what is reported is the rate of the update just made"
+    return seen
+
+
+COSINE = {"NUM_EPOCHS": 6, "WARMUP_EPOCHS": 2, "BASE_LR": 1.0, "WARMUP_START_LR": 0.1, "END_LR": 0.01}
+
+
+def test_warm_up_then_cosine() -> None:
+    seen = rates_of(*schedule(**COSINE), updates=31)
+    assert seen[:11] == pytest.approx([0.1 + 0.09 * n for n in range(11)]), "from WARMUP_START_LR to BASE_LR in a line"
+    cosine = [0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * n / 20)) for n in range(21)]
+    assert seen[10:] == pytest.approx(cosine)
+    assert seen[30] == pytest.approx(0.01), "END_LR when all updates are made"
+
+
+def test_no_warm_up_begins_at_the_full_rate() -> None:
+    assert rates_of(*schedule(**{**COSINE, "WARMUP_EPOCHS": 0}), updates=1) == [1.0]
+
+
+def test_warm_up_over_the_whole_run() -> None:
+    seen = rates_of(*schedule(**{**COSINE, "WARMUP_EPOCHS": 6}), updates=30)
+    assert seen == pytest.approx([0.1 + 0.9 * n / 30 for n in range(30)])
+
+
+def test_step_falls_where_its_epochs_end() -> None:
+    shape = SchedulerConfig(NAME="step", DECAY_EPOCHS=2, DECAY_RATE=0.5)
+    seen = rates_of(*schedule(NUM_EPOCHS=6, WARMUP_EPOCHS=0, BASE_LR=1.0, LR_SCHEDULER=shape), updates=30)
+    assert seen == [1.0] * 10 + [0.5] * 10 + [0.25] * 10
+
+
+def test_multi_step_falls_where_its_epochs_end() -> None:
+    shape = SchedulerConfig(NAME="multi-step", MILESTONES=(4, 1), DECAY_RATE=0.1)
+    seen = rates_of(*schedule(NUM_EPOCHS=6, WARMUP_EPOCHS=0, BASE_LR=1.0, LR_SCHEDULER=shape), updates=30)
+    assert seen == pytest.approx([1.0] * 5 + [0.1] * 15 + [0.01] * 10)
+
+
+@pytest.mark.parametrize("name", ["step", "multi-step"])
+def test_warm_up_does_not_move_the_falls(name: str) -> None:
+    shape = SchedulerConfig.model_validate({"NAME": name, "DECAY_EPOCHS": 3, "MILESTONES": (3, 6), "DECAY_RATE": 0.5})
+    settings = {"NUM_EPOCHS": 9, "WARMUP_EPOCHS": 1, "WARMUP_START_LR": 0.5, "BASE_LR": 1.0, "LR_SCHEDULER": shape}
+    seen = rates_of(*schedule(**settings), updates=45)
+    assert seen == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9] + [1.0] * 10 + [0.5] * 15 + [0.25] * 15)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_skipped_update_does_not_count(on_device: bool) -> None:
+    made, optimizer = schedule(on_device, **COSINE)
+    skipped = torch.tensor(False) if on_device else False
+    rates = []
+    for moved in (skipped, skipped, True, skipped, True):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        made.advance(torch.tensor(True) if on_device and moved is True else moved)
+    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.19, 0.19])
+    assert made.moved == 2
+
+
+@pytest.mark.parametrize("name", ["warmupcosine", "step", "multi-step"])
+def test_rates_kept_on_the_device_are_the_same(name: str) -> None:
+    shape = SchedulerConfig.model_validate({"NAME": name, "DECAY_EPOCHS": 2, "MILESTONES": (2, 5)})
+    settings = {**COSINE, "LR_SCHEDULER": shape}
+    host = rates_of(*schedule(**settings), updates=32)
+    made, optimizer = schedule(True, **settings)
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+    assert rates_of(made, optimizer, 32, on_device=True) == pytest.approx(host, rel=1e-6)
+    assert made.rate_at(7) == pytest.approx(host[7], rel=1e-6)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_going_on_from_a_checkpoint(on_device: bool) -> None:
+    whole = rates_of(*schedule(on_device, **COSINE), updates=30, on_device=on_device)
+    made, optimizer = schedule(on_device, **COSINE)
+    optimizer.load_state_dict(optimizer.state_dict())  # gives it new groups, as resuming does
+    made.restore(12)
+    assert made.moved == 12
+    assert rates_of(made, optimizer, 18, on_device) == whole[12:]
+
+
+def test_asking_for_a_rate_changes_none() -> None:
+    made, optimizer = schedule(**COSINE)
+    made.advance(True)
+    before = optimizer.param_groups[0]["lr"]
+    assert made.rate_at(10) == pytest.approx(1.0)
+    assert optimizer.param_groups[0]["lr"] == before
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_an_optimiser_steps_with_rates_on_the_device(name: str) -> None:
+    """Both ways of keeping the rate make the same steps, overflows included."""
+    ended = []
+    for on_device in (None, CPU):
+        model = Scale()
+        settings = TrainConfig(**COSINE, OPTIMIZER=OptimizerConfig(NAME=name))
+        optimizer = build_optimizer(model, settings, 1.0, CPU)
+        parts = parts_of(model, optimizer, FP16)
+        made = build_scheduler(optimizer, settings, (1.0, 0.1, 0.01), PER_EPOCH)
+        parts.schedule = Schedule(made, optimizer, 30, on_device)
+        for update, value in enumerate((0.5, 3e38, 0.25, 3e38, 0.125, 0.5), start=1):
+            train_update(parts, window_of(flat(value)), update)
+        assert parts.schedule.moved == 4
+        ended.append(model.weight.item())
+    assert ended[0] != 1.0
+    assert ended[1] == pytest.approx(ended[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("reference", "factor"), [(None, 1), (False, 1), (True, 2), (512, 2), (256.0, 4), (2048, 0.5)])
+def test_rates_follow_the_global_batch_where_asked(reference: Any, factor: float) -> None:
+    train = TrainConfig(BASE_LR=0.1, WARMUP_START_LR=0.01, END_LR=0.001, LINEAR_SCALED_LR=reference)
+    assert scaled_rates(train, 1024) == pytest.approx((0.1 * factor, 0.01 * factor, 0.001 * factor))

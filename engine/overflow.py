@@ -1,0 +1,243 @@
+"""Which layer overflowed: when the loss scaler skips an update, that update is replayed and the culprit named.
+
+A normal update costs a reference to its batch and a copy of the loss scale on the device. Where the skip is known on
+a GPU alone, nobody waits for it: the answer travels to the host by itself and is looked at in later updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from datasets import PADDING, Batch, Share
+from engine.replay import BACKWARD, BATCH, LOSS, Finding, Replay
+from utils.log import log
+from utils.seeding import host_generators_kept, seed_all
+
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+SHOWN_SAMPLES = 8
+
+FIRST_REPLAYS = 3
+UPDATES_BETWEEN_REPLAYS = 50
+KEPT_UPDATES = 2
+KEPT_BYTES = 512 * 2**20
+"""More than KEPT_UPDATES are kept while a GPU is behind, up to this size."""
+
+MicroBatches = list[tuple[Share, Batch]]
+Answer = Callable[[], bool | None]
+"""Whether the weights moved; None while that is not known yet."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What overflowed in one skipped update. Plain values only, so that it travels between ranks and into JSON."""
+
+    update: int
+    noticed_at: int
+    operation: str
+    """As users call it: linear, matmul, ...; empty where the replay found nothing."""
+    module: str
+    """Its name in the model, or the model's class, or `loss`, `inputs`, `batch`."""
+    direction: str
+    dtype: str
+    sample_indices: tuple[int, ...]
+    """The samples of the micro-batch."""
+    scale: float
+    kernel: str = ""
+    """What torch ran: aten::addmm, say."""
+    parameter: str = ""
+    """The parameter (or its gradient) that did not fit, where it was one."""
+    bad_samples: tuple[int, ...] = ()
+    """Those among the samples that came out not finite, where that can be told."""
+    passed_over: int = 0
+    """Skipped updates since the last replay that were not looked at."""
+    reason: str = ""
+    """Why nothing is named."""
+
+    def words(self) -> str:
+        """One line for the log."""
+        parts = [self._what()]
+        if self.operation:
+            parts.append(self._samples())
+        parts.append(f"loss scale {self.scale:g}")
+        late = self.noticed_at - self.update
+        if late:
+            parts.append(f"noticed {late} update{'s' * (late > 1)} later and replayed with the weights of then")
+        if self.passed_over:
+            parts.append(f"{self.passed_over} skipped before it and not replayed")
+        return f"update {self.update} was skipped: " + "; ".join(parts)
+
+    def _what(self) -> str:
+        if not self.operation:
+            return self.reason
+        if self.module == BATCH:
+            return "the images were not finite before anything was computed"
+        if self.module == LOSS and self.operation == "scaling":
+            return "the scaled loss itself overflowed: the scale is too large"
+        where = f"{self.operation} in {self.module} ({self.direction}, {self.kernel}, {self.dtype})"
+        if self.module == LOSS and self.direction == BACKWARD:
+            return f"{where} gave the first value that is not finite: the scale is too large for the loss's gradient"
+        if self.parameter and self.direction == BACKWARD:
+            return f"{where} gave the first value that is not finite, for {self.parameter}"
+        if self.parameter:
+            return f"{where} overflowed: {self.parameter} does not fit {self.dtype}"
+        return f"{where} gave the first value that is not finite"
+
+    def _samples(self) -> str:
+        count = len(self.sample_indices)
+        if self.bad_samples and len(self.bad_samples) < count:
+            return f"in {len(self.bad_samples)} of {count} samples: {_some(self.bad_samples)}"
+        return f"in {'all ' * bool(self.bad_samples)}{count} samples: {_some(self.sample_indices)}"
+
+
+@dataclass
+class _Kept:
+    """One update that may have been skipped."""
+
+    update: int
+    micro_batches: MicroBatches
+    scale: Tensor
+    answer: Answer | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(batch.images.nbytes for _, batch in self.micro_batches)
+
+
+class OverflowWatch:
+    """Call `keep` before the scaler's step, `after` behind it, `take` when reporting. All but a skip is free.
+
+    `model` is the module itself, neither compiled nor wrapped for many devices; `inputs`, `criterion`, `autocast` and
+    `seed` are those of the update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: nn.Module,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        autocast: Callable[[], AbstractContextManager[Any]],
+        seed: int,
+        device: torch.device,
+        send: Callable[[Tensor], Answer] | None = None,
+    ) -> None:
+        self._replay = Replay(model, inputs, criterion, autocast)
+        self._seed, self._device = seed, device
+        self._send = send or send_to_host
+        self._waiting: deque[_Kept] = deque()
+        self._found: list[Blame] = []
+        self._replays = self._passed_over = 0
+        self._last_replay = 0
+        self._now = 0
+
+    def keep(self, update: int, micro_batches: MicroBatches, scale: Tensor) -> None:
+        """What a replay would need. The scaler changes its scale in place, so this comes before its step."""
+        self._waiting.append(_Kept(update, micro_batches, scale.detach().clone()))
+        for old in list(self._waiting)[:-KEPT_UPDATES]:
+            if sum(kept.bytes for kept in self._waiting) > KEPT_BYTES:
+                old.micro_batches = []
+
+    def after(self, update: int, moved: bool | Tensor) -> None:
+        """Say whether the update that was kept last moved the weights."""
+        self._now = update
+        kept = self._waiting[-1]
+        if isinstance(moved, Tensor):
+            kept.answer = self._send(moved)
+        else:
+            kept.answer = lambda: moved
+        self._look()
+
+    def take(self) -> list[Blame]:
+        """What was found since the last call."""
+        self._look()
+        found, self._found = self._found, []
+        return found
+
+    def _look(self) -> None:
+        """Answers come in the order of the updates; the first that is not there yet ends the look."""
+        while self._waiting and self._waiting[0].answer is not None:
+            moved = self._waiting[0].answer()
+            if moved is None:
+                return
+            kept = self._waiting.popleft()
+            if not moved:
+                self._skipped(kept)
+
+    def _skipped(self, kept: _Kept) -> None:
+        early = self._replays < FIRST_REPLAYS
+        if not kept.micro_batches or not (early or kept.update - self._last_replay >= UPDATES_BETWEEN_REPLAYS):
+            self._passed_over += 1
+            return
+        self._replays += 1
+        self._last_replay = kept.update
+        self._found.append(self._blame(kept))
+        self._passed_over = 0
+
+    def _blame(self, kept: _Kept) -> Blame:
+        try:
+            with host_generators_kept(), self._device_generator_kept():
+                finding, batches = self._find(kept)
+            reason = "" if finding else "not seen again in the replay: " + self._why_unseen(kept)
+        except RuntimeError as error:  # out of memory, say: no reason to end a run that goes on well
+            finding, batches = None, kept.micro_batches
+            reason = f"not named, the replay failed ({str(error).strip().partition(chr(10))[0]})"
+            log.debug("The replay of update %d failed.", kept.update, exc_info=True)
+        finally:
+            self._replay.finish()
+        samples = [index for _, batch in batches for index in batch.indices.tolist()]
+        return Blame(
+            update=kept.update,
+            noticed_at=self._now,
+            operation=finding.operation if finding else "",
+            module=finding.module if finding else "",
+            direction=finding.direction if finding else "",
+            dtype=NAMES.get(finding.dtype, str(finding.dtype).removeprefix("torch.")) if finding else "",
+            sample_indices=tuple(index for index in samples if index != PADDING),
+            scale=float(kept.scale),
+            kernel=finding.kernel if finding else "",
+            parameter=finding.parameter if finding else "",
+            bad_samples=tuple(samples[row] for row in finding.bad_rows if samples[row] != PADDING) if finding else (),
+            passed_over=self._passed_over,
+            reason=reason,
+        )
+
+    def _find(self, kept: _Kept) -> tuple[Finding | None, MicroBatches]:
+        """The first finding and the micro-batches it concerns."""
+        self._replay.start()
+        for share, batch in kept.micro_batches:
+            seed_all(self._seed, "micro", kept.update, share.number)  # dropout as it was
+            finding = self._replay.watch(batch.images, batch.labels, share.weight, kept.scale)
+            if finding is not None:
+                return finding, [(share, batch)]
+        return self._replay.bad_sum(), kept.micro_batches
+
+    def _why_unseen(self, kept: _Kept) -> str:
+        late = "the weights have moved since, " if self._now > kept.update else ""
+        return late + "compiled code rounds differently, or it came from another rank"
+
+    def _device_generator_kept(self) -> AbstractContextManager[None]:
+        if self._device.type == "cpu":
+            return contextlib.nullcontext()
+        index = self._device.index or 0
+        return torch.random.fork_rng([index], device_type=self._device.type)
+
+
+def send_to_host(moved: Tensor) -> Answer:
+    """Start the copy of a flag from the device, and tell how to see whether it has arrived. Nobody waits."""
+    flag = torch.empty((), dtype=torch.bool, pin_memory=moved.device.type == "cuda")
+    flag.copy_(moved.detach().reshape(()), non_blocking=True)
+    arrived = torch.Event(moved.device)
+    arrived.record()
+    return lambda: bool(flag.numpy()) if arrived.query() else None
+
+
+def _some(indices: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, indices[:SHOWN_SAMPLES]))
+    return shown + ", ..." * (len(indices) > SHOWN_SAMPLES)

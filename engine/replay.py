@@ -1,0 +1,288 @@
+"""Which operation overflowed: one pass forward and backward again, every operation's output measured on the way."""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BATCH, INPUTS, LOSS = "batch", "inputs", "loss"
+"""Where things happen outside the model."""
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class Place(NamedTuple):
+    """A module, or one of the three names above, and the function called in it."""
+
+    module: str
+    function: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first operation of a micro-batch whose output is not finite."""
+
+    operation: str
+    """In the user's words: linear, matmul, softmax, ..."""
+    kernel: str
+    """What torch ran for it: aten::addmm, say."""
+    module: str
+    direction: str
+    dtype: torch.dtype
+    parameter: str = ""
+    """The parameter that was not finite once cast to `dtype`, or whose gradient was not, if that was it."""
+    bad_rows: tuple[int, ...] = ()
+    """Rows of the micro-batch that came out not finite, where that can be told."""
+
+
+@dataclass
+class _Record:
+    kernel: str
+    place: Place
+    direction: str
+    dtype: torch.dtype
+    parameter: str
+    norm: Tensor
+
+
+class _Whereabouts:
+    """What is running; in a backward pass, what ran forward when the present node of the graph was made.
+
+    Nodes are numbered as they are made, so the number at each change of place is enough to find it again. (Hooks on
+    the modules' tensors would lose their way at modules that hand their input on, and a ViT has many.)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        self._stack = [LOSS]
+        self._function = ""
+        self._numbers: list[int] = []
+        self._places: list[Place] = []
+        self._last_backward = Place(LOSS, "")
+
+    def here(self) -> tuple[Place, str]:
+        if not _in_backward():
+            return Place(self._stack[-1], self._function), FORWARD
+        node = torch._C._current_autograd_node()
+        if node is not None:  # none while the engine adds up gradients that meet
+            at = bisect_right(self._numbers, node._sequence_nr()) - 1
+            self._last_backward = self._places[max(at, 0)]
+        return self._last_backward, BACKWARD
+
+    @contextlib.contextmanager
+    def inside(self, module: str) -> Iterator[None]:
+        self._enter(module)
+        yield
+        self._leave()
+
+    @contextlib.contextmanager
+    def calling(self, function: str) -> Iterator[None]:
+        outer, self._function = self._function, function
+        self._mark()
+        yield
+        self._function = outer
+        self._mark()
+
+    @contextlib.contextmanager
+    def following(self, left: Callable[[Any], None]) -> Iterator[None]:
+        """Follow the model's modules; `left` is given the output of each."""
+
+        def before(module: nn.Module, _: Any) -> None:
+            # Activation checkpointing runs modules again within the backward pass; their nodes are not the graph's.
+            if id(module) in self._names and not _in_backward():
+                self._enter(self._names[id(module)])
+
+        def after(module: nn.Module, _: Any, output: Any) -> None:
+            if id(module) in self._names and not _in_backward():
+                self._leave()
+                left(output)
+
+        handles = register_module_forward_pre_hook(before), register_module_forward_hook(after)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: str) -> None:
+        self._stack.append(module)
+        self._mark()
+
+    def _leave(self) -> None:
+        self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        if not _in_backward():
+            self._numbers.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
+            self._places.append(Place(self._stack[-1], self._function))
+
+
+class _Functions(TorchFunctionMode):
+    """Tells which function the model calls, by the name its author wrote."""
+
+    def __init__(self, where: _Whereabouts) -> None:
+        super().__init__()
+        self._where = where
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._where.calling(getattr(func, "__name__", "").strip("_")):
+            return func(*args, **(kwargs or {}))
+
+
+class _Measure(TorchDispatchMode):
+    """Keeps the greatest magnitude of every floating output on the device. NaN and infinity survive the maximum."""
+
+    def __init__(self, where: _Whereabouts, parameters: dict[int, str], rows: int) -> None:
+        super().__init__()
+        self._where, self._parameters, self._rows = where, parameters, rows
+        self.records: list[_Record] = []
+        # For each module left: how many records there were, and the greatest magnitude in each row of its output.
+        self._outputs: list[tuple[int, Tensor]] = []
+        self._own = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._own or func.is_view:
+            return out
+        kernel = func.name().partition(".")[0]
+        if "empty" in kernel:  # memory nobody has written to may hold anything
+            return out
+        place, direction = self._where.here()
+        results = out if isinstance(out, tuple | list) else (out,)
+        # Attention's forward pass also gives sums of exponentials, whose padding may hold anything.
+        for result in results[:1] if "attention" in kernel and direction == FORWARD else results:
+            if _measurable(result):
+                cast = self._parameters.get(id(args[0]), "") if kernel == "aten::_to_copy" else ""
+                self.records.append(_Record(kernel, place, direction, result.dtype, cast, _greatest(result)))
+        return out
+
+    def left(self, output: Any) -> None:
+        if _measurable(output) and output.dim() > 1 and len(output) == self._rows:
+            self._own = True
+            self._outputs.append((len(self.records), _greatest(output, rows=True)))
+            self._own = False
+
+    def given(self, images: Tensor) -> None:
+        """What comes in has no operation that made it."""
+        if _measurable(images):
+            self._own = True
+            self.records.append(
+                _Record(BATCH, Place(BATCH, "images"), FORWARD, images.dtype, "", _greatest(images)),
+            )
+            self._outputs.append((1, _greatest(images, rows=True)))
+            self._own = False
+
+    def first_bad(self, loss: Tensor, loss_at: int) -> Finding | None:
+        """The one wait for the device. `loss_at`: how many records there were when the loss was known."""
+        if not self.records:
+            return None
+        norms = torch.stack([record.norm for record in self.records] + [loss.detach().float()])
+        *finite, loss_finite = torch.isfinite(norms).tolist()
+        # An infinity that the loss outlived did no harm: a mask's, say.
+        begin = loss_at if loss_finite else 0
+        at = next((n for n in range(begin, len(finite)) if not finite[n]), None)
+        if at is None:
+            return None
+        bad = self.records[at]
+        operation = bad.place.function or bad.kernel.rpartition("::")[2].strip("_")
+        rows = self._bad_rows(at) if bad.direction == FORWARD else ()
+        return Finding(operation, bad.kernel, bad.place.module, bad.direction, bad.dtype, bad.parameter, rows)
+
+    def _bad_rows(self, at: int) -> tuple[int, ...]:
+        """By the output of the module that was left first after that record."""
+        norms = next((norms for count, norms in self._outputs if count > at), None)
+        return () if norms is None else tuple(torch.isfinite(norms).logical_not().nonzero().flatten().tolist())
+
+
+class Replay:
+    """Passes that leave no trace: gradients, buffers and hooks stay as they are; generators are the caller's care."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: nn.Module,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        self._model, self._inputs, self._criterion, self._autocast = model, inputs, criterion, autocast
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._sums: list[Tensor | None] = []
+
+    def start(self) -> None:
+        """Another update: its gradients are added up from nothing."""
+        self._sums = [None] * len(self._trained)
+
+    def watch(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Finding | None:
+        """One micro-batch, forward and backward."""
+        where = _Whereabouts(self._model)
+        measure = _Measure(where, self._names, len(images))
+        # Compiled parts run as they are written: inside a compiled graph there is nothing to name.
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"), measure:
+            with where.following(measure.left), _Functions(where):
+                measure.given(images)
+                with self._autocast():
+                    with where.inside(INPUTS):
+                        images = _untouched(self._inputs, images)
+                    with where.inside(type(self._model).__name__):
+                        logits = _untouched(self._model, images)
+                loss = self._criterion(logits.float(), labels)
+                loss_at = len(measure.records)
+            with where.calling("scaling"):
+                scaled = loss * weight * scale
+            # Not backward(): that would add to .grad, and call those who wait for it to exchange gradients.
+            gradients = torch.autograd.grad(scaled, self._trained, allow_unused=True)
+        self._sums = [_sum(total, gradient) for total, gradient in zip(self._sums, gradients, strict=True)]
+        return measure.first_bad(loss, loss_at)
+
+    def bad_sum(self) -> Finding | None:
+        """A gradient that overflowed only when the micro-batches' were added up."""
+        present = [(p, total) for p, total in zip(self._trained, self._sums, strict=True) if total is not None]
+        if not present:
+            return None
+        finite = torch.isfinite(torch.stack([_greatest(total).float() for _, total in present])).tolist()
+        bad = next((p for (p, _), good in zip(present, finite, strict=True) if not good), None)
+        if bad is None:
+            return None
+        name = self._names[id(bad)]
+        module = name.rpartition(".")[0] or type(self._model).__name__
+        return Finding("sum of the micro-batches' gradients", "aten::add", module, BACKWARD, bad.dtype, name)
+
+    def finish(self) -> None:
+        self._sums = []
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _untouched(module: nn.Module, images: Tensor) -> Tensor:
+    """Call a module whose running statistics must not notice."""
+    buffers: Iterable[tuple[str, Tensor]] = module.named_buffers()
+    return functional_call(module, {name: buffer.clone() for name, buffer in buffers}, (images,))
+
+
+def _measurable(value: Any) -> bool:
+    # An 8-bit float has no infinity to speak of, and no norm in torch.
+    return isinstance(value, Tensor) and value.is_floating_point() and value.itemsize > 1 and value.numel() > 0
+
+
+def _greatest(value: Tensor, rows: bool = False) -> Tensor:
+    value = value.detach()
+    if rows:
+        return torch.linalg.vector_norm(value.flatten(1), float("inf"), dim=1)
+    return torch.linalg.vector_norm(value, float("inf")).float()
+
+
+def _sum(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    return gradient if total is None or gradient is None else total + gradient

@@ -18,7 +18,7 @@ from utils.world import World
 def banner(config: Config, ready: Ready, world: World, device: torch.device, threads: int, folder: Path | None) -> str:
     rows = [
         ("device", describe_device(device, world, threads)),
-        ("precision", "".join(ready.precision.lines())),
+        ("precision", ready.precision.line()),
         ("model", describe_model(ready.model)),
         ("data", _data(config, ready)),
     ]

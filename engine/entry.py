@@ -79,6 +79,8 @@ def _program(script: str, argv: list[str], many: bool) -> int:
         print(format_config(loaded), end="")
         return EXIT_DONE
     check_available(loaded.config)
+    if command.action == "print_amp":
+        return _print_amp(loaded)
     world = read_world(loaded.config.DIST)
     if many and world is None:
         return _start_processes(script, argv, loaded, command)
@@ -116,6 +118,18 @@ def _list_models(pattern: str | None) -> int:
     found = list_models(pattern)
     print("\n".join(found) if found else f"no model's name fits {pattern!r}")
     return EXIT_DONE if found else EXIT_USAGE
+
+
+def _print_amp(loaded: Loaded) -> int:
+    from engine.precision import check_amp
+    from engine.run import show_precisions
+    from models import check_model
+
+    config = loaded.config
+    check_amp(config.AMP, config.TRAIN)
+    check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+    print(show_precisions(config))
+    return EXIT_DONE
 
 
 def _start_processes(script: str, argv: list[str], loaded: Loaded, command: CommandLine) -> int:

@@ -40,6 +40,7 @@ class Reading:
     scale: float
     lr: float
     skipped: int
+    skipped_in_a_row: int
     first_bad: int
 
 
@@ -51,6 +52,7 @@ class TrainMeters:
         self._finished_update = torch.zeros_like(self._update)
         self._norm = torch.zeros((), device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._in_a_row = torch.zeros_like(self._skipped)
         self._first_bad = torch.full((), NEVER, dtype=torch.int64, device=device)
 
     @torch.no_grad()
@@ -74,7 +76,10 @@ class TrainMeters:
         self._update.zero_()
         self._norm.copy_(norm)
         if scaled:
-            self._skipped += 1 - (moved.long().reshape(()) if isinstance(moved, Tensor) else int(moved))
+            stood = 1 - (moved.long().reshape(()) if isinstance(moved, Tensor) else int(moved))
+            self._skipped += stood
+            self._in_a_row += 1
+            self._in_a_row *= stood
         else:
             bad = ~torch.isfinite(norm) & (self._first_bad == NEVER)
             self._first_bad.masked_fill_(bad, update)
@@ -82,9 +87,16 @@ class TrainMeters:
     def read(self, scale: Tensor, lr: float | Tensor) -> Reading:
         """Everything in one copy from the device; a collective call, so all ranks make it together."""
         sums = sum_over_ranks(torch.cat((self._finished_update, self._epoch)), self._world)
-        alike = [self._norm, scale, torch.as_tensor(lr, dtype=self._sum_type), self._skipped, self._first_bad]
+        alike = [
+            self._norm,
+            scale,
+            torch.as_tensor(lr, dtype=self._sum_type),
+            self._skipped,
+            self._in_a_row,
+            self._first_bad,
+        ]
         numbers = torch.cat((sums, *(x.to(sums.device, self._sum_type).reshape(1) for x in alike))).tolist()
-        norm, scale_value, rate, skipped, first_bad = numbers[8:]
+        norm, scale_value, rate, skipped, in_a_row, first_bad = numbers[8:]
         return Reading(
             _means(numbers[:4], self._world.size),
             _means(numbers[4:8], numbers[4 + SAMPLES]),
@@ -92,16 +104,18 @@ class TrainMeters:
             scale_value,
             rate,
             int(skipped),
+            int(in_a_row),
             int(first_bad),
         )
 
     def state(self) -> dict[str, object]:
         """Running sums over all ranks, for a checkpoint."""
         sums = sum_over_ranks(self._epoch.clone(), self._world)
-        return {"epoch": sums.tolist(), "skipped": int(self._skipped)}
+        return {"epoch": sums.tolist(), "skipped": int(self._skipped), "skipped_in_a_row": int(self._in_a_row)}
 
-    def restore(self, epoch: list[float], skipped: int) -> None:
+    def restore(self, epoch: list[float], skipped: int, skipped_in_a_row: int = 0) -> None:
         """Rank 0 carries what all had summed up."""
+        self._in_a_row.fill_(skipped_in_a_row)
         self._epoch.copy_(torch.tensor(epoch, dtype=self._sum_type) if self._world.first else torch.zeros(4))
         self._skipped.fill_(skipped)
 

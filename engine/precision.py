@@ -6,17 +6,22 @@ written once, without a branch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from utils.config.schema import AmpConfig
+from engine.fp8 import check_fp8
+from engine.op_lists import check_names
+from engine.scaler import LossScaler
+from utils.config.schema import AmpConfig, TrainConfig
 from utils.errors import UserError
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# Around its 8-bit matrix products, fp8 is bf16.
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+# Smaller than this, an optimiser's epsilon is zero in fp16, and the first division by it gives NaN.
+SMALLEST_EPS_IN_FP16 = 1e-4
 
 # First capability of each generation, newest first, and what half precision brings there.
 GENERATIONS = (
@@ -45,6 +50,8 @@ def choose(amp: AmpConfig, device: torch.device) -> Choice:
         return Choice(torch.float32, "AMP is off")
     if amp.DTYPE != "auto":
         return _asked_for(DTYPES[amp.DTYPE], device)
+    if amp.LEVEL == "O3":
+        return Choice(torch.bfloat16, "without fp32 masters only bf16's range will do")
     if device.type == "cuda":
         return _for_gpu(torch.cuda.get_device_capability(device))
     if device.type == "cpu":
@@ -97,27 +104,33 @@ class Precision:
     def __init__(self, amp: AmpConfig, device: torch.device) -> None:
         self.choice = choose(amp, device)
         self.device = device
-        self.autocasts = self.choice.dtype is not torch.float32
-        self.validates_in_amp = amp.EVAL
+        low = self.choice.dtype is not torch.float32
+        self.level = amp.LEVEL if low else "O0"
+        self.fp8 = low and amp.DTYPE == "fp8"
+        self.validates_in_amp = low and amp.EVAL
         self.tf32 = amp.TF32
-        # bf16 has fp32's range: nothing underflows, so nothing needs scaling.
-        self.scaler = torch.amp.GradScaler(
-            device.type,
-            enabled=self.choice.dtype is torch.float16,
-            init_scale=amp.INIT_LOSS_SCALING,
-            growth_factor=amp.INCR_RATIO,
-            backoff_factor=amp.DECR_RATIO,
-            growth_interval=amp.INCR_EVERY_N_STEPS,
-        )
+        # bf16 has fp32's range: nothing underflows, so nothing needs scaling unless asked for.
+        scaled = self.choice.dtype is torch.float16 if amp.LOSS_SCALING is None else amp.LOSS_SCALING
+        self.scaler = LossScaler(device.type, amp, enabled=low and scaled, half_gradients=self.level == "O3")
         # One switch of torch's, set either way: a former setting must not leak into this run.
         torch.backends.fp32_precision = "tf32" if amp.TF32 else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def name(self) -> str:
-        return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(self.choice.dtype, "fp32")
+        """fp32, tf32, fp16, bf16 or fp8, and the level where it is not autocast's: 'O2 bf16'."""
+        if self.level == "O0":
+            return "tf32" if self.tf32 and self.device.type == "cuda" else "fp32"
+        kind = "fp8" if self.fp8 else {torch.float16: "fp16", torch.bfloat16: "bf16"}[self.choice.dtype]
+        return kind if self.level == "O1" else f"{self.level} {kind}"
+
+    @property
+    def computes_in_copy(self) -> bool:
+        """Whether a half-precision copy of the model computes, and the model keeps the fp32 masters."""
+        return self.level in ("O2", "NAIVE")
 
     def autocast(self, training: bool = True) -> torch.autocast:
-        enabled = self.autocasts and (training or self.validates_in_amp)
+        """In validation the masters of O2 and NAIVE run under it too; what is half for good (O3) needs none."""
+        enabled = self.level in ("O1", "O2") if training else self.validates_in_amp and self.level != "O3"
         return torch.autocast(self.device.type, self.choice.dtype if enabled else None, enabled=enabled)
 
     def backward(self, loss: Tensor) -> None:
@@ -135,8 +148,7 @@ class Precision:
         if not self.scaler.is_enabled():
             optimizer.step()
             return True
-        found = list(self.scaler._found_inf_per_device(optimizer).values())
-        overflow = torch.stack(found).sum() if len(found) > 1 else found[0].clone()
+        overflow = self.scaler.overflow(optimizer)
         self.scaler.step(optimizer)
         self.scaler.update()
         if overflow.device.type == "cpu":
@@ -150,18 +162,46 @@ class Precision:
         scale = self.scaler._scale if self.scaler.is_enabled() else None
         return torch.tensor(self.scaler.get_scale()) if scale is None else scale.detach()
 
-    def lines(self) -> Iterable[str]:
+    def line(self) -> str:
         """What the banner says of it."""
-        text = self.name
-        if self.autocasts:
-            scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
-            text += f" by autocast, {scaling} ({self.choice.reason})"
-        elif self.device.type == "cuda":
-            text += ", TF32 on" if self.tf32 else ", TF32 off"
-        yield text
+        if self.level == "O0":
+            return self.name + (f", TF32 {'on' if self.tf32 else 'off'}" if self.device.type == "cuda" else "")
+        how = {
+            "O1": "by autocast",
+            "O2": "weights over fp32 masters, norms in fp32",
+            "NAIVE": "weights over fp32 masters, norms too",
+            "O3": "weights alone, without fp32 masters",
+        }[self.level]
+        scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
+        return f"{self.name} {how}, {scaling} ({self.choice.reason})"
+
+
+def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
+    """What cannot work on any device; found before processes start."""
+    check_names(amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST)
+    if not amp.ENABLED:
+        return
+    if amp.DTYPE == "fp8":
+        if amp.LEVEL != "O1":
+            raise UserError(f"AMP.DTYPE fp8 goes with AMP.LEVEL O1 only, not {amp.LEVEL}.")
+        check_fp8()
+    if amp.LEVEL in ("NAIVE", "O3"):
+        needing = ("CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES", "AUTO_FP32")
+        given = [f"AMP.{key}" for key in needing if getattr(amp, key)]
+        if given:
+            raise UserError(
+                f"{', '.join(given)}: AMP.LEVEL {amp.LEVEL} computes everything in half precision, without autocast, "
+                "so nothing can be left out of it; use O1 or O2."
+            )
+    if amp.LEVEL == "O3" and amp.DTYPE == "fp16" and train.OPTIMIZER.EPS < SMALLEST_EPS_IN_FP16:
+        raise UserError(
+            f"AMP.LEVEL O3 in fp16: TRAIN.OPTIMIZER.EPS {train.OPTIMIZER.EPS:g} is zero among fp16 weights, and the "
+            f"first update would make them NaN. Set it to {SMALLEST_EPS_IN_FP16:g} or more, or use bf16, or O2, which "
+            "keeps fp32 masters."
+        )
 
 
 def check_precision(amp: AmpConfig, device: torch.device) -> None:
     """Mixed precision that this device cannot do at all."""
-    if amp.ENABLED and amp.DTYPE == "bf16" and device.type == "mps":
-        raise UserError("AMP.DTYPE bf16 on mps is not supported by torch; use fp16.")
+    if amp.ENABLED and amp.DTYPE in ("bf16", "fp8") and device.type == "mps":
+        raise UserError(f"AMP.DTYPE {amp.DTYPE} on mps is not supported by torch; use fp16.")

@@ -7,6 +7,7 @@ from pathlib import Path
 from datasets import check_dataset
 from engine.checkpoint import find
 from engine.optim import optimizer_name
+from engine.precision import check_amp
 from models import check_model, check_pretrained
 from utils.config import Config
 from utils.run_folder import check_output, holds_a_run, run_of
@@ -44,6 +45,7 @@ def check(config: Config) -> None:
     check_output(target_folder(config), config.SAVE, resumed_run(config))
     check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)
     optimizer_name(config.TRAIN.OPTIMIZER.NAME)
+    check_amp(config.AMP, config.TRAIN)
     if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
         check_pretrained(config.MODEL.PRETRAINED)
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)

@@ -12,6 +12,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 from tqdm import tqdm
 
 from engine.meters import Means, Reading
+from engine.overflow import Blame
 from engine.pace import Perf, clock
 from engine.resume import Position
 from utils.config.schema import Config
@@ -44,6 +45,10 @@ class Reporter:
 
     def run(self, what: str, position: Position, seconds: float) -> None:
         self.event("run", position, {"seconds": round(seconds, 3)}, what=what, update=position.update)
+
+    def skip(self, position: Position, blame: Blame) -> None:
+        fields = {key: value for key, value in vars(blame).items() if key not in ("update", "sample_indices")}
+        self.event("skip", position, update=blame.update, samples=list(blame.sample_indices), **fields)
 
     def moved(self, position: Position) -> None:
         """One update was made; costs nothing but the bar's own clock."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.checkpoint import EMA, MODEL, Checkpoint
+from engine.fp32_modules import force_fp32, forced
 from engine.update import Parts
 from utils.config import Config, differences, load_config
 from utils.errors import UserError
@@ -45,6 +46,7 @@ def state_of(parts: Parts, position: Position, best: Best, global_batch: int) ->
     return {
         "optimizer": _plain(parts.optimizer.state_dict()),
         "optimizer_name": type(parts.optimizer).__name__,
+        "fp32_modules": forced(parts.model),
         "moved": parts.schedule.moved,
         "scaler": _plain(parts.precision.scaler.state_dict()),
         "ema_updates": int(parts.ema.updates) if parts.ema else 0,
@@ -73,6 +75,10 @@ def restore(parts: Parts, checkpoint: Checkpoint, global_batch: int) -> tuple[Po
     load_weights(parts.model, checkpoint.tensors(MODEL), f"{checkpoint.folder / MODEL}")
     _load_optimizer(parts.optimizer, state)
     parts.schedule.restore(state["moved"])
+    moved_to_fp32 = [name for name in state["fp32_modules"] if name not in forced(parts.model)]
+    if moved_to_fp32 and parts.precision.level in ("O1", "O2"):
+        force_fp32(parts.model, moved_to_fp32, parts.precision.device.type)
+        log.info("In fp32, as when it was saved: %s", ", ".join(moved_to_fp32))
     if state["scaler"] and parts.precision.scaler.is_enabled():
         scaler = parts.precision.scaler
         reached = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}
@@ -89,7 +95,7 @@ def restore(parts: Parts, checkpoint: Checkpoint, global_batch: int) -> tuple[Po
             f"{checkpoint.folder}: saved in the middle of an epoch with a global batch of {state['global_batch']}, "
             f"and this run's is {global_batch} (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER); make them equal."
         )
-    parts.meters.restore(state["meters"]["epoch"], state["meters"]["skipped"])
+    parts.meters.restore(**state["meters"])
     return position, best
 
 

@@ -14,19 +14,24 @@ from engine.banner import banner
 from engine.checkpoint import EMA, Checkpoint, find, newest_good
 from engine.device import describe, pick_device, prepare
 from engine.evaluate import evaluate
+from engine.fp32_modules import forced
+from engine.half_copy import HalfCopy
 from engine.meters import Means
 from engine.pace import clock
+from engine.op_lists import OpLists
 from engine.precision import check_precision
 from engine.preflight import AUTO, resumed_run, target_folder
+from engine.prepare import hint
+from engine.print_amp import amp_table
 from engine.report import Reporter
 from engine.resume import Best, Position, load_weights, say_what_changed
-from engine.setup import Ready, ReadyToTrain, build_for_evaluation, build_for_training, checkpoint_meta, wrap
+from engine.setup import Ready, ReadyToTrain, build_for_evaluation, build_for_training, checkpoint_meta, join_gradients, model_in_precision
 from engine.trainer import Trainer
 from utils.config import Config, Loaded, config_hash, to_yaml
 from utils.errors import UserError
 from utils.log import log, log_into
 from utils.run_folder import describe_run, make_folder, replace_text, write_json
-from utils.world import World, agree, from_first, join, leave
+from utils.world import ALONE, World, agree, from_first, join, leave
 
 T = TypeVar("T")
 
@@ -41,12 +46,33 @@ def run(loaded: Loaded, world: World, dry: bool) -> None:
     try:
         check_precision(config.AMP, device)
         checkpoint = _together(world, lambda: _checkpoint(config))
-        if config.EVAL:
-            _evaluate_only(config, world, device, threads, checkpoint, dry)
-        else:
-            _train(config, world, device, threads, checkpoint, dry)
+        with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
+            if config.EVAL:
+                _evaluate_only(config, world, device, threads, checkpoint, dry)
+            else:
+                _train(config, world, device, threads, checkpoint, dry)
     finally:
         leave(world)
+
+
+def show_precisions(config: Config) -> str:
+    """-print_amp: the precision that every part of the model really has, seen in one forward pass."""
+    device = pick_device(config.DEVICE, ALONE)
+    prepare(config, device, ALONE)
+    check_precision(config.AMP, device)
+    model, inputs, precision = model_in_precision(config, device)
+    if precision.computes_in_copy:
+        keeps_norms = precision.level == "O2"
+        model = HalfCopy(model, precision.choice.dtype, keeps_norms, forced(model)).model
+    size = (2, config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_SIZE)
+    images = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+
+    def run_forward() -> None:
+        with precision.autocast():
+            model(inputs(images))
+
+    with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
+        return f"{config.MODEL.NAME} in {precision.line()}\n\n{amp_table(model, run_forward)}"
 
 
 def _together(world: World, work: Callable[[], T]) -> T:
@@ -79,6 +105,9 @@ def _train(
     warning = ready.precision.choice.warning
     if warning:
         log.warning(warning)
+    advice = hint(ready.model, config.DATA.BATCH_SIZE, config.MODEL.NUM_CLASSES)
+    if advice and ready.precision.level != "O0":
+        log.info(advice)
     folder = None if dry else _folder(config, world, "train")
     log.info(banner(config, ready, world, device, threads, folder))
     if checkpoint:
@@ -90,7 +119,7 @@ def _train(
     if _finished(config, ready.position, ready.best, folder):
         return
     _write_down(config, ready, world, device, threads, folder)
-    ready.parts.forward = wrap(ready.model, world, device)
+    join_gradients(ready.parts, world)
     reporter = Reporter(
         config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position.update
     )

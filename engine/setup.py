@@ -17,6 +17,7 @@ from engine.inputs import Inputs, per_channel
 from engine.meters import TrainMeters
 from engine.optim import build_optimizer, scaled_rates
 from engine.precision import Precision
+from engine.prepare import prepare_model
 from engine.resume import Best, Position, restore
 from engine.schedule import Schedule, build_scheduler
 from engine.update import Parts
@@ -50,13 +51,19 @@ class ReadyToTrain(Ready):
 
 def build_for_evaluation(config: Config, world: World, device: torch.device) -> Ready:
     data = config.DATA
-    model = _model(config, device)
+    model, inputs, precision = model_in_precision(config, device)
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
-    precision = Precision(config.AMP, device)
     attention = _choose_attention(model, precision)
-    return Ready(model, Inputs(data).to(device), precision, val_set, val_loader, attention)
+    return Ready(model, inputs, precision, val_set, val_loader, attention)
+
+
+def model_in_precision(config: Config, device: torch.device) -> tuple[nn.Module, nn.Module, Precision]:
+    """The model as it will compute, what prepares its inputs, and the precision of both."""
+    model, precision = _model(config, device), Precision(config.AMP, device)
+    prepare_model(model, config.AMP, precision)
+    return model, Inputs(config.DATA).to(device), precision
 
 
 def build_for_training(
@@ -75,6 +82,7 @@ def build_for_training(
         position, best = restore(parts, checkpoint, global_batch(config, world))
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
+    parts.start_computing()
     return ReadyToTrain(
         **vars(ready), train_set=train_set, train_loader=loader, parts=parts, position=position, best=best
     )
@@ -98,7 +106,7 @@ def _choose_attention(model: nn.Module, precision: Precision) -> str:
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "fused_attn")]
     if not layers:
         return "the model's own"
-    if precision.device.type != "cpu" or not precision.autocasts:
+    if precision.device.type != "cpu" or precision.level == "O0":
         return "fused"
     for layer in layers:
         layer.fused_attn = False
@@ -134,6 +142,7 @@ def _parts(config: Config, world: World, device: torch.device, ready: Ready, per
         ema=Ema(model, train.MODEL_EMA_DECAY, train.MODEL_EMA_WARMUP, ema_home) if train.MODEL_EMA else None,
         grad_clip=train.GRAD_CLIP,
         seed=config.SEED,
+        world=world,
     )
 
 
@@ -141,12 +150,16 @@ def _fused(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def wrap(model: nn.Module, world: World, device: torch.device) -> nn.Module:
-    """The model as the update calls it. A collective call: only once every rank is known to be ready."""
-    if world.size == 1:
-        return model
+def join_gradients(parts: Parts, world: World) -> None:
+    """Let ranks exchange gradients in the backward pass; only once every rank is known to be ready.
+
+    Half-precision copies do without: their masters' gradients are averaged once an update, in fp32.
+    """
+    if world.size == 1 or parts.half_copy is not None:
+        return
+    device = parts.precision.device
     devices = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    parts.forward = DistributedDataParallel(parts.model, device_ids=devices, gradient_as_bucket_view=True)
 
 
 def checkpoint_meta(config: Config, ready: ReadyToTrain, hash_of: Callable[[Config], str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from datasets import TrainLoader, ValLoader
 from engine.checkpoint import EMA, MODEL, folder_name, prune, read_index, save_checkpoint, write_index
 from engine.curves import draw_curves
 from engine.evaluate import evaluate
+from engine.health import Health
 from engine.meters import NEVER, Means, Reading
 from engine.pace import Pace, seconds_of
 from engine.profile import UpdateProfiler
@@ -23,7 +24,7 @@ from engine.update import Parts, train_update
 from utils.config import Config
 from utils.errors import TrainingError
 from utils.log import log
-from utils.world import World, from_first
+from utils.world import World, buffers_from_first, from_first
 
 SECONDS_BETWEEN_CURVES = 60
 
@@ -49,6 +50,7 @@ class Trainer:
         self.pace = Pace(self.parts.precision.device)
         self._saved_at = self._validated_at = self._reported_at = self.position.update
         self._drawn = perf_counter()
+        self.health = Health(self.config.AMP, self.parts, self.world, self.reporter)
         self._last_figures: dict[str, Means] = {}
 
     def fit(self) -> str:
@@ -76,6 +78,7 @@ class Trainer:
             self.pace.count(self.global_batch)
             self.reporter.moved(position)
             self._profiler.step()
+            self.health.look(position, together=False)
             if self._report_due():
                 self._report()
                 # An epoch at its end is closed first: summed up, validated, saved.
@@ -142,8 +145,12 @@ class Trainer:
         """Read the device, and tell."""
         reading = self._read()
         perf = self.pace.read(self.train_loader.take_wait())
+        self.health.look(self.position, together=True)
         self.reporter.train(self.position, reading, perf)
         self._stop_on_nan(reading)
+        if self.health.too_many(reading):
+            self._save()
+            raise self.health.diagnosis(reading, self.position.update)
 
     def _read(self) -> Reading:
         parts = self.parts
@@ -175,6 +182,7 @@ class Trainer:
     def _validate(self) -> bool:
         """Validate the model and, where there is one, its average. True if the best figure so far came of it."""
         parts, began = self.parts, perf_counter()
+        buffers_from_first(parts.model, self.world)
         models: dict[str, nn.Module] = {"": parts.model}
         if parts.ema is not None:
             models["ema_"] = parts.ema.module

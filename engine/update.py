@@ -11,18 +11,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
-from utils.seeding import seed_all
 
 from datasets import Window
 from engine.ema import Ema
+from engine.fp32_modules import force_fp32, forced
+from engine.half_copy import HalfCopy
 from engine.meters import TrainMeters
+from engine.overflow import MicroBatches, OverflowWatch
 from engine.precision import Precision
 from engine.schedule import Schedule
+from utils.seeding import seed_all
+from utils.world import World
 
 
 @dataclass
 class Parts:
-    """What an update touches. `forward` is the model as it is called: itself, or wrapped for many devices."""
+    """What an update touches. `forward` is the model as it is called: itself, wrapped for many devices, or a copy."""
 
     model: nn.Module
     forward: nn.Module
@@ -35,11 +39,31 @@ class Parts:
     ema: Ema | None
     grad_clip: float | None
     seed: int
+    world: World
+    half_copy: HalfCopy | None = None
+    watch: OverflowWatch | None = None
+
+    def start_computing(self) -> None:
+        """Once the weights are in place, and again when modules were forced to fp32: copy them if copies compute."""
+        if self.precision.computes_in_copy:
+            keeps_norms = self.precision.level == "O2"
+            self.half_copy = HalfCopy(self.model, self.precision.choice.dtype, keeps_norms, forced(self.model))
+            self.forward = self.half_copy.model
+        if self.precision.scaler.is_enabled():
+            computing = self.half_copy.model if self.half_copy else self.model
+            autocast, device = self.precision.autocast, self.precision.device
+            self.watch = OverflowWatch(computing, self.inputs, self.criterion, autocast, self.seed, device)
+
+    def force_fp32(self, modules: list[str]) -> None:
+        """Let these modules compute in fp32 from now on."""
+        force_fp32(self.model, modules, self.precision.device.type)
+        self.start_computing()
 
 
 def train_update(parts: Parts, window: Window, update: int) -> None:
     """Move the weights once, by the micro-batches of `window`. `update` counts from 1 through the run."""
-    precision, optimizer = parts.precision, parts.optimizer
+    precision, optimizer, half_copy, watch = parts.precision, parts.optimizer, parts.half_copy, parts.watch
+    kept: MicroBatches = []
     for nth, (share, batch) in enumerate(window, start=1):
         # Dropout and stochastic depth depend on where a micro-batch stands in the run, not on who computes it.
         seed_all(parts.seed, "micro", update, share.number)
@@ -48,16 +72,28 @@ def train_update(parts: Parts, window: Window, update: int) -> None:
                 logits = parts.forward(parts.inputs(batch.images))
             loss = parts.criterion(logits.float(), batch.labels)
             precision.backward(loss * share.weight)
+        if half_copy is not None:
+            half_copy.collect_gradients()
+        if watch is not None:
+            kept.append((share, batch))
         parts.meters.add(loss.detach(), logits.detach(), batch.labels, share.weight)
 
+    if half_copy is not None:
+        half_copy.average_gradients(parts.world)
+    if watch is not None:
+        watch.keep(update, kept, precision.scale_tensor())
     precision.unscale(optimizer)
     norm = _clip(parts.model, parts.grad_clip)
     moved = precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
+    if half_copy is not None:
+        half_copy.refresh()
     parts.schedule.advance(moved)
     if parts.ema is not None:
         parts.ema.update(moved)
     parts.meters.close_update(update, norm, moved, precision.scaler.is_enabled())
+    if watch is not None:
+        watch.after(update, moved)
 
 
 def _gradients_meet(forward: nn.Module, last: bool) -> AbstractContextManager[None]:

@@ -101,6 +101,26 @@ def from_first(value: Any, world: World) -> Any:
     return box[0]
 
 
+def all_of(items: list[Any], world: World) -> list[Any]:
+    """The items of every rank, rank by rank, on every rank."""
+    if world.size == 1:
+        return items
+    import torch.distributed
+
+    found: list[list[Any]] = [[] for _ in range(world.size)]
+    torch.distributed.all_gather_object(found, items)
+    return [item for part in found for item in part]
+
+
+def buffers_from_first(model: torch.nn.Module, world: World) -> None:
+    """Running statistics follow each rank's own samples; before they are used or saved, rank 0's are taken."""
+    if world.size > 1:
+        import torch.distributed
+
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, src=0)
+
+
 def agree(problem: str | None, world: World) -> None:
     """Raise the first rank's problem on every rank, so that all end alike and one of them tells it."""
     if world.size == 1:

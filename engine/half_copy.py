@@ -1,0 +1,89 @@
+"""O2 and NAIVE: the model computes with a half-precision copy of fp32 master weights.
+
+The optimiser, the moving average, checkpoints and clipping all stay with the masters; the copy only computes.
+"""
+
+from __future__ import annotations
+
+import copy
+
+# torch._foreach_* are what torch's own optimisers are made of; its type stubs call them private.
+# pyright: reportPrivateImportUsage=false
+import torch
+from torch import Tensor, nn
+
+from utils.world import World, sum_over_ranks
+
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+
+
+class HalfCopy:
+    def __init__(self, master: nn.Module, dtype: torch.dtype, keep_norms: bool, keep: list[str]) -> None:
+        """`keep_norms`: norms stay in fp32 (O2). `keep`: names of modules that do so in any case."""
+        self.dtype = dtype
+        self._master = master
+        self.model = copy.deepcopy(master)
+        if not keep_norms:
+            take_inputs_in_half(self.model)
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for (name, ours), theirs in zip(self.model.named_modules(), master.modules(), strict=True):
+            in_fp32 = (keep_norms and isinstance(ours, NORMS)) or any(
+                name == k or name.startswith(f"{k}.") for k in keep
+            )
+            self._share(ours, theirs, in_fp32)
+
+    def _share(self, ours: nn.Module, theirs: nn.Module, in_fp32: bool) -> None:
+        """Parameters: halved, or the master's own. Buffers (running statistics) are always the master's own."""
+        for name, parameter in theirs.named_parameters(recurse=False):
+            if in_fp32 or not parameter.is_floating_point():
+                ours._parameters[name] = parameter
+                continue
+            half = nn.Parameter(parameter.detach().to(self.dtype), requires_grad=parameter.requires_grad)
+            ours._parameters[name] = half
+            self._pairs.append((parameter, half))
+        for name in dict(theirs.named_buffers(recurse=False)):
+            ours._buffers[name] = theirs._buffers[name]
+
+    @torch.no_grad()
+    def collect_gradients(self) -> None:
+        """Add the copy's gradients to the masters' in fp32, so that many micro-batches do not round each other away."""
+        live = [(master, half) for master, half in self._pairs if half.grad is not None]
+        for master, _ in live:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        masters: list[Tensor] = [master.grad for master, _ in live if master.grad is not None]
+        torch._foreach_add_(masters, [half.grad for _, half in live if half.grad is not None])
+        for _, half in live:
+            half.grad = None
+
+    @torch.no_grad()
+    def average_gradients(self, world: World) -> None:
+        """Once an update, the mean of the masters' gradients over ranks, in fp32 and in one message."""
+        gradients: list[Tensor] = [p.grad for p in self._master.parameters() if p.grad is not None]
+        if world.size == 1:
+            return
+        flat = torch.cat([g.reshape(-1) for g in gradients]).div_(world.size)
+        parts = sum_over_ranks(flat, world).split([g.numel() for g in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the masters' new values."""
+        if self._pairs:
+            masters, halves = zip(*self._pairs, strict=True)
+            torch._foreach_copy_(list(halves), list(masters))
+
+
+def take_inputs_in_half(model: nn.Module) -> None:
+    """Without autocast nobody else brings the images to the precision of the weights they meet."""
+
+    def cast(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0].to(next(module.parameters()).dtype), *args[1:])
+
+    model.register_forward_pre_hook(cast)
+
+
+def hold_in_half(model: nn.Module, dtype: torch.dtype) -> None:
+    """O3: the weights themselves in half precision, and no others."""
+    model.to(dtype)
+    take_inputs_in_half(model)

@@ -1,0 +1,88 @@
+"""What skipped updates have to say: which operation overflowed, and what is done when it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.meters import Reading
+from engine.overflow import Blame
+from engine.replay import FORWARD
+from engine.report import Reporter
+from engine.resume import Position
+from engine.update import Parts
+from utils.config.schema import AmpConfig
+from utils.errors import TrainingError
+from utils.log import log
+from utils.world import World, all_of
+
+TIMES_TO_BLAME = 2
+"""A module blamed this often moves to fp32 (AMP.AUTO_FP32)."""
+
+
+@dataclass
+class Health:
+    amp: AmpConfig
+    parts: Parts
+    world: World
+    reporter: Reporter
+    _blamed: dict[str, int] = field(default_factory=dict)
+    _last: Blame | None = None
+
+    def look(self, position: Position, together: bool) -> None:
+        """Tell what was skipped since the last look. `together`: all ranks look now, and one of them may have seen it.
+
+        Alone, a run tells at once; many ranks tell when they report.
+        """
+        watch = self.parts.watch
+        if watch is None or (self.world.size > 1 and not together):
+            return
+        for blame in _clearest(all_of(watch.take(), self.world)):
+            log.info("%s", blame.words())
+            self.reporter.skip(position, blame)
+            self._last = blame
+            if self.amp.AUTO_FP32:
+                self._move_to_fp32(blame)
+
+    def _move_to_fp32(self, blame: Blame) -> None:
+        """What overflows forward does so at any loss scale; what overflows backward only counts at the smallest one."""
+        if blame.module not in dict(self.parts.model.named_modules()) or not blame.module:
+            return
+        if blame.direction != FORWARD and blame.scale > 1:
+            return
+        self._blamed[blame.module] = self._blamed.get(blame.module, 0) + 1
+        if self._blamed[blame.module] == TIMES_TO_BLAME:
+            self.parts.force_fp32([blame.module])
+            log.info(
+                "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", blame.module, TIMES_TO_BLAME
+            )
+
+    def too_many(self, reading: Reading) -> bool:
+        limit = self.amp.STOP_AFTER_SKIPS
+        return limit is not None and reading.skipped_in_a_row >= limit
+
+    def diagnosis(self, reading: Reading, update: int) -> TrainingError:
+        last = f" The last one replayed: {self._last.words()}." if self._last else ""
+        return TrainingError(
+            f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update} "
+            f"(AMP.STOP_AFTER_SKIPS {self.amp.STOP_AFTER_SKIPS}); the loss scale is {reading.scale:g}.{last} The "
+            f"weights are as they were before, and saved. {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        if not self.amp.USE_DYNAMIC_LOSS_SCALING:
+            return "The scale is fixed (AMP.USE_DYNAMIC_LOSS_SCALING false): set a smaller AMP.INIT_LOSS_SCALING."
+        blame = self._last
+        if blame is not None and blame.direction == FORWARD and blame.module:
+            return (
+                f"Keep that module in fp32 (AMP.FP32_MODULES=['{blame.module}'], or AMP.AUTO_FP32=true), or use bf16."
+            )
+        return "Use bf16, or lower TRAIN.BASE_LR; AMP.AUTO_FP32=true moves modules that overflow to fp32."
+
+
+def _clearest(blames: list[Blame]) -> list[Blame]:
+    """One an update, and of several ranks' the one that found something."""
+    best: dict[int, Blame] = {}
+    for blame in blames:
+        if blame.update not in best or (blame.operation and not best[blame.update].operation):
+            best[blame.update] = blame
+    return [best[update] for update in sorted(best)]

@@ -53,7 +53,7 @@ class Blame:
     kernel: str = ""
     """What torch ran: aten::addmm, say."""
     parameter: str = ""
-    """The parameter (or its gradient) that did not fit, where it was one."""
+    """The parameter that did not fit `dtype`, if that was it."""
     bad_samples: tuple[int, ...] = ()
     """Those among the samples that came out not finite, where that can be told."""
     passed_over: int = 0
@@ -83,9 +83,7 @@ class Blame:
             return "the scaled loss itself overflowed: the scale is too large"
         where = f"{self.operation} in {self.module} ({self.direction}, {self.kernel}, {self.dtype})"
         if self.module == LOSS and self.direction == BACKWARD:
-            return f"{where} gave the first value that is not finite: the scale is too large for the loss's gradient"
-        if self.parameter and self.direction == BACKWARD:
-            return f"{where} gave the first value that is not finite, for {self.parameter}"
+            return f"{where}: the loss's own gradient is not finite, the scale is too large"
         if self.parameter:
             return f"{where} overflowed: {self.parameter} does not fit {self.dtype}"
         return f"{where} gave the first value that is not finite"
@@ -94,7 +92,7 @@ class Blame:
         count = len(self.sample_indices)
         if self.bad_samples and len(self.bad_samples) < count:
             return f"in {len(self.bad_samples)} of {count} samples: {_some(self.bad_samples)}"
-        return f"in {'all ' * bool(self.bad_samples)}{count} samples: {_some(self.sample_indices)}"
+        return f"in {'all of ' * bool(self.bad_samples)}a micro-batch of {count} samples: {_some(self.sample_indices)}"
 
 
 @dataclass
@@ -184,13 +182,11 @@ class OverflowWatch:
         try:
             with host_generators_kept(), self._device_generator_kept():
                 finding, batches = self._find(kept)
-            reason = "" if finding else "not seen again in the replay: " + self._why_unseen(kept)
+            reason = "" if finding else self._unseen(kept)
         except RuntimeError as error:  # out of memory, say: no reason to end a run that goes on well
             finding, batches = None, kept.micro_batches
             reason = f"not named, the replay failed ({str(error).strip().partition(chr(10))[0]})"
             log.debug("The replay of update %d failed.", kept.update, exc_info=True)
-        finally:
-            self._replay.finish()
         samples = [index for _, batch in batches for index in batch.indices.tolist()]
         return Blame(
             update=kept.update,
@@ -210,17 +206,20 @@ class OverflowWatch:
 
     def _find(self, kept: _Kept) -> tuple[Finding | None, MicroBatches]:
         """The first finding and the micro-batches it concerns."""
-        self._replay.start()
         for share, batch in kept.micro_batches:
             seed_all(self._seed, "micro", kept.update, share.number)  # dropout as it was
             finding = self._replay.watch(batch.images, batch.labels, share.weight, kept.scale)
             if finding is not None:
                 return finding, [(share, batch)]
-        return self._replay.bad_sum(), kept.micro_batches
+        return None, kept.micro_batches
 
-    def _why_unseen(self, kept: _Kept) -> str:
-        late = "the weights have moved since, " if self._now > kept.update else ""
-        return late + "compiled code rounds differently, or it came from another rank"
+    def _unseen(self, kept: _Kept) -> str:
+        """Nothing is made up where nothing was found; what a replay cannot show is told instead."""
+        reasons = ["the weights have moved since"] if self._now > kept.update else []
+        if len(kept.micro_batches) > 1:
+            reasons.append("the micro-batches overflowed only in their sum")
+        reasons += ["compiled code rounds differently", "it came from another rank"]
+        return f"not seen again in the replay: {', '.join(reasons[:-1])}, or {reasons[-1]}"
 
     def _device_generator_kept(self) -> AbstractContextManager[None]:
         if self._device.type == "cpu":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Finding:
     direction: str
     dtype: torch.dtype
     parameter: str = ""
-    """The parameter that was not finite once cast to `dtype`, or whose gradient was not, if that was it."""
+    """The parameter that was not finite once cast to `dtype`, if that was it."""
     bad_rows: tuple[int, ...] = ()
     """Rows of the micro-batch that came out not finite, where that can be told."""
 
@@ -217,11 +217,6 @@ class Replay:
         self._model, self._inputs, self._criterion, self._autocast = model, inputs, criterion, autocast
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._sums: list[Tensor | None] = []
-
-    def start(self) -> None:
-        """Another update: its gradients are added up from nothing."""
-        self._sums = [None] * len(self._trained)
 
     def watch(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Finding | None:
         """One micro-batch, forward and backward."""
@@ -241,25 +236,8 @@ class Replay:
             with where.calling("scaling"):
                 scaled = loss * weight * scale
             # Not backward(): that would add to .grad, and call those who wait for it to exchange gradients.
-            gradients = torch.autograd.grad(scaled, self._trained, allow_unused=True)
-        self._sums = [_sum(total, gradient) for total, gradient in zip(self._sums, gradients, strict=True)]
+            torch.autograd.grad(scaled, self._trained, allow_unused=True)
         return measure.first_bad(loss, loss_at)
-
-    def bad_sum(self) -> Finding | None:
-        """A gradient that overflowed only when the micro-batches' were added up."""
-        present = [(p, total) for p, total in zip(self._trained, self._sums, strict=True) if total is not None]
-        if not present:
-            return None
-        finite = torch.isfinite(torch.stack([_greatest(total).float() for _, total in present])).tolist()
-        bad = next((p for (p, _), good in zip(present, finite, strict=True) if not good), None)
-        if bad is None:
-            return None
-        name = self._names[id(bad)]
-        module = name.rpartition(".")[0] or type(self._model).__name__
-        return Finding("sum of the micro-batches' gradients", "aten::add", module, BACKWARD, bad.dtype, name)
-
-    def finish(self) -> None:
-        self._sums = []
 
 
 def _in_backward() -> bool:
@@ -268,8 +246,7 @@ def _in_backward() -> bool:
 
 def _untouched(module: nn.Module, images: Tensor) -> Tensor:
     """Call a module whose running statistics must not notice."""
-    buffers: Iterable[tuple[str, Tensor]] = module.named_buffers()
-    return functional_call(module, {name: buffer.clone() for name, buffer in buffers}, (images,))
+    return functional_call(module, {name: buffer.clone() for name, buffer in module.named_buffers()}, (images,))
 
 
 def _measurable(value: Any) -> bool:
@@ -282,7 +259,3 @@ def _greatest(value: Tensor, rows: bool = False) -> Tensor:
     if rows:
         return torch.linalg.vector_norm(value.flatten(1), float("inf"), dim=1)
     return torch.linalg.vector_norm(value, float("inf")).float()
-
-
-def _sum(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    return gradient if total is None or gradient is None else total + gradient

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +57,7 @@ def test_bar_on_a_terminal(tiny: Path, tmp_path: Path) -> None:
     """loss, images a second and the time left, in a bar that the log lines do not tear."""
     command = [sys.executable, ROOT / "main_single_gpu.py", "-cfg", tiny, "-output", tmp_path / "run"]
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 160, 0, 0))
     with subprocess.Popen(
         [*command, "TRAIN.NUM_EPOCHS=8", "REPORT_FREQ=4"], stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:

@@ -1,4 +1,4 @@
-"""A training small enough to be looked into: the engine's own parts on two hundred and some digits' worth of weights."""
+"""A training small enough to be looked into, made of the engine's own parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16 = AmpConfig(ENABLED=True, DTYPE="bf16")
 OFF = AmpConfig()
 
 
-def build(tiny: Path, device: torch.device = CPU, **words: object) -> ReadyToTrain:
+def build(tiny: Path, device: torch.device = CPU, /, **words: object) -> ReadyToTrain:
     """The tiny recipe, ready for its first update. `AMP__DTYPE="fp16"` is AMP.DTYPE=fp16."""
     torch.set_num_threads(1)
     settings = {key.replace("__", "."): str(value) for key, value in words.items()}

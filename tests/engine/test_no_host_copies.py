@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Listener(TorchDispatchMode):
         super().__init__()
         self.names: set[str] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.add(func._schema.name)
         return func(*args, **(kwargs or {}))
 
@@ -105,7 +106,8 @@ def test_an_update_never_waits_for_the_gpu(tiny: Path, enabled: str, dtype: str,
     source = windows(ready)
     train(ready, 3, source)
     # Loading is not what is tested: the batches are on the GPU before.
-    loaded = [Window(window.shares, iter([batch for _, batch in window])) for _, window in zip(range(3), source)]
+    coming = itertools.islice(source, 3)
+    loaded = [Window(window.shares, iter([batch for _, batch in window])) for window in coming]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -50,8 +50,16 @@ def cpu(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     ("capability", "name"),
-    [((7, 0), "Volta"), ((7, 5), "Turing"), ((8, 0), "Ampere"), ((8, 6), "Ampere"), ((8, 9), "Ada"), ((9, 0), "Hopper")]
-    + [((10, 0), "Blackwell"), ((12, 0), "Blackwell")],
+    [
+        ((7, 0), "Volta"),
+        ((7, 5), "Turing"),
+        ((8, 0), "Ampere"),
+        ((8, 6), "Ampere"),
+        ((8, 9), "Ada"),
+        ((9, 0), "Hopper"),
+        ((10, 0), "Blackwell"),
+        ((12, 0), "Blackwell"),
+    ],
 )
 def test_gpus_that_gain_get_fp16(gpu, capability: tuple[int, int], name: str) -> None:
     choice = choose(AUTO, gpu(*capability))

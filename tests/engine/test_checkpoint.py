@@ -1,0 +1,261 @@
+"""Checkpoints: whole or not at all, and damage is noticed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.checkpoint import (
+    META,
+    MODEL,
+    STATE,
+    Checkpoint,
+    find,
+    folder_name,
+    inspect,
+    newest_good,
+    prune,
+    read_index,
+    save_checkpoint,
+    verify,
+    write_index,
+)
+from utils.errors import UserError
+from utils.log import log
+
+TENSORS = {MODEL: {"weight": torch.arange(6.0).reshape(2, 3).t(), "count": torch.tensor(3)}}
+STATE_DICT = {"position": {"epoch": 1, "step": 0, "update": 1}, "numbers": [1, 2.5, None, "x"], "t": torch.ones(2)}
+
+
+def save(root: Path, update: int, epoch: int | None = None, **meta: Any) -> Path:
+    return save_checkpoint(root, update, TENSORS, STATE_DICT, {"epoch": epoch or update, "update": update, **meta})
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(log, "propagate", True)
+    with caplog.at_level(logging.WARNING, "vitamp"):
+        yield caplog
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(bytes(data))
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    folder = save(tmp_path / "new" / "checkpoints", 123)
+    assert folder.name == "step-000000123"
+    found = verify(inspect(folder))
+    for name, tensor in TENSORS[MODEL].items():
+        assert torch.equal(found.tensors()[name], tensor)
+    state = found.state()
+    assert state["numbers"] == [1, 2.5, None, "x"]
+    assert torch.equal(state["t"], torch.ones(2))
+    assert sorted(path.name for path in folder.iterdir()) == [META, MODEL, STATE]
+
+
+def test_meta_lists_sizes_and_hashes(tmp_path: Path) -> None:
+    meta = json.loads((save(tmp_path, 7, epoch=2, classes=["ä"]) / META).read_text(encoding="utf-8"))
+    assert (meta["format"], meta["epoch"], meta["update"], meta["classes"]) == (1, 2, 7, ["ä"])
+    assert set(meta["files"]) == {MODEL, STATE}
+    for name, seal in meta["files"].items():
+        assert seal["size"] == (tmp_path / folder_name(7) / name).stat().st_size
+        assert len(seal["sha256"]) == 64
+
+
+def test_only_plain_types_are_read(tmp_path: Path) -> None:
+    """A state with anything that could run code when read is refused, even with the right hash."""
+    folder = save_checkpoint(tmp_path, 1, TENSORS, {"x": Path("/")}, {"epoch": 1})
+    with pytest.raises(UserError, match=STATE):
+        verify(inspect(folder)).state()
+
+
+def keep_saving(root: Path, first: int, began: Any) -> None:
+    """Save for ever, as fast as it goes."""
+    tensors = {MODEL: {f"weight{n}": torch.randn(20, 500) for n in range(10)}}
+    began.set()
+    for update in range(first, first + 10**6):
+        state, meta = {"update": update}, {"epoch": 1, "update": update}
+        folder = save_checkpoint(root, update, tensors, state, meta)
+        if update % 3 == 0:  # a run may come by an update that it had saved before
+            save_checkpoint(root, update, tensors, state, meta)
+        write_index(root, folder.name, None)
+        prune(root, 2, folder.name, None)
+
+
+def test_killed_at_any_moment_no_half_checkpoint_is_left(tmp_path: Path) -> None:
+    root, chance, halves = tmp_path / "checkpoints", random.Random(5), 0
+    processes = multiprocessing.get_context("forkserver")
+    for number in range(10):
+        began = processes.Event()
+        saver = processes.Process(target=keep_saving, args=(root, 1 + number * 10**6, began))
+        saver.start()
+        assert began.wait(60)
+        time.sleep(chance.uniform(0.02, 0.15))
+        saver.kill()
+        saver.join()
+        halves += any(root.glob(".tmp-*"))
+        folders = sorted(root.glob("step-*"))
+        for folder in folders:
+            verify(inspect(folder))
+        newest = newest_good(root)
+        assert newest is None if not folders else newest is not None and newest.folder == folders[-1]
+        assert newest is None or newest.state() == {"update": newest.meta["update"]}
+    assert read_index(root)["last"], "the saver never came to save"
+    assert halves, "no kill hit a save: this proves nothing"
+    save(root, 10**8)
+    assert not list(root.glob(".tmp-*")), "what a killed run left is swept out"
+
+
+def test_a_save_that_fails_leaves_nothing_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    for update in (1, 2):
+        with pytest.raises(OSError, match="No space left"):
+            save(tmp_path, update)
+    assert [path.name for path in tmp_path.iterdir()] == [folder_name(1)]
+    verify(inspect(tmp_path / folder_name(1)))
+
+
+def test_saving_an_update_again_replaces_it(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        save(tmp_path, 5, epoch=epoch)
+    assert [path.name for path in tmp_path.iterdir()] == [folder_name(5)]
+    assert verify(inspect(tmp_path / folder_name(5))).meta["epoch"] == 2
+
+
+@pytest.mark.parametrize("name", [MODEL, STATE])
+def test_a_flipped_bit_is_noticed_and_the_one_before_taken(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture, name: str
+) -> None:
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    flip_bit(bad / name, 8 * (bad / name).stat().st_size // 2)
+    inspect(bad)  # the size is right
+    with pytest.raises(UserError, match=name):
+        verify(inspect(bad))
+    found = newest_good(tmp_path)
+    assert found is not None
+    assert found.folder == good
+    assert name in warnings.text
+    assert "The one before it is tried" in warnings.text
+
+
+@pytest.mark.parametrize("name", [MODEL, STATE, META])
+@pytest.mark.parametrize("harm", ["missing", "cut", "empty"])
+def test_a_damaged_newest_falls_back(tmp_path: Path, warnings: pytest.LogCaptureFixture, name: str, harm: str) -> None:
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    data = (bad / name).read_bytes()
+    (bad / name).write_bytes(data[:-20] if harm == "cut" else b"")
+    if harm == "missing":
+        (bad / name).unlink()
+    found = newest_good(tmp_path)
+    assert found is not None
+    assert found.folder == good
+    assert len(warnings.records) == 1
+    assert name in warnings.text
+    with pytest.raises(UserError, match=name):
+        find(bad)
+
+
+def test_no_bit_of_meta_can_make_trouble(tmp_path: Path) -> None:
+    """meta.json has no hash of its own; with any bit wrong it is used or refused, and never ends in a traceback."""
+    save(tmp_path, 1)
+    bad = save(tmp_path, 2) / META
+    whole = bad.read_bytes()
+    refused = 0
+    for bit in range(0, 8 * len(whole), 3):
+        flip_bit(bad, bit)
+        found = newest_good(tmp_path)
+        assert found is not None
+        refused += found.folder.name == folder_name(1)
+        bad.write_bytes(whole)
+    assert refused > len(whole)
+
+
+def test_nothing_good_is_nothing(tmp_path: Path) -> None:
+    assert newest_good(tmp_path) is None
+    (save(tmp_path, 1) / MODEL).unlink()
+    assert newest_good(tmp_path) is None
+
+
+def test_another_format_is_not_guessed_at(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, format=2)
+    with pytest.raises(UserError, match="format 2"):
+        inspect(folder)
+
+
+def test_index(tmp_path: Path) -> None:
+    assert read_index(tmp_path) == {"last": None, "best": None}
+    write_index(tmp_path, "step-2", "step-1")
+    assert read_index(tmp_path) == {"last": "step-2", "best": "step-1"}
+    (tmp_path / "index.json").write_text("{", encoding="utf-8")
+    assert read_index(tmp_path) == {"last": None, "best": None}
+
+
+@pytest.mark.parametrize(
+    ("keep", "last", "best", "left"),
+    [
+        (2, 5, None, [4, 5]),
+        (2, 5, 1, [1, 4, 5]),
+        (1, 5, 5, [5]),
+        (9, 5, 1, [1, 2, 3, 4, 5]),
+        (0, 5, None, [1, 2, 3, 4, 5]),
+        (2, 3, 1, [1, 2, 3]),  # resumed at 2: 4 and 5 are of the course that was left
+        (0, 3, 1, [1, 2, 3]),
+    ],
+)
+def test_prune(tmp_path: Path, keep: int, last: int, best: int | None, left: list[int]) -> None:
+    for update in range(1, 6):
+        save(tmp_path, update)
+    prune(tmp_path, keep, folder_name(last), folder_name(best) if best else None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder_name(update) for update in left]
+
+
+def test_find_takes_the_run_its_checkpoints_one_of_them_or_a_file(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    first, second = save(root, 1), save(root, 2)
+    (tmp_path / "config.yaml").touch()
+    for path in (tmp_path, root, tmp_path / "config.yaml", root / "index.json", second, second / MODEL):
+        write_index(root, second.name, None)
+        assert find(path).folder == second
+    assert find(first).folder == find(first / STATE).folder == first
+
+
+def test_find_by_epoch(tmp_path: Path) -> None:
+    for update, epoch in ((10, 1), (20, 2), (30, 3)):
+        save(tmp_path / "checkpoints", update, epoch)
+    assert find(tmp_path, epoch=2).meta["update"] == 20
+    with pytest.raises(UserError, match="epoch 4"):
+        find(tmp_path, epoch=4)
+    with pytest.raises(UserError, match="LAST_EPOCH is 1"):
+        find(tmp_path / "checkpoints" / folder_name(20), epoch=1)
+
+
+def test_find_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        find(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no usable checkpoint"):
+        find(tmp_path)
+
+
+def test_reading_what_is_no_checkpoint_says_which_file(tmp_path: Path) -> None:
+    (tmp_path / MODEL).write_bytes(b"nonsense")
+    with pytest.raises(UserError, match=MODEL):
+        Checkpoint(tmp_path, {}).tensors()
+    with pytest.raises(UserError, match=STATE):
+        Checkpoint(tmp_path, {}).state()

@@ -1,0 +1,113 @@
+"""Validation counts every sample once, whatever fills up the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from datasets import PADDING, Batch, validation_batches
+from engine.evaluate import evaluate
+from engine.meters import Means
+from engine.precision import Precision
+from tests.engine.small import BF16, CPU, OFF
+from utils.config import AmpConfig
+from utils.errors import TrainingError
+from utils.world import ALONE
+
+SAMPLES = 23
+IMAGES = torch.randint(0, 256, (SAMPLES, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(SAMPLES) % 8
+
+
+class Loader:
+    """The validation batches of some ranks, padded as the real one pads them."""
+
+    def __init__(self, batch_size: int, ranks: list[int], world: int) -> None:
+        self.plans = [plan for rank in ranks for plan in validation_batches(SAMPLES, batch_size, rank, world)]
+
+    def __iter__(self) -> Iterator[Batch]:
+        for plan in self.plans:
+            indices = torch.from_numpy(plan)
+            real = indices != PADDING
+            images = IMAGES[indices] * real.reshape(-1, 1, 1, 1)
+            yield Batch(images, LABELS[indices] * real, indices)
+
+
+class Floats(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.float() / 255
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 8))
+
+
+def figures(net: nn.Module, loader: Loader, amp: AmpConfig = OFF, samples: int = SAMPLES) -> Means:
+    return evaluate(net, loader, samples, Floats(), Precision(amp, CPU), ALONE)  # pyright: ignore[reportArgumentType]
+
+
+def plain(net: nn.Module) -> Means:
+    net.eval()
+    with torch.no_grad():
+        logits = net(IMAGES.float() / 255)
+    hits = logits.topk(5).indices == LABELS.unsqueeze(1)
+    five, first = hits.any(1).float().mean().item(), hits[:, 0].float().mean().item()
+    return Means(F.cross_entropy(logits, LABELS).item(), 100 * first, 100 * five)
+
+
+@pytest.mark.parametrize(("batch_size", "world"), [(1, 1), (4, 1), (23, 1), (64, 1), (4, 2), (5, 3), (7, 8)])
+def test_padding_counts_nothing(batch_size: int, world: int) -> None:
+    net = model()
+    loader = Loader(batch_size, list(range(world)), world)
+    assert sum(len(plan) for plan in loader.plans) >= SAMPLES
+    assert vars(figures(net, loader)) == pytest.approx(vars(plain(net)), rel=1e-6)
+
+
+def test_padding_with_an_infinite_loss_counts_nothing() -> None:
+    """0 times infinity is NaN: the padding has to be left out, not multiplied."""
+
+    class Certain(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            blank = images.flatten(1).sum(1, keepdim=True) == 0
+            return torch.zeros(len(images), 8).masked_fill(blank & (torch.arange(8) == 0), float("-inf"))
+
+    loader = Loader(5, [0, 1], 2)
+    assert any((plan == PADDING).any() for plan in loader.plans)
+    assert figures(Certain(), loader).loss == pytest.approx(torch.tensor(8.0).log().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("samples", [SAMPLES - 1, SAMPLES + 1])
+def test_a_wrong_count_is_an_error(samples: int) -> None:
+    with pytest.raises(TrainingError, match=f"{SAMPLES} samples of {samples}"):
+        figures(model(), Loader(4, [0], 1), samples=samples)
+
+
+def test_dropout_rests_and_the_mode_comes_back() -> None:
+    net = model()
+    for training in (True, False):
+        net.train(training)
+        assert figures(net, Loader(4, [0], 1)) == figures(net, Loader(4, [0], 1))
+        assert net.training is training
+
+
+def test_the_mode_comes_back_after_a_failure() -> None:
+    net = model().train()
+    with pytest.raises(IndexError):
+        evaluate(net, Loader(4, [0], 1), SAMPLES, nn.Flatten(0), Precision(OFF, CPU), ALONE)  # pyright: ignore[reportArgumentType]
+    assert net.training
+
+
+def test_autocast_by_setting() -> None:
+    net = model()
+    off, on = (AmpConfig(ENABLED=True, DTYPE="bf16", EVAL=evaluates) for evaluates in (False, True))
+    exact = figures(net, Loader(4, [0], 1))
+    assert figures(net, Loader(4, [0], 1), off) == exact
+    rounded = figures(net, Loader(4, [0], 1), on)
+    assert rounded.loss != exact.loss
+    assert rounded.loss == pytest.approx(exact.loss, rel=1e-2)
+    assert figures(net, Loader(4, [0], 1), BF16) == rounded, "on where nothing is said"

@@ -1,0 +1,124 @@
+"""The figures of training: what is counted, and what is read back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine.meters import NEVER, Reading, TrainMeters, correct
+from tests.engine.small import CPU
+from utils.world import ALONE, World
+
+ONE = torch.tensor(1.0)
+
+
+def logits(*guesses: int, classes: int = 10) -> torch.Tensor:
+    """One row a sample; its guess first, the other classes after it in their order."""
+    rows = torch.arange(classes, 0, -1.0).repeat(len(guesses), 1)
+    rows[range(len(guesses)), list(guesses)] = 100.0
+    return rows
+
+
+def closed(
+    meters: TrainMeters, update: int = 1, norm: float = 1.0, moved: bool | torch.Tensor = True, scaled: bool = False
+) -> Reading:
+    meters.close_update(update, torch.tensor(norm), moved, scaled)
+    return meters.read(ONE, 0.125)
+
+
+def test_means_over_micro_batches_and_samples() -> None:
+    """The loss is the mean of the micro-batches' means, as the gradient is; accuracies count samples."""
+    meters = TrainMeters(CPU, ALONE)
+    meters.add(torch.tensor(2.0), logits(0, 1, 2, 3), torch.tensor([0, 1, 2, 9]), 0.5)
+    meters.add(torch.tensor(4.0), logits(0, 0), torch.tensor([1, 9]), 0.5)
+    reading = closed(meters)
+    assert reading.update.loss == 3.0
+    assert reading.update.acc1 == pytest.approx(100 * 3 / 6)
+    assert reading.update.acc5 == pytest.approx(100 * 4 / 6)
+    assert reading.epoch.loss == pytest.approx((2.0 * 4 + 4.0 * 2) / 6), "every sample alike over the epoch"
+    assert (reading.lr, reading.scale, reading.grad_norm) == (0.125, 1.0, 1.0)
+
+
+def test_an_update_is_told_alone_and_an_epoch_as_a_whole() -> None:
+    meters = TrainMeters(CPU, ALONE)
+    for update, (loss, label) in enumerate(((1.0, 0), (3.0, 9)), start=1):
+        meters.add(torch.tensor(loss), logits(0), torch.tensor([label]), 1.0)
+        reading = closed(meters, update)
+        assert (reading.update.loss, reading.update.acc1) == (loss, 100.0 * (label == 0))
+    epoch = meters.read(ONE, 0.0).epoch
+    assert (epoch.loss, epoch.acc1) == (2.0, 50.0)
+    meters.start_epoch()
+    meters.add(torch.tensor(7.0), logits(0), torch.tensor([0]), 1.0)
+    assert closed(meters, 3).epoch.loss == 7.0
+
+
+@pytest.mark.parametrize(("classes", "label", "five"), [(3, 2, True), (5, 4, True), (6, 5, False), (6, 4, True)])
+def test_five_best_of_fewer_classes(classes: int, label: int, five: bool) -> None:
+    first, among_five = correct(logits(0, classes=classes), torch.tensor([label]))
+    assert (first.tolist(), among_five.tolist()) == ([False], [five])
+
+
+def test_a_share_without_weight_counts_nothing() -> None:
+    meters = TrainMeters(CPU, ALONE)
+    meters.add(torch.tensor(2.0), logits(0), torch.tensor([0]), 1.0)
+    meters.add(torch.tensor(float("nan")), logits(0), torch.tensor([9]), 0.0)
+    reading = closed(meters)
+    assert (reading.update.loss, reading.update.acc1, reading.epoch.loss) == (2.0, 100.0, 2.0)
+
+
+@pytest.mark.parametrize("loss", [float("inf"), float("nan")])
+def test_an_overflow_shows_in_its_update_and_not_in_the_epoch(loss: float) -> None:
+    meters = TrainMeters(CPU, ALONE)
+    meters.add(torch.tensor(2.0), logits(0), torch.tensor([0]), 1.0)
+    closed(meters)
+    meters.add(torch.tensor(loss), logits(0), torch.tensor([9]), 1.0)
+    reading = closed(meters, 2, norm=float("inf"), moved=False, scaled=True)
+    assert not math.isfinite(reading.update.loss)
+    assert (reading.epoch.loss, reading.epoch.acc1) == (2.0, 100.0)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_skips_are_counted_and_are_no_fault(as_tensor: bool) -> None:
+    meters = TrainMeters(CPU, ALONE)
+    for update, moved in enumerate((True, False, True, False, False), start=1):
+        flag = torch.tensor(moved) if as_tensor else moved
+        closed(meters, update, norm=1.0 if moved else float("nan"), moved=flag, scaled=True)
+    reading = meters.read(ONE, 0.0)
+    assert (reading.skipped, reading.first_bad) == (3, NEVER)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_the_first_bad_update_without_a_scaler_is_kept(bad: float) -> None:
+    meters = TrainMeters(CPU, ALONE)
+    for update, norm in enumerate((1.0, 1.0, bad, 1.0, bad), start=11):
+        closed(meters, update, norm)
+    reading = meters.read(ONE, 0.0)
+    assert (reading.first_bad, reading.skipped) == (13, 0)
+
+
+def test_sums_survive_saving() -> None:
+    meters = TrainMeters(CPU, ALONE)
+    meters.add(torch.tensor(2.0), logits(0, 1), torch.tensor([0, 9]), 1.0)
+    closed(meters, 1, moved=False, scaled=True)
+    state = meters.state()
+    fresh = TrainMeters(CPU, ALONE)
+    fresh.restore(state["epoch"], state["skipped"])  # pyright: ignore[reportArgumentType]
+    for one in (meters, fresh):
+        one.add(torch.tensor(5.0), logits(0), torch.tensor([0]), 1.0)
+    assert closed(fresh, 2, scaled=True) == closed(meters, 2, scaled=True)
+    assert closed(fresh, 3).skipped == 1
+
+
+def test_only_the_first_rank_takes_the_sums_of_all_back() -> None:
+    """Each rank's share would else be added once a rank."""
+    second = TrainMeters(CPU, World(rank=1, size=2))
+    second.restore([8.0, 4.0, 4.0, 4.0], 3)
+    assert second._epoch.tolist() == [0.0] * 4
+    assert int(second._skipped) == 3
+
+
+def test_nothing_counted_reads_as_zero() -> None:
+    reading = TrainMeters(CPU, ALONE).read(ONE, 0.0)
+    assert (reading.epoch.loss, reading.epoch.acc1, reading.skipped) == (0.0, 0.0, 0)

@@ -1,0 +1,191 @@
+"""What is saved and put back: the run goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.checkpoint import EMA, MODEL, Checkpoint, inspect, save_checkpoint
+from engine.resume import Best, Position, finite, restore, state_of
+from engine.setup import ReadyToTrain
+from tests.engine.small import build, train, windows
+from utils.errors import UserError
+
+GLOBAL_BATCH = 32
+RICH = {"TRAIN__MODEL_EMA": "true", "MODEL__DROPOUT": 0.1, "AMP__ENABLED": "true"}
+
+
+def save(ready: ReadyToTrain, root: Path, update: int, epoch_step: tuple[int, int] = (1, 0)) -> Checkpoint:
+    parts = ready.parts
+    tensors = {MODEL: parts.model.state_dict()}
+    if parts.ema:
+        tensors[EMA] = parts.ema.module.state_dict()
+    best = Best(12.5, "ema_acc1", 3, 1, 2)
+    state = state_of(parts, Position(*epoch_step, update), best, GLOBAL_BATCH)
+    return inspect(save_checkpoint(root, update, tensors, state, {"epoch": 1, "update": update}))
+
+
+def everything(ready: ReadyToTrain) -> dict[str, Any]:
+    """All that decides how a run goes on, in a form that `==` compares bit for bit."""
+    parts = ready.parts
+    models = {"model": parts.model} | ({"ema": parts.ema.module} if parts.ema else {})
+    found: dict[str, Any] = {f"{k}.{n}": bits(t) for k, m in models.items() for n, t in m.state_dict().items()}
+    for index, state in parts.optimizer.state_dict()["state"].items():
+        found |= {f"optimizer.{index}.{n}": bits(v) for n, v in state.items()}
+    for index, group in enumerate(parts.optimizer.param_groups):
+        found |= {f"group.{index}.{n}": bits(v) for n, v in group.items() if n != "params"}
+    found["scaler"] = parts.precision.scaler.state_dict()
+    found["moved"], found["last_rate"] = parts.schedule.moved, float(parts.schedule.last_rate())
+    found["ema_updates"] = int(parts.ema.updates) if parts.ema else 0
+    found["meters"] = parts.meters.state()
+    return found
+
+
+def bits(value: Any) -> Any:
+    return (str(value.dtype), tuple(value.shape), value.flatten().tolist()) if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {**RICH, "AMP__DTYPE": "bf16"},
+        # Growth after 4 clean updates, so that 6 is in the middle; 1e7 overflows at first.
+        {**RICH, "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 1e7, "AMP__INCR_EVERY_N_STEPS": 4},
+        {**RICH, "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 256, "AMP__INCR_EVERY_N_STEPS": 4},
+        {"TRAIN__OPTIMIZER__NAME": "SGD", "TRAIN__ACCUM_ITER": 2},
+        {"TRAIN__OPTIMIZER__NAME": "LAMB"},
+        {"TRAIN__OPTIMIZER__NAME": "Lion", "TRAIN__MODEL_EMA": "true", "TRAIN__MODEL_EMA_WARMUP": "false"},
+        {"TRAIN__OPTIMIZER__NAME": "Adan", "TRAIN__WEIGHT_DECAY_ALL": "true"},
+        {"TRAIN__OPTIMIZER__NAME": "Adafactor"},
+    ],
+    ids=lambda words: "-".join(str(value) for value in words.values()),
+)
+def test_going_on_is_as_never_having_stopped(tiny: Path, tmp_path: Path, words: dict[str, object]) -> None:
+    whole = build(tiny, **words)
+    source = windows(whole)
+    train(whole, 6, source)
+    checkpoint = save(whole, tmp_path / "checkpoints", 6, (1, 6))
+    at_six = everything(whole)
+    train(whole, 5, source, done=6)
+
+    resumed = build(tiny, **words)
+    position, best = restore(resumed.parts, checkpoint, GLOBAL_BATCH)
+    assert (position, best) == (Position(1, 6, 6), Best(12.5, "ema_acc1", 3, 1, 2))
+    now = everything(resumed)
+    assert {key for key in at_six if at_six[key] != now.get(key)} <= {"last_rate"}
+    train(resumed, 5, islice(resumed.train_loader.epoch(1, start=6), 5), done=6)
+    ended, expected = everything(resumed), everything(whole)
+    assert {key for key in expected if expected[key] != ended.get(key)} == set()
+    assert 11 >= expected["moved"] > at_six["moved"] > 0, "the weights must have moved before and after"
+    assert (expected["meters"]["skipped"] > 0) is (words.get("AMP__INIT_LOSS_SCALING") == 1e7)
+
+
+def test_the_scaler_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:
+    words = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 64}
+    ready = build(tiny, **words, AMP__INCR_EVERY_N_STEPS=4)
+    train(ready, 6)
+    checkpoint = save(ready, tmp_path, 6)
+    resumed = build(tiny, **words, AMP__INCR_EVERY_N_STEPS=3, AMP__INCR_RATIO=8)
+    restore(resumed.parts, checkpoint, GLOBAL_BATCH)
+    scaler = resumed.parts.precision.scaler
+    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (128.0, 2)
+    assert (scaler.get_growth_factor(), scaler.get_growth_interval()) == (8.0, 3), "settings are the present ones"
+    train(resumed, 1, done=6)
+    assert scaler.get_scale() == 128.0 * 8
+
+
+def test_precision_may_change_between(tiny: Path, tmp_path: Path) -> None:
+    plain = build(tiny)
+    train(plain, 2)
+    to_fp16 = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=32)
+    restore(to_fp16.parts, save(plain, tmp_path / "a", 2), GLOBAL_BATCH)
+    assert to_fp16.parts.precision.scaler.get_scale() == 32.0
+    train(to_fp16, 2, done=2)
+    back = build(tiny)
+    restore(back.parts, save(to_fp16, tmp_path / "b", 4), GLOBAL_BATCH)
+    train(back, 1, done=4)
+    assert back.parts.schedule.moved == 5
+
+
+def test_an_average_may_begin_later_and_end_earlier(tiny: Path, tmp_path: Path) -> None:
+    without = build(tiny)
+    train(without, 2)
+    later = build(tiny, TRAIN__MODEL_EMA="true")
+    restore(later.parts, save(without, tmp_path / "a", 2), GLOBAL_BATCH)
+    assert later.parts.ema is not None
+    for name, tensor in later.parts.ema.module.state_dict().items():
+        assert torch.equal(tensor, without.parts.model.state_dict()[name]), "it begins with the weights there are"
+    train(later, 1, done=2)
+    assert int(later.parts.ema.updates) == 1
+    restore(build(tiny).parts, save(later, tmp_path / "b", 3), GLOBAL_BATCH)
+
+
+def test_the_optimisers_settings_are_the_present_ones(tiny: Path, tmp_path: Path) -> None:
+    ready = build(tiny, TRAIN__WEIGHT_DECAY=0.1)
+    train(ready, 1)
+    resumed = build(tiny, TRAIN__WEIGHT_DECAY=0.2, TRAIN__OPTIMIZER__BETAS="0.8 0.9")
+    restore(resumed.parts, save(ready, tmp_path, 1), GLOBAL_BATCH)
+    groups = resumed.parts.optimizer.param_groups
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.2}
+    assert {group["betas"] for group in groups} == {(0.8, 0.9)}
+
+
+def test_another_architecture_lists_what_differs(tiny: Path, tmp_path: Path) -> None:
+    checkpoint = save(build(tiny), tmp_path, 1)
+    with pytest.raises(UserError) as error:
+        restore(build(tiny, MODEL__NUM_CLASSES=12, MODEL__DEPTH=2).parts, checkpoint, GLOBAL_BATCH)
+    text = str(error.value)
+    assert "head.weight: (10, 16) there, (12, 16) here" in text
+    assert "blocks.1.norm1.weight: not there" in text
+    assert "... and " in text
+    with pytest.raises(UserError, match=r"only there"):
+        restore(build(tiny).parts, save(build(tiny, MODEL__DEPTH=2), tmp_path / "deep", 1), GLOBAL_BATCH)
+
+
+def test_another_optimiser_is_told(tiny: Path, tmp_path: Path) -> None:
+    checkpoint = save(build(tiny), tmp_path, 1)
+    with pytest.raises(UserError, match=r"trained with AdamW, now it is SGD"):
+        restore(build(tiny, TRAIN__OPTIMIZER__NAME="SGD").parts, checkpoint, GLOBAL_BATCH)
+    with pytest.raises(UserError, match="WEIGHT_DECAY_ALL"):
+        restore(build(tiny, TRAIN__WEIGHT_DECAY_ALL="true").parts, checkpoint, GLOBAL_BATCH)
+
+
+def test_another_global_batch_is_told_within_an_epoch_only(tiny: Path, tmp_path: Path) -> None:
+    ready = build(tiny)
+    with pytest.raises(UserError, match=r"32.*64"):
+        restore(ready.parts, save(ready, tmp_path, 1, (1, 1)), 64)
+    restore(ready.parts, save(ready, tmp_path, 44, (2, 0)), 64)
+
+
+def test_the_state_holds_plain_types_only(tiny: Path) -> None:
+    ready = build(tiny, TRAIN__OPTIMIZER__NAME="LAMB", **RICH)
+    train(ready, 2)
+    found: set[type] = set()
+
+    def walk(value: Any) -> None:
+        found.add(type(value))
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(key)
+                walk(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                walk(item)
+
+    walk(state_of(ready.parts, Position(), Best(), GLOBAL_BATCH))
+    assert found <= {dict, list, str, int, float, bool, type(None), Tensor}
+    assert Tensor in found
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_finite(bad: float) -> None:
+    tensors = {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16), "count": torch.tensor(3)}
+    assert finite(tensors)
+    tensors["b"][1, 1] = bad
+    assert not finite(tensors)

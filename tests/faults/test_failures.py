@@ -1,0 +1,171 @@
+"""What goes wrong while training: all processes end, soon, with one reason told, and none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Result
+
+SMALL = [
+    *("MODEL.DEPTH=1", "MODEL.EMBED_DIM=32", "MODEL.NUM_HEADS=2", "MODEL.PATCH_SIZE=16", "DATA.IMAGE_SIZE=32"),
+    *("DATA.IMAGE_CHANNELS=3", "DATA.DATASET=imagenet2012", "DATA.NUM_WORKERS=1", "DATA.BATCH_SIZE=4"),
+]
+ENDLESS = ["TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1"]
+# Loaded by every Python that has its folder in PYTHONPATH: rank 1's fifth update finds a bug.
+BROKEN_RANK = """
+import os
+if os.environ.get("RANK") == "1":
+    import torch
+    step, calls = torch.optim.AdamW.step, []
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("rank one has had enough")
+        return step(*args, **kwargs)
+    torch.optim.AdamW.step = failing
+"""
+
+
+class Run:
+    """A run in the background, whose processes are known by a word in their environment."""
+
+    def __init__(self, tiny: Path, folder: Path, *words: object, ngpus: int = 2, **env: str) -> None:
+        self.mark = f"VITAMP_TEST={uuid.uuid4().hex}"
+        name, value = self.mark.split("=")
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, str(ROOT / ("main_multi_gpu.py" if ngpus else "main_single_gpu.py"))),
+                *("-cfg", str(tiny), "-output", str(folder), *(["-ngpus", str(ngpus)] if ngpus else [])),
+                *map(str, words),
+            ],
+            env={**os.environ, **env, name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for_updates(self) -> None:
+        metrics = self.folder / "metrics.jsonl"
+        until(lambda: metrics.exists() and metrics.read_text().count('"train"') > 2, 60)
+
+    def end(self, seconds: float) -> Result:
+        out, err = self.process.communicate(timeout=seconds)
+        return Result(self.process.returncode, out, err)
+
+    def alive(self) -> list[int]:
+        """Processes of this run, loading processes included."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                marked = entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes()
+                zombie = marked and (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if marked and not zombie:
+                found.append(int(entry.name))
+        return found
+
+
+def until(happens: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Start a run; whatever is left of it after the test is killed."""
+    runs: list[Run] = []
+
+    def call(*words: object, **options: object) -> Run:
+        runs.append(Run(tiny, tmp_path / "run", *words, **options))  # pyright: ignore[reportArgumentType]
+        return runs[-1]
+
+    yield call
+    for run in runs:
+        for pid in run.alive():
+            os.kill(pid, signal.SIGKILL)
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes by /proc")
+
+
+def test_a_failing_rank_ends_all_and_tells_why_once(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(BROKEN_RANK)
+    run = start(*ENDLESS, PYTHONPATH=str(tmp_path / "hook"))
+    done = run.end(60)
+    assert done.code == 1, done.text
+    assert done.text.count("RuntimeError: rank one has had enough") == 1
+    assert done.text.count("Traceback") == 1
+    assert "engine/update.py" in done.err or "engine/precision.py" in done.err, "where in our code it happened"
+    assert "rank one has had enough" in (tmp_path / "run" / "ranks" / "1.log").read_text()
+    until(lambda: not run.alive(), 5)
+
+
+@pytest.mark.parametrize("processes", [0, 2], ids=["alone", "two processes"])
+def test_an_unreadable_image_is_named(
+    start: Callable[..., Run], imagenet: Path, tmp_path: Path, processes: int
+) -> None:
+    """Whichever process meets it: it is found while training, since opening each image beforehand would take hours."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for entry in imagenet.iterdir():
+        if entry.is_dir():
+            (data / entry.name).symlink_to(entry)
+    (data / "broken.JPEG").write_bytes(b"no picture")
+    lines = (imagenet / "train_list.txt").read_text()
+    (data / "train_list.txt").write_text(lines + "broken.JPEG 0\n")
+    (data / "val_list.txt").write_text((imagenet / "val_list.txt").read_text())
+    run = start(*SMALL, *ENDLESS, f"DATA.DATA_PATH={data}", ngpus=processes)
+    done = run.end(90)
+    assert done.code == 1, done.text
+    assert done.err.count("broken.JPEG") == 1, done.text
+    assert "cannot be read" in done.err
+    assert "Traceback" not in done.text
+    until(lambda: not run.alive(), 5)
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["to the launcher", "to the whole group"])
+def test_ctrl_c_ends_all(start: Callable[..., Run], imagenet: Path, to_all: bool) -> None:
+    run = start(*SMALL, *ENDLESS, f"DATA.DATA_PATH={imagenet}")
+    run.wait_for_updates()
+    assert len(run.alive()) >= 5, "a launcher, two ranks, a loading process each"
+    if to_all:
+        os.killpg(run.process.pid, signal.SIGINT)
+    else:
+        run.process.send_signal(signal.SIGINT)
+    done = run.end(15)
+    assert done.code == 130, done.text
+    assert "Traceback" not in done.text
+    until(lambda: not run.alive(), 5)
+
+
+def test_ctrl_c_ends_a_single_process_and_its_loaders(start: Callable[..., Run], imagenet: Path) -> None:
+    run = start(*SMALL, *ENDLESS, f"DATA.DATA_PATH={imagenet}", ngpus=0)
+    run.wait_for_updates()
+    os.killpg(run.process.pid, signal.SIGINT)
+    done = run.end(15)
+    assert done.code == 130, done.text
+    assert "interrupted" in done.err
+    assert "Traceback" not in done.text
+    until(lambda: not run.alive(), 5)
+
+
+def test_a_killed_launcher_leaves_no_orphans(start: Callable[..., Run], imagenet: Path) -> None:
+    run = start(*SMALL, *ENDLESS, f"DATA.DATA_PATH={imagenet}")
+    run.wait_for_updates()
+    run.process.kill()
+    until(lambda: not run.alive(), 10)

@@ -1,0 +1,177 @@
+"""Modules kept in fp32: the right ones, in every way a model is run, and only those."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_vit import aot, batch, small_vit, step
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.fp32_modules import force_fp32, forced
+from utils.errors import UserError
+
+ALL = ["patch_embed", "blocks.*", "norm", "head"]
+
+
+def output_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """What each module gave in one forward pass under autocast."""
+    seen: dict[str, torch.dtype] = {}
+
+    def note(name: str) -> Any:
+        return lambda _module, _args, output: seen.update({name: output.dtype})
+
+    hooks = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    with torch.autocast("cpu", torch.bfloat16):
+        model(batch()[0])
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("patterns", "taken"),
+    [
+        (["head"], ["head"]),
+        (["blocks.1"], ["blocks.1"]),
+        (["blocks.*.attn"], ["blocks.0.attn", "blocks.1.attn"]),
+        (["blocks.1.mlp.fc?"], ["blocks.1.mlp.fc1", "blocks.1.mlp.fc2"]),
+        (["blocks.[1-9]", "blocks.1.mlp"], ["blocks.1"]),
+        (["LayerNorm"], [f"{block}.norm{n}" for block in ("blocks.0", "blocks.1") for n in (1, 2)] + ["norm"]),
+        (["Attention", "head"], ["blocks.0.attn", "blocks.1.attn", "head"]),
+        # Sequential: checkpointing calls its members, not itself.
+        (["blocks"], ["blocks.0", "blocks.1"]),
+    ],
+)
+def test_patterns_take_the_outermost_modules_they_name(patterns: list[str], taken: list[str]) -> None:
+    model = small_vit()
+    assert force_fp32(model, patterns, "cpu") == taken
+    assert forced(model) == taken
+
+
+def test_a_pattern_without_a_module_is_an_error_and_nothing_is_forced() -> None:
+    model = small_vit()
+    with pytest.raises(
+        UserError, match=r"FP32_MODULES.*'blocks.0.atn'.*Did you mean blocks.0.attn.*patch_embed.*LayerNorm"
+    ):
+        force_fp32(model, ["head", "blocks.0.atn"], "cpu")
+    assert forced(model) == []
+
+
+def test_only_the_modules_named_compute_in_fp32() -> None:
+    model = small_vit()
+    force_fp32(model, ["blocks.1.attn"], "cpu")
+    seen = output_dtypes(model)
+    assert seen["blocks.1.attn.qkv"] == seen["blocks.1.attn.proj"] == seen["blocks.1.attn"] == torch.float32
+    assert seen["blocks.0.attn.qkv"] == seen["blocks.1.mlp.fc1"] == seen["head"] == torch.bfloat16
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_all_forced_is_fp32_bit_for_bit(checkpointing: bool, compiled: bool) -> None:
+    fp32 = step(small_vit(), amp=False)
+    assert not step(small_vit()).equals(fp32)
+    model = small_vit(checkpointing=checkpointing)
+    force_fp32(model, ALL, "cpu")
+    assert step(model, aot(model) if compiled else None).equals(fp32)
+
+
+def test_more_can_be_forced_while_a_compiled_model_trains() -> None:
+    model = small_vit()
+    forward = aot(model)
+    assert step(model, forward).equals(step(small_vit()))
+    assert force_fp32(model, ["blocks.1.mlp"], "cpu") == ["blocks.1.mlp"]
+    assert force_fp32(model, ["blocks.1.mlp"], "cpu") == []
+    eager = small_vit()
+    force_fp32(eager, ["blocks.1.mlp"], "cpu")
+    assert step(model, forward).equals(step(eager))
+    assert force_fp32(model, ["blocks", "blocks.1.mlp.fc1"], "cpu") == ["blocks.0", "blocks.1"]
+    force_fp32(model, ALL, "cpu")
+    assert step(model, forward).equals(step(small_vit(), amp=False))
+
+
+def test_a_compiled_wrapper_may_be_handed_over() -> None:
+    model = small_vit()
+    wrapper: Any = torch.compile(model, backend="eager")
+    assert force_fp32(wrapper, ["blocks.0.attn", "head"], "cpu") == ["blocks.0.attn", "head"]
+    assert forced(model) == ["blocks.0.attn", "head"]
+    block: Any = torch.compile(model.blocks[1], backend="eager")
+    model.blocks[1] = block
+    assert force_fp32(model, ["blocks.1"], "cpu") == ["blocks.1"]
+    assert output_dtypes(model)["blocks.1._orig_mod.mlp.fc1"] is torch.float32
+
+
+def test_the_state_dict_stays_as_it_is() -> None:
+    model, plain = small_vit(), small_vit()
+    force_fp32(model, ALL, "cpu")
+    assert list(model.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+
+
+def test_a_copy_is_forced_too_and_computes_with_its_own_weights() -> None:
+    model = small_vit().eval()
+    force_fp32(model, ["head"], "cpu")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter.zero_()
+    assert forced(twin) == ["head"]
+    assert output_dtypes(twin)["head"] is torch.float32
+    assert twin(batch()[0]).abs().sum() > 0
+    assert model(batch()[0]).abs().sum() == 0
+
+
+def test_inputs_given_by_keyword_and_in_containers_are_cast() -> None:
+    class Pair(nn.Module):
+        def forward(self, both: list[torch.Tensor], *, scale: torch.Tensor, count: torch.Tensor) -> tuple[Any, ...]:
+            return both[0].dtype, both[1].dtype, scale.dtype, count.dtype
+
+    model = nn.ModuleDict({"pair": Pair()})
+    force_fp32(model, ["pair"], "cpu")
+    half = torch.ones(2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = model["pair"]([half, half], scale=half.half(), count=torch.ones(2, dtype=torch.int64))
+    assert seen == (torch.float32,) * 3 + (torch.int64,)
+
+
+def test_in_a_half_model_without_autocast_the_next_module_gets_what_it_takes() -> None:
+    model = small_vit().to(torch.bfloat16)
+    model.blocks[0].float()
+    force_fp32(model, ["blocks.0"], "cpu")
+    seen: dict[str, torch.dtype] = {}
+    model.blocks[0].get_submodule("mlp").register_forward_hook(lambda _m, _a, out: seen.update(inside=out.dtype))
+    model.blocks[0].register_forward_hook(lambda _m, _a, out: seen.update(outside=out.dtype))
+    model(batch()[0].bfloat16()).sum().backward()
+    assert seen == {"inside": torch.float32, "outside": torch.bfloat16}
+    assert {p.grad.dtype for p in model.blocks[0].parameters() if p.grad is not None} == {torch.float32}
+
+
+def _rank(rank: int, folder: str) -> None:
+    """One of two processes: exits 0 when all forced equals fp32, with and without checkpointing."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+
+    def run(amp: bool, patterns: list[str], checkpointing: bool = False) -> Any:
+        model = small_vit(checkpointing=checkpointing)
+        force_fp32(model, patterns, "cpu")
+        return step(model, DistributedDataParallel(model), amp, part=slice(2 * rank, 2 * rank + 2))
+
+    fp32, low = run(False, []), run(True, [])
+    good = run(True, ALL).equals(fp32) and run(True, ALL, checkpointing=True).equals(fp32)
+    torch.distributed.destroy_process_group()
+    raise SystemExit(0 if good and not low.equals(fp32) else 1)
+
+
+def test_data_parallel_ranks_force_alike(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=_rank, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]

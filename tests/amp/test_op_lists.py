@@ -1,0 +1,297 @@
+"""The lists of operators: each name acts, on the CPU and by CUDA's key, in every way a model is run."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as autograd_config
+import torch.nn.functional as F
+from small_vit import aot, small_vit, step
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.compiler import config as compiler_config
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.op_lists import OPERATORS, PADDLE, OpLists, check_names
+from utils.errors import UserError
+
+LOW_ON_CPU = ("linear", "matmul", "conv2d", "scaled_dot_product_attention")
+
+Make = Callable[..., Tensor]
+# One call or more of each operator, on tensors that `t(*size)` makes.
+CALLS: dict[str, list[Callable[[Make], Tensor]]] = {
+    "linear": [lambda t: F.linear(t(2, 4), t(4, 4), t(4)), lambda t: F.linear(t(2, 3, 4), t(4, 4))],
+    "matmul": [lambda t: t(2, 4, 4) @ t(2, 4, 4), lambda t: torch.matmul(t(4, 4), t(4))],
+    "mm": [lambda t: torch.mm(t(4, 4), t(4, 4))],
+    "bmm": [lambda t: torch.bmm(t(2, 4, 4), t(2, 4, 4))],
+    "addmm": [lambda t: torch.addmm(t(4), t(4, 4), t(4, 4))],
+    "baddbmm": [lambda t: torch.baddbmm(t(2, 4, 4), t(2, 4, 4), t(2, 4, 4))],
+    "einsum": [lambda t: torch.einsum("ij,jk->ik", t(4, 4), t(4, 4))],
+    "conv1d": [lambda t: F.conv1d(t(1, 2, 6), t(2, 2, 3)), lambda t: F.conv1d(t(1, 2, 6), t(2, 2, 3), padding="same")],
+    "conv2d": [
+        lambda t: F.conv2d(t(1, 2, 6, 6), t(2, 2, 3, 3)),
+        lambda t: F.conv2d(t(1, 2, 6, 6), t(2, 2, 3, 3), padding="same"),
+    ],
+    "conv3d": [
+        lambda t: F.conv3d(t(1, 2, 6, 6, 6), t(2, 2, 3, 3, 3)),
+        lambda t: F.conv3d(t(1, 2, 6, 6, 6), t(2, 2, 3, 3, 3), padding="same"),
+    ],
+    "conv_transpose2d": [lambda t: F.conv_transpose2d(t(1, 2, 6, 6), t(2, 2, 3, 3))],
+    "scaled_dot_product_attention": [
+        lambda t: F.scaled_dot_product_attention(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8))
+    ],
+    "layer_norm": [lambda t: F.layer_norm(t(2, 4), (4,), t(4), t(4))],
+    "rms_norm": [lambda t: F.rms_norm(t(2, 4), (4,), t(4))],
+    "group_norm": [lambda t: F.group_norm(t(2, 4, 3), 2, t(4), t(4))],
+    "batch_norm": [lambda t: F.batch_norm(t(2, 4, 3), None, None, training=True)],
+    "softmax": [lambda t: F.softmax(t(2, 4), dim=-1), lambda t: t(2, 4).softmax(-1)],
+    "log_softmax": [lambda t: F.log_softmax(t(2, 4), dim=-1)],
+    "gelu": [lambda t: F.gelu(t(4))],
+    "relu": [lambda t: F.relu(t(4))],
+    "silu": [lambda t: F.silu(t(4))],
+    "sigmoid": [lambda t: t(4).sigmoid()],
+    "tanh": [lambda t: t(4).tanh()],
+    "softplus": [lambda t: F.softplus(t(4))],
+    "hardswish": [lambda t: F.hardswish(t(4))],
+    "hardsigmoid": [lambda t: F.hardsigmoid(t(4))],
+    "leaky_relu": [lambda t: F.leaky_relu(t(4))],
+    "add": [lambda t: t(4) + t(4), lambda t: t(4) + 1, lambda t: 1.5 + t(4)],
+    "sub": [lambda t: t(4) - t(4), lambda t: t(4) - 1, lambda t: 1 - t(4)],
+    "mul": [lambda t: t(4) * t(4), lambda t: t(4) * 0.5],
+    "div": [lambda t: t(4) / t(4), lambda t: t(4) / 3],
+    "exp": [lambda t: t(4).exp()],
+    "log": [lambda t: t(4).log()],
+    "pow": [lambda t: t(4) ** 2, lambda t: t(4) ** t(4), lambda t: torch.pow(2.0, t(4))],
+    "square": [lambda t: t(4).square()],
+    "sqrt": [lambda t: t(4).sqrt()],
+    "rsqrt": [lambda t: t(4).rsqrt()],
+    "reciprocal": [lambda t: t(4).reciprocal()],
+    "sum": [lambda t: t(4).sum(), lambda t: t(2, 4).sum(-1)],
+    "mean": [lambda t: t(4).mean(), lambda t: t(2, 4).mean(-1)],
+    "var": [lambda t: t(4).var(), lambda t: t(2, 4).var(-1)],
+    "prod": [lambda t: t(4).prod(), lambda t: t(2, 4).prod(-1)],
+    "cumsum": [lambda t: t(4).cumsum(0)],
+    "logsumexp": [lambda t: t(2, 4).logsumexp(-1)],
+    "norm": [
+        lambda t: t(4).norm(),
+        lambda t: t(2, 4).norm(2, -1),
+        lambda t: torch.linalg.vector_norm(t(4)),
+        lambda t: torch.norm(t(2, 4), p=2, dim=-1),
+    ],
+    "cosine_similarity": [lambda t: F.cosine_similarity(t(2, 4), t(2, 4))],
+    "max_pool2d": [lambda t: F.max_pool2d(t(1, 2, 4, 4), 2)],
+    "avg_pool2d": [lambda t: F.avg_pool2d(t(1, 2, 4, 4), 2)],
+    "adaptive_avg_pool2d": [lambda t: F.adaptive_avg_pool2d(t(1, 2, 4, 4), 1)],
+    "upsample_bilinear2d": [lambda t: F.interpolate(t(1, 2, 4, 4), (8, 8), mode="bilinear")],
+    "upsample_bicubic2d": [lambda t: F.interpolate(t(1, 2, 4, 4), (8, 8), mode="bicubic")],
+    "cross_entropy": [lambda t: F.cross_entropy(t(2, 4), t(2, 4).softmax(-1))],
+    "nll_loss": [lambda t: F.nll_loss(t(2, 4), t(2, 4).argmax(-1))],
+    "mse_loss": [lambda t: F.mse_loss(t(4), t(4))],
+    "l1_loss": [lambda t: F.l1_loss(t(4), t(4))],
+    "smooth_l1_loss": [lambda t: F.smooth_l1_loss(t(4), t(4))],
+    "kl_div": [lambda t: F.kl_div(t(4), t(4), reduction="sum")],
+    "binary_cross_entropy_with_logits": [lambda t: F.binary_cross_entropy_with_logits(t(4), t(4))],
+}
+
+
+@contextmanager
+def autocast(device_type: str) -> Iterator[None]:
+    """Autocast that does not mind whether there is a GPU, since only the dispatcher is asked."""
+    torch.set_autocast_dtype(device_type, torch.bfloat16)
+    torch.set_autocast_enabled(device_type, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, False)
+        torch.set_autocast_dtype(device_type, torch.float16 if device_type == "cuda" else torch.bfloat16)
+
+
+def outputs(name: str, given: torch.dtype, device_type: str) -> set[torch.dtype]:
+    with autocast(device_type):
+        return {call(lambda *size: torch.rand(*size, device=device_type).to(given)).dtype for call in CALLS[name]}
+
+
+def test_every_name_is_tried() -> None:
+    assert set(CALLS) == set(OPERATORS)
+    assert {own for names in PADDLE.values() for own in names} <= set(OPERATORS)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_listed_operator_runs_in_the_precision_asked_for(name: str) -> None:
+    with OpLists("cpu", [], [name]):
+        assert outputs(name, torch.bfloat16, "cpu") == {torch.float32}
+    with OpLists("cpu", [name], []):
+        assert outputs(name, torch.float32, "cpu") == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_same_by_cudas_key(name: str) -> None:
+    with FakeTensorMode():
+        with OpLists("cuda", [], [name]):
+            assert outputs(name, torch.bfloat16, "cuda") == {torch.float32}
+        with OpLists("cuda", [name], []):
+            assert outputs(name, torch.float32, "cuda") == {torch.bfloat16}
+
+
+def test_lists_of_one_device_leave_the_other_alone() -> None:
+    with OpLists("cuda", ["softmax"], ["linear"]):
+        assert outputs("linear", torch.float32, "cpu") == {torch.bfloat16}
+        assert outputs("softmax", torch.float32, "cpu") == {torch.float32}
+
+
+def test_nothing_is_cast_outside_autocast() -> None:
+    with OpLists("cpu", ["softmax"], ["gelu"]):
+        assert F.softmax(torch.rand(4), dim=0).dtype is torch.float32
+        assert F.gelu(torch.rand(4, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_fp64_and_integers_are_left_alone() -> None:
+    with OpLists("cpu", [], ["add"]), autocast("cpu"):
+        assert (torch.ones(2, dtype=torch.float64) + 1).dtype is torch.float64
+        assert (torch.ones(2, dtype=torch.int64) + 1).dtype is torch.int64
+
+
+def test_a_precision_the_call_itself_names_stands() -> None:
+    with OpLists("cpu", [], ["softmax", "sum"]), autocast("cpu"):
+        assert F.softmax(torch.rand(4), dim=0, dtype=torch.bfloat16).dtype is torch.bfloat16
+        assert torch.rand(4).sum(dtype=torch.bfloat16).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("lists", [(["batch_norm"], []), ([], ["batch_norm"])])
+def test_batch_norm_keeps_its_statistics(lists: tuple[list[str], list[str]]) -> None:
+    norm = torch.nn.BatchNorm1d(3)
+    with OpLists("cpu", *lists), autocast("cpu"):
+        norm(5 + torch.rand(4, 3)).sum().backward()
+    assert norm.running_mean is not None
+    assert norm.running_mean.dtype is torch.float32
+    assert (norm.running_mean > 0.4).all()
+
+
+@pytest.mark.parametrize(
+    ("fused", "checkpointing", "compiled"),
+    [
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (True, True, False),
+        (False, False, True),
+        (True, False, True),
+        (False, True, True),
+    ],
+)
+def test_all_on_the_black_list_is_fp32_bit_for_bit(fused: bool, checkpointing: bool, compiled: bool) -> None:
+    fp32 = step(small_vit(fused), amp=False)
+    assert not step(small_vit(fused)).equals(fp32)
+    model = small_vit(fused, checkpointing)
+    with OpLists("cpu", [], LOW_ON_CPU):
+        assert step(model, aot(model) if compiled else None).equals(fp32)
+
+
+def test_a_white_list_acts_the_same_however_the_model_is_run() -> None:
+    without = step(small_vit())
+    compiled = small_vit(checkpointing=True)
+    with OpLists("cpu", ["softmax", "layer_norm"], []):
+        eager = step(small_vit())
+        assert not eager.equals(without)
+        assert step(small_vit(checkpointing=True)).equals(eager)
+        assert step(compiled, aot(compiled)).equals(eager)
+
+
+def test_a_model_compiled_before_heeds_the_lists_too() -> None:
+    fp32, model = step(small_vit(), amp=False), small_vit()
+    forward = aot(model)
+    low = step(model, forward)
+    with OpLists("cpu", [], LOW_ON_CPU):
+        assert step(model, forward).equals(fp32)
+    assert step(model, forward).equals(low)
+
+
+def test_removing_puts_torchs_behaviour_back() -> None:
+    before = step(small_vit())
+    tag, backward = compiler_config.cache_key_tag, autograd_config.backward_pass_autocast
+    lists = OpLists("cpu", ["softmax"], ["linear"])
+    lists.install()
+    lists.install()
+    assert compiler_config.cache_key_tag != tag
+    assert not step(small_vit()).equals(before)
+    lists.remove()
+    lists.remove()
+    assert (compiler_config.cache_key_tag, autograd_config.backward_pass_autocast) == (tag, backward)
+    assert step(small_vit()).equals(before)
+    lists.install()
+    assert not step(small_vit()).equals(before)
+    lists.remove()
+
+
+def test_compiled_code_kept_on_disk_is_kept_by_lists() -> None:
+    tags = set()
+    for device_type, white, black in [("cpu", [], ["gelu"]), ("cpu", ["gelu"], []), ("cuda", [], ["gelu"])]:
+        with OpLists(device_type, white, black):
+            tags.add(compiler_config.cache_key_tag)
+    with OpLists("cpu", [], []):
+        tags.add(compiler_config.cache_key_tag)
+    assert len(tags) == 4
+
+
+def test_paddles_matmul_v2_is_the_linear_layers_too() -> None:
+    with OpLists("cpu", [], ["matmul_v2"]):
+        assert outputs("linear", torch.bfloat16, "cpu") == {torch.float32}
+        assert outputs("matmul", torch.bfloat16, "cpu") == {torch.float32}
+
+
+def test_names_that_are_fine() -> None:
+    check_names([], [])
+    check_names(["matmul_v2", "linear"], ["softmax", "reduce_mean"])
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
+    known = "Did you mean softmax.*elementwise_add.*layer_norm"
+    with pytest.raises(UserError, match=rf"CUSTOM_BLACK_LIST.*'sofmax'.*{known}"):
+        check_names([], ["sofmax"])
+    with pytest.raises(UserError, match=r"CUSTOM_WHITE_LIST.*'lineer'.*Did you mean linear"):
+        check_names(["lineer"], [])
+
+
+def test_an_operator_on_both_lists_is_an_error_under_any_spelling() -> None:
+    with pytest.raises(UserError, match="both name linear;"):
+        check_names(["linear"], ["fused_gemm_epilogue"])
+
+
+def test_mul_means_torchs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="vitamp"):
+        check_names([], ["mul"])
+    assert "elementwise" in caplog.text
+
+
+def _rank(rank: int, folder: str) -> None:
+    """One of two processes: exits 0 when all black-listed equals fp32, with and without checkpointing."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+
+    def run(amp: bool, checkpointing: bool = False) -> Any:
+        model = small_vit(checkpointing=checkpointing)
+        return step(model, DistributedDataParallel(model), amp, part=slice(2 * rank, 2 * rank + 2))
+
+    fp32, low = run(amp=False), run(amp=True)
+    alone = step(small_vit(), amp=False, part=slice(2 * rank, 2 * rank + 2))
+    with OpLists("cpu", [], LOW_ON_CPU):
+        good = run(amp=True).equals(fp32) and run(amp=True, checkpointing=True).equals(fp32)
+    torch.distributed.destroy_process_group()
+    raise SystemExit(0 if good and not low.equals(fp32) and not alone.equals(fp32) else 1)
+
+
+def test_data_parallel_ranks_heed_the_lists(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=_rank, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]

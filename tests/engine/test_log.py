@@ -1,0 +1,92 @@
+"""Who says what where: the terminal, log.txt, and a file for each rank."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from utils.log import log, log_into, start_log
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    handlers, level, propagate = list(log.handlers), log.level, log.propagate
+    yield
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    log.handlers, log.level, log.propagate = handlers, level, propagate
+
+
+def texts(path: Path) -> list[str]:
+    """Lines without their date and time."""
+    return [line[20:] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_warnings_and_errors_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    start_log(speaks=True)
+    log.info("all is %s", "well")
+    log.warning("take care")
+    log.error("it broke")
+    out, err = capsys.readouterr()
+    assert out == "all is well\n"
+    assert err == "warning: take care\nerror: it broke\n"
+
+
+def test_only_one_process_speaks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    start_log(speaks=False)
+    log.info("all is well")
+    log.error("it broke")
+    log_into(tmp_path, rank=1)
+    assert capsys.readouterr() == ("", "")
+    assert texts(tmp_path / "ranks" / "1.log") == ["all is well", "error: it broke"]
+    assert not (tmp_path / "log.txt").exists()
+
+
+def test_what_was_said_before_there_was_a_folder_is_written_too(tmp_path: Path) -> None:
+    start_log(speaks=True)
+    log.info("before")
+    log.warning("100 %% of nothing, %d times", 3)
+    log_into(tmp_path / "run", rank=0)
+    log.info("after")
+    for name in ("log.txt", "ranks/0.log"):
+        assert texts(tmp_path / "run" / name) == ["before", "warning: 100 % of nothing, 3 times", "after"]
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    for word in ("first", "second"):
+        start_log(speaks=False)
+        log.info(word)
+        log_into(tmp_path, rank=0)
+    assert texts(tmp_path / "log.txt") == ["first", "second"]
+
+
+def test_starting_again_says_nothing_twice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    start_log(speaks=True)
+    log_into(tmp_path, rank=0)
+    start_log(speaks=True)
+    log.info("once")
+    assert capsys.readouterr().out == "once\n"
+    assert texts(tmp_path / "log.txt") == [], "the files of the run before are closed"
+
+
+def test_a_traceback_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    start_log(speaks=True)
+    try:
+        raise ValueError("it broke")
+    except ValueError:
+        log.exception("it broke")
+    err = capsys.readouterr().err
+    assert err.startswith("error: it broke\nTraceback")
+    assert err.count("error: it broke") == 1
+
+
+def test_others_loggers_are_left_alone() -> None:
+    start_log(speaks=True)
+    assert not any(type(handler).__name__ == "_Terminal" for handler in logging.getLogger().handlers)
+    assert log.propagate is False
+    assert sys.stdout is not None

@@ -1,0 +1,191 @@
+"""What a run tells: metrics.jsonl, the log's lines, and how the time is counted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import pace
+from engine.meters import Means, Reading
+from engine.pace import Pace, Perf, clock, seconds_of
+from engine.report import Reporter
+from engine.resume import Position
+from tests.engine.small import CPU
+from utils.config import Config
+from utils.log import log
+
+PERF = Perf(images_per_second=1234.56789, data_wait_percent=1.5, peak_memory_gb=0.25, seconds=3725.4)
+READING = Reading(
+    update=Means(0.200444, 12.5, 50.0),
+    epoch=Means(0.25, 25.0, 60.0),
+    grad_norm=1.5,
+    scale=1024.0,
+    lr=0.001,
+    skipped=2,
+    first_bad=-1,
+)
+ALWAYS = {"event", "epoch", "perf"}
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(log, "propagate", True)
+    with caplog.at_level(logging.INFO, "vitamp"):
+        yield caplog
+
+
+def reporter(folder: Path | None, done: int = 0, **settings: Any) -> Reporter:
+    return Reporter(Config(**settings), 100, folder, False, done)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Read strictly: JSON has no word for NaN."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_a_train_line_has_exactly_its_fields(tmp_path: Path) -> None:
+    reporter(tmp_path).train(Position(2, 5, 105), READING, PERF)
+    (line,) = lines(tmp_path)
+    perf = line.pop("perf")
+    assert line == {
+        "event": "train",
+        "epoch": 2,
+        "step": 5,
+        "update": 105,
+        "loss": 0.200444,
+        "acc1": 12.5,
+        "acc5": 50.0,
+        "lr": 0.001,
+        "grad_norm": 1.5,
+        "scale": 1024.0,
+        "skipped": 2,
+    }
+    assert perf["images_per_second"] == 1234.5679
+    assert perf["seconds"] == 3725.4
+
+
+def test_a_val_line_has_exactly_its_fields(tmp_path: Path) -> None:
+    made = reporter(tmp_path)
+    made.validation(Position(2, 0, 200), {"": Means(1.0, 2.0, 3.0)}, 4.0)
+    made.validation(Position(2, 0, 200), {"": Means(1.0, 2.0, 3.0), "ema_": Means(4.0, 5.0, 6.0)}, 4.0)
+    plain, averaged = lines(tmp_path)
+    own = {"event": "val", "epoch": 2, "update": 200, "loss": 1.0, "acc1": 2.0, "acc5": 3.0}
+    assert plain == {**own, "perf": {"seconds": 4.0}}
+    assert averaged == {**own, "ema_loss": 4.0, "ema_acc1": 5.0, "ema_acc5": 6.0, "perf": {"seconds": 4.0}}
+
+
+def test_all_that_depends_on_time_stands_under_perf(tmp_path: Path) -> None:
+    for number, seconds in enumerate((1.0, 2.0)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        made = reporter(folder)
+        made.run("start", Position(), seconds)
+        made.train(Position(1, 1, 1), READING, Perf(seconds, seconds, seconds, seconds))
+        made.epoch(Position(1, 100, 100), Means(1.0, 2.0, 3.0), seconds)
+        made.validation(Position(1, 100, 100), {"": Means(1.0, 2.0, 3.0)}, seconds)
+    first, second = (lines(tmp_path / name) for name in "01")
+    assert [line["event"] for line in first] == ["run", "train", "epoch", "val"]
+    assert all(set(line) >= ALWAYS for line in first)
+    assert all(a["perf"] != b["perf"] for a, b in zip(first, second, strict=True))
+    for line in first + second:
+        del line["perf"]
+    assert first == second
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_becomes_null(tmp_path: Path, bad: float) -> None:
+    reading = Reading(Means(bad, 0.0, 0.0), Means(bad, 0.0, 0.0), bad, 1.0, 0.1, 0, 3)
+    reporter(tmp_path).train(Position(1, 1, 1), reading, PERF)
+    reporter(tmp_path, done=1).validation(Position(1, 1, 1), {"": Means(bad, 0.0, 0.0)}, 1.0)
+    train, val = lines(tmp_path)
+    assert (train["loss"], train["grad_norm"], train["scale"], val["loss"]) == (None, None, 1.0, None)
+
+
+def test_resuming_drops_what_is_done_again(tmp_path: Path) -> None:
+    before = reporter(tmp_path)
+    before.run("start", Position(), 0.0)
+    for update in range(1, 6):
+        before.train(Position(1, update, update), READING, PERF)
+    before.validation(Position(1, 5, 5), {"": Means(1.0, 2.0, 3.0)}, 1.0)
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"event": "train", "epoch": 1, "st')  # killed while writing
+    after = reporter(tmp_path, done=3)
+    after.run("resume", Position(1, 3, 3), 0.0)
+    after.train(Position(1, 4, 4), READING, PERF)
+    told = [(line["event"], line["update"]) for line in lines(tmp_path)]
+    assert told == [("run", 0), ("train", 1), ("train", 2), ("train", 3), ("run", 3), ("train", 4)]
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    silent = reporter(None)
+    silent.train(Position(1, 1, 1), READING, PERF)
+    silent.moved(Position(1, 1, 1))
+    silent.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_lines_paddlevit_users_grep_for(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    made = reporter(tmp_path, TRAIN={"NUM_EPOCHS": 300})
+    made.train(Position(1, 20, 20), READING, PERF)
+    made.epoch(Position(1, 100, 100), Means(6.0, 1.0, 2.0), 3.0)
+    made.validation(Position(1, 0, 100), {"": Means(5.0, 3.0, 4.0), "ema_": Means(4.5, 3.5, 4.5)}, 2.0)
+    train, epoch, val, ema = said.messages
+    assert train.startswith(
+        "Epoch[001/300], Step[0020/0100], Lr: 1.000000e-03, Loss: 0.2004 (0.2500), Avg Acc: 25.0000"
+    )
+    for part in ("Img/s: 1234.6", "Data: 2%", "Grad: 1.5000", "Scale: 1024", "Skipped: 2", "Mem: 0.25GB", "1:02:05"):
+        assert part in train
+    assert epoch.startswith("----- Epoch[001/300], Train Loss: 6.0000, Train Acc@1: 1.0000, Train Acc@5: 2.0000, time:")
+    figures = "Validation Loss: 5.0000, Validation Acc@1: 3.0000, Validation Acc@5: 4.0000, time: 2.00"
+    assert val == f"----- Epoch[001/300], {figures}"
+    assert ema.endswith("time: 2.00 (EMA)")
+
+
+def test_the_line_of_fleet(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    reporter(tmp_path, LOG_STYLE="fleet").train(Position(1, 6, 6), READING, PERF)
+    assert said.messages[0].startswith("[Epoch 0, batch 5] loss: 0.20044, acc1: 12.50000, acc5: 50.00000")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00:00"), (0.6, "0:00:01"), (59.6, "0:01:00"), (3599.6, "1:00:00"), (3725.4, "1:02:05"), (1e6, "277:46:40")],
+)
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("01:30:00", 5400.0), ("00:00:07", 7.0), ("100:00:01", 360001.0)])
+def test_seconds_of(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+def test_pace_counts_from_report_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now)
+    made = Pace(CPU)
+    made.count(64)
+    made.count(64)
+    now = 104.0
+    first = made.read(waited=1.0)
+    assert (first.images_per_second, first.data_wait_percent, first.seconds) == (32.0, 25.0, 4.0)
+    made.count(64)
+    now = 110.0
+    made.restart()  # validation is not training
+    made.count(64)
+    now = 112.0
+    second = made.read(waited=9.0)
+    assert (second.images_per_second, second.data_wait_percent, second.seconds) == (32.0, 100.0, 12.0)
+    assert 0.01 < second.peak_memory_gb < 1000

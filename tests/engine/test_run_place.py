@@ -1,0 +1,95 @@
+"""Where a run lies, and to which run a checkpoint belongs."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoint import MODEL
+from utils import run_folder
+from utils.errors import UserError
+from utils.run_folder import check_output, make_folder, replace_text, run_of
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    step = tmp_path / "run" / "checkpoints" / "step-000000001"
+    step.mkdir(parents=True)
+    for file in (step / MODEL, tmp_path / "run" / "config.yaml", tmp_path / "run" / "checkpoints" / "i"):
+        file.touch()
+    return tmp_path / "run"
+
+
+def test_the_run_of_a_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = run / "checkpoints" / "step-000000001"
+    for path in (run, run / "config.yaml", run / "checkpoints", run / "checkpoints" / "i", step, step / MODEL):
+        found = run_of(path)
+        assert found is not None, path
+        assert found.resolve() == run
+    monkeypatch.chdir(run / "checkpoints")
+    found = run_of(Path("step-000000001"))
+    assert found is not None
+    assert found.resolve() == run
+
+
+def test_a_checkpoint_that_stands_alone_has_no_run(run: Path) -> None:
+    """Even with a folder of that name further up, which is another's: the next run would be written there."""
+    alone = run / "elsewhere" / "step-000000001"
+    alone.mkdir(parents=True)
+    (alone / MODEL).touch()
+    assert run_of(alone) is None
+    assert run_of(alone / MODEL) is None
+    beside = run / "step-000000001"
+    beside.mkdir()
+    assert run_of(beside) is None
+
+
+def test_a_run_is_not_overwritten(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="already lies there"):
+        check_output(str(run), "out", None)
+    with pytest.raises(UserError, match="already lies there"):
+        check_output(str(run), "out", tmp_path / "another")
+    check_output(str(run), "out", run)
+    check_output(str(run), "out", run / ".." / "run")
+    check_output(str(tmp_path / "new" / "run"), "out", None)
+    assert not (tmp_path / "new").exists(), "checking makes nothing"
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/run"):
+        with pytest.raises(UserError, match="file"):
+            check_output(str(tmp_path / place), "out", None)
+        with pytest.raises(UserError, match="file"):
+            check_output(None, str(tmp_path / place), None)
+
+
+def test_folders_made_in_the_same_second_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder.time, "strftime", lambda _form: "20260102-030405")
+    made = [make_folder(None, str(tmp_path / "out"), "train").name for _ in range(3)]
+    assert made == [f"train-20260102-030405{suffix}" for suffix in ("", "-2", "-3")]
+
+
+def test_the_name_of_a_folder_tells_when(tmp_path: Path) -> None:
+    assert re.fullmatch(r"eval-\d{8}-\d{6}", make_folder(None, str(tmp_path), "eval").name)
+    assert make_folder(str(tmp_path / "mine"), "unused", "train") == tmp_path / "mine"
+
+
+def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "index.json"
+    replace_text(path, "old\n")
+
+    def fail(_handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        replace_text(path, "new, and longer\n")
+    assert path.read_text(encoding="utf-8") == "old\n"
+    monkeypatch.undo()
+    replace_text(path, "new\n")
+    assert path.read_text(encoding="utf-8") == "new\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["index.json"]

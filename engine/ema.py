@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 class Ema:
     def __init__(self, model: nn.Module, decay: float, warmup: bool, device: torch.device) -> None:
-        self.module = copy.deepcopy(model).to(device).eval().requires_grad_(False)
+        # In fp32 whatever the weights are in: a step of the average is smaller than half precision can add.
+        self.module = copy.deepcopy(model).to(device).float().eval().requires_grad_(False)
         self.decay, self.warmup, self.device = decay, warmup, device
         self.updates: int | Tensor = 0
         self._sources = [p.detach() for p in model.parameters()]
@@ -30,8 +31,8 @@ class Ema:
         if moved is False:
             return
         averages, sources = self._averages, self._sources
-        if self.device != sources[0].device:
-            sources = [s.to(self.device) for s in sources]
+        if sources[0].device != self.device or sources[0].dtype != averages[0].dtype:
+            sources = [s.to(self.device, torch.float32) for s in sources]
         if isinstance(moved, Tensor):
             self._update_on_device(moved, averages, sources)
             return

@@ -13,7 +13,7 @@ from utils.errors import TrainingError
 from utils.world import World, sum_over_ranks
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode: fp8 layers do not run in it
 def evaluate(
     model: nn.Module, loader: ValLoader, samples: int, inputs: nn.Module, precision: Precision, world: World
 ) -> Means:

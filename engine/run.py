@@ -17,15 +17,23 @@ from engine.evaluate import evaluate
 from engine.fp32_modules import forced
 from engine.half_copy import HalfCopy
 from engine.meters import Means
-from engine.pace import clock
 from engine.op_lists import OpLists
+from engine.pace import clock
 from engine.precision import check_precision
 from engine.preflight import AUTO, resumed_run, target_folder
 from engine.prepare import hint
 from engine.print_amp import amp_table
 from engine.report import Reporter
 from engine.resume import Best, Position, load_weights, say_what_changed
-from engine.setup import Ready, ReadyToTrain, build_for_evaluation, build_for_training, checkpoint_meta, join_gradients, model_in_precision
+from engine.setup import (
+    Ready,
+    ReadyToTrain,
+    build_for_evaluation,
+    build_for_training,
+    checkpoint_meta,
+    join_gradients,
+    model_in_precision,
+)
 from engine.trainer import Trainer
 from utils.config import Config, Loaded, config_hash, to_yaml
 from utils.errors import UserError

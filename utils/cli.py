@@ -53,7 +53,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("eval", "validate once and end", keys=("EVAL",)),
         Flag("dry_run", "check everything that can be checked before training, and end", action="dry_run"),
         Flag("print_config", "show all settings and where each came from", action="print_config"),
-        Flag("print_amp", "show which precision each part would run in ", action="print_amp"),
+        Flag("print_amp", "show which precision each part would run in", action="print_amp"),
         Flag("list_models", "names of timm's models, all or those like 'vit_*'", "[GLOB]", action="list_models"),
         Flag("version", "show the versions of vitamp, torch and timm", action="version"),
         Flag("h", "show this"),

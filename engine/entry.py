@@ -6,24 +6,36 @@ Nothing heavy is imported until the settings are known to be right: a typo is an
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, check_available, format_config, load_config
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
-from utils.log import log, start_log
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, CommonError, TrainingError, UserError
+from utils.log import is_heard, log, start_log
 from utils.run_folder import run_of
 from utils.world import ALONE, World, first_by_environment, read_world
 
 SECONDS_FOR_THE_LAUNCHER = 20
 
 
+_interrupts: list[int] = []
+
+
+def _interrupted(number: int, _frame: FrameType | None) -> NoReturn:
+    """Ctrl-C. Noted besides being raised, since code between us and the signal may swallow the exception."""
+    _interrupts.append(number)
+    raise KeyboardInterrupt
+
+
 def main(script: str, many: bool) -> NoReturn:
     """Run the program and leave. `many`: it may start, or be, one process of several."""
+    signal.signal(signal.SIGINT, _interrupted)
     code = _guarded(script, sys.argv[1:], many)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -32,31 +44,33 @@ def main(script: str, many: bool) -> NoReturn:
 
 
 def _guarded(script: str, argv: list[str], many: bool) -> int:
-    speaks = first_by_environment()
-    start_log(speaks)
+    start_log(first_by_environment())
     try:
         return _program(script, argv, many)
     except UserError as error:
-        if speaks:
-            log.error("%s", error)
+        # Ranks agree on these once they are joined; before that, each machine tells what is wrong on it.
+        _tell(str(error), aloud=os.environ.get("LOCAL_RANK", "0") == "0")
         return EXIT_USAGE
     except TrainingError as error:
-        if speaks:
-            log.error("%s", error)
+        _tell(str(error), aloud=not isinstance(error, CommonError))
         return EXIT_FAILED
     except KeyboardInterrupt:
-        if speaks:
-            log.warning("interrupted; what was saved before stays, and -resume goes on from it")
+        log.warning("interrupted; what was saved before stays, and -resume goes on from it")
         return EXIT_INTERRUPTED
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except Exception as error:
-        if _lost_another(error):
-            time.sleep(SECONDS_FOR_THE_LAUNCHER)  # the rank that failed first tells why; the launcher ends this one
-        log.error("%s", traceback.format_exc())
-        if not speaks:
-            traceback.print_exc()
+        if _lost_another(error) and _interrupted_meanwhile():
+            return EXIT_INTERRUPTED
+        _tell(traceback.format_exc(), aloud=True)
         return EXIT_FAILED
+
+
+def _tell(text: str, aloud: bool) -> None:
+    """Log an error; `aloud`: on the terminal too where this process, one of several, does not usually speak."""
+    log.error("%s", text)
+    if aloud and not is_heard():
+        print(f"error: {text}", file=sys.stderr)
 
 
 def _lost_another(error: Exception) -> bool:
@@ -65,6 +79,18 @@ def _lost_another(error: Exception) -> bool:
         return False
     text = f"{type(error).__name__} {error}"
     return any(mark in text for mark in ("Connection closed by peer", "Connection reset", "DistBackendError", "gloo"))
+
+
+def _interrupted_meanwhile() -> bool:
+    """Give the launcher time to end this rank: the one that failed first tells why. True: Ctrl-C came instead."""
+    try:
+        for _ in range(10 * SECONDS_FOR_THE_LAUNCHER):
+            if _interrupts:
+                return True
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def _program(script: str, argv: list[str], many: bool) -> int:
@@ -82,6 +108,8 @@ def _program(script: str, argv: list[str], many: bool) -> int:
     if command.action == "print_amp":
         return _print_amp(loaded)
     world = read_world(loaded.config.DIST)
+    if world is not None and not world.first:  # a rank given by hand is known only now
+        start_log(False)
     if many and world is None:
         return _start_processes(script, argv, loaded, command)
     if not many and world is not None and world.size > 1:

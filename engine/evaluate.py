@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from datasets import ValLoader
 from engine.meters import Means, correct
 from engine.precision import Precision
-from utils.errors import TrainingError
+from utils.errors import CommonError
 from utils.world import World, sum_over_ranks
 
 
@@ -32,7 +32,7 @@ def evaluate(
         model.train(training)
     loss, top1, top5, counted = sum_over_ranks(sums, world).tolist()
     if counted != samples:
-        raise TrainingError(f"validation counted {counted:.0f} samples of {samples}; its figures are not usable.")
+        raise CommonError(f"validation counted {counted:.0f} samples of {samples}; its figures are not usable.")
     return Means(loss / samples, 100 * top1 / samples, 100 * top5 / samples)
 
 

@@ -22,7 +22,7 @@ from engine.report import Reporter
 from engine.resume import Best, Position, finite, state_of
 from engine.update import Parts, train_update
 from utils.config import Config
-from utils.errors import TrainingError
+from utils.errors import CommonError
 from utils.log import log
 from utils.world import World, buffers_from_first, from_first
 
@@ -172,7 +172,7 @@ class Trainer:
         epoch, step = divmod(update - 1, self.per_epoch)
         rate = self.parts.schedule.rate_at(update - 1)
         last = read_index(self.folder / "checkpoints")["last"]
-        raise TrainingError(
+        raise CommonError(
             f"the gradients stopped being numbers at update {update} (epoch {epoch + 1}, step {step + 1}; learning "
             f"rate {rate:.3e}). Nothing was saved since. Try a lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, "
             f"TRAIN.GRAD_CLIP=1.0, or -amp off to see whether the precision is to blame. "
@@ -214,7 +214,7 @@ class Trainer:
         state = state_of(parts, position, self.best, self.global_batch)
         weights = parts.model.state_dict()
         if not finite(weights):
-            raise TrainingError(f"update {position.update}: the weights hold NaN or infinity; this is not saved.")
+            raise CommonError(f"update {position.update}: the weights hold NaN or infinity; this is not saved.")
         self._saved_at = position.update
         if not self.world.first:
             return

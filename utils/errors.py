@@ -22,6 +22,10 @@ class TrainingError(Exception):
     """Something that went wrong after training began and that a traceback would not explain. Exit code 1."""
 
 
+class CommonError(TrainingError):
+    """One that all processes of a run find alike, at the same moment, so that one of them tells it for all."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the known word closest to `word`, or nothing when none is close."""
     by_folded = {k.casefold(): k for k in known}

@@ -67,6 +67,11 @@ def log_into(folder: Path, rank: int) -> None:
         log.removeHandler(kept)
 
 
+def is_heard() -> bool:
+    """Whether this process speaks on the terminal."""
+    return any(isinstance(handler, _Terminal) for handler in log.handlers)
+
+
 class _WithLevel(logging.Formatter):
     """Marks warnings and errors with a word, and leaves ordinary lines as they are, for grep."""
 

@@ -11,7 +11,7 @@ from engine.report import Reporter
 from engine.resume import Position
 from engine.update import Parts
 from utils.config.schema import AmpConfig
-from utils.errors import TrainingError
+from utils.errors import CommonError
 from utils.log import log
 from utils.world import World, all_of
 
@@ -60,9 +60,9 @@ class Health:
         limit = self.amp.STOP_AFTER_SKIPS
         return limit is not None and reading.skipped_in_a_row >= limit
 
-    def diagnosis(self, reading: Reading, update: int) -> TrainingError:
+    def diagnosis(self, reading: Reading, update: int) -> CommonError:
         last = f" The last one replayed: {self._last.words()}." if self._last else ""
-        return TrainingError(
+        return CommonError(
             f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update} "
             f"(AMP.STOP_AFTER_SKIPS {self.amp.STOP_AFTER_SKIPS}); the loss scale is {reading.scale:g}.{last} The "
             f"weights are as they were before, and saved. {self._advice()}"

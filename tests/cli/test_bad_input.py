@@ -61,7 +61,7 @@ def refuses(vitamp: Callable[..., Result], tiny: Path, here: Path) -> Callable[.
         (["-resume", "nowhere"], ["nowhere", "no such file or folder"]),
         (["-pretrained", "nowhere.safetensors"], ["nowhere.safetensors", "no such file"]),
         (["-device", "cuda"], ["-device cuda", "no GPU", "-device cpu"]),
-        (["-amp", "O2"], ["AMP.LEVEL", "not available yet"]),
+        (["-amp", "O3", "AMP.DTYPE=fp16"], ["AMP.LEVEL O3 in fp16", "TRAIN.OPTIMIZER.EPS 1e-08", "O2"]),
         (["TRAIN.MIXUP_ALPHA=0.8"], ["TRAIN.MIXUP_ALPHA", "not available yet", "To run without them, add"]),
         (["-max_time", "90"], ["MAX_TIME", "HH:MM:SS"]),
         (["-host", "localhost"], ["missing: -port -rank -world_size"]),

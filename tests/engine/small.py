@@ -86,6 +86,7 @@ def parts_of(
         ema=None,
         grad_clip=grad_clip,
         seed=0,
+        world=ALONE,
     )
 
 

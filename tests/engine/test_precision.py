@@ -107,7 +107,7 @@ def test_fp16_on_a_cpu_without_it_warns(cpu) -> None:
 def test_off_is_fp32(amp: AmpConfig) -> None:
     assert choose(amp, CPU).dtype is torch.float32
     off = Precision(amp, CPU)
-    assert (off.name, off.autocasts, off.scaler.is_enabled()) == ("fp32", False, False)
+    assert (off.name, off.level, off.scaler.is_enabled()) == ("fp32", "O0", False)
     with off.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
 
@@ -124,7 +124,7 @@ def test_only_fp16_is_scaled(amp: AmpConfig, dtype: torch.dtype, scaled: bool) -
     assert float(chosen.scale_tensor()) == (65536.0 if scaled else 1.0)
     with chosen.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
-    assert ("with loss scaling" if scaled else "no loss scaling") in "".join(chosen.lines())
+    assert ("with loss scaling" if scaled else "no loss scaling") in chosen.line()
 
 
 def test_validation_under_autocast_is_a_setting() -> None:

@@ -29,6 +29,7 @@ READING = Reading(
     scale=1024.0,
     lr=0.001,
     skipped=2,
+    skipped_in_a_row=1,
     first_bad=-1,
 )
 ALWAYS = {"event", "epoch", "perf"}

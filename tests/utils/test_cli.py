@@ -162,7 +162,7 @@ def test_the_launchers_local_rank_is_let_pass(line: str) -> None:
         ("train.base_lr=3", "Did you mean TRAIN.BASE_LR=3?"),
         ("why", "what is 'why' on the command line? Settings are given as -flag value or KEY=VALUE"),
         ("-dry_run -print_config", "-dry_run and -print_config exclude each other"),
-        ("-print_amp", "-print_amp is not available yet"),
+        ("-dry_run -print_amp", "-dry_run and -print_amp exclude each other"),
     ],
 )
 def test_mistakes(line: str, message: str) -> None:

@@ -80,9 +80,7 @@ def restore(parts: Parts, checkpoint: Checkpoint, global_batch: int) -> tuple[Po
         force_fp32(parts.model, moved_to_fp32, parts.precision.device.type)
         log.info("In fp32, as when it was saved: %s", ", ".join(moved_to_fp32))
     if state["scaler"] and parts.precision.scaler.is_enabled():
-        scaler = parts.precision.scaler
-        reached = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}
-        scaler.load_state_dict({**scaler.state_dict(), **reached})
+        parts.precision.scaler.load_state_dict(state["scaler"])
     if parts.ema is not None:
         if EMA in checkpoint.meta["files"]:
             load_weights(parts.ema.module, checkpoint.tensors(EMA), f"{checkpoint.folder / EMA}")

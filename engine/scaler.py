@@ -30,6 +30,8 @@ class LossScaler(torch.amp.GradScaler):
         )
         self._dynamic = amp.USE_DYNAMIC_LOSS_SCALING
         self._cut_after = amp.DECR_EVERY_N_NAN_OR_INF
+        # Below 1 a scale would throw away what it is there to save; at 0 it would never come back.
+        self._floor = min(SMALLEST_SCALE, amp.INIT_LOSS_SCALING)
         self._half_gradients = half_gradients
         self._bad_in_a_row: Tensor | None = None
         self._restored_bad = 0
@@ -40,10 +42,14 @@ class LossScaler(torch.amp.GradScaler):
         return torch.stack(found).sum() if len(found) > 1 else found[0].clone()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        if not self.is_enabled() or new_scale is not None or (self._dynamic and self._cut_after == 1):
+        if not self.is_enabled() or new_scale is not None:
             super().update(new_scale)
             return
         scale, _ = self._check_scale_growth_tracker("update")
+        if self._dynamic and self._cut_after == 1:
+            super().update()
+            scale.clamp_(min=self._floor)
+            return
         found = [
             flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]
@@ -65,7 +71,7 @@ class LossScaler(torch.amp.GradScaler):
         self._bad_in_a_row.add_(1).mul_(bad)
         enough = self._bad_in_a_row >= self._cut_after
         self._bad_in_a_row.mul_(~enough)
-        scale.copy_(torch.where(enough, (scale * cut).clamp(min=SMALLEST_SCALE), scale))
+        scale.copy_(torch.where(enough, (scale * cut).clamp(min=self._floor), scale))
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -74,9 +80,13 @@ class LossScaler(torch.amp.GradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The factors are the present settings'; what is restored is where the scale stands."""
+        """The factors are the present settings'; what is restored is where the scale stands, unless it is a setting."""
         now = super().state_dict()
-        super().load_state_dict({**now, **{key: state_dict[key] for key in ("scale", "_growth_tracker")}})
+        if not now or not self._dynamic:
+            return
+        # Growth comes when the count meets the interval; one that was made shorter since must still be met.
+        clean = min(state_dict["_growth_tracker"], self._growth_interval - 1)
+        super().load_state_dict({**now, "scale": state_dict["scale"], "_growth_tracker": clean})
         self._restored_bad = state_dict.get("bad_in_a_row", 0)
         self._bad_in_a_row = None
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from utils.world import World, sum_over_ranks
 
-NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+# Its running statistics are fp32 in every level with masters, and its kernels take no weights of another type.
+BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *BATCH_NORM)
 
 
 class HalfCopy:
@@ -26,11 +28,10 @@ class HalfCopy:
         if not keep_norms:
             take_inputs_in_half(self.model)
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        kept = NORMS if keep_norms else BATCH_NORM
         for (name, ours), theirs in zip(self.model.named_modules(), master.modules(), strict=True):
-            in_fp32 = (keep_norms and isinstance(ours, NORMS)) or any(
-                name == k or name.startswith(f"{k}.") for k in keep
-            )
-            self._share(ours, theirs, in_fp32)
+            named = any(name == k or name.startswith(f"{k}.") for k in keep)
+            self._share(ours, theirs, named or isinstance(ours, kept))
 
     def _share(self, ours: nn.Module, theirs: nn.Module, in_fp32: bool) -> None:
         """Parameters: halved, or the master's own. Buffers (running statistics) are always the master's own."""

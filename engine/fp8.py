@@ -25,8 +25,13 @@ def hardware_has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
-def convert(model: nn.Module, recipe: str, device: torch.device, classifier: nn.Module | None) -> list[str]:
-    """Turn the linear layers that fit into fp8 ones, in place; names of those left out."""
+def convert(
+    model: nn.Module, recipe: str, device: torch.device, classifier: nn.Module | None, in_fp32: list[str]
+) -> list[str]:
+    """Turn the linear layers that fit into fp8 ones, in place; names of those left out.
+
+    `in_fp32`: names of modules that are to stay as they are, with all they hold.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     emulated = not hardware_has_fp8(device)
@@ -38,7 +43,7 @@ def convert(model: nn.Module, recipe: str, device: torch.device, classifier: nn.
     left_out: list[str] = []
 
     def fits(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) or any(name == k or name.startswith(f"{k}.") for k in in_fp32):
             return False
         good = module is not classifier and module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
         if not good:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from engine.fp8 import convert
-from engine.fp32_modules import force_fp32
+from engine.fp32_modules import force_fp32, forced
 from engine.half_copy import hold_in_half
 from engine.precision import Precision
 from utils.config.schema import AmpConfig
@@ -18,12 +18,12 @@ def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> Non
     """fp8 layers, modules kept in fp32, weights in half precision: in place."""
     if precision.level == "O0":
         return
-    if precision.fp8:
-        left_out = convert(model, amp.FP8_RECIPE, precision.device, classifier(model))
-        log.info("fp8: linear layers left in bf16 (sizes no multiple of 16, or the classifier): %s", _names(left_out))
     if amp.FP32_MODULES:
         taken = force_fp32(model, amp.FP32_MODULES, precision.device.type)
         log.info("AMP.FP32_MODULES: in fp32 are %s", _names(taken))
+    if precision.fp8:
+        left_out = convert(model, amp.FP8_RECIPE, precision.device, classifier(model), forced(model))
+        log.info("fp8: linear layers left in bf16 (sizes no multiple of 16, or the classifier): %s", _names(left_out))
     if precision.level == "O3":
         hold_in_half(model, precision.choice.dtype)
         log.warning(

@@ -193,6 +193,11 @@ def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
                 f"{', '.join(given)}: AMP.LEVEL {amp.LEVEL} computes everything in half precision, without autocast, "
                 "so nothing can be left out of it; use O1 or O2."
             )
+    if not amp.EVAL and (amp.DTYPE == "fp8" or amp.LEVEL == "O3"):
+        raise UserError(
+            f"AMP.EVAL false asks for validation in fp32, but with {'fp8' if amp.DTYPE == 'fp8' else 'AMP.LEVEL O3'} "
+            "the model's own layers compute in low precision; leave AMP.EVAL true, or train at another level."
+        )
     if amp.LEVEL == "O3" and amp.DTYPE == "fp16" and train.OPTIMIZER.EPS < SMALLEST_EPS_IN_FP16:
         raise UserError(
             f"AMP.LEVEL O3 in fp16: TRAIN.OPTIMIZER.EPS {train.OPTIMIZER.EPS:g} is zero among fp16 weights, and the "

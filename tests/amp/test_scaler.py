@@ -1,0 +1,194 @@
+"""The loss scale moves as Paddle describes it, and goes on where it stood."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine.checkpoint import MODEL, Checkpoint, inspect, save_checkpoint
+from engine.resume import Best, Position, restore, state_of
+from engine.scaler import LossScaler
+from engine.setup import ReadyToTrain
+from tests.engine.small import build, train
+from utils.config import AmpConfig
+
+INF = float("inf")
+
+
+@dataclass
+class PaddleScale:
+    """Paddle's rule, written down plainly."""
+
+    amp: AmpConfig
+    scale: float = 0.0
+    good: int = 0
+    bad: int = 0
+
+    def __post_init__(self) -> None:
+        self.scale = self.amp.INIT_LOSS_SCALING
+
+    def update(self, overflow: bool) -> float:
+        if overflow:
+            self.good, self.bad = 0, self.bad + 1
+            if self.bad == self.amp.DECR_EVERY_N_NAN_OR_INF:
+                self.scale, self.bad = max(1.0, self.scale * self.amp.DECR_RATIO), 0
+        else:
+            self.good, self.bad = self.good + 1, 0
+            if self.good == self.amp.INCR_EVERY_N_STEPS:
+                self.scale, self.good = self.scale * self.amp.INCR_RATIO, 0
+        return self.scale
+
+
+class Driven:
+    """A scaler, and one weight with an optimiser, told which updates overflow."""
+
+    def __init__(self, amp: AmpConfig, fused: bool = True) -> None:
+        self.scaler = LossScaler("cpu", amp, enabled=True)
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.optimizer = torch.optim.AdamW([self.weight], lr=1.0, weight_decay=0.0, fused=fused)
+
+    def update(self, overflow: bool) -> float:
+        self.scaler.scale(torch.ones(1))
+        self.weight.grad = torch.full((1,), INF if overflow else 1.0)
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale()
+
+
+def settings(**keys: Any) -> AmpConfig:
+    return AmpConfig(ENABLED=True, DTYPE="fp16", **keys)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("cut_after", [1, 2, 3])
+def test_random_rows_of_overflows_move_the_scale_as_paddle_s(cut_after: int, fused: bool) -> None:
+    dice = random.Random(cut_after)
+    for _ in range(12):
+        amp = settings(
+            INIT_LOSS_SCALING=dice.choice([2.0, 64.0, 32768.0]),
+            INCR_EVERY_N_STEPS=dice.randint(1, 5),
+            INCR_RATIO=dice.choice([2.0, 3.0]),
+            DECR_RATIO=dice.choice([0.5, 0.25, 0.8]),
+            DECR_EVERY_N_NAN_OR_INF=cut_after,
+        )
+        expected, driven = PaddleScale(amp), Driven(amp, fused)
+        often = dice.choice([0.3, 0.6, 0.9])
+        for step in range(40):
+            if dice.random() < 0.1:  # saved, and gone on with by another process
+                state = driven.scaler.state_dict()
+                driven.scaler = LossScaler("cpu", amp, enabled=True)
+                driven.scaler.load_state_dict(state)
+            overflow = dice.random() < often
+            before = driven.weight.item()
+            assert driven.update(overflow) == pytest.approx(expected.update(overflow), rel=1e-5), (amp, step)
+            assert (driven.weight.item() == before) is overflow, "an overflow moves no weight, all else does"
+
+
+@pytest.mark.parametrize("cut_after", [1, 3])
+def test_a_fixed_scale_stays_where_it_is_and_overflows_are_skipped(cut_after: int) -> None:
+    amp = settings(
+        INIT_LOSS_SCALING=512, USE_DYNAMIC_LOSS_SCALING=False, INCR_EVERY_N_STEPS=1, DECR_EVERY_N_NAN_OR_INF=cut_after
+    )
+    driven = Driven(amp)
+    for overflow in (False, False, True, True, True, True, False):
+        before = driven.weight.item()
+        assert driven.update(overflow) == 512
+        assert (driven.weight.item() == before) is overflow
+
+
+@pytest.mark.parametrize("cut_after", [1, 2])
+def test_the_scale_stops_at_1_and_comes_back(cut_after: int) -> None:
+    driven = Driven(settings(INIT_LOSS_SCALING=8, DECR_EVERY_N_NAN_OR_INF=cut_after, INCR_EVERY_N_STEPS=2))
+    for _ in range(200):  # unlimited, it would be 0 by then, and stay so
+        driven.update(True)
+    assert driven.scaler.get_scale() == 1.0
+    assert [driven.update(False) for _ in range(4)] == [1.0, 2.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("cut_after", [1, 2])
+def test_a_scale_that_begins_below_1_is_not_raised_by_an_overflow(cut_after: int) -> None:
+    driven = Driven(settings(INIT_LOSS_SCALING=0.5, DECR_EVERY_N_NAN_OR_INF=cut_after))
+    assert [driven.update(True) for _ in range(3)] == [0.5] * 3
+
+
+@pytest.mark.parametrize("cut_after", [1, 2])
+def test_the_scale_never_grows_to_infinity(cut_after: int) -> None:
+    driven = Driven(settings(INIT_LOSS_SCALING=2.0**127, INCR_EVERY_N_STEPS=1, DECR_EVERY_N_NAN_OR_INF=cut_after))
+    assert driven.update(False) == 2.0**127
+
+
+# ---- saved and gone on with
+
+OVERFLOWING = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 2.0**60}
+
+
+def saved(ready: ReadyToTrain, root: Path, update: int) -> Checkpoint:
+    state = state_of(ready.parts, Position(1, update, update), Best(), 32)
+    tensors = {MODEL: ready.parts.model.state_dict()}
+    return inspect(save_checkpoint(root, update, tensors, state, {"epoch": 1, "update": update}))
+
+
+def gone_on(tiny: Path, checkpoint: Checkpoint, **words: object) -> ReadyToTrain:
+    ready = build(tiny, **words)
+    restore(ready.parts, checkpoint, 32)
+    ready.parts.start_computing()
+    return ready
+
+
+@pytest.mark.parametrize(("first", "then"), [("O1", "O2"), ("O2", "O1"), ("O1", "O1"), ("NAIVE", "O2")])
+def test_overflows_in_a_row_are_counted_across_a_resume_and_levels(
+    tiny: Path, tmp_path: Path, first: str, then: str
+) -> None:
+    words = {**OVERFLOWING, "AMP__DECR_EVERY_N_NAN_OR_INF": 3}
+    ready = build(tiny, **words, AMP__LEVEL=first)
+    train(ready, 2)
+    assert ready.parts.precision.scaler.get_scale() == 2.0**60, "two of three"
+    resumed = gone_on(tiny, saved(ready, tmp_path, 2), **words, AMP__LEVEL=then)
+    scale = resumed.parts.precision.scaler.get_scale
+    train(resumed, 1, done=2)
+    assert scale() == 2.0**59, "the third"
+    train(resumed, 2, done=3)
+    assert scale() == 2.0**59
+    reading = resumed.parts.meters.read(resumed.parts.precision.scale_tensor(), 0.0)
+    assert (reading.skipped, reading.skipped_in_a_row) == (5, 5)
+
+
+@pytest.mark.parametrize(("first", "then"), [("O1", "O2"), ("O2", "O1")])
+def test_clean_updates_are_counted_across_a_resume_and_levels(
+    tiny: Path, tmp_path: Path, first: str, then: str
+) -> None:
+    words = {**OVERFLOWING, "AMP__INIT_LOSS_SCALING": 64, "AMP__INCR_EVERY_N_STEPS": 3}
+    ready = build(tiny, **words, AMP__LEVEL=first)
+    train(ready, 5)
+    resumed = gone_on(tiny, saved(ready, tmp_path, 5), **{**words, "AMP__INIT_LOSS_SCALING": 8}, AMP__LEVEL=then)
+    assert resumed.parts.precision.scaler.get_scale() == 128
+    train(resumed, 1, done=5)
+    assert resumed.parts.precision.scaler.get_scale() == 256
+    assert resumed.parts.schedule.moved == 6
+
+
+def test_a_fixed_scale_is_the_setting_s_and_not_the_checkpoint_s(tiny: Path, tmp_path: Path) -> None:
+    """Whoever stopped for a scale that was too large goes on with a smaller one."""
+    words = {**OVERFLOWING, "AMP__USE_DYNAMIC_LOSS_SCALING": "false"}
+    ready = build(tiny, **words)
+    train(ready, 2)
+    resumed = gone_on(tiny, saved(ready, tmp_path, 2), **{**words, "AMP__INIT_LOSS_SCALING": 128})
+    train(resumed, 1, done=2)
+    assert resumed.parts.precision.scaler.get_scale() == 128
+    assert resumed.parts.schedule.moved == 1
+
+
+def test_growth_comes_even_when_its_interval_was_made_shorter_since() -> None:
+    before = Driven(settings(INIT_LOSS_SCALING=4, INCR_EVERY_N_STEPS=100))
+    for _ in range(50):
+        before.update(False)
+    after = Driven(settings(INIT_LOSS_SCALING=4, INCR_EVERY_N_STEPS=10))
+    after.scaler.load_state_dict(before.scaler.state_dict())
+    assert [after.update(False) for _ in range(2)] == [8.0, 8.0]

@@ -55,7 +55,7 @@ def build_for_evaluation(config: Config, world: World, device: torch.device) -> 
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
-    attention = _choose_attention(model, precision)
+    attention = _choose_attention(model, precision, {*config.AMP.CUSTOM_WHITE_LIST, *config.AMP.CUSTOM_BLACK_LIST})
     return Ready(model, inputs, precision, val_set, val_loader, attention)
 
 
@@ -101,12 +101,16 @@ def _model(config: Config, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-def _choose_attention(model: nn.Module, precision: Precision) -> str:
-    """torch's fused attention, but on a CPU in half precision, where its backward pass takes several times longer."""
+def _choose_attention(model: nn.Module, precision: Precision, listed: set[str]) -> str:
+    """torch's fused attention, but on a CPU in half precision, where its backward pass takes several times longer.
+
+    And where softmax or its products are on a list: no list reaches into a fused operator.
+    """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "fused_attn")]
     if not layers:
         return "the model's own"
-    if precision.device.type != "cpu" or precision.level == "O0":
+    slow = precision.device.type == "cpu" and precision.level != "O0"
+    if not (slow or listed & {"softmax", "matmul", "matmul_v2", "bmm"}):
         return "fused"
     for layer in layers:
         layer.fused_attn = False

@@ -70,7 +70,7 @@ def train_update(parts: Parts, window: Window, update: int) -> None:
         with _gradients_meet(parts.forward, last=nth == len(window)):
             with precision.autocast():
                 logits = parts.forward(parts.inputs(batch.images))
-            loss = parts.criterion(logits.float(), batch.labels)
+                loss = parts.criterion(logits.float(), batch.labels)
             precision.backward(loss * share.weight)
         if half_copy is not None:
             half_copy.collect_gradients()

@@ -23,7 +23,7 @@ class Share(NamedTuple):
     """Its place in the global window: what the random numbers drawn on it depend on."""
     indices: np.ndarray
     weight: float
-    """Multiplies the mean loss, so that the average over processes is the mean over the window's micro-batches."""
+    """Multiplies the mean loss, so that the sum over processes is the mean over the window's micro-batches."""
 
 
 class EpochOrder:
@@ -56,7 +56,7 @@ class EpochOrder:
         each, more = divmod(real, self.world)
         begin = self.rank * each + min(self.rank, more)
         end = begin + each + (self.rank < more)
-        shares = [Share(v, indices(v), self.world / real) for v in range(begin, end)]
+        shares = [Share(v, indices(v), 1 / real) for v in range(begin, end)]
         if more and self.rank >= more:
             # All processes must run equally often, or the exchange of gradients waits for ever: a pass of weight 0.
             shares.append(Share(real + self.rank - more, indices(0), 0.0))

@@ -9,7 +9,7 @@ import torch
 
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.world import World
+from utils.world import ALONE, World
 
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
@@ -74,6 +74,8 @@ def visible_devices(config: Config) -> int:
     """How many processes main_multi_gpu.py starts: one a visible GPU, or as many as -ngpus says."""
     on_gpus = config.DEVICE in (None, "cuda") and torch.cuda.is_available()
     visible = torch.cuda.device_count() if on_gpus else 0
+    if config.DEVICE == "cuda" and not visible:
+        pick_device("cuda", ALONE)  # tells why there is none
     if config.NGPUS == 0:
         raise UserError("-ngpus 0: at least one process is needed; leave it out for one a visible GPU.")
     if config.NGPUS == -1:

@@ -58,12 +58,12 @@ class HalfCopy:
             half.grad = None
 
     @torch.no_grad()
-    def average_gradients(self, world: World) -> None:
-        """Once an update, the mean of the masters' gradients over ranks, in fp32 and in one message."""
+    def sum_gradients(self, world: World) -> None:
+        """Once an update, the sum of the masters' gradients over ranks, in fp32 and in one message."""
         gradients: list[Tensor] = [p.grad for p in self._master.parameters() if p.grad is not None]
         if world.size == 1:
             return
-        flat = torch.cat([g.reshape(-1) for g in gradients]).div_(world.size)
+        flat = torch.cat([g.reshape(-1) for g in gradients])
         parts = sum_over_ranks(flat, world).split([g.numel() for g in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 

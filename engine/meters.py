@@ -98,7 +98,7 @@ class TrainMeters:
         numbers = torch.cat((sums, *(x.to(sums.device, self._sum_type).reshape(1) for x in alike))).tolist()
         norm, scale_value, rate, skipped, in_a_row, first_bad = numbers[8:]
         return Reading(
-            _means(numbers[:4], self._world.size),
+            _means(numbers[:4], 1.0),
             _means(numbers[4:8], numbers[4 + SAMPLES]),
             norm,
             scale_value,

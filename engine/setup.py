@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import nn
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
 from datasets import EpochOrder, ImageDataset, TrainLoader, ValLoader, auto_workers, open_dataset
@@ -163,7 +165,19 @@ def join_gradients(parts: Parts, world: World) -> None:
         return
     device = parts.precision.device
     devices = [device.index] if device.type == "cuda" else None
-    parts.forward = DistributedDataParallel(parts.model, device_ids=devices, gradient_as_bucket_view=True)
+    forward = DistributedDataParallel(parts.model, device_ids=devices, gradient_as_bucket_view=True)
+    forward.register_comm_hook(None, _sum_gradients)
+    parts.forward = forward
+
+
+def _sum_gradients(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The sum over ranks, where DDP would take the mean: losses are weighted by their share in the update already.
+
+    So a micro-batch's scaled gradient is the same number on one device and on many, and overflows at the same scale.
+    """
+    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def checkpoint_meta(config: Config, ready: ReadyToTrain, hash_of: Callable[[Config], str]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Trainer:
         """Train to the end of the plan, or until something ends it early. Tells what ended it."""
         train = self.config.TRAIN
         self.reporter.run("resume" if self.position.update else "start", self.position, self.pace.total)
-        ended = "done"
+        ended = "stale" if self._out_of_patience() else "done"
         with UpdateProfiler(self.config.PROFILE, self.folder, self.world) as self._profiler:
             while self.position.epoch <= train.NUM_EPOCHS and ended == "done" and not self._enough_updates():
                 ended = self._epoch()
@@ -99,6 +99,7 @@ class Trainer:
         position, config = self.position, self.config
         reading = self._read()
         self._stop_on_nan(reading)
+        self.health.look(position, together=True)
         self.reporter.epoch(position, reading.epoch, seconds)
         finished = position.epoch
         last = finished == config.TRAIN.NUM_EPOCHS
@@ -211,6 +212,7 @@ class Trainer:
         """Save everything. `finished_epoch` where an epoch has just ended."""
         self._stop_on_nan(self._read())
         parts, position = self.parts, self.position
+        self.health.look(position, together=True)  # what was found so far is told now: it is not saved
         state = state_of(parts, position, self.best, self.global_batch)
         weights = parts.model.state_dict()
         if not finite(weights):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from engine.ema import Ema
 from engine.fp32_modules import force_fp32, forced
 from engine.half_copy import HalfCopy
 from engine.meters import TrainMeters
-from engine.overflow import MicroBatches, OverflowWatch
+from engine.overflow import MicroBatches, OverflowWatch, SkipRecord
 from engine.precision import Precision
 from engine.schedule import Schedule
 from utils.seeding import seed_all
@@ -42,6 +42,7 @@ class Parts:
     world: World
     half_copy: HalfCopy | None = None
     watch: OverflowWatch | None = None
+    skips: SkipRecord = field(default_factory=SkipRecord)
 
     def start_computing(self) -> None:
         """Once the weights are in place, and again when modules were forced to fp32: copy them if copies compute."""
@@ -52,11 +53,12 @@ class Parts:
         if self.precision.scaler.is_enabled():
             computing = self.half_copy.model if self.half_copy else self.model
             autocast, device = self.precision.autocast, self.precision.device
-            self.watch = OverflowWatch(computing, self.inputs, self.criterion, autocast, self.seed, device)
+            self.watch = OverflowWatch(computing, self.inputs, self.criterion, autocast, self.seed, device, self.skips)
 
     def force_fp32(self, modules: list[str]) -> None:
         """Let these modules compute in fp32 from now on."""
         force_fp32(self.model, modules, self.precision.device.type)
+        self.skips = SkipRecord(blamed=self.skips.blamed)  # what overflows next is as interesting as the first was
         self.start_computing()
 
 
@@ -79,7 +81,7 @@ def train_update(parts: Parts, window: Window, update: int) -> None:
         parts.meters.add(loss.detach(), logits.detach(), batch.labels, share.weight)
 
     if half_copy is not None:
-        half_copy.average_gradients(parts.world)
+        half_copy.sum_gradients(parts.world)
     if watch is not None:
         watch.keep(update, kept, precision.scale_tensor())
     precision.unscale(optimizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.meters import Reading
 from engine.overflow import Blame
@@ -25,7 +25,6 @@ class Health:
     parts: Parts
     world: World
     reporter: Reporter
-    _blamed: dict[str, int] = field(default_factory=dict)
     _last: Blame | None = None
 
     def look(self, position: Position, together: bool) -> None:
@@ -49,8 +48,9 @@ class Health:
             return
         if blame.direction != FORWARD and blame.scale > 1:
             return
-        self._blamed[blame.module] = self._blamed.get(blame.module, 0) + 1
-        if self._blamed[blame.module] == TIMES_TO_BLAME:
+        blamed = self.parts.skips.blamed
+        blamed[blame.module] = blamed.get(blame.module, 0) + 1
+        if blamed[blame.module] == TIMES_TO_BLAME:
             self.parts.force_fp32([blame.module])
             log.info(
                 "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", blame.module, TIMES_TO_BLAME

@@ -10,7 +10,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -96,6 +96,18 @@ class Blame:
 
 
 @dataclass
+class SkipRecord:
+    """What is remembered from one skipped update to the next; saved, so that a resumed run says and does the same."""
+
+    replays: int = 0
+    last_replay: int = 0
+    """The update of the last one."""
+    passed_over: int = 0
+    blamed: dict[str, int] = field(default_factory=dict)
+    """How often each module was (AMP.AUTO_FP32)."""
+
+
+@dataclass
 class _Kept:
     """One update that may have been skipped."""
 
@@ -124,6 +136,7 @@ class OverflowWatch:
         autocast: Callable[[], AbstractContextManager[Any]],
         seed: int,
         device: torch.device,
+        record: SkipRecord | None = None,
         send: Callable[[Tensor], Answer] | None = None,
     ) -> None:
         self._replay = Replay(model, inputs, criterion, autocast)
@@ -131,8 +144,7 @@ class OverflowWatch:
         self._send = send or send_to_host
         self._waiting: deque[_Kept] = deque()
         self._found: list[Blame] = []
-        self._replays = self._passed_over = 0
-        self._last_replay = 0
+        self._record = record or SkipRecord()
         self._now = 0
 
     def keep(self, update: int, micro_batches: MicroBatches, scale: Tensor) -> None:
@@ -169,14 +181,15 @@ class OverflowWatch:
                 self._skipped(kept)
 
     def _skipped(self, kept: _Kept) -> None:
-        early = self._replays < FIRST_REPLAYS
-        if not kept.micro_batches or not (early or kept.update - self._last_replay >= UPDATES_BETWEEN_REPLAYS):
-            self._passed_over += 1
+        record = self._record
+        early = record.replays < FIRST_REPLAYS
+        if not kept.micro_batches or not (early or kept.update - record.last_replay >= UPDATES_BETWEEN_REPLAYS):
+            record.passed_over += 1
             return
-        self._replays += 1
-        self._last_replay = kept.update
+        record.replays += 1
+        record.last_replay = kept.update
         self._found.append(self._blame(kept))
-        self._passed_over = 0
+        record.passed_over = 0
 
     def _blame(self, kept: _Kept) -> Blame:
         try:
@@ -200,7 +213,7 @@ class OverflowWatch:
             kernel=finding.kernel if finding else "",
             parameter=finding.parameter if finding else "",
             bad_samples=tuple(samples[row] for row in finding.bad_rows if samples[row] != PADDING) if finding else (),
-            passed_over=self._passed_over,
+            passed_over=self._record.passed_over,
             reason=reason,
         )
 

@@ -231,7 +231,7 @@ class Replay:
                         images = _untouched(self._inputs, images)
                     with where.inside(type(self._model).__name__):
                         logits = _untouched(self._model, images)
-                loss = self._criterion(logits.float(), labels)
+                    loss = self._criterion(logits.float(), labels)
                 loss_at = len(measure.records)
             with where.calling("scaling"):
                 scaled = loss * weight * scale

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from engine.checkpoint import EMA, MODEL, Checkpoint
 from engine.fp32_modules import force_fp32, forced
+from engine.overflow import SkipRecord
 from engine.update import Parts
 from utils.config import Config, differences, load_config
 from utils.errors import UserError
@@ -49,6 +50,7 @@ def state_of(parts: Parts, position: Position, best: Best, global_batch: int) ->
         "fp32_modules": forced(parts.model),
         "moved": parts.schedule.moved,
         "scaler": _plain(parts.precision.scaler.state_dict()),
+        "skips": asdict(parts.skips),
         "ema_updates": int(parts.ema.updates) if parts.ema else 0,
         "position": asdict(position),
         "best": asdict(best),
@@ -81,6 +83,7 @@ def restore(parts: Parts, checkpoint: Checkpoint, global_batch: int) -> tuple[Po
         log.info("In fp32, as when it was saved: %s", ", ".join(moved_to_fp32))
     if state["scaler"] and parts.precision.scaler.is_enabled():
         parts.precision.scaler.load_state_dict(state["scaler"])
+        parts.skips = SkipRecord(**state["skips"])
     if parts.ema is not None:
         if EMA in checkpoint.meta["files"]:
             load_weights(parts.ema.module, checkpoint.tensors(EMA), f"{checkpoint.folder / EMA}")

@@ -20,7 +20,7 @@ from utils.errors import UserError
 
 # Around its 8-bit matrix products, fp8 is bf16.
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-# Smaller than this, an optimiser's epsilon is zero in fp16, and the first division by it gives NaN.
+# Smaller than this, an optimiser's epsilon is (nearly) zero in fp16 itself, or next to squares that are zero there.
 SMALLEST_EPS_IN_FP16 = 1e-4
 
 # First capability of each generation, newest first, and what half precision brings there.
@@ -200,9 +200,9 @@ def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
         )
     if amp.LEVEL == "O3" and amp.DTYPE == "fp16" and train.OPTIMIZER.EPS < SMALLEST_EPS_IN_FP16:
         raise UserError(
-            f"AMP.LEVEL O3 in fp16: TRAIN.OPTIMIZER.EPS {train.OPTIMIZER.EPS:g} is zero among fp16 weights, and the "
-            f"first update would make them NaN. Set it to {SMALLEST_EPS_IN_FP16:g} or more, or use bf16, or O2, which "
-            "keeps fp32 masters."
+            "AMP.LEVEL O3 in fp16: squared gradients round to zero in the optimiser's fp16 state, and "
+            f"TRAIN.OPTIMIZER.EPS {train.OPTIMIZER.EPS:g}, all that is left to divide by, makes the first updates "
+            f"explode or NaN. Set it to {SMALLEST_EPS_IN_FP16:g} or more, or use bf16, or O2, which keeps fp32 masters."
         )
 
 

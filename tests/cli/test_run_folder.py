@@ -22,6 +22,10 @@ FIELDS = {
     "val": {"epoch", "update", "loss", "acc1", "acc5", "ema_loss", "ema_acc1", "ema_acc5"},
     "epoch": {"epoch", "update", "loss", "acc1", "acc5"},
     "run": {"epoch", "update", "what"},
+    "skip": {
+        *("epoch", "update", "noticed_at", "operation", "module", "direction", "dtype", "kernel", "parameter"),
+        *("samples", "bad_samples", "scale", "passed_over", "reason"),
+    },
 }
 
 

@@ -41,7 +41,7 @@ def test_the_reference_has_a_line_for_each_setting() -> None:
     missing = [key for key in settings() if f"\n| `{key}` | " not in text]
     assert missing == []
     assert "| `TRAIN.MIXUP_ALPHA` | number >= 0 | `0.0` | Mixup; 0: off. *Not available yet.* |" in text
-    assert "*Not available yet: O2, NAIVE, O3.*" in text
+    assert "| `AMP.LEVEL` | O0, O1, O2, NAIVE or O3 | `O1` |" in text
     assert "| `DATA.INTERPOLATION` | bicubic or bilinear | `bicubic` |" in text
 
 

@@ -14,6 +14,7 @@ from engine.banner import banner
 from engine.checkpoint import EMA, Checkpoint, find, newest_good
 from engine.device import describe, pick_device, prepare
 from engine.evaluate import evaluate
+from engine.exchange import join_gradients
 from engine.fp32_modules import forced
 from engine.half_copy import HalfCopy
 from engine.meters import Means
@@ -31,7 +32,6 @@ from engine.setup import (
     build_for_evaluation,
     build_for_training,
     checkpoint_meta,
-    join_gradients,
     model_in_precision,
 )
 from engine.trainer import Trainer

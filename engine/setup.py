@@ -1,16 +1,13 @@
 """From a config to a run that is ready for its first update."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DDP looks at the types that its hook is annotated with.
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import nn
-from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
-from torch.nn.parallel import DistributedDataParallel
 
 from datasets import EpochOrder, ImageDataset, TrainLoader, ValLoader, auto_workers, open_dataset
 from engine.checkpoint import Checkpoint
@@ -154,30 +151,6 @@ def _parts(config: Config, world: World, device: torch.device, ready: Ready, per
 
 def _fused(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def join_gradients(parts: Parts, world: World) -> None:
-    """Let ranks exchange gradients in the backward pass; only once every rank is known to be ready.
-
-    Half-precision copies do without: their masters' gradients are averaged once an update, in fp32.
-    """
-    if world.size == 1 or parts.half_copy is not None:
-        return
-    device = parts.precision.device
-    devices = [device.index] if device.type == "cuda" else None
-    forward = DistributedDataParallel(parts.model, device_ids=devices, gradient_as_bucket_view=True)
-    forward.register_comm_hook(None, _sum_gradients)
-    parts.forward = forward
-
-
-def _sum_gradients(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The sum over ranks, where DDP would take the mean: losses are weighted by their share in the update already.
-
-    So a micro-batch's scaled gradient is the same number on one device and on many, and overflows at the same scale.
-    """
-    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 def checkpoint_meta(config: Config, ready: ReadyToTrain, hash_of: Callable[[Config], str]) -> dict[str, Any]:

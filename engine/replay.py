@@ -118,12 +118,11 @@ class _Whereabouts:
         """Follow the model's modules; `left` is given the output of each."""
 
         def before(module: nn.Module, _: Any) -> None:
-            # Activation checkpointing runs modules again within the backward pass; their nodes are not the graph's.
-            if id(module) in self._names and not _in_backward():
+            if id(module) in self._names:
                 self._enter(self._names[id(module)])
 
         def after(module: nn.Module, _: Any, output: Any) -> None:
-            if id(module) in self._names and not _in_backward():
+            if id(module) in self._names:
                 left(output)
                 self._leave()
 
@@ -235,13 +234,12 @@ class Replay:
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> None:
         self._model, self._inputs, self._criterion, self._autocast = model, inputs, criterion, autocast
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def watch(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Finding | None:
         """One micro-batch, forward and backward."""
         where = _Whereabouts(self._model)
-        measure = _Measure(where, self._names, len(images))
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        measure = _Measure(where, names, len(images))
         # Compiled parts run as they are written: inside a compiled graph there is nothing to name.
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"), measure:
             with where.following(measure.left), _Functions(where):
@@ -255,8 +253,9 @@ class Replay:
                 loss_at = len(measure.records)
             with where.calling("scaling"):
                 scaled = loss * weight * scale
+            # No longer following: checkpointing calls modules again in here, for nodes that are not the graph's.
             # Not backward(): that would add to .grad, and call those who wait for it to exchange gradients.
-            torch.autograd.grad(scaled, self._trained, allow_unused=True)
+            torch.autograd.grad(scaled, [p for p in self._model.parameters() if p.requires_grad], allow_unused=True)
         return measure.first_bad(loss, loss_at)
 
 

@@ -68,21 +68,22 @@ def save_checkpoint(
         (temporary / META).write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         _seal(temporary / META)
         _sync_folder(temporary)
-        _remove(final)
+        replaced = _hide(final)
         temporary.rename(final)
         _sync_folder(root)
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
 
 
-def _remove(folder: Path) -> None:
-    """Take the name away first: a kill in between must not leave half a checkpoint under it."""
+def _hide(folder: Path) -> Path:
+    """Take a checkpoint's name away before it is removed: a kill in between must not leave half of one under it."""
+    hidden = folder.with_name(f".tmp-old-{folder.name}")
     if folder.exists():
-        hidden = folder.with_name(f".tmp-old-{folder.name}")
         folder.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+    return hidden
 
 
 def _seal(path: Path) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def prune(root: Path, keep: int, last: str, best: str | None) -> None:
     kept = {folder.name for folder in course[-keep:]} | {best}
     for folder in folders:
         if folder.name not in kept:
-            _remove(folder)
+            shutil.rmtree(_hide(folder), ignore_errors=True)
 
 
 def inspect(folder: Path) -> Checkpoint:

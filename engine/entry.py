@@ -24,18 +24,28 @@ from utils.world import ALONE, World, first_by_environment, read_world
 SECONDS_FOR_THE_LAUNCHER = 20
 
 
-_interrupts: list[int] = []
+def _hear_ctrl_c() -> None:
+    """Let no Ctrl-C get lost: Python drops an exception that lands in a hook of `fork` or in a destructor."""
 
+    def again(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
 
-def _interrupted(number: int, _frame: FrameType | None) -> NoReturn:
-    """Ctrl-C. Noted besides being raised, since code between us and the signal may swallow the exception."""
-    _interrupts.append(number)
-    raise KeyboardInterrupt
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if issubclass(what.exc_type, KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        else:
+            sys.__unraisablehook__(what)
+
+    if "RANK" in os.environ:  # off in a shell script's background jobs, but a launcher there still ends its ranks by it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, again)
+        sys.unraisablehook = dropped
 
 
 def main(script: str, many: bool) -> NoReturn:
     """Run the program and leave. `many`: it may start, or be, one process of several."""
-    signal.signal(signal.SIGINT, _interrupted)
+    _hear_ctrl_c()
     code = _guarded(script, sys.argv[1:], many)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -84,10 +94,7 @@ def _lost_another(error: Exception) -> bool:
 def _interrupted_meanwhile() -> bool:
     """Give the launcher time to end this rank: the one that failed first tells why. True: Ctrl-C came instead."""
     try:
-        for _ in range(10 * SECONDS_FOR_THE_LAUNCHER):
-            if _interrupts:
-                return True
-            time.sleep(0.1)
+        time.sleep(SECONDS_FOR_THE_LAUNCHER)
     except KeyboardInterrupt:
         return True
     return False

@@ -6,6 +6,7 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 BATCH, INPUTS, LOSS = "batch", "inputs", "loss"
 """Where things happen outside the model."""
 FORWARD, BACKWARD = "forward", "backward"
+
+MASKING = {
+    "add",
+    "cat",
+    "clone",
+    "copy",
+    "lift_fresh_copy",
+    "masked_fill",
+    "repeat",
+    "scalar_tensor",
+    "_to_copy",
+    "where",
+}
+MASKING |= {"fill", "full", "full_like", "index_fill", "index_put", "new_full"}
+"""Kernels by which a model puts in minus infinity on purpose, so that a softmax makes 0 of it."""
 
 
 class Place(NamedTuple):
@@ -51,7 +67,12 @@ class _Record:
     direction: str
     dtype: torch.dtype
     parameter: str
-    norm: Tensor
+    extremes: Tensor
+    """Least and greatest value."""
+
+    @property
+    def may_mask(self) -> bool:
+        return not self.parameter and self.kernel.rpartition("::")[2].rstrip("_") in MASKING
 
 
 class _Whereabouts:
@@ -97,14 +118,13 @@ class _Whereabouts:
         """Follow the model's modules; `left` is given the output of each."""
 
         def before(module: nn.Module, _: Any) -> None:
-            # Activation checkpointing runs modules again within the backward pass; their nodes are not the graph's.
-            if id(module) in self._names and not _in_backward():
+            if id(module) in self._names:
                 self._enter(self._names[id(module)])
 
         def after(module: nn.Module, _: Any, output: Any) -> None:
-            if id(module) in self._names and not _in_backward():
-                self._leave()
+            if id(module) in self._names:
                 left(output)
+                self._leave()
 
         handles = register_module_forward_pre_hook(before), register_module_forward_hook(after)
         try:
@@ -122,9 +142,8 @@ class _Whereabouts:
         self._mark()
 
     def _mark(self) -> None:
-        if not _in_backward():
-            self._numbers.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
-            self._places.append(Place(self._stack[-1], self._function))
+        self._numbers.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
+        self._places.append(Place(self._stack[-1], self._function))
 
 
 class _Functions(TorchFunctionMode):
@@ -140,13 +159,13 @@ class _Functions(TorchFunctionMode):
 
 
 class _Measure(TorchDispatchMode):
-    """Keeps the greatest magnitude of every floating output on the device. NaN and infinity survive the maximum."""
+    """Keeps the extremes of every floating output on the device. NaN is both where there is one."""
 
     def __init__(self, where: _Whereabouts, parameters: dict[int, str], rows: int) -> None:
         super().__init__()
         self._where, self._parameters, self._rows = where, parameters, rows
         self.records: list[_Record] = []
-        # For each module left: how many records there were, and the greatest magnitude in each row of its output.
+        # For each module left: how many records there were, and the norm of each row of its output.
         self._outputs: list[tuple[int, Tensor]] = []
         self._own = False
 
@@ -163,13 +182,13 @@ class _Measure(TorchDispatchMode):
         for result in results[:1] if "attention" in kernel and direction == FORWARD else results:
             if _measurable(result):
                 cast = self._parameters.get(id(args[0]), "") if kernel == "aten::_to_copy" else ""
-                self.records.append(_Record(kernel, place, direction, result.dtype, cast, _greatest(result)))
+                self.records.append(_Record(kernel, place, direction, result.dtype, cast, _extremes(result)))
         return out
 
     def left(self, output: Any) -> None:
         if _measurable(output) and output.dim() > 1 and len(output) == self._rows:
             self._own = True
-            self._outputs.append((len(self.records), _greatest(output, rows=True)))
+            self._outputs.append((len(self.records), _row_norms(output)))
             self._own = False
 
     def given(self, images: Tensor) -> None:
@@ -177,20 +196,20 @@ class _Measure(TorchDispatchMode):
         if _measurable(images):
             self._own = True
             self.records.append(
-                _Record(BATCH, Place(BATCH, "images"), FORWARD, images.dtype, "", _greatest(images)),
+                _Record(BATCH, Place(BATCH, "images"), FORWARD, images.dtype, "", _extremes(images)),
             )
-            self._outputs.append((1, _greatest(images, rows=True)))
+            self._outputs.append((1, _row_norms(images)))
             self._own = False
 
     def first_bad(self, loss: Tensor, loss_at: int) -> Finding | None:
         """The one wait for the device. `loss_at`: how many records there were when the loss was known."""
         if not self.records:
             return None
-        norms = torch.stack([record.norm for record in self.records] + [loss.detach().float()])
-        *finite, loss_finite = torch.isfinite(norms).tolist()
-        # An infinity that the loss outlived did no harm: a mask's, say.
-        begin = loss_at if loss_finite else 0
-        at = next((n for n in range(begin, len(finite)) if not finite[n]), None)
+        extremes = torch.stack([record.extremes for record in self.records] + [loss.detach().float().expand(2)])
+        *values, (loss_value, _) = extremes.tolist()
+        # An infinity that the loss outlived did no harm.
+        begin = loss_at if isfinite(loss_value) else 0
+        at = next((n for n in range(begin, len(values)) if _is_bad(self.records[n], *values[n])), None)
         if at is None:
             return None
         bad = self.records[at]
@@ -215,13 +234,12 @@ class Replay:
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> None:
         self._model, self._inputs, self._criterion, self._autocast = model, inputs, criterion, autocast
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def watch(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Finding | None:
         """One micro-batch, forward and backward."""
         where = _Whereabouts(self._model)
-        measure = _Measure(where, self._names, len(images))
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        measure = _Measure(where, names, len(images))
         # Compiled parts run as they are written: inside a compiled graph there is nothing to name.
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"), measure:
             with where.following(measure.left), _Functions(where):
@@ -235,8 +253,9 @@ class Replay:
                 loss_at = len(measure.records)
             with where.calling("scaling"):
                 scaled = loss * weight * scale
+            # No longer following: checkpointing calls modules again in here, for nodes that are not the graph's.
             # Not backward(): that would add to .grad, and call those who wait for it to exchange gradients.
-            torch.autograd.grad(scaled, self._trained, allow_unused=True)
+            torch.autograd.grad(scaled, [p for p in self._model.parameters() if p.requires_grad], allow_unused=True)
         return measure.first_bad(loss, loss_at)
 
 
@@ -254,8 +273,15 @@ def _measurable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.itemsize > 1 and value.numel() > 0
 
 
-def _greatest(value: Tensor, rows: bool = False) -> Tensor:
-    value = value.detach()
-    if rows:
-        return torch.linalg.vector_norm(value.flatten(1), float("inf"), dim=1)
-    return torch.linalg.vector_norm(value, float("inf")).float()
+def _is_bad(record: _Record, least: float, greatest: float) -> bool:
+    if record.may_mask and record.direction == FORWARD and least == -inf and greatest < inf:
+        return False
+    return not (isfinite(least) and isfinite(greatest))
+
+
+def _extremes(value: Tensor) -> Tensor:
+    return torch.stack(torch.aminmax(value.detach())).float()
+
+
+def _row_norms(value: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(value.detach().flatten(1), float("inf"), dim=1)

@@ -87,6 +87,7 @@ def test_more_can_be_forced_while_a_compiled_model_trains() -> None:
     assert step(model, forward).equals(step(small_vit()))
     assert force_fp32(model, ["blocks.1.mlp"], "cpu") == ["blocks.1.mlp"]
     assert force_fp32(model, ["blocks.1.mlp"], "cpu") == []
+    assert force_fp32(model, ["blocks.1.mlp.fc1"], "cpu") == []
     eager = small_vit()
     force_fp32(eager, ["blocks.1.mlp"], "cpu")
     assert step(model, forward).equals(step(eager))

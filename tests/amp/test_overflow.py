@@ -79,6 +79,16 @@ class Forward(nn.Module):
         return self.function(x)
 
 
+class Parent(nn.Module):
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def forward(self, x: Tensor) -> Any:
+        across = BadGradient.apply(self.child(x.transpose(0, 1)))
+        return across.transpose(0, 1)  # pyright: ignore[reportOptionalMemberAccess]
+
+
 class BadGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
@@ -144,8 +154,19 @@ def test_a_gradient_is_blamed_on_the_module_it_broke_in() -> None:
     assert isinstance(model.blocks[2].drop_path1, nn.Identity)
     blame = blame_of(model)
     assert (blame.module, blame.direction) == ("blocks.1.mlp.drop1", "backward")
+
+
+def test_checkpointing_does_not_lead_astray() -> None:
+    model = vit()
     model.set_grad_checkpointing(True)
-    assert blame_of(model).module == "blocks.1.mlp.drop1"
+    model.blocks[1].attn.proj_drop = Forward(BadGradient.apply)
+    assert blame_of(model).module == "blocks.1.attn.proj_drop"
+
+
+def test_a_gradient_is_blamed_on_the_parent_where_it_broke_behind_a_child() -> None:
+    model = vit()
+    model.blocks[1].mlp = Parent(nn.Linear(32, 32))
+    assert blame_of(model).module == "blocks.1.mlp"
 
 
 def test_one_bad_sample_is_told_from_the_others() -> None:
@@ -170,10 +191,39 @@ def test_the_micro_batch_that_overflowed_is_named() -> None:
 
 def test_an_infinity_that_harms_nothing_is_not_blamed() -> None:
     model = vit()
-    mask = torch.zeros(32).index_fill(0, torch.tensor([0]), float("-inf"))
-    model.blocks[0].norm1 = Forward(lambda x: (x + mask).softmax(-1))
+    model.blocks[0].norm1 = Forward(lambda x: x + (x - x).detach().log().nan_to_num(neginf=0.0))
     assert blame_of(model).operation == ""
     assert blame_of(model, scale=2.0**26).module == "loss"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinity_of_either_sign_is_found_where_it_arises(sign: int) -> None:
+    model = vit()
+    nn.init.constant_(model.blocks[2].mlp.fc1.bias, sign * 7e4)
+    assert blame_of(model).parameter == "blocks.2.mlp.fc1.bias"
+    model = vit()
+    model.blocks[1].norm1 = Forward(lambda x: (x.float().abs() + 1) * 1e38 * (sign * 1e38))
+    assert blame_of(model).module == "blocks.1.norm1"
+    model.blocks[1].norm1 = Forward(lambda x: (x.float() * 1e10).half())
+    assert blame_of(model).module == "blocks.1.norm1"
+
+
+def test_a_mask_is_not_blamed_for_what_overflows_behind_it() -> None:
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    model = with_huge_bias()
+    model.blocks[0].norm1 = Forward(lambda x: F.scaled_dot_product_attention(*[x[:, None]] * 3, attn_mask=mask)[:, 0])
+    assert blame_of(model).module == "blocks.2.mlp.fc1"
+
+
+@torch.library.custom_op("vitamp_tests::attention", mutates_args=())
+def attention(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.clone(), torch.full_like(x, torch.inf)
+
+
+def test_what_attention_keeps_for_the_way_back_is_not_blamed() -> None:
+    model = with_huge_bias()
+    model.blocks[0].norm1 = Forward(lambda x: attention(x.detach())[0])
+    assert blame_of(model).module == "blocks.2.mlp.fc1"
 
 
 def test_nothing_is_made_up_where_the_replay_finds_nothing() -> None:
@@ -189,9 +239,9 @@ def test_a_compiled_model_is_replayed_as_it_is_written(in_place: bool) -> None:
     model = with_huge_bias()
     trained: Any = model
     if in_place:
-        model.compile(backend="eager")
+        model.compile(backend="eager", fullgraph=True)
     else:
-        trained = torch.compile(model, backend="eager")
+        trained = torch.compile(model, backend="eager", fullgraph=True)
     _, batch = micro_batch()
     with half():
         assert not trained(batch.images).isfinite().all()

@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +140,28 @@ def test_saving_an_update_again_replaces_it(tmp_path: Path) -> None:
     assert verify(inspect(tmp_path / folder_name(5))).meta["epoch"] == 2
 
 
+def test_killed_while_removing_no_half_checkpoint_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for update in (1, 2, 3):
+        save(tmp_path, update)
+
+    def killed(folder: Path, **_: object) -> None:
+        for file in list(folder.glob(MODEL)):
+            file.unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prune(tmp_path, 1, folder_name(3), None)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 3, epoch=9)
+    left = sorted(tmp_path.glob("step-*"))
+    assert [folder.name for folder in left] == [folder_name(2), folder_name(3)]
+    assert [verify(inspect(folder)).meta["epoch"] for folder in left] == [2, 9]
+    monkeypatch.undo()
+    save(tmp_path, 4)
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
 @pytest.mark.parametrize("name", [MODEL, STATE])
 def test_a_flipped_bit_is_noticed_and_the_one_before_taken(
     tmp_path: Path, warnings: pytest.LogCaptureFixture, name: str
@@ -169,7 +192,7 @@ def test_a_damaged_newest_falls_back(tmp_path: Path, warnings: pytest.LogCapture
     assert len(warnings.records) == 1
     assert name in warnings.text
     with pytest.raises(UserError, match=name):
-        find(bad)
+        inspect(bad)  # without reading what may be gigabytes
 
 
 def test_no_bit_of_meta_can_make_trouble(tmp_path: Path) -> None:
@@ -185,6 +208,27 @@ def test_no_bit_of_meta_can_make_trouble(tmp_path: Path) -> None:
         refused += found.folder.name == folder_name(1)
         bad.write_bytes(whole)
     assert refused > len(whole)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        "",
+        "[]",
+        "{}",
+        '"text"',
+        '{"format": 1, "epoch": 1, "files": []}',
+        '{"format": 1, "epoch": 1, "files": {}}',
+        '{"format": 1, "epoch": 1, "files": {"model.safetensors": 5}}',
+        '{"format": 1, "files": null}',
+        "\xff",
+    ],
+)
+def test_a_meta_that_means_nothing_is_refused(tmp_path: Path, meta: str) -> None:
+    folder = save(tmp_path, 1)
+    (folder / META).write_text(meta, encoding="latin-1")
+    with pytest.raises(UserError, match=META):
+        inspect(folder)
 
 
 def test_nothing_good_is_nothing(tmp_path: Path) -> None:

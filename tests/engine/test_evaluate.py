@@ -68,6 +68,19 @@ def test_padding_counts_nothing(batch_size: int, world: int) -> None:
     assert vars(figures(net, loader)) == pytest.approx(vars(plain(net)), rel=1e-6)
 
 
+def test_padding_is_no_hit_for_who_always_says_the_first_class() -> None:
+    """A blank sample's label is 0."""
+
+    class First(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return torch.arange(8, 0, -1.0).repeat(len(images), 1)
+
+    found = figures(First(), Loader(5, [0, 1, 2], 3))
+    labels = LABELS.tolist()
+    assert found.acc1 == pytest.approx(100 * labels.count(0) / SAMPLES)
+    assert found.acc5 == pytest.approx(100 * sum(label < 5 for label in labels) / SAMPLES)
+
+
 def test_padding_with_an_infinite_loss_counts_nothing() -> None:
     """0 times infinity is NaN: the padding has to be left out, not multiplied."""
 

@@ -42,6 +42,9 @@ def test_a_checkpoint_that_stands_alone_has_no_run(run: Path) -> None:
     (alone / MODEL).touch()
     assert run_of(alone) is None
     assert run_of(alone / MODEL) is None
+    deeper = run / "checkpoints" / "kept" / "good" / "step-000000001"
+    deeper.mkdir(parents=True)
+    assert run_of(deeper) is None
     beside = run / "step-000000001"
     beside.mkdir()
     assert run_of(beside) is None

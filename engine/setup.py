@@ -1,6 +1,6 @@
 """From a config to a run that is ready for its first update."""
 
-# No `from __future__ import annotations`: DDP looks at the types that its hook is annotated with.
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass

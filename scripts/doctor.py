@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""Which precision should I train in? Measured on your own model and data, not believed.
+
+    python scripts/doctor.py -cfg configs/vit_digits.yaml
+    python scripts/doctor.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -batch_size 64 \\
+        -updates 300 -budget_min 9 -modes fp16,bf16,O2-bf16
+
+It trains a few hundred updates in fp32, from three seeds to see what is chance, and in every other precision that makes
+sense on this device, each in a process of its own. It compares speed, memory and loss curve, counts skipped updates, and
+looks at every layer's gradients. It ends with one sentence and the flags to use, and writes doctor.json and doctor.png
+into its folder (-output DIR; otherwise one is made in SAVE).
+
+All flags and settings of main_single_gpu.py hold, save that AMP.ENABLED, AMP.DTYPE, AMP.LEVEL and AMP.TF32 are what is
+compared. Flags of its own:
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from utils.cli import BY_NAME, FLAGS, CommandLine, Flag, parse  # noqa: E402
+from utils.config import Loaded, check_available, load_config  # noqa: E402
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError  # noqa: E402
+from utils.log import log, start_log  # noqa: E402
+from utils.world import ALONE, read_world  # noqa: E402
+
+OWN = (
+    Flag("updates", "updates of each measurement (default 300)", "N", ("UPDATES",)),
+    Flag("budget_min", "minutes in all; what does not fit in is cut short (default 10)", "M", ("BUDGET_MIN",)),
+    Flag(
+        "modes", "what to compare with fp32: tf32 fp16 bf16 O2-fp16 ... (default: what makes sense)", "A,B", ("MODES",)
+    ),
+)
+FEWEST_UPDATES = 5
+REPORT = "doctor.json"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    updates: int
+    seconds: float
+    modes: str | None
+
+
+def main(argv: list[str]) -> int:
+    start_log(speaks=True)
+    try:
+        return _examine(argv)
+    except UserError as error:
+        log.error("%s", error)
+        return EXIT_USAGE
+    except TrainingError as error:
+        log.error("%s", error)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        log.warning("interrupted; nothing was written")
+        return EXIT_INTERRUPTED
+
+
+def _examine(argv: list[str]) -> int:
+    if any(word.lstrip("-") in ("h", "help") and word.startswith("-") for word in argv):
+        print(f"{__doc__}\n" + "\n".join(f"  {f'-{flag.name} {flag.value}':<18}{flag.about}" for flag in OWN))
+        return EXIT_DONE
+    command = _read(argv)
+    wishes = _wishes(command)
+    own = {key for flag in OWN for key in flag.keys}
+    loaded = load_config(command.cfg, {k: v for k, v in command.flags.items() if k not in own}, command.words)
+    _check(loaded, command)
+
+    # Only now, with everything known to be right: importing torch takes seconds.
+    from engine.device import pick_device
+    from engine.preflight import check
+    from scripts.doctor_examination import Examination
+    from scripts.doctor_modes import plan, read_modes
+
+    check(loaded.config)
+    device = pick_device(loaded.config.DEVICE, ALONE)
+    asked_for = read_modes(wishes.modes) if wishes.modes is not None else None
+    for note in loaded.notes:
+        log.info(note)
+    planned = plan(loaded.config, device, asked_for)
+    Examination(loaded.config, device, planned, wishes.updates, wishes.seconds).run()
+    return EXIT_DONE
+
+
+def _read(argv: list[str]) -> CommandLine:
+    """The flags of the entry scripts, and ours beside them."""
+    FLAGS["The doctor"] = OWN
+    BY_NAME.update({flag.name: flag for flag in OWN})
+    return parse(argv, "scripts/doctor.py")
+
+
+def _wishes(command: CommandLine) -> Wishes:
+    updates = _number(command, "UPDATES", 300, int)
+    minutes = _number(command, "BUDGET_MIN", 10.0, float)
+    if updates < FEWEST_UPDATES:
+        raise UserError(f"-updates {updates}: too few to say anything; {FEWEST_UPDATES} or more, better hundreds.")
+    if not 0 < minutes < float("inf"):
+        raise UserError(f"-budget_min {minutes:g}: minutes are a number above 0, such as 5.")
+    modes = command.flags.get("MODES")
+    return Wishes(updates, 60 * minutes, None if modes is None else modes[0])
+
+
+def _number(command: CommandLine, key: str, default: Any, kind: type) -> Any:
+    text, flag = command.flags.get(key, (default, ""))
+    try:
+        return kind(text)
+    except ValueError:
+        raise UserError(f"{flag} {text}: takes a {'whole ' * (kind is int)}number, such as {default:g}.") from None
+
+
+def _check(loaded: Loaded, command: CommandLine) -> None:
+    config = loaded.config
+    if command.action != "train":
+        raise UserError(f"doctor.py has no -{command.action}; main_single_gpu.py has, with the same flags.")
+    for key, instead in (("EVAL", "it measures training"), ("MODEL.RESUME", "give -pretrained RUN to begin there")):
+        if config.EVAL if key == "EVAL" else config.MODEL.RESUME:
+            raise UserError(f"{loaded.sources[key]}: doctor.py has no {key}; {instead}.")
+    check_available(config)
+    world = read_world(config.DIST)
+    if world is not None and world.size > 1:
+        raise UserError(f"doctor.py was started {world.size} times ({world.launcher}): it measures on one device.")
+    if config.OUTPUT is not None and (Path(config.OUTPUT) / REPORT).exists():
+        raise UserError(f"-output {config.OUTPUT}: a doctor's report already lies there; name another folder.")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""Per layer: how much of its gradient a precision loses at the bottom, and how far it is from overflow at the top.
+
+The gradients looked at are those of a pass in fp32 with the weights that the precision has trained: those of the low
+precision itself no longer show what they have lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from datasets import Batch, Share
+from engine.half_copy import NORMS
+from engine.setup import ReadyToTrain, model_in_precision
+from utils.config import Config
+from utils.seeding import seed_all
+
+SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e5m2: "e5m2", torch.float8_e4m3fn: "e4m3"}
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A precision, and the factor that values have when they meet it."""
+
+    dtype: torch.dtype
+    scale: float | None
+    """None: each tensor (or row) is scaled to its own largest value."""
+    rowwise: bool = False
+
+
+@dataclass
+class Layer:
+    """Of the gradients that flow through a layer: with respect to its output, and to its parameters."""
+
+    name: str
+    dtype: str
+    """In which its output's gradient arrives."""
+    values: int = 0
+    """That are not zero in fp32."""
+    zeros: int = 0
+    """That become zero."""
+    underflows: int = 0
+    """That become zero or subnormal, which have fewer significant bits."""
+    headroom: float = field(default=float("inf"))
+    """The factor by which they could grow before the first one overflows."""
+
+    @property
+    def underflow_share(self) -> float:
+        return self.underflows / self.values if self.values else 0.0
+
+    def add(self, gradient: Tensor, at: Scaled) -> None:
+        info = torch.finfo(at.dtype)
+        gradient = gradient.detach().float()
+        magnitude = gradient.abs()
+        if at.scale is None:
+            largest = magnitude.amax(-1, keepdim=True) if at.rowwise else magnitude.amax()
+            scaled = gradient * (info.max / largest.clamp(min=torch.finfo(torch.float32).tiny))
+        else:
+            scaled = gradient * at.scale
+        there = gradient != 0
+        self.values += int(there.sum())
+        self.underflows += int(((scaled.abs() < info.tiny) & there).sum())
+        self.zeros += int(((scaled.to(at.dtype).float() == 0) & there).sum())
+        top = float(scaled.abs().max())
+        if top and at.scale is not None:  # a tensor scaled to its own largest value cannot overflow
+            self.headroom = min(self.headroom, info.max / top)
+
+
+def look_at_layers(config: Config, ready: ReadyToTrain, given: tuple[Share, Batch], scale: float) -> list[Layer]:
+    """One micro-batch, forward and backward in fp32. Layers that compute in fp32 are not among the answers."""
+    share, batch = given
+    precisions = _precisions(ready, batch, scale)
+    full = config.model_copy(update={"AMP": config.AMP.model_copy(update={"ENABLED": False, "TF32": False})})
+    reference, inputs, _ = model_in_precision(full, ready.precision.device)
+    reference.load_state_dict(ready.parts.model.state_dict())
+    layers = {name: Layer(name, SHORT[at.dtype]) for name, at in precisions.items()}
+    modules = dict(_leaves(reference))
+    for name, at in precisions.items():
+        modules[name].register_forward_hook(_follow(layers[name], at))
+    seed_all(config.SEED, "doctor")
+    loss = ready.parts.criterion(reference(inputs(batch.images)), batch.labels) * share.weight
+    loss.backward()
+    for name, at in precisions.items():
+        for parameter in _cast_parameters(modules[name], ready.precision.level):
+            if parameter.grad is not None:
+                # What fp8 layers hand to the optimiser is the result of a product, in bf16.
+                layers[name].add(parameter.grad, at if at.scale is not None else Scaled(torch.bfloat16, scale))
+    return list(layers.values())
+
+
+def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that compute with parameters of their own."""
+    for name, module in model.named_modules():
+        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+            yield name, module
+
+
+def _precisions(ready: ReadyToTrain, batch: Batch, scale: float) -> dict[str, Scaled]:
+    """What arrives at each layer's output in training, seen in one forward pass; layers in fp32 are left out."""
+    parts, found = ready.parts, dict[str, Scaled]()
+
+    def see(name: str) -> Any:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.dtype in SHORT:
+                found.setdefault(name, _scaled(module, output.dtype, scale))
+
+        return hook
+
+    handles = [module.register_forward_hook(see(name)) for name, module in _leaves(parts.forward)]
+    with torch.no_grad(), parts.precision.autocast():
+        parts.forward(parts.inputs(batch.images[:2]))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _scaled(module: nn.Module, dtype: torch.dtype, scale: float) -> Scaled:
+    """fp8 layers take their output's gradient to 8 bits, each tensor at its own scale."""
+    config = getattr(module, "config", None)
+    cast = getattr(config, "cast_config_grad_output", None)
+    if cast is None:
+        return Scaled(dtype, scale)
+    return Scaled(cast.target_dtype, None, rowwise="axis" in cast.scaling_granularity.value)
+
+
+def _follow(layer: Layer, at: Scaled) -> Any:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: layer.add(gradient, at))
+
+    return hook
+
+
+def _cast_parameters(module: nn.Module, level: str) -> Iterator[nn.Parameter]:
+    """Norms' parameters stay in fp32 where norms do, and so do their gradients."""
+    if not isinstance(module, NORMS) or level in ("NAIVE", "O3"):
+        yield from module.parameters()

@@ -1,0 +1,149 @@
+"""A half-precision copy that computes over fp32 masters: what it shares, what it gives back, what it never touches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from engine.half_copy import HalfCopy
+from engine.update import Parts, train_update
+from tests.engine.small import flat, parts_of, window_of
+from utils.config import AmpConfig
+from utils.world import ALONE
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Sum(nn.Module):
+    """The gradient of its weight is the sum of the mean pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(1).mean(1, keepdim=True) * self.weight
+
+
+def parts_at(level: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Parts:
+    parts = parts_of(model, optimizer, AmpConfig(ENABLED=True, DTYPE="bf16", LEVEL=level), **options)  # pyright: ignore[reportArgumentType]
+    parts.start_computing()
+    return parts
+
+
+@pytest.mark.parametrize("level", ["O2", "NAIVE"])
+def test_small_gradients_of_many_micro_batches_are_not_rounded_away(level: str) -> None:
+    """1 + 16 times 1/1024 is 1 in bf16, each time anew."""
+    model = Sum()
+    parts = parts_at(level, model, torch.optim.SGD(model.parameters(), lr=1.0))
+    images = [flat(1.0), *[flat(2.0**-10) for _ in range(16)]]
+    train_update(parts, window_of(*images, weights=(1.0,) * 17), 1)
+    assert 1 - model.weight.item() == pytest.approx(1 + 16 * 2.0**-10, abs=1e-6)
+
+
+@pytest.mark.parametrize("level", ["O2", "NAIVE"])
+def test_masters_move_by_less_than_the_copy_can_show(level: str) -> None:
+    model = Sum()
+    parts = parts_at(level, model, torch.optim.SGD(model.parameters(), lr=1.0))
+    copied = next(parts.forward.parameters())
+    for update in range(1, 9):
+        train_update(parts, window_of(flat(-(2.0**-11))), update)
+    assert model.weight.item() == 1 + 8 * 2.0**-11
+    assert copied.item() == model.weight.bfloat16().item()
+    for update in range(9, 17):
+        train_update(parts, window_of(flat(-(2.0**-11))), update)
+    assert copied.item() == 1 + 2.0**-7, "by now it is seen"
+
+
+def resnet() -> Any:
+    torch.manual_seed(0)
+    return timm.create_model("test_resnet", num_classes=10)
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 3, 32, 32, generator=generator) for _ in range(count)]
+
+
+def trained(level: str, model: Any, updates: int = 3) -> Parts:
+    parts = parts_at(
+        level,
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        criterion=nn.CrossEntropyLoss(),
+    )
+    for update, images in enumerate(batches(updates), start=1):
+        train_update(parts, window_of(images[:4], images[4:]), update)
+    return parts
+
+
+def statistics(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize("level", ["O2", "NAIVE"])
+def test_a_resnet_keeps_its_running_statistics_in_the_masters(level: str) -> None:
+    model, usual = resnet(), resnet()
+    before = statistics(model)
+    parts = trained(level, model)
+    trained("O1", usual)
+    ours, theirs = statistics(model), statistics(usual)
+    assert {t.dtype for t in ours.values() if t.is_floating_point()} == {FP32}
+    counts = {name: int(t) for name, t in ours.items() if name.endswith("num_batches_tracked")}
+    assert set(counts.values()) == {6}, "three updates of two micro-batches"
+    means = [name for name in ours if "running" in name]
+    assert means
+    for name in means:
+        moved = (theirs[name] - before[name]).norm()
+        assert moved > 0
+        assert (ours[name] - theirs[name]).norm() < 0.05 * moved, name
+    copied = dict(parts.forward.named_buffers())
+    assert all(copied[name] is buffer for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("level", ["O2", "NAIVE"])
+def test_batch_norms_compute_in_fp32_and_the_rest_in_half(level: str) -> None:
+    parts = trained(level, resnet(), 1)
+    kinds: dict[str, set[torch.dtype]] = {}
+    for module in parts.forward.modules():
+        for parameter in module.parameters(recurse=False):
+            kinds.setdefault(type(module).__name__, set()).add(parameter.dtype)
+    assert kinds == {"Conv2d": {BF16}, "Linear": {BF16}, "BatchNorm2d": {FP32}}
+
+
+def test_what_is_shared_and_what_is_copied() -> None:
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, depth=1, embed_dim=16, num_heads=2, num_classes=4
+    )
+    model.get_parameter("pos_embed").requires_grad_(False)
+    copy = HalfCopy(model, BF16, keep_norms=True, keep=["blocks.0.mlp"]).model
+    for name, parameter in model.named_parameters():
+        shared = "norm" in name or "mlp" in name
+        assert (copy.get_parameter(name) is parameter) is shared, name
+        assert copy.get_parameter(name).dtype is (FP32 if shared else BF16), name
+        assert copy.get_parameter(name).requires_grad is parameter.requires_grad
+        assert parameter.dtype is FP32
+    naive = HalfCopy(model, BF16, keep_norms=False, keep=[]).model
+    assert {p.dtype for p in naive.parameters()} == {BF16}
+
+
+def test_names_are_those_of_modules_and_not_of_their_namesakes() -> None:
+    model = nn.ModuleDict({"fc": nn.Linear(2, 2), "fc1": nn.Linear(2, 2)})
+    copy = HalfCopy(model, BF16, keep_norms=True, keep=["fc"]).model
+    assert copy.get_parameter("fc.weight").dtype is FP32
+    assert copy.get_parameter("fc1.weight").dtype is BF16
+
+
+def test_gradients_of_what_is_frozen_are_not_invented() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 3))
+    model[1].requires_grad_(False)
+    copy = HalfCopy(model, BF16, keep_norms=False, keep=[])
+    copy.model(torch.ones(2, 1, 2, 2)).float().sum().backward()
+    copy.collect_gradients()
+    copy.sum_gradients(ALONE)
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
+    assert all(p.grad is None for p in copy.model.parameters())

@@ -71,7 +71,7 @@ def _for_gpu(capability: tuple[int, int]) -> Choice:
 def _for_cpu() -> Choice:
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return Choice(torch.float16, "this CPU computes in fp16 and not in bf16")
-    if torch.backends.cpu.get_cpu_capability() == "AVX512" and _cpu_has("avx512_bf16", "amx_bf16"):
+    if _cpu_has("avx512_bf16", "amx_bf16", "bf16"):  # the last is ARM's
         return Choice(torch.bfloat16, "this CPU computes in bf16")
     return Choice(
         torch.bfloat16,
@@ -83,7 +83,7 @@ def _for_cpu() -> Choice:
 def _cpu_has(*flags: str) -> bool:
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            listed = next((line for line in file if line.startswith("flags")), "").split()
+            listed = next((line for line in file if line.startswith(("flags", "Features"))), "").split()
     except OSError:  # not Linux: believe oneDNN
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return any(flag in listed for flag in flags)

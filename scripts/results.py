@@ -81,14 +81,13 @@ def table(name: str) -> str:
     for run in runs:
         groups.setdefault((run["model"], run["precision"]), []).append(run)
     lines = [
-        "| model | precision | seeds | best top-1 (%) | last top-1 (%) | seconds | skipped |",
-        "|---|---|---|---|---|---|---|",
+        "| model | precision | seeds | best top-1 (%) | last top-1 (%) | skipped |",
+        "|---|---|---|---|---|---|",
     ]
     for (model, precision), rows in groups.items():
         best, last = (_spread([row[key] for row in rows]) for key in ("best_acc1", "last_acc1"))
-        seconds = statistics.median(row["seconds"] for row in rows)
         skipped = sum(row["skipped"] for row in rows)
-        lines.append(f"| {model} | {precision} | {len(rows)} | {best} | {last} | {seconds:.0f} | {skipped} |")
+        lines.append(f"| {model} | {precision} | {len(rows)} | {best} | {last} | {skipped} |")
     versions = runs[0]["versions"]
     lines += [
         "",

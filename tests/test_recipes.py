@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ALL = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 RECIPES = [name for name in ALL if not name.startswith("_")]
-TIMM_SIZES = [name for name in RECIPES if name not in {"vit_digits", "vit_synthetic"}]
+TIMM_SIZES = [name for name in RECIPES if name not in {"vit_digits", "vit_synthetic", "fleet_amp", "paddle_amp"}]
 
 # Width, depth and heads of the ViT paper's sizes (Ti is AugReg's); patch and image size stand in the name.
 WIDTHS = {

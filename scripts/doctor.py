@@ -5,10 +5,10 @@
     python scripts/doctor.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -batch_size 64 \\
         -updates 300 -budget_min 9 -modes fp16,bf16,O2-bf16
 
-It trains a few hundred updates in fp32, from three seeds to see what is chance, and in every other precision that makes
-sense on this device, each in a process of its own. It compares speed, memory and loss curve, counts skipped updates, and
-looks at every layer's gradients. It ends with one sentence and the flags to use, and writes doctor.json and doctor.png
-into its folder (-output DIR; otherwise one is made in SAVE).
+It trains a few hundred updates in fp32, from three seeds to see what is chance, and in every other precision that
+makes sense on this device, each in a process of its own. It compares speed, memory and loss curve, counts skipped
+updates, and looks at every layer's gradients. It ends with one sentence and the flags to use, and writes doctor.json
+and doctor.png into its folder (-output DIR; otherwise one is made in SAVE).
 
 All flags and settings of main_single_gpu.py hold, save that AMP.ENABLED, AMP.DTYPE, AMP.LEVEL and AMP.TF32 are what is
 compared. Flags of its own:
@@ -82,7 +82,7 @@ def _examine(argv: list[str]) -> int:
     check(loaded.config)
     device = pick_device(loaded.config.DEVICE, ALONE)
     asked_for = read_modes(wishes.modes) if wishes.modes is not None else None
-    for note in loaded.notes:
+    for note in [*loaded.notes, *_without_effect(loaded)]:
         log.info(note)
     planned = plan(loaded.config, device, asked_for)
     Examination(loaded.config, device, planned, wishes.updates, wishes.seconds).run()
@@ -105,6 +105,17 @@ def _wishes(command: CommandLine) -> Wishes:
         raise UserError(f"-budget_min {minutes:g}: minutes are a number above 0, such as 5.")
     modes = command.flags.get("MODES")
     return Wishes(updates, 60 * minutes, None if modes is None else modes[0])
+
+
+def _without_effect(loaded: Loaded) -> list[str]:
+    """What the user set and the doctor does not follow."""
+    compared = [k for k in ("ENABLED", "DTYPE", "LEVEL", "TF32") if loaded.sources[f"AMP.{k}"] != "default"]
+    notes = [f"AMP.{key} ({loaded.sources[f'AMP.{key}']}): this is what is compared here" for key in compared]
+    if loaded.config.AMP.AUTO_FP32:
+        notes.append("AMP.AUTO_FP32: no module is moved to fp32 here, so that every precision is seen as it is")
+    if loaded.config.NGPUS > 1:
+        notes.append(f"-ngpus {loaded.config.NGPUS}: one device is measured, with the batch of one")
+    return notes
 
 
 def _number(command: CommandLine, key: str, default: Any, kind: type) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from engine.device import describe, prepare
 from engine.precision import choose
-from scripts.doctor_measure import Job, Measured, measure
+from scripts.doctor_measure import Job, Measured, begin_process, measure
 from scripts.doctor_modes import REFERENCE, UPDATES_WITHOUT_ARITHMETIC, Mode, Plan, is_emulated, lacks_arithmetic
 from scripts.doctor_picture import draw
 from scripts.doctor_report import as_json, details, rounded, table
@@ -38,6 +38,7 @@ class Examination:
         self._config, self._device, self._plan = config, device, plan
         self._wanted = updates
         self._began = time.monotonic()
+        self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self._end = self._began + seconds
         self._left = len(plan.modes) + 3
         self._processes = multiprocessing.get_context("forkserver")
@@ -113,11 +114,15 @@ class Examination:
 
     def _measure(self, job: Job) -> Measured:
         """In a process of its own."""
-        with ProcessPoolExecutor(1, mp_context=self._processes) as pool:
+        with ProcessPoolExecutor(1, mp_context=self._processes, initializer=begin_process) as pool:
             try:
                 measured = pool.submit(measure, job).result()
             except BrokenProcessPool:
                 measured = Measured(failed="its process was ended from outside, most likely for want of memory")
+            except KeyboardInterrupt:
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                raise
         done, speed = len(measured.losses), rounded(measured.images_per_second)
         late = ", the time for it was up" if measured.out_of_time else ""
         told = f"{done} updates in {measured.seconds:.1f} s, {speed} images/s{late}"
@@ -132,6 +137,7 @@ class Examination:
             log.info("%s", line)
         about = {
             **describe_run(where, {"updates": self._wanted, "threads": threads}, config.TAG),
+            "started": self._started,
             "seconds": round(time.monotonic() - self._began, 1),
             "recommendation": vars(advice),
             "left_out": self._plan.left_out,

@@ -5,9 +5,12 @@ A process a measurement: peak memory then is this precision's alone, and no swit
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,6 +30,7 @@ from utils.config import Config
 from utils.log import log, start_log
 from utils.world import ALONE
 
+PR_SET_PDEATHSIG = 1
 MOST_WARMUP = 10
 WINDOWS = 20
 """Speed is the median over about so many stretches of updates, so that a hiccup of the machine does not count."""
@@ -65,6 +69,13 @@ class Measured:
     notes: list[str] = field(default_factory=list)
     failed: str = ""
     """Why there are no figures."""
+
+
+def begin_process() -> None:
+    """The doctor decides when this process ends: by Ctrl-C it is told, and it does not outlive the doctor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def measure(job: Job) -> Measured:

@@ -1,0 +1,172 @@
+"""The doctor: what it measures is the user's own training, and its advice follows from the figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from datasets import Batch, Window
+from scripts import doctor_measure
+from scripts.doctor_examination import Examination
+from scripts.doctor_measure import Job, Measured
+from scripts.doctor_modes import Plan, read_modes
+from tests.conftest import Result, metrics
+from tests.engine.small import CPU
+from utils.config import load_config
+
+UPDATES = 12
+
+
+def doctor(vitamp: Callable[..., Result], *words: object, **options: Any) -> Result:
+    return vitamp(*words, script="scripts/doctor.py", **options)
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One whole examination, looked at by several tests: bf16 as it is, fp16 at a scale far too large."""
+    from tests.conftest import TINY_DIGITS, run_program
+
+    root = tmp_path_factory.mktemp("examined")
+    cfg = root / "tiny.yaml"
+    cfg.write_text(TINY_DIGITS.replace("THREADS: 1", "THREADS: 1\nSEED: 5"), encoding="utf-8")
+    words = ["-cfg", cfg, "-updates", UPDATES, "-output", root / "out", "-modes", "fp16,bf16"]
+    scale = ["AMP.INIT_LOSS_SCALING=1e30", "AMP.USE_DYNAMIC_LOSS_SCALING=false"]
+    result = run_program(*words, *scale, script="scripts/doctor.py", streams=root)
+    assert result.code == 0, result.text
+    return cfg, result, json.loads((root / "out" / "doctor.json").read_text(encoding="utf-8")), root / "out"
+
+
+def test_fp32_is_the_training_of_the_entry_script(examined: Any, vitamp: Callable[..., Result], tmp_path: Path) -> None:
+    """The curve that all others are compared with has the very losses that main_single_gpu.py logs."""
+    cfg, _, found, _ = examined
+    run = tmp_path / "run"
+    done = vitamp("-cfg", cfg, "-output", run, "REPORT_FREQ=1", f"TRAIN.MAX_UPDATES={UPDATES}")
+    assert done.code == 0, done.text
+    theirs = [line["loss"] for line in metrics(run, "train")]
+    ours = found["fp32"]["runs"][0]["losses"]
+    assert len(ours) == UPDATES
+    assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+def test_other_seeds_are_other_trainings_of_the_same_samples(
+    examined: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (run["losses"] for run in examined[2]["fp32"]["runs"])
+    assert first[0] != second[0] != third[0]
+
+    batches: list[Batch] = []
+
+    def first_batch(_job: Job, _ready: Any, source: Iterator[Window], *_: Any) -> None:
+        batches.append(next(iter(next(source)))[1])
+
+    monkeypatch.setattr(doctor_measure, "_train", first_batch)
+    for seed, samples in ((5, None), (6, 5), (6, None)):
+        config = load_config(str(tiny), words={"SEED": str(seed), "DATA.SHIFT": "0.1"}).config
+        doctor_measure._measure(Job("fp32", config, 1, 0.0, samples), Measured())
+    mine, same, other = batches
+    assert torch.equal(mine.indices, same.indices)
+    assert torch.equal(mine.images, same.images), "augmentation follows the samples' seed"
+    assert not torch.equal(mine.indices, other.indices)
+
+
+def test_what_is_measured_and_from_which_seeds(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 at both ends and in the middle, over the same samples; over others where the weights are given."""
+    jobs: list[Job] = []
+
+    def note(_: Examination, job: Job) -> Measured:
+        jobs.append(job)
+        return Measured([2.0], 100.0, peak_memory_gb=1.0)
+
+    monkeypatch.setattr(Examination, "_measure", note)
+    modes = read_modes("bf16,O2-bf16")
+    for words in ({"SEED": "5"}, {"SEED": "5", "MODEL.PRETRAINED": str(tmp_path)}):
+        config = load_config(str(tiny), words={**words, "AMP.ENABLED": "true", "AMP.TF32": "true"}).config
+        Examination(config, CPU, Plan(modes, {}), 10, 60.0)._measure_all()
+    found = [(job.config.AMP.ENABLED, job.config.AMP.LEVEL, job.config.SEED, job.samples_seed) for job in jobs]
+    assert found[:5] == [
+        (False, "O1", 5, None),
+        (True, "O1", 5, None),
+        (False, "O1", 6, 5),
+        (True, "O2", 5, None),
+        (False, "O1", 7, 5),
+    ]
+    assert [row[2:] for row in found[5:]] == [(5, None), (5, None), (6, None), (5, None), (7, None)]
+    assert not jobs[0].config.AMP.TF32
+
+
+def test_a_scale_too_large_is_seen_and_not_recommended(examined: Any) -> None:
+    _, result, found, _ = examined
+    fp16 = next(mode for mode in found["modes"] if mode["name"] == "fp16")
+    assert fp16["skipped"] == UPDATES
+    assert any(f"{UPDATES} of {UPDATES} updates were skipped" in reason for reason in fp16["against"])
+    assert any("the scale is too large" in note for note in fp16["notes"]), "the first skip is explained"
+    assert min(layer["headroom"] for layer in fp16["layers"]) < 1
+    assert found["recommendation"]["mode"] != "fp16"
+    assert "fp16: not recommended" in result.out
+
+
+def test_what_the_report_holds(examined: Any) -> None:
+    _, result, found, folder = examined
+    assert (folder / "doctor.png").read_bytes().startswith(b"\x89PNG")
+    assert {"command", "started", "device", "versions", "seconds", "recommendation", "config"} <= set(found)
+    assert "doctor.py" in found["command"]
+    assert found["device"].startswith("cpu")
+    bf16 = next(mode for mode in found["modes"] if mode["name"] == "bf16")
+    assert len(bf16["losses"]) == UPDATES
+    assert bf16["images_per_second"] > 0
+    assert bf16["peak_memory_gb"] > 0.1
+    assert {layer["name"] for layer in bf16["layers"]} >= {"patch_embed.proj", "blocks.0.attn.qkv", "head"}
+    assert 0 < bf16["difference"] < found["fp32"]["seed_noise"]
+    assert result.out.rstrip().splitlines()[-2] == f"Flags: {found['recommendation']['flags']}"
+    assert found["recommendation"]["sentence"] in result.out
+
+
+def test_time_that_is_up_cuts_measurements_short(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("-cfg", tiny, "-updates", 5000, "-budget_min", 0.02, "-modes", "bf16", "-output", out)
+    result = doctor(vitamp, *words, timeout=100)
+    assert result.code == 0, result.text
+    assert "the time for it was up" in result.out
+    found = json.loads((out / "doctor.json").read_text(encoding="utf-8"))
+    assert all(10 < len(run["losses"]) < 5000 for run in found["fp32"]["runs"])
+    assert found["seconds"] < 60
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-modes", "bf16,O2_bf16"), "Did you mean O2-bf16?"),
+        (("-modes", "tf32"), "Ampere"),
+        (("-modes", "NAIVE-bf16", "AMP.FP32_MODULES=head"), "AMP.FP32_MODULES"),
+        (("-updates", "2"), "-updates 2"),
+        (("-updates", "many"), "whole number"),
+        (("-budget_min", "0"), "-budget_min 0"),
+        (("-budget_min", "nan"), "-budget_min nan"),
+        (("-update", "20"), "Did you mean -updates?"),
+        (("-batch_sise", "20"), "Did you mean -batch_size?"),
+        (("-eval",), "EVAL"),
+        (("-print_config",), "-print_config"),
+        (("TRAIN.BASE_LR=fast",), "TRAIN.BASE_LR"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    result = doctor(vitamp, "-cfg", tiny, "-output", tmp_path / "out", *words)
+    assert result.code == 2, result.text
+    assert said in result.err
+    assert "Traceback" not in result.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_report_is_not_overwritten(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "doctor.json").write_text("mine", encoding="utf-8")
+    result = doctor(vitamp, "-cfg", tiny, "-output", tmp_path)
+    assert result.code == 2, result.text
+    assert "already lies there" in result.err
+    assert (tmp_path / "doctor.json").read_text(encoding="utf-8") == "mine"

@@ -1,0 +1,227 @@
+"""What the doctor makes of its figures: modes and their flags, layers, the verdict."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.doctor_layers import Layer, Scaled, look_at_layers
+from scripts.doctor_measure import Measured
+from scripts.doctor_modes import BY_NAME, MODES, plan, read_modes
+from scripts.doctor_report import as_json, details, table
+from scripts.doctor_verdict import Baseline, Finding, judge, largest_difference, recommend
+from tests.engine.small import CPU, build, train, windows
+from utils.config import load_config
+from utils.errors import UserError
+
+# Modes
+
+
+def test_what_is_compared_on_a_cpu(tiny: Path) -> None:
+    config = load_config(str(tiny)).config
+    planned = plan(config, CPU, None)
+    names = [mode.name for mode in planned.modes]
+    assert {"bf16", "fp16", "O2-bf16", "NAIVE-bf16"} <= set(names)
+    assert "tf32" in planned.left_out
+    assert "O3-bf16" not in names, "only when asked for"
+    assert set(names).isdisjoint(planned.left_out)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
+@pytest.mark.parametrize("settings", [{}, {"LEVEL": "O2", "DTYPE": "fp16", "TF32": "true"}], ids=["plain", "set"])
+def test_the_flags_of_a_mode_lead_to_it(tiny: Path, mode: Any, settings: dict[str, str]) -> None:
+    """Whatever the user's file says, adding the flags gives the settings that were measured."""
+    from utils.cli import parse
+
+    text = tiny.read_text(encoding="utf-8")
+    tiny.write_text(text + f"AMP: {json.dumps(settings).replace(chr(34), '')}\n", encoding="utf-8")
+    user = load_config(str(tiny)).config.AMP
+    command = parse(mode.flags(user).split(), "main_single_gpu.py")
+    told = load_config(str(tiny), command.flags, command.words).config.AMP
+    measured = mode.amp(user)
+    keys = ("ENABLED", "DTYPE", "LEVEL", "TF32") if mode.dtype else ("ENABLED", "TF32")
+    assert [getattr(told, key) for key in keys] == [getattr(measured, key) for key in keys]
+
+
+def test_modes_are_read_in_any_case_and_fp32_takes_part_anyway() -> None:
+    assert [mode.name for mode in read_modes("naive-BF16, fp32,bf16")] == ["bf16", "NAIVE-bf16"]
+    with pytest.raises(UserError, match="Known are fp32, tf32"):
+        read_modes("int4")
+
+
+# Layers
+
+
+def test_underflow_and_headroom_are_counted() -> None:
+    values = torch.tensor([0.0, 1e-9, -1e-6, 1e-3, -2.0])
+    layer = Layer("x", "fp16")
+    layer.add(values, Scaled(torch.float16, 1.0))
+    assert (layer.values, layer.zeros, layer.underflows) == (4, 1, 2)
+    assert layer.underflow_share == 0.5
+    assert layer.headroom == pytest.approx(65504 / 2)
+
+    layer = Layer("x", "fp16")
+    layer.add(values, Scaled(torch.float16, 2.0**17))
+    assert (layer.zeros, layer.underflows) == (0, 0)
+    assert layer.headroom < 1, "the largest value overflows"
+
+
+def test_tensors_scaled_to_themselves_have_no_headroom_and_underflow_by_their_range() -> None:
+    values = torch.tensor([[1.0, 2.0**-20], [2.0**-20, 2.0**-20]])
+    whole, rows = Layer("x", "e4m3"), Layer("x", "e4m3")
+    whole.add(values, Scaled(torch.float8_e4m3fn, None))
+    rows.add(values, Scaled(torch.float8_e4m3fn, None, rowwise=True))
+    assert (whole.zeros, rows.zeros) == (3, 1)
+    assert math.isinf(whole.headroom)
+
+
+def test_layers_are_those_of_the_model_in_fp32_at_the_scale(tiny: Path) -> None:
+    """Counted again by hand for one layer, with gradients of a plain backward pass; one in fp32 is left out."""
+    ready = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__FP32_MODULES="blocks.0.mlp.fc1")
+    train(ready, 2)
+    config = load_config(str(tiny), words={"AMP.ENABLED": "true", "AMP.DTYPE": "fp16"}).config
+    share, batch = next(iter(next(windows(ready))))
+    scale = 64.0
+    layers = {layer.name: layer for layer in look_at_layers(config, ready, (share, batch), scale)}
+    assert "blocks.0.mlp.fc1" not in layers
+    assert layers["head"].dtype == "fp16"
+
+    model, seen = ready.parts.model, []
+
+    def keep(_module: Any, _inputs: Any, output: Tensor) -> None:
+        output.register_hook(seen.append)
+
+    handle = model.get_submodule("blocks.0.attn.qkv").register_forward_hook(keep)
+    logits = model(ready.inputs(batch.images))
+    handle.remove()
+    model.zero_grad()
+    ready.parts.criterion(logits, batch.labels).backward()
+    weights = model.get_submodule("blocks.0.attn.qkv")
+    flat = (
+        torch.cat([g.flatten() for g in (*seen, *(p.grad for p in weights.parameters() if p.grad is not None))]) * scale
+    )
+    small = (flat.abs() < torch.finfo(torch.float16).tiny) & (flat != 0)
+    assert layers["blocks.0.attn.qkv"].values == int((flat != 0).sum())
+    assert layers["blocks.0.attn.qkv"].underflows == pytest.approx(int(small.sum()), rel=0.02)
+    assert layers["blocks.0.attn.qkv"].headroom == pytest.approx(65504 / float(flat.abs().max()), rel=1e-3)
+
+
+# The verdict
+
+FALLING = [2.0 - 0.01 * n for n in range(100)]
+
+
+def run(losses: list[float] = FALLING, speed: float = 100.0, **more: Any) -> Measured:
+    return Measured(losses=losses, images_per_second=speed, peak_memory_gb=10.0, **more)
+
+
+def above(by: float, losses: list[float] = FALLING) -> list[float]:
+    return [loss + by for loss in losses]
+
+
+def base(speeds: tuple[float, float, float] = (100.0, 101.0, 99.0)) -> Baseline:
+    """Three seeds whose curves are up to 0.1 apart."""
+    shifts = (0.0, 0.06, -0.04)
+    first, second, third = (run(above(shift), speed) for shift, speed in zip(shifts, speeds, strict=True))
+    return Baseline((first, second, third))
+
+
+def judged(measured: Measured, name: str = "bf16", against: Baseline | None = None, slow: str = "") -> Finding:
+    return judge(name, f"-amp {name}", measured, against or base(), 100, slow)
+
+
+def test_curves_are_compared_smoothed_and_over_common_updates() -> None:
+    spike = FALLING.copy()
+    spike[50] += 1.0
+    assert largest_difference(FALLING, spike) == pytest.approx(1.0 / 5)  # a twentieth of a hundred
+    assert largest_difference(FALLING, above(0.25)[:40]) == pytest.approx(0.25)
+    assert math.isinf(largest_difference(FALLING, [math.nan] * 100))
+    assert base().seed_noise(100) == pytest.approx(0.1)
+
+
+def test_the_faster_of_what_trains_as_well_is_recommended() -> None:
+    bf16 = judged(replace(run(above(0.004), 190.0), peak_memory_gb=6.2))
+    advice = recommend([bf16, judged(run(speed=120.0), "fp16")], base(), "-amp off")
+    assert advice.flags == "-amp bf16"
+    assert advice.sentence == (
+        "-amp bf16: 1.9x faster, 38 % less memory; its loss curve differs from fp32's by at most 0.004, two fp32 seeds "
+        "differ by 0.1."
+    )
+
+
+def test_equally_fast_ones_are_taken_in_the_order_of_preference() -> None:
+    findings = [judged(run(speed=198.0), "bf16"), judged(run(speed=200.0), "O2-bf16")]
+    assert recommend(findings, base(), "-amp off").mode == "bf16"
+    findings[0] = judged(run(speed=150.0), "bf16")
+    assert recommend(findings, base(), "-amp off").mode == "O2-bf16"
+
+
+@pytest.mark.parametrize(
+    ("measured", "reason"),
+    [
+        (run(above(0.3), 300.0), "above all fp32 seeds"),
+        (run([math.nan] * 100, 300.0), "inf"),
+        (run(speed=300.0, bad_update=7), "update 7"),
+        (run(speed=300.0, skipped=30), "30 of 100 updates were skipped"),
+        (run(FALLING[:30], 300.0), "only 30 updates"),
+        (Measured(failed="out of memory"), "out of memory"),
+    ],
+)
+def test_speed_does_not_make_up_for_harm(measured: Measured, reason: str) -> None:
+    finding = judged(measured)
+    assert any(reason in text for text in finding.against), finding.against
+    assert recommend([finding], base(), "-amp off").flags == "-amp off"
+
+
+def test_better_than_fp32_by_chance_is_no_harm() -> None:
+    finding = judged(run(above(-0.3), 150.0))
+    assert finding.against == []
+    assert "never above all of theirs" in recommend([finding], base(), "-amp off").sentence
+
+
+def test_emulation_gets_no_speed() -> None:
+    finding = judged(run(speed=500.0), "fp8", slow="emulated here, so its speed says nothing")
+    assert finding.speed is None
+    assert recommend([finding], base(), "-amp off").mode == "fp32"
+
+
+def test_a_gain_within_the_machines_noise_is_none() -> None:
+    restless = base((100.0, 130.0, 95.0))
+    advice = recommend([judged(run(speed=120.0), against=restless)], restless, "-amp off")
+    assert advice.mode == "fp32"
+    assert "37 %" in advice.sentence
+
+
+def test_less_memory_at_the_same_speed_is_worth_it() -> None:
+    small = judged(replace(run(speed=101.0), peak_memory_gb=6.0))
+    advice = recommend([small], base(), "-amp off")
+    assert advice.mode == "bf16"
+    assert "no faster, but 40 % less memory" in advice.sentence
+
+
+def test_where_fp32_does_not_fit_the_fastest_that_does_is_named() -> None:
+    findings = [judge("bf16", "-amp bf16", run(speed=s), None, 100) for s in (90.0, 110.0)]
+    advice = recommend(findings, None, "-amp off")
+    assert "fp32 did not" in advice.sentence
+    assert table(findings, None).count("bf16") == 2
+    json.dumps(as_json(findings, None), allow_nan=False)
+
+
+def test_the_layers_that_lose_most_are_named() -> None:
+    layers = [Layer("calm", "fp16", 100, 0, 0, 2**20), Layer("steep", "fp16", 100, 10, 40, 3.0)]
+    finding = judged(run(layers=layers, scale=1024.0))
+    text = "\n".join(details([finding]))
+    assert "at scale 1024 most gradient values underflow in steep 40 % (fp16)" in text
+    assert "calm" not in text
+    assert "steep is nearest to overflow: its gradients fit 2^1 times over" in text
+
+
+def test_names_of_modes_are_unique() -> None:
+    assert len(BY_NAME) == len(MODES)

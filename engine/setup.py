@@ -54,14 +54,14 @@ def build_for_evaluation(config: Config, world: World, device: torch.device) -> 
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
-    attention = _choose_attention(model, precision, {*config.AMP.CUSTOM_WHITE_LIST, *config.AMP.CUSTOM_BLACK_LIST})
-    return Ready(model, inputs, precision, val_set, val_loader, attention)
+    return Ready(model, inputs, precision, val_set, val_loader, _attention_of(model))
 
 
 def model_in_precision(config: Config, device: torch.device) -> tuple[nn.Module, nn.Module, Precision]:
     """The model as it will compute, what prepares its inputs, and the precision of both."""
     model, precision = _model(config, device), Precision(config.AMP, device)
     prepare_model(model, config.AMP, precision)
+    _choose_attention(model, precision, {*config.AMP.CUSTOM_WHITE_LIST, *config.AMP.CUSTOM_BLACK_LIST})
     return model, Inputs(config.DATA).to(device), precision
 
 
@@ -100,20 +100,26 @@ def _model(config: Config, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-def _choose_attention(model: nn.Module, precision: Precision, listed: set[str]) -> str:
+def _choose_attention(model: nn.Module, precision: Precision, listed: set[str]) -> None:
     """torch's fused attention, but on a CPU in half precision, where its backward pass takes several times longer.
 
     And where softmax or its products are on a list: no list reaches into a fused operator.
     """
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "fused_attn")]
+    slow = precision.device.type == "cpu" and precision.level != "O0"
+    if slow or listed & {"softmax", "matmul", "matmul_v2", "bmm"}:
+        for layer in _with_fused_attention(model):
+            layer.fused_attn = False
+
+
+def _attention_of(model: nn.Module) -> str:
+    layers = _with_fused_attention(model)
     if not layers:
         return "the model's own"
-    slow = precision.device.type == "cpu" and precision.level != "O0"
-    if not (slow or listed & {"softmax", "matmul", "matmul_v2", "bmm"}):
-        return "fused"
-    for layer in layers:
-        layer.fused_attn = False
-    return "plain"
+    return "fused" if any(layer.fused_attn for layer in layers) else "plain"
+
+
+def _with_fused_attention(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "fused_attn")]
 
 
 def _workers(config: Config, world: World) -> int:

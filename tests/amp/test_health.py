@@ -1,0 +1,225 @@
+"""Faults put into weights and settings: each is named, and survived or stopped as the settings say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.fp32_modules import forced
+from engine.health import Health
+from engine.meters import TrainMeters
+from engine.overflow import Blame
+from engine.resume import Position
+from tests.conftest import Result, metrics
+from tests.engine.small import CPU, build
+from utils.config import AmpConfig
+from utils.world import ALONE
+
+SHORT = ("-amp", "fp16", "TRAIN.WARMUP_EPOCHS=0", "REPORT_FREQ=4")
+
+
+def huge_bias(weights: dict[str, Tensor]) -> None:
+    weights["blocks.0.mlp.fc1.bias"].fill_(7e4)
+
+
+def huge_product(weights: dict[str, Tensor]) -> None:
+    """Queries and keys that fp16 holds, and whose products it does not."""
+    weights["blocks.0.attn.qkv.weight"][:32] *= 3000
+
+
+FAULTS = {"bias": huge_bias, "product": huge_product}
+NAMED = {"bias": ("linear", "blocks.0.mlp.fc1"), "product": ("matmul", "blocks.0.attn")}
+
+
+@pytest.fixture
+def faulty(tiny: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A file with the tiny model's weights and one fault."""
+
+    def make(fault: str) -> Path:
+        weights = {name: tensor.clone() for name, tensor in build(tiny).model.state_dict().items()}
+        FAULTS[fault](weights)
+        path = tmp_path / f"{fault}.safetensors"
+        save_file(weights, path)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_fault_is_named_and_moved_to_fp32_and_training_goes_on(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, faulty: Callable[[str], Path], fault: str, level: str
+) -> None:
+    run = tmp_path / "run"
+    words = ("-cfg", tiny, "-output", run, *SHORT, f"AMP.LEVEL={level}", "AMP.AUTO_FP32=true", "TRAIN.NUM_EPOCHS=1")
+    done = vitamp(*words, "-pretrained", faulty(fault), "TRAIN.MAX_UPDATES=12")
+    assert done.code == 0, done.text
+    operation, module = NAMED[fault]
+    skips = metrics(run, "skip")
+    first = skips[0]
+    assert (first["operation"], first["module"], first["direction"]) == (operation, module, "forward")
+    assert (first["update"], first["scale"], first["dtype"], len(first["samples"])) == (1, 65536, "fp16", 32)
+    assert f"update 1 was skipped: {operation} in {module} (forward, " in done.out
+    assert f"AMP.AUTO_FP32: {module} overflowed 2 times and computes in fp32 from now on" in done.out
+    assert [skip["module"] for skip in skips].count(module) == 2, "in fp32 it overflows no more"
+    last = metrics(run, "train")[-1]
+    assert last["skipped"] == len(skips) <= 6
+    assert last["loss"] < 2.5
+    assert last["grad_norm"] > 0
+
+    again = vitamp(*words, "-resume", "auto", "TRAIN.MAX_UPDATES=24")
+    assert again.code == 0, again.text
+    kept = re.search(r"In fp32, as when it was saved: (.*)", again.out)
+    assert kept, again.out
+    moved = re.findall(r"AMP.AUTO_FP32: (\S+) overflowed", done.out)
+    assert kept[1].split(", ") == moved
+    now = metrics(run, "skip")
+    assert now[: len(skips)] == skips
+    assert not [skip for skip in now[len(skips) :] if skip["direction"] == "forward"], "it never overflows again"
+    assert metrics(run, "train")[-1]["skipped"] <= last["skipped"] + 2, "the scale may still look for its place"
+
+
+def test_without_auto_fp32_the_fault_is_named_and_the_run_stops_with_advice(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, faulty: Callable[[str], Path]
+) -> None:
+    run = tmp_path / "run"
+    words = ("-cfg", tiny, "-output", run, *SHORT, "AMP.STOP_AFTER_SKIPS=8")
+    done = vitamp(*words, "-pretrained", faulty("bias"))
+    assert done.code == 1, done.text
+    assert "AMP.FP32_MODULES=['blocks.0.mlp.fc1']" in done.err
+    assert "AMP.AUTO_FP32=true" in done.err
+    assert "bf16" in done.err
+    assert "computes in fp32 from now on" not in done.out
+
+
+def test_a_fixed_scale_far_too_large_stops_the_run_with_a_checkpoint_to_go_on_from(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = ("-cfg", tiny, "-output", run, *SHORT, "AMP.USE_DYNAMIC_LOSS_SCALING=false", "TRAIN.MODEL_EMA=true")
+    done = vitamp(*words, "AMP.STOP_AFTER_SKIPS=10", "AMP.INIT_LOSS_SCALING=1e20", "REPORT_FREQ=5")
+    assert done.code == 1, done.text
+    assert "Traceback" not in done.text
+    assert done.err.count("error:") == 1
+    for part in ("10 updates in a row", "update 10", "AMP.STOP_AFTER_SKIPS 10", "1e+20", "set a smaller"):
+        assert part in done.err, part
+    skips = metrics(run, "skip")
+    assert [(skip["update"], skip["module"], skip["direction"]) for skip in skips] == [
+        (update, "loss", "backward") for update in (1, 2, 3)
+    ], "the first three are replayed, later ones are only counted"
+    assert "the scale is too large" in done.out
+    assert metrics(run, "train")[-1]["skipped"] == 10
+
+    saved = run / "checkpoints" / "step-000000010"
+    fresh = build(tiny, TRAIN__MODEL_EMA="true").model.state_dict()
+    for name in ("model.safetensors", "ema.safetensors"):
+        weights = load_file(saved / name)
+        assert all(torch.equal(weights[key], fresh[key]) for key in fresh), "as they were before"
+    again = vitamp(*words, "-resume", "auto", "AMP.INIT_LOSS_SCALING=1024", "TRAIN.MAX_UPDATES=20")
+    assert again.code == 0, again.text
+    last = metrics(run, "train")[-1]
+    assert (last["update"], last["skipped"], last["scale"]) == (20, 10, 1024)
+    assert last["grad_norm"] > 0
+
+
+def test_a_few_skips_do_not_stop_a_run(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    """In a row is meant: a scale that is too large at first is cut six times, and none of it is the last word."""
+    run = tmp_path / "run"
+    words = ("AMP.INIT_LOSS_SCALING=1e9", "AMP.STOP_AFTER_SKIPS=3", "TRAIN.MAX_UPDATES=20", "REPORT_FREQ=20")
+    done = vitamp("-cfg", tiny, "-output", run, "-amp", "fp16", *words)
+    assert done.code == 0, done.text
+    assert metrics(run, "train")[-1]["skipped"] > 3
+
+
+# ---- who is moved
+
+
+class Told:
+    """Stands in for a reporter."""
+
+    def __init__(self) -> None:
+        self.blames: list[Blame] = []
+
+    def skip(self, _position: Position, blame: Blame) -> None:
+        self.blames.append(blame)
+
+
+class Found:
+    """Stands in for the watch: what it found, look by look."""
+
+    def __init__(self, *looks: list[Blame]) -> None:
+        self.looks = list(looks)
+
+    def take(self) -> list[Blame]:
+        return self.looks.pop(0) if self.looks else []
+
+
+def blame(module: str, update: int = 1, direction: str = "forward", scale: float = 1024.0, **more: Any) -> Blame:
+    return Blame(update, update, more.pop("operation", "linear"), module, direction, "fp16", (1, 2), scale, **more)
+
+
+@pytest.fixture
+def health(tiny: Path) -> Callable[..., Health]:
+    def make(*looks: list[Blame], **keys: Any) -> Health:
+        parts = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16").parts
+        parts.watch = Found(*looks)  # pyright: ignore[reportAttributeAccessIssue]
+        settings = AmpConfig(ENABLED=True, DTYPE="fp16", **{"AUTO_FP32": True, **keys})
+        return Health(settings, parts, ALONE, Told())  # pyright: ignore[reportArgumentType]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("blames", "moved"),
+    [
+        ([blame("head")], []),
+        ([blame("head", 1), blame("head", 2)], ["head"]),
+        ([blame("head", 1), blame("blocks.0.mlp.fc1", 2)], []),
+        # The backward pass overflows at scales that are too large, whoever computes it: cutting them is the remedy.
+        ([blame("head", 1, "backward"), blame("head", 2, "backward")], []),
+        ([blame("head", 1, "backward", 1.0), blame("head", 2, "backward", 1.0)], ["head"]),
+        # The loss, the batch and the model as a whole are no modules of the model.
+        ([blame("loss", 1), blame("loss", 2)], []),
+        ([blame("batch", 1), blame("batch", 2)], []),
+        ([blame("VisionTransformer", 1), blame("VisionTransformer", 2)], []),
+        ([blame("", 1, operation=""), blame("", 2, operation="")], []),
+    ],
+    ids=lambda value: str(len(value)),
+)
+def test_a_module_that_is_blamed_twice_is_moved(
+    health: Callable[..., Health], blames: list[Blame], moved: list[str]
+) -> None:
+    made = health(blames)
+    made.look(Position(), together=False)
+    assert forced(made.parts.model) == moved
+    assert made.reporter.blames == blames  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_nothing_is_moved_unless_asked_for(health: Callable[..., Health]) -> None:
+    made = health([blame("head", 1), blame("head", 2)], AUTO_FP32=False)
+    made.look(Position(), together=False)
+    assert forced(made.parts.model) == []
+
+
+def test_ranks_that_found_different_things_tell_one_line_an_update(health: Callable[..., Health]) -> None:
+    """A rank whose own gradients were fine finds nothing; the other's word is the better one."""
+    nothing, named = blame("", 1, operation="", reason="not seen again"), blame("head", 1)
+    made = health([nothing, blame("head", 2), named])
+    made.look(Position(), together=True)
+    assert made.reporter.blames == [named, blame("head", 2)]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_too_many_means_in_a_row_and_null_means_never(health: Callable[..., Health]) -> None:
+    meters = TrainMeters(CPU, ALONE)
+    for update, moved in enumerate((False, False, False, True, False, False), start=1):
+        meters.close_update(update, torch.tensor(1.0), moved, scaled=True)
+    reading = meters.read(torch.tensor(1.0), 0.0)
+    assert (reading.skipped, reading.skipped_in_a_row) == (5, 2)
+    assert [health(STOP_AFTER_SKIPS=limit).too_many(reading) for limit in (1, 2, 3, None)] == [True, True, False, False]

@@ -1,0 +1,165 @@
+"""Mixed precision on two processes: one exchange an update, the same weights, and skips together."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from safetensors.torch import save_file
+
+from datasets import Window
+from engine.exchange import join_gradients
+from engine.setup import ReadyToTrain, build_for_training
+from engine.update import train_update
+from tests.conftest import Result, metrics
+from tests.engine.small import CPU, build
+from utils.config import load_config
+from utils.world import ALONE, World
+
+LEVELS = {
+    "fp32": {},
+    "O1 bf16": {"AMP.ENABLED": "true", "AMP.DTYPE": "bf16"},
+    "O2 bf16": {"AMP.ENABLED": "true", "AMP.DTYPE": "bf16", "AMP.LEVEL": "O2"},
+    "NAIVE bf16": {"AMP.ENABLED": "true", "AMP.DTYPE": "bf16", "AMP.LEVEL": "NAIVE"},
+    "O1 fp16": {"AMP.ENABLED": "true", "AMP.DTYPE": "fp16", "AMP.INIT_LOSS_SCALING": "1024"},
+    "O2 fp16": {"AMP.ENABLED": "true", "AMP.DTYPE": "fp16", "AMP.INIT_LOSS_SCALING": "1024", "AMP.LEVEL": "O2"},
+}
+PLAIN_STEPS = {
+    "TRAIN.OPTIMIZER.NAME": "SGD",
+    "TRAIN.OPTIMIZER.MOMENTUM": "0",
+    "TRAIN.WEIGHT_DECAY": "0",
+    "TRAIN.BASE_LR": "1",
+    "TRAIN.WARMUP_EPOCHS": "0",
+    "TRAIN.MODEL_EMA": "true",
+    "DATA.BATCH_SIZE": "16",
+    "MODEL.DEPTH": "2",
+}
+UPDATES = 3
+NEVER = 0
+
+
+def train(config_file: Path, words: dict[str, str], world: World, overflow_at: int) -> dict[str, Any]:
+    """A few updates; at `overflow_at` the last rank, and it alone, is given images that are not finite."""
+    torch.set_num_threads(1)
+    ready = build_for_training(load_config(str(config_file), words=words).config, world, CPU, None)
+    join_gradients(ready.parts, world)
+    seen: list[int] = []
+    exchanges = 0
+    exchange = torch.distributed.all_reduce
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal exchanges
+        exchanges += 1
+        return exchange(*args, **options)
+
+    torch.distributed.all_reduce = counted
+    for update, window in zip(range(1, UPDATES + 1), ready.train_loader.epoch(1), strict=False):
+        pairs = list(window)
+        seen += [int(index) for _, batch in pairs for index in batch.indices]
+        if update == overflow_at and world.rank == world.size - 1:
+            share, batch = pairs[0]
+            pairs[0] = share, batch._replace(images=torch.full(batch.images.shape, float("inf")))
+        train_update(ready.parts, Window(tuple(s for s, _ in pairs), iter([b for _, b in pairs])), update)
+    torch.distributed.all_reduce = exchange
+    return {"exchanges": exchanges, "seen": seen, **outcome(ready)}
+
+
+def outcome(ready: ReadyToTrain) -> dict[str, Any]:
+    parts = ready.parts
+    assert parts.ema is not None
+    reading = parts.meters.read(parts.precision.scale_tensor(), 0.0)
+    return {
+        "weights": torch.cat([p.detach().flatten() for p in parts.model.parameters()]),
+        "computing": torch.cat([p.detach().flatten().float() for p in parts.forward.parameters()]),
+        "average": torch.cat([p.detach().flatten() for p in parts.ema.module.parameters()]),
+        "moved": parts.schedule.moved,
+        "averaged": int(parts.ema.updates),
+        "scale": reading.scale,
+        "norm": reading.grad_norm,
+        "skipped": reading.skipped,
+    }
+
+
+def _rank(rank: int, folder: str, config_file: str, words: dict[str, str], overflow_at: int) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    result = train(Path(config_file), words, World(rank, 2, rank, 2), overflow_at)
+    torch.save(result, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def on_two(tiny: Path, words: dict[str, str], overflow_at: int = NEVER) -> list[dict[str, Any]]:
+    context = multiprocessing.get_context("forkserver")
+    given = (str(tiny.parent), str(tiny), {**PLAIN_STEPS, **words}, overflow_at)
+    ranks = [context.Process(target=_rank, args=(rank, *given)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(90)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    return [torch.load(tiny.parent / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Ranks that agree in everything but the samples they saw."""
+    for key, value in ours.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, theirs[key]), key
+        elif key not in ("seen", "norm"):
+            assert value == theirs[key], key
+
+
+@pytest.mark.parametrize("level", [*LEVELS])
+def test_two_processes_with_accumulation_are_one_with_more_of_it(tiny: Path, level: str) -> None:
+    first, second = on_two(tiny, {**LEVELS[level], "TRAIN.ACCUM_ITER": "2"})
+    alike(first, second)
+    assert not set(first["seen"]) & set(second["seen"]), "each its own samples"
+    assert first["exchanges"] == UPDATES, "once an update, not once a micro-batch"
+    words = {**PLAIN_STEPS, **LEVELS[level], "TRAIN.ACCUM_ITER": "4"}
+    alone = train(tiny, words, ALONE, NEVER)
+    assert alone["moved"] == first["moved"] == UPDATES
+    start = build_start(tiny, words)
+    moved = (alone["weights"] - start).norm()
+    assert (first["weights"] - alone["weights"]).norm() < 1e-5 * moved
+    assert first["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+
+
+def build_start(tiny: Path, words: dict[str, str]) -> torch.Tensor:
+    model = build(tiny, **{key.replace(".", "__"): value for key, value in words.items()}).model
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level.endswith("fp16")])
+def test_one_rank_s_overflow_is_skipped_by_both(tiny: Path, level: str) -> None:
+    first, second = on_two(tiny, {**LEVELS[level], "TRAIN.ACCUM_ITER": "2"}, overflow_at=2)
+    alike(first, second)
+    assert (first["moved"], first["averaged"], first["skipped"], first["scale"]) == (UPDATES - 1, UPDATES - 1, 1, 512)
+    assert first["weights"].isfinite().all()
+
+
+def test_what_one_rank_found_is_told_once_and_both_move_the_module(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    weights = {name: tensor.clone() for name, tensor in build(tiny).model.state_dict().items()}
+    weights["blocks.0.mlp.fc1.bias"].fill_(7e4)
+    save_file(weights, tmp_path / "bias.safetensors")
+    words = ("-amp", "fp16", "AMP.AUTO_FP32=true", "TRAIN.WARMUP_EPOCHS=0", "TRAIN.MAX_UPDATES=16", "REPORT_FREQ=4")
+    done = vitamp(
+        *("-cfg", tiny, "-output", tmp_path / "run", "-pretrained", tmp_path / "bias.safetensors", "-ngpus", 2),
+        *words,
+        script="main_multi_gpu.py",
+    )
+    assert done.code == 0, done.text
+    moved = "AMP.AUTO_FP32: blocks.0.mlp.fc1 overflowed 2 times and computes in fp32 from now on"
+    assert done.out.count(moved) == 1
+    assert moved in (tmp_path / "run" / "ranks" / "1.log").read_text()
+    skips = metrics(tmp_path / "run", "skip")
+    assert [skip["update"] for skip in skips] == sorted({skip["update"] for skip in skips}), "one line an update"
+    assert skips[0]["module"] == "blocks.0.mlp.fc1"
+    last = metrics(tmp_path / "run", "train")[-1]
+    assert last["skipped"] < 16
+    assert last["grad_norm"] > 0

@@ -77,8 +77,10 @@ def _examine(argv: list[str]) -> int:
     from engine.device import pick_device
     from engine.preflight import check
     from scripts.doctor_examination import Examination
+    from scripts.doctor_measure import quieten
     from scripts.doctor_modes import plan, read_modes
 
+    quieten()
     check(loaded.config)
     device = pick_device(loaded.config.DEVICE, ALONE)
     asked_for = read_modes(wishes.modes) if wishes.modes is not None else None

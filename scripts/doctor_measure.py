@@ -74,8 +74,14 @@ class Measured:
 def begin_process() -> None:
     """The doctor decides when this process ends: by Ctrl-C it is told, and it does not outlive the doctor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quieten()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def quieten() -> None:
+    """torchao's import makes torch warn of what only its authors can change."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 def measure(job: Job) -> Measured:

@@ -33,13 +33,13 @@ class Mode:
         return user.model_copy(update={"ENABLED": True, "DTYPE": self.dtype, "LEVEL": self.level})
 
     def flags(self, user: AmpConfig) -> str:
-        """What to add to a command line whose settings are `user`."""
+        """What leads to it on a command line whose settings are `user`, in place of the -amp that it may have."""
         if not self.dtype:
-            words = ["-amp off"] + [f"AMP.TF32={str(self.tf32).lower()}"] * (self.tf32 != user.TF32)
+            words = ["-amp off"] + [f"AMP.TF32={str(self.tf32).lower()}"] * (self.tf32 or user.TF32)
         elif self.level == "O1":
             words = [f"-amp {self.dtype}"] + ["AMP.LEVEL=O1"] * (user.LEVEL != "O1")
         else:
-            words = [f"-amp {self.level}"] + [f"AMP.DTYPE={self.dtype}"] * (self.dtype != user.DTYPE)
+            words = [f"-amp {self.level}", f"AMP.DTYPE={self.dtype}"]
         return " ".join(words)
 
 

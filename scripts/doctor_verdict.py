@@ -122,7 +122,7 @@ def judge(name: str, flags: str, measured: Measured, base: Baseline | None, upda
     excess = base.excess(measured.losses)
     if excess > noise:
         against.append(f"its loss is up to {excess:.2g} above all fp32 seeds', which differ by {noise:.2g} themselves")
-    if done < min(updates, len(base.losses)):
+    if 2 * done < min(updates, len(base.losses)):
         against.append(f"only {done} updates were made")
     speed = None if slow else measured.images_per_second / base.images_per_second
     memory = measured.peak_memory_gb / base.peak_memory_gb

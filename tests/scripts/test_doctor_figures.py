@@ -181,6 +181,10 @@ def test_speed_does_not_make_up_for_harm(measured: Measured, reason: str) -> Non
     assert recommend([finding], base(), "-amp off").flags == "-amp off"
 
 
+def test_a_few_updates_less_than_fp32_are_no_harm() -> None:
+    assert judged(run(FALLING[:80])).against == []
+
+
 def test_better_than_fp32_by_chance_is_no_harm() -> None:
     finding = judged(run(above(-0.3), 150.0))
     assert finding.against == []

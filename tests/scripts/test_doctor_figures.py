@@ -85,7 +85,8 @@ def test_tensors_scaled_to_themselves_have_no_headroom_and_underflow_by_their_ra
 
 def test_layers_are_those_of_the_model_in_fp32_at_the_scale(tiny: Path) -> None:
     """Counted again by hand for one layer, with gradients of a plain backward pass; one in fp32 is left out."""
-    ready = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__FP32_MODULES="blocks.0.mlp.fc1")
+    fp16 = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__FP32_MODULES": "blocks.0.mlp.fc1"}
+    ready = build(tiny, TRAIN__ACCUM_ITER=2, **fp16)
     train(ready, 2)
     config = load_config(str(tiny), words={"AMP.ENABLED": "true", "AMP.DTYPE": "fp16"}).config
     share, batch = next(iter(next(windows(ready))))
@@ -105,9 +106,9 @@ def test_layers_are_those_of_the_model_in_fp32_at_the_scale(tiny: Path) -> None:
     model.zero_grad()
     ready.parts.criterion(logits, batch.labels).backward()
     weights = model.get_submodule("blocks.0.attn.qkv")
-    flat = (
-        torch.cat([g.flatten() for g in (*seen, *(p.grad for p in weights.parameters() if p.grad is not None))]) * scale
-    )
+    assert share.weight == 0.5
+    gradients = [*seen, *(p.grad for p in weights.parameters() if p.grad is not None)]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]) * share.weight * scale
     small = (flat.abs() < torch.finfo(torch.float16).tiny) & (flat != 0)
     assert layers["blocks.0.attn.qkv"].values == int((flat != 0).sum())
     assert layers["blocks.0.attn.qkv"].underflows == pytest.approx(int(small.sum()), rel=0.02)
@@ -216,7 +217,14 @@ def test_where_fp32_does_not_fit_the_fastest_that_does_is_named() -> None:
     advice = recommend(findings, None, "-amp off")
     assert "fp32 did not" in advice.sentence
     assert table(findings, None).count("bf16") == 2
-    json.dumps(as_json(findings, None), allow_nan=False)
+
+
+def test_what_is_not_a_number_does_not_spoil_the_json() -> None:
+    finding = judged(run([math.nan, 1.0], layers=[Layer("x", "e4m3")]))
+    found = json.loads(json.dumps(as_json([finding], base()), allow_nan=False))["modes"][0]
+    assert found["losses"] == [None, 1.0]
+    assert found["difference"] is None
+    assert found["layers"][0]["headroom"] is None
 
 
 def test_the_layers_that_lose_most_are_named() -> None:

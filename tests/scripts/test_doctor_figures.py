@@ -110,7 +110,8 @@ def test_layers_are_those_of_the_model_in_fp32_at_the_scale(tiny: Path) -> None:
     gradients = [*seen, *(p.grad for p in weights.parameters() if p.grad is not None)]
     flat = torch.cat([gradient.flatten() for gradient in gradients]) * share.weight * scale
     small = (flat.abs() < torch.finfo(torch.float16).tiny) & (flat != 0)
-    assert layers["blocks.0.attn.qkv"].values == int((flat != 0).sum())
+    # Plain attention here and fused attention there round a value to zero, or do not.
+    assert layers["blocks.0.attn.qkv"].values == pytest.approx(int((flat != 0).sum()), rel=0.01)
     assert layers["blocks.0.attn.qkv"].underflows == pytest.approx(int(small.sum()), rel=0.02)
     assert layers["blocks.0.attn.qkv"].headroom == pytest.approx(65504 / float(flat.abs().max()), rel=1e-3)
 

@@ -163,7 +163,7 @@ def find(path: Path, epoch: int = 0) -> Checkpoint:
     folder = path.parent if path.is_file() else path
     if (folder / META).exists() or folder.name.startswith("step-"):
         found = verify(inspect(folder))
-        if epoch and found.meta["epoch"] != epoch:
+        if epoch and not _ends(found, epoch):
             raise UserError(f"{folder}: saved in epoch {found.meta['epoch']}, but TRAIN.LAST_EPOCH is {epoch}.")
         return found
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
@@ -174,11 +174,16 @@ def find(path: Path, epoch: int = 0) -> Checkpoint:
     return found
 
 
+def _ends(checkpoint: Checkpoint, epoch: int) -> bool:
+    """Whether it was saved at the end of that epoch, and not in its middle."""
+    return checkpoint.meta["epoch"] == epoch and checkpoint.meta.get("epoch_finished", False)
+
+
 def newest_good(root: Path, epoch: int = 0) -> Checkpoint | None:
     for folder in sorted(root.glob("step-*"), reverse=True):
         try:
             found = inspect(folder)
-            if epoch and found.meta["epoch"] != epoch:
+            if epoch and not _ends(found, epoch):
                 continue
             return verify(found)
         except UserError as error:

@@ -16,14 +16,14 @@ Lines = list[dict[str, Any]]
 
 
 def draw_curves(folder: Path, title: str) -> Path | None:
-    """Loss, accuracy, learning rate and, where there is scaling, the loss scale; None if there is nothing to draw."""
+    """Loss, accuracy, learning rate, gradient norm, loss scale with skips, speed; None if there is nothing to draw."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     train, val = ([line for line in lines if line["event"] == kind] for kind in ("train", "val"))
     if not train and not val:
         return None
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+    figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
     figure.suptitle(title)
-    (loss, accuracy), (rate, health) = axes
+    (loss, accuracy, rate), (norm, scale, speed) = axes
     _curve(loss, train, "loss", "train")
     _curve(loss, val, "loss", "validation")
     _curve(loss, val, "ema_loss", "validation (EMA)")
@@ -34,14 +34,14 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     _finish(accuracy, "accuracy (%)")
     _curve(rate, train, "lr", "learning rate")
     _finish(rate, "learning rate")
-    if any(line["scale"] != 1 for line in train):
-        _curve(health, train, "scale", "loss scale")
-        _mark_skips(health, train)
-        health.set_yscale("log", base=2)
-        _finish(health, "loss scale")
-    else:
-        _curve(health, train, "grad_norm", "gradient norm")
-        _finish(health, "gradient norm")
+    _curve(norm, train, "grad_norm", "gradient norm, unscaled")
+    _finish(norm, "gradient norm")
+    _curve(scale, train, "scale", "loss scale")
+    _mark_skips(scale, train)
+    scale.set_yscale("log", base=2)
+    _finish(scale, "loss scale")
+    _curve(speed, [{**line, **line["perf"]} for line in train], "images_per_second", "images/s")
+    _finish(speed, "images/s")
     path = folder / "curves.png"
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -16,12 +16,17 @@ from typing import NoReturn
 
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, check_available, format_config, load_config
+from utils.config.keys import default_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, CommonError, TrainingError, UserError
 from utils.log import is_heard, log, start_log
 from utils.run_folder import run_of
 from utils.world import ALONE, World, first_by_environment, read_world
 
 SECONDS_FOR_THE_LAUNCHER = 20
+OF_ONE_START = (
+    *("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "NGPUS"),
+    *("DIST.HOST", "DIST.PORT", "DIST.RANK", "DIST.WORLD_SIZE"),
+)
 
 
 def _hear_ctrl_c() -> None:
@@ -132,8 +137,8 @@ def _load(command: CommandLine) -> Loaded:
         return load_config(command.cfg, command.flags, command.words)
     saved, flags = _config_of_resumed_run(command), command.flags
     if saved is not None:
-        # The run lies where it was found; the folder it was made in may be gone, or be another run's by now.
-        flags = {"OUTPUT": (None, "-resume"), **flags}
+        # These belong to one start of the run, not to the run: where it lay, who started it, and for how long.
+        flags = {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
     return load_config(saved, flags, command.words)
 
 

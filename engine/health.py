@@ -56,6 +56,11 @@ class Health:
                 "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", blame.module, TIMES_TO_BLAME
             )
 
+    def look_is_due(self, position: Position) -> bool:
+        """Reports may be far apart; a run of skips that ends the run is not to be missed between them."""
+        limit = self.amp.STOP_AFTER_SKIPS
+        return self.parts.watch is not None and limit is not None and position.update % limit == 0
+
     def too_many(self, reading: Reading) -> bool:
         limit = self.amp.STOP_AFTER_SKIPS
         return limit is not None and reading.skipped_in_a_row >= limit

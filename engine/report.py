@@ -159,5 +159,5 @@ def _forget_after(metrics: Path, done: int) -> None:
 def _update_of(line: str) -> float:
     try:
         return json.loads(line)["update"]
-    except (ValueError, KeyError):  # a line cut short when the run was killed
+    except (ValueError, KeyError, TypeError):  # a line cut short when the run was killed
         return math.inf

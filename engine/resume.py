@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.checkpoint import EMA, MODEL, Checkpoint
-from engine.fp32_modules import force_fp32, forced
+from engine.checkpoint import EMA, MODEL, STATE, Checkpoint
 from engine.overflow import SkipRecord
 from engine.update import Parts
 from utils.config import Config, differences, load_config
@@ -42,19 +41,19 @@ class Best:
     stale: int = 0
 
 
-def state_of(parts: Parts, position: Position, best: Best, global_batch: int) -> dict[str, Any]:
+def state_of(parts: Parts, position: Position, best: Best, global_batch: int, meters: dict[str, Any]) -> dict[str, Any]:
     """Plain Python types and tensors only, so that it can be read without trusting it."""
     return {
         "optimizer": _plain(parts.optimizer.state_dict()),
         "optimizer_name": type(parts.optimizer).__name__,
-        "fp32_modules": forced(parts.model),
+        "fp32_modules": list(parts.moved_to_fp32),
         "moved": parts.schedule.moved,
         "scaler": _plain(parts.precision.scaler.state_dict()),
         "skips": asdict(parts.skips),
         "ema_updates": int(parts.ema.updates) if parts.ema else 0,
         "position": asdict(position),
         "best": asdict(best),
-        "meters": parts.meters.state(),
+        "meters": meters,
         "global_batch": global_batch,
     }
 
@@ -65,22 +64,29 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().cpu()  # a second copy on the device might not fit there
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def restore(parts: Parts, checkpoint: Checkpoint, global_batch: int) -> tuple[Position, Best]:
+def restore(parts: Parts, checkpoint: Checkpoint, global_batch: int, per_epoch: int) -> tuple[Position, Best]:
     """Put everything back as it was saved. The settings of the optimiser are those of the present config."""
-    state = checkpoint.state()
+    try:
+        return _restore(parts, checkpoint, checkpoint.state(), global_batch, per_epoch)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint.folder / STATE}: does not hold what vitamp saves ({error!r}).") from None
+
+
+def _restore(
+    parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], global_batch: int, per_epoch: int
+) -> tuple[Position, Best]:
     load_weights(parts.model, checkpoint.tensors(MODEL), f"{checkpoint.folder / MODEL}")
     _load_optimizer(parts.optimizer, state)
     parts.schedule.restore(state["moved"])
-    moved_to_fp32 = [name for name in state["fp32_modules"] if name not in forced(parts.model)]
-    if moved_to_fp32 and parts.precision.level in ("O1", "O2"):
-        force_fp32(parts.model, moved_to_fp32, parts.precision.device.type)
-        log.info("In fp32, as when it was saved: %s", ", ".join(moved_to_fp32))
+    if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
+        parts.force_fp32(state["fp32_modules"])
+        log.info("In fp32, as AMP.AUTO_FP32 had moved them: %s", ", ".join(state["fp32_modules"]))
     if state["scaler"] and parts.precision.scaler.is_enabled():
         parts.precision.scaler.load_state_dict(state["scaler"])
         parts.skips = SkipRecord(**state["skips"])
@@ -96,8 +102,50 @@ def restore(parts: Parts, checkpoint: Checkpoint, global_batch: int) -> tuple[Po
             f"{checkpoint.folder}: saved in the middle of an epoch with a global batch of {state['global_batch']}, "
             f"and this run's is {global_batch} (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER); make them equal."
         )
+    if state["global_batch"] != global_batch:
+        _count_anew(parts, position, state, global_batch, per_epoch)
     parts.meters.restore(**state["meters"])
     return position, best
+
+
+def _count_anew(parts: Parts, position: Position, state: dict[str, Any], global_batch: int, per_epoch: int) -> None:
+    """Another global batch means other updates an epoch: the run stands where it stood by epochs, not by updates."""
+    before, position.update = position.update, (position.epoch - 1) * per_epoch
+    parts.schedule.restore(round(state["moved"] * position.update / before) if before else 0)
+    log.warning(
+        "The global batch is %d and was %d when this was saved: an epoch has %d updates now, and counting goes on from "
+        "update %d. The run will not be the one it would have been.",
+        global_batch,
+        state["global_batch"],
+        per_epoch,
+        position.update,
+    )
+
+
+def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:
+    """On another number of processes, the accumulation that keeps the global batch, unless that was changed too."""
+    saved = checkpoint.meta.get("batch")
+    train, data = config.TRAIN, config.DATA
+    if saved is None or saved["processes"] == processes:
+        return config
+    if (saved["per_process"], saved["accumulated"]) != (data.BATCH_SIZE, train.ACCUM_ITER):
+        return config
+    total, at_once = saved["per_process"] * saved["accumulated"] * saved["processes"], data.BATCH_SIZE * processes
+    if total % at_once:
+        raise UserError(
+            f"{checkpoint.folder}: trained with a global batch of {total} on {saved['processes']} processes; on "
+            f"{processes} processes of DATA.BATCH_SIZE {data.BATCH_SIZE} no TRAIN.ACCUM_ITER gives that. Choose "
+            "another number of processes, or a batch size that divides it."
+        )
+    log.info(
+        "On %d processes instead of %d: TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays %d.",
+        processes,
+        saved["processes"],
+        total // at_once,
+        train.ACCUM_ITER,
+        total,
+    )
+    return config.model_copy(update={"TRAIN": train.model_copy(update={"ACCUM_ITER": total // at_once})})
 
 
 def load_weights(model: nn.Module, saved: dict[str, Tensor], where: str) -> None:
@@ -152,7 +200,11 @@ def say_what_changed(checkpoint: Checkpoint, config: Config, parts: Parts, posit
     run = run_of(checkpoint.folder)
     if run is None or not (run / "config.yaml").exists():
         return
-    old = load_config(str(run / "config.yaml")).config
+    try:
+        old = load_config(str(run / "config.yaml")).config
+    except UserError as error:
+        log.warning("The settings saved with it cannot be compared: %s", error)
+        return
     changed = [line for line in differences(old, config) if not line.startswith(("MODEL.RESUME:", "OUTPUT:"))]
     for line in changed:
         log.info("  changed since: %s", line)

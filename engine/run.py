@@ -15,7 +15,7 @@ from engine.checkpoint import EMA, Checkpoint, find, newest_good
 from engine.device import describe, pick_device, prepare
 from engine.evaluate import evaluate
 from engine.exchange import join_gradients
-from engine.fp32_modules import forced
+from engine.fp32_modules import force_fp32, forced
 from engine.half_copy import HalfCopy
 from engine.meters import Means
 from engine.op_lists import OpLists
@@ -25,7 +25,7 @@ from engine.preflight import AUTO, resumed_run, target_folder
 from engine.prepare import hint
 from engine.print_amp import amp_table
 from engine.report import Reporter
-from engine.resume import Best, Position, load_weights, say_what_changed
+from engine.resume import Best, Position, load_weights, say_what_changed, with_kept_batch
 from engine.setup import (
     Ready,
     ReadyToTrain,
@@ -36,7 +36,7 @@ from engine.setup import (
 )
 from engine.trainer import Trainer
 from utils.config import Config, Loaded, config_hash, to_yaml
-from utils.errors import UserError
+from utils.errors import TrainingError, UserError
 from utils.log import log, log_into
 from utils.run_folder import describe_run, make_folder, replace_text, write_json
 from utils.world import ALONE, World, agree, from_first, join, leave
@@ -102,6 +102,11 @@ def _checkpoint(config: Config) -> Checkpoint | None:
         return find(Path(wanted), config.TRAIN.LAST_EPOCH)
     folder = resumed_run(config)
     found = newest_good(folder / "checkpoints") if folder else None
+    if found is None and folder and any((folder / "checkpoints").glob("step-*")):
+        raise UserError(
+            f"-resume auto: none of the checkpoints in {folder / 'checkpoints'} is usable (each is named above), and "
+            "the run is not started over in its own folder. Name another -output, or move them away."
+        )
     log.info("-resume auto: %s", f"going on from {found.folder.name}" if found else "nothing to go on from, starting")
     return found
 
@@ -109,6 +114,9 @@ def _checkpoint(config: Config) -> Checkpoint | None:
 def _train(
     config: Config, world: World, device: torch.device, threads: int, checkpoint: Checkpoint | None, dry: bool
 ) -> None:
+    if checkpoint is not None:
+        given, saved = config, checkpoint
+        config = _together(world, lambda: with_kept_batch(given, saved, world.size))
     ready = _together(world, lambda: build_for_training(config, world, device, checkpoint))
     warning = ready.precision.choice.warning
     if warning:
@@ -121,7 +129,10 @@ def _train(
     if checkpoint:
         say_what_changed(checkpoint, config, ready.parts, ready.position)
     if folder is None:
-        _first_batch(ready)
+        try:
+            _first_batch(ready)
+        except TrainingError as error:
+            raise UserError(str(error)) from None
         log.info("Dry run: everything up to the first update works; nothing was trained, nothing written.")
         return
     if _finished(config, ready.position, ready.best, folder):
@@ -142,7 +153,7 @@ def _train(
         folder=folder,
         position=ready.position,
         best=ready.best,
-        meta=checkpoint_meta(config, ready, config_hash),
+        meta=checkpoint_meta(config, ready, world.size, config_hash),
         title=" ".join(filter(None, (config.TAG, config.MODEL.NAME, config.DATA.DATASET, ready.precision.name))),
     )
     try:
@@ -214,7 +225,12 @@ def _evaluate_only(
     log.info(banner(config, ready, world, device, threads, folder))
     if checkpoint is None and not config.MODEL.PRETRAINED:
         log.warning("-eval without -pretrained or -resume: these are the figures of untrained weights.")
+    if checkpoint and ready.precision.level in ("O1", "O2"):
+        force_fp32(ready.model, checkpoint.state()["fp32_modules"], device.type)
     if folder is None:
+        if checkpoint:
+            load_weights(ready.model, checkpoint.tensors(), str(checkpoint.folder))
+        log.info("Dry run: the weights fit; nothing was validated, nothing written.")
         return
     _write_down(config, ready, world, device, threads, folder)
     figures: dict[str, Means] = {}

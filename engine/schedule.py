@@ -36,6 +36,9 @@ def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float
     return CosineLRScheduler(optimizer, max(2, total - warmup), lr_min=end_lr, warmup_prefix=True, **common)
 
 
+TABLE_UPDATES = 10_000
+
+
 class Schedule:
     """Sets the optimiser's rates before each update. `moved` counts the updates that counted."""
 
@@ -47,23 +50,35 @@ class Schedule:
         self._moved: int | Tensor = 0
         self._table: Tensor | None = None
         self._last: float | Tensor = 0.0
+        self._first = self._left = 0
         if on_device is not None:
             self._keep_on_device(on_device)
         self._apply()
 
     def _keep_on_device(self, device: torch.device) -> None:
-        rows = []
-        for update in range(self._total + 1):
-            self._scheduler.step_update(update)
-            rows.append([float(group["lr"]) for group in self._optimizer.param_groups])
-        self._table = torch.tensor(rows, dtype=torch.float32, device=device)
         self._moved = torch.zeros((), dtype=torch.int64, device=device)
+        self._fill_table(0, device)
+
+    def _fill_table(self, first: int, device: torch.device) -> None:
+        """The rates of the next updates from `first` on. The host fills it anew before the device can run out of it."""
+        rows = [self._rates(update) for update in range(first, first + TABLE_UPDATES)]
+        self._table = torch.tensor(rows, dtype=torch.float32, device=device)
+        self._first, self._left = first, TABLE_UPDATES - 1
         for group in self._optimizer.param_groups:
             group["lr"] = torch.zeros((), device=device)
+
+    def _rates(self, update: int) -> list[float]:
+        self._scheduler.step_update(min(update, self._total))
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def advance(self, moved: bool | Tensor) -> None:
         if isinstance(self._moved, Tensor):
             self._moved += moved
+            self._left -= 1
+            if self._left == 0:  # the one wait in thousands of updates
+                rate = self._optimizer.param_groups[0]["lr"]
+                self._fill_table(int(self._moved), self._moved.device)
+                self._optimizer.param_groups[0]["lr"].copy_(rate)
         else:
             self._moved += int(moved)
         self._apply()
@@ -77,7 +92,7 @@ class Schedule:
             return
         assert isinstance(self._moved, Tensor)
         self._last = first["lr"].clone()
-        row = self._table.index_select(0, self._moved.clamp(max=self._total).reshape(1))[0]
+        row = self._table.index_select(0, (self._moved - self._first).reshape(1))[0]
         for group, rate in zip(self._optimizer.param_groups, row, strict=True):
             group["lr"].copy_(rate)
 
@@ -87,11 +102,11 @@ class Schedule:
 
     def rate_at(self, moved: int) -> float:
         """The first group's rate after `moved` updates; for messages, not for training."""
-        if self._table is not None:
-            return float(self._table[min(moved, self._total), 0])
-        self._scheduler.step_update(moved)
-        rate = float(self._optimizer.param_groups[0]["lr"])
-        self._scheduler.step_update(int(self._moved))
+        groups = self._optimizer.param_groups
+        now = [group["lr"] for group in groups]
+        rate = self._rates(moved)[0]
+        for group, lr in zip(groups, now, strict=True):
+            group["lr"] = lr
         return rate
 
     @property
@@ -102,8 +117,7 @@ class Schedule:
     def restore(self, moved: int) -> None:
         if isinstance(self._moved, Tensor):
             self._moved.fill_(moved)
-            for group in self._optimizer.param_groups:  # loading an optimiser replaces the tensors we hold
-                group["lr"] = torch.zeros((), device=self._moved.device)
+            self._fill_table(moved, self._moved.device)  # with new tensors: loading an optimiser replaced them
         else:
             self._moved = moved
         self._apply()

@@ -78,7 +78,7 @@ def build_for_training(
     parts = _parts(config, world, device, ready, order.updates)
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * order.updates), Best()
     if checkpoint is not None:
-        position, best = restore(parts, checkpoint, global_batch(config, world))
+        position, best = restore(parts, checkpoint, global_batch(config, world), order.updates)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
     parts.start_computing()
@@ -159,11 +159,14 @@ def _fused(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def checkpoint_meta(config: Config, ready: ReadyToTrain, hash_of: Callable[[Config], str]) -> dict[str, Any]:
+def checkpoint_meta(
+    config: Config, ready: ReadyToTrain, processes: int, hash_of: Callable[[Config], str]
+) -> dict[str, Any]:
     """What a checkpoint tells whoever uses the weights: classes, and how the inputs were prepared."""
     data = config.DATA
     return {
         "config_hash": hash_of(config),
+        "batch": {"per_process": data.BATCH_SIZE, "accumulated": config.TRAIN.ACCUM_ITER, "processes": processes},
         "model": config.MODEL.NAME,
         "classes": ready.train_set.classes,
         "num_classes": config.MODEL.NUM_CLASSES,

@@ -75,16 +75,19 @@ class Trainer:
             train_update(self.parts, window, position.update + 1)
             position.step += 1
             position.update += 1
-            self.pace.count(self.global_batch)
+            self.pace.count(self.world.size * sum(len(share.indices) for share in window.shares if share.weight))
             self.reporter.moved(position)
             self._profiler.step()
             self.health.look(position, together=False)
-            if self._report_due():
+            reported = self._report_due()
+            if reported:
                 self._report()
-                # An epoch at its end is closed first: summed up, validated, saved.
-                if position.step < self.per_epoch and self._time_is_up():
-                    return "paused"
+            elif self.health.look_is_due(position):
+                self._stop_on_skips(self._read())
             self._between_epochs_work()
+            # An epoch at its end is closed first: summed up, validated, saved.
+            if reported and position.step < self.per_epoch and self._time_is_up():
+                return "paused"
             if self._enough_updates():
                 break
         if position.step < self.per_epoch:  # ended by MAX_UPDATES
@@ -111,7 +114,7 @@ class Trainer:
         if finished % config.SAVE_FREQ == 0 or last or improved:
             self._save(finished)
         self._draw()
-        self.pace.restart()
+        self._leave_out_pause()
 
     def _between_epochs_work(self) -> None:
         """What VALIDATE_EVERY_UPDATES and SAVE_EVERY_UPDATES ask for, besides the ends of epochs."""
@@ -123,7 +126,12 @@ class Trainer:
             improved = self._validate()
         if improved or (config.SAVE_EVERY_UPDATES and position.update % config.SAVE_EVERY_UPDATES == 0):
             self._save()
-            self.pace.restart()
+            self._leave_out_pause()
+
+    def _leave_out_pause(self) -> None:
+        """Validation and saving are not training: neither their time nor their waiting for data counts."""
+        self.train_loader.take_wait()
+        self.pace.restart()
 
     def _enough_updates(self) -> bool:
         limit = self.config.TRAIN.MAX_UPDATES
@@ -149,6 +157,9 @@ class Trainer:
         self.health.look(self.position, together=True)
         self.reporter.train(self.position, reading, perf)
         self._stop_on_nan(reading)
+        self._stop_on_skips(reading)
+
+    def _stop_on_skips(self, reading: Reading) -> None:
         if self.health.too_many(reading):
             self._save()
             raise self.health.diagnosis(reading, self.position.update)
@@ -191,7 +202,7 @@ class Trainer:
         self._last_figures = figures
         self._validated_at = self.position.update
         self.reporter.validation(self.position, figures, perf_counter() - began)
-        self.pace.restart()
+        self._leave_out_pause()
         prefix, means = max(figures.items(), key=lambda item: item[1].acc1)
         if means.acc1 > self.best.acc1:
             self.best = Best(means.acc1, f"{prefix}acc1", self.position.update, self.position.epoch)
@@ -213,13 +224,14 @@ class Trainer:
         self._stop_on_nan(self._read())
         parts, position = self.parts, self.position
         self.health.look(position, together=True)  # what was found so far is told now: it is not saved
-        state = state_of(parts, position, self.best, self.global_batch)
+        meters = parts.meters.state()
         weights = parts.model.state_dict()
         if not finite(weights):
             raise CommonError(f"update {position.update}: the weights hold NaN or infinity; this is not saved.")
         self._saved_at = position.update
         if not self.world.first:
             return
+        state = state_of(parts, position, self.best, self.global_batch, meters)
         tensors = {MODEL: weights} | ({EMA: parts.ema.module.state_dict()} if parts.ema else {})
         fresh = self._validated_at == position.update
         metrics = {f"{p}{k}": v for p, m in self._last_figures.items() for k, v in vars(m).items()} if fresh else {}

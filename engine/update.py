@@ -42,6 +42,8 @@ class Parts:
     world: World
     half_copy: HalfCopy | None = None
     watch: OverflowWatch | None = None
+    moved_to_fp32: list[str] = field(default_factory=list)
+    """Modules that AMP.AUTO_FP32 moved, beside those the settings name."""
     skips: SkipRecord = field(default_factory=SkipRecord)
 
     def start_computing(self) -> None:
@@ -57,7 +59,9 @@ class Parts:
 
     def force_fp32(self, modules: list[str]) -> None:
         """Let these modules compute in fp32 from now on."""
-        force_fp32(self.model, modules, self.precision.device.type)
+        self.moved_to_fp32 += force_fp32(self.model, modules, self.precision.device.type)
+        if self.ema is not None:
+            force_fp32(self.ema.module, modules, self.precision.device.type)
         self.skips = SkipRecord(blamed=self.skips.blamed)  # what overflows next is as interesting as the first was
         self.start_computing()
 

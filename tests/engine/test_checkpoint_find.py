@@ -13,7 +13,9 @@ from utils.errors import UserError
 
 def save(root: Path, update: int, epoch: int = 1) -> Path:
     tensors = {MODEL: {"weight": torch.ones(2)}}
-    return save_checkpoint(root, update, tensors, {"update": update}, {"epoch": epoch, "update": update})
+    return save_checkpoint(
+        root, update, tensors, {"update": update}, {"epoch": epoch, "epoch_finished": True, "update": update}
+    )
 
 
 def test_find_takes_the_run_its_checkpoints_one_of_them_or_a_file(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.engine.small import build, train, windows
 from utils.errors import UserError
 
 GLOBAL_BATCH = 32
+PER_EPOCH = 44
 RICH = {"TRAIN__MODEL_EMA": "true", "MODEL__DROPOUT": 0.1, "AMP__ENABLED": "true"}
 
 
@@ -27,7 +28,7 @@ def save(ready: ReadyToTrain, root: Path, update: int, epoch_step: tuple[int, in
     if parts.ema:
         tensors[EMA] = parts.ema.module.state_dict()
     best = Best(12.5, "ema_acc1", 3, 1, 2)
-    state = state_of(parts, Position(*epoch_step, update), best, GLOBAL_BATCH)
+    state = state_of(parts, Position(*epoch_step, update), best, GLOBAL_BATCH, parts.meters.state())
     return inspect(save_checkpoint(root, update, tensors, state, {"epoch": 1, "update": update}))
 
 
@@ -75,7 +76,7 @@ def test_going_on_is_as_never_having_stopped(tiny: Path, tmp_path: Path, words: 
     train(whole, 5, source, done=6)
 
     resumed = build(tiny, **words)
-    position, best = restore(resumed.parts, checkpoint, GLOBAL_BATCH)
+    position, best = restore(resumed.parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
     assert (position, best) == (Position(1, 6, 6), Best(12.5, "ema_acc1", 3, 1, 2))
     now = everything(resumed)
     assert {key for key in at_six if at_six[key] != now.get(key)} <= {"last_rate"}
@@ -92,7 +93,7 @@ def test_the_scaler_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:
     train(ready, 6)
     checkpoint = save(ready, tmp_path, 6)
     resumed = build(tiny, **words, AMP__INCR_EVERY_N_STEPS=3, AMP__INCR_RATIO=8)
-    restore(resumed.parts, checkpoint, GLOBAL_BATCH)
+    restore(resumed.parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
     scaler = resumed.parts.precision.scaler
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (128.0, 2)
     assert (scaler.get_growth_factor(), scaler.get_growth_interval()) == (8.0, 3), "settings are the present ones"
@@ -104,11 +105,11 @@ def test_precision_may_change_between(tiny: Path, tmp_path: Path) -> None:
     plain = build(tiny)
     train(plain, 2)
     to_fp16 = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=32)
-    restore(to_fp16.parts, save(plain, tmp_path / "a", 2), GLOBAL_BATCH)
+    restore(to_fp16.parts, save(plain, tmp_path / "a", 2), GLOBAL_BATCH, PER_EPOCH)
     assert to_fp16.parts.precision.scaler.get_scale() == 32.0
     train(to_fp16, 2, done=2)
     back = build(tiny)
-    restore(back.parts, save(to_fp16, tmp_path / "b", 4), GLOBAL_BATCH)
+    restore(back.parts, save(to_fp16, tmp_path / "b", 4), GLOBAL_BATCH, PER_EPOCH)
     train(back, 1, done=4)
     assert back.parts.schedule.moved == 5
 
@@ -117,20 +118,20 @@ def test_an_average_may_begin_later_and_end_earlier(tiny: Path, tmp_path: Path) 
     without = build(tiny)
     train(without, 2)
     later = build(tiny, TRAIN__MODEL_EMA="true")
-    restore(later.parts, save(without, tmp_path / "a", 2), GLOBAL_BATCH)
+    restore(later.parts, save(without, tmp_path / "a", 2), GLOBAL_BATCH, PER_EPOCH)
     assert later.parts.ema is not None
     for name, tensor in later.parts.ema.module.state_dict().items():
         assert torch.equal(tensor, without.parts.model.state_dict()[name]), "it begins with the weights there are"
     train(later, 1, done=2)
     assert int(later.parts.ema.updates) == 1
-    restore(build(tiny).parts, save(later, tmp_path / "b", 3), GLOBAL_BATCH)
+    restore(build(tiny).parts, save(later, tmp_path / "b", 3), GLOBAL_BATCH, PER_EPOCH)
 
 
 def test_the_optimisers_settings_are_the_present_ones(tiny: Path, tmp_path: Path) -> None:
     ready = build(tiny, TRAIN__WEIGHT_DECAY=0.1)
     train(ready, 1)
     resumed = build(tiny, TRAIN__WEIGHT_DECAY=0.2, TRAIN__OPTIMIZER__BETAS="0.8 0.9")
-    restore(resumed.parts, save(ready, tmp_path, 1), GLOBAL_BATCH)
+    restore(resumed.parts, save(ready, tmp_path, 1), GLOBAL_BATCH, PER_EPOCH)
     groups = resumed.parts.optimizer.param_groups
     assert {group["weight_decay"] for group in groups} == {0.0, 0.2}
     assert {group["betas"] for group in groups} == {(0.8, 0.9)}
@@ -139,28 +140,28 @@ def test_the_optimisers_settings_are_the_present_ones(tiny: Path, tmp_path: Path
 def test_another_architecture_lists_what_differs(tiny: Path, tmp_path: Path) -> None:
     checkpoint = save(build(tiny), tmp_path, 1)
     with pytest.raises(UserError) as error:
-        restore(build(tiny, MODEL__NUM_CLASSES=12, MODEL__DEPTH=2).parts, checkpoint, GLOBAL_BATCH)
+        restore(build(tiny, MODEL__NUM_CLASSES=12, MODEL__DEPTH=2).parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
     text = str(error.value)
     assert "head.weight: (10, 16) there, (12, 16) here" in text
     assert "blocks.1.norm1.weight: not there" in text
     assert "... and " in text
     with pytest.raises(UserError, match=r"only there"):
-        restore(build(tiny).parts, save(build(tiny, MODEL__DEPTH=2), tmp_path / "deep", 1), GLOBAL_BATCH)
+        restore(build(tiny).parts, save(build(tiny, MODEL__DEPTH=2), tmp_path / "deep", 1), GLOBAL_BATCH, PER_EPOCH)
 
 
 def test_another_optimiser_is_told(tiny: Path, tmp_path: Path) -> None:
     checkpoint = save(build(tiny), tmp_path, 1)
     with pytest.raises(UserError, match=r"trained with AdamW, now it is SGD"):
-        restore(build(tiny, TRAIN__OPTIMIZER__NAME="SGD").parts, checkpoint, GLOBAL_BATCH)
+        restore(build(tiny, TRAIN__OPTIMIZER__NAME="SGD").parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
     with pytest.raises(UserError, match="WEIGHT_DECAY_ALL"):
-        restore(build(tiny, TRAIN__WEIGHT_DECAY_ALL="true").parts, checkpoint, GLOBAL_BATCH)
+        restore(build(tiny, TRAIN__WEIGHT_DECAY_ALL="true").parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
 
 
 def test_another_global_batch_is_told_within_an_epoch_only(tiny: Path, tmp_path: Path) -> None:
     ready = build(tiny)
     with pytest.raises(UserError, match=r"32.*64"):
-        restore(ready.parts, save(ready, tmp_path, 1, (1, 1)), 64)
-    restore(ready.parts, save(ready, tmp_path, 44, (2, 0)), 64)
+        restore(ready.parts, save(ready, tmp_path, 1, (1, 1)), 64, PER_EPOCH)
+    restore(ready.parts, save(ready, tmp_path, 44, (2, 0)), 64, PER_EPOCH)
 
 
 def test_the_state_holds_plain_types_only(tiny: Path) -> None:
@@ -178,7 +179,7 @@ def test_the_state_holds_plain_types_only(tiny: Path) -> None:
             for item in value:
                 walk(item)
 
-    walk(state_of(ready.parts, Position(), Best(), GLOBAL_BATCH))
+    walk(state_of(ready.parts, Position(), Best(), GLOBAL_BATCH, ready.parts.meters.state()))
     assert found <= {dict, list, str, int, float, bool, type(None), Tensor}
     assert Tensor in found
 

@@ -21,6 +21,8 @@ AUGMENTATION = {
     "TRAIN.CUTMIX_ALPHA": "cutmix",
     "TRAIN.RANDOM_ERASE_PROB": "random erasing",
 }
+# These act without -amp too.
+AMP_ALONE = {"AMP.ENABLED", "AMP.TF32"}
 
 
 def misfits(config: Config) -> list[Problem]:
@@ -121,6 +123,11 @@ def remarks(config: Config, given: Mapping[str, str]) -> list[str]:
             f"MODEL.TYPE {config.MODEL.TYPE}: PaddleViT's defaults for this family are not assumed, only what the "
             f"file says is on; not set: {', '.join(unset)}"
         )
+    idle = [key for key in given if key.startswith("AMP.") and key not in AMP_ALONE]
+    if idle and not config.AMP.ENABLED and any(value_of(config, key) != default_of(key) for key in idle):
+        notes.append(f"AMP is off (-amp turns it on), so these have no effect: {', '.join(sorted(idle))}")
+    if config.MODEL.RESUME and "MODEL.PRETRAINED" in given and config.MODEL.PRETRAINED:
+        notes.append("MODEL.PRETRAINED has no effect where a run is gone on with: its own weights are taken")
     return notes
 
 

@@ -76,7 +76,7 @@ def test_a_fault_is_named_and_moved_to_fp32_and_training_goes_on(
 
     again = vitamp(*words, "-resume", "auto", "TRAIN.MAX_UPDATES=24")
     assert again.code == 0, again.text
-    kept = re.search(r"In fp32, as when it was saved: (.*)", again.out)
+    kept = re.search(r"In fp32, as AMP.AUTO_FP32 had moved them: (.*)", again.out)
     assert kept, again.out
     moved = re.findall(r"AMP.AUTO_FP32: (\S+) overflowed", done.out)
     assert kept[1].split(", ") == moved
@@ -91,8 +91,9 @@ def test_without_auto_fp32_the_fault_is_named_and_the_run_stops_with_advice(
 ) -> None:
     run = tmp_path / "run"
     words = ("-cfg", tiny, "-output", run, *SHORT, "AMP.STOP_AFTER_SKIPS=8")
-    done = vitamp(*words, "-pretrained", faulty("bias"))
+    done = vitamp(*words, "-pretrained", faulty("bias"), "REPORT_FREQ=1000")
     assert done.code == 1, done.text
+    assert "up to update 8 " in done.err, "however far apart reports are"
     assert "AMP.FP32_MODULES=['blocks.0.mlp.fc1']" in done.err
     assert "AMP.AUTO_FP32=true" in done.err
     assert "bf16" in done.err
@@ -129,13 +130,15 @@ def test_a_fixed_scale_far_too_large_stops_the_run_with_a_checkpoint_to_go_on_fr
     assert last["grad_norm"] > 0
 
 
-def test_a_few_skips_do_not_stop_a_run(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    """In a row is meant: a scale that is too large at first is cut six times, and none of it is the last word."""
+def test_skips_that_are_not_in_a_row_do_not_stop_a_run(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    """A scale that grows after every clean update soon overflows every other time."""
     run = tmp_path / "run"
-    words = ("AMP.INIT_LOSS_SCALING=1e9", "AMP.STOP_AFTER_SKIPS=3", "TRAIN.MAX_UPDATES=20", "REPORT_FREQ=20")
+    words = ("AMP.INCR_EVERY_N_STEPS=1", "AMP.STOP_AFTER_SKIPS=4", "TRAIN.MAX_UPDATES=40", "REPORT_FREQ=1")
     done = vitamp("-cfg", tiny, "-output", run, "-amp", "fp16", *words)
     assert done.code == 0, done.text
-    assert metrics(run, "train")[-1]["skipped"] > 3
+    assert metrics(run, "train")[-1]["skipped"] > 8
 
 
 # ---- who is moved

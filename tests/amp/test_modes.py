@@ -271,6 +271,7 @@ def test_o3_in_fp16_only_where_its_epsilon_is_no_zero() -> None:
         check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": eps}))
     check_amp(amp(LEVEL="O3", DTYPE="bf16"), TrainConfig.model_validate({"OPTIMIZER": eps}))
     check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {**eps, "EPS": 1e-4}}))
+    check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {"NAME": "SGD"}}))
 
 
 @pytest.mark.parametrize(("eps", "sane"), [(1e-4, True), (1e-8, False)])

@@ -130,14 +130,14 @@ OVERFLOWING = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCA
 
 
 def saved(ready: ReadyToTrain, root: Path, update: int) -> Checkpoint:
-    state = state_of(ready.parts, Position(1, update, update), Best(), 32)
+    state = state_of(ready.parts, Position(1, update, update), Best(), 32, ready.parts.meters.state())
     tensors = {MODEL: ready.parts.model.state_dict()}
     return inspect(save_checkpoint(root, update, tensors, state, {"epoch": 1, "update": update}))
 
 
 def gone_on(tiny: Path, checkpoint: Checkpoint, **words: object) -> ReadyToTrain:
     ready = build(tiny, **words)
-    restore(ready.parts, checkpoint, 32)
+    restore(ready.parts, checkpoint, 32, 44)
     ready.parts.start_computing()
     return ready
 

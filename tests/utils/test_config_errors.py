@@ -194,18 +194,18 @@ def test_misfits_are_reported_together_each_with_its_place(tmp_path: Path) -> No
 
 
 def test_what_is_not_available_yet_loads_but_does_not_run() -> None:
-    words = {"TRAIN.MIXUP_ALPHA": "0.8", "TRAIN.RAND_AUGMENT": "true"}
+    words = {"TRAIN.DISTILLATION_TYPE": "soft", "TRAIN.TEACHER_MODEL": "regnety_160"}
     config = load_config(None, None, words).config
     with pytest.raises(UserError) as caught:
         check_available(config)
     lines = str(caught.value).splitlines()
     assert lines[:3] == [
         "These settings are not available yet:",
-        "  TRAIN.RAND_AUGMENT: true, not available yet; what would run: false",
-        "  TRAIN.MIXUP_ALPHA: 0.8, not available yet; what would run: 0",
+        "  TRAIN.DISTILLATION_TYPE: soft, not available yet; what would run: null",
+        "  TRAIN.TEACHER_MODEL: regnety_160, not available yet; what would run: null",
     ]
     remedy = lines[-1].removeprefix("To run without them, add: ")
-    assert remedy == "TRAIN.RAND_AUGMENT=false TRAIN.MIXUP_ALPHA=0"
+    assert remedy == "TRAIN.DISTILLATION_TYPE=null TRAIN.TEACHER_MODEL=null"
     without = {word.partition("=")[0]: word.partition("=")[2] for word in remedy.split()}
     again = load_config(None, None, {**words, **without})
     check_available(again.config)

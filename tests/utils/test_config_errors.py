@@ -159,6 +159,20 @@ def test_a_bad_flag_value_is_reported_once_though_it_sets_two_keys() -> None:
         ({"MODEL.RESUME": "auto"}, "MODEL.RESUME: auto looks in the run's own folder; name it with -output"),
         ({"TRAIN.LAST_EPOCH": "5", "TRAIN.NUM_EPOCHS": "5"}, "TRAIN.LAST_EPOCH: 5 leaves nothing"),
         ({"TRAIN.OPTIMIZER.BETAS": "[0.9, 1]"}, "TRAIN.OPTIMIZER.BETAS: [0.9, 1] must both be"),
+        (
+            {"TRAIN.RAND_AUGMENT": "true", "TRAIN.THREE_AUGMENT": "true"},
+            "TRAIN.THREE_AUGMENT: true, and so is TRAIN.RAND_AUGMENT; only one of them can act",
+        ),
+        (
+            {"TRAIN.RAND_AUGMENT": "true", "TRAIN.AUTO_AUGMENT": "true", "TRAIN.TRIVIAL_AUGMENT": "true"},
+            "TRAIN.TRIVIAL_AUGMENT: true, and so are TRAIN.RAND_AUGMENT and TRAIN.AUTO_AUGMENT; only one",
+        ),
+        ({"DATA.BATCH_SIZE": "1", "TRAIN.CUTMIX_ALPHA": "1"}, "DATA.BATCH_SIZE: 1 leaves mixup and cutmix nothing"),
+        ({"DATA.BATCH_SIZE": "1", "TRAIN.CUTMIX_MINMAX": "[0.2, 0.8]"}, "DATA.BATCH_SIZE: 1 leaves mixup"),
+        ({"TRAIN.CUTMIX_MINMAX": "[0.8, 0.2]"}, "TRAIN.CUTMIX_MINMAX: [0.8, 0.2] must be the least and the greatest"),
+        ({"TRAIN.CUTMIX_MINMAX": "[0.2, 1.2]"}, "TRAIN.CUTMIX_MINMAX: [0.2, 1.2] must be"),
+        ({"TRAIN.CUTMIX_MINMAX": "[0.3, 0.35]", "DATA.IMAGE_SIZE": "8"}, "a pixel or more apart (DATA.IMAGE_SIZE 8)"),
+        ({"TRAIN.RAND_AUGMENT_MAGNITUDE": "11"}, "TRAIN.RAND_AUGMENT_MAGNITUDE: 11 is not what it takes"),
     ],
 )
 def test_settings_that_do_not_fit_together(words: dict[str, str], message: str) -> None:
@@ -178,6 +192,10 @@ def test_settings_that_do_not_fit_together(words: dict[str, str], message: str) 
         {"MODEL.EMBED_DIM": "96", "MODEL.NUM_HEADS": "[3, 6, 12, 24]"},
         {"DIST.HOST": "a", "DIST.PORT": "1", "DIST.RANK": "1", "DIST.WORLD_SIZE": "2"},
         {"MAX_TIME": "100:00:00"},
+        {"TRAIN.RAND_AUGMENT": "true", "TRAIN.AUTO_AUGMENT": "true"},
+        {"DATA.BATCH_SIZE": "3", "TRAIN.MIXUP_ALPHA": "0.8", "TRAIN.MIXUP_MODE": "pair"},
+        {"DATA.BATCH_SIZE": "1", "TRAIN.MIXUP_ALPHA": "0.8", "EVAL": "true"},
+        {"TRAIN.CUTMIX_MINMAX": "[0, 1]", "DATA.IMAGE_SIZE": "8"},
         {"MODEL.RESUME": "auto", "OUTPUT": "there"},
         {"DATA.CROP_SCALE": "[1, 1]", "DATA.CROP_RATIO": "[1, 1]"},
     ],

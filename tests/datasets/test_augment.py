@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from utils.config.schema import DataConfig, TrainConfig
 
 Settings = Callable[..., DataConfig]
 POLICIES = ["RAND_AUGMENT", "AUTO_AUGMENT", "TRIVIAL_AUGMENT", "THREE_AUGMENT"]
-UNCROPPED = {"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0), "FLIP": 0.0}
+UNCROPPED: dict[str, Any] = {"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0), "FLIP": 0.0}
 
 
 def picture(side: int = 24, seed: int = 0) -> Image.Image:
@@ -28,7 +29,7 @@ def picture(side: int = 24, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels).resize((side, side), Image.Resampling.BICUBIC)
 
 
-def change(data: DataConfig, seed: int, image: Image.Image | None = None, **train: object) -> torch.Tensor:
+def change(data: DataConfig, seed: int, image: Image.Image | None = None, **train: Any) -> torch.Tensor:
     """One image through the training transform, with the random numbers of sample `seed`."""
     seed_sample(0, 1, seed)
     transform = training_transform(data, TrainConfig.model_validate(train))
@@ -40,7 +41,7 @@ def change(data: DataConfig, seed: int, image: Image.Image | None = None, **trai
 def test_each_key_changes_images_and_repeats_itself(settings: Settings, key: str, channels: int) -> None:
     data = settings(IMAGE_SIZE=24, IMAGE_CHANNELS=channels, **UNCROPPED)
     plain = change(data, 0)
-    value = 0.4 if key == "COLOR_JITTER" else True
+    value: Any = 0.4 if key == "COLOR_JITTER" else True
     results = [change(data, seed, **{key: value}) for seed in range(60)]
     assert {(tuple(image.shape), image.dtype) for image in results} == {((channels, 24, 24), torch.uint8)}
     changed = sum(not torch.equal(image, plain) for image in results)
@@ -54,7 +55,8 @@ def test_random_numbers_are_the_samples_own(settings: Settings) -> None:
     """Whatever was drawn before, by whichever generator."""
     data = settings(IMAGE_SIZE=24)
     first = change(data, 7, RAND_AUGMENT=True)
-    np.random.rand(5), torch.rand(5)
+    np.random.rand(5)
+    torch.rand(5)
     assert torch.equal(change(data, 7, RAND_AUGMENT=True), first)
 
 
@@ -92,7 +94,7 @@ def test_layers_and_magnitude_of_rand_augment_act(settings: Settings) -> None:
     data = settings(IMAGE_SIZE=24, **UNCROPPED)
     plain = change(data, 0).float()
 
-    def distance(**train: object) -> float:
+    def distance(**train: Any) -> float:
         changed = [change(data, seed, RAND_AUGMENT=True, **train).float() for seed in range(60)]
         return float(torch.stack([(image - plain).abs().mean() for image in changed]).mean())
 
@@ -130,7 +132,7 @@ def test_the_strongest_posterising_leaves_two_shades(settings: Settings) -> None
     assert np.unique(np.asarray(posterize(picture()))).tolist() == [0, 128]
 
 
-def batches(data: DataConfig, cpu: torch.device, workers: int, copies: int = 1, **train: object) -> list[Batch]:
+def batches(data: DataConfig, cpu: torch.device, workers: int, copies: int = 1, **train: Any) -> list[Batch]:
     dataset = open_dataset(data, True, 10, 5, cpu)
     dataset.augment(TrainConfig.model_validate(train))
     order = EpochOrder(len(dataset), data.BATCH_SIZE, 1, 0, 1, 5, True, copies)

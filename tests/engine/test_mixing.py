@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from timm.data import Mixup
-from timm.loss import SoftTargetCrossEntropy
+from timm.data.mixup import Mixup
+from timm.loss.cross_entropy import SoftTargetCrossEntropy
 from torch import Tensor
 
 from datasets import Window
@@ -173,6 +173,18 @@ def test_the_replay_of_a_skipped_update_sees_the_same(tiny: Path) -> None:
     assert torch.equal(update.images, replay.images)
     assert torch.equal(update.targets, replay.targets)
     assert update.targets.shape == (32, 10)
+
+
+def test_the_accuracy_reported_is_that_of_the_labels_of_the_larger_share(tiny: Path) -> None:
+    ready = build(tiny)
+
+    def always_right(images: Tensor, labels: Tensor) -> Seen:
+        with torch.no_grad():
+            return Seen(images, labels, ready.model(images).argmax(1))
+
+    ready.parts.change = always_right
+    train(ready, 1)
+    assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).update.acc1 == 100.0
 
 
 def test_validation_is_neither_erased_nor_mixed(tiny: Path) -> None:

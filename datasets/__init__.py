@@ -4,12 +4,14 @@ from .base import PADDING, Batch, ImageDataset
 from .loader import TrainLoader, ValLoader, Window, auto_workers
 from .order import EpochOrder, Share, validation_batches
 from .registry import check_dataset, names, open_dataset
+from .repeated import Repeated
 
 __all__ = [
     "PADDING",
     "Batch",
     "EpochOrder",
     "ImageDataset",
+    "Repeated",
     "Share",
     "TrainLoader",
     "ValLoader",

@@ -10,7 +10,10 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from utils.config.schema import DataConfig
+from utils.config.schema import DataConfig, TrainConfig
+from utils.log import log
+
+from .augment import keys_set
 
 Key = tuple[int, int]
 """(epoch, sample index): all that the content of a training sample depends on, besides the seed."""
@@ -36,6 +39,15 @@ class ImageDataset(Dataset[Batch]):
     """Names of the classes in the order of their labels, where the source knows them."""
     in_memory: bool = False
     """True: batches come straight from (device) memory, and loading processes would only be in the way."""
+
+    def augment(self, train: TrainConfig) -> None:
+        """Let TRAIN's changes of single images act. A source whose images are in memory has no place for them."""
+        if without_effect := keys_set(train):
+            log.warning(
+                "%s: without effect on this data set, whose images are never opened one by one. Mixup, cutmix and "
+                "random erasing do act.",
+                ", ".join(without_effect),
+            )
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -11,7 +11,7 @@ import torch
 from PIL.Image import Image
 from torch.utils.data import get_worker_info
 
-from utils.config.schema import DataConfig
+from utils.config.schema import DataConfig, TrainConfig
 from utils.errors import TrainingError, UserError
 from utils.seeding import host_generators_kept
 
@@ -50,9 +50,12 @@ class ImageFiles(ImageDataset):
         seed: int,
     ) -> None:
         self.root, self.paths, self.labels, self.classes = root, paths, labels, classes
-        self.seed, self.train = seed, train
+        self.data, self.seed, self.train = data, seed, train
         self.channels, self.size = data.IMAGE_CHANNELS, data.IMAGE_SIZE
         self.transform = training_transform(data) if train else validation_transform(data)
+
+    def augment(self, train: TrainConfig) -> None:
+        self.transform = training_transform(self.data, train)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -30,9 +30,17 @@ class EpochOrder:
     """The windows of an epoch as one process sees them."""
 
     def __init__(
-        self, samples: int, batch_size: int, accum: int, rank: int, world: int, seed: int, drop_last: bool
+        self,
+        samples: int,
+        batch_size: int,
+        accum: int,
+        rank: int,
+        world: int,
+        seed: int,
+        drop_last: bool,
+        copies: int = 1,
     ) -> None:
-        self.samples, self.batch_size, self.accum = samples, batch_size, accum
+        self.samples, self.batch_size, self.accum, self.copies = samples, batch_size, accum, copies
         self.rank, self.world, self.seed = rank, world, seed
         self._micro_batches = samples // batch_size if drop_last else -(-samples // batch_size)
         if not self._micro_batches:
@@ -43,9 +51,16 @@ class EpochOrder:
     def windows(self, epoch: int, start: int = 0) -> Iterator[tuple[Share, ...]]:
         """One item an update, from update `start` (counted from 0) to the end of the epoch."""
         generator = np.random.Generator(np.random.Philox(key=key(self.seed, "order", epoch)))
-        permutation = generator.permutation(self.samples)
+        permutation = self._with_copies(generator.permutation(self.samples))
         for update in range(start, self.updates):
             yield self._window(permutation, update * self._per_window)
+
+    def _with_copies(self, permutation: np.ndarray) -> np.ndarray:
+        """Each sample `copies` times in a row, as many as there were; copy c of sample i is i + c * samples."""
+        if self.copies == 1:
+            return permutation
+        places = np.arange(self.samples)
+        return permutation[places // self.copies] + places % self.copies * self.samples
 
     def _window(self, permutation: np.ndarray, first: int) -> tuple[Share, ...]:
         def indices(number: int) -> np.ndarray:

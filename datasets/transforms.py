@@ -10,15 +10,17 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from utils.config.schema import DataConfig
+from utils.config.schema import DataConfig, TrainConfig
 from utils.errors import UserError
+
+from .augment import ImageChange, image_changes
 
 ImageTransform = Callable[[Image.Image], torch.Tensor]
 
 
-def training_transform(data: DataConfig) -> ImageTransform:
-    """Random crop, flip and, where asked for, shift, zoom and rotation."""
-    steps: list[torch.nn.Module] = [
+def training_transform(data: DataConfig, train: TrainConfig | None = None) -> ImageTransform:
+    """Random crop, flip, what TRAIN changes and, where asked for, shift, zoom and rotation."""
+    steps: list[ImageChange] = [
         v2.RandomResizedCrop(
             data.IMAGE_SIZE,
             scale=data.CROP_SCALE,
@@ -27,6 +29,7 @@ def training_transform(data: DataConfig) -> ImageTransform:
             antialias=True,
         ),
         v2.RandomHorizontalFlip(data.FLIP),
+        *(image_changes(data, train) if train else ()),
     ]
     if moves(data):
         affine = v2.RandomAffine(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from datasets import PADDING, Batch, Share
+from engine.mixing import BatchChange, unchanged
 from engine.replay import BACKWARD, BATCH, LOSS, Finding, Replay
 from utils.log import log
 from utils.seeding import host_generators_kept, seed_all
@@ -124,8 +125,8 @@ class _Kept:
 class OverflowWatch:
     """Call `keep` before the scaler's step, `after` behind it, `take` when reporting. All but a skip is free.
 
-    `model` is the module itself, neither compiled nor wrapped for many devices; `inputs`, `criterion`, `autocast` and
-    `seed` are those of the update.
+    `model` is the module itself, neither compiled nor wrapped for many devices; `inputs`, `criterion`, `autocast`,
+    `seed` and `change` are those of the update.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class OverflowWatch:
         device: torch.device,
         record: SkipRecord | None = None,
         send: Callable[[Tensor], Answer] | None = None,
+        change: BatchChange = unchanged,
     ) -> None:
-        self._replay = Replay(model, inputs, criterion, autocast)
+        self._replay = Replay(model, inputs, criterion, autocast, change)
         self._seed, self._device = seed, device
         self._send = send or send_to_host
         self._waiting: deque[_Kept] = deque()
@@ -220,7 +222,7 @@ class OverflowWatch:
     def _find(self, kept: _Kept) -> tuple[Finding | None, MicroBatches]:
         """The first finding and the micro-batches it concerns."""
         for share, batch in kept.micro_batches:
-            seed_all(self._seed, "micro", kept.update, share.number)  # dropout as it was
+            seed_all(self._seed, "micro", kept.update, share.number)  # mixing and dropout as they were
             finding = self._replay.watch(batch.images, batch.labels, share.weight, kept.scale)
             if finding is not None:
                 return finding, [(share, batch)]

@@ -16,6 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.mixing import BatchChange, unchanged
+
 BATCH, INPUTS, LOSS = "batch", "inputs", "loss"
 """Where things happen outside the model."""
 FORWARD, BACKWARD = "forward", "backward"
@@ -232,8 +234,10 @@ class Replay:
         inputs: nn.Module,
         criterion: Callable[[Tensor, Tensor], Tensor],
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+        change: BatchChange = unchanged,
     ) -> None:
         self._model, self._inputs, self._criterion, self._autocast = model, inputs, criterion, autocast
+        self._change = change
 
     def watch(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Finding | None:
         """One micro-batch, forward and backward."""
@@ -246,10 +250,10 @@ class Replay:
                 measure.given(images)
                 with self._autocast():
                     with where.inside(INPUTS):
-                        images = _untouched(self._inputs, images)
+                        images, targets, _ = self._change(_untouched(self._inputs, images), labels)
                     with where.inside(type(self._model).__name__):
                         logits = _untouched(self._model, images)
-                    loss = self._criterion(logits.float(), labels)
+                    loss = self._criterion(logits.float(), targets)
                 loss_at = len(measure.records)
             with where.calling("scaling"):
                 scaled = loss * weight * scale

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from datasets import EpochOrder, ImageDataset, TrainLoader, ValLoader, auto_workers, open_dataset
+from datasets import EpochOrder, ImageDataset, Repeated, TrainLoader, ValLoader, auto_workers, open_dataset
 from engine.checkpoint import Checkpoint
 from engine.ema import Ema
 from engine.inputs import Inputs, per_channel
 from engine.meters import TrainMeters
+from engine.mixing import batch_change
 from engine.optim import build_optimizer, scaled_rates
 from engine.precision import Precision
 from engine.prepare import prepare_model
@@ -69,14 +70,10 @@ def build_for_training(
     config: Config, world: World, device: torch.device, checkpoint: Checkpoint | None
 ) -> ReadyToTrain:
     ready = build_for_evaluation(config, world, device)
-    data, train = config.DATA, config.TRAIN
-    train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device)
-    order = EpochOrder(
-        len(train_set), data.BATCH_SIZE, train.ACCUM_ITER, world.rank, world.size, config.SEED, data.DROP_LAST
-    )
-    loader = TrainLoader(train_set, order, config.SEED, _workers(config, world), device)
-    parts = _parts(config, world, device, ready, order.updates)
-    position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * order.updates), Best()
+    train_set, loader = training_data(config, world, device)
+    train, updates = config.TRAIN, loader.order.updates
+    parts = _parts(config, world, device, ready, updates)
+    position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         position, best = restore(parts, checkpoint, global_batch(config, world), order.updates)
     elif train.LAST_EPOCH:
@@ -85,6 +82,26 @@ def build_for_training(
     return ReadyToTrain(
         **vars(ready), train_set=train_set, train_loader=loader, parts=parts, position=position, best=best
     )
+
+
+def training_data(config: Config, world: World, device: torch.device) -> tuple[ImageDataset, TrainLoader]:
+    """The training part, its images changed as TRAIN says, and its batches."""
+    data = config.DATA
+    train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device)
+    train_set.augment(config.TRAIN)
+    order = EpochOrder(
+        len(train_set),
+        data.BATCH_SIZE,
+        config.TRAIN.ACCUM_ITER,
+        world.rank,
+        world.size,
+        config.SEED,
+        data.DROP_LAST,
+        data.REPEATED_AUGMENT,
+    )
+    if data.REPEATED_AUGMENT > 1:
+        train_set = Repeated(train_set, data.REPEATED_AUGMENT)
+    return train_set, TrainLoader(train_set, order, config.SEED, _workers(config, world), device)
 
 
 def global_batch(config: Config, world: World) -> int:
@@ -152,6 +169,7 @@ def _parts(config: Config, world: World, device: torch.device, ready: Ready, per
         grad_clip=train.GRAD_CLIP,
         seed=config.SEED,
         world=world,
+        change=batch_change(train, config.MODEL.NUM_CLASSES, device),
     )
 
 

@@ -17,6 +17,7 @@ from engine.ema import Ema
 from engine.fp32_modules import force_fp32, forced
 from engine.half_copy import HalfCopy
 from engine.meters import TrainMeters
+from engine.mixing import BatchChange, unchanged
 from engine.overflow import MicroBatches, OverflowWatch, SkipRecord
 from engine.precision import Precision
 from engine.schedule import Schedule
@@ -40,6 +41,7 @@ class Parts:
     grad_clip: float | None
     seed: int
     world: World
+    change: BatchChange = unchanged
     half_copy: HalfCopy | None = None
     watch: OverflowWatch | None = None
     moved_to_fp32: list[str] = field(default_factory=list)
@@ -54,8 +56,16 @@ class Parts:
             self.forward = self.half_copy.model
         if self.precision.scaler.is_enabled():
             computing = self.half_copy.model if self.half_copy else self.model
-            autocast, device = self.precision.autocast, self.precision.device
-            self.watch = OverflowWatch(computing, self.inputs, self.criterion, autocast, self.seed, device, self.skips)
+            self.watch = OverflowWatch(
+                computing,
+                self.inputs,
+                self.criterion,
+                self.precision.autocast,
+                self.seed,
+                self.precision.device,
+                self.skips,
+                change=self.change,
+            )
 
     def force_fp32(self, modules: list[str]) -> None:
         """Let these modules compute in fp32 from now on."""
@@ -71,18 +81,20 @@ def train_update(parts: Parts, window: Window, update: int) -> None:
     precision, optimizer, half_copy, watch = parts.precision, parts.optimizer, parts.half_copy, parts.watch
     kept: MicroBatches = []
     for nth, (share, batch) in enumerate(window, start=1):
-        # Dropout and stochastic depth depend on where a micro-batch stands in the run, not on who computes it.
+        # Erasing, mixing, dropout and stochastic depth depend on where a micro-batch stands in the run, not on who
+        # computes it.
         seed_all(parts.seed, "micro", update, share.number)
         with _gradients_meet(parts.forward, last=nth == len(window)):
             with precision.autocast():
-                logits = parts.forward(parts.inputs(batch.images))
-                loss = parts.criterion(logits.float(), batch.labels)
+                images, targets, labels = parts.change(parts.inputs(batch.images), batch.labels)
+                logits = parts.forward(images)
+                loss = parts.criterion(logits.float(), targets)
             precision.backward(loss * share.weight)
         if half_copy is not None:
             half_copy.collect_gradients()
         if watch is not None:
             kept.append((share, batch))
-        parts.meters.add(loss.detach(), logits.detach(), batch.labels, share.weight)
+        parts.meters.add(loss.detach(), logits.detach(), labels, share.weight)
 
     if half_copy is not None:
         half_copy.sum_gradients(parts.world)

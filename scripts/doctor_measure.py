@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from datasets import EpochOrder, TrainLoader, Window, auto_workers, open_dataset
+from datasets import TrainLoader, Window
 from engine.device import pick_device, prepare
 from engine.meters import NEVER
 from engine.op_lists import OpLists
 from engine.pace import peak_memory_gb
-from engine.setup import ReadyToTrain, build_for_training
+from engine.setup import ReadyToTrain, build_for_training, training_data
 from engine.update import train_update
 from scripts.doctor_layers import Layer, look_at_layers
 from utils.config import Config
@@ -120,7 +120,8 @@ def _measure(job: Job, result: Measured) -> None:
     with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
         ready = build_for_training(config, ALONE, device, None)
         if job.samples_seed is not None:
-            ready.train_loader = _loader(config, job.samples_seed, device)
+            reseeded = config.model_copy(update={"SEED": job.samples_seed})
+            ready.train_loader = training_data(reseeded, ALONE, device)[1]
         windows = _endless(ready.train_loader)
         try:
             _train(job, ready, windows, device, result)
@@ -128,14 +129,6 @@ def _measure(job: Job, result: Measured) -> None:
                 result.layers = look_at_layers(config, ready, next(iter(next(windows))), result.scale)
         finally:
             ready.train_loader.close()
-
-
-def _loader(config: Config, seed: int, device: torch.device) -> TrainLoader:
-    data = config.DATA
-    samples = open_dataset(data, True, config.MODEL.NUM_CLASSES, seed, device)
-    order = EpochOrder(len(samples), data.BATCH_SIZE, config.TRAIN.ACCUM_ITER, 0, 1, seed, data.DROP_LAST)
-    workers = auto_workers(1) if data.NUM_WORKERS is None else data.NUM_WORKERS
-    return TrainLoader(samples, order, seed, workers, device)
 
 
 def _endless(loader: TrainLoader) -> Iterator[Window]:

@@ -159,6 +159,20 @@ def test_a_bad_flag_value_is_reported_once_though_it_sets_two_keys() -> None:
         ({"MODEL.RESUME": "auto"}, "MODEL.RESUME: auto looks in the run's own folder; name it with -output"),
         ({"TRAIN.LAST_EPOCH": "5", "TRAIN.NUM_EPOCHS": "5"}, "TRAIN.LAST_EPOCH: 5 leaves nothing"),
         ({"TRAIN.OPTIMIZER.BETAS": "[0.9, 1]"}, "TRAIN.OPTIMIZER.BETAS: [0.9, 1] must both be"),
+        (
+            {"TRAIN.RAND_AUGMENT": "true", "TRAIN.THREE_AUGMENT": "true"},
+            "TRAIN.THREE_AUGMENT: true, and so is TRAIN.RAND_AUGMENT; only one of them can act",
+        ),
+        (
+            {"TRAIN.RAND_AUGMENT": "true", "TRAIN.AUTO_AUGMENT": "true", "TRAIN.TRIVIAL_AUGMENT": "true"},
+            "TRAIN.TRIVIAL_AUGMENT: true, and so are TRAIN.RAND_AUGMENT and TRAIN.AUTO_AUGMENT; only one",
+        ),
+        ({"DATA.BATCH_SIZE": "1", "TRAIN.CUTMIX_ALPHA": "1"}, "DATA.BATCH_SIZE: 1 leaves mixup and cutmix nothing"),
+        ({"DATA.BATCH_SIZE": "1", "TRAIN.CUTMIX_MINMAX": "[0.2, 0.8]"}, "DATA.BATCH_SIZE: 1 leaves mixup"),
+        ({"TRAIN.CUTMIX_MINMAX": "[0.8, 0.2]"}, "TRAIN.CUTMIX_MINMAX: [0.8, 0.2] must be the least and the greatest"),
+        ({"TRAIN.CUTMIX_MINMAX": "[0.2, 1.2]"}, "TRAIN.CUTMIX_MINMAX: [0.2, 1.2] must be"),
+        ({"TRAIN.CUTMIX_MINMAX": "[0.3, 0.35]", "DATA.IMAGE_SIZE": "8"}, "a pixel or more apart (DATA.IMAGE_SIZE 8)"),
+        ({"TRAIN.RAND_AUGMENT_MAGNITUDE": "11"}, "TRAIN.RAND_AUGMENT_MAGNITUDE: 11 is not what it takes"),
     ],
 )
 def test_settings_that_do_not_fit_together(words: dict[str, str], message: str) -> None:
@@ -178,6 +192,10 @@ def test_settings_that_do_not_fit_together(words: dict[str, str], message: str) 
         {"MODEL.EMBED_DIM": "96", "MODEL.NUM_HEADS": "[3, 6, 12, 24]"},
         {"DIST.HOST": "a", "DIST.PORT": "1", "DIST.RANK": "1", "DIST.WORLD_SIZE": "2"},
         {"MAX_TIME": "100:00:00"},
+        {"TRAIN.RAND_AUGMENT": "true", "TRAIN.AUTO_AUGMENT": "true"},
+        {"DATA.BATCH_SIZE": "3", "TRAIN.MIXUP_ALPHA": "0.8", "TRAIN.MIXUP_MODE": "pair"},
+        {"DATA.BATCH_SIZE": "1", "TRAIN.MIXUP_ALPHA": "0.8", "EVAL": "true"},
+        {"TRAIN.CUTMIX_MINMAX": "[0, 1]", "DATA.IMAGE_SIZE": "8"},
         {"MODEL.RESUME": "auto", "OUTPUT": "there"},
         {"DATA.CROP_SCALE": "[1, 1]", "DATA.CROP_RATIO": "[1, 1]"},
     ],
@@ -194,18 +212,18 @@ def test_misfits_are_reported_together_each_with_its_place(tmp_path: Path) -> No
 
 
 def test_what_is_not_available_yet_loads_but_does_not_run() -> None:
-    words = {"TRAIN.MIXUP_ALPHA": "0.8", "TRAIN.RAND_AUGMENT": "true"}
+    words = {"TRAIN.DISTILLATION_TYPE": "soft", "TRAIN.TEACHER_MODEL": "regnety_160"}
     config = load_config(None, None, words).config
     with pytest.raises(UserError) as caught:
         check_available(config)
     lines = str(caught.value).splitlines()
     assert lines[:3] == [
         "These settings are not available yet:",
-        "  TRAIN.RAND_AUGMENT: true, not available yet; what would run: false",
-        "  TRAIN.MIXUP_ALPHA: 0.8, not available yet; what would run: 0",
+        "  TRAIN.DISTILLATION_TYPE: soft, not available yet; what would run: null",
+        "  TRAIN.TEACHER_MODEL: regnety_160, not available yet; what would run: null",
     ]
     remedy = lines[-1].removeprefix("To run without them, add: ")
-    assert remedy == "TRAIN.RAND_AUGMENT=false TRAIN.MIXUP_ALPHA=0"
+    assert remedy == "TRAIN.DISTILLATION_TYPE=null TRAIN.TEACHER_MODEL=null"
     without = {word.partition("=")[0]: word.partition("=")[2] for word in remedy.split()}
     again = load_config(None, None, {**words, **without})
     check_available(again.config)

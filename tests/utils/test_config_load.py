@@ -203,6 +203,22 @@ def test_a_setting_without_effect_is_noted(tmp_path: Path) -> None:
     )
 
 
+def test_augmentation_that_another_outdoes_is_noted() -> None:
+    def notes(**words: str) -> list[str]:
+        words = {f"TRAIN.{key}": value for key, value in {"NUM_EPOCHS": "40", **words}.items()}
+        return [note.removeprefix("command line: TRAIN.") for note in load_config(words=words).notes]
+
+    assert notes(COLOR_JITTER="0.4", THREE_AUGMENT="true") == []
+    assert notes(COLOR_JITTER="0.4") == []
+    assert notes(COLOR_JITTER="0.4", TRIVIAL_AUGMENT="true") == [
+        "COLOR_JITTER does not act beside TRAIN.TRIVIAL_AUGMENT"
+    ]
+    assert notes(COLOR_JITTER="0.4", RAND_AUGMENT="true", AUTO_AUGMENT="true") == [
+        "AUTO_AUGMENT does not act beside TRAIN.RAND_AUGMENT",
+        "COLOR_JITTER does not act beside TRAIN.RAND_AUGMENT",
+    ]
+
+
 def test_unset_augmentation_of_a_deit_file_is_noted(tmp_path: Path) -> None:
     (note,) = load_config(write(tmp_path, "MODEL: {TYPE: deit}\nTRAIN: {SMOOTHING: 0.1}\n")).notes
     assert "mixup, cutmix" in note

@@ -11,6 +11,14 @@ from utils.errors import UserError
 from .keys import default_of, settings, value_of
 from .schema import Config, DataConfig
 
+POLICIES = ("TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.TRIVIAL_AUGMENT", "TRAIN.THREE_AUGMENT")
+"""Each changes an image in its own way, and they were never meant to act together."""
+OUTDOES = {
+    "TRAIN.RAND_AUGMENT": ("TRAIN.AUTO_AUGMENT", "TRAIN.COLOR_JITTER"),
+    "TRAIN.AUTO_AUGMENT": ("TRAIN.COLOR_JITTER",),
+    "TRAIN.TRIVIAL_AUGMENT": ("TRAIN.COLOR_JITTER",),
+}
+
 Problem = tuple[str, str]
 """(the key to change, what is wrong with its value)"""
 
@@ -27,7 +35,14 @@ AMP_ALONE = {"AMP.ENABLED", "AMP.TF32"}
 
 def misfits(config: Config) -> list[Problem]:
     """Everything that does not fit together, so that all of it can be reported at once."""
-    return [*_data(config.DATA), *_model(config), *_train(config), *_dist(config), *_run(config)]
+    return [
+        *_data(config.DATA),
+        *_model(config),
+        *_train(config),
+        *_augmentation(config),
+        *_dist(config),
+        *_run(config),
+    ]
 
 
 def _data(data: DataConfig) -> Iterator[Problem]:
@@ -79,6 +94,23 @@ def _train(config: Config) -> Iterator[Problem]:
         yield "TRAIN.OPTIMIZER.BETAS", f"{_shown(betas)} must both be >= 0 and < 1"
 
 
+def _augmentation(config: Config) -> Iterator[Problem]:
+    train, data = config.TRAIN, config.DATA
+    on = [key for key in POLICIES if value_of(config, key)]
+    if len(on) > 1 and set(on) != {"TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT"}:
+        yield on[-1], f"true, and so {'are' if len(on) > 2 else 'is'} {' and '.join(on[:-1])}; only one of them can act"
+    if train.mixes and data.BATCH_SIZE == 1 and not config.EVAL:
+        yield "DATA.BATCH_SIZE", "1 leaves mixup and cutmix nothing to mix an image with; 2 or more"
+    if train.CUTMIX_MINMAX is not None:
+        low, high = train.CUTMIX_MINMAX
+        if not 0 <= low < high <= 1 or int(data.IMAGE_SIZE * low) >= int(data.IMAGE_SIZE * high):
+            yield (
+                "TRAIN.CUTMIX_MINMAX",
+                f"{_shown(train.CUTMIX_MINMAX)} must be the least and the greatest side of a box, 0 <= least < "
+                f"greatest <= 1, a pixel or more apart (DATA.IMAGE_SIZE {data.IMAGE_SIZE}), as in [0.2, 0.8]",
+            )
+
+
 def _dist(config: Config) -> Iterator[Problem]:
     dist = config.DIST
     by_hand = {"HOST": dist.HOST, "PORT": dist.PORT, "RANK": dist.RANK, "WORLD_SIZE": dist.WORLD_SIZE}
@@ -117,6 +149,7 @@ def remarks(config: Config, given: Mapping[str, str]) -> list[str]:
         why = _extra(field.json_schema_extra).get("accepted_because")
         if why and key in given and value_of(config, key) != default_of(key):
             notes.append(f"{given[key]}: {key} is accepted and without effect: {why}")
+    notes += _outdone(config, given)
     unset = [name for key, name in AUGMENTATION.items() if key not in given]
     if config.MODEL.TYPE in ("deit", "swin") and ":" in given.get("MODEL.TYPE", "") and unset:
         notes.append(
@@ -129,6 +162,16 @@ def remarks(config: Config, given: Mapping[str, str]) -> list[str]:
     if config.MODEL.RESUME and "MODEL.PRETRAINED" in given and config.MODEL.PRETRAINED:
         notes.append("MODEL.PRETRAINED has no effect where a run is gone on with: its own weights are taken")
     return notes
+
+
+def _outdone(config: Config, given: Mapping[str, str]) -> Iterator[str]:
+    """As in PaddleViT and timm: RandAugment before AutoAugment, and colour jitter only where no policy is on."""
+    for policy, others in OUTDOES.items():
+        if value_of(config, policy):
+            for key in others:
+                if value_of(config, key):
+                    yield f"{given[key]}: {key} does not act beside {policy}"
+            return
 
 
 def check_available(config: Config) -> None:

@@ -76,6 +76,9 @@ class DataConfig(Section):
     ZOOM: Rate = Field(default=0.0, description="Training: greatest random change of scale; 0.1 is 90 % to 110 %.")
     ROTATE: float = Field(default=0.0, ge=0, le=180, description="Training: greatest random rotation in degrees.")
     AFFINE_PROB: Fraction = Field(default=1.0, description="Probability that SHIFT, ZOOM and ROTATE act on a sample.")
+    REPEATED_AUGMENT: Positive = Field(
+        default=1, description="Times a sample stands in an epoch, each time augmented anew; the length stays."
+    )
     SYNTHETIC_TRAIN: Positive = Field(default=12800, description="Data set 'synthetic': training images.")
     SYNTHETIC_VAL: Positive = Field(default=1280, description="Data set 'synthetic': validation images.")
 
@@ -164,26 +167,32 @@ class TrainConfig(Section):
     PATIENCE: Positive | None = Field(
         default=None, description="End after this many validations without a better figure."
     )
-    COLOR_JITTER: NonNegative = later(0.0, "Strength of colour jitter.")
-    AUTO_AUGMENT: bool = later(False, "AutoAugment.")
-    RAND_AUGMENT: bool = later(False, "RandAugment.")
+    COLOR_JITTER: NonNegative = Field(
+        default=0.0, description="Strength of colour jitter; beside a policy, it only acts with THREE_AUGMENT."
+    )
+    AUTO_AUGMENT: bool = Field(default=False, description="AutoAugment; RAND_AUGMENT goes before it.")
+    RAND_AUGMENT: bool = Field(default=False, description="RandAugment.")
     RAND_AUGMENT_LAYERS: Positive = Field(default=2, description="RandAugment: operations a sample.")
-    RAND_AUGMENT_MAGNITUDE: NonNegative = Field(default=9, description="RandAugment: strength.")
-    MIXUP_ALPHA: NonNegative = later(0.0, "Mixup; 0: off.")
+    RAND_AUGMENT_MAGNITUDE: float = Field(default=9, ge=0, le=10, description="RandAugment: strength.")
+    TRIVIAL_AUGMENT: bool = Field(default=False, description="TrivialAugment (wide): one operation of any strength.")
+    THREE_AUGMENT: bool = Field(default=False, description="DeiT III: one of grey, solarised and blurred.")
+    MIXUP_ALPHA: NonNegative = Field(default=0.0, description="Mixup: both parameters of its Beta; 0: off.")
     MIXUP_PROB: Fraction = Field(default=1.0, description="Probability that mixup or cutmix acts on a batch.")
     MIXUP_SWITCH_PROB: Fraction = Field(default=0.5, description="Probability of cutmix where both are on.")
     MIXUP_MODE: Literal["batch", "pair", "elem"] = Field(
         default="batch", description="One draw a batch, a pair or a sample."
     )
-    CUTMIX_ALPHA: NonNegative = later(0.0, "CutMix; 0: off.")
-    CUTMIX_MINMAX: Pair | None = later(None, "CutMix by the range of its side ratio.")
-    RANDOM_ERASE_PROB: Fraction = later(0.0, "Probability of random erasing.")
+    CUTMIX_ALPHA: NonNegative = Field(default=0.0, description="CutMix: both parameters of its Beta; 0: off.")
+    CUTMIX_MINMAX: Pair | None = Field(
+        default=None, description="CutMix by the least and greatest side of its box, as shares; replaces CUTMIX_ALPHA."
+    )
+    RANDOM_ERASE_PROB: Fraction = Field(default=0.0, description="Probability of random erasing; 0: off.")
     RANDOM_ERASE_MODE: Literal["const", "rand", "pixel"] = Field(
         default="pixel", description="Random erasing: what is put in."
     )
     RANDOM_ERASE_COUNT: Positive = Field(default=1, description="Random erasing: greatest number of boxes.")
     RANDOM_ERASE_SPLIT: bool = Field(
-        default=False, description="Random erasing: leave the first part of a batch alone."
+        default=False, description="Random erasing: leave the first half of a micro-batch alone."
     )
     DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(_folded)] = later(
         None, "Distillation as in DeiT; null or none: off."
@@ -191,6 +200,11 @@ class TrainConfig(Section):
     DISTILLATION_ALPHA: Fraction = Field(default=0.5, description="Distillation: weight of the teacher.")
     DISTILLATION_TAU: AboveZero = Field(default=1.0, description="Distillation: temperature of the soft kind.")
     TEACHER_MODEL: str | None = later(None, "Distillation: timm name or file of the teacher.")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed with one another."""
+        return self.MIXUP_ALPHA > 0 or self.CUTMIX_ALPHA > 0 or self.CUTMIX_MINMAX is not None
 
 
 class AmpConfig(Section):

@@ -1,0 +1,87 @@
+"""What changes the look of one training image, between its crop and its pixels: RandAugment and its relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from PIL import Image, ImageOps
+from timm.data import auto_augment as timm_augment
+from torchvision.transforms import InterpolationMode, v2
+
+from utils.config.schema import DataConfig, TrainConfig
+
+ImageChange = Callable[[Image.Image], Image.Image]
+
+KEYS = ("RAND_AUGMENT", "AUTO_AUGMENT", "TRIVIAL_AUGMENT", "THREE_AUGMENT", "COLOR_JITTER")
+"""The settings of TRAIN that act on one image at a time. Of these, only COLOR_JITTER may act beside another one."""
+
+MAGNITUDE_SPREAD = 0.5
+"""RandAugment and AutoAugment draw each magnitude from a bell of this width, as DeiT, Swin and PaddleViT do."""
+PROBABILITY = 0.5
+"""Of each operation that RandAugment has chosen, as in the same three."""
+
+
+def keys_set(train: TrainConfig) -> list[str]:
+    """Those of the settings above that are on."""
+    return [f"TRAIN.{key}" for key in KEYS if getattr(train, key)]
+
+
+def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
+    """What acts on an image of the final size, in order. Random numbers come from python, numpy and torch.
+
+    Where several policies are on, RandAugment goes before AutoAugment as in PaddleViT. Colour jitter is what there is
+    without a policy, and belongs to ThreeAugment.
+    """
+    changes: list[ImageChange] = []
+    if train.RAND_AUGMENT:
+        changes.append(_rand_augment(data, train))
+    elif train.AUTO_AUGMENT:
+        changes.append(timm_augment.AutoAugment(timm_augment.auto_augment_policy("original", _options(data))))
+    elif train.TRIVIAL_AUGMENT:
+        changes.append(v2.TrivialAugmentWide(interpolation=InterpolationMode(data.INTERPOLATION), fill=_fill(data)))
+    elif train.THREE_AUGMENT:
+        changes.append(timm_augment.AutoAugment(timm_augment.auto_augment_policy("3a", _options(data, spread=0.0))))
+    if train.COLOR_JITTER and jitters(train):
+        strength = train.COLOR_JITTER
+        changes.append(v2.ColorJitter(brightness=strength, contrast=strength, saturation=strength))
+    return changes
+
+
+def jitters(train: TrainConfig) -> bool:
+    """Whether colour jitter has a place beside the other settings."""
+    return not (train.RAND_AUGMENT or train.AUTO_AUGMENT or train.TRIVIAL_AUGMENT)
+
+
+def _rand_augment(data: DataConfig, train: TrainConfig) -> ImageChange:
+    operations = timm_augment.rand_augment_ops(
+        magnitude=train.RAND_AUGMENT_MAGNITUDE,
+        prob=PROBABILITY,
+        hparams=_options(data),
+        transforms=timm_augment.rand_augment_choices("", increasing=True),
+    )
+    for operation in operations:
+        if operation.name.startswith("Posterize"):
+            operation.aug_fn = _posterize
+    return timm_augment.RandAugment(operations, train.RAND_AUGMENT_LAYERS)
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
+    """At the greatest magnitudes timm asks for 0 bits, a black image, which Pillow refuses from version 13 on."""
+    return ImageOps.posterize(image, max(1, bits_to_keep))
+
+
+def _options(data: DataConfig, spread: float = MAGNITUDE_SPREAD) -> dict[str, Any]:
+    """What timm's operations are told: the shade of uncovered corners, and how pixels are resampled."""
+    fill = _fill(data)
+    return {
+        "img_mean": fill[0] if data.IMAGE_CHANNELS == 1 else tuple(fill),
+        "interpolation": Image.Resampling[data.INTERPOLATION.upper()],
+        "magnitude_std": spread,
+    }
+
+
+def _fill(data: DataConfig) -> list[int]:
+    """The mean colour, which becomes 0 once normalised."""
+    shades = [min(255, max(0, round(255 * value))) for value in data.IMAGENET_MEAN]
+    return shades if len(shades) == data.IMAGE_CHANNELS else [shades[0]] * data.IMAGE_CHANNELS

@@ -1,0 +1,166 @@
+"""RandAugment and its relatives: that they act, on what, with which random numbers, and never break."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFilter, ImageOps
+
+from datasets import Batch, EpochOrder, Repeated, TrainLoader, open_dataset
+from datasets.augment import image_changes
+from datasets.randomness import seed_sample
+from datasets.transforms import training_transform
+from utils.config.schema import DataConfig, TrainConfig
+
+Settings = Callable[..., DataConfig]
+POLICIES = ["RAND_AUGMENT", "AUTO_AUGMENT", "TRIVIAL_AUGMENT", "THREE_AUGMENT"]
+UNCROPPED: dict[str, Any] = {"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0), "FLIP": 0.0}
+
+
+def picture(side: int = 24, seed: int = 0) -> Image.Image:
+    """Smooth colours, so that each operation has something to change."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((side, side), Image.Resampling.BICUBIC)
+
+
+def change(data: DataConfig, seed: int, image: Image.Image | None = None, **train: Any) -> torch.Tensor:
+    """One image through the training transform, with the random numbers of sample `seed`."""
+    seed_sample(0, 1, seed)
+    transform = training_transform(data, TrainConfig.model_validate(train))
+    return transform(image or picture(data.IMAGE_SIZE).convert("L" if data.IMAGE_CHANNELS == 1 else "RGB"))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("key", [*POLICIES, "COLOR_JITTER"])
+def test_each_key_changes_images_and_repeats_itself(settings: Settings, key: str, channels: int) -> None:
+    data = settings(IMAGE_SIZE=24, IMAGE_CHANNELS=channels, **UNCROPPED)
+    plain = change(data, 0)
+    value: Any = 0.4 if key == "COLOR_JITTER" else True
+    results = [change(data, seed, **{key: value}) for seed in range(60)]
+    assert {(tuple(image.shape), image.dtype) for image in results} == {((channels, 24, 24), torch.uint8)}
+    changed = sum(not torch.equal(image, plain) for image in results)
+    assert changed > 20
+    assert len({image.numpy().tobytes() for image in results}) > 8 or key == "THREE_AUGMENT"
+    again = [change(data, seed, **{key: value}) for seed in range(60)]
+    assert all(torch.equal(one, two) for one, two in zip(results, again, strict=True))
+
+
+def test_random_numbers_are_the_samples_own(settings: Settings) -> None:
+    """Whatever was drawn before, by whichever generator."""
+    data = settings(IMAGE_SIZE=24)
+    first = change(data, 7, RAND_AUGMENT=True)
+    np.random.rand(5)
+    torch.rand(5)
+    assert torch.equal(change(data, 7, RAND_AUGMENT=True), first)
+
+
+def test_rand_augment_goes_before_auto_augment_and_jitter_needs_a_place(settings: Settings) -> None:
+    data = settings(IMAGE_SIZE=24, **UNCROPPED)
+    for seed in range(8):
+        rand = change(data, seed, RAND_AUGMENT=True)
+        assert torch.equal(change(data, seed, RAND_AUGMENT=True, AUTO_AUGMENT=True, COLOR_JITTER=0.4), rand)
+        auto = change(data, seed, AUTO_AUGMENT=True)
+        assert torch.equal(change(data, seed, AUTO_AUGMENT=True, COLOR_JITTER=0.4), auto)
+    three = [change(data, seed, THREE_AUGMENT=True) for seed in range(8)]
+    jittered = [change(data, seed, THREE_AUGMENT=True, COLOR_JITTER=0.4) for seed in range(8)]
+    assert not any(torch.equal(one, two) for one, two in zip(three, jittered, strict=True))
+
+
+def test_three_augment_is_grey_solarised_or_blurred(settings: Settings) -> None:
+    image = picture(24)
+    grey, solarised = image.convert("L").convert("RGB"), ImageOps.solarize(image, 128)
+    blurred = {radius: image.filter(ImageFilter.GaussianBlur(radius)) for radius in (0.1, 2.0)}
+    spread = [np.asarray(blurred[radius]).std() for radius in (2.0, 0.1)]
+    seen = set()
+    for seed in range(30):
+        got = change(settings(IMAGE_SIZE=24, **UNCROPPED), seed, image, THREE_AUGMENT=True).permute(1, 2, 0).numpy()
+        if np.abs(got.astype(int) - np.asarray(grey)).max() <= 1:
+            seen.add("grey")
+        elif np.array_equal(got, np.asarray(solarised)):
+            seen.add("solarised")
+        else:
+            assert spread[0] - 0.5 <= got.std() <= spread[1] + 0.5
+            seen.add("blurred")
+    assert seen == {"grey", "solarised", "blurred"}
+
+
+def test_layers_and_magnitude_of_rand_augment_act(settings: Settings) -> None:
+    data = settings(IMAGE_SIZE=24, **UNCROPPED)
+    plain = change(data, 0).float()
+
+    def distance(**train: Any) -> float:
+        changed = [change(data, seed, RAND_AUGMENT=True, **train).float() for seed in range(60)]
+        return float(torch.stack([(image - plain).abs().mean() for image in changed]).mean())
+
+    assert distance(RAND_AUGMENT_LAYERS=6) > 1.3 * distance(RAND_AUGMENT_LAYERS=1)
+    assert distance(RAND_AUGMENT_MAGNITUDE=9) > 1.3 * distance(RAND_AUGMENT_MAGNITUDE=1)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_uncovered_corners_have_the_mean_colour(settings: Settings, channels: int) -> None:
+    """What is moved in from outside is neither white nor changed; shears and shifts alone leave two shades."""
+    data = settings(IMAGE_SIZE=16, IMAGE_CHANNELS=channels, IMAGENET_MEAN=0.2, INTERPOLATION="bilinear", **UNCROPPED)
+    white = Image.new("L" if channels == 1 else "RGB", (16, 16), "white")
+    (augment,) = image_changes(data, TrainConfig(RAND_AUGMENT=True))
+    shears = [operation for operation in augment.ops if "Translate" in operation.name]  # pyright: ignore
+    for operation in shears:
+        operation.prob = 1.0
+        assert set(np.unique(np.asarray(operation(white)))) == {51, 255}
+
+
+@pytest.mark.parametrize("magnitude", [0, 9, 10])
+def test_rand_augment_never_raises(settings: Settings, magnitude: float) -> None:
+    """At the greatest magnitudes posterising to no bits at all would be asked for, which Pillow 13 refuses."""
+    data, image = settings(IMAGE_SIZE=8), picture(8)
+    train = TrainConfig(RAND_AUGMENT=True, RAND_AUGMENT_MAGNITUDE=magnitude)
+    (augment,) = image_changes(data, train)
+    seed_sample(0, 1, 0)
+    for _ in range(20_000 if magnitude == 10 else 2_000):
+        assert augment(image).size == (8, 8)
+
+
+def test_the_strongest_posterising_leaves_two_shades(settings: Settings) -> None:
+    (augment,) = image_changes(settings(), TrainConfig(RAND_AUGMENT=True, RAND_AUGMENT_MAGNITUDE=10))
+    (posterize,) = (operation for operation in augment.ops if "Posterize" in operation.name)  # pyright: ignore
+    posterize.prob, posterize.magnitude_std = 1.0, 0
+    assert np.unique(np.asarray(posterize(picture()))).tolist() == [0, 128]
+
+
+def batches(data: DataConfig, cpu: torch.device, workers: int, copies: int = 1, **train: Any) -> list[Batch]:
+    dataset = open_dataset(data, True, 10, 5, cpu)
+    dataset.augment(TrainConfig.model_validate(train))
+    order = EpochOrder(len(dataset), data.BATCH_SIZE, 1, 0, 1, 5, True, copies)
+    source = Repeated(dataset, copies) if copies > 1 else dataset
+    loader = TrainLoader(source, order, 5, workers, cpu)
+    try:
+        return [batch for epoch in (1, 2) for window in loader.epoch(epoch) for _, batch in window]
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_workers_change_no_pixel(settings: Settings, cpu: torch.device, listed: Path, copies: int) -> None:
+    data = settings(DATASET="imagenet2012", DATA_PATH=str(listed))
+    alone, helped = (batches(data, cpu, workers, copies, RAND_AUGMENT=True) for workers in (0, 2))
+    for one, two in zip(alone, helped, strict=True):
+        assert torch.equal(one.images, two.images)
+        assert torch.equal(one.indices, two.indices)
+    plain = batches(data, cpu, 0, copies)
+    assert not all(torch.equal(one.images, two.images) for one, two in zip(alone, plain, strict=True))
+
+
+def test_a_data_set_in_memory_says_what_does_not_apply(
+    settings: Settings, cpu: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
+    dataset = open_dataset(settings(DATASET="digits", IMAGE_CHANNELS=1), True, 10, 0, cpu)
+    dataset.augment(TrainConfig(MIXUP_ALPHA=0.8))
+    assert caplog.text == ""
+    dataset.augment(TrainConfig(RAND_AUGMENT=True, COLOR_JITTER=0.4))
+    assert "TRAIN.RAND_AUGMENT, TRAIN.COLOR_JITTER: without effect on this data set" in caplog.text

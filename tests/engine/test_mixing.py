@@ -1,0 +1,266 @@
+"""Random erasing, mixup and cutmix: as timm does it, the same in a replay, and never in validation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from timm.data.mixup import Mixup
+from timm.loss.cross_entropy import SoftTargetCrossEntropy
+from torch import Tensor
+
+from datasets import Window
+from engine.evaluate import evaluate
+from engine.mixing import Mixing, Seen, batch_change, unchanged
+from tests.conftest import Result, metrics
+from tests.engine.small import CPU, build, train, windows
+from tests.engine.test_no_host_copies import read_backs
+from utils.config.schema import TrainConfig
+from utils.seeding import seed_all
+from utils.world import ALONE
+
+CLASSES = 7
+KINDS = {
+    "mixup": {"MIXUP_ALPHA": 0.8},
+    "cutmix": {"CUTMIX_ALPHA": 1.0},
+    "both": {"MIXUP_ALPHA": 0.8, "CUTMIX_ALPHA": 1.0, "MIXUP_SWITCH_PROB": 0.4},
+    "minmax": {"CUTMIX_MINMAX": (0.2, 1.0)},
+    "seldom": {"MIXUP_ALPHA": 0.2, "CUTMIX_ALPHA": 1.0, "MIXUP_PROB": 0.5},
+}
+ALL_ON = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__CUTMIX_ALPHA": 1.0, "TRAIN__RANDOM_ERASE_PROB": 0.5}
+
+
+def samples(count: int = 6, side: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, side, side, generator=generator), torch.arange(count) % CLASSES
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_and_loss_are_those_of_timm(kind: str, mode: str) -> None:
+    """Labels and smoothing together too: ours smooths in the loss, timm before it mixes."""
+    settings = TrainConfig.model_validate({**KINDS[kind], "MIXUP_MODE": mode, "SMOOTHING": 0.1})
+    theirs = Mixup(
+        settings.MIXUP_ALPHA,
+        settings.CUTMIX_ALPHA,
+        settings.CUTMIX_MINMAX,
+        settings.MIXUP_PROB,
+        settings.MIXUP_SWITCH_PROB,
+        mode,
+        label_smoothing=0.1,
+        num_classes=CLASSES,
+    )
+    ours = Mixing(settings, CLASSES)
+    logits = torch.randn(6, CLASSES, generator=torch.Generator().manual_seed(2))
+    mixed = 0
+    for seed in range(20):
+        images, labels = samples()
+        np.random.seed(seed)
+        seen = ours.mixed(images, labels)
+        np.random.seed(seed)
+        expected, targets = theirs(images.clone(), labels)
+        assert torch.allclose(seen.images, expected, atol=1e-6)
+        loss = torch.nn.CrossEntropyLoss(label_smoothing=settings.SMOOTHING)(logits, seen.targets)
+        assert float(loss) == pytest.approx(float(SoftTargetCrossEntropy()(logits, targets)), abs=1e-5)
+        mixed += not torch.equal(seen.images, images)
+    assert 3 < mixed < 20 if kind == "seldom" and mode == "batch" else mixed >= 18
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accuracy_counts_the_label_of_the_larger_share(kind: str) -> None:
+    mix = Mixing(TrainConfig.model_validate({**KINDS[kind], "MIXUP_MODE": "elem"}), CLASSES)
+    images, labels = samples()
+    np.random.seed(0)
+    swapped = 0
+    for _ in range(20):
+        seen = mix.mixed(images, labels)
+        assert torch.equal(seen.targets.gather(1, seen.labels[:, None])[:, 0], seen.targets.amax(1))
+        swapped += int((seen.labels != labels).sum())
+    assert 0 < swapped < 20 * len(labels)
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_the_middle_of_an_odd_batch_keeps_itself(kind: str, mode: str) -> None:
+    """A last micro-batch may be of any size where DATA.DROP_LAST is off."""
+    mix = Mixing(TrainConfig.model_validate({**KINDS[kind], "MIXUP_MODE": mode}), CLASSES)
+    for count in (1, 5):
+        images, labels = samples(count)
+        np.random.seed(3)
+        seen = mix.mixed(images, labels)
+        middle = count // 2
+        assert torch.allclose(seen.images[middle], images[middle], atol=1e-6)
+        assert int(seen.labels[middle]) == int(labels[middle])
+        assert float(seen.targets[middle, labels[middle]]) == pytest.approx(1.0)
+        assert count == 1 or not torch.allclose(seen.images[0], images[0])
+        assert torch.allclose(seen.targets.sum(1), torch.ones(count))
+
+
+def test_the_images_given_are_not_written_to_by_mixing() -> None:
+    images, labels = samples()
+    before = images.clone()
+    Mixing(TrainConfig(CUTMIX_ALPHA=1.0), CLASSES).mixed(images, labels)
+    assert torch.equal(images, before)
+
+
+def erased(**settings: object) -> Tensor:
+    """Which pixels of a batch of 40 images of ones were put out, and with what."""
+    change = batch_change(TrainConfig.model_validate(settings), CLASSES, CPU)
+    seed_all(0, "erasing")
+    return change(torch.ones(40, 3, 16, 16), torch.zeros(40, dtype=torch.int64)).images
+
+
+def test_erasing_follows_its_settings() -> None:
+    always = erased(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="const")
+    assert set(always.unique().tolist()) == {0.0, 1.0}
+    assert bool((always == 0).flatten(1).any(1).all())
+    some = (erased(RANDOM_ERASE_PROB=0.25) != 1).flatten(1).any(1)
+    assert 3 <= int(some.sum()) <= 18
+    half = (erased(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_SPLIT=True) != 1).flatten(1).any(1)
+    assert half.tolist() == [False] * 20 + [True] * 20
+    several = erased(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="rand", RANDOM_ERASE_COUNT=4)
+    shades = [len(image[0].unique()) for image in several]
+    assert max(shades) > 2, "more than one box"
+    assert [len(image[0].unique()) for image in erased(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="rand")] == [2] * 40
+    assert len(erased(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="pixel")[0].unique()) > 6
+
+
+def test_nothing_asked_for_changes_nothing() -> None:
+    assert batch_change(TrainConfig(MIXUP_PROB=1.0, RANDOM_ERASE_COUNT=3), CLASSES, CPU) is unchanged
+
+
+def keeping(parts: Any) -> list[Seen]:
+    """Every result of parts.change from now on."""
+    found, inner = [], parts.change
+
+    def change(images: Tensor, labels: Tensor) -> Seen:
+        found.append(inner(images, labels))
+        return found[-1]
+
+    parts.change = change
+    return found
+
+
+def test_a_micro_batch_is_changed_alike_whoever_computes_it(tiny: Path) -> None:
+    """The second micro-batch of an update on its own, as another process would have it."""
+    ready = build(tiny, TRAIN__ACCUM_ITER=2, DATA__BATCH_SIZE=16, **ALL_ON)
+    window = next(windows(ready))
+    pairs = list(window)
+    found = keeping(ready.parts)
+    train(ready, 1, iter([Window(window.shares, iter([batch for _, batch in pairs]))]), done=4)
+    both = list(found)
+    found.clear()
+    train(ready, 1, iter([Window(window.shares[1:], iter([pairs[1][1]]))]), done=4)
+    assert torch.equal(found[0].images, both[1].images)
+    assert torch.equal(found[0].targets, both[1].targets)
+    train(ready, 1, iter([Window(window.shares[1:], iter([pairs[1][1]]))]), done=5)
+    assert not torch.equal(found[1].images, found[0].images), "another update draws anew"
+
+
+def test_the_replay_of_a_skipped_update_sees_the_same(tiny: Path) -> None:
+    ready = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=1e30, **ALL_ON)
+    found = keeping(ready.parts)
+    ready.parts.start_computing()  # so that the replay is watched as well
+    train(ready, 1)
+    assert ready.parts.watch is not None
+    assert len(ready.parts.watch.take()) == 1
+    update, replay = found
+    assert torch.equal(update.images, replay.images)
+    assert torch.equal(update.targets, replay.targets)
+    assert update.targets.shape == (32, 10)
+
+
+def test_the_accuracy_reported_is_that_of_the_labels_of_the_larger_share(tiny: Path) -> None:
+    ready = build(tiny)
+
+    def always_right(images: Tensor, labels: Tensor) -> Seen:
+        with torch.no_grad():
+            return Seen(images, labels, ready.model(images).argmax(1))
+
+    ready.parts.change = always_right
+    train(ready, 1)
+    assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).update.acc1 == 100.0
+
+
+def test_validation_is_neither_erased_nor_mixed(tiny: Path) -> None:
+    plain, mixing = build(tiny), build(tiny, **ALL_ON)
+    figures = [
+        evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE)
+        for ready in (plain, mixing)
+    ]
+    assert figures[0] == figures[1]
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_an_update_with_all_of_it_reads_nothing_back(tiny: Path, mode: str) -> None:
+    assert read_backs(build(tiny, TRAIN__MIXUP_MODE=mode, **ALL_ON)) == set()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here to wait for")
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_an_update_with_all_of_it_never_waits_for_the_gpu(tiny: Path, mode: str) -> None:
+    ready = build(tiny, torch.device("cuda", 0), TRAIN__MIXUP_MODE=mode, **ALL_ON)
+    source = windows(ready)
+    train(ready, 3, source)
+    loaded = [Window(one.shares, iter([batch for _, batch in one])) for one in itertools.islice(source, 3)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(ready, 3, iter(loaded), done=3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+WORDS = ["TRAIN.MIXUP_ALPHA=0.8", "TRAIN.CUTMIX_ALPHA=1.0", "TRAIN.RANDOM_ERASE_PROB=0.5", "TRAIN.SMOOTHING=0.1"]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder, "train")]
+
+
+def test_resuming_and_another_number_of_processes_change_nothing(
+    tiny: Path, tmp_path: Path, vitamp: Callable[..., Result]
+) -> None:
+    words = [*WORDS, "DATA.REPEATED_AUGMENT=3", "DATA.SHIFT=0.1", "REPORT_FREQ=1"]
+
+    def run(name: str, updates: int, *more: object, **options: Any) -> Path:
+        done = vitamp(
+            "-cfg", tiny, *words, f"TRAIN.MAX_UPDATES={updates}", "-output", tmp_path / name, *more, **options
+        )
+        assert done.code == 0, done.text
+        return tmp_path / name
+
+    whole = run("whole", 6, "-batch_size", 16, "-accum_iter", 2)
+    two = run("two", 6, "-batch_size", 16, "-ngpus", 2, script="main_multi_gpu.py")
+    assert losses(two) == losses(whole)
+    run("parts", 3, "-batch_size", 16, "-accum_iter", 2)
+    parts = run("parts", 6, "-batch_size", 16, "-accum_iter", 2, "-resume", "auto")
+    assert losses(parts) == losses(whole)
+    assert len(losses(whole)) == 6
+
+
+SMALL = {
+    "deit_tiny_patch16_224": ["-image_size", 32, "MODEL.DEPTH=1", "MODEL.NAME=small"],
+    "swin_tiny_patch4_window7_224": [
+        *("-image_size", 56, "MODEL.EMBED_DIM=8", "MODEL.NAME=small"),
+        *("MODEL.STAGE_DEPTHS=[1, 1]", "MODEL.NUM_HEADS=[2, 4]"),
+    ],
+}
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_the_recipes_of_deit_and_swin_train(
+    recipe: str, imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]
+) -> None:
+    done = vitamp(
+        *("-cfg", f"configs/{recipe}.yaml", "-data_path", imagenet, "-output", tmp_path / "run", "-device", "cpu"),
+        *("-batch_size", 8, "-num_classes", 4, "-num_workers", 1, "TRAIN.MAX_UPDATES=2", "REPORT_FREQ=1"),
+        *SMALL[recipe],
+    )
+    assert done.code == 0, done.text
+    assert len(losses(tmp_path / "run")) == 2

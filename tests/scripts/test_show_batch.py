@@ -1,0 +1,106 @@
+"""show_batch.py draws what training sees, and says what is wrong otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scripts.show_batch_picture import Shown, draw, first_images
+from tests.conftest import Result
+from tests.engine.small import build, windows
+from utils.config import load_config
+
+MIXED = {"TRAIN.MIXUP_ALPHA": "0.8", "TRAIN.MIXUP_MODE": "elem"}
+
+
+def images(cfg: Path, count: int, **words: str) -> list[Shown]:
+    return first_images(load_config(str(cfg), words=words).config, count)
+
+
+def test_the_images_are_those_of_the_first_updates(tiny: Path) -> None:
+    """Un-normalised to the very pixels that were loaded, over the end of a micro-batch."""
+    ready = build(tiny)
+    first, second = (next(iter(window))[1] for window, _ in zip(windows(ready), range(2), strict=False))
+    shown = images(tiny, 40)
+    assert len(shown) == 40
+    for one, pixels, label in zip(
+        shown, [*first.images, *second.images], [*first.labels, *second.labels], strict=False
+    ):
+        assert np.array_equal(one.pixels, pixels.permute(1, 2, 0).numpy())
+        assert one.labels == ((str(int(label)), 1.0),)
+
+
+def test_mixed_images_have_both_labels_with_their_shares(tiny: Path) -> None:
+    plain, mixed = images(tiny, 32), images(tiny, 32, **MIXED)
+    assert not any(np.array_equal(one.pixels, two.pixels) for one, two in zip(plain[:4], mixed[:4], strict=True))
+    two_labels = [one for one in mixed if len(one.labels) == 2]
+    assert len(two_labels) > 10
+    for row, one in enumerate(mixed):
+        assert sum(share for _, share in one.labels) == pytest.approx(1, abs=0.01)
+        assert one.labels[0][1] >= 0.5
+        assert {name for name, _ in one.labels} <= {plain[row].labels[0][0], plain[31 - row].labels[0][0]}
+
+
+def test_erasing_is_drawn(tiny: Path) -> None:
+    plain = images(tiny, 8)
+    erased = images(tiny, 8, **{"TRAIN.RANDOM_ERASE_PROB": "1.0", "TRAIN.RANDOM_ERASE_MODE": "const"})
+    for one, two in zip(plain, erased, strict=True):
+        changed = two.pixels[one.pixels != two.pixels]
+        assert set(changed.tolist()) <= {127, 128}, "0 once normalised is the mean"
+    assert sum(not np.array_equal(one.pixels, two.pixels) for one, two in zip(plain, erased, strict=True)) >= 7
+
+
+@pytest.mark.parametrize(("count", "channels"), [(1, 1), (5, 3)])
+def test_a_sheet_holds_any_number_of_images(tiny: Path, tmp_path: Path, count: int, channels: int) -> None:
+    config = load_config(str(tiny)).config
+    shown = [Shown(np.zeros((8, 8, channels), np.uint8), (("a", 0.7), ("b", 0.3)))] * count
+    draw(tmp_path / "sheet.png", config, shown)
+    with Image.open(tmp_path / "sheet.png") as picture:
+        assert min(picture.size) > 100
+
+
+def test_the_command_writes_a_picture(imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+    out = tmp_path / "seen.png"
+    recipe = ("-cfg", "configs/deit_tiny_patch16_224.yaml", "-data_path", imagenet, "-image_size", 32)
+    done = show(vitamp, *recipe, "-batch_size", 8, "-device", "cpu", "-num_workers", 1, "-out", out, "-count", 12)
+    assert done.code == 0, done.text
+    assert f"12 images as the model sees them: {out}" in done.out
+    with Image.open(out) as picture:
+        assert picture.format == "PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-count", "0"], ["-count 0", "from 1 to 256"]),
+        (["-count", "many"], ["-count many", "from 1 to 256"]),
+        (["-out", "seen.jpg"], ["-out seen.jpg", "seen.png"]),
+        (["-out", "nowhere/seen.png"], ["-out nowhere/seen.png", "the folder nowhere does not exist"]),
+        (["-eval"], ["-eval", "what training sees"]),
+        (["-print_config"], ["-print_config", "main_single_gpu.py"]),
+        (["-dataset", "digit"], ["DATA.DATASET", "Did you mean digits"]),
+        (["-cuont", "3"], ["unknown flag -cuont", "-count"]),
+    ],
+    ids=lambda value: str(value[0]),
+)
+def test_what_cannot_be_drawn(tiny: Path, vitamp: Callable[..., Result], words: list[str], said: list[str]) -> None:
+    done = show(vitamp, "-cfg", tiny, *words)
+    assert done.code == 2, done.text
+    assert all(word in done.err for word in said), done.err
+    assert "Traceback" not in done.text
+
+
+def test_help_names_its_flags(vitamp: Callable[..., Result]) -> None:
+    done = show(vitamp, "-h")
+    assert done.code == 0
+    assert "-out FILE.png" in done.out
+    assert "-count N" in done.out
+
+
+def show(vitamp: Callable[..., Result], *words: object, **options: Any) -> Result:
+    return vitamp(*words, script="scripts/show_batch.py", **options)

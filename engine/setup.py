@@ -75,7 +75,7 @@ def build_for_training(
     parts = _parts(config, world, device, ready, updates)
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
-        position, best = restore(parts, checkpoint, global_batch(config, world), order.updates)
+        position, best = restore(parts, checkpoint, global_batch(config, world), updates)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
     parts.start_computing()

@@ -1,103 +1,14 @@
-"""Fixtures for all tests: running the program as a user does, and small data to run it on.
-
-Importing torch and timm takes seconds, so `vitamp` starts real processes from a server that has imported them already.
-`slow_start=True` starts Python anew, where that is what is tested.
-"""
+"""Fixtures for all tests: running the program, and small data to run it on."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import runpy
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
-PRELOAD = [
-    "torch",
-    "torch.optim",
-    "torch.distributed",
-    "torchvision.transforms.v2",
-    "timm",
-    "timm.optim",
-    "timm.scheduler",
-    "torch.utils.tensorboard",
-    "matplotlib.pyplot",
-    "pydantic",
-    "safetensors.torch",
-    "huggingface_hub",
-]
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(PRELOAD)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a process left behind."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def text(self) -> str:
-        return self.out + self.err
-
-
-def _become(script: str, argv: list[str], cwd: str, env: dict[str, str], streams: tuple[str, str]) -> None:
-    """In the forked process: be `python script argv...`."""
-    for number, path in enumerate(streams, start=1):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(handle, number)
-        os.close(handle)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-    os.chdir(cwd)
-    os.environ.update(env)
-    sys.argv = [script, *argv]
-    sys.path[0] = str(Path(script).parent)
-    runpy.run_path(script, run_name="__main__")
-
-
-def run_program(
-    *args: object,
-    script: str = "main_single_gpu.py",
-    cwd: Path = ROOT,
-    env: dict[str, str] | None = None,
-    timeout: float = 120,
-    slow_start: bool = False,
-    streams: Path,
-) -> Result:
-    argv, path = [str(arg) for arg in args], str(ROOT / script)
-    if slow_start:
-        done = subprocess.run(
-            [sys.executable, path, *argv],
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-        return Result(done.returncode, done.stdout, done.stderr)
-    out, err = streams / "stdout", streams / "stderr"
-    process = _server.Process(target=_become, args=(path, argv, str(cwd), env or {}, (str(out), str(err))))
-    process.start()
-    process.join(timeout)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        raise AssertionError(f"no end after {timeout} s: {argv}\n{out.read_text()}\n{err.read_text()}")
-    return Result(process.exitcode, out.read_text(), err.read_text())
+from tests.program import TINY_DIGITS, Result, run_program, save_image
 
 
 @pytest.fixture
@@ -111,37 +22,12 @@ def vitamp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     return call
 
 
-def metrics(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, of one kind or all, without what depends on time or machine."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [
-        {key: value for key, value in line.items() if key != "perf"} for line in lines if event in (None, line["event"])
-    ]
-
-
-TINY_DIGITS = """\
-DATA: {DATASET: digits, IMAGE_SIZE: 8, IMAGE_CHANNELS: 1, BATCH_SIZE: 32, IMAGENET_MEAN: 0.5, IMAGENET_STD: 0.5}
-MODEL: {NAME: tiny, NUM_CLASSES: 10, PATCH_SIZE: 4, EMBED_DIM: 16, DEPTH: 1, NUM_HEADS: 2}
-TRAIN: {NUM_EPOCHS: 2, WARMUP_EPOCHS: 1, BASE_LR: 2e-3, WEIGHT_DECAY: 0.05, GRAD_CLIP: 1.0}
-REPORT_FREQ: 10
-THREADS: 1
-DEVICE: cpu
-"""
-
-
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A recipe that trains in a second: digits, and a ViT of a few thousand weights."""
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY_DIGITS, encoding="utf-8")
     return path
-
-
-def save_image(path: Path, seed: int, size: tuple[int, int] = (40, 36)) -> None:
-    """A small JPEG of noise, the same for the same seed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path, quality=90)
 
 
 @pytest.fixture(scope="session")

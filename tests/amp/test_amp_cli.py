@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import Result, metrics
+from tests.program import Result, metrics
 
 Rows = dict[str, list[str]]
 

@@ -17,8 +17,8 @@ from engine.health import Health
 from engine.meters import TrainMeters
 from engine.overflow import Blame
 from engine.resume import Position
-from tests.conftest import Result, metrics
 from tests.engine.small import CPU, build
+from tests.program import Result, metrics
 from utils.config import AmpConfig
 from utils.world import ALONE
 

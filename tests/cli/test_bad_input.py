@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Result, save_image
+from tests.program import Result, save_image
 
 
 def refused(result: Result, *said: str) -> None:

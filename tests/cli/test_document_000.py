@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Result, metrics
+from tests.program import Result, metrics
 
 # Words behind the page's own flags, so that its 86-million-weight model becomes a minute's work on a CPU.
 SMALL = [

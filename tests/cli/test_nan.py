@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import Result, metrics
+from tests.program import Result, metrics
 
 TOO_FAST = ("TRAIN.BASE_LR=1e30", "TRAIN.WARMUP_EPOCHS=0", "TRAIN.GRAD_CLIP=null", "SAVE_EVERY_UPDATES=1")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, Result, metrics
+from tests.program import ROOT, Result, metrics
 
 # Everything that has a state or draws random numbers.
 ALL_ON = [
@@ -43,7 +43,7 @@ def weights(run: Path, update: int) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four epochs in one go."""
-    from tests.conftest import TINY_DIGITS, run_program
+    from tests.program import TINY_DIGITS, run_program
 
     place = tmp_path_factory.mktemp("whole")
     (place / "tiny.yaml").write_text(TINY_DIGITS)

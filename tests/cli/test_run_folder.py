@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.conftest import Result, metrics
+from tests.program import Result, metrics
 from utils.config import load_config
 
 FIELDS = {
@@ -32,7 +32,7 @@ FIELDS = {
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """A whole run with an average beside the weights, made once for this file."""
-    from tests.conftest import TINY_DIGITS, run_program
+    from tests.program import TINY_DIGITS, run_program
 
     place = tmp_path_factory.mktemp("finished")
     (place / "tiny.yaml").write_text(TINY_DIGITS)

@@ -14,7 +14,7 @@ import termios
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import ROOT, Result
+from tests.program import ROOT, Result
 
 HEALTH = r"Img/s: [\d.]+, Data: \d+%, Grad: \d+\.\d{4}, Scale: 1, Skipped: 0, Mem: \d+\.\d\dGB, Time: \d+:\d\d:\d\d"
 PADDLEVIT = (

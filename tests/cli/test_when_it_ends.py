@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import Result, metrics
+from tests.program import Result, metrics
 
 
 def test_max_updates_ends_with_figures_and_a_checkpoint(

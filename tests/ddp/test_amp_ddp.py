@@ -16,8 +16,8 @@ from datasets import Window
 from engine.exchange import join_gradients
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import train_update
-from tests.conftest import Result, metrics
 from tests.engine.small import CPU, build
+from tests.program import Result, metrics
 from utils.config import load_config
 from utils.world import ALONE, World
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, TINY_DIGITS, Result, metrics, run_program
+from tests.program import ROOT, TINY_DIGITS, Result, metrics, run_program
 
 MULTI = str(ROOT / "main_multi_gpu.py")
 # Mixed precision, dropout, an average: whatever could differ from rank to rank.

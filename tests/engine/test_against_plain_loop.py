@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
 from datasets import EpochOrder, open_dataset
-from tests.conftest import Result, metrics
+from tests.program import Result, metrics
 from utils.config import load_config
 from utils.seeding import seed_all
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from datasets import Window
 from engine.evaluate import evaluate
 from engine.mixing import Mixing, Seen, batch_change, unchanged
-from tests.conftest import Result, metrics
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
+from tests.program import Result, metrics
 from utils.config.schema import TrainConfig
 from utils.seeding import seed_all
 from utils.world import ALONE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.checkpoint import inspect, read_index, verify
-from tests.conftest import Result, metrics
+from tests.program import Result, metrics
 from utils.config import config_hash, load_config
 
 

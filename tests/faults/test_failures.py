@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from datasets import EpochOrder
-from tests.conftest import ROOT, Result
+from tests.program import ROOT, Result
 
 SMALL = [
     *("MODEL.DEPTH=1", "MODEL.EMBED_DIM=32", "MODEL.NUM_HEADS=2", "MODEL.PATCH_SIZE=16", "DATA.IMAGE_SIZE=32"),

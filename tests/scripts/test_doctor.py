@@ -15,8 +15,8 @@ from scripts import doctor_measure
 from scripts.doctor_examination import Examination
 from scripts.doctor_measure import Job, Measured
 from scripts.doctor_modes import Plan, read_modes
-from tests.conftest import Result, metrics
 from tests.engine.small import CPU
+from tests.program import Result, metrics
 from utils.config import load_config
 
 UPDATES = 12
@@ -29,7 +29,7 @@ def doctor(vitamp: Callable[..., Result], *words: object, **options: Any) -> Res
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One whole examination, looked at by several tests: bf16 as it is, fp16 at a scale far too large."""
-    from tests.conftest import TINY_DIGITS, run_program
+    from tests.program import TINY_DIGITS, run_program
 
     root = tmp_path_factory.mktemp("examined")
     cfg = root / "tiny.yaml"

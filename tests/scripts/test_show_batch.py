@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from scripts.show_batch_picture import Shown, draw, first_images
-from tests.conftest import Result
 from tests.engine.small import build, windows
+from tests.program import Result
 from utils.config import load_config
 
 MIXED = {"TRAIN.MIXUP_ALPHA": "0.8", "TRAIN.MIXUP_MODE": "elem"}

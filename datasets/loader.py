@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import itertools
 import os
@@ -142,7 +143,8 @@ class _Feed:
     def _start(self) -> Iterator[Any]:
         assert self._loader is not None
         first = self._workers is None
-        iterator = iter(self._loader)
+        with _ctrl_c_held():
+            iterator = iter(self._loader)
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             self._workers = iterator
             if first:
@@ -205,11 +207,23 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+@contextlib.contextmanager
+def _ctrl_c_held() -> Iterator[None]:
+    """A Ctrl-C waits until loading processes are forked: these are born deaf to it, and have nothing to say."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(_: int) -> None:
     """Leave signals to the process that trains, which lets its workers end, and never outlive it."""
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     torch.set_num_threads(1)
+    # Forked, it holds the iterators of the process it came from, and would complain aloud when it drops them.
+    sys.unraisablehook = lambda _: None
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -223,7 +223,7 @@ def _start_worker(_: int) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     torch.set_num_threads(1)
-    # Forked, it holds the iterators of the process it came from, and would complain aloud when it drops them.
-    sys.unraisablehook = lambda _: None
+    # What goes wrong here travels to the process that trains; all else is the noise of parting when that one leaves.
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -26,8 +26,9 @@ sys.path.insert(0, str(ROOT))
 
 from utils.cli import BY_NAME, FLAGS, CommandLine, Flag, parse  # noqa: E402
 from utils.config import Loaded, check_available, load_config  # noqa: E402
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError  # noqa: E402
-from utils.log import log, start_log  # noqa: E402
+from utils.errors import EXIT_DONE, UserError  # noqa: E402
+from utils.log import log  # noqa: E402
+from utils.script import help_asked, run_tool  # noqa: E402
 from utils.world import ALONE, read_world  # noqa: E402
 
 OWN = (
@@ -49,23 +50,11 @@ class Wishes:
 
 
 def main(argv: list[str]) -> int:
-    start_log(speaks=True)
-    try:
-        return _examine(argv)
-    except UserError as error:
-        log.error("%s", error)
-        return EXIT_USAGE
-    except TrainingError as error:
-        log.error("%s", error)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        log.warning("interrupted; nothing was written")
-        return EXIT_INTERRUPTED
+    return run_tool(_examine, argv)
 
 
 def _examine(argv: list[str]) -> int:
-    if any(word.lstrip("-") in ("h", "help") and word.startswith("-") for word in argv):
-        print(f"{__doc__}\n" + "\n".join(f"  {f'-{flag.name} {flag.value}':<18}{flag.about}" for flag in OWN))
+    if help_asked(argv, __doc__, OWN):
         return EXIT_DONE
     command = _read(argv)
     wishes = _wishes(command)

@@ -1,0 +1,42 @@
+"""A run that goes on with another number of processes is the run it would have been."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.program import Result, metrics
+
+WORDS = ("DATA.BATCH_SIZE=16", "REPORT_FREQ=5", "MODEL.DROPOUT=0.1")
+
+
+@pytest.fixture
+def stopped(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> Path:
+    """A run of one process with two micro-batches an update, stopped within its second epoch."""
+    run = tmp_path / "stopped"
+    done = vitamp("-cfg", tiny, *WORDS, "-accum_iter", 2, "TRAIN.MAX_UPDATES=50", "-output", run)
+    assert done.code == 0, done.text
+    return run
+
+
+def test_the_global_batch_is_kept_and_every_bit_with_it(
+    vitamp: Callable[..., Result], stopped: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(stopped, elsewhere)
+    here = vitamp("-resume", stopped, "TRAIN.MAX_UPDATES=60")
+    there = vitamp("-resume", elsewhere, "TRAIN.MAX_UPDATES=60", "-ngpus", 2, script="main_multi_gpu.py")
+    assert (here.code, there.code) == (0, 0), here.text + there.text
+    assert "TRAIN.ACCUM_ITER is 1 instead of 2, so that the global batch stays 32" in there.out
+    weights = [(run / "checkpoints/step-000000060/model.safetensors").read_bytes() for run in (stopped, elsewhere)]
+    assert weights[0] == weights[1]
+    assert metrics(stopped, "train") == metrics(elsewhere, "train")
+
+
+def test_what_cannot_keep_it_is_refused(vitamp: Callable[..., Result], stopped: Path) -> None:
+    done = vitamp("-resume", stopped, "-ngpus", 3, script="main_multi_gpu.py")
+    assert done.code == 2, done.text
+    assert done.err.count("trained with a global batch of 32 on 1 processes") == 1

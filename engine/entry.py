@@ -5,6 +5,7 @@ Nothing heavy is imported until the settings are known to be right: a typo is an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from utils.run_folder import run_of
 from utils.world import ALONE, World, first_by_environment, read_world
 
 SECONDS_FOR_THE_LAUNCHER = 20
+SECONDS_TO_SPEAK = 5
 OF_ONE_START = (
     *("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "NGPUS"),
     *("DIST.HOST", "DIST.PORT", "DIST.RANK", "DIST.WORLD_SIZE"),
@@ -84,8 +86,13 @@ def _guarded(script: str, argv: list[str], many: bool) -> int:
 def _tell(text: str, aloud: bool) -> None:
     """Log an error; `aloud`: on the terminal too where this process, one of several, does not usually speak."""
     log.error("%s", text)
-    if aloud and not is_heard():
+    if is_heard():
+        return
+    if aloud:
         print(f"error: {text}", file=sys.stderr)
+    else:  # a launcher ends all ranks once the first has left; the one that speaks is to be the first
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(SECONDS_TO_SPEAK)
 
 
 def _lost_another(error: Exception) -> bool:

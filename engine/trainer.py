@@ -48,7 +48,7 @@ class Trainer:
         self.per_epoch = self.train_loader.order.updates
         self.global_batch = self.config.DATA.BATCH_SIZE * self.config.TRAIN.ACCUM_ITER * self.world.size
         self.pace = Pace(self.parts.precision.device)
-        self._saved_at = self._validated_at = self._reported_at = self.position.update
+        self._saved_at = self._validated_at = self.position.update
         self._drawn = perf_counter()
         self.health = Health(self.config.AMP, self.parts, self.world, self.reporter)
         self._last_figures: dict[str, Means] = {}

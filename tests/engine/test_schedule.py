@@ -143,3 +143,21 @@ def test_an_optimiser_steps_with_rates_on_the_device(name: str) -> None:
 def test_rates_follow_the_global_batch_where_asked(reference: Any, factor: float) -> None:
     train = TrainConfig(BASE_LR=0.1, WARMUP_START_LR=0.01, END_LR=0.001, LINEAR_SCALED_LR=reference)
     assert scaled_rates(train, 1024) == pytest.approx((0.1 * factor, 0.01 * factor, 0.001 * factor))
+
+
+def test_the_table_on_the_device_is_filled_anew_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With skips in between: then the count on the device lags behind the updates the host has seen."""
+    monkeypatch.setattr("engine.schedule.TABLE_UPDATES", 4)
+    rates = []
+    for device in (None, torch.device("cpu")):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        scheduler = build_scheduler(optimizer, TrainConfig(NUM_EPOCHS=3, WARMUP_EPOCHS=1), (0.1, 0.0, 0.0), 10)
+        schedule = Schedule(scheduler, optimizer, 30, device)
+        seen = []
+        for update in range(30):
+            moved = update % 3 != 0
+            schedule.advance(moved if device is None else torch.tensor(moved))
+            seen.append((float(schedule.last_rate()), float(optimizer.param_groups[0]["lr"])))
+        rates.append(seen)
+    assert rates[0] == [pytest.approx(pair, rel=1e-6, abs=1e-9) for pair in rates[1]]
+    assert schedule.moved == 20

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -40,14 +41,19 @@ class ImageDataset(Dataset[Batch]):
     in_memory: bool = False
     """True: batches come straight from (device) memory, and loading processes would only be in the way."""
 
-    def augment(self, train: TrainConfig) -> None:
-        """Let TRAIN's changes of single images act. A source whose images are in memory has no place for them."""
+    def augment(self, train: TrainConfig) -> ImageDataset:
+        """This part with TRAIN's changes of single images. Where images are in memory, there is no place for them."""
         if without_effect := keys_set(train):
             log.warning(
                 "%s: without effect on this data set, whose images are never opened one by one. Mixup, cutmix and "
                 "random erasing do act.",
                 ", ".join(without_effect),
             )
+        return self
+
+    def shuffled(self, generator: np.random.Generator) -> np.ndarray:
+        """The order of one epoch: every sample once."""
+        return generator.permutation(len(self))
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -7,17 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import torch
-from PIL.Image import Image
-from torch.utils.data import get_worker_info
 
-from utils.config.schema import DataConfig, TrainConfig
-from utils.errors import TrainingError, UserError
-from utils.seeding import host_generators_kept
+from utils.config.schema import DataConfig
+from utils.errors import UserError
 
-from .base import PADDING, Batch, ImageDataset, Key
-from .randomness import seed_sample
-from .transforms import decode, training_transform, validation_transform
+from .samples import Samples
 
 
 class PathTable:
@@ -36,60 +30,18 @@ class PathTable:
         return os.fsdecode(self._block[begin:end])
 
 
-class ImageFiles(ImageDataset):
-    """One part of a data set of image files."""
+class FileSamples(Samples):
+    """Images that are files of their own below one folder."""
 
-    def __init__(
-        self,
-        root: Path,
-        paths: PathTable,
-        labels: np.ndarray,
-        classes: list[str] | None,
-        data: DataConfig,
-        train: bool,
-        seed: int,
-    ) -> None:
+    def __init__(self, root: Path, paths: PathTable, labels: np.ndarray, classes: list[str] | None) -> None:
         self.root, self.paths, self.labels, self.classes = root, paths, labels, classes
-        self.data, self.seed, self.train = data, seed, train
-        self.channels, self.size = data.IMAGE_CHANNELS, data.IMAGE_SIZE
-        self.transform = training_transform(data) if train else validation_transform(data)
 
-    def augment(self, train: TrainConfig) -> None:
-        self.transform = training_transform(self.data, train)
+    def read(self, index: int) -> bytes:
+        with open(self.name(index), "rb") as file:
+            return file.read()
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitems__(self, keys: list[Key]) -> Batch:
-        if get_worker_info() is not None:
-            return self._load(keys)
-        with host_generators_kept():
-            return self._load(keys)
-
-    def _load(self, keys: list[Key]) -> Batch:
-        images = torch.zeros(len(keys), self.channels, self.size, self.size, dtype=torch.uint8)
-        labels = torch.zeros(len(keys), dtype=torch.int64)
-        for row, (epoch, index) in enumerate(keys):
-            if index == PADDING:
-                continue
-            image = self._decode(index)
-            if self.train:
-                seed_sample(self.seed, epoch, index)
-            images[row] = self.transform(image)
-            labels[row] = int(self.labels[index])
-        return Batch(images, labels, torch.tensor([index for _, index in keys]))
-
-    def _decode(self, index: int) -> Image:
-        path = self.root / self.paths[index]
-        try:
-            return decode(str(path), self.channels)
-        except FileNotFoundError:
-            raise TrainingError(f"The image {path} (sample {index}) does not exist.") from None
-        except Exception as error:  # a damaged file can raise nearly anything in its decoder
-            reason = str(error).replace(str(path), "it") or type(error).__name__
-            raise TrainingError(
-                f"The image {path} (sample {index}) cannot be read: {reason}. Replace it or leave it out."
-            ) from None
+    def name(self, index: int) -> str:
+        return f"{self.root}/{self.paths[index]}"
 
 
 def data_folder(data: DataConfig) -> Path:

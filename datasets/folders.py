@@ -14,7 +14,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from utils.config.schema import DataConfig
 from utils.errors import UserError, nearest
 
-from .files import ImageFiles, PathTable, data_folder
+from .files import FileSamples, PathTable, data_folder
+from .images import Images
 from .labels import check_class_count, tell_spare_classes
 
 VALIDATION_NAMES = ("val", "validation", "test")
@@ -25,7 +26,7 @@ LAYOUT = """Expected layout:
 log = logging.getLogger("vitamp")
 
 
-def open_folders(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageFiles:  # noqa: ARG001 - files are read on the host
+def open_folders(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - files are read on the host
     """All images of one part, in the order of class and path."""
     root = data_folder(data)
     part = part_folder(root, train)
@@ -39,7 +40,8 @@ def open_folders(data: DataConfig, train: bool, num_classes: int, seed: int, dev
         labels.extend([label] * len(found))
     if not paths:
         raise UserError(_no_images(part, root))
-    return ImageFiles(part, PathTable(paths), np.array(labels, dtype=np.int64), classes, data, train, seed)
+    samples = FileSamples(part, PathTable(paths), np.array(labels, dtype=np.int64), classes)
+    return Images(samples, data, train, seed)
 
 
 def check_folders(data: DataConfig, num_classes: int, train: bool) -> None:

@@ -10,8 +10,9 @@ from utils.config.schema import DataConfig
 from utils.errors import UserError
 
 from .base import ImageDataset, Source
-from .files import ImageFiles, data_folder
+from .files import FileSamples, data_folder
 from .folders import VALIDATION_NAMES, check_folders, open_folders
+from .images import Images
 from .lists import check_list, read_list
 
 TRAIN_LIST, VAL_LIST = "train_list.txt", "val_list.txt"
@@ -29,7 +30,7 @@ def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: to
     if not _has_lists(root):
         return open_folders(data, train, num_classes, seed, device)
     paths, labels = read_list(_list_file(root, train), num_classes)
-    return ImageFiles(root, paths, labels, None, data, train, seed)
+    return Images(FileSamples(root, paths, labels, None), data, train, seed)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:

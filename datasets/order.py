@@ -7,7 +7,7 @@ global batch meets the same micro-batches under the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -39,9 +39,12 @@ class EpochOrder:
         seed: int,
         drop_last: bool,
         copies: int = 1,
+        shuffled: Callable[[np.random.Generator], np.ndarray] | None = None,
     ) -> None:
+        """`shuffled` gives the order of an epoch: all samples once. Left out, any permutation is as good as another."""
         self.samples, self.batch_size, self.accum, self.copies = samples, batch_size, accum, copies
         self.rank, self.world, self.seed = rank, world, seed
+        self._shuffled = shuffled or (lambda generator: generator.permutation(samples))
         self._micro_batches = samples // batch_size if drop_last else -(-samples // batch_size)
         if not self._micro_batches:
             raise UserError(_too_large(samples, batch_size))
@@ -51,7 +54,7 @@ class EpochOrder:
     def windows(self, epoch: int, start: int = 0) -> Iterator[tuple[Share, ...]]:
         """One item an update, from update `start` (counted from 0) to the end of the epoch."""
         generator = np.random.Generator(np.random.Philox(key=key(self.seed, "order", epoch)))
-        permutation = self._with_copies(generator.permutation(self.samples))
+        permutation = self._with_copies(self._shuffled(generator))
         for update in range(start, self.updates):
             yield self._window(permutation, update * self._per_window)
 

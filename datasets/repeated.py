@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import numpy as np
 import torch
 
 from utils.config.schema import TrainConfig
@@ -22,8 +23,12 @@ class Repeated(ImageDataset):
         """An epoch stays as long as it was, so that it costs the same: it meets fewer different samples."""
         return len(self.samples)
 
-    def augment(self, train: TrainConfig) -> None:
-        self.samples.augment(train)
+    def augment(self, train: TrainConfig) -> ImageDataset:
+        self.samples = self.samples.augment(train)
+        return self
+
+    def shuffled(self, generator: np.random.Generator) -> np.ndarray:
+        return self.samples.shuffled(generator)
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         rows: dict[int, list[int]] = defaultdict(list)

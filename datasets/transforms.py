@@ -54,16 +54,14 @@ def moves(data: DataConfig) -> bool:
     return data.AFFINE_PROB > 0 and (data.SHIFT > 0 or data.ZOOM > 0 or data.ROTATE > 0)
 
 
-def decode(path: str, channels: int) -> Image.Image:
-    """Read an image file of any mode as RGB, or as grey for one channel."""
-    with Image.open(path) as file:
-        image: Image.Image = file
-        if image.mode.startswith("I;16"):
-            # Pillow's own conversion cuts off at 255, which leaves most 16-bit images white.
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        elif "transparency" in image.info:
-            image = image.convert("RGBA")
-        return image.convert("L" if channels == 1 else "RGB")
+def as_wanted(image: Image.Image, channels: int) -> Image.Image:
+    """An image of any mode as RGB, or as grey for one channel."""
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion cuts off at 255, which leaves most 16-bit images white.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("L" if channels == 1 else "RGB")
 
 
 def check_ranges(data: DataConfig) -> None:

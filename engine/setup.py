@@ -87,8 +87,7 @@ def build_for_training(
 def training_data(config: Config, world: World, device: torch.device) -> tuple[ImageDataset, TrainLoader]:
     """The training part, its images changed as TRAIN says, and its batches."""
     data = config.DATA
-    train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device)
-    train_set.augment(config.TRAIN)
+    train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device).augment(config.TRAIN)
     order = EpochOrder(
         len(train_set),
         data.BATCH_SIZE,
@@ -98,6 +97,7 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
         config.SEED,
         data.DROP_LAST,
         data.REPEATED_AUGMENT,
+        train_set.shuffled,
     )
     if data.REPEATED_AUGMENT > 1:
         train_set = Repeated(train_set, data.REPEATED_AUGMENT)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from datasets.transforms import BatchAffine, decode, training_transform, validation_transform
+from datasets.transforms import BatchAffine, as_wanted, training_transform, validation_transform
 from utils.config.schema import DataConfig
 
 Settings = Callable[..., DataConfig]
@@ -78,18 +78,18 @@ def test_modes_become_rgb_or_grey(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in files:
-            colour, grey = (decode(str(tmp_path / name), channels) for channels in (3, 1))
+            colour, grey = (as_wanted(Image.open(tmp_path / name), channels) for channels in (3, 1))
             assert (colour.mode, colour.size) == ("RGB", (10, 6)), name
             assert (grey.mode, grey.size) == ("L", (10, 6)), name
     for name in ("rgb.png", "alpha.png", "palette.png", "cmyk.jpg"):
-        pixel = np.asarray(decode(str(tmp_path / name), 3))[3, 3].astype(int)
+        pixel = np.asarray(as_wanted(Image.open(tmp_path / name), 3))[3, 3].astype(int)
         assert np.abs(pixel - (200, 10, 10)).max() < 12, name
 
 
 def test_sixteen_bits_keep_their_shades(tmp_path: Path) -> None:
     shades = np.array([[0, 0x4000, 0x8000, 0xFFFF]], dtype=np.uint16)
     Image.fromarray(shades).save(tmp_path / "deep.png")
-    assert np.asarray(decode(str(tmp_path / "deep.png"), 1)).tolist() == [[0, 64, 128, 255]]
+    assert np.asarray(as_wanted(Image.open(tmp_path / "deep.png"), 1)).tolist() == [[0, 64, 128, 255]]
 
 
 def affine(settings: Settings, row: list[float], image: torch.Tensor, **values: float) -> torch.Tensor:

@@ -9,84 +9,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from .data import DataConfig
 from .fields import Section, inert, later, revive
-
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-AboveZero = Annotated[float, Field(gt=0)]
-
-
-def _as_tuple(value: Any) -> Any:
-    """`0.5`, `30, 60, 90`, `"(0.9, 0.999)"` and a YAML list are all ways people write a row of numbers."""
-    value = revive(value)
-    if isinstance(value, str):
-        value = [part for part in value.replace(",", " ").split() if part]
-    return [value] if isinstance(value, int | float) else value
-
-
-def _as_names(value: Any) -> Any:
-    """One name, or several with commas between, without the brackets of a list."""
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-
-
-def _as_integer(value: Any) -> Any:
-    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
-
-
-def _folded(value: Any) -> Any:
-    return value.strip().casefold() if isinstance(value, str) else value
-
-
-Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
-Integers = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple)]
-Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
-
-
-class DataConfig(Section):
-    """Where samples come from and how they reach the model."""
-
-    BATCH_SIZE: Positive = Field(default=256, description="Images per process and micro-batch.")
-    BATCH_SIZE_EVAL: Positive | None = Field(default=None, description="The same for validation; null: BATCH_SIZE.")
-    DATA_PATH: str | None = Field(default=None, description="Folder the data set lies in.")
-    DATASET: str = Field(default="imagenet2012", description="Name of the data set's layout; see docs/data.md.")
-    IMAGE_SIZE: Positive = Field(default=224, description="Height and width of what the model sees, in pixels.")
-    IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(_as_integer)] = Field(
-        default=3, description="3 for RGB, 1 for grey."
-    )
-    CROP_PCT: float = Field(
-        default=0.875, gt=0, le=1, description="Validation: share of the resized image that is kept."
-    )
-    NUM_WORKERS: Count | None = Field(
-        default=None, description="Loading processes per rank; null: by the cores there are."
-    )
-    IMAGENET_MEAN: Numbers = Field(default=(0.5, 0.5, 0.5), description="Subtracted from images scaled to 0..1.")
-    IMAGENET_STD: Numbers = Field(default=(0.5, 0.5, 0.5), description="Divides them afterwards.")
-    DROP_LAST: bool = Field(default=True, description="Drop a last micro-batch that is not full.")
-    CROP_SCALE: Pair = Field(
-        default=(0.05, 1.0), description="Training: area of the random crop, as a share of the image."
-    )
-    CROP_RATIO: Pair = Field(default=(0.75, 4 / 3), description="Training: width to height of the random crop.")
-    FLIP: Fraction = Field(default=0.5, description="Training: probability of a horizontal flip.")
-    INTERPOLATION: Literal["bicubic", "bilinear"] = Field(default="bicubic", description="How images are resized.")
-    SHIFT: Fraction = Field(default=0.0, description="Training: greatest random shift, as a share of the image.")
-    ZOOM: Rate = Field(default=0.0, description="Training: greatest random change of scale; 0.1 is 90 % to 110 %.")
-    ROTATE: float = Field(default=0.0, ge=0, le=180, description="Training: greatest random rotation in degrees.")
-    AFFINE_PROB: Fraction = Field(default=1.0, description="Probability that SHIFT, ZOOM and ROTATE act on a sample.")
-    REPEATED_AUGMENT: Positive = Field(
-        default=1, description="Times a sample stands in an epoch, each time augmented anew; the length stays."
-    )
-    SYNTHETIC_TRAIN: Positive = Field(default=12800, description="Data set 'synthetic': training images.")
-    SYNTHETIC_VAL: Positive = Field(default=1280, description="Data set 'synthetic': validation images.")
+from .kinds import (
+    AboveZero,
+    Count,
+    Fraction,
+    Integers,
+    Names,
+    NonNegative,
+    Pair,
+    Positive,
+    Rate,
+    folded,
+)
 
 
 class ModelConfig(Section):
     """What is trained. Sizes left null are those of NAME."""
 
-    TYPE: Annotated[str, BeforeValidator(_folded)] = Field(
+    TYPE: Annotated[str, BeforeValidator(folded)] = Field(
         default="vit", description="vit, deit or swin as in PaddleViT; any other word needs a timm model as NAME."
     )
     NAME: str = Field(default="vit_base_patch16_224", description="A timm model, or a label where sizes are given.")
@@ -124,7 +66,7 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    NAME: Annotated[Literal["warmupcosine", "cosine", "step", "multi-step"], BeforeValidator(_folded)] = Field(
+    NAME: Annotated[Literal["warmupcosine", "cosine", "step", "multi-step"], BeforeValidator(folded)] = Field(
         default="warmupcosine", description="Shape after the warm-up."
     )
     MILESTONES: Integers = Field(default=(30, 60, 90), description="multi-step: epochs after which the rate falls.")
@@ -194,7 +136,7 @@ class TrainConfig(Section):
     RANDOM_ERASE_SPLIT: bool = Field(
         default=False, description="Random erasing: leave the first half of a micro-batch alone."
     )
-    DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(_folded)] = later(
+    DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(folded)] = later(
         None, "Distillation as in DeiT; null or none: off."
     )
     DISTILLATION_ALPHA: Fraction = Field(default=0.5, description="Distillation: weight of the teacher.")

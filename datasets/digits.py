@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import logging
-import math
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +18,11 @@ from torchvision.transforms.v2 import functional
 
 from utils.config.schema import DataConfig
 from utils.errors import UserError
-from utils.seeding import key
 
 from .base import PADDING, Batch, ImageDataset, Key, Source
 from .labels import check_class_count, tell_spare_classes
 from .randomness import sample_table
+from .split import split
 from .transforms import BatchAffine, moves
 
 CLASSES = [str(digit) for digit in range(10)]
@@ -42,7 +41,7 @@ class Digits(ImageDataset):
 
     def __init__(self, data: DataConfig, train: bool, seed: int, device: torch.device) -> None:
         pixels, labels = read_digits()
-        chosen = split(labels)[0 if train else 1]
+        chosen = split(labels, VALIDATION_SHARE, 0, "digits")[0 if train else 1]
         images = torch.from_numpy(pixels[chosen])[:, None]
         if data.IMAGE_SIZE != SIDE:
             mode = InterpolationMode(data.INTERPOLATION)
@@ -79,19 +78,6 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
         table = np.loadtxt(lines, delimiter=",")
     pixels = np.rint(table[:, :-1] * (255 / BRIGHTEST)).astype(np.uint8)
     return pixels.reshape(-1, SIDE, SIDE), table[:, -1].astype(np.int64)
-
-
-def split(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the training and the validation part: the same on every run, every class with the same share."""
-    generator = np.random.Generator(np.random.Philox(key=key(0, "digits")))
-    members = [generator.permutation(np.flatnonzero(labels == label)) for label in range(len(CLASSES))]
-    exact = np.array([len(of_class) * VALIDATION_SHARE for of_class in members])
-    counts = np.floor(exact).astype(int)
-    # Rounded down there are too few; the classes that lost most to the rounding give one more.
-    missing = math.ceil(len(labels) * VALIDATION_SHARE) - counts.sum()
-    counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
-    validation = np.concatenate([of_class[:count] for of_class, count in zip(members, counts, strict=True)])
-    return np.setdiff1d(np.arange(len(labels)), validation), np.sort(validation)
 
 
 def _file() -> Path:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from datasets import check_dataset, names, open_dataset
-from datasets.digits import read_digits, split
+from datasets.digits import read_digits
+from datasets.split import split
 from utils.config.schema import DataConfig
 from utils.errors import UserError
 
@@ -37,13 +38,14 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 def test_digits_are_split_by_class_and_always_alike() -> None:
     _, labels = read_digits()
-    train, validation = split(labels)
+    train, validation = split(labels, 0.2, 0, "digits")
     assert (len(train), len(validation)) == (1437, 360)
     assert sorted([*train, *validation]) == list(range(1797))
     for label in range(10):
         share = (labels[validation] == label).sum() / (labels == label).sum()
         assert abs(share - 0.2) < 0.005
-    assert np.array_equal(split(labels)[1], validation)
+    assert np.array_equal(split(labels, 0.2, 0, "digits")[1], validation)
+    assert validation.sum() == 314_610
 
 
 def test_digits_do_not_import_scikit_learn() -> None:

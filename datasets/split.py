@@ -1,0 +1,34 @@
+"""A validation part for data sets that come without one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from utils.errors import UserError
+from utils.seeding import key
+
+
+def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split") -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the training and the validation part, each ascending.
+
+    They depend on the arguments alone. Every class gives the same share, and keeps at least one image for training.
+    """
+    generator = np.random.Generator(np.random.Philox(key=key(seed, purpose)))
+    _, sizes = np.unique(labels, return_counts=True)
+    by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])
+    members = [generator.permutation(of_class) for of_class in by_class]
+    exact = sizes * fraction
+    counts = np.minimum(np.floor(exact).astype(int), sizes - 1)
+    # Rounded down there are too few; the classes that lost most to the rounding give one more.
+    missing = math.ceil(len(labels) * fraction) - counts.sum()
+    neediest = np.argsort(counts - exact, kind="stable")
+    counts[neediest[counts[neediest] < sizes[neediest] - 1][:missing]] += 1
+    if not counts.any():
+        raise UserError(
+            f"There are too few images to part them: {len(labels)} of {len(sizes)} classes, and each class keeps one "
+            f"for training. Add images, or give the data set a validation part of its own."
+        )
+    validation = np.concatenate([of_class[:count] for of_class, count in zip(members, counts, strict=True)])
+    return np.setdiff1d(np.arange(len(labels)), validation), np.sort(validation)

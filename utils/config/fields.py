@@ -55,6 +55,8 @@ class Section(BaseModel):
     def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields[info.field_name or ""]
         kinds = _plain_types(field.annotation)
+        if isinstance(value, str) and value in kinds:
+            return value  # one of a list of words, `none` maybe among them
         # Text stays as written, a folder may be called `(1)`; only the words for no value are known there.
         value = revive(value) if str not in kinds or is_no_value(value) else value
         if value is None and get_origin(field.annotation) is tuple and field.default == ():

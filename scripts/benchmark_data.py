@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""How fast do images reach the model, and is that fast enough? Measured beside timm and torchvision, in turns.
+
+    python scripts/benchmark_data.py -data_path /data/imagenet -appetite 2500
+    python scripts/benchmark_data.py -dataset imagefolder -data_path /data/flowers -workers 0,4,16 -json speed.json
+    python scripts/benchmark_data.py -made 1500 -size small        # no data at hand: on JPEGs that it makes
+
+Per core: images a second of one core's time, from the stored file to uint8 pixels of the size the model takes, by
+training's and by validation's way. Through the loaders: batches as they arrive in the process that trains, by the
+clock. By stage: where our path spends its time. All in rounds in which everything has its turn, so that a busy machine
+slows all of them alike; figures are medians of the rounds, and ratios are taken within them.
+
+-appetite N says how many images a second the model could take (training prints images/s; measure with -dataset
+synthetic). All flags and settings of main_single_gpu.py hold, TRAIN.RAND_AUGMENT=true for one. Flags of its own:
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from utils.cli import BY_NAME, FLAGS, CommandLine, Flag, parse  # noqa: E402
+from utils.config import Loaded, check_available, load_config  # noqa: E402
+from utils.errors import EXIT_DONE, UserError, nearest  # noqa: E402
+from utils.log import log  # noqa: E402
+from utils.script import help_asked, run_tool  # noqa: E402
+
+PARTS = ("train", "val", "stages", "loader")
+SIZES = {"small": "500 x 375, 100 KB", "large": "1600 x 1200, 940 KB"}
+MADE = 1500
+OWN = (
+    Flag("made", f"use N JPEGs that it makes, once (default {MADE} where there is no -data_path)", "N", ("MADE",)),
+    Flag("size", f"of those: {' or '.join(f'{n} ({a})' for n, a in SIZES.items())}", "NAME", ("SIZE",)),
+    Flag("rounds", "how often everything has its turn (default 5)", "N", ("ROUNDS",)),
+    Flag("images", "images of each turn (default 500)", "N", ("IMAGES",)),
+    Flag("workers", "loading processes, such as 0,1,4 (default: powers of two up to the cores)", "A,B", ("WORKERS",)),
+    Flag("parts", f"what to measure (default {','.join(PARTS)})", "A,B", ("PARTS",)),
+    Flag("appetite", "images a second the model could take", "N", ("APPETITE",)),
+    Flag("budget_min", "minutes in all; ends in time with what it has (default 10)", "M", ("BUDGET_MIN",)),
+    Flag("json", "write all figures, with machine, versions and command", "FILE", ("JSON",)),
+    Flag("out", "draw them", "FILE.png", ("OUT",)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wishes:
+    made: int | None
+    size: str
+    rounds: int
+    images: int
+    workers: tuple[int, ...]
+    parts: tuple[str, ...]
+    appetite: float | None
+    seconds: float
+    json: Path | None
+    out: Path | None
+
+
+def main(argv: list[str]) -> int:
+    return run_tool(_benchmark, argv)
+
+
+def _benchmark(argv: list[str]) -> int:
+    if help_asked(argv, __doc__, OWN):
+        return EXIT_DONE
+    FLAGS["The benchmark"] = OWN
+    BY_NAME.update({flag.name: flag for flag in OWN})
+    command = parse(argv, "scripts/benchmark_data.py")
+    wishes = _wishes(command)
+    own = {key for flag in OWN for key in flag.keys}
+    flags = {key: value for key, value in command.flags.items() if key not in own}
+    loaded = load_config(command.cfg, flags, command.words)
+    _check(loaded, command, wishes)
+
+    # Only now, with everything known to be right: importing torch takes seconds.
+    from engine.device import pick_device
+    from scripts.benchmark_data_report import report
+    from scripts.benchmark_data_run import Benchmark, Plan, on_made_images
+    from utils.world import ALONE
+
+    config = loaded.config
+    for note in loaded.notes:
+        log.info(note)
+    device = pick_device(config.DEVICE, ALONE)
+    plan = Plan(wishes.rounds, wishes.images, wishes.workers, wishes.seconds, wishes.parts)
+    if wishes.made is not None or (config.DATA.DATA_PATH is None and loaded.sources["DATA.DATASET"] == "default"):
+        config = on_made_images(config, wishes.made or MADE, wishes.size)
+    found = Benchmark(config, plan, device).run()
+    report(found, wishes.appetite, wishes.json, wishes.out)
+    return EXIT_DONE
+
+
+def _wishes(command: CommandLine) -> Wishes:
+    size = _given(command, "SIZE", "small")
+    if size not in SIZES:
+        raise UserError(f"-size {size}: takes {' or '.join(SIZES)}.{nearest(size, SIZES)}")
+    return Wishes(
+        made=_whole(command, "MADE") if "MADE" in command.flags else None,
+        size=size,
+        rounds=_whole(command, "ROUNDS", 5),
+        images=_whole(command, "IMAGES", 500),
+        workers=_workers(command),
+        parts=_parts(command),
+        appetite=_positive(command, "APPETITE") if "APPETITE" in command.flags else None,
+        seconds=60 * _positive(command, "BUDGET_MIN", 10.0),
+        json=_file(command, "JSON", ".json"),
+        out=_file(command, "OUT", ".png"),
+    )
+
+
+def _given(command: CommandLine, key: str, default: Any = None) -> Any:
+    return command.flags.get(key, (default, ""))[0]
+
+
+def _whole(command: CommandLine, key: str, default: int = 0) -> int:
+    text = str(_given(command, key, default))
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"-{key.lower()} {text}: takes a whole number from 1 on, such as {default or MADE}.")
+    return int(text)
+
+
+def _positive(command: CommandLine, key: str, default: float = 0.0) -> float:
+    text = _given(command, key, default)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise UserError(f"-{key.lower()} {text}: takes a number above 0, such as {default or 1000:g}.")
+    return number
+
+
+def _workers(command: CommandLine) -> tuple[int, ...]:
+    text = _given(command, "WORKERS")
+    if text is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return (0, *(2**n for n in range(cores.bit_length())))
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise UserError(f"-workers {text}: takes whole numbers with commas between them, such as 0,1,4.")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _parts(command: CommandLine) -> tuple[str, ...]:
+    text = _given(command, "PARTS", ",".join(PARTS))
+    for word in text.split(","):
+        if word not in PARTS:
+            raise UserError(
+                f"-parts {text}: there is no part {word!r}.{nearest(word, PARTS)} Known: {', '.join(PARTS)}."
+            )
+    return tuple(text.split(","))
+
+
+def _file(command: CommandLine, key: str, ending: str) -> Path | None:
+    text = _given(command, key)
+    if text is None:
+        return None
+    path = Path(text).expanduser()
+    if path.suffix.lower() != ending:
+        raise UserError(f"-{key.lower()} {text}: name it {path.stem or 'speed'}{ending}.")
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
+        raise UserError(f"-{key.lower()} {text}: {what}.")
+    return path
+
+
+def _check(loaded: Loaded, command: CommandLine, wishes: Wishes) -> None:
+    if command.action != "train":
+        raise UserError(f"benchmark_data.py has no -{command.action}; main_single_gpu.py has, with the same flags.")
+    folder = loaded.config.DATA.DATA_PATH
+    if folder is not None and (wishes.made is not None or "SIZE" in command.flags):
+        raise UserError(
+            f"-made and -size are about JPEGs that are made; DATA.DATA_PATH {folder} names others. Give one."
+        )
+    check_available(loaded.config)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

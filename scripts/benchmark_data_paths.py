@@ -1,0 +1,135 @@
+"""The ways from a stored image to uint8 pixels: ours, timm's and torchvision's, over the very same samples."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data.transforms_factory import create_transform
+from torch.utils.data import Dataset
+from torchvision import transforms as v1
+from torchvision.transforms import InterpolationMode
+
+from datasets.augment import image_changes
+from datasets.images import Images
+from datasets.samples import Encoded, Samples
+from scripts.benchmark_data_measure import Contender
+from utils.config.schema import DataConfig, TrainConfig
+
+OURS, TIMM, TORCHVISION, TORCHVISION_FLOAT = "vitamp", "timm", "torchvision", "torchvision, normalised"
+BOUND = "libjpeg-turbo alone (the bound)"
+Transform = Callable[[Image.Image], Any]
+
+
+class PerSample(Dataset[tuple[Any, int]]):
+    """What a user of timm or torchvision has: PIL opens the image, a transform does the rest."""
+
+    def __init__(self, samples: Samples, transform: Transform, order: np.ndarray | None = None) -> None:
+        self.samples, self.transform = samples, transform
+        self.order = np.arange(len(samples)) if order is None else order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> tuple[Any, int]:
+        index = int(self.order[place])
+        return self.transform(opened(self.samples.read(index))), int(self.samples.labels[index])
+
+
+def opened(encoded: Encoded) -> Image.Image:
+    if isinstance(encoded, np.ndarray):
+        return Image.fromarray(encoded.squeeze()).convert("RGB")
+    with Image.open(io.BytesIO(encoded)) as image:
+        return image.convert("RGB")
+
+
+def timm_transform(data: DataConfig, train: bool, changes: TrainConfig) -> Transform:
+    """create_transform as timm's own training calls it: it ends at bytes, which are normalised on the device."""
+    transform: Any = create_transform(
+        data.IMAGE_SIZE,
+        is_training=train,
+        scale=data.CROP_SCALE,
+        ratio=data.CROP_RATIO,
+        hflip=data.FLIP,
+        color_jitter=0.0,
+        interpolation=data.INTERPOLATION,
+        crop_pct=data.CROP_PCT,
+        use_prefetcher=True,
+    )
+    if train:
+        # The same operations for all: timm's own would stop the run at an image that Pillow 13 refuses to posterise.
+        transform.transforms[-1:-1] = image_changes(data, changes)
+    return transform
+
+
+def torchvision_transform(data: DataConfig, train: bool, changes: TrainConfig, normalised: bool) -> Transform:
+    """The steps of torchvision's reference training, to bytes or to the end."""
+    mode = InterpolationMode(data.INTERPOLATION)
+    if train:
+        crop = v1.RandomResizedCrop(data.IMAGE_SIZE, data.CROP_SCALE, data.CROP_RATIO, mode, antialias=True)
+        steps: list[Any] = [crop, v1.RandomHorizontalFlip(data.FLIP), *image_changes(data, changes)]
+    else:
+        short_side = math.floor(data.IMAGE_SIZE / data.CROP_PCT)
+        steps = [v1.Resize(short_side, mode, antialias=True), v1.CenterCrop(data.IMAGE_SIZE)]
+    steps.append(v1.PILToTensor())
+    if normalised:
+        steps += [v1.ConvertImageDtype(torch.float), v1.Normalize(data.IMAGENET_MEAN, data.IMAGENET_STD)]
+    return v1.Compose(steps)
+
+
+def ours(name: str, images: Images, order: np.ndarray, batch: int) -> Contender:
+    def work(nth: int, samples: list[int]) -> None:
+        for begin in range(0, len(samples), batch):
+            images.__getitems__([(nth, index) for index in samples[begin : begin + batch]])
+
+    return Contender(name, order, work)
+
+
+def theirs(name: str, samples: Samples, order: np.ndarray, transform: Transform) -> Contender:
+    dataset = PerSample(samples, transform)
+
+    def work(_: int, chosen: list[int]) -> None:
+        for index in chosen:
+            dataset[index]
+
+    return Contender(name, order, work)
+
+
+def paths(images: Images, order: np.ndarray, train: bool, changes: TrainConfig, batch: int) -> list[Contender]:
+    """Everything that is compared per core, on one part of a data set."""
+    data, samples = images.data, images.samples
+    return [
+        ours(OURS, images, order, batch),
+        theirs(TIMM, samples, order, timm_transform(data, train, changes)),
+        theirs(TORCHVISION, samples, order, torchvision_transform(data, train, changes, False)),
+        theirs(TORCHVISION_FLOAT, samples, order, torchvision_transform(data, train, changes, True)),
+    ]
+
+
+def is_jpeg(encoded: Encoded) -> bool:
+    return isinstance(encoded, bytes) and encoded[:2] == b"\xff\xd8"
+
+
+class Decoding:
+    """Nothing but decoding JPEG files whole, from memory: what no exact path can be faster than by much."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+        self.encoded: dict[int, Encoded] = {}
+
+    def hold(self, indices: list[int]) -> None:
+        self.encoded = {index: self.samples.read(index) for index in indices}
+
+    def decode(self, _: int, indices: list[int]) -> None:
+        from simplejpeg import decode_jpeg
+
+        for index in indices:
+            decode_jpeg(self.encoded[index], "RGB")
+
+    def contender(self, order: np.ndarray) -> Contender:
+        return Contender(BOUND, order, self.decode, self.hold)

@@ -1,0 +1,184 @@
+"""One benchmark of the data path from beginning to end, and what came of it as plain figures."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from datasets import check_dataset, open_dataset
+from datasets.images import Images
+from engine.device import cores, processor
+from scripts.benchmark_data_loaders import loader_name, loaders
+from scripts.benchmark_data_measure import Budget, Rates, Ratio, measure, ratio
+from scripts.benchmark_data_paths import OURS, TIMM, TORCHVISION, Decoding, is_jpeg, opened, paths
+from scripts.benchmark_data_stages import stage_runs, stages, transfer_milliseconds
+from scripts.made_images import CLASSES, make_images
+from utils.config import Config
+from utils.errors import UserError
+from utils.log import log
+
+Found = dict[str, Any]
+LOOKED_AT = 64
+"""Samples whose kind and size are told."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, how often, and for how long at most."""
+
+    rounds: int
+    images: int
+    workers: tuple[int, ...]
+    seconds: float
+    parts: tuple[str, ...]
+
+
+class Benchmark:
+    """The parts of the data set, and what was found so far."""
+
+    def __init__(self, config: Config, plan: Plan, device: torch.device) -> None:
+        torch.set_num_threads(1)  # images a second and core: operations must not spread over others
+        check_dataset(config.DATA, config.MODEL.NUM_CLASSES)
+        self.config, self.plan, self.device = config, plan, device
+        self.budget = Budget(plan.seconds)
+        self.train, self.val = self._open(True), self._open(False)
+        self.batch = max(1, min(config.DATA.BATCH_SIZE, plan.images // 8))
+        self.found: Found = {}
+
+    def _open(self, train: bool) -> Images:
+        config = self.config
+        part = open_dataset(config.DATA, train, config.MODEL.NUM_CLASSES, config.SEED, torch.device("cpu"))
+        part = part.augment(config.TRAIN) if train else part
+        if not isinstance(part, Images):
+            raise UserError(
+                f"DATA.DATASET {config.DATA.DATASET}: its images lie in memory, ready for use; there is no loading "
+                f"to measure. Leave -dataset out to measure on JPEGs that are made, or name another one."
+            )
+        return part
+
+    def run(self) -> Found:
+        self.found |= {
+            "date": time.strftime("%Y-%m-%d"),
+            "command": shlex.join(["python", "scripts/benchmark_data.py", *sys.argv[1:]]),
+            "machine": f"{processor()}, {cores()} cores",
+            "versions": library_versions(),
+            "images": _about(self.train, self.order(self.train)[:LOOKED_AT]),
+            "rounds": self.plan.rounds,
+            "images_a_round": self.plan.images,
+            "batch": self.batch,
+        }
+        steps = {
+            "train": lambda: self._per_core(self.train, True),
+            "val": lambda: self._per_core(self.val, False),
+            "stages": self._stages,
+            "loader": self._loaders,
+        }
+        for name, step in steps.items():
+            if name in self.plan.parts:
+                log.info("measuring: %s", name)
+                self.found[name] = step()
+        self.found["cut"] = self.budget.cut
+        return self.found
+
+    def order(self, part: Images) -> np.ndarray:
+        """Samples from all over the part, in an order that suits its source: tar files are read one after another."""
+        generator = np.random.Generator(np.random.Philox(key=self.config.SEED))
+        return part.shuffled(generator)
+
+    def _per_core(self, part: Images, train: bool) -> Found:
+        order = self.order(part)
+        contenders = paths(part, order, train, self.config.TRAIN, self.batch)
+        if is_jpeg(part.samples.read(int(order[0]))):
+            contenders.append(Decoding(part.samples).contender(order))
+        return per_core(measure(contenders, self.plan.rounds, self.plan.images, self.budget))
+
+    def _stages(self) -> Found:
+        order = self.order(self.train)
+        jpeg = is_jpeg(self.train.samples.read(int(order[0])))
+        decode = Decoding(self.train.samples).contender(order) if jpeg else None
+        runs = stage_runs(self.train, order, self.config.TRAIN, self.batch, decode)
+        found = stages(measure(runs, self.plan.rounds, self.plan.images, self.budget))
+        transfer = transfer_milliseconds(self.train, self.device, self.batch)
+        return found | ({"transfer": transfer} if transfer is not None else {})
+
+    def _loaders(self) -> Found:
+        whole = self.order(self.train)[: self.plan.images]
+        order = whole[: max(1, len(whole) // self.batch) * self.batch]
+        with loaders(self.train, order, self.config.TRAIN, self.batch, self.plan.workers) as contenders:
+            return through_loaders(measure(contenders, self.plan.rounds, len(order), self.budget), self.plan.workers)
+
+
+def per_core(found: dict[str, Rates]) -> Found:
+    """A row a contender: images a second of one core, and how many times as fast as timm and torchvision."""
+    return {
+        name: {
+            "images_per_second": _median(rates.cpu),
+            "rounds": rates.cpu,
+            "to": {other: _plain(ratio(rates.cpu, found[other].cpu)) for other in (TIMM, TORCHVISION) if other != name},
+        }
+        for name, rates in found.items()
+        if rates.cpu
+    }
+
+
+def through_loaders(found: dict[str, Rates], counts: tuple[int, ...]) -> Found:
+    """A row a number of workers: ours and timm's, by the clock and by the time of all cores that had a part in it."""
+    rows: Found = {}
+    for workers in counts:
+        mine, other = (found[loader_name(name, workers)] for name in (OURS, TIMM))
+        if mine.wall:
+            rows[str(workers)] = {
+                OURS: _median(mine.wall),
+                TIMM: _median(other.wall),
+                "to": _plain(ratio(mine.wall, other.wall)),
+                "to_by_core_time": _plain(ratio(mine.cpu, other.cpu)),
+            }
+    return rows
+
+
+def on_made_images(config: Config, count: int, size: str) -> Config:
+    """The same settings for JPEGs that are made now, unless they were before."""
+    folder = Path(config.DATA.CACHE or "~/.cache/vitamp").expanduser() / "made"
+    root = make_images(folder, count, size)
+    data = config.DATA.model_copy(update={"DATASET": "imagefolder", "DATA_PATH": str(root)})
+    model = config.MODEL.model_copy(update={"NUM_CLASSES": CLASSES})
+    return config.model_copy(update={"DATA": data, "MODEL": model})
+
+
+def library_versions() -> dict[str, str]:
+    """Of everything that has a part in these figures."""
+    wanted = ("torch", "torchvision", "timm", "pillow", "simplejpeg", "numpy")
+    installed = {found.metadata["Name"].lower(): found.version for found in distributions()}
+    return {"python": platform.python_version()} | {name: installed[name] for name in wanted if name in installed}
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def _plain(found: Ratio | None) -> dict[str, float] | None:
+    return None if found is None else asdict(found)
+
+
+def _about(part: Images, looked_at: np.ndarray) -> Found:
+    """What kind of images these are."""
+    encoded = [part.samples.read(int(index)) for index in looked_at]
+    sizes = [opened(one).size for one in encoded]
+    kilobytes = [len(one) / 1000 if isinstance(one, bytes) else one.nbytes / 1000 for one in encoded]
+    return {
+        "count": len(part),
+        "kilobytes": round(statistics.fmean(kilobytes), 1),
+        "width": int(statistics.median(width for width, _ in sizes)),
+        "height": int(statistics.median(height for _, height in sizes)),
+        "jpeg": sum(map(is_jpeg, encoded)) / len(encoded),
+    }

@@ -1,0 +1,58 @@
+"""What is prepared once and kept: where it lies, and how only one process of a machine prepares it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from utils.config.schema import DataConfig
+from utils.errors import UserError
+from utils.log import log
+
+DEFAULT = "~/.cache/vitamp"
+
+
+def cache_folder(data: DataConfig, name: str) -> Path:
+    """The folder `name` of the cache, which is made."""
+    folder = Path(data.CACHE or DEFAULT).expanduser() / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"DATA.CACHE: {folder} cannot be made: {error}. Name a folder that can be written.") from None
+    return folder
+
+
+@contextlib.contextmanager
+def only_one(lock: Path, what: str) -> Iterator[None]:
+    """Inside, this process is alone among those that name the same `lock`; the others wait. The lock ends with it."""
+    guard = FileLock(lock)
+    try:
+        try:
+            guard.acquire(timeout=1)
+        except Timeout:
+            log.info("Waiting for another process, which %s (%s).", what, lock)
+            guard.acquire()
+    except OSError as error:
+        raise UserError(f"{lock} cannot be locked: {error}. DATA.CACHE names another folder.") from None
+    try:
+        yield
+    finally:
+        guard.release()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is either there whole or not at all. Raises OSError."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,174 @@
+"""Where each sample of a set of tar files begins: made once by reading their headers, kept as a file of numbers."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from utils.errors import UserError
+
+from .stores import Found, Store
+from .tars import TarSamples, read_tar
+
+FORMAT = 1
+"""Of the file. Raised when its fields change: an index of another format is made anew."""
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """All samples of one part, in the order of shards and of images in them. Arrays, so that processes share them."""
+
+    shards: list[str]
+    """Names, relative to the store's root."""
+    shard_sizes: np.ndarray
+    stamps: list[str]
+    """What changes when a shard is written anew; empty where size alone is looked at."""
+    shard: np.ndarray
+    """For each sample: the number of its shard, ascending."""
+    offset: np.ndarray
+    size: np.ndarray
+    label: np.ndarray
+    names: np.ndarray
+    """The members' names, one after another, as bytes."""
+    name_ends: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def name(self, index: int) -> str:
+        begin = self.name_ends[index - 1] if index else 0
+        return self.names[begin : self.name_ends[index]].tobytes().decode(errors="surrogateescape")
+
+    def fits(self, found: Sequence[Found]) -> bool:
+        """Whether these are the tar files that were indexed, unchanged."""
+        known = zip(self.shards, self.shard_sizes.tolist(), self.stamps, strict=True)
+        return len(found) == len(self.shards) and all(
+            name == file.name and size == file.size and (stamp == file.stamp or not (stamp and file.stamp))
+            for (name, size, stamp), file in zip(known, found, strict=True)
+        )
+
+    def to_bytes(self) -> bytes:
+        file = io.BytesIO()
+        np.savez(
+            file,
+            format=np.array(FORMAT),
+            shards=_text(self.shards),
+            stamps=_text(self.stamps),
+            **{name: getattr(self, name) for name in _ARRAYS},
+        )
+        return file.getvalue()
+
+
+_ARRAYS = {
+    "shard_sizes": np.int64,
+    "shard": np.int32,
+    "offset": np.int64,
+    "size": np.int64,
+    "label": np.int64,
+    "names": np.uint8,
+    "name_ends": np.int64,
+}
+
+
+def from_bytes(content: bytes) -> ShardIndex | None:
+    """An index that was kept; None where it is damaged or of another format."""
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            if int(file["format"]) != FORMAT:
+                return None
+            arrays = {name: file[name] for name in _ARRAYS}
+            index = ShardIndex(shards=_lines(file["shards"]), stamps=_lines(file["stamps"]), **arrays)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        return None
+    return index if _is_sound(index, arrays) else None
+
+
+def _is_sound(index: ShardIndex, arrays: dict[str, np.ndarray]) -> bool:
+    """It may come from elsewhere: what it points to must lie inside the shards and inside its own tables."""
+    if any(arrays[name].dtype != kind or arrays[name].ndim != 1 for name, kind in _ARRAYS.items()):
+        return False
+    samples, shards = len(index), len(index.shards)
+    if not len(index.offset) == len(index.size) == len(index.label) == len(index.name_ends) == samples:
+        return False
+    if len(index.shard_sizes) != shards or len(index.stamps) != shards or any(map(_leads_out, index.shards)):
+        return False
+    if not samples:
+        return True
+    return bool(
+        index.shard[0] >= 0
+        and index.shard[-1] < shards
+        and (np.diff(index.shard) >= 0).all()
+        and (np.diff(index.name_ends, prepend=0) >= 0).all()
+        and index.name_ends[-1] == len(index.names)
+        and (index.offset >= 0).all()
+        and (index.size >= 0).all()
+        and (index.offset + index.size <= index.shard_sizes[index.shard]).all()
+    )
+
+
+def _leads_out(name: str) -> bool:
+    return name.startswith("/") or ".." in name.split("/")
+
+
+def make_index(
+    store: Store,
+    found: Sequence[Found],
+    classes: list[str] | None,
+    each: Callable[[Iterable[Found]], Iterable[TarSamples]] | None = None,
+) -> ShardIndex:
+    """Read the headers of all `found`. `each` may do it in processes of its own, in the same order."""
+    numbers = {name: number for number, name in enumerate(classes or ())}
+    shard, offset, size, label, names, lengths = ([] for _ in range(6))
+    read = each(found) if each else (read_shard(store, file) for file in found)
+    for number, (file, samples) in enumerate(zip(found, read, strict=True)):
+        shard.append(np.full(len(samples.names), number, dtype=np.int32))
+        offset.append(np.array(samples.offsets, dtype=np.int64))
+        size.append(np.array(samples.sizes, dtype=np.int64))
+        label.append(_label_numbers(samples, numbers, f"{store.root}/{file.name}"))
+        encoded = [name.encode(errors="surrogateescape") for name in samples.names]
+        names.append(np.frombuffer(b"".join(encoded), dtype=np.uint8))
+        lengths.append(np.array([len(name) for name in encoded], dtype=np.int64))
+    return ShardIndex(
+        shards=[file.name for file in found],
+        shard_sizes=np.array([file.size for file in found], dtype=np.int64),
+        stamps=[file.stamp for file in found],
+        shard=np.concatenate(shard),
+        offset=np.concatenate(offset),
+        size=np.concatenate(size),
+        label=np.concatenate(label),
+        names=np.concatenate(names),
+        name_ends=np.cumsum(np.concatenate(lengths)),
+    )
+
+
+def read_shard(store: Store, file: Found) -> TarSamples:
+    """The samples of one tar file."""
+    where = f"{store.root}/{file.name}"
+    try:
+        with store.open(file.name) as opened:
+            return read_tar(opened, file.size, where)
+    except OSError as error:
+        raise UserError(f"{where} cannot be read: {error}.") from None
+
+
+def _label_numbers(samples: TarSamples, numbers: dict[str, int], where: str) -> np.ndarray:
+    for name, label in zip(samples.names, samples.labels, strict=True):
+        if isinstance(label, str) and label not in numbers:
+            known = "has no such line" if numbers else "is not there"
+            raise UserError(
+                f"{where}: the label of {name} is {label!r}. A label that is no number must be a line of classes.txt "
+                f"beside the tar files, which {known}."
+            )
+    return np.array([numbers[k] if isinstance(k, str) else k for k in samples.labels], dtype=np.int64)
+
+
+def _text(lines: list[str]) -> np.ndarray:
+    return np.frombuffer("".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"), dtype=np.uint8)
+
+
+def _lines(text: np.ndarray) -> list[str]:
+    return text.tobytes().decode(errors="surrogateescape").split("\n")[:-1]

@@ -1,0 +1,204 @@
+"""Where shards lie: a folder on disk, or a place that fsspec can reach, such as s3://bucket/imagenet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from utils.errors import UserError
+
+MOST_OPEN = 64
+"""Files a process keeps open. A window of shards is read in turns, so that opening anew for each image would cost."""
+
+Range = tuple[str, int, int]
+"""(file, first byte, number of bytes)"""
+
+
+class Found(NamedTuple):
+    """A tar file of a store."""
+
+    name: str
+    """relative to the store's root, with /"""
+    size: int
+    stamp: str
+    """changes when the file is written anew, where the store knows it; else empty"""
+
+
+class Store(ABC):
+    """Files below one root."""
+
+    root: str
+    remote: bool
+
+    @abstractmethod
+    def tars(self, folder: str = "") -> list[Found]:
+        """The tar files in `folder`, in the order of their names; none where there is no such folder."""
+
+    @abstractmethod
+    def whole(self, name: str) -> bytes | None:
+        """A small file, None where there is none."""
+
+    @abstractmethod
+    def open(self, name: str) -> BinaryIO: ...
+
+    @abstractmethod
+    def range(self, part: Range) -> bytearray:
+        """These bytes, fewer where the file ends before. Raises OSError."""
+
+    def ranges(self, parts: Sequence[Range]) -> list[bytearray | None]:  # noqa: ARG002
+        """Many ranges at once, None for what could not be had; empty for a store that gains nothing by it."""
+        return []
+
+
+class Folder(Store):
+    """A folder on disk."""
+
+    remote = False
+
+    def __init__(self, root: Path) -> None:
+        self.root = str(root)
+        self._handles: OrderedDict[str, int] = OrderedDict()
+        self._owner = os.getpid()
+
+    def tars(self, folder: str = "") -> list[Found]:
+        where = os.path.join(self.root, folder)
+        if not os.path.isdir(where):
+            return []
+        with os.scandir(where) as entries:
+            files = [entry for entry in entries if entry.name.endswith(".tar") and not entry.name.startswith(".")]
+            found = [(file.name, file.stat()) for file in files if file.is_file()]
+        prefix = f"{folder}/" if folder else ""
+        return sorted(Found(prefix + name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in found)
+
+    def whole(self, name: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return Path(self.root, name).read_bytes()
+        return None
+
+    def open(self, name: str) -> BinaryIO:
+        return open(os.path.join(self.root, name), "rb")
+
+    def range(self, part: Range) -> bytearray:
+        name, offset, size = part
+        found, handle, begin = bytearray(size), self._handle(name), 0
+        while begin < size and (got := os.preadv(handle, [memoryview(found)[begin:]], offset + begin)):
+            begin += got
+        return found[:begin] if begin < size else found
+
+    def _handle(self, name: str) -> int:
+        if self._owner != os.getpid():
+            # Inherited by a loading process. They would serve, but closing one is each process's own affair.
+            self._handles, self._owner = OrderedDict(), os.getpid()
+        if name in self._handles:
+            self._handles.move_to_end(name)
+            return self._handles[name]
+        if len(self._handles) >= MOST_OPEN:
+            os.close(self._handles.popitem(last=False)[1])
+        handle = self._handles[name] = os.open(os.path.join(self.root, name), os.O_RDONLY | os.O_CLOEXEC)
+        return handle
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handles": OrderedDict()}
+
+
+class Remote(Store):
+    """A place named by a URL, read by fsspec. A process makes its own connections at its first look."""
+
+    remote = True
+
+    def __init__(self, url: str) -> None:
+        self.root = url.rstrip("/")
+        self._connected: tuple[int, Any, str] | None = None
+        self._connect()
+
+    def _connect(self) -> tuple[Any, str]:
+        if self._connected is None or self._connected[0] != os.getpid():
+            try:
+                import fsspec
+            except ImportError:
+                raise UserError(f"{self.root}: reading over a network needs fsspec. Run: pip install fsspec") from None
+            try:
+                files, path = fsspec.core.url_to_fs(self.root, use_listings_cache=False)
+            except (ImportError, ValueError) as error:  # each kind of URL has a package of its own
+                raise UserError(f"DATA.DATA_PATH (-data_path): {self.root} cannot be opened: {error}") from None
+            self._connected = os.getpid(), files, path.rstrip("/")
+        return self._connected[1:]
+
+    def _path(self, name: str) -> str:
+        root = self._connect()[1]
+        return f"{root}/{name}" if name else root
+
+    def tars(self, folder: str = "") -> list[Found]:
+        files = self._connect()[0]
+        try:
+            entries = files.ls(self._path(folder), detail=True)
+        except FileNotFoundError:
+            return []
+        except Exception as error:  # every kind of store has errors of its own
+            raise UserError(f"{self.root}/{folder}: cannot be listed: {_reason(error)}") from None
+        entries = [entry for entry in entries if entry["name"].endswith(".tar")]
+        found = []
+        for entry in entries:
+            size = entry["size"] if entry.get("size") is not None else files.size(entry["name"])
+            name = entry["name"].rstrip("/").rpartition("/")[2]
+            found.append(Found(f"{folder}/{name}" if folder else name, int(size or 0), _stamp(entry)))
+        return sorted(found)
+
+    def whole(self, name: str) -> bytes | None:
+        try:
+            return cast(bytes, self._connect()[0].cat_file(self._path(name)))
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise UserError(f"{self.root}/{name}: cannot be read: {_reason(error)}") from None
+
+    def open(self, name: str) -> BinaryIO:
+        return cast(BinaryIO, self._connect()[0].open(self._path(name), "rb"))
+
+    def range(self, part: Range) -> bytearray:
+        name, offset, size = part
+        try:
+            return bytearray(self._connect()[0].cat_file(self._path(name), start=offset, end=offset + size))
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(_reason(error)) from None
+
+    def ranges(self, parts: Sequence[Range]) -> list[bytearray | None]:
+        files = self._connect()[0]
+        names, starts = [self._path(name) for name, _, _ in parts], [offset for _, offset, _ in parts]
+        found = files.cat_ranges(names, starts, [offset + size for _, offset, size in parts], on_error="return")
+        return [None if isinstance(item, Exception) else bytearray(item) for item in found]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_connected": None}
+
+
+def open_store(place: str | None) -> Store:
+    """DATA_PATH as a folder or as a URL."""
+    if place is None:
+        raise UserError(
+            "DATA.DATASET shards needs DATA.DATA_PATH (-data_path): the folder or URL its tar files lie in."
+        )
+    if "://" in place:
+        return Remote(place)
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"DATA.DATA_PATH (-data_path): {folder} {what}.")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise UserError(f"DATA.DATA_PATH (-data_path): {folder} may not be read by this user.")
+    return Folder(folder)
+
+
+def _stamp(entry: dict[str, Any]) -> str:
+    return next((str(entry[key]) for key in ("ETag", "etag", "LastModified", "mtime", "created") if entry.get(key)), "")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,6 +1,8 @@
 """Where samples come from: sources, transforms, the order of samples, loading."""
 
 from .base import PADDING, Batch, ImageDataset
+from .exclude import tell_unmatched
+from .images import samples_of
 from .loader import TrainLoader, ValLoader, Window, auto_workers
 from .order import EpochOrder, Share, validation_batches
 from .registry import check_dataset, names, open_dataset
@@ -20,5 +22,7 @@ __all__ = [
     "check_dataset",
     "names",
     "open_dataset",
+    "samples_of",
+    "tell_unmatched",
     "validation_batches",
 ]

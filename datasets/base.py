@@ -15,6 +15,7 @@ from utils.config.schema import DataConfig, TrainConfig
 from utils.log import log
 
 from .augment import keys_set
+from .broken import Broken
 
 Key = tuple[int, int]
 """(epoch, sample index): all that the content of a training sample depends on, besides the seed."""
@@ -40,6 +41,8 @@ class ImageDataset(Dataset[Batch]):
     """Names of the classes in the order of their labels, where the source knows them."""
     in_memory: bool = False
     """True: batches come straight from (device) memory, and loading processes would only be in the way."""
+    max_bad: int = 0
+    """Images that may turn out to be unreadable before training stops."""
 
     def augment(self, train: TrainConfig) -> ImageDataset:
         """This part with TRAIN's changes of single images. Where images are in memory, there is no place for them."""
@@ -54,6 +57,10 @@ class ImageDataset(Dataset[Batch]):
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """The order of one epoch: every sample once."""
         return generator.permutation(len(self))
+
+    def take_broken(self) -> list[Broken]:
+        """Images that could not be read since the last call, in this process."""
+        return []
 
     @abstractmethod
     def __len__(self) -> int: ...

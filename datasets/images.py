@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
@@ -11,18 +13,31 @@ from utils.errors import TrainingError
 from utils.seeding import host_generators_kept
 
 from .base import PADDING, Batch, ImageDataset, Key
+from .broken import Broken, allowed
+from .exclude import listed_name, without_excluded
 from .pixels import Pixels, Unreadable
 from .randomness import seed_sample
+from .repeated import Repeated
 from .samples import Samples
+
+PAUSES = (0.1, 1.0, 3.0)
+"""Seconds between tries where the storage failed, as network file systems do for a while."""
+HERE_TO_STAY = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+FAILURES_OF_STORAGE = 8
+"""So many images in a row that the storage does not give: that is no longer about single images."""
 
 
 class Images(ImageDataset):
     """The training or the validation part of a source whose images are read one by one."""
 
     def __init__(self, samples: Samples, data: DataConfig, train: bool, seed: int) -> None:
-        self.samples, self.classes = samples, samples.classes
+        self.samples = without_excluded(samples, data)
+        self.classes = samples.classes
         self.data, self.seed, self.train = data, seed, train
         self.pixels = Pixels(data, train)
+        self.max_bad = allowed(data.MAX_BAD, len(self.samples))
+        self._known: dict[int, str] = {}  # broken ones: to read them anew in every epoch would be in vain
+        self._met: dict[int, Broken] = {}
 
     def augment(self, train: TrainConfig) -> ImageDataset:
         self.pixels = Pixels(self.data, self.train, train)
@@ -33,6 +48,10 @@ class Images(ImageDataset):
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         return self.samples.shuffled(generator)
+
+    def take_broken(self) -> list[Broken]:
+        met, self._met = self._met, {}
+        return list(met.values())
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         if get_worker_info() is not None:
@@ -45,22 +64,80 @@ class Images(ImageDataset):
         images = torch.zeros(len(keys), self.data.IMAGE_CHANNELS, size, size, dtype=torch.uint8)
         labels = torch.zeros(len(keys), dtype=torch.int64)
         self.samples.expect([index for _, index in keys if index != PADDING])
-        for row, (epoch, index) in enumerate(keys):
-            if index == PADDING:
-                continue
-            if self.train:
-                seed_sample(self.seed, epoch, index)
-            self._fill(images[row], index)
-            labels[row] = int(self.samples.labels[index])
+        for row, key in enumerate(keys):
+            if key[1] != PADDING:
+                labels[row] = int(self.samples.labels[self._fill(images[row], key)])
         return Batch(images, labels, torch.tensor([index for _, index in keys]))
 
-    def _fill(self, out: torch.Tensor, index: int) -> None:
-        name = self.samples.name(index)
-        try:
-            self.pixels(self.samples.read(index), out)
-        except FileNotFoundError:
-            raise TrainingError(f"The image {name} (sample {index}) does not exist.") from None
-        except (OSError, Unreadable) as error:
-            raise TrainingError(
-                f"The image {name} (sample {index}) cannot be read: {error}. Replace it or leave it out."
-            ) from None
+    def _fill(self, out: torch.Tensor, key: Key) -> int:
+        """Write the sample, or in training the next one that can be read, to `out`; the number of the one written.
+
+        The random numbers stay those of the sample that was asked for.
+        """
+        asked, not_given = key[1], 0
+        for step in range(len(self)):
+            index = (asked + step) % len(self)
+            if step and index in self._known:
+                continue
+            problem = self._known.get(index) or self._try(out, key, index)
+            if problem is None:
+                return index
+            name = self.samples.name(index)
+            if not self.train:
+                raise TrainingError(_strict(name, index, problem))
+            self._met[index] = Broken(index, name, listed_name(name, self.data), problem)
+            not_given += index not in self._known
+            if not_given == FAILURES_OF_STORAGE:
+                raise TrainingError(_storage(name, problem))
+            if len(self._met) > self.max_bad:
+                break
+        raise TrainingError(f"No image could be read in place of {self.samples.name(asked)}.")
+
+    def _try(self, out: torch.Tensor, key: Key, index: int) -> str | None:
+        """Write the pixels of sample `index` to `out`, or tell what is wrong with it. No first failure counts."""
+        pauses, again = iter(PAUSES), False
+        while True:
+            if self.train:
+                seed_sample(self.seed, *key)
+            try:
+                return self.pixels(self.samples.read(index), out)
+            except HERE_TO_STAY as error:
+                problem = "it does not exist" if isinstance(error, FileNotFoundError) else _words(error)
+                self._known[index] = problem
+                return problem
+            except Unreadable as error:
+                if again:
+                    self._known[index] = str(error)
+                    return str(error)
+                again = True
+            except OSError as error:
+                pause = next(pauses, None)
+                if pause is None:
+                    return _words(error)
+                time.sleep(pause)
+
+
+def samples_of(dataset: ImageDataset) -> Samples | None:
+    """The images a part reads one by one; None where it does not."""
+    if isinstance(dataset, Repeated):
+        dataset = dataset.samples
+    return dataset.samples if isinstance(dataset, Images) else None
+
+
+def _words(error: OSError) -> str:
+    return " ".join((error.strerror or str(error) or type(error).__name__).split())
+
+
+def _strict(name: str, index: int, problem: str) -> str:
+    return (
+        f"The validation image {name} (sample {index}) cannot be read: {problem}. Every validation image counts once, "
+        "so none is replaced. Repair it, or name it in the file of DATA.EXCLUDE (scripts/check_data.py -out FILE "
+        "writes one)."
+    )
+
+
+def _storage(name: str, problem: str) -> str:
+    return (
+        f"The storage gave none of {FAILURES_OF_STORAGE} training images in a row, the last of them {name}: {problem}. "
+        "When it is back, go on from the last checkpoint by -resume."
+    )

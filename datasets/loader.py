@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import itertools
 import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data import Dataset
 
 from utils.errors import TrainingError
+from utils.log import log
 
 from .base import Batch, ImageDataset, Key
+from .broken import Broken, BrokenImages
 from .order import EpochOrder, Share, validation_batches
+from .watch import WatchedIterator, WatchedLoader, WorkerDied
 
 MOST_WORKERS = 16
+MOST_DEATHS = 3
+"""So often in a row, without a batch in between, loading processes are started anew."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -58,6 +62,7 @@ class TrainLoader:
     def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
         self.order = order
         self._feed = _Feed(dataset, workers, seed, device)
+        self.broken = self._feed.broken
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """Windows from update `start` (counted from 0) to the end of the epoch."""
@@ -105,17 +110,18 @@ class _Feed:
     """Fetches the samples of a plan, in this process or in loading processes that stay, and moves them over."""
 
     def __init__(self, dataset: ImageDataset, workers: int, seed: int, device: torch.device) -> None:
-        self._dataset = dataset
+        self.broken = BrokenImages(dataset.max_bad)
+        self._fetch = _Fetch(dataset)
         self._device = device
-        self._keys = _Keys()
+        self._plan = _Plan()
         self._wait = 0.0
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" and not dataset.in_memory else None
-        self._workers: _MultiProcessingDataLoaderIter | None = None
-        self._loader: DataLoader[Any] | None = None
+        self._workers: WatchedIterator | None = None
+        self._loader: WatchedLoader | None = None
         if not dataset.in_memory:
-            self._loader = DataLoader(
-                _Guarded(dataset),
-                batch_sampler=self._keys,
+            self._loader = WatchedLoader(
+                self._fetch,
+                batch_sampler=self._plan,
                 num_workers=workers,
                 collate_fn=_as_it_is,
                 pin_memory=device.type == "cuda",
@@ -125,12 +131,21 @@ class _Feed:
             )
 
     def batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
-        self._keys.plan = epoch, plan
-        source = map(self._dataset.__getitems__, self._keys) if self._loader is None else self._start()
+        self._plan.begin(epoch, plan)
+        source: Iterator[Fetched] | None = None
+        deaths = 0
         while True:
             begin = time.perf_counter()
-            item = next(source, None)
-            batch = self._received(item)
+            try:
+                source = self._start() if source is None else source
+                fetched = next(source, None)
+            except WorkerDied as death:
+                deaths += 1
+                self._bury(death, deaths)
+                source = None
+                continue
+            deaths = 0
+            batch = None if fetched is None else self._received(fetched)
             self._wait += time.perf_counter() - begin
             if batch is None:
                 return
@@ -140,35 +155,50 @@ class _Feed:
         wait, self._wait = self._wait, 0.0
         return wait
 
-    def _start(self) -> Iterator[Any]:
-        assert self._loader is not None
-        first = self._workers is None
-        with _ctrl_c_held():
-            iterator = iter(self._loader)
-        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+    def _start(self) -> Iterator[Fetched]:
+        if self._loader is None:
+            return map(self._fetch.__getitems__, self._plan)
+        iterator = iter(self._loader)
+        if isinstance(iterator, WatchedIterator) and self._workers is None:
             self._workers = iterator
-            if first:
-                # Python ends its child processes by SIGTERM, which ours ignore, and would then wait for them for ever.
-                # Hooks run last in, first out: this one must come after those of multiprocessing and torch.
-                atexit.register(self.close)
+            # Python ends its child processes by SIGTERM, which ours ignore, and would then wait for them for ever.
+            # Hooks run last in, first out: this one must come after those of multiprocessing and torch.
+            atexit.register(self.close)
         return iterator
+
+    def _bury(self, death: WorkerDied, deaths: int) -> None:
+        """Let all loading processes go: the dead one may have held what the others wait for."""
+        if deaths == MOST_DEATHS:
+            raise TrainingError(
+                f"Loading processes died {deaths} times without one batch in between; at last {death}. Give them more "
+                "memory, or take fewer of them: DATA.NUM_WORKERS (-num_workers), 0 to load in the training process. "
+                "Then go on from the last checkpoint by -resume."
+            )
+        log.warning("%s. New ones are started, and go on where it stopped: no sample is lost.", _capital(str(death)))
+        self._end_workers(kill=True)
+        self._plan.again()
 
     def close(self) -> None:
         """End the workers now; an iterator that somebody still holds would keep them."""
-        if self._workers is not None:
-            atexit.unregister(self.close)
-            self._workers._shutdown_workers()
-            for worker in self._workers._workers:
-                if worker.is_alive():
-                    worker.kill()
-            self._workers = None
+        self._end_workers(kill=False)
         self._loader = None
 
-    def _received(self, item: Batch | TrainingError | None) -> Batch | None:
+    def _end_workers(self, kill: bool) -> None:
+        if self._workers is not None:
+            atexit.unregister(self.close)
+            self._workers.end(kill)
+            self._workers = None
+        if self._loader is not None:
+            self._loader._iterator = None
+
+    def _received(self, fetched: Fetched) -> Batch:
+        self._plan.received()
+        self.broken.met(fetched.broken)
+        item = fetched.batch
         if isinstance(item, TrainingError):
             raise item
-        if item is None or self._copies is None:
-            return item and Batch(*(tensor.to(self._device, non_blocking=True) for tensor in item))
+        if self._copies is None:
+            return Batch(*(tensor.to(self._device, non_blocking=True) for tensor in item))
         # A stream of its own: the copy runs while the device still computes the batch before.
         with torch.cuda.stream(self._copies):
             batch = Batch(*(tensor.to(self._device, non_blocking=True) for tensor in item))
@@ -179,42 +209,63 @@ class _Feed:
         return batch
 
 
-class _Keys:
-    """The batch sampler: tells loading processes the epoch with every index, so that they need no state."""
+class _Plan:
+    """The batch sampler: tells loading processes the epoch with every index, so that they need no state.
 
-    plan: tuple[int, Iterable[np.ndarray]] = (0, ())
+    What was handed out stays known until it has come back, for the case that it never does.
+    """
+
+    def __init__(self) -> None:
+        self.begin(0, ())
+
+    def begin(self, epoch: int, batches: Iterable[np.ndarray]) -> None:
+        self._rest: Iterator[list[Key]] = ([(epoch, index) for index in batch.tolist()] for batch in batches)
+        self._out: deque[list[Key]] = deque()
 
     def __iter__(self) -> Iterator[list[Key]]:
-        epoch, batches = self.plan
-        for indices in batches:
-            yield [(epoch, index) for index in indices.tolist()]
+        return self
+
+    def __next__(self) -> list[Key]:
+        keys = next(self._rest)
+        self._out.append(keys)
+        return keys
+
+    def received(self) -> None:
+        """The first of those that were out has come back."""
+        self._out.popleft()
+
+    def again(self) -> None:
+        """Nothing of what is out will come back: it is handed out once more."""
+        self._rest, self._out = itertools.chain(self._out, self._rest), deque()
 
 
-class _Guarded(Dataset[Any]):
-    """Hands an unreadable image's error over as a value: raised in a worker, it would bring a page of traceback."""
+class Fetched(NamedTuple):
+    """What a loading process sends: the batch, or why there is none, and the images it could not read."""
+
+    batch: Batch | TrainingError
+    broken: list[Broken]
+
+
+class _Fetch(Dataset[Any]):
+    """Hands an error over as a value: raised in a loading process, it would bring a page of traceback."""
 
     def __init__(self, dataset: ImageDataset) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, keys: list[Key]) -> Batch | TrainingError:
+    def __getitems__(self, keys: list[Key]) -> Fetched:
         try:
-            return self.dataset.__getitems__(keys)
+            batch = self.dataset.__getitems__(keys)
         except TrainingError as error:
-            return error
+            batch = error
+        return Fetched(batch, self.dataset.take_broken())
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-@contextlib.contextmanager
-def _ctrl_c_held() -> Iterator[None]:
-    """A Ctrl-C waits until loading processes are forked: these are born deaf to it, and have nothing to say."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _start_worker(_: int) -> None:

@@ -9,6 +9,7 @@ from utils.errors import UserError, nearest
 
 from . import digits, imagefolder, imagenet2012, synthetic
 from .base import ImageDataset, Source
+from .exclude import check_exclude
 from .transforms import check_ranges
 
 SOURCES: dict[str, Source] = {
@@ -36,6 +37,7 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     """
     source = _source(data)
     check_ranges(data)
+    check_exclude(data)
     source.check(data, num_classes, train)
 
 

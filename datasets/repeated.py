@@ -10,6 +10,7 @@ import torch
 from utils.config.schema import TrainConfig
 
 from .base import Batch, ImageDataset, Key
+from .broken import Broken
 
 
 class Repeated(ImageDataset):
@@ -17,7 +18,7 @@ class Repeated(ImageDataset):
 
     def __init__(self, samples: ImageDataset, copies: int) -> None:
         self.samples, self.copies = samples, copies
-        self.classes, self.in_memory = samples.classes, samples.in_memory
+        self.classes, self.in_memory, self.max_bad = samples.classes, samples.in_memory, samples.max_bad
 
     def __len__(self) -> int:
         """An epoch stays as long as it was, so that it costs the same: it meets fewer different samples."""
@@ -29,6 +30,9 @@ class Repeated(ImageDataset):
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         return self.samples.shuffled(generator)
+
+    def take_broken(self) -> list[Broken]:
+        return self.samples.take_broken()
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         rows: dict[int, list[int]] = defaultdict(list)

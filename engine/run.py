@@ -160,6 +160,8 @@ def _train(
         ended = trainer.fit()
     finally:
         reporter.close()
+    if broken := ready.train_loader.broken.summary():
+        log.warning(broken)
     words = "Paused, to be resumed by -resume" if ended == "paused" else "Done"
     log.info("%s%s; total time %s; everything lies in %s", words, trainer.best_words(": best "), *_end(trainer, folder))
 

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from datasets import EpochOrder, ImageDataset, Repeated, TrainLoader, ValLoader, auto_workers, open_dataset
+from datasets import (
+    EpochOrder,
+    ImageDataset,
+    Repeated,
+    TrainLoader,
+    ValLoader,
+    auto_workers,
+    open_dataset,
+    samples_of,
+    tell_unmatched,
+)
 from engine.checkpoint import Checkpoint
 from engine.ema import Ema
 from engine.inputs import Inputs, per_channel
@@ -71,6 +81,7 @@ def build_for_training(
 ) -> ReadyToTrain:
     ready = build_for_evaluation(config, world, device)
     train_set, loader = training_data(config, world, device)
+    tell_unmatched(config.DATA, map(samples_of, (train_set, ready.val_set)))
     train, updates = config.TRAIN, loader.order.updates
     parts = _parts(config, world, device, ready, updates)
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()

@@ -52,6 +52,7 @@ class Trainer:
         self._drawn = perf_counter()
         self.health = Health(self.config.AMP, self.parts, self.world, self.reporter)
         self._last_figures: dict[str, Means] = {}
+        self.train_loader.broken.write_into(self.folder)
 
     def fit(self) -> str:
         """Train to the end of the plan, or until something ends it early. Tells what ended it."""
@@ -64,6 +65,7 @@ class Trainer:
         improved = ended != "paused" and self._validated_at != self.position.update and self._validate()
         if improved or self._saved_at != self.position.update:
             self._save()
+        self.train_loader.broken.share(self.world)
         self._draw(force=True)
         self.reporter.run("paused" if ended == "paused" else "end", self.position, self.pace.total)
         return ended
@@ -103,6 +105,7 @@ class Trainer:
         reading = self._read()
         self._stop_on_nan(reading)
         self.health.look(position, together=True)
+        self.train_loader.broken.share(self.world)
         self.reporter.epoch(position, reading.epoch, seconds)
         finished = position.epoch
         last = finished == config.TRAIN.NUM_EPOCHS

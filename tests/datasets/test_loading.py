@@ -15,7 +15,6 @@ import torch
 
 from datasets import Batch, EpochOrder, TrainLoader, ValLoader, auto_workers, open_dataset
 from utils.config.schema import DataConfig
-from utils.errors import TrainingError
 from utils.seeding import seed_all
 
 ROOT = Path(__file__).parents[2]
@@ -115,25 +114,6 @@ def test_validation_is_padded_and_complete(
     assert len({batch.images.shape for batch in seen}) == 1
     padding = torch.cat([batch.labels for batch in seen])[indices < 0]
     assert padding.eq(0).all()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_image_is_named_without_a_workers_traceback(listed: Path, training, workers: int) -> None:
-    (listed / "train" / "4.png").write_bytes(b"not an image at all")
-    with pytest.raises(TrainingError) as caught:
-        by_sample(training(workers=workers), 0)
-    assert str(listed / "train" / "4.png") in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_truncated_and_a_missing_image_are_named(listed: Path, training) -> None:
-    victim = listed / "train" / "7.png"
-    victim.write_bytes(victim.read_bytes()[:200])
-    with pytest.raises(TrainingError, match=r"7\.png .*cannot be read"):
-        by_sample(training(), 0)
-    victim.unlink()
-    with pytest.raises(TrainingError, match=r"7\.png .*does not exist"):
-        by_sample(training(), 0)
 
 
 def test_waiting_is_counted_and_handed_over_once(training) -> None:

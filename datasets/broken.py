@@ -1,0 +1,118 @@
+"""Training images that cannot be read: which they are, when they are too many, and the list of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from utils.errors import CommonError, TrainingError
+from utils.log import log
+from utils.run_folder import replace_text
+from utils.world import World, all_of
+
+LIST = "broken.txt"
+LAST_NAMED = 3
+
+
+class Broken(NamedTuple):
+    """One image that cannot be read."""
+
+    sample: int
+    name: str
+    """Leads a person to it."""
+    listed: str
+    """What a list for DATA.EXCLUDE calls it."""
+    reason: str
+
+    def line(self) -> str:
+        return f"{self.listed}  # {self.reason}"
+
+
+def allowed(max_bad: float, samples: int) -> int:
+    """DATA.MAX_BAD as a number of images. Shares are rounded up: one bad image among fifty is no reason to stop."""
+    return math.ceil(max_bad * samples) if max_bad < 1 else int(max_bad)
+
+
+class BrokenImages:
+    """What the processes of a run have met so far. Each image is named once, however often it is met."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._found: dict[int, Broken] = {}
+        self._mine: list[Broken] = []
+        self._folder: Path | None = None
+
+    def write_into(self, folder: Path) -> None:
+        """Where the list of them is to lie."""
+        self._folder = folder
+
+    def met(self, found: Iterable[Broken]) -> None:
+        """Name what is new; TrainingError when they are too many."""
+        for broken in found:
+            if self._add(broken):
+                self._mine.append(broken)
+        if len(self._found) > self.limit:
+            self._write()
+            raise TrainingError(self._too_many())
+
+    def share(self, world: World) -> None:
+        """Let every rank know what the others have met. All of them come here together, at the end of an epoch."""
+        everyones, self._mine = all_of(self._mine, world), []
+        for broken in everyones:
+            self._add(broken)
+        if everyones and world.first:
+            self._write()
+        if len(self._found) > self.limit:
+            raise CommonError(self._too_many())
+
+    def summary(self) -> str:
+        """What is to be said at the end; '' where all could be read."""
+        if not self._found:
+            return ""
+        return (
+            f"{_images(len(self._found))} could not be read and {'were' if len(self._found) > 1 else 'was'} replaced "
+            f"by {'their neighbours' if len(self._found) > 1 else 'its neighbour'}; listed for DATA.EXCLUDE in "
+            f"{self._file()}"
+        )
+
+    def _add(self, broken: Broken) -> bool:
+        if broken.sample in self._found:
+            return False
+        self._found[broken.sample] = broken
+        log.warning(
+            "The training image %s cannot be read: %s. Its neighbour takes its place (%d of at most %d; DATA.MAX_BAD).",
+            broken.name,
+            broken.reason,
+            len(self._found),
+            self.limit,
+        )
+        return True
+
+    def _write(self) -> None:
+        """Add what is new to the list, which an earlier start of the same run may have begun."""
+        if self._folder is None:
+            return
+        file = self._file()
+        before = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        known = {line.partition("  # ")[0] for line in before}
+        new = [broken.line() for broken in self._found.values() if broken.listed not in known]
+        replace_text(file, "".join(f"{line}\n" for line in [*before, *new]))
+
+    def _file(self) -> Path:
+        return (self._folder or Path()) / LIST
+
+    def _too_many(self) -> str:
+        last = list(self._found.values())[-LAST_NAMED:]
+        return (
+            f"{_images(len(self._found))} cannot be read, and DATA.MAX_BAD allows {self.limit}. The last: "
+            + "; ".join(f"{broken.name} ({broken.reason})" for broken in last)
+            + f". Repair them, or leave them out by DATA.EXCLUDE={self._file()}, which lists them "
+            "(scripts/check_data.py finds all there are), or raise DATA.MAX_BAD. Then go on from the last checkpoint "
+            "by -resume."
+        )
+
+
+def _images(count: int) -> str:
+    return f"{count} training image{'s' if count != 1 else ''}"

@@ -1,0 +1,93 @@
+"""Loading processes that are watched: when one dies, whoever waits for it learns of it at once, and only then.
+
+torch's own way is a handler of SIGCHLD that raises an error at any point of the program, and a look every five seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+
+SECONDS_BETWEEN_LOOKS = 0.25
+
+
+class WorkerDied(Exception):
+    """A loading process has ended without being asked to. The text says which, and how."""
+
+
+class WatchedLoader(DataLoader[Any]):
+    """torch's loader, whose processes are watched."""
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        return WatchedIterator(self) if self.num_workers else super()._get_iterator()
+
+
+class WatchedIterator(_MultiProcessingDataLoaderIter):
+    """Batches from loading processes. Raises WorkerDied where one of them is waited for in vain."""
+
+    def __init__(self, loader: WatchedLoader) -> None:
+        with _born_deaf():
+            super().__init__(loader)
+
+    def _get_data(self) -> Any:
+        while True:
+            try:
+                return self._data_queue.get(timeout=SECONDS_BETWEEN_LOOKS)
+            except queue.Empty:
+                self._look()
+            except (OSError, EOFError) as error:  # what a process left behind that died while it handed it over
+                self._look()
+                raise WorkerDied(f"what a loading process sent could not be received: {error!r}") from None
+
+    def _look(self) -> None:
+        dead = [worker for worker in self._workers if not worker.is_alive()]
+        if dead:
+            raise WorkerDied(", ".join(f"the loading process {worker.pid} {_how(worker.exitcode)}" for worker in dead))
+        if self._pin_memory and not self._pin_memory_thread.is_alive():
+            raise WorkerDied("what a loading process sent could not be received")
+
+    def end(self, kill: bool = False) -> None:
+        """End the processes: in peace, or at once where what they are at will not be used."""
+        if kill:
+            self._kill()
+        self._shutdown_workers()
+        self._kill()
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            if worker.is_alive():
+                worker.kill()
+
+
+def _how(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"ended with code {code}"
+    name = signal.Signals(-code).name if -code in {*map(int, signal.Signals)} else f"signal {-code}"
+    hint = {
+        "SIGKILL": ": out of memory? The system kills in this way when memory runs out",
+        "SIGBUS": ": no room left in /dev/shm?",
+    }
+    return f"was killed by {name}{hint.get(name, '')}"
+
+
+@contextlib.contextmanager
+def _born_deaf() -> Iterator[None]:
+    """For the time processes are started in.
+
+    A Ctrl-C waits: they are born deaf to it, and have nothing to say. And the handler of SIGCHLD stays what it was.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -15,7 +15,7 @@ from utils.log import log
 
 from .samples import Encoded, Samples
 
-REMARK = re.compile(r"(?:^|\s)#.*")
+REMARK = re.compile(r"(?:^|\s)#")
 TOLD, COMPARED = 5, 2000
 
 
@@ -76,6 +76,7 @@ def tell_unmatched(data: DataConfig, parts: Iterable[Samples | None]) -> None:
         log.warning("DATA.EXCLUDE has no effect on the data set %s: its images have no names.", data.DATASET)
         return
     matched = set[int]().union(*(part.lines for part in read if isinstance(part, Remaining)))
+    # Of what one line may name, the shortest: without its remark.
     unmatched = {number: name for name, number in reversed(_read(data).items()) if number not in matched}
     if not unmatched:
         return
@@ -92,7 +93,7 @@ def tell_unmatched(data: DataConfig, parts: Iterable[Samples | None]) -> None:
 
 
 def _read(data: DataConfig) -> dict[str, int]:
-    """What the file names -> the number of the line, from 1. A line with a # may also be a name as a whole."""
+    """What the file names -> the number of the line, from 1. A # in a line may also be part of the name."""
     file = Path(data.EXCLUDE or "").expanduser()
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
@@ -105,8 +106,8 @@ def _read(data: DataConfig) -> dict[str, int]:
     prefix, root = _prefix(data), f"{os.path.abspath(_prefix(data))}/"
     found: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
-        for text in (REMARK.sub("", line).strip(), line.strip()):
-            if text and not text.startswith("#"):
+        for end in [*(mark.start() for mark in REMARK.finditer(line)), len(line)]:
+            if (text := line[:end].strip()) and not text.startswith("#"):
                 found[text.removeprefix(prefix).removeprefix(root).removeprefix("./")] = number
     return found
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
@@ -15,14 +13,12 @@ from utils.seeding import host_generators_kept
 from .base import PADDING, Batch, ImageDataset, Key
 from .broken import Broken, allowed
 from .exclude import listed_name, without_excluded
-from .pixels import Pixels, Unreadable
+from .pixels import Pixels
 from .randomness import seed_sample
+from .reading import Failure, failure_of
 from .repeated import Repeated
 from .samples import Samples
 
-PAUSES = (0.1, 1.0, 3.0)
-"""Seconds between tries where the storage failed, as network file systems do for a while."""
-HERE_TO_STAY = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 FAILURES_OF_STORAGE = 8
 """So many images in a row that the storage does not give: that is no longer about single images."""
 
@@ -36,7 +32,7 @@ class Images(ImageDataset):
         self.data, self.seed, self.train = data, seed, train
         self.pixels = Pixels(data, train)
         self.max_bad = allowed(data.MAX_BAD, len(self.samples))
-        self._known: dict[int, str] = {}  # broken ones: to read them anew in every epoch would be in vain
+        self._known: dict[int, Failure] = {}  # broken ones: to read them anew in every epoch would be in vain
         self._met: dict[int, Broken] = {}
 
     def augment(self, train: TrainConfig) -> ImageDataset:
@@ -79,42 +75,26 @@ class Images(ImageDataset):
             index = (asked + step) % len(self)
             if step and index in self._known:
                 continue
-            problem = self._known.get(index) or self._try(out, key, index)
-            if problem is None:
+            failure = self._known.get(index) or failure_of(lambda taken=index: self._write(out, key, taken))
+            if failure is None:
                 return index
             name = self.samples.name(index)
             if not self.train:
-                raise TrainingError(_strict(name, index, problem))
-            self._met[index] = Broken(index, name, listed_name(name, self.data), problem)
-            not_given += index not in self._known
+                raise TrainingError(_strict(name, index, failure.reason))
+            self._met[index] = Broken(index, name, listed_name(name, self.data), failure.reason)
+            if failure.lasting:
+                self._known[index] = failure
+            not_given += not failure.lasting
             if not_given == FAILURES_OF_STORAGE:
-                raise TrainingError(_storage(name, problem))
+                raise TrainingError(_storage(name, failure.reason))
             if len(self._met) > self.max_bad:
                 break
         raise TrainingError(f"No image could be read in place of {self.samples.name(asked)}.")
 
-    def _try(self, out: torch.Tensor, key: Key, index: int) -> str | None:
-        """Write the pixels of sample `index` to `out`, or tell what is wrong with it. No first failure counts."""
-        pauses, again = iter(PAUSES), False
-        while True:
-            if self.train:
-                seed_sample(self.seed, *key)
-            try:
-                return self.pixels(self.samples.read(index), out)
-            except HERE_TO_STAY as error:
-                problem = "it does not exist" if isinstance(error, FileNotFoundError) else _words(error)
-                self._known[index] = problem
-                return problem
-            except Unreadable as error:
-                if again:
-                    self._known[index] = str(error)
-                    return str(error)
-                again = True
-            except OSError as error:
-                pause = next(pauses, None)
-                if pause is None:
-                    return _words(error)
-                time.sleep(pause)
+    def _write(self, out: torch.Tensor, key: Key, index: int) -> None:
+        if self.train:
+            seed_sample(self.seed, *key)
+        self.pixels(self.samples.read(index), out)
 
 
 def samples_of(dataset: ImageDataset) -> Samples | None:
@@ -122,10 +102,6 @@ def samples_of(dataset: ImageDataset) -> Samples | None:
     if isinstance(dataset, Repeated):
         dataset = dataset.samples
     return dataset.samples if isinstance(dataset, Images) else None
-
-
-def _words(error: OSError) -> str:
-    return " ".join((error.strerror or str(error) or type(error).__name__).split())
 
 
 def _strict(name: str, index: int, problem: str) -> str:

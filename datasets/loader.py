@@ -125,7 +125,7 @@ class _Feed:
                 num_workers=workers,
                 collate_fn=_as_it_is,
                 pin_memory=device.type == "cuda",
-                worker_init_fn=_start_worker,
+                worker_init_fn=start_worker,
                 persistent_workers=workers > 0,
                 generator=torch.Generator().manual_seed(seed),  # its own, or every epoch would draw from the global one
             )
@@ -268,7 +268,7 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _start_worker(_: int) -> None:
+def start_worker(_: int) -> None:
     """Leave signals to the process that trains, which lets its workers end, and never outlive it."""
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):

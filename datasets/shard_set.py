@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from utils.config.schema import DataConfig
 from utils.errors import UserError
@@ -16,10 +20,11 @@ from utils.log import log
 from .cache import cache_folder, only_one, write_whole
 from .folders import VALIDATION_NAMES
 from .shard_index import ShardIndex, from_bytes, make_index
-from .stores import Found, Store
+from .stores import Folder, Found, Store
+from .tars import TarSamples
 
 MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"
-MADE_BY = "vitamp pack_images"
+MADE_BY = "vitamp"
 """In the manifest, which others give the same name."""
 LAYOUT = """Expected layout, of tar files with key.jpg and key.cls (or key.json) for each image:
   {root}/train/0000.tar, {root}/val/0000.tar    (or validation/, or test/)
@@ -134,6 +139,35 @@ class ShardSet:
         elif others:
             log.warning("%s is neither train nor val by its name, and is passed over.", others[0].name)
         return {name: files for name, files in parts.items() if files}
+
+
+def finish_set(
+    folder: Path,
+    parts: dict[str, list[str]],
+    about: dict[str, Any],
+    notes: dict[str, dict[str, Any]] | None = None,
+    each: Callable[[Iterable[Found]], Iterable[TarSamples]] | None = None,
+) -> int:
+    """Write the indexes of freshly made tar files, and last the manifest, which says that all is there.
+
+    `about` goes into the manifest, `notes` to each shard. Returns the number of samples.
+    """
+    store, samples, told = Folder(folder), 0, {}
+    for part, names in parts.items():
+        # No stamps: these files are known by the manifest, and stay the same ones when they are copied elsewhere.
+        found = [Found(name, os.path.getsize(folder / name), "") for name in names]
+        index = make_index(store, found, None, each)
+        counts = np.bincount(index.shard, minlength=len(found)).tolist()
+        shards = [
+            {"name": file.name, "bytes": file.size, "samples": count, **(notes or {}).get(file.name, {})}
+            for file, count in zip(found, counts, strict=True)
+        ]
+        told[part] = {"samples": len(index), "shards": shards}
+        samples += len(index)
+        write_whole(folder / _index_name(part), index.to_bytes())
+    manifest = {"made_by": MADE_BY, "format": 1, **about, "parts": told}
+    write_whole(folder / MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
+    return samples
 
 
 def _index_name(part: str) -> str:

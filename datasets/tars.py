@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -137,7 +138,13 @@ class TarWriter:
     """Writes samples into a tar file that is the same, byte for byte, for the same samples."""
 
     def __init__(self, path: Path) -> None:
-        self._tar = tarfile.open(path, "w:", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 - closed below
+        self._file = open(path, "wb")  # noqa: SIM115 - see close
+        self._tar = tarfile.open(fileobj=self._file, mode="w:", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 - see close
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._file.tell()
 
     def add(self, key: str, kind: str, image: bytes, label: int) -> None:
         self._member(f"{key}.{kind}", image)
@@ -149,4 +156,8 @@ class TarWriter:
         self._tar.addfile(info, io.BytesIO(content))
 
     def close(self) -> None:
+        """All is on the disk when this returns."""
         self._tar.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()

@@ -32,16 +32,10 @@ def open_folders(data: DataConfig, train: bool, num_classes: int, seed: int, dev
     part = part_folder(root, train)
     classes = class_names(root, part)
     check_class_count(len(classes), num_classes, f"The data set in {root}")
-    paths: list[str] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        found = sorted(_images(part / name))
-        paths.extend(f"{name}/{path}" for path in found)
-        labels.extend([label] * len(found))
+    paths, labels = class_files(part, classes)
     if not paths:
         raise UserError(_no_images(part, root))
-    samples = FileSamples(part, PathTable(paths), np.array(labels, dtype=np.int64), classes)
-    return Images(samples, data, train, seed)
+    return Images(FileSamples(part, PathTable(paths), labels, classes), data, train, seed)
 
 
 def check_folders(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -60,7 +54,9 @@ def _check_part(root: Path, part: Path, num_classes: int) -> None:
     if len(empty) == len(classes):
         raise UserError(_no_images(part, root))
     if empty:
-        log.warning("%s has no image for %d of its classes, %s among them.", part, len(empty), empty[0])
+        log.warning(
+            "%s has no image for %d of its %d classes, %s among them.", part, len(empty), len(classes), empty[0]
+        )
 
 
 def part_folder(root: Path, train: bool) -> Path:
@@ -76,10 +72,10 @@ def part_folder(root: Path, train: bool) -> Path:
 def class_names(root: Path, part: Path) -> list[str]:
     """Names in the order of their labels: those of the training part, wherever there is one."""
     train = root / "train"
-    classes = _subfolders(train if train.is_dir() else part)
+    classes = subfolders(train if train.is_dir() else part)
     if not classes:
         raise UserError(_no_images(train if train.is_dir() else part, root))
-    unknown = set(_subfolders(part)).difference(classes)
+    unknown = set(subfolders(part)).difference(classes)
     if unknown:
         first = min(unknown)
         raise UserError(
@@ -89,7 +85,15 @@ def class_names(root: Path, part: Path) -> list[str]:
     return classes
 
 
-def _subfolders(folder: Path) -> list[str]:
+def class_files(folder: Path, classes: list[str]) -> tuple[list[str], np.ndarray]:
+    """Paths relative to `folder`, and labels, of all images in the order of class and path."""
+    found = [sorted(_images(folder / name)) for name in classes]
+    paths = [f"{name}/{path}" for name, of_class in zip(classes, found, strict=True) for path in of_class]
+    return paths, np.repeat(np.arange(len(classes)), [len(of_class) for of_class in found])
+
+
+def subfolders(folder: Path) -> list[str]:
+    """Names of the folders in `folder`, in order. Hidden ones do not count."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 

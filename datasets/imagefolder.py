@@ -1,8 +1,62 @@
-"""`imagefolder`: a folder a class, its name is the class's name."""
+"""`imagefolder`: a folder a class, its name is the class's name. Without parts, they are made by a split."""
 
 from __future__ import annotations
 
-from .base import Source
-from .folders import check_folders, open_folders
+from pathlib import Path
 
-SOURCE = Source(open_folders, check_folders)
+import torch
+
+from utils.config.schema import DataConfig
+from utils.errors import UserError
+
+from .base import Source
+from .files import data_folder
+from .folders import (
+    VALIDATION_NAMES,
+    check_folders,
+    class_files,
+    open_folders,
+    part_folder,
+    subfolders,
+)
+from .images import Images
+from .labels import check_class_count, tell_empty_classes, tell_spare_classes
+from .split import split_files
+
+
+def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:
+    root = data_folder(data)
+    if _has_parts(root):
+        return open_folders(data, train, num_classes, seed, device)
+    classes = subfolders(root)
+    check_class_count(len(classes), num_classes, f"The data set in {root}")
+    paths, labels = class_files(root, classes)
+    return Images(split_files(root, paths, labels, classes, data, train), data, train, seed)
+
+
+def _check(data: DataConfig, num_classes: int, train: bool) -> None:
+    root = data_folder(data)
+    if _has_parts(root):
+        check_folders(data, num_classes, train)
+        return
+    classes = subfolders(root)
+    for name in classes:
+        if _has_parts(root / name):
+            raise UserError(
+                f"DATA.DATA_PATH (-data_path): {root / name} has a training and a validation part of its own: "
+                f"{root} seems to be one folder too high. Try -data_path {root / name}."
+            )
+    check_class_count(len(classes), num_classes, f"The data set in {root}")
+    paths, labels = class_files(root, classes)
+    if not paths:
+        part_folder(root, train)  # says what was expected
+    tell_spare_classes(len(classes), num_classes, f"The data set in {root}")
+    tell_empty_classes(labels, classes, str(root))
+    split_files(root, paths, labels, classes, data, train)
+
+
+def _has_parts(root: Path) -> bool:
+    return any((root / name).is_dir() for name in ("train", *VALIDATION_NAMES))
+
+
+SOURCE = Source(_open, _check)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+
+import numpy as np
 
 from utils.errors import UserError
 
@@ -21,3 +24,13 @@ def tell_spare_classes(classes: int, num_classes: int, owner: str) -> None:
     """Fewer is allowed (a pretrained classifier is often kept whole) but worth a word."""
     if classes < num_classes:
         log.info("%s has %d classes; %d of MODEL.NUM_CLASSES stay unused.", owner, classes, num_classes - classes)
+
+
+def tell_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str) -> None:
+    """A class without an image is never learned: often a sign that images are missing. `classes` are their names."""
+    missing = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
+    if len(missing):
+        first = classes[missing[0]]
+        log.warning(
+            "%s has no image for %d of its %d classes, %s among them.", owner, len(missing), len(classes), first
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from utils.errors import UserError
 
 from .files import PathTable
-from .labels import tell_spare_classes
+from .labels import tell_empty_classes, tell_spare_classes
 
 PROBED = 8
 """Images of a list that the check before the run looks for: enough to find a list made for another folder."""
@@ -36,14 +37,32 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
 def check_list(file: Path, num_classes: int) -> None:
     """Everything `read_list` checks, and that the first images are where the list says."""
     paths, labels = read_list(file, num_classes)
+    check_first_files(file, paths)
+    classes = int(labels.max()) + 1
+    tell_spare_classes(classes, num_classes, f"The list {file}")
+    tell_empty_classes(labels, range(classes), f"The list {file}")
+
+
+def check_first_files(file: Path, paths: PathTable | Sequence[str]) -> None:
+    """The first images must be where `file` says."""
     for index in range(min(PROBED, len(paths))):
         image = file.parent / paths[index]
         if not image.is_file():
             raise UserError(
                 f"{file} names {paths[index]}, but there is no file {image}. "
-                f"Paths in the list are relative to the folder it lies in."
+                f"Its paths are relative to the folder it lies in."
             )
-    tell_spare_classes(int(labels.max()) + 1, num_classes, f"The list {file}")
+
+
+def check_path(path: str, where: str) -> str:
+    """The path, if it stays in the folder."""
+    if not path:
+        raise UserError(f"{where}: the path is empty.")
+    if path.startswith("/") or ".." in path.split("/"):
+        raise UserError(
+            f"{where}: {path} leads out of the data folder; give a path relative to the file's folder, without '..'."
+        )
+    return path
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:
@@ -62,9 +81,4 @@ def _parse(line: str, where: str) -> tuple[str, int]:
         raise UserError(
             f"{where}: {line.strip()!r} is not 'relative/path.JPEG label' with a whole number as label."
         ) from None
-    path = path.strip()
-    if path.startswith("/") or ".." in path.split("/"):
-        raise UserError(
-            f"{where}: {path} leads out of the data folder; give a path relative to the list, without '..'."
-        )
-    return path, number
+    return check_path(path.strip(), where), number

@@ -7,15 +7,37 @@ import torch
 from utils.config.schema import DataConfig
 from utils.errors import UserError, nearest
 
-from . import digits, imagefolder, imagenet2012, synthetic
+from . import (
+    caltech,
+    cifar,
+    digits,
+    flowers102,
+    food101,
+    hub,
+    imagefolder,
+    imagenet2012,
+    pets,
+    shards,
+    synthetic,
+    table,
+)
 from .base import ImageDataset, Source
 from .exclude import check_exclude
 from .transforms import check_ranges
 
 SOURCES: dict[str, Source] = {
+    "caltech101": caltech.CALTECH101,
+    "caltech256": caltech.CALTECH256,
+    "cifar10": cifar.CIFAR10,
+    "cifar100": cifar.CIFAR100,
+    "csv": table.SOURCE,
     "digits": digits.SOURCE,
+    "flowers102": flowers102.SOURCE,
+    "food101": food101.SOURCE,
     "imagefolder": imagefolder.SOURCE,
     "imagenet2012": imagenet2012.SOURCE,
+    "pets": pets.SOURCE,
+    "shards": shards.SOURCE,
     "synthetic": synthetic.SOURCE,
 }
 
@@ -42,9 +64,11 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
 
 
 def _source(data: DataConfig) -> Source:
+    if data.DATASET.startswith(hub.PREFIX):
+        return hub.SOURCE
     if data.DATASET not in SOURCES:
         raise UserError(
             f"DATA.DATASET (-dataset): there is no data set {data.DATASET!r}.{nearest(data.DATASET, SOURCES)} "
-            f"Known are {', '.join(names())}."
+            f"Known are {', '.join(names())}, and hf:NAME_OR_PATH."
         )
     return SOURCES[data.DATASET]

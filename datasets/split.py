@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 
+from utils.config.schema import DataConfig
 from utils.errors import UserError
 from utils.seeding import key
+
+from .files import FileSamples, PathTable
 
 
 def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split") -> tuple[np.ndarray, np.ndarray]:
@@ -32,3 +36,11 @@ def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split"
         )
     validation = np.concatenate([of_class[:count] for of_class, count in zip(members, counts, strict=True)])
     return np.setdiff1d(np.arange(len(labels)), validation), np.sort(validation)
+
+
+def split_files(
+    root: Path, paths: list[str], labels: np.ndarray, classes: list[str] | None, data: DataConfig, train: bool
+) -> FileSamples:
+    """One part of these files, by DATA.VAL_FRACTION and DATA.SPLIT_SEED."""
+    chosen = split(labels, data.VAL_FRACTION, data.SPLIT_SEED)[0 if train else 1]
+    return FileSamples(root, PathTable(paths[index] for index in chosen), labels[chosen], classes)

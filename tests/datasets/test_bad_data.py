@@ -31,7 +31,7 @@ def complaint() -> Callable[[DataConfig, int], str]:
 def test_unknown_data_set(settings: Settings, complaint, cpu: torch.device) -> None:
     said = complaint(settings(DATASET="imagenet"))
     assert "Did you mean imagenet2012?" in said
-    assert "digits, imagefolder, imagenet2012, synthetic" in said
+    assert "digits, flowers102, food101, imagefolder, imagenet2012" in said
     with pytest.raises(UserError, match="imagenet2012"):
         open_dataset(settings(DATASET="imagenet"), True, 3, 0, cpu)
 

@@ -192,4 +192,6 @@ def test_fewer_classes_than_the_classifier_are_told(
 
 
 def test_names() -> None:
-    assert names() == ["digits", "imagefolder", "imagenet2012", "synthetic"]
+    torchvisions = {"caltech101", "caltech256", "cifar10", "cifar100", "flowers102", "food101", "pets"}
+    assert {"csv", "digits", "imagefolder", "imagenet2012", "synthetic"} | torchvisions <= set(names())
+    assert names() == sorted(names())

@@ -1,0 +1,76 @@
+"""`caltech101` and `caltech256`: a folder a class, with one that is none. They have no validation part of their own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from utils.config.schema import DataConfig
+from utils.errors import UserError
+
+from .base import Source
+from .folders import class_files, subfolders
+from .images import Images
+from .labels import check_class_count, tell_spare_classes
+from .published import Published
+from .split import split_files
+
+log = logging.getLogger("vitamp")
+
+
+@dataclass(frozen=True)
+class _Caltech:
+    """One of the two."""
+
+    published: Published
+    clutter: str
+    """The folder of what belongs to no class"""
+    images: int
+    """As published, without that folder"""
+
+    def open(self, data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG002 - files are read on the host
+        folder = self._folder(self.published.found(data))
+        classes = self._classes(folder, data, num_classes)
+        paths, labels = class_files(folder, classes)
+        return Images(split_files(folder, paths, labels, classes, data, train), data, train, seed)
+
+    def check(self, data: DataConfig, num_classes: int, train: bool) -> None:
+        folder = self._folder(self.published.prepare(data))
+        classes = self._classes(folder, data, num_classes)
+        tell_spare_classes(len(classes), num_classes, f"The data set {data.DATASET}")
+        paths, labels = class_files(folder, classes)
+        # Nothing lists the images, so their number is all one can go by.
+        if len(paths) < self.images:
+            log.warning("%s has %s images; %s were published.", folder, f"{len(paths):,}", f"{self.images:,}")
+        split_files(folder, paths, labels, classes, data, train)
+
+    def _folder(self, found: Path) -> Path:
+        return found / self.published.marks[0]
+
+    def _classes(self, folder: Path, data: DataConfig, num_classes: int) -> list[str]:
+        classes = [name for name in subfolders(folder) if name != self.clutter]
+        if not classes:
+            raise UserError(self.published.broken(folder.parent, f"{folder.name} has no folder of a class"))
+        check_class_count(len(classes), num_classes, f"The data set {data.DATASET}")
+        return classes
+
+
+def _caltech(classes: int, clutter: str, images: int, example: str, megabytes: int, record: str) -> Source:
+    inner = f"{classes}_ObjectCategories"
+    published = Published(
+        folder=f"caltech{classes}",
+        marks=(inner,),
+        layout=f"{inner}/{example}",
+        fetcher=f"Caltech{classes}",
+        megabytes=megabytes,
+        page=f"https://data.caltech.edu/records/{record}",
+    )
+    caltech = _Caltech(published, clutter, images)
+    return Source(caltech.open, caltech.check)
+
+
+CALTECH101 = _caltech(101, "BACKGROUND_Google", 8677, "accordion/image_0001.jpg", 137, "20086")
+CALTECH256 = _caltech(256, "257.clutter", 29780, "001.ak47/001_0001.jpg", 1183, "20087")

@@ -12,6 +12,8 @@ from utils.log import log
 from utils.run_folder import replace_text
 from utils.world import World, all_of
 
+from .exclude import REMARK
+
 LIST = "broken.txt"
 LAST_NAMED = 3
 
@@ -22,12 +24,9 @@ class Broken(NamedTuple):
     sample: int
     name: str
     """Leads a person to it."""
-    listed: str
-    """What a list for DATA.EXCLUDE calls it."""
     reason: str
-
-    def line(self) -> str:
-        return f"{self.listed}  # {self.reason}"
+    line: str
+    """What a list for DATA.EXCLUDE says of it."""
 
 
 def allowed(max_bad: float, samples: int) -> int:
@@ -96,8 +95,8 @@ class BrokenImages:
             return
         file = self._file()
         before = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        known = {line.partition("  # ")[0] for line in before}
-        new = [broken.line() for broken in self._found.values() if broken.listed not in known]
+        known = {line.partition(REMARK)[0] for line in before}
+        new = [one.line for one in self._found.values() if one.line.partition(REMARK)[0] not in known]
         replace_text(file, "".join(f"{line}\n" for line in [*before, *new]))
 
     def _file(self) -> Path:

@@ -15,7 +15,8 @@ from utils.log import log
 
 from .samples import Encoded, Samples
 
-REMARK = re.compile(r"(?:^|\s)#")
+REMARK = "  # "
+MARK = re.compile(r"(?:^|\s)#")
 TOLD, COMPARED = 5, 2000
 
 
@@ -62,9 +63,9 @@ def check_exclude(data: DataConfig) -> None:
         _read(data)
 
 
-def listed_name(name: str, data: DataConfig) -> str:
-    """What a list calls the sample: its name below DATA_PATH, so that the list stays true where the data moves to."""
-    return name.removeprefix(_prefix(data))
+def line_of(name: str, remark: str, data: DataConfig) -> str:
+    """One line of a list. The name is that below DATA_PATH, so that the list stays true where the data moves to."""
+    return f"{name.removeprefix(_prefix(data))}{REMARK}{' '.join(remark.split())}"
 
 
 def tell_unmatched(data: DataConfig, parts: Iterable[Samples | None]) -> None:
@@ -106,7 +107,7 @@ def _read(data: DataConfig) -> dict[str, int]:
     prefix, root = _prefix(data), f"{os.path.abspath(_prefix(data))}/"
     found: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
-        for end in [*(mark.start() for mark in REMARK.finditer(line)), len(line)]:
+        for end in [*(mark.start() for mark in MARK.finditer(line)), len(line)]:
             if (text := line[:end].strip()) and not text.startswith("#"):
                 found[text.removeprefix(prefix).removeprefix(root).removeprefix("./")] = number
     return found

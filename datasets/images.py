@@ -12,10 +12,10 @@ from utils.seeding import host_generators_kept
 
 from .base import PADDING, Batch, ImageDataset, Key
 from .broken import Broken, allowed
-from .exclude import listed_name, without_excluded
+from .exclude import line_of, without_excluded
 from .pixels import Pixels
 from .randomness import seed_sample
-from .reading import Failure, failure_of
+from .reading import Failure, failure_of, pixels_of
 from .repeated import Repeated
 from .samples import Samples
 
@@ -81,10 +81,11 @@ class Images(ImageDataset):
             name = self.samples.name(index)
             if not self.train:
                 raise TrainingError(_strict(name, index, failure.reason))
-            self._met[index] = Broken(index, name, listed_name(name, self.data), failure.reason)
-            if failure.lasting:
+            self._met[index] = Broken(index, name, failure.reason, line_of(name, failure.reason, self.data))
+            if failure.kind == "storage":
+                not_given += 1
+            else:
                 self._known[index] = failure
-            not_given += not failure.lasting
             if not_given == FAILURES_OF_STORAGE:
                 raise TrainingError(_storage(name, failure.reason))
             if len(self._met) > self.max_bad:
@@ -94,7 +95,7 @@ class Images(ImageDataset):
     def _write(self, out: torch.Tensor, key: Key, index: int) -> None:
         if self.train:
             seed_sample(self.seed, *key)
-        self.pixels(self.samples.read(index), out)
+        pixels_of(self.samples.read(index), self.pixels, out)
 
 
 def samples_of(dataset: ImageDataset) -> Samples | None:

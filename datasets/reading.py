@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from .pixels import Unreadable
+import torch
+
+from .pixels import Pixels, Unreadable
+from .samples import Encoded
 
 PAUSES = (0.1, 1.0, 3.0)
 """Seconds between tries where the storage failed, as network file systems do for a while."""
-HERE_TO_STAY = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+NEVER_WAITED_FOR = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 class Failure(NamedTuple):
     """Why an image cannot be read."""
 
     reason: str
-    lasting: bool
-    """False where the storage failed, which may give the image another time."""
+    kind: Literal["missing", "storage", "damaged"]
+    """storage: it failed, and may give the image another time."""
 
 
 def failure_of(read: Callable[[], None]) -> Failure | None:
@@ -27,19 +30,24 @@ def failure_of(read: Callable[[], None]) -> Failure | None:
     while True:
         try:
             return read()
-        except FileNotFoundError:
-            return Failure("it does not exist", lasting=True)
-        except HERE_TO_STAY as error:
-            return Failure(_words(error), lasting=True)
+        except NEVER_WAITED_FOR as error:
+            return Failure("it does not exist" if isinstance(error, FileNotFoundError) else _words(error), "missing")
         except Unreadable as error:
             if again:
-                return Failure(str(error), lasting=True)
+                return Failure(str(error), "damaged")
             again = True
         except OSError as error:
             pause = next(pauses, None)
             if pause is None:
-                return Failure(_words(error), lasting=False)
+                return Failure(_words(error), "storage")
             time.sleep(pause)
+
+
+def pixels_of(encoded: Encoded, pixels: Pixels, out: torch.Tensor) -> None:
+    """Write the pixels of an image to `out`."""
+    if not len(encoded):
+        raise Unreadable("it is empty: 0 bytes")
+    pixels(encoded, out)
 
 
 def _words(error: OSError) -> str:

@@ -1,0 +1,149 @@
+"""Looking at every image of a data set, in loading processes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from datasets.loader import start_worker
+from datasets.pixels import Pixels
+from datasets.reading import failure_of, pixels_of
+from datasets.samples import Encoded, Samples
+from datasets.watch import WatchedIterator, WatchedLoader, WorkerDied
+from utils.config.schema import DataConfig
+from utils.errors import TrainingError
+
+AT_ONCE = 32
+
+
+class Look(NamedTuple):
+    """What was seen of one image."""
+
+    kind: str
+    """'' where it can be read, otherwise what sort of trouble it is"""
+    reason: str
+    digest: bytes
+    """Equal for images whose bytes are equal; b'' where there are none"""
+    mode: str
+    """How its colours are stored, in a word or two; '' for what the model takes, or what cannot be told"""
+    size: tuple[int, int]
+    """Width and height; (0, 0) where they cannot be told"""
+
+
+@dataclass
+class Seen:
+    """A part of a data set, and what was seen of each of its images."""
+
+    title: str
+    samples: Samples
+    looks: list[Look]
+
+
+def look_at(title: str, samples: Samples, data: DataConfig, workers: int) -> Seen:
+    """Look at every image of one part."""
+    chunks = [list(range(begin, min(begin + AT_ONCE, len(samples)))) for begin in range(0, len(samples), AT_ONCE)]
+    loader = WatchedLoader(
+        _Looker(samples, data),
+        batch_sampler=chunks,
+        num_workers=min(workers, len(chunks)),
+        collate_fn=list,
+        worker_init_fn=start_worker,
+        generator=torch.Generator(),
+    )
+    looks: list[Look] = []
+    with (
+        warnings.catch_warnings(action="ignore"),
+        tqdm(total=len(samples), desc=title, unit=" images", disable=None, leave=False) as bar,
+    ):
+        iterator = iter(loader)
+        try:
+            for found in iterator:
+                looks.extend(found)
+                bar.update(len(found))
+        except WorkerDied as death:
+            raise TrainingError(
+                f"{death}. It was looking at one of the {AT_ONCE * workers} images of the {title} part from "
+                f"{samples.name(len(looks))} on. Look at fewer at a time with -num_workers."
+            ) from None
+        finally:
+            if isinstance(iterator, WatchedIterator):
+                iterator.end(kill=True)
+    return Seen(title, samples, looks)
+
+
+class _Looker(Dataset[Any]):
+    def __init__(self, samples: Samples, data: DataConfig) -> None:
+        self.samples, self.channels = samples, data.IMAGE_CHANNELS
+        # Validation's way to the pixels decodes the whole image; training's may stop where its crop ends.
+        self.pixels = Pixels(data, train=False)
+        self.out = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, indices: list[int]) -> list[Look]:
+        self.samples.expect(indices)
+        return [self._look(index) for index in indices]
+
+    def _look(self, index: int) -> Look:
+        encoded: Encoded = b""
+
+        def read() -> None:
+            nonlocal encoded
+            encoded = self.samples.read(index)
+            pixels_of(encoded, self.pixels, self.out)
+
+        failure = failure_of(read)
+        if isinstance(encoded, np.ndarray):
+            return Look("", "", _digest(encoded.tobytes()), "", (encoded.shape[1], encoded.shape[0]))
+        if failure is None:
+            return Look("", "", _digest(encoded), *_form(encoded, self.channels))
+        kind = _kind_of_damage(encoded) if failure.kind == "damaged" else failure.kind
+        return Look(kind, failure.reason, b"", "", (0, 0))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _kind_of_damage(encoded: bytes) -> str:
+    if not encoded:
+        return "empty"
+    try:
+        with Image.open(io.BytesIO(encoded)):
+            return "damaged"
+    except UnidentifiedImageError:
+        return "no image"
+    except Image.DecompressionBombError:
+        return "too large"
+    except Exception:  # a damaged header can raise nearly anything
+        return "damaged"
+
+
+def _form(encoded: bytes, channels: int) -> tuple[str, tuple[int, int]]:
+    """How the colours are stored, '' where it is what the model takes, and the size."""
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return _unusual(image, channels), image.size
+    except Exception:  # read by another decoder than Pillow
+        return "", (0, 0)
+
+
+def _unusual(image: Image.Image, channels: int) -> str:
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
+        return "transparent"
+    if image.mode.startswith("I") or image.mode == "F":
+        return "16 bits and more"
+    if image.mode in ("L", "1"):
+        return "" if channels == 1 else "grey"
+    names = {"RGB": "" if channels == 3 else "coloured", "P": "palette"}
+    return names.get(image.mode, image.mode)

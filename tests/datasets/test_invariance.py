@@ -1,0 +1,177 @@
+"""The first global batches hold the same samples, with the same pixels, however many processes loaded them.
+
+What is compared is what training is given: engine's own loader, its workers real processes, a loader for each rank.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from engine.setup import training_data
+from utils.config import Config, load_config
+from utils.world import World
+
+SAMPLES, CLASSES = 101, 4
+BATCH, MICRO_BATCHES = 2, 4
+"""A global batch is four micro-batches of two samples, shared out among 1, 2 or 4 ranks."""
+UPDATES = -(-SAMPLES // (BATCH * MICRO_BATCHES))
+GLOBAL_BATCHES = 50
+START = 17
+
+GlobalBatch = tuple[list[int], str]
+"""Samples in their order, and a checksum of their labels and pixels."""
+
+
+def jpeg(number: int) -> bytes:
+    """Sizes and shapes differ, so that a crop of one is never the crop of another."""
+    generator = np.random.default_rng(number)
+    height, width = generator.integers(20, 44, 2)
+    pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def as_folders(root: Path) -> None:
+    for number in range(SAMPLES):
+        path = root / "train" / f"class{number % CLASSES}" / f"{number:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(number))
+    (root / "val").symlink_to("train")
+
+
+def as_csv(root: Path) -> None:
+    as_folders(root)
+    with (root / "train.csv").open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["path", "target"])
+        table.writerows(
+            [f"train/class{number % CLASSES}/{number:03d}.jpg", number % CLASSES] for number in range(SAMPLES)
+        )
+    (root / "val.csv").symlink_to("train.csv")
+
+
+def as_shards(root: Path) -> None:
+    """Seven tar files, the last of them short."""
+    (root / "train").mkdir(parents=True)
+    for shard, first in enumerate(range(0, SAMPLES, 16)):
+        with tarfile.open(root / "train" / f"{shard:06d}.tar", "w") as tar:
+            for number in range(first, min(first + 16, SAMPLES)):
+                for ending, content in (("jpg", jpeg(number)), ("cls", str(number % CLASSES).encode())):
+                    member = tarfile.TarInfo(f"{number:06d}.{ending}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    (root / "val").symlink_to("train")
+
+
+SOURCES: dict[str, Callable[[Path], None]] = {"imagefolder": as_folders, "csv": as_csv, "shards": as_shards}
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    root = tmp_path_factory.mktemp(request.param)
+    SOURCES[request.param](root)
+    return request.param, root
+
+
+@pytest.fixture(scope="module")
+def expected(source: tuple[str, Path]) -> list[GlobalBatch]:
+    """One process that loads for itself."""
+    return global_batches(source)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_the_number_of_workers_changes_nothing(
+    source: tuple[str, Path], expected: list[GlobalBatch], workers: int
+) -> None:
+    assert global_batches(source, workers=workers) == expected
+
+
+@pytest.mark.parametrize(("world", "workers"), [(2, 0), (4, 0), (2, 2)])
+def test_the_number_of_ranks_changes_nothing(
+    source: tuple[str, Path], expected: list[GlobalBatch], world: int, workers: int
+) -> None:
+    assert global_batches(source, world=world, workers=workers) == expected
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 1)])
+def test_starting_in_the_middle_changes_nothing(
+    source: tuple[str, Path], expected: list[GlobalBatch], world: int, workers: int
+) -> None:
+    assert START % UPDATES, "not at the beginning of an epoch"
+    assert global_batches(source, world=world, workers=workers, start=START) == expected[START:]
+
+
+def test_an_epoch_is_all_samples_once_and_never_the_same_twice(expected: list[GlobalBatch]) -> None:
+    epochs = [expected[first : first + UPDATES] for first in range(0, GLOBAL_BATCHES - UPDATES + 1, UPDATES)]
+    orders = [[index for indices, _ in epoch for index in indices] for epoch in epochs]
+    assert all(sorted(order) == list(range(SAMPLES)) for order in orders)
+    assert len({tuple(order) for order in orders}) == len(orders) == 3
+    checksums = [checksum for _, checksum in expected]
+    assert len(set(checksums)) == len(checksums)
+
+
+def global_batches(source: tuple[str, Path], world: int = 1, workers: int = 0, start: int = 0) -> list[GlobalBatch]:
+    """The global batches from number `start` on, put together from those of all ranks."""
+    ranks = [one_rank(settings(source, world, workers), World(rank, world), start) for rank in range(world)]
+    found: list[GlobalBatch] = []
+    for parts in zip(*ranks, strict=True):
+        micro_batches = [micro_batch for part in parts for micro_batch in part]
+        numbers = [number for number, _, _ in micro_batches]
+        assert numbers == sorted(set(numbers)), "the ranks' shares of a global batch, one after the other"
+        checksum = hashlib.sha256(b"".join(content for _, _, content in micro_batches)).hexdigest()
+        found.append(([index for _, indices, _ in micro_batches for index in indices], checksum))
+    return found
+
+
+def one_rank(config: Config, world: World, start: int) -> list[list[tuple[int, list[int], bytes]]]:
+    """(number in the global batch, samples, content) of this rank's micro-batches, a list a global batch."""
+    _, loader = training_data(config, world, torch.device("cpu"))
+    assert loader.order.updates == UPDATES
+    done, found = start, []
+    try:
+        while done < GLOBAL_BATCHES:
+            for window in loader.epoch(1 + done // UPDATES, done % UPDATES):
+                real = [(share, batch) for share, batch in window if share.weight]
+                found.append(
+                    [
+                        (s.number, b.indices.tolist(), b.labels.numpy().tobytes() + b.images.numpy().tobytes())
+                        for s, b in real
+                    ]
+                )
+                done += 1
+                if done == GLOBAL_BATCHES:
+                    break
+    finally:
+        loader.close()
+    return found
+
+
+def settings(source: tuple[str, Path], world: int, workers: int) -> Config:
+    name, root = source
+    words = {
+        "DATA.DATASET": name,
+        "DATA.DATA_PATH": str(root),
+        "DATA.IMAGE_SIZE": 16,
+        "DATA.BATCH_SIZE": BATCH,
+        "DATA.DROP_LAST": False,
+        "DATA.NUM_WORKERS": workers,
+        "DATA.SHARD_WINDOW": 3,
+        "DATA.CACHE": str(root / "cache"),
+        "MODEL.NUM_CLASSES": CLASSES,
+        "TRAIN.ACCUM_ITER": MICRO_BATCHES // world,
+        "TRAIN.RAND_AUGMENT": True,
+        "SEED": 3,
+    }
+    return load_config(None, words={key: str(value) for key, value in words.items()}).config

@@ -74,10 +74,10 @@ class ShardSet:
     def _beside(self, part: str) -> ShardIndex | None:
         """The index that lies with the tar files. Once sent to a store, these have other times than it says."""
         found = [file._replace(stamp="") for file in self.parts[part]] if self.store.remote else self.parts[part]
-        return _fitting(self.store.whole(_index_name(part)), found)
+        return _fitting(self.store.whole(index_name(part)), found)
 
     def _keep(self, index: ShardIndex, part: str, cached: Path) -> None:
-        place = cached if self.store.remote else Path(self.store.root, _index_name(part))
+        place = cached if self.store.remote else Path(self.store.root, index_name(part))
         try:
             write_whole(place, index.to_bytes())
         except OSError:
@@ -164,13 +164,13 @@ def finish_set(
         ]
         told[part] = {"samples": len(index), "shards": shards}
         samples += len(index)
-        write_whole(folder / _index_name(part), index.to_bytes())
+        write_whole(folder / index_name(part), index.to_bytes())
     manifest = {"made_by": MADE_BY, "format": 1, **about, "parts": told}
     write_whole(folder / MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
     return samples
 
 
-def _index_name(part: str) -> str:
+def index_name(part: str) -> str:
     return f"index-{part}.npz"
 
 

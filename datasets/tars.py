@@ -157,7 +157,7 @@ class TarWriter:
 
     def close(self) -> None:
         """All is on the disk when this returns."""
-        self._tar.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file:
+            self._tar.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +18,15 @@ import pytest
 import torch
 from PIL import Image
 
+from datasets import Batch
 from engine.setup import training_data
 from utils.config import Config, load_config
 from utils.world import World
 
 SAMPLES, CLASSES = 101, 4
-BATCH, MICRO_BATCHES = 2, 4
+GLOBAL_BATCH, BATCH = 8, 2
 """A global batch is four micro-batches of two samples, shared out among 1, 2 or 4 ranks."""
-UPDATES = -(-SAMPLES // (BATCH * MICRO_BATCHES))
+UPDATES = -(-SAMPLES // GLOBAL_BATCH)
 GLOBAL_BATCHES = 50
 START = 17
 
@@ -122,55 +124,57 @@ def test_an_epoch_is_all_samples_once_and_never_the_same_twice(expected: list[Gl
     assert len(set(checksums)) == len(checksums)
 
 
-def global_batches(source: tuple[str, Path], world: int = 1, workers: int = 0, start: int = 0) -> list[GlobalBatch]:
+@pytest.mark.parametrize(("world", "batch"), [(1, 8), (2, 4)])
+def test_the_place_in_a_batch_changes_nothing(
+    source: tuple[str, Path], expected: list[GlobalBatch], world: int, batch: int
+) -> None:
+    assert global_batches(source, world=world, batch=batch) == expected
+
+
+def global_batches(
+    source: tuple[str, Path], world: int = 1, workers: int = 0, start: int = 0, batch: int = BATCH
+) -> list[GlobalBatch]:
     """The global batches from number `start` on, put together from those of all ranks."""
-    ranks = [one_rank(settings(source, world, workers), World(rank, world), start) for rank in range(world)]
+    config = settings(source, world, workers, batch)
+    ranks = [one_rank(config, World(rank, world), start) for rank in range(world)]
     found: list[GlobalBatch] = []
     for parts in zip(*ranks, strict=True):
         micro_batches = [micro_batch for part in parts for micro_batch in part]
-        numbers = [number for number, _, _ in micro_batches]
+        numbers = [number for number, _ in micro_batches]
         assert numbers == sorted(set(numbers)), "the ranks' shares of a global batch, one after the other"
-        checksum = hashlib.sha256(b"".join(content for _, _, content in micro_batches)).hexdigest()
-        found.append(([index for _, indices, _ in micro_batches for index in indices], checksum))
+        samples = [sample for _, content in micro_batches for sample in zip(*content, strict=True)]
+        seen = b"".join(label.numpy().tobytes() + pixels.numpy().tobytes() for pixels, label, _ in samples)
+        found.append(([int(index) for _, _, index in samples], hashlib.sha256(seen).hexdigest()))
     return found
 
 
-def one_rank(config: Config, world: World, start: int) -> list[list[tuple[int, list[int], bytes]]]:
-    """(number in the global batch, samples, content) of this rank's micro-batches, a list a global batch."""
+def one_rank(config: Config, world: World, start: int) -> list[list[tuple[int, Batch]]]:
+    """(number in the global batch, content) of this rank's micro-batches, a list a global batch."""
     _, loader = training_data(config, world, torch.device("cpu"))
     assert loader.order.updates == UPDATES
-    done, found = start, []
+    found: list[list[tuple[int, Batch]]] = []
     try:
-        while done < GLOBAL_BATCHES:
-            for window in loader.epoch(1 + done // UPDATES, done % UPDATES):
-                real = [(share, batch) for share, batch in window if share.weight]
-                found.append(
-                    [
-                        (s.number, b.indices.tolist(), b.labels.numpy().tobytes() + b.images.numpy().tobytes())
-                        for s, b in real
-                    ]
-                )
-                done += 1
-                if done == GLOBAL_BATCHES:
-                    break
+        while (done := start + len(found)) < GLOBAL_BATCHES:
+            for window in itertools.islice(loader.epoch(1 + done // UPDATES, done % UPDATES), GLOBAL_BATCHES - done):
+                found.append([(share.number, batch) for share, batch in window if share.weight])
     finally:
         loader.close()
     return found
 
 
-def settings(source: tuple[str, Path], world: int, workers: int) -> Config:
+def settings(source: tuple[str, Path], world: int, workers: int, batch: int) -> Config:
     name, root = source
     words = {
         "DATA.DATASET": name,
         "DATA.DATA_PATH": str(root),
         "DATA.IMAGE_SIZE": 16,
-        "DATA.BATCH_SIZE": BATCH,
+        "DATA.BATCH_SIZE": batch,
         "DATA.DROP_LAST": False,
         "DATA.NUM_WORKERS": workers,
         "DATA.SHARD_WINDOW": 3,
         "DATA.CACHE": str(root / "cache"),
         "MODEL.NUM_CLASSES": CLASSES,
-        "TRAIN.ACCUM_ITER": MICRO_BATCHES // world,
+        "TRAIN.ACCUM_ITER": GLOBAL_BATCH // (batch * world),
         "TRAIN.RAND_AUGMENT": True,
         "SEED": 3,
     }

@@ -1,67 +1,35 @@
-"""From a decoded image to the uint8 pixels the model's input is made of. Nothing is normalised here."""
+"""Moving images about: shift, zoom and rotation, of one image or of a whole batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
-from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from utils.config.schema import DataConfig, TrainConfig
+from utils.config.schema import DataConfig
 from utils.errors import UserError
 
-from .augment import ImageChange, image_changes
-
-ImageTransform = Callable[[Image.Image], torch.Tensor]
+from .augment import ImageChange
 
 
-def training_transform(data: DataConfig, train: TrainConfig | None = None) -> ImageTransform:
-    """Random crop, flip, what TRAIN changes and, where asked for, shift, zoom and rotation."""
-    steps: list[ImageChange] = [
-        v2.RandomResizedCrop(
-            data.IMAGE_SIZE,
-            scale=data.CROP_SCALE,
-            ratio=data.CROP_RATIO,
-            interpolation=InterpolationMode(data.INTERPOLATION),
-            antialias=True,
-        ),
-        v2.RandomHorizontalFlip(data.FLIP),
-        *(image_changes(data, train) if train else ()),
-    ]
-    if moves(data):
-        affine = v2.RandomAffine(
-            degrees=(-data.ROTATE, data.ROTATE),
-            translate=(data.SHIFT, data.SHIFT),
-            scale=(1 - data.ZOOM, 1 + data.ZOOM),
-            interpolation=InterpolationMode.BILINEAR,
-        )
-        steps.append(v2.RandomApply([affine], p=data.AFFINE_PROB))
-    return v2.Compose([*steps, v2.PILToTensor()])
-
-
-def validation_transform(data: DataConfig) -> ImageTransform:
-    """The middle of the image, which is first resized so that CROP_PCT of its short side is kept."""
-    short_side = math.floor(data.IMAGE_SIZE / data.CROP_PCT)
-    resize = v2.Resize(short_side, interpolation=InterpolationMode(data.INTERPOLATION), antialias=True)
-    return v2.Compose([resize, v2.CenterCrop(data.IMAGE_SIZE), v2.PILToTensor()])
+def affine_changes(data: DataConfig) -> list[ImageChange]:
+    """Shift, zoom and rotation of one image, where asked for."""
+    if not moves(data):
+        return []
+    affine = v2.RandomAffine(
+        degrees=(-data.ROTATE, data.ROTATE),
+        translate=(data.SHIFT, data.SHIFT),
+        scale=(1 - data.ZOOM, 1 + data.ZOOM),
+        interpolation=InterpolationMode.BILINEAR,
+    )
+    return [v2.RandomApply([affine], p=data.AFFINE_PROB)]
 
 
 def moves(data: DataConfig) -> bool:
     """Whether SHIFT, ZOOM or ROTATE ever act."""
     return data.AFFINE_PROB > 0 and (data.SHIFT > 0 or data.ZOOM > 0 or data.ROTATE > 0)
-
-
-def as_wanted(image: Image.Image, channels: int) -> Image.Image:
-    """An image of any mode as RGB, or as grey for one channel."""
-    if image.mode.startswith("I;16"):
-        # Pillow's own conversion cuts off at 255, which leaves most 16-bit images white.
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif "transparency" in image.info:
-        image = image.convert("RGBA")
-    return image.convert("L" if channels == 1 else "RGB")
 
 
 def check_ranges(data: DataConfig) -> None:

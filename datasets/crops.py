@@ -1,0 +1,127 @@
+"""Which part of an image becomes the model's square. Only numbers: no pixels are touched here."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from utils.config.schema import DataConfig
+
+TRIES = 10
+"""Random shapes drawn before the middle is taken, as torchvision and timm have it."""
+REACH = {"bicubic": 2, "bilinear": 1}
+"""How far a filter looks to each side, in pixels of the smaller image."""
+
+
+class Box(NamedTuple):
+    """A part of an image, in whole pixels."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+class View(NamedTuple):
+    """The square a model sees: `size` x `size` pixels from (`left`, `top`) on, each `across` x `down` of the image's.
+
+    `box` holds all pixels that take part. In training that is just the square; in validation its surroundings lend a
+    hand at the borders, because there the image is resized first and cut afterwards.
+    """
+
+    box: Box
+    left: float
+    top: float
+    across: float
+    down: float
+    size: int
+    cut_first: bool = True
+
+    def on(self, of: tuple[int, int], now: tuple[int, int]) -> View:
+        """The same view of an image whose width and height were `of` and, decoded smaller, are `now`."""
+        x, y = now[0] / of[0], now[1] / of[1]
+        left, top, width, height = self.box
+        if self.cut_first:
+            left, top = round(left * x), round(top * y)
+            box = Box(left, top, min(round(width * x), now[0] - left), min(round(height * y), now[1] - top))
+            return square(box, self.size)
+        box = Box(0, 0, min(math.ceil(width * x), now[0]), min(math.ceil(height * y), now[1]))
+        return self._replace(box=box, left=self.left * x, top=self.top * y, across=self.across * x, down=self.down * y)
+
+
+Views = Callable[[int, int], View]
+"""(width, height) of an image -> what is taken of it"""
+
+
+def square(box: Box, size: int) -> View:
+    """All of `box`, resized to `size` x `size`."""
+    return View(box, box.left, box.top, box.width / size, box.height / size, size)
+
+
+def training_views(data: DataConfig) -> Views:
+    """By DATA.CROP. Random numbers come from python's generator."""
+    return RandomViews(data) if data.CROP == "random" else SqueezedViews(data)
+
+
+def validation_views(data: DataConfig) -> Views:
+    """The middle, or all of the image where training squeezes it too."""
+    return SqueezedViews(data) if data.CROP == "none" else MiddleViews(data)
+
+
+class RandomViews:
+    """A random area of a random shape: the distribution of torchvision's RandomResizedCrop."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.size, self.scale, self.ratio = data.IMAGE_SIZE, data.CROP_SCALE, data.CROP_RATIO
+        self.log_ratio = math.log(data.CROP_RATIO[0]), math.log(data.CROP_RATIO[1])
+
+    def __call__(self, width: int, height: int) -> View:
+        return square(self._box(width, height), self.size)
+
+    def _box(self, width: int, height: int) -> Box:
+        draw, (least, most), (narrow, wide) = random.random, self.scale, self.log_ratio
+        for _ in range(TRIES):
+            area = width * height * (least + (most - least) * draw())
+            ratio = math.exp(narrow + (wide - narrow) * draw())
+            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                return Box(int(draw() * (width - w + 1)), int(draw() * (height - h + 1)), w, h)
+        ratio = min(max(width / height, self.ratio[0]), self.ratio[1])
+        w, h = min(width, max(1, round(height * ratio))), min(height, max(1, round(width / ratio)))
+        return Box((width - w) // 2, (height - h) // 2, w, h)
+
+
+class SqueezedViews:
+    """All of the image, whatever its shape."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.size = data.IMAGE_SIZE
+
+    def __call__(self, width: int, height: int) -> View:
+        return square(Box(0, 0, width, height), self.size)
+
+
+class MiddleViews:
+    """The image is resized so that CROP_PCT of its short side is kept, and the middle square cut out."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.size = data.IMAGE_SIZE
+        self.short = math.floor(data.IMAGE_SIZE / data.CROP_PCT)
+        self.reach = REACH[data.INTERPOLATION]
+
+    def __call__(self, width: int, height: int) -> View:
+        if width <= height:
+            wide, high = self.short, int(self.short * height / width)
+        else:
+            wide, high = int(self.short * width / height), self.short
+        across, down = width / wide, height / high
+        left, top = round((wide - self.size) / 2), round((high - self.size) / 2)
+        box = Box(0, 0, self._end(left, across, width), self._end(top, down, height))
+        return View(box, left * across, top * down, across, down, self.size, cut_first=False)
+
+    def _end(self, begin: int, scale: float, length: int) -> int:
+        """Where the last pixel that takes part ends."""
+        centre_of_last = (begin + self.size - 0.5) * scale
+        return min(length, math.ceil(centre_of_last + self.reach * max(scale, 1.0) + 1))

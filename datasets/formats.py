@@ -1,0 +1,89 @@
+"""Images as they are stored, opened by their header: what is taken of one is decided before anything is decoded."""
+
+from __future__ import annotations
+
+import functools
+import io
+from abc import ABC, abstractmethod
+
+import numpy as np
+from PIL import Image
+
+from .crops import Box
+
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+"""What PIL may open. It knows more, but one of the others starts a program, and none is a format for photographs."""
+MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**27)
+"""PIL opens nothing larger, for fear of a small file that fills the memory; neither do the other decoders."""
+
+
+class Stored(ABC):
+    """An image whose header was read."""
+
+    width: int
+    height: int
+
+    def shrink(self, factor: int) -> None:  # noqa: B027 - most kinds of images cannot
+        """Be decoded at 1/factor (2, 4 or 8) of the size, with `width` and `height` to match, where that is quicker."""
+
+    @abstractmethod
+    def cut(self, box: Box) -> np.ndarray:
+        """The pixels of `box`, height x width x channels. One channel may stand for three equal ones."""
+
+
+class ArrayStored(Stored):
+    """Pixels that need no decoding."""
+
+    def __init__(self, pixels: np.ndarray, channels: int) -> None:
+        self.pixels = pixels if pixels.ndim == 3 else pixels[:, :, None]
+        self.height, self.width = pixels.shape[:2]
+        self.channels = channels
+
+    def cut(self, box: Box) -> np.ndarray:
+        left, top, width, height = box
+        return in_channels(self.pixels[top : top + height, left : left + width], self.channels)
+
+
+class PilStored(Stored):
+    """Whatever PIL reads."""
+
+    def __init__(self, data: bytes, channels: int) -> None:
+        self.image = Image.open(io.BytesIO(data), formats=_formats())
+        self.channels = channels
+        self.width, self.height = self.image.size
+
+    def shrink(self, factor: int) -> None:
+        if self.image.draft(self.image.mode, (self.width // factor, self.height // factor)):
+            self.width, self.height = self.image.size
+
+    def cut(self, box: Box) -> np.ndarray:
+        left, top, width, height = box
+        part = self.image
+        if box != (0, 0, *part.size):
+            part = part.crop((left, top, left + width, top + height))
+        pixels = np.asarray(as_wanted(part, self.channels))
+        return pixels if pixels.ndim == 3 else pixels[:, :, None]
+
+
+def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
+    """Colours made grey as PIL does it where one channel is wanted. Grey is left for the end to be repeated."""
+    if channels == 1 and pixels.shape[2] != 1:
+        return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
+    return pixels
+
+
+def as_wanted(image: Image.Image, channels: int) -> Image.Image:
+    """An image of any mode as RGB, or as grey for one channel."""
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion cuts off at 255, which leaves most 16-bit images white.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+@functools.cache
+def _formats() -> list[str]:
+    """Those that this PIL was made with."""
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import Batch, EpochOrder, TrainLoader, ValLoader, auto_workers, open_dataset
+from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, ValLoader, auto_workers, open_dataset
 from utils.config.schema import DataConfig
+from utils.errors import TrainingError
 from utils.seeding import seed_all
 
 ROOT = Path(__file__).parents[2]
@@ -175,6 +177,103 @@ next(iter(next(windows)))
 raise SystemExit(7)
 """
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=40, check=False).returncode == 7
+
+
+class Deadly(ImageDataset):
+    """The loading process that is to fetch one of `deadly` dies of it, so many times in all as there are files."""
+
+    def __init__(self, images: ImageDataset, deadly: set[int], lives: Path, signal_number: int) -> None:
+        self.images, self.deadly, self.lives, self.signal_number = images, deadly, lives, signal_number
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
+        if self.deadly & {index for _, index in keys} and (left := sorted(self.lives.iterdir())):
+            left[0].unlink()
+            os.kill(os.getpid(), self.signal_number)
+        return self.images.__getitems__(keys)
+
+
+@pytest.fixture
+def deadly(training, tmp_path: Path) -> Iterator[Callable[..., TrainLoader]]:
+    opened: list[TrainLoader] = []
+
+    def make(times: int, numbers: set[int], workers: int = 2, signal_number: int = signal.SIGKILL) -> TrainLoader:
+        lives = tmp_path / "lives"
+        lives.mkdir()
+        for number in range(times):
+            (lives / str(number)).touch()
+        plain = training(batch=2)
+        dataset = Deadly(plain._feed._fetch.dataset, numbers, lives, signal_number)
+        opened.append(TrainLoader(dataset, plain.order, 5, workers, torch.device("cpu")))
+        return opened[-1]
+
+    yield make
+    for loader in opened:
+        loader.close()
+
+
+def in_order(loader: TrainLoader, epoch: int, start: int = 0) -> list[tuple[list[int], bytes]]:
+    batches = [batch for window in loader.epoch(epoch, start) for _, batch in window]
+    return [(batch.indices.tolist(), batch.images.numpy().tobytes()) for batch in batches]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_killed_loading_process_changes_nothing(
+    training, deadly, caplog, monkeypatch, workers: int, start: int
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
+    expected = [in_order(training(batch=2), epoch, start) for epoch in (1, 2)]
+    loader = deadly(2, {3, 8}, workers)
+    before = signal.getsignal(signal.SIGCHLD)
+    began = time.monotonic()
+    assert [in_order(loader, epoch, start) for epoch in (1, 2)] == expected
+    assert time.monotonic() - began < 5, "torch alone looks every five seconds"
+    assert signal.getsignal(signal.SIGCHLD) is before, "no handler may raise wherever the program happens to be"
+    assert "was killed by SIGKILL: out of memory?" in caplog.text
+    assert "no sample is lost" in caplog.text
+
+
+def test_loading_processes_killed_between_batches_and_between_epochs(training) -> None:
+    reference, loader = training(batch=2), training(batch=2, workers=2)
+    before = set(_children(os.getpid()))
+    found = []
+    for epoch in (1, 2):
+        windows = loader.epoch(epoch)
+        for number, window in enumerate(windows):
+            found += [(batch.indices.tolist(), batch.images.numpy().tobytes()) for _, batch in window]
+            if number in (1, 5):  # 5: the last of the epoch
+                for worker in set(_children(os.getpid())) - before:
+                    os.kill(worker, signal.SIGKILL)
+                time.sleep(0.1)  # a handler that raises would do so here
+    assert found == in_order(reference, 1) + in_order(reference, 2)
+
+
+def test_validation_outlives_its_loading_processes_too(listed: Path, settings: Settings, cpu: torch.device) -> None:
+    dataset = open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, cpu)
+    loader = ValLoader(dataset, 2, 0, 1, 2, cpu)
+    before = set(_children(os.getpid()))
+    batches = []
+    for batch in loader:
+        batches.append(batch)
+        if len(batches) == 1:
+            for worker in set(_children(os.getpid())) - before:
+                os.kill(worker, signal.SIGKILL)
+    loader.close()
+    indices = torch.cat([batch.indices for batch in batches]).tolist()
+    assert [index for index in indices if index >= 0] == list(range(7))
+
+
+@pytest.mark.parametrize(("signal_number", "hint"), [(signal.SIGKILL, "out of memory?"), (signal.SIGBUS, "/dev/shm")])
+def test_loading_processes_that_die_again_and_again_end_the_run(deadly, signal_number: int, hint: str) -> None:
+    loader = deadly(99, {7}, 1, signal_number)
+    with pytest.raises(TrainingError) as caught:
+        in_order(loader, 1)
+    assert "died 3 times without one batch in between" in str(caught.value)
+    assert hint in str(caught.value)
+    assert "DATA.NUM_WORKERS (-num_workers)" in str(caught.value)
 
 
 def test_auto_workers_shares_the_cores() -> None:

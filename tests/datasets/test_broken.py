@@ -1,0 +1,256 @@
+"""Training goes on where an image cannot be read: what takes its place, what is said, and when it is too much."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from datasets import Batch, EpochOrder, Repeated, TrainLoader, ValLoader, open_dataset, reading
+from datasets.broken import allowed
+from datasets.images import Images
+from datasets.samples import Samples
+from utils.config.schema import DataConfig
+from utils.errors import TrainingError
+from utils.world import World
+
+Settings = Callable[..., DataConfig]
+Spoil = Callable[[Path], object]
+
+SPOILS: dict[str, Spoil] = {
+    "text": lambda path: path.write_text("no picture at all"),
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:600]),
+    "missing": lambda path: path.unlink(),
+}
+
+
+class Loaders:
+    """Training loaders of the twelve listed images, with every random transform on."""
+
+    def __init__(self, root: Path, settings: Settings) -> None:
+        self.root, self.settings = root, settings
+        self.opened: list[TrainLoader] = []
+
+    def __call__(self, workers: int = 0, copies: int = 1, batch: int = 4, **values: object) -> TrainLoader:
+        given = {"SHIFT": 0.2, "ZOOM": 0.2, "ROTATE": 20, "AFFINE_PROB": 0.7, "MAX_BAD": 6, **values}
+        cpu = torch.device("cpu")
+        dataset = open_dataset(self.settings(DATA_PATH=str(self.root), **given), True, 3, 5, cpu)
+        order = EpochOrder(len(dataset), batch, 1, 0, 1, 5, True, copies)
+        if copies > 1:
+            dataset = Repeated(dataset, copies)
+        self.opened.append(TrainLoader(dataset, order, 5, workers, cpu))
+        return self.opened[-1]
+
+    def image(self, number: int) -> Path:
+        return self.root / "train" / f"{number}.png"
+
+
+@pytest.fixture
+def loaders(listed: Path, settings: Settings) -> Iterator[Loaders]:
+    made = Loaders(listed, settings)
+    yield made
+    for loader in made.opened:
+        loader.close()
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What was logged."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Keep()
+    logging.getLogger("vitamp").addHandler(handler)
+    yield lines
+    logging.getLogger("vitamp").removeHandler(handler)
+
+
+def epoch(loader: TrainLoader, number: int = 1) -> list[Batch]:
+    return [batch for window in loader.epoch(number) for _, batch in window]
+
+
+def same(one: list[Batch], other: list[Batch]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for batch, twin in zip(one, other, strict=True) for a, b in zip(batch, twin, strict=True)
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_the_neighbour_takes_its_place_and_nothing_else_changes(
+    loaders: Loaders, said: list[str], spoil: str, workers: int
+) -> None:
+    shutil.copy(loaders.image(5), loaders.image(4))
+    expected = epoch(loaders())
+    assert not said
+    SPOILS[spoil](loaders.image(4))
+    found = epoch(loaders(workers))
+    for batch, wanted in zip(found, expected, strict=True):
+        # The pixels are those of number 5 under the random numbers of number 4; the label is number 5's.
+        assert torch.equal(batch.images, wanted.images)
+        assert torch.equal(batch.indices, wanted.indices)
+        assert batch.labels.tolist() == [(5 if i == 4 else i) % 3 for i in batch.indices.tolist()]
+    assert len(said) == 1
+    assert str(loaders.image(4)) in said[0]
+    assert {"missing": "it does not exist", "empty": "it is empty"}.get(spoil, "cannot be read") in said[0]
+
+
+def test_the_next_that_can_be_read_is_found_past_the_end(loaders: Loaders) -> None:
+    for number in (10, 11, 0):
+        loaders.image(number).unlink()
+    found = {int(i): int(y) for batch in epoch(loaders()) for i, y in zip(batch.indices, batch.labels, strict=True)}
+    assert [found[i] for i in (9, 10, 11, 0, 1)] == [0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_is_named_once_however_often_it_is_met(loaders: Loaders, said: list[str], workers: int) -> None:
+    loaders.image(5).write_bytes(b"")
+    loaders.image(7).write_bytes(b"")
+    loader = loaders(workers, copies=3)
+    for number in (1, 2, 3):  # a third of the images each, these two among them
+        epoch(loader, number)
+    assert sorted(line.split("/")[-1].split(" ")[0] for line in said) == ["5.png", "7.png"]
+    assert "2 training images could not be read" in loader.broken.summary()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("limit", "number"), [(0, 1), (0.01, 2), (0.2, 4), (2, 3)])
+def test_more_than_allowed_end_the_run(
+    loaders: Loaders, tmp_path: Path, limit: float, number: int, workers: int
+) -> None:
+    """`number` is the first count that is too many: shares of 12 images are rounded up."""
+    broken = [2, 5, 7, 8][: number - 1]
+    for one in broken:
+        loaders.image(one).write_bytes(b"x")
+    epoch(loaders(workers, MAX_BAD=limit))
+    loaders.image(10).write_bytes(b"x")
+    loader = loaders(workers, MAX_BAD=limit)
+    loader.broken.write_into(tmp_path)
+    with pytest.raises(TrainingError) as caught:
+        epoch(loader)
+    text = str(caught.value)
+    assert f"{number} training image" in text
+    assert f"DATA.MAX_BAD allows {number - 1}" in text
+    assert "-resume" in text
+    assert "\n" not in text
+    names = {f"train/{one}.png" for one in [*broken, 10]}
+    assert {line.split("  # ")[0] for line in (tmp_path / "broken.txt").read_text().splitlines()} == names
+
+
+def test_shares_are_rounded_up_and_numbers_are_numbers() -> None:
+    assert [allowed(bad, 50) for bad in (0, 0.01, 0.03, 1, 7.0)] == [0, 1, 2, 1, 7]
+    assert allowed(0.01, 1_281_167) == 12_812
+
+
+def test_a_folder_that_is_gone_is_not_searched_to_its_end(loaders: Loaders) -> None:
+    for number in range(12):
+        loaders.image(number).unlink()
+    with pytest.raises(TrainingError, match=r"3 training images cannot be read.*it does not exist"):
+        epoch(loaders(MAX_BAD=2))
+
+
+def test_the_list_of_an_earlier_start_stays(loaders: Loaders, tmp_path: Path) -> None:
+    (tmp_path / "broken.txt").write_text("train/3.png  # long ago\n")
+    loaders.image(3).write_bytes(b"x")
+    loaders.image(6).unlink()
+    loader = loaders()
+    loader.broken.write_into(tmp_path)
+    epoch(loader)
+    loader.broken.share(World())
+    assert (tmp_path / "broken.txt").read_text().splitlines() == [
+        "train/3.png  # long ago",
+        "train/6.png  # it does not exist",
+    ]
+
+
+class Flaky(Samples):
+    """Samples whose storage fails so many times before it gives one."""
+
+    def __init__(self, good: Samples, failures: dict[int, int], error: Exception | bytes) -> None:
+        self.good, self.failures, self.error = good, failures, error
+        self.labels, self.tries = good.labels, 0
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        if not self.failures.get(index):
+            return self.good.read(index)
+        self.failures[index] -= 1
+        self.tries += 1
+        if isinstance(self.error, bytes):
+            return self.error
+        raise self.error
+
+    def name(self, index: int) -> str:
+        return self.good.name(index)
+
+
+EIO, STALE = OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")
+
+
+@pytest.mark.parametrize(("error", "times"), [(EIO, 3), (STALE, 1), (b"garbage", 1)])
+def test_a_failure_that_passes_changes_nothing(
+    loaders: Loaders, monkeypatch: pytest.MonkeyPatch, said: list[str], error: Exception | bytes, times: int
+) -> None:
+    monkeypatch.setattr(reading, "PAUSES", (0.0, 0.0, 0.0))
+    expected = epoch(loaders())
+    loader = loaders()
+    images = loader._feed._fetch.dataset
+    assert isinstance(images, Images)
+    images.samples = Flaky(images.samples, {4: times, 9: times}, error)
+    assert same(epoch(loader), expected)
+    assert images.samples.tries == 2 * times
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [(EIO, 4), (b"garbage", 2), (FileNotFoundError(2, "x"), 1), (PermissionError(13, "Permission denied"), 1)],
+)
+def test_how_often_is_tried(
+    loaders: Loaders, monkeypatch: pytest.MonkeyPatch, error: Exception | bytes, tries: int
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("datasets.reading.time.sleep", slept.append)
+    loader = loaders()
+    images = loader._feed._fetch.dataset
+    assert isinstance(images, Images)
+    images.samples = Flaky(images.samples, {4: 99}, error)
+    epoch(loader)
+    assert images.samples.tries == tries
+    assert slept == list(reading.PAUSES) * (error is EIO), "network file systems are waited for, nothing else"
+
+
+def test_storage_that_is_gone_is_not_taken_for_broken_files(loaders: Loaders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PAUSES", ())
+    loader = loaders(MAX_BAD=1000)
+    images = loader._feed._fetch.dataset
+    assert isinstance(images, Images)
+    images.samples = Flaky(images.samples, dict.fromkeys(range(12), 99), EIO)
+    with pytest.raises(TrainingError, match=r"The storage gave none of 8 .*Input/output error.*-resume"):
+        epoch(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_validation_replaces_nothing(
+    listed: Path, settings: Settings, cpu: torch.device, spoil: str, workers: int
+) -> None:
+    SPOILS[spoil](listed / "val" / "5.png")
+    loader = ValLoader(open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, cpu), 4, 0, 1, workers, cpu)
+    with pytest.raises(TrainingError) as caught:
+        list(loader)
+    loader.close()
+    text = str(caught.value)
+    assert f"{listed / 'val' / '5.png'} (sample 5) cannot be read" in text
+    assert "DATA.EXCLUDE" in text
+    assert "check_data.py" in text
+    assert "\n" not in text

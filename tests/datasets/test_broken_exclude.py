@@ -1,0 +1,120 @@
+"""DATA.EXCLUDE: what a line may look like, and what is left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from datasets import check_dataset, open_dataset, samples_of, tell_unmatched
+from datasets.exclude import Remaining
+from datasets.samples import Samples
+from utils.config.schema import DataConfig
+from utils.errors import UserError
+
+Settings = Callable[..., DataConfig]
+
+
+@pytest.fixture
+def names(listed: Path, settings: Settings, cpu: torch.device) -> Callable[..., list[list[str]]]:
+    """Names of the training and the validation images that are left after the lines given."""
+
+    def opened(lines: str, encoding: str = "utf-8", path: str = str(listed)) -> list[list[str]]:
+        (listed / "exclude.txt").write_bytes(lines.encode(encoding))
+        data = settings(DATA_PATH=path, EXCLUDE=str(listed / "exclude.txt"))
+        parts = [samples_of(open_dataset(data, train, 3, 0, cpu)) for train in (True, False)]
+        tell_unmatched(data, parts)
+        return [[Path(part.name(i)).name for i in range(len(part))] for part in parts if part is not None]
+
+    return opened
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train/4.png",
+        "  ./train/4.png  ",
+        "train/4.png  # truncated",
+        "train/4.png\t# twice # marked",
+        "train/4.png\r",
+        "{root}/train/4.png # with spaces",
+    ],
+)
+def test_forms_of_a_line(names, listed: Path, line: str) -> None:
+    train, val = names("# a remark\n\n" + line.format(root=listed) + "\nval/0.png")
+    assert train == [f"{i}.png" for i in range(12) if i != 4]
+    assert val == [f"{i}.png" for i in range(1, 7)]
+
+
+def test_bom_and_a_hash_in_the_name(names, listed: Path) -> None:
+    text = (listed / "train_list.txt").read_text()
+    (listed / "train" / "c # 4.png").write_bytes((listed / "train" / "4.png").read_bytes())
+    (listed / "train_list.txt").write_text(text.replace("train/4.png", "train/c # 4.png"))
+    assert "c # 4.png" not in names("train/c # 4.png  # its reason", encoding="utf-8-sig")[0]
+    assert "c # 4.png" not in names("train/c # 4.png")[0]
+    assert len(names("train/c")[0]) == 12
+
+
+def test_a_relative_path_and_absolute_lines(names, listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(listed.parent)
+    for line in (f"{listed}/train/4.png", f"{listed.name}/train/4.png", "train/4.png"):
+        assert "4.png" not in names(line, path=listed.name)[0], line
+
+
+def test_labels_pixels_and_order_are_those_of_what_is_left(listed: Path, settings: Settings, cpu: torch.device) -> None:
+    (listed / "exclude.txt").write_text("train/0.png\ntrain/7.png\n")
+    part = open_dataset(settings(DATA_PATH=str(listed), EXCLUDE=str(listed / "exclude.txt")), True, 3, 0, cpu)
+    assert len(part) == 10
+    assert part.__getitems__([(0, 0), (0, 9)]).labels.tolist() == [1, 2]
+    assert sorted(part.shuffled(np.random.default_rng(0))) == list(range(10))
+
+
+def test_the_order_of_a_source_stays_its_own() -> None:
+    class Backwards(Samples):
+        labels = np.arange(6)
+
+        def read(self, index: int) -> bytes:
+            return bytes([index])
+
+        def name(self, index: int) -> str:
+            return str(index)
+
+        def shuffled(self, generator: np.random.Generator) -> np.ndarray:  # noqa: ARG002
+            return np.arange(6)[::-1]
+
+    left = Remaining(Backwards(), np.array([0, 2, 3, 5]), set())
+    order = left.shuffled(np.random.default_rng(0))
+    assert [left.read(int(i)) for i in order] == [b"\5", b"\3", b"\2", b"\0"]
+    assert left.labels.tolist() == [0, 2, 3, 5]
+
+
+def test_lines_that_name_nothing_are_told(
+    names, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
+    names("# a remark\ntrain/4.png  # good\nval/1.png\n")
+    assert caplog.text == ""
+    names("train/4.png\ntrian/3.png\n# a remark\nval/99.png\n")
+    assert "2 of its lines name no image" in caplog.text
+    assert "line 2, trian/3.png" in caplog.text
+    assert "line 4, val/99.png" in caplog.text
+    assert "Did you mean train/3.png?" in caplog.text
+
+
+def test_a_list_that_is_missing_is_found_before_the_run(listed: Path, settings: Settings) -> None:
+    with pytest.raises(UserError, match=r"DATA\.EXCLUDE: the file .*none\.txt does not exist.*check_data\.py"):
+        check_dataset(settings(DATA_PATH=str(listed), EXCLUDE=str(listed / "none.txt")), 3)
+    with pytest.raises(UserError, match="cannot be read"):
+        check_dataset(settings(DATA_PATH=str(listed), EXCLUDE=str(listed)), 3)
+    (listed / "binary").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(UserError, match="cannot be read"):
+        check_dataset(settings(DATA_PATH=str(listed), EXCLUDE=str(listed / "binary")), 3)
+
+
+def test_a_list_that_leaves_nothing(names) -> None:
+    with pytest.raises(UserError, match="all 7 images of a part"):
+        names("\n".join(f"val/{i}.png" for i in range(7)))

@@ -21,6 +21,11 @@ class TorchResize:
         # torch.nn.functional.interpolate takes no size together with a scale, and cannot be told where to write.
         self.kernel = getattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa").out
         self.by_pil = PilResize(interpolation)
+        self.interpolation = interpolation
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """The kernel cannot be sent to loading processes that are not forked; they look it up themselves."""
+        return TorchResize, (self.interpolation,)
 
     def __call__(self, pixels: np.ndarray, view: View) -> np.ndarray:
         # The kernel knows no offset: what lies before the square is made along with it, and then cut off.

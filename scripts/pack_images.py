@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Pack images once, small, into a few large files, from which training reads them several times faster.
+
+    python scripts/pack_images.py /data/imagenet /data/packed
+    python scripts/pack_images.py /data/flowers /data/packed -dataset imagefolder -short_side 320 -quality 95
+    python scripts/pack_images.py /data/imagenet /data/raw -raw
+    python scripts/pack_images.py -verify /data/packed
+
+Then train with -dataset shards -data_path /data/packed. Killed or interrupted, the same command goes on where it was.
+SRC is what -data_path would be, or hf:NAME; any -dataset but those that lie in memory. Broken images are named and
+left out.
+
+-dataset, -cfg and KEY=VALUE hold as for main_single_gpu.py. Flags of its own:
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from utils.cli import BY_NAME, FLAG, FLAGS, CommandLine, Flag, parse  # noqa: E402
+from utils.config import Config, load_config  # noqa: E402
+from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError  # noqa: E402
+from utils.log import log  # noqa: E402
+from utils.script import help_asked, run_tool  # noqa: E402
+
+SHORT_SIDE, QUALITY, SHARD_IMAGES = 256, 90, 1000
+OWN = (
+    Flag("short_side", f"pixels of the shorter side; smaller images stay (default {SHORT_SIDE})", "N", ("SHORT_SIDE",)),
+    Flag("quality", f"of the JPEG files, 1 to 100 (default {QUALITY})", "N", ("QUALITY",)),
+    Flag("raw", "keep pixels instead of JPEG files: no decoding, ten times the room", keys=("RAW",)),
+    Flag("keep", "keep the files as they are, byte for byte", keys=("KEEP",)),
+    Flag("shard_images", f"images in a tar file (default {SHARD_IMAGES})", "N", ("SHARD_IMAGES",)),
+    Flag("jobs", "processes that pack (default: one a core)", "N", ("JOBS",)),
+    Flag("verify", "compare a packed folder with its checksums, and do nothing else", "DST", ("VERIFY",)),
+)
+
+
+def main(argv: list[str]) -> int:
+    return run_tool(_pack, argv)
+
+
+def _pack(argv: list[str]) -> int:
+    if help_asked(argv, __doc__, OWN):
+        return EXIT_DONE
+    FLAGS["Packing"] = OWN
+    BY_NAME.update({flag.name: flag for flag in OWN})
+    places, rest = _places(argv)
+    command = parse(rest, "scripts/pack_images.py")
+    jobs = _number(command, "JOBS", None, 1, 1024)
+    if "VERIFY" in command.flags:
+        if places:
+            raise UserError(f"-verify looks at one folder and packs nothing; what is {places[0]} for?")
+        from scripts.pack_images_verify import verify
+
+        return verify(Path(command.flags["VERIFY"][0]).expanduser(), jobs)
+    if len(places) != 2:
+        what = f"got {len(places)}: {' '.join(places)}" if places else "got neither"
+        raise UserError(f"pack_images.py needs two places: SRC, what to pack, and DST, where to; {what}. -h shows how.")
+    config = _config(command, places[0])
+
+    # Only now, with the settings known to be right: importing torch takes seconds.
+    from scripts.pack_images_run import pack
+
+    try:
+        pack(config.DATA, config.MODEL.NUM_CLASSES, Path(places[1]).expanduser(), _how(command, config), jobs)
+    except KeyboardInterrupt:
+        log.warning("interrupted; the tar files that are finished stay, and the same command goes on")
+        return EXIT_INTERRUPTED
+    return EXIT_DONE
+
+
+def _places(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Words that are neither flags, nor their values, nor KEY=VALUE; and the rest."""
+    places: list[str] = []
+    rest: list[str] = []
+    value_follows = False
+    for word in argv:
+        flag = FLAG.fullmatch(word)
+        if flag is None and not value_follows and "=" not in word:
+            places.append(word)
+        else:
+            rest.append(word)
+        known = BY_NAME.get(flag[1].replace("-", "_")) if flag else None
+        value_follows = bool(known and known.value and flag and flag[2] is None)
+    return places, rest
+
+
+def _config(command: CommandLine, source: str) -> Config:
+    if command.action != "train":
+        raise UserError(f"pack_images.py has no -{command.action}; main_single_gpu.py has, with the same flags.")
+    own = {key for flag in OWN for key in flag.keys}
+    flags = {key: value for key, value in command.flags.items() if key not in own}
+    if "DATA.DATA_PATH" in flags:
+        raise UserError("-data_path: pack_images.py takes it as its first word, SRC.")
+    place = "DATA.DATASET" if source.startswith("hf:") else "DATA.DATA_PATH"
+    return load_config(command.cfg, {**flags, place: (source, "SRC")}, command.words).config
+
+
+def _how(command: CommandLine, config: Config) -> dict[str, int | str | bool]:
+    """All that the packed bytes depend on besides the images: kept with them, and compared when packing goes on."""
+    chosen = [name for name in ("RAW", "KEEP") if name in command.flags]
+    if len(chosen) > 1:
+        raise UserError("-raw and -keep exclude each other; give one of them.")
+    idle = ["QUALITY"] if chosen == ["RAW"] else ["QUALITY", "SHORT_SIDE"] if chosen else []
+    for name in idle:
+        if name in command.flags:
+            raise UserError(f"-{name.lower()} has no effect with -{chosen[0].lower()}; leave it out.")
+    how: dict[str, int | str | bool] = {"kind": chosen[0].lower() if chosen else "jpeg"}
+    if "SHORT_SIDE" not in idle:
+        how["short_side"] = _number(command, "SHORT_SIDE", SHORT_SIDE, 1, 65535) or 0
+    if "QUALITY" not in idle:
+        how["quality"] = _number(command, "QUALITY", QUALITY, 1, 100) or 0
+    how["shard_images"] = _number(command, "SHARD_IMAGES", SHARD_IMAGES, 1, 10**9) or 0
+    return {**how, "channels": config.DATA.IMAGE_CHANNELS, "upright": config.DATA.EXIF_ROTATE}
+
+
+def _number(command: CommandLine, key: str, default: int | None, least: int, most: int) -> int | None:
+    text, flag = command.flags.get(key, (default, ""))
+    if text is None:
+        return None
+    if not str(text).isdecimal() or not least <= int(text) <= most:
+        raise UserError(f"{flag} {text}: takes a whole number from {least} to {most}.")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

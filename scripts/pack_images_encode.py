@@ -1,0 +1,77 @@
+"""One image as it is packed."""
+
+from __future__ import annotations
+
+import io
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from datasets.crops import Box
+from datasets.decode import Reader, reason
+from datasets.parquet import kind_of
+from datasets.pixels import Unreadable
+from datasets.samples import Encoded
+from datasets.tars import IMAGE_KINDS
+from utils.config.schema import DataConfig
+
+
+class Packed(NamedTuple):
+    kind: str
+    """the ending of its name"""
+    content: bytes
+    small: bool
+    """No larger than was asked for, and kept as it was."""
+
+
+class Encoder:
+    """Makes an image smaller, or leaves it as it is; Unreadable for what training could not read either."""
+
+    def __init__(self, data: DataConfig, how: dict[str, int | str | bool]) -> None:
+        self.reader = Reader(data)
+        self.kind = how["kind"]
+        self.short_side, self.quality = int(how.get("short_side", 0)), int(how.get("quality", 0))
+
+    def __call__(self, encoded: Encoded, name: str) -> Packed:
+        pixels = self._pixels(encoded)
+        small = bool(self.short_side) and min(pixels.shape[:2]) <= self.short_side
+        if self.kind == "raw" or isinstance(encoded, np.ndarray):
+            return Packed("npy", as_npy(pixels if small or self.kind == "keep" else self._resized(pixels)), small)
+        if small or self.kind == "keep":
+            return Packed(_kind(name, encoded), encoded, small)
+        return Packed("jpg", self._jpeg(self._resized(pixels)), small)
+
+    def _pixels(self, encoded: Encoded) -> np.ndarray:
+        try:
+            stored = self.reader.open(encoded)
+            return stored.cut(Box(0, 0, stored.width, stored.height))
+        except Exception as error:  # a damaged file can raise nearly anything in its decoder
+            raise Unreadable(reason(error, encoded)) from None
+
+    def _resized(self, pixels: np.ndarray) -> np.ndarray:
+        """Down to the short side, never up. PIL's filter takes in every pixel, so that nothing flickers."""
+        height, width, channels = pixels.shape
+        scale = self.short_side / min(height, width)
+        size = max(self.short_side, round(width * scale)), max(self.short_side, round(height * scale))
+        image = Image.fromarray(pixels if channels == 3 else pixels[:, :, 0])
+        return np.asarray(image.resize(size, Image.Resampling.BICUBIC)).reshape(size[1], size[0], channels)
+
+    def _jpeg(self, pixels: np.ndarray) -> bytes:
+        """Baseline, colours at half the resolution: what decoders read fastest."""
+        image = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=self.quality, subsampling="4:2:0", progressive=False, optimize=False)
+        return file.getvalue()
+
+
+def as_npy(pixels: np.ndarray) -> bytes:
+    """Pixels as a file of numpy's."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(pixels), version=(1, 0), allow_pickle=False)
+    return file.getvalue()
+
+
+def _kind(name: str, content: bytes) -> str:
+    kind = name.rpartition(".")[2].lower()
+    return kind if kind in IMAGE_KINDS and kind != "npy" else kind_of(content)

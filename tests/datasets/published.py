@@ -1,0 +1,167 @@
+"""Small made-up trees in the real layouts of the published data sets."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+PythonsPickler: Any = vars(pickle)["_Pickler"]
+"""The one written in python: the usual one cannot be told how to write text."""
+
+
+class PythonTwo(PythonsPickler):
+    """Writes as Python 2 did: text and bytes are one and the same."""
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if not isinstance(obj, str | bytes):
+            super().save(obj, save_persistent_id)
+            return
+        raw = obj.encode("latin1") if isinstance(obj, str) else obj
+        self.write(b"T" + struct.pack("<i", len(raw)) + raw)
+
+
+def python_two(value: object) -> bytes:
+    """A pickle as the CIFAR files are, with numpy's names of that time."""
+    stream = io.BytesIO()
+    PythonTwo(stream, 2).dump(value)
+    return stream.getvalue().replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
+
+
+def image(path: Path, shade: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (24, 24), (shade % 256, 100, 50)).save(path)
+
+
+def cifar_pixels(images: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (images, 3072), dtype=np.uint8)
+
+
+def cifar10(root: Path, images: int = 4) -> None:
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    for seed, name in enumerate([*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]):
+        labels = [(seed + number) % 10 for number in range(images)]
+        names = [f"{CIFAR10_CLASSES[label]}_s_{number:06d}.png" for number, label in enumerate(labels)]
+        table = {"batch_label": name, "labels": labels, "data": cifar_pixels(images, seed), "filenames": names}
+        (folder / name).write_bytes(python_two(table))
+    meta = {"num_cases_per_batch": 10000, "label_names": CIFAR10_CLASSES, "num_vis": 3072}
+    (folder / "batches.meta").write_bytes(python_two(meta))
+
+
+def cifar100(root: Path) -> None:
+    folder = root / "cifar-100-python"
+    folder.mkdir(parents=True)
+    for seed, (name, images) in enumerate([("train", 12), ("test", 5)]):
+        labels = [(7 * number + seed) % 100 for number in range(images)]
+        coarse = [label // 5 for label in labels]
+        table = {"data": cifar_pixels(images, seed), "fine_labels": labels, "coarse_labels": coarse}
+        (folder / name).write_bytes(python_two(table))
+    meta = {"fine_label_names": [f"thing_{k:02d}" for k in range(100)], "coarse_label_names": ["group"] * 20}
+    (folder / "meta").write_bytes(python_two(meta))
+
+
+def caltech101(root: Path) -> None:
+    folder = root / "caltech101" / "101_ObjectCategories"
+    for name, images in (("BACKGROUND_Google", 4), ("Faces", 8), ("accordion", 6), ("wild_cat", 6)):
+        for number in range(1, images + 1):
+            image(folder / name / f"image_{number:04d}.jpg", 20 * number)
+
+
+def caltech256(root: Path) -> None:
+    folder = root / "caltech256" / "256_ObjectCategories"
+    for label, name in enumerate(("001.ak47", "002.american-flag", "257.clutter")):
+        for number in range(1, 7):
+            image(folder / name / f"{label + 1:03d}_{number:04d}.jpg", 20 * number)
+    (folder / "002.american-flag" / "RENAME2").write_text("a script that lies in the real one too")
+
+
+def flowers102(root: Path) -> None:
+    from scipy.io import savemat
+
+    folder = root / "flowers-102"
+    for number in range(1, 10):
+        image(folder / "jpg" / f"image_{number:05d}.jpg", 20 * number)
+    labels = np.array([[1, 102, 3, 77, 3, 1, 5, 6, 102]], dtype=np.uint8)
+    parts = {"trnid": [[5, 1, 9]], "valid": [[2, 4]], "tstid": [[3, 6, 7, 8]]}
+    savemat(folder / "imagelabels.mat", {"labels": labels})
+    savemat(folder / "setid.mat", {name: np.array(ids, dtype=np.uint16) for name, ids in parts.items()})
+
+
+def food101(root: Path) -> None:
+    folder, lists = root / "food-101", {"train": {}, "test": {}}
+    for label, dish in enumerate(("waffles", "apple_pie")):
+        lists["train"][dish] = [f"{dish}/{number}" for number in (1005649, 100057, 134 + label)]
+        lists["test"][dish] = [f"{dish}/{number}" for number in (99, 7)]
+    for part, of_dish in lists.items():
+        (folder / "meta").mkdir(parents=True, exist_ok=True)
+        (folder / "meta" / f"{part}.json").write_text(json.dumps(of_dish))
+        for paths in of_dish.values():
+            for path in paths:
+                image(folder / "images" / f"{path}.jpg", len(path))
+
+
+def pets(root: Path) -> None:
+    folder = root / "oxford-iiit-pet"
+    (folder / "annotations").mkdir(parents=True)
+    header = "#Image CLASS-ID SPECIES BREED ID\n"
+    trainval = ["Abyssinian_100 1 1 1", "american_bulldog_10 2 2 1", "Abyssinian_7 1 1 1", "Bengal_1 3 1 2"]
+    test = ["Bengal_2 3 1 2", "american_bulldog_11 2 2 1"]
+    for name, lines, opening in (("trainval", trainval, ""), ("test", test, ""), ("list", trainval + test, header)):
+        (folder / "annotations" / f"{name}.txt").write_text(opening + "\n".join(lines) + "\n")
+    for line in trainval + test:
+        image(folder / "images" / f"{line.split()[0]}.jpg", len(line))
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "caltech101": caltech101,
+    "caltech256": caltech256,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+    "flowers102": flowers102,
+    "food101": food101,
+    "pets": pets,
+}
+FOLDERS = {
+    "caltech101": "caltech101",
+    "caltech256": "caltech256",
+    "cifar10": "cifar-10-batches-py",
+    "cifar100": "cifar-100-python",
+    "flowers102": "flowers-102",
+    "food101": "food-101",
+    "pets": "oxford-iiit-pet",
+}
+FETCHERS = {
+    "caltech101": "Caltech101",
+    "caltech256": "Caltech256",
+    "cifar10": "CIFAR10",
+    "cifar100": "CIFAR100",
+    "flowers102": "Flowers102",
+    "food101": "Food101",
+    "pets": "OxfordIIITPet",
+}
+"""The classes of torchvision.datasets"""
+
+
+def torchvisions(monkeypatch: Any, name: str, root: Path, train: bool) -> Any:
+    """What torchvision makes of the tree. Its checksums, which a made-up tree cannot have, are not looked at."""
+    import torchvision.datasets as theirs
+
+    for module in ("cifar", "flowers102"):
+        monkeypatch.setattr(f"torchvision.datasets.{module}.check_integrity", lambda *_: True)
+    part: dict[str, Any] = {
+        "flowers102": {"split": "train" if train else "val"},
+        "food101": {"split": "train" if train else "test"},
+        "pets": {"split": "trainval" if train else "test"},
+    }.get(name, {"train": train})
+    return getattr(theirs, FETCHERS[name])(str(root), **part)

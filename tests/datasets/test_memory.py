@@ -1,0 +1,169 @@
+"""Images in memory: whole batches at once, each sample with random numbers of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from datasets import PADDING, Repeated
+from datasets.images import Images
+from datasets.memory import ArraySamples, InMemory, open_arrays
+from datasets.randomness import sample_table
+from utils.config.schema import DataConfig, TrainConfig
+
+Settings = Callable[..., DataConfig]
+CPU = torch.device("cpu")
+COUNT, SIDE, MARGIN = 300, 12, 3
+
+
+def samples(count: int = COUNT, side: int = SIDE, channels: int = 3) -> ArraySamples:
+    generator = np.random.default_rng(7)
+    pixels = generator.integers(1, 256, (count, side, side, channels), dtype=np.uint8)
+    return ArraySamples(pixels, generator.integers(0, 10, count), [str(k) for k in range(10)], "noise")
+
+
+def opened(settings: Settings, train: bool = True, seed: int = 5, **values: Any) -> InMemory:
+    data = settings(**{"IMAGE_SIZE": SIDE, "CROP": "pad", "CROP_PAD": MARGIN, "FLIP": 0.5, **values})
+    dataset = open_arrays(samples(), data, train, seed, CPU)
+    assert isinstance(dataset, InMemory)
+    return dataset
+
+
+def images(dataset: InMemory, indices: list[int], epoch: int = 1) -> torch.Tensor:
+    return dataset.__getitems__([(epoch, index) for index in indices]).images
+
+
+def test_each_sample_is_cut_out_of_its_margin_by_numbers_of_its_own(settings: Settings) -> None:
+    dataset, indices = opened(settings), list(range(COUNT))
+    batch = dataset.__getitems__([(4, index) for index in indices])
+    uniform = sample_table(5, 4, COUNT, 8)
+    for index in indices:
+        padded = np.pad(samples().pixels[index], ((MARGIN, MARGIN), (MARGIN, MARGIN), (0, 0)))
+        top, left = (int(part * (2 * MARGIN + 1)) for part in uniform[index, 5:7])
+        cut = padded[top : top + SIDE, left : left + SIDE]
+        cut = cut[:, ::-1] if uniform[index, 7] < 0.5 else cut
+        assert np.array_equal(batch.images[index].permute(1, 2, 0).numpy(), cut)
+    assert batch.labels.tolist() == samples().labels.tolist()
+
+
+def test_every_place_and_both_sides_are_drawn(settings: Settings) -> None:
+    dataset = opened(settings, FLIP=0.25)
+    seen, mirrored = set(), 0.0
+    for epoch in range(8):
+        taken = dataset._drawn(epoch).taken
+        assert taken is not None
+        seen |= {tuple(row) for row in taken[:, :2].tolist()}
+        mirrored += taken[:, 2].float().mean().item() / 8
+    assert seen == {(top, left) for top in range(2 * MARGIN + 1) for left in range(2 * MARGIN + 1)}
+    assert 0.2 < mirrored < 0.3
+
+
+@pytest.mark.parametrize("values", [{}, {"SHIFT": 0.1, "ROTATE": 10}, {"IMAGE_SIZE": 20}, {"CROP": "none"}])
+def test_a_sample_does_not_depend_on_its_batch(settings: Settings, values: dict[str, Any]) -> None:
+    dataset, other = opened(settings, **values), opened(settings, **values)
+    together = images(dataset, list(range(64)))
+    assert torch.equal(together[[9, 3, 40]], images(other, [9, 3, 40]))
+    assert torch.equal(together[[9]], images(other, [9]))
+    assert not torch.equal(together, images(dataset, list(range(64)), epoch=2))
+    assert torch.equal(together, images(dataset, list(range(64))))
+    assert not torch.equal(together, images(opened(settings, seed=6, **values), list(range(64))))
+
+
+def test_without_crop_flip_and_moves_images_stay_as_they_are(settings: Settings) -> None:
+    got = images(opened(settings, CROP="none", FLIP=0.0), [4, 2])
+    assert np.array_equal(got.permute(0, 2, 3, 1).numpy(), samples().pixels[[4, 2]])
+
+
+def test_a_margin_of_zero_only_mirrors(settings: Settings) -> None:
+    got = images(opened(settings, CROP_PAD=0, FLIP=1.0), [4])
+    assert np.array_equal(got[0].permute(1, 2, 0).numpy(), samples().pixels[4][:, ::-1])
+
+
+def test_padding_is_black_and_counts_for_nothing(settings: Settings) -> None:
+    for train in (True, False):
+        batch = opened(settings, train).__getitems__([(1, 7), (1, PADDING)])
+        assert batch.images[0].any()
+        assert not batch.images[1].any()
+        assert (batch.labels[1].item(), batch.indices.tolist()) == (0, [7, PADDING])
+
+
+@pytest.mark.parametrize(
+    ("values", "short"),
+    [
+        ({"CROP": "none"}, SIDE),
+        ({"CROP_PCT": 1.0}, SIDE),
+        ({"CROP_PCT": 0.75}, 16),
+        ({"CROP": "none", "IMAGE_SIZE": 30}, 30),
+    ],
+)
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_validation_is_what_pil_makes_of_it(
+    settings: Settings, values: dict[str, Any], short: int, interpolation: str
+) -> None:
+    dataset = opened(settings, train=False, INTERPOLATION=interpolation, **values)
+    size, cut = dataset.data.IMAGE_SIZE, (short - dataset.data.IMAGE_SIZE) // 2
+    for index in (0, 11):
+        image = Image.fromarray(samples().pixels[index])
+        resized = image.resize((short, short), Image.Resampling[interpolation.upper()])
+        expected = np.asarray(resized.crop((cut, cut, cut + size, cut + size))).astype(int)
+        got = images(dataset, [index])[0].permute(1, 2, 0).numpy()
+        assert got.shape == expected.shape
+        assert np.abs(got - expected).max() <= 1
+
+
+def test_grey_is_pils_grey(settings: Settings) -> None:
+    got = images(opened(settings, train=False, IMAGE_CHANNELS=1, CROP="none"), [3])
+    assert np.array_equal(got[0, 0].numpy(), np.asarray(Image.fromarray(samples().pixels[3]).convert("L")))
+
+
+def test_grey_images_become_three_equal_channels(settings: Settings) -> None:
+    data = settings(IMAGE_SIZE=SIDE, CROP="none")
+    got = open_arrays(samples(channels=1), data, False, 0, CPU).__getitems__([(1, 3)]).images
+    assert got.shape == (1, 3, SIDE, SIDE)
+    assert got.is_contiguous()
+    assert (got == got[:, :1]).all()
+
+
+def test_what_acts_on_single_images_goes_by_loading_processes(settings: Settings) -> None:
+    pad, free = settings(IMAGE_SIZE=SIDE, CROP="pad"), settings(IMAGE_SIZE=SIDE)
+    plain, policy = TrainConfig(), TrainConfig.model_validate({"RAND_AUGMENT": True})
+    for data, train, in_memory in (
+        (pad, plain, True),
+        (pad, policy, False),
+        (free, plain, False),
+        (free, policy, False),
+    ):
+        dataset = open_arrays(samples(), data, True, 0, CPU).augment(train)
+        assert (dataset.in_memory, isinstance(dataset, Images)) == (in_memory, not in_memory)
+        batch = dataset.__getitems__([(1, index) for index in range(8)])
+        assert batch.images.shape == (8, 3, SIDE, SIDE)
+        assert batch.labels.tolist() == samples().labels[:8].tolist()
+    assert open_arrays(samples(), free, False, 0, CPU).in_memory
+
+
+def test_digits_still_have_no_place_for_them(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    data = settings(IMAGE_SIZE=SIDE, CROP="pad", FLIP=1.0)
+    dataset = InMemory(samples(), data, True, 0, CPU, cropped=False)
+    with caplog.at_level(logging.WARNING, "vitamp"):
+        assert dataset.augment(TrainConfig.model_validate({"RAND_AUGMENT": True})) is dataset
+    assert "RAND_AUGMENT: without effect" in caplog.text
+    assert np.array_equal(images(dataset, [4])[0].permute(1, 2, 0).numpy(), samples().pixels[4])
+
+
+def test_repeated_augmentation_draws_each_copy_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, drawn = opened(settings, REPEATED_AUGMENT=3), []
+    draw = InMemory._draw
+    monkeypatch.setattr(InMemory, "_draw", lambda self, epoch: drawn.append(epoch) or draw(self, epoch))
+    repeated = Repeated(dataset, 3)
+    copies = [index + copy * COUNT for index in range(20) for copy in range(3)]
+    batches = [repeated.__getitems__([(2, index) for index in copies[k : k + 15]]) for k in range(0, 60, 15)]
+    assert sorted(drawn) == [4, 5, 6]
+    first = batches[0].images[:3]
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[1], first[2])

@@ -1,6 +1,7 @@
 """Where samples come from: sources, transforms, the order of samples, loading."""
 
 from .base import PADDING, Batch, ImageDataset
+from .decode import decoder_of
 from .exclude import tell_unmatched
 from .images import samples_of
 from .loader import TrainLoader, ValLoader, Window, auto_workers
@@ -20,6 +21,7 @@ __all__ = [
     "Window",
     "auto_workers",
     "check_dataset",
+    "decoder_of",
     "names",
     "open_dataset",
     "samples_of",

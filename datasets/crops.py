@@ -39,16 +39,23 @@ class View(NamedTuple):
     size: int
     cut_first: bool = True
 
-    def on(self, of: tuple[int, int], now: tuple[int, int]) -> View:
-        """The same view of an image whose width and height were `of` and, decoded smaller, are `now`."""
-        x, y = now[0] / of[0], now[1] / of[1]
-        left, top, width, height = self.box
+    def shrunk(self, factor: int, width: int, height: int) -> View:
+        """The same view of the image decoded at 1/factor, `width` x `height`; the last of them may be half empty."""
+        box = self.box
         if self.cut_first:
-            left, top = round(left * x), round(top * y)
-            box = Box(left, top, min(round(width * x), now[0] - left), min(round(height * y), now[1] - top))
-            return square(box, self.size)
-        box = Box(0, 0, min(math.ceil(width * x), now[0]), min(math.ceil(height * y), now[1]))
-        return self._replace(box=box, left=self.left * x, top=self.top * y, across=self.across * x, down=self.down * y)
+            left, top = round(box.left / factor), round(box.top / factor)
+            right, bottom = round((box.left + box.width) / factor), round((box.top + box.height) / factor)
+            return square(Box(left, top, min(right, width) - left, min(bottom, height) - top), self.size)
+        box = Box(0, 0, min(math.ceil(box.width / factor), width), min(math.ceil(box.height / factor), height))
+        return View(
+            box,
+            self.left / factor,
+            self.top / factor,
+            self.across / factor,
+            self.down / factor,
+            self.size,
+            cut_first=False,
+        )
 
 
 Views = Callable[[int, int], View]

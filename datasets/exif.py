@@ -35,9 +35,10 @@ class Turned(Stored):
         size = self.stored.width, self.stored.height
         self.width, self.height = size[::-1] if self.swapped else size
 
-    def shrink(self, factor: int) -> None:
-        self.stored.shrink(factor)
+    def shrink(self, factor: int) -> int:
+        factor = self.stored.shrink(factor)
         self._measure()
+        return factor
 
     def cut(self, box: Box) -> np.ndarray:
         left, top, width, height = box

@@ -23,8 +23,9 @@ class Stored(ABC):
     width: int
     height: int
 
-    def shrink(self, factor: int) -> None:  # noqa: B027 - most kinds of images cannot
-        """Be decoded at 1/factor (2, 4 or 8) of the size, with `width` and `height` to match, where that is quicker."""
+    def shrink(self, factor: int) -> int:  # noqa: ARG002 - most kinds of images cannot
+        """Be decoded at 1/factor (2, 4 or 8) of the size; `width` and `height` follow. Gives the factor it will be."""
+        return 1
 
     @abstractmethod
     def cut(self, box: Box) -> np.ndarray:
@@ -52,9 +53,11 @@ class PilStored(Stored):
         self.channels = channels
         self.width, self.height = self.image.size
 
-    def shrink(self, factor: int) -> None:
-        if self.image.draft(self.image.mode, (self.width // factor, self.height // factor)):
-            self.width, self.height = self.image.size
+    def shrink(self, factor: int) -> int:
+        if not self.image.draft(self.image.mode, (self.width // factor, self.height // factor)):
+            return 1
+        self.width, self.height = self.image.size
+        return factor
 
     def cut(self, box: Box) -> np.ndarray:
         left, top, width, height = box

@@ -36,9 +36,10 @@ class JpegStored(Stored):
             raise ValueError("a file for PIL to read, or to refuse")
         self.colours, self.depth = COLOURS[colours]
 
-    def shrink(self, factor: int) -> None:
+    def shrink(self, factor: int) -> int:
         self.factor = factor
         self.width, self.height = (-(-side // factor) for side in self.whole)
+        return factor
 
     def cut(self, box: Box) -> np.ndarray:
         left, top, width, height = box

@@ -60,9 +60,8 @@ class Pixels:
             stored = self.reader.open(encoded)
             view = self.views(stored.width, stored.height)
             if self.shrinks and (factor := _shrink(view)) > 1:
-                of = stored.width, stored.height
-                stored.shrink(factor)
-                view = view.on(of, (stored.width, stored.height))
+                factor = stored.shrink(factor)
+                view = view.shrunk(factor, stored.width, stored.height)
             return stored.cut(view.box), view
         except Exception as error:  # a damaged file can raise nearly anything in its decoder
             raise Unreadable(reason(error, encoded)) from None

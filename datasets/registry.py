@@ -22,6 +22,7 @@ from . import (
     table,
 )
 from .base import ImageDataset, Source
+from .decode import check_decoder
 from .exclude import check_exclude
 from .transforms import check_ranges
 
@@ -60,6 +61,7 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     source = _source(data)
     check_ranges(data)
     check_exclude(data)
+    check_decoder(data)
     source.check(data, num_classes, train)
 
 

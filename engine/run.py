@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from datasets import decoder_of
 from engine.banner import banner
 from engine.checkpoint import EMA, Checkpoint, find, newest_good
 from engine.device import describe, pick_device, prepare
@@ -211,6 +212,7 @@ def _write_down(config: Config, ready: Ready, world: World, device: torch.device
         "attention": ready.attention,
         "threads": threads,
         "world_size": world.size,
+        "decoder": decoder_of(config.DATA),
     }
     about = describe_run(describe(device, world, threads), choices, config.TAG)
     replace_text(folder / "config.yaml", to_yaml(config))

@@ -14,8 +14,8 @@ from PIL import Image, ImageFilter, ImageOps
 
 from datasets import Batch, EpochOrder, Repeated, TrainLoader, open_dataset
 from datasets.augment import image_changes
+from datasets.pixels import Pixels
 from datasets.randomness import seed_sample
-from datasets.transforms import training_transform
 from utils.config.schema import DataConfig, TrainConfig
 
 Settings = Callable[..., DataConfig]
@@ -32,8 +32,10 @@ def picture(side: int = 24, seed: int = 0) -> Image.Image:
 def change(data: DataConfig, seed: int, image: Image.Image | None = None, **train: Any) -> torch.Tensor:
     """One image through the training transform, with the random numbers of sample `seed`."""
     seed_sample(0, 1, seed)
-    transform = training_transform(data, TrainConfig.model_validate(train))
-    return transform(image or picture(data.IMAGE_SIZE).convert("L" if data.IMAGE_CHANNELS == 1 else "RGB"))
+    out = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
+    image = image or picture(data.IMAGE_SIZE).convert("L" if data.IMAGE_CHANNELS == 1 else "RGB")
+    Pixels(data, True, TrainConfig.model_validate(train))(np.asarray(image), out)
+    return out
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -94,7 +94,7 @@ def _is_sound(index: ShardIndex, arrays: dict[str, np.ndarray]) -> bool:
     samples, shards = len(index), len(index.shards)
     if not len(index.offset) == len(index.size) == len(index.label) == len(index.name_ends) == samples:
         return False
-    if len(index.shard_sizes) != shards or len(index.stamps) != shards or any(map(_leads_out, index.shards)):
+    if len(index.shard_sizes) != shards or len(index.stamps) != shards or any(map(leads_out, index.shards)):
         return False
     if not samples:
         return True
@@ -110,7 +110,8 @@ def _is_sound(index: ShardIndex, arrays: dict[str, np.ndarray]) -> bool:
     )
 
 
-def _leads_out(name: str) -> bool:
+def leads_out(name: str) -> bool:
+    """Whether a name points to somewhere outside of its place."""
     return name.startswith("/") or ".." in name.split("/")
 
 

@@ -19,7 +19,7 @@ from utils.log import log
 
 from .cache import cache_folder, only_one, write_whole
 from .folders import VALIDATION_NAMES
-from .shard_index import ShardIndex, from_bytes, make_index
+from .shard_index import ShardIndex, from_bytes, leads_out, make_index
 from .stores import Folder, Found, Store
 from .tars import TarSamples
 
@@ -94,9 +94,16 @@ class ShardSet:
         content = self.store.whole(MANIFEST)
         try:
             manifest = json.loads(content) if content is not None else None
-        except ValueError as error:
-            raise UserError(f"{self.store.root}/{MANIFEST} cannot be read: {error}.") from None
-        return manifest if isinstance(manifest, dict) and manifest.get("made_by") == MADE_BY else None
+            if not isinstance(manifest, dict) or manifest.get("made_by") != MADE_BY:
+                return None
+            shards = [shard for part in manifest["parts"].values() for shard in part["shards"]]
+            if any(shard["bytes"] < 0 or leads_out(shard["name"]) for shard in shards) or not isinstance(
+                manifest["classes"], list | None
+            ):
+                raise ValueError("it names what it should not")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{self.store.root}/{MANIFEST} cannot be read: {type(error).__name__}: {error}.") from None
+        return manifest
 
     def _read_classes(self) -> list[str] | None:
         if self._manifest:

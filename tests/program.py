@@ -53,6 +53,8 @@ class Result:
 
 def _become(script: str, argv: list[str], cwd: str, env: dict[str, str], streams: tuple[str, str]) -> None:
     """In the forked process: be `python script argv...`."""
+    # As in a python of its own on Linux: from here, loading processes would be started by another server, in seconds.
+    multiprocessing.set_start_method("fork", force=True)
     for number, path in enumerate(streams, start=1):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, number)

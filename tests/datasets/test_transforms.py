@@ -1,95 +1,160 @@
+"""What training and validation take of an image, and how images are moved about."""
+
 from __future__ import annotations
 
-import warnings
+import random
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data.transforms_factory import transforms_imagenet_eval
+from torchvision.transforms import v2
 
-from datasets.transforms import BatchAffine, as_wanted, training_transform, validation_transform
+from datasets.crops import Box, training_views, validation_views
+from datasets.pixels import Pixels
+from datasets.transforms import BatchAffine
 from utils.config.schema import DataConfig
 
 Settings = Callable[..., DataConfig]
 
 
-@pytest.mark.parametrize("size", [(1, 1), (7, 300), (300, 7), (224, 224), (500, 375)])
+def pixels_of(data: DataConfig, train: bool, image: np.ndarray) -> np.ndarray:
+    """The square as height x width x channels."""
+    out = torch.full((data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE), 7, dtype=torch.uint8)
+    Pixels(data, train)(image, out)
+    return out.permute(1, 2, 0).numpy()
+
+
+def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 40), (2000, 1), (7, 300), (300, 7), (224, 224), (500, 375)])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_any_shape_of_image_comes_out_square(settings: Settings, size: tuple[int, int], channels: int) -> None:
-    image = Image.new("L" if channels == 1 else "RGB", size)
-    data = settings(IMAGE_SIZE=48, SHIFT=0.1, ROTATE=10)
-    for transform in (training_transform(data), validation_transform(data)):
-        pixels = transform(image)
-        assert pixels.shape == (channels, 48, 48)
-        assert pixels.dtype == torch.uint8
+@pytest.mark.parametrize("stored", [1, 3])
+def test_any_shape_of_image_comes_out_square(
+    settings: Settings, size: tuple[int, int], channels: int, stored: int
+) -> None:
+    for crop in ("random", "pad", "none"):
+        data = settings(IMAGE_SIZE=48, IMAGE_CHANNELS=channels, SHIFT=0.1, ROTATE=10, CROP=crop)
+        for train in (True, False):
+            assert pixels_of(data, train, np.full((size[1], size[0], stored), 9, np.uint8)).max() == 9
 
 
 def test_validation_keeps_the_middle(settings: Settings) -> None:
     """A 256 x 512 image needs no resizing at 224 / 0.875, so the crop must be its exact middle."""
-    pixels = np.random.default_rng(0).integers(0, 256, (256, 512, 3), dtype=np.uint8)
-    cropped = validation_transform(settings(IMAGE_SIZE=224))(Image.fromarray(pixels))
-    assert np.array_equal(cropped.permute(1, 2, 0).numpy(), pixels[16:240, 144:368])
+    pixels = noise(512, 256)
+    assert np.array_equal(pixels_of(settings(IMAGE_SIZE=224), False, pixels), pixels[16:240, 144:368])
 
 
 def test_validation_rounds_the_resized_side_down(settings: Settings) -> None:
     """224 / 0.9 is 248.9: an image with a short side of 248 is taken as it is."""
-    pixels = np.random.default_rng(0).integers(0, 256, (248, 248, 3), dtype=np.uint8)
-    cropped = validation_transform(settings(IMAGE_SIZE=224, CROP_PCT=0.9))(Image.fromarray(pixels))
-    assert np.array_equal(cropped.permute(1, 2, 0).numpy(), pixels[12:236, 12:236])
+    pixels = noise(248, 248)
+    got = pixels_of(settings(IMAGE_SIZE=224, CROP_PCT=0.9), False, pixels)
+    assert np.array_equal(got, pixels[12:236, 12:236])
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_resizing_is_pillows(settings: Settings, interpolation: str) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    data = settings(IMAGE_SIZE=24, CROP_PCT=1.0, INTERPOLATION=interpolation)
-    expected = Image.fromarray(pixels).resize((24, 24), Image.Resampling[interpolation.upper()])
-    got = validation_transform(data)(Image.fromarray(pixels))
-    assert np.array_equal(got.permute(1, 2, 0).numpy(), np.asarray(expected))
+@pytest.mark.parametrize("size", [(500, 375), (375, 500), (100, 61), (64, 64), (40, 900), (901, 40), (2, 3)])
+@pytest.mark.parametrize("decoder", ["auto", "pil"])
+def test_validation_is_timms(settings: Settings, interpolation: str, size: tuple[int, int], decoder: str) -> None:
+    """timm resizes all of the image and cuts afterwards; here most of what is cut off is never made."""
+    pixels = np.asarray(Image.fromarray(noise(size[0] // 4 + 2, size[1] // 4 + 2)).resize(size))
+    expected = transforms_imagenet_eval(64, crop_pct=0.9, interpolation=interpolation, use_prefetcher=True)(
+        Image.fromarray(pixels)
+    )
+    data = settings(IMAGE_SIZE=64, CROP_PCT=0.9, INTERPOLATION=interpolation, DECODER=decoder)
+    difference = np.abs(pixels_of(data, False, pixels).astype(int) - expected.permute(1, 2, 0).numpy())
+    assert difference.max() <= 2
+    assert difference.mean() < 0.05
 
 
-def test_flip_and_crop_follow_the_settings(settings: Settings) -> None:
-    half = Image.new("L", (16, 16))
-    half.paste(255, (0, 0, 8, 16))
-    whole = {"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0), "IMAGE_SIZE": 16, "IMAGE_CHANNELS": 1}
-    never, always = (training_transform(settings(**whole, FLIP=flip))(half) for flip in (0.0, 1.0))
-    assert np.array_equal(never[0].numpy(), np.asarray(half))
-    assert torch.equal(never.flip(-1), always)
-    small = training_transform(settings(IMAGE_SIZE=16, CROP_SCALE=(0.05, 0.1), FLIP=0.0))(half.convert("RGB"))
-    assert small.shape == (3, 16, 16)
+def test_flip_follows_its_setting(settings: Settings) -> None:
+    half = np.zeros((16, 16, 1), np.uint8)
+    half[:, :8] = 255
+    whole: dict[str, Any] = {"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0), "IMAGE_SIZE": 16, "IMAGE_CHANNELS": 1}
+    never, always = (pixels_of(settings(**whole, FLIP=flip), True, half) for flip in (0.0, 1.0))
+    assert np.array_equal(never, half)
+    assert np.array_equal(always, half[:, ::-1])
+    mirrored = sum(pixels_of(settings(**whole, FLIP=0.25), True, half)[0, 0, 0] == 0 for _ in range(400))
+    assert 60 < mirrored < 140
 
 
-def test_modes_become_rgb_or_grey(tmp_path: Path) -> None:
-    red = Image.new("RGB", (10, 6), (200, 10, 10))
-    files = {
-        "rgb.png": red,
-        "grey.png": red.convert("L"),
-        "bits.png": red.convert("1"),
-        "palette.png": red.convert("P"),
-        "alpha.png": red.convert("RGBA"),
-        "grey_alpha.png": red.convert("LA"),
-        "cmyk.jpg": red.convert("CMYK"),
-        "clear.gif": red.convert("P"),
-    }
-    for name, image in files.items():
-        image.info = {"transparency": bytes([0, 128]) if name == "palette.png" else 0} if image.mode == "P" else {}
-        image.save(tmp_path / name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name in files:
-            colour, grey = (as_wanted(Image.open(tmp_path / name), channels) for channels in (3, 1))
-            assert (colour.mode, colour.size) == ("RGB", (10, 6)), name
-            assert (grey.mode, grey.size) == ("L", (10, 6)), name
-    for name in ("rgb.png", "alpha.png", "palette.png", "cmyk.jpg"):
-        pixel = np.asarray(as_wanted(Image.open(tmp_path / name), 3))[3, 3].astype(int)
-        assert np.abs(pixel - (200, 10, 10)).max() < 12, name
+def test_pad_moves_the_image_over_black(settings: Settings) -> None:
+    image = noise(10, 10) | 1
+    data = settings(IMAGE_SIZE=10, CROP="pad", CROP_PAD=2, FLIP=0.0)
+    seen = set()
+    for seed in range(200):
+        random.seed(seed)
+        got = pixels_of(data, True, image)
+        framed = np.zeros((14, 14, 3), np.uint8)
+        framed[2:12, 2:12] = image
+        (place,) = [(y, x) for y in range(5) for x in range(5) if np.array_equal(got, framed[y : y + 10, x : x + 10])]
+        seen.add(place)
+    assert len(seen) == 25
+    assert np.array_equal(pixels_of(settings(IMAGE_SIZE=10, CROP="pad", CROP_PCT=1.0), False, image), image)
 
 
-def test_sixteen_bits_keep_their_shades(tmp_path: Path) -> None:
-    shades = np.array([[0, 0x4000, 0x8000, 0xFFFF]], dtype=np.uint16)
-    Image.fromarray(shades).save(tmp_path / "deep.png")
-    assert np.asarray(as_wanted(Image.open(tmp_path / "deep.png"), 1)).tolist() == [[0, 64, 128, 255]]
+@pytest.mark.parametrize("train", [True, False])
+def test_none_squeezes_all_of_the_image(settings: Settings, train: bool) -> None:
+    image = noise(30, 18)
+    data = settings(IMAGE_SIZE=10, CROP="none", FLIP=0.0, INTERPOLATION="bilinear")
+    expected = np.asarray(Image.fromarray(image).resize((10, 10), Image.Resampling.BILINEAR))
+    assert np.abs(pixels_of(data, train, image).astype(int) - expected).max() <= 1
+
+
+def boxes(data: DataConfig, width: int, height: int, count: int) -> np.ndarray:
+    random.seed(0)
+    views = training_views(data)
+    return np.array([views(width, height).box for _ in range(count)])
+
+
+def torchvisions(data: DataConfig, width: int, height: int, count: int) -> np.ndarray:
+    crop = v2.RandomResizedCrop(8, scale=data.CROP_SCALE, ratio=data.CROP_RATIO)
+    torch.manual_seed(0)
+    drawn = [crop.make_params([torch.empty(3, height, width)]) for _ in range(count)]
+    return np.array([[params[key] for key in ("left", "top", "width", "height")] for params in drawn])
+
+
+@pytest.mark.parametrize("size", [(500, 375), (60, 90), (500, 100)])
+@pytest.mark.parametrize("scale", [(0.05, 1.0), (0.3, 0.5)])
+def test_random_crops_are_distributed_as_torchvisions(
+    settings: Settings, size: tuple[int, int], scale: tuple[float, float]
+) -> None:
+    """Each of a box's four numbers, its area and its shape: equal tenths, within what 3,000 draws can tell."""
+    data = settings(CROP_SCALE=scale)
+    ours, theirs = (draw(data, *size, 3000) for draw in (boxes, torchvisions))
+    assert (ours[:, :2] >= 0).all()
+    assert (ours[:, :2] + ours[:, 2:] <= size).all()
+    for of in (lambda b: b[:, 0], lambda b: b[:, 1], lambda b: b[:, 2] * b[:, 3], lambda b: b[:, 2] / b[:, 3]):
+        one, two = np.sort(of(ours)), np.sort(of(theirs))
+        both = np.unique(np.concatenate([one, two]))
+        apart = np.abs(np.searchsorted(one, both, "right") - np.searchsorted(two, both, "right")).max() / 3000
+        assert apart < 1.95 * np.sqrt(2 / 3000)  # Kolmogorov and Smirnov, 1 in 1,000
+
+
+def test_random_crops_keep_to_their_ranges(settings: Settings) -> None:
+    drawn = boxes(settings(CROP_SCALE=(0.2, 0.4), CROP_RATIO=(0.5, 2.0)), 1000, 1000, 2000)
+    area, ratio = drawn[:, 2] * drawn[:, 3] / 1e6, drawn[:, 2] / drawn[:, 3]
+    assert (area.min(), area.max()) == pytest.approx((0.2, 0.4), abs=0.003)
+    assert (ratio.min(), ratio.max()) == pytest.approx((0.5, 2.0), rel=0.02)
+    assert np.abs(np.log(ratio)).mean() == pytest.approx(np.log(2) / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(("size", "box"), [((1000, 10), (493, 0, 13, 10)), ((10, 1000), (0, 493, 10, 13))])
+def test_an_image_too_long_for_any_crop_gives_its_middle(
+    settings: Settings, size: tuple[int, int], box: tuple[int, ...]
+) -> None:
+    drawn = boxes(settings(CROP_SCALE=(0.9, 1.0)), *size, 5)
+    assert {tuple(row) for row in drawn.tolist()} == {box}
+
+
+def test_validation_decodes_no_more_than_it_needs(settings: Settings) -> None:
+    box = validation_views(settings(IMAGE_SIZE=224))(500, 375).box
+    assert box == Box(0, 0, 417, 355)
 
 
 def affine(settings: Settings, row: list[float], image: torch.Tensor, **values: float) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""Broken images and dying loading processes, as the user of a whole run meets them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from datasets import EpochOrder
+from tests.faults.test_failures import Run, until
+from tests.program import Result, metrics, save_image
+
+MODEL = [
+    *("MODEL.DEPTH=1", "MODEL.EMBED_DIM=16", "MODEL.NUM_HEADS=2", "MODEL.PATCH_SIZE=16", "DATA.IMAGE_SIZE=32"),
+    *("DATA.IMAGE_CHANNELS=3", "DATA.DATASET=imagefolder", "DATA.NUM_WORKERS=1", "DATA.BATCH_SIZE=10"),
+    *("TRAIN.WARMUP_EPOCHS=0", "DATA.DROP_LAST=false"),
+]
+TRAINING, BROKEN = 200, {17: b"", 141: b"<html>404</html>"}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders of 200 + 10 images; one in a hundred of the training part is broken."""
+    root = tmp_path_factory.mktemp("photos")
+    for part, count in (("train", TRAINING), ("val", 10)):
+        for number in range(count):
+            save_image(root / part / "abcde"[number * 5 // count] / f"{number:03}.jpg", number + 1000 * len(part))
+    for number, content in BROKEN.items():
+        name_of(root, number).write_bytes(content)
+    return root
+
+
+def name_of(root: Path, number: int) -> Path:
+    return root / "train" / "abcde"[number * 5 // TRAINING] / f"{number:03}.jpg"
+
+
+@pytest.fixture
+def train(vitamp: Callable[..., Result], tiny: Path, photos: Path) -> Callable[..., Result]:
+    def call(*words: object, **options: object) -> Result:
+        return vitamp("-cfg", tiny, *MODEL, "-data_path", photos, *words, **options)
+
+    return call
+
+
+def test_training_ends_well_with_one_broken_image_in_a_hundred(
+    train: Callable[..., Result], photos: Path, tmp_path: Path
+) -> None:
+    done = train("-output", tmp_path / "run", "DATA.MAX_BAD=0.01")
+    assert done.code == 0, done.text
+    for number in BROKEN:
+        assert done.err.count(f"{name_of(photos, number)} cannot be read: ") == 1
+    assert "2 training images could not be read and were replaced by their neighbours" in done.err
+    found = (tmp_path / "run" / "broken.txt").read_text()
+    assert {line.split("  # ")[0] for line in found.splitlines()} == {
+        str(name_of(photos, number).relative_to(photos)) for number in BROKEN
+    }
+    again = train(
+        "-output",
+        tmp_path / "again",
+        "TRAIN.NUM_EPOCHS=1",
+        "DATA.MAX_BAD=0",
+        f"DATA.EXCLUDE={tmp_path / 'run' / 'broken.txt'}",
+    )
+    assert again.code == 0, again.text
+    assert again.err == ""
+
+
+def test_more_than_max_bad_end_it(train: Callable[..., Result], photos: Path, tmp_path: Path) -> None:
+    done = train("-output", tmp_path / "run", "DATA.MAX_BAD=1")
+    assert done.code == 1, done.text
+    assert "2 training images cannot be read, and DATA.MAX_BAD allows 1" in done.err
+    assert all(str(name_of(photos, number)) in done.err for number in BROKEN)
+    assert f"DATA.EXCLUDE={tmp_path / 'run' / 'broken.txt'}" in done.err
+    assert "Traceback" not in done.text
+    assert len((tmp_path / "run" / "broken.txt").read_text().splitlines()) == 2
+
+
+def test_two_processes_name_what_each_of_them_met(train: Callable[..., Result], photos: Path, tmp_path: Path) -> None:
+    order = [EpochOrder(TRAINING, 10, 1, rank, 2, 0, False) for rank in (0, 1)]
+    met = [{int(i) for shares in one.windows(1) for share in shares for i in share.indices} for one in order]
+    assert all(len(one & BROKEN.keys()) == 1 for one in met), "each of the two is to meet one"
+    # Each keeps below the limit, both together do not: all end, and one of them tells.
+    words = ("-output", tmp_path / "run", "-ngpus", 2, "DATA.MAX_BAD=1")
+    done = train(*words, script="main_multi_gpu.py", slow_start=True)
+    assert done.code == 1, done.text
+    for number in BROKEN:
+        assert done.err.count(f"{name_of(photos, number)} cannot be read: ") == 1, done.err
+    assert done.err.count("2 training images cannot be read, and DATA.MAX_BAD allows 1") == 1, done.err
+    assert "Traceback" not in done.text
+    assert len((tmp_path / "run" / "broken.txt").read_text().splitlines()) == 2
+
+
+def test_a_list_that_does_not_exist(train: Callable[..., Result], tmp_path: Path) -> None:
+    done = train("-output", tmp_path / "run", "DATA.EXCLUDE=nowhere.txt")
+    assert done.code == 2
+    assert "DATA.EXCLUDE: the file nowhere.txt does not exist" in done.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def start(tiny: Path, photos: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def call(*words: object) -> Run:
+        runs.append(Run(tiny, tmp_path / "killed", *MODEL, "-data_path", photos, *words, ngpus=0))
+        return runs[-1]
+
+    yield call
+    for run in runs:
+        for pid in run.alive():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_killed_loading_processes_change_nothing(
+    start: Callable[..., Run], train: Callable[..., Result], tmp_path: Path
+) -> None:
+    words = ("DATA.NUM_WORKERS=2", "TRAIN.NUM_EPOCHS=12", "REPORT_FREQ=1", "VALIDATE_FREQ=100", "SAVE_FREQ=100")
+    assert train("-output", tmp_path / "left", *words).code == 0
+    run = start(*words)
+    run.wait_for_updates()
+    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
+    first = set(children.read_text().split())
+    assert first
+    for pid in first:
+        os.kill(int(pid), signal.SIGKILL)
+    until(lambda: bool(set(children.read_text().split()) - first), 20)
+    done = run.end(60)
+    assert done.code == 0, done.text
+    assert "was killed by SIGKILL: out of memory?" in done.err
+    assert "Traceback" not in done.text
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "left")

@@ -1,0 +1,161 @@
+"""scripts/check_data.py finds what was planted, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.program import Result, save_image
+
+SCRIPT = "scripts/check_data.py"
+CLASSES = ("ant", "bee", "cat")
+Check = Callable[..., tuple[Result, dict[str, Any]]]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Class folders of 24 + 6 good images."""
+    root = tmp_path / "data"
+    for part, count in (("train", 24), ("val", 6)):
+        for number in range(count):
+            save_image(root / part / CLASSES[number % 3] / f"{number}.jpg", number + 100 * len(part))
+    return root
+
+
+@pytest.fixture
+def check(vitamp: Callable[..., Result], tmp_path: Path) -> Check:
+    """Exit code and text, and what the file for machines says."""
+
+    def call(root: Path, *words: object, dataset: str = "imagefolder") -> tuple[Result, dict[str, Any]]:
+        found = tmp_path / "found.json"
+        found.unlink(missing_ok=True)
+        done = vitamp(
+            *("-dataset", dataset, "-data_path", root, "-num_classes", 3, "-image_size", 32, "-num_workers", 2),
+            *("-json", found, *words),
+            script=SCRIPT,
+        )
+        assert "Traceback" not in done.text
+        return done, json.loads(found.read_text()) if found.exists() else {}
+
+    return call
+
+
+def names(found: list[dict[str, str]]) -> list[str]:
+    return ["/".join(Path(one["name"]).parts[-3:]) for one in found]
+
+
+def test_a_clean_tree(check: Check, tree: Path) -> None:
+    done, found = check(tree)
+    assert done.code == 0, done.text
+    assert "No defects." in done.out
+    assert found["clean"] is True
+    assert found["classes"]["training"] == {"ant": 8, "bee": 8, "cat": 8}
+    assert found["classes"]["validation"] == {"ant": 2, "bee": 2, "cat": 2}
+    assert not any(found["defects"].values())
+    assert not any(found["notes"].values())
+
+
+def test_each_planted_defect_is_found_and_nothing_else(check: Check, tree: Path, tmp_path: Path) -> None:
+    train, val, listed = tree / "train", tree / "val", tmp_path / "exclude.txt"
+    (train / "ant" / "0.jpg").write_bytes(b"")
+    (train / "bee" / "1.jpg").write_text("<html>404 not found</html>")
+    whole = (train / "cat" / "2.jpg").read_bytes()
+    (train / "cat" / "2.jpg").write_bytes(whole[: len(whole) * 2 // 3])
+    (val / "cat" / "2.jpg").write_bytes(b"\xff\xd8\xff\xe0garbage")
+    Image.new("1", (30_000, 30_000)).save(train / "ant" / "bomb.png")
+    (train / "ant" / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    shutil.copy(train / "ant" / "3.jpg", train / "bee" / "copy.jpg")
+    shutil.copy(train / "bee" / "4.jpg", val / "bee" / "shown.jpg")
+    save_image(train / "cat" / "small.jpg", 7777, size=(31, 50))
+    for mode, name in (
+        ("CMYK", "cmyk.jpg"),
+        ("RGBA", "rgba.png"),
+        ("P", "p.png"),
+        ("I;16", "deep.png"),
+        ("L", "l.png"),
+    ):
+        Image.new(mode, (40, 40), 1).save(train / "cat" / name)
+
+    done, found = check(tree, "-out", listed, "-exclude_duplicates")
+    assert done.code == 1, done.text
+    defects, notes = found["defects"], found["notes"]
+    kinds = dict(zip(names(defects["unreadable"]), (one["kind"] for one in defects["unreadable"]), strict=True))
+    assert kinds == {
+        "train/ant/0.jpg": "empty",
+        "train/ant/bomb.png": "too large",
+        "train/ant/gone.jpg": "missing",
+        "train/bee/1.jpg": "no image",
+        "train/cat/2.jpg": "damaged",
+        "val/cat/2.jpg": "no image",
+    }
+    assert names(defects["duplicate"]) == ["train/bee/copy.jpg"]
+    assert "but label 1 instead of 0" in defects["duplicate"][0]["about"]
+    assert names(defects["in_both_parts"]) == ["train/bee/4.jpg"]
+    assert defects["empty_classes"] == []
+    assert not defects.get("label_out_of_range")
+    assert dict(zip(names(notes["not_plain"]), (one["about"] for one in notes["not_plain"]), strict=True)) == {
+        "train/cat/cmyk.jpg": "CMYK",
+        "train/cat/deep.png": "16 bits and more",
+        "train/cat/l.png": "grey",
+        "train/cat/p.png": "palette",
+        "train/cat/rgba.png": "transparent",
+    }
+    assert names(notes["smaller_than_image_size"]) == ["train/cat/small.jpg"]
+    for name in [*kinds, "train/bee/copy.jpg", "train/cat/small.jpg"]:
+        assert name in done.out
+
+    # The list holds what was asked for, and what is left is clean: what the check calls good, training can read.
+    assert {line.split("  # ")[0] for line in listed.read_text().splitlines()[1:]} == {
+        *kinds,
+        "train/bee/copy.jpg",
+        "train/bee/4.jpg",
+    }
+    done, _ = check(tree, f"DATA.EXCLUDE={listed}", "-out", listed, "-exclude_small")
+    assert done.code == 0, done.text
+    assert len(listed.read_text().splitlines()) == 2 + len(kinds) + 3, "what it named before stays"
+
+
+def test_labels_and_files_of_a_list(check: Check, tree: Path) -> None:
+    lines = [f"train/{CLASSES[i % 3]}/{i}.jpg {i % 3}" for i in range(24)]
+    lines[5], lines[7] = lines[5][:-1] + "3", "train/ant/nowhere.jpg 1"
+    (tree / "train_list.txt").write_text("\n".join(lines))
+    (tree / "val_list.txt").write_text("\n".join(f"val/{CLASSES[i % 3]}/{i}.jpg {i % 3}" for i in range(6)))
+    done, found = check(tree, dataset="imagenet2012")
+    assert done.code == 1, done.text
+    assert names(found["defects"]["label_out_of_range"]) == ["train/cat/5.jpg"]
+    assert "label 3; MODEL.NUM_CLASSES 3 allows 0 to 2" in done.out
+    assert names(found["defects"]["unreadable"]) == ["train/ant/nowhere.jpg"]
+
+
+def test_an_empty_class(check: Check, tree: Path) -> None:
+    for image in (tree / "train" / "bee").iterdir():
+        image.unlink()
+    done, found = check(tree)
+    assert done.code == 1, done.text
+    assert found["defects"]["empty_classes"] == ["bee"]
+    assert found["classes"]["training"]["bee"] == 0
+    assert "classes without a training image: 1" in done.out
+
+
+def test_wrong_usage(vitamp: Callable[..., Result], tree: Path, tmp_path: Path) -> None:
+    for words, said in (
+        (("-data_path", tmp_path / "none"), "none does not exist"),
+        (("-data_path", tree, "-out", tmp_path / "none" / "x.txt"), "does not exist; name a file"),
+        (("-data_path", tree, "-exclude_small"), "-out FILE"),
+        (("-data_path", tree, "-datset", "x"), "-dataset"),
+        (("-data_path", tree, "-dry_run"), "no -dry_run"),
+    ):
+        done = vitamp("-dataset", "imagefolder", *words, script=SCRIPT)
+        assert (done.code, said in done.err) == (2, True), done.text
+
+
+def test_what_lies_in_memory_has_no_files(vitamp: Callable[..., Result]) -> None:
+    done = vitamp("-dataset", "digits", "-num_classes", 10, script=SCRIPT)
+    assert done.code == 0
+    assert "lies in memory" in done.out

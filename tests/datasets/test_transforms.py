@@ -63,13 +63,13 @@ def test_validation_rounds_the_resized_side_down(settings: Settings) -> None:
 def test_validation_is_timms(settings: Settings, interpolation: str, size: tuple[int, int], decoder: str) -> None:
     """timm resizes all of the image and cuts afterwards; here most of what is cut off is never made."""
     pixels = np.asarray(Image.fromarray(noise(size[0] // 4 + 2, size[1] // 4 + 2)).resize(size))
-    expected = transforms_imagenet_eval(64, crop_pct=0.9, interpolation=interpolation, use_prefetcher=True)(
-        Image.fromarray(pixels)
-    )
+    timms: Any = transforms_imagenet_eval(64, crop_pct=0.9, interpolation=interpolation, use_prefetcher=True)
+    expected = timms(Image.fromarray(pixels))
     data = settings(IMAGE_SIZE=64, CROP_PCT=0.9, INTERPOLATION=interpolation, DECODER=decoder)
     difference = np.abs(pixels_of(data, False, pixels).astype(int) - expected.permute(1, 2, 0).numpy())
     assert difference.max() <= 2
-    assert difference.mean() < 0.05
+    # Of a long strip PIL shrinks one side first, of a part of it the other one: that rounds differently.
+    assert difference.mean() < (0.05 if max(size) < 5 * min(size) else 0.3)
 
 
 def test_flip_follows_its_setting(settings: Settings) -> None:

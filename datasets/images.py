@@ -15,7 +15,7 @@ from .broken import Broken, allowed
 from .exclude import line_of, without_excluded
 from .pixels import Pixels
 from .randomness import seed_sample
-from .reading import Failure, failure_of, pixels_of
+from .reading import Failure, failure_of
 from .repeated import Repeated
 from .samples import Samples
 
@@ -95,7 +95,7 @@ class Images(ImageDataset):
     def _write(self, out: torch.Tensor, key: Key, index: int) -> None:
         if self.train:
             seed_sample(self.seed, *key)
-        pixels_of(self.samples.read(index), self.pixels, out)
+        self.pixels(self.samples.read(index), out)
 
 
 def samples_of(dataset: ImageDataset) -> Samples | None:

@@ -6,10 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-import torch
-
-from .pixels import Pixels, Unreadable
-from .samples import Encoded
+from .pixels import Unreadable
 
 PAUSES = (0.1, 1.0, 3.0)
 """Seconds between tries where the storage failed, as network file systems do for a while."""
@@ -41,13 +38,6 @@ def failure_of(read: Callable[[], None]) -> Failure | None:
             if pause is None:
                 return Failure(_words(error), "storage")
             time.sleep(pause)
-
-
-def pixels_of(encoded: Encoded, pixels: Pixels, out: torch.Tensor) -> None:
-    """Write the pixels of an image to `out`."""
-    if not len(encoded):
-        raise Unreadable("it is empty: 0 bytes")
-    pixels(encoded, out)
 
 
 def _words(error: OSError) -> str:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from datasets.loader import start_worker
 from datasets.pixels import Pixels
-from datasets.reading import failure_of, pixels_of
+from datasets.reading import failure_of
 from datasets.samples import Encoded, Samples
 from datasets.watch import WatchedIterator, WatchedLoader, WorkerDied
 from utils.config.schema import DataConfig
@@ -83,8 +83,9 @@ def look_at(title: str, samples: Samples, data: DataConfig, workers: int) -> See
 class _Looker(Dataset[Any]):
     def __init__(self, samples: Samples, data: DataConfig) -> None:
         self.samples, self.channels = samples, data.IMAGE_CHANNELS
-        # Validation's way to the pixels decodes the whole image; training's may stop where its crop ends.
-        self.pixels = Pixels(data, train=False)
+        # Every image is decoded whole: the fastest ways of training may stop where a crop ends.
+        whole = {"DCT_SCALE": False, "DECODER": "pil" if data.DECODER == "pil" else "auto"}
+        self.pixels = Pixels(data.model_copy(update=whole), train=False)
         self.out = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
 
     def __len__(self) -> int:
@@ -95,20 +96,20 @@ class _Looker(Dataset[Any]):
         return [self._look(index) for index in indices]
 
     def _look(self, index: int) -> Look:
-        encoded: Encoded = b""
+        got: list[Encoded] = []
 
         def read() -> None:
-            nonlocal encoded
-            encoded = self.samples.read(index)
-            pixels_of(encoded, self.pixels, self.out)
+            got[:] = [self.samples.read(index)]
+            self.pixels(got[0], self.out)
 
         failure = failure_of(read)
-        if isinstance(encoded, np.ndarray):
-            return Look("", "", _digest(encoded.tobytes()), "", (encoded.shape[1], encoded.shape[0]))
-        if failure is None:
-            return Look("", "", _digest(encoded), *_form(encoded, self.channels))
-        kind = _kind_of_damage(encoded) if failure.kind == "damaged" else failure.kind
-        return Look(kind, failure.reason, b"", "", (0, 0))
+        if failure is not None:
+            known = failure.kind == "damaged" and got and not isinstance(got[0], np.ndarray)
+            return Look(_kind_of_damage(bytes(got[0])) if known else failure.kind, failure.reason, b"", "", (0, 0))
+        if isinstance(got[0], np.ndarray):
+            height, width, _ = got[0].shape
+            return Look("", "", _digest(got[0].tobytes()), "", (width, height))
+        return Look("", "", _digest(got[0]), *_form(got[0], self.channels))
 
 
 def _digest(content: bytes) -> bytes:

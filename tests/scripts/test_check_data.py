@@ -92,7 +92,7 @@ def test_each_planted_defect_is_found_and_nothing_else(check: Check, tree: Path,
         "train/ant/gone.jpg": "missing",
         "train/bee/1.jpg": "no image",
         "train/cat/2.jpg": "damaged",
-        "val/cat/2.jpg": "no image",
+        "val/cat/2.jpg": "damaged",
     }
     assert names(defects["duplicate"]) == ["train/bee/copy.jpg"]
     assert "but label 1 instead of 0" in defects["duplicate"][0]["about"]

@@ -31,6 +31,8 @@ PREFIX = "hf:"
 SHARD_BYTES = 256 << 20
 ALL_SHARDS = 1 << 30
 """Shards whose samples are mixed: the copy lies on disk, where reading in any order costs nothing."""
+REASON = 300
+"""Characters of what the hub says of a failure; it can be a page."""
 MARGIN = 1.1
 """A tar file takes a little more than what is in it."""
 
@@ -90,7 +92,7 @@ def _fetched(place: str, data: DataConfig) -> Path:
                 snapshot_download(owner_and_name, repo_type="dataset", allow_patterns=pattern, revision=revision)
             )
     except Exception as error:  # the network, the hub and the disk have errors of their own
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = " ".join(str(error).split())[:REASON] or type(error).__name__
         raise UserError(
             f"DATA.DATASET {data.DATASET}: {owner_and_name} could not be fetched from the Hugging Face hub: {reason} "
             f"What is there already is kept. By hand: fetch its parquet files and name their folder, hf:/folder."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -112,8 +113,8 @@ def columns_of(files: list[Path], who: str) -> Columns:
 def rows(file: Path, columns: Columns) -> Iterator[Row]:
     """The images of a file, unchanged. One that is missing is empty, so that training can name it."""
     numbers = {name: number for number, name in enumerate(columns.classes or ())}
-    parquet, row = _open(file), 0
-    for batch in parquet.iter_batches(ROWS, columns=[columns.image, columns.label]):
+    row = 0
+    for batch in _batches(file, ROWS, [columns.image, columns.label]):
         images = _image_bytes(batch.column(columns.image), f"{file}, row {row}")
         for image, label in zip(images, batch.column(columns.label).to_pylist(), strict=True):
             if label is None:
@@ -124,14 +125,33 @@ def rows(file: Path, columns: Columns) -> Iterator[Row]:
 
 
 def _open(file: Path) -> Any:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with _named(file):
         # In small pieces: a row group may hold a gigabyte of images.
         return pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+
+
+def _batches(file: Path, size: int, columns: list[str]) -> Iterator[Any]:
+    found = _open(file).iter_batches(size, columns=columns)
+    while True:
+        with _named(file):
+            batch = next(found, None)
+        if batch is None:
+            return
+        yield batch
+
+
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Put the file's name to what pyarrow says of it."""
+    import pyarrow as pa
+
+    try:
+        yield
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{file} is no parquet file that can be read: {error}. Fetch it again.") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file} is no parquet file that can be read: {reason} Fetch it again.") from None
 
 
 def _image_bytes(column: Any, where: str) -> list[bytes | None]:
@@ -165,7 +185,7 @@ def _choose(names: list[str], features: dict[str, dict[str, Any]], kind: str, us
 def _label_names(files: list[Path], label: str) -> list[str]:
     found: set[str] = set()
     for file in files:
-        for batch in _open(file).iter_batches(1 << 16, columns=[label]):
+        for batch in _batches(file, 1 << 16, [label]):
             found.update(name for name in batch.column(label).unique().to_pylist() if name is not None)
     return sorted(found)
 

@@ -34,7 +34,7 @@ def open_folders(data: DataConfig, train: bool, num_classes: int, seed: int, dev
     check_class_count(len(classes), num_classes, f"The data set in {root}")
     paths, labels = class_files(part, classes)
     if not paths:
-        raise UserError(_no_images(part, root))
+        raise UserError(no_images(part, root))
     return Images(FileSamples(part, PathTable(paths), labels, classes), data, train, seed)
 
 
@@ -52,7 +52,7 @@ def _check_part(root: Path, part: Path, num_classes: int) -> None:
     check_class_count(len(classes), num_classes, f"The data set in {root}")
     empty = [name for name in classes if next(_images(part / name), None) is None]
     if len(empty) == len(classes):
-        raise UserError(_no_images(part, root))
+        raise UserError(no_images(part, root))
     if empty:
         log.warning(
             "%s has no image for %d of its %d classes, %s among them.", part, len(empty), len(classes), empty[0]
@@ -74,7 +74,7 @@ def class_names(root: Path, part: Path) -> list[str]:
     train = root / "train"
     classes = subfolders(train if train.is_dir() else part)
     if not classes:
-        raise UserError(_no_images(train if train.is_dir() else part, root))
+        raise UserError(no_images(train if train.is_dir() else part, root))
     unknown = set(subfolders(part)).difference(classes)
     if unknown:
         first = min(unknown)
@@ -107,6 +107,7 @@ def _images(folder: Path) -> Iterator[str]:
                 yield os.path.join(inside, name)
 
 
-def _no_images(part: Path, root: Path) -> str:
+def no_images(part: Path, root: Path) -> str:
+    """The message for a folder without any."""
     kinds = " ".join(IMG_EXTENSIONS)
     return f"{part} has no images in class folders (files ending in {kinds} count). {LAYOUT.format(root=root)}"

@@ -15,13 +15,16 @@ from .folders import (
     VALIDATION_NAMES,
     check_folders,
     class_files,
+    no_images,
     open_folders,
-    part_folder,
     subfolders,
 )
 from .images import Images
 from .labels import check_class_count, tell_empty_classes, tell_spare_classes
 from .split import split_files
+
+WITHOUT_PARTS = """or, to be split by DATA.VAL_FRACTION:
+  {root}/<class>/image.jpg"""
 
 
 def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:
@@ -49,7 +52,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     check_class_count(len(classes), num_classes, f"The data set in {root}")
     paths, labels = class_files(root, classes)
     if not paths:
-        part_folder(root, train)  # says what was expected
+        raise UserError(f"{no_images(root, root)}\n{WITHOUT_PARTS.format(root=root)}")
     tell_spare_classes(len(classes), num_classes, f"The data set in {root}")
     tell_empty_classes(labels, classes, str(root))
     split_files(root, paths, labels, classes, data, train)

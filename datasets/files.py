@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,9 +19,11 @@ class PathTable:
     """Paths in one block of bytes. A million strings would be copied into every worker as soon as it reads them."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        encoded = [os.fsencode(path) for path in paths]
-        self._block = b"".join(encoded)
-        self._ends = np.cumsum([0, *map(len, encoded)])
+        block, ends = bytearray(), array("q", [0])
+        for path in paths:
+            block += os.fsencode(path)
+            ends.append(len(block))
+        self._block, self._ends = bytes(block), np.array(ends, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._ends) - 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +19,24 @@ PROBED = 8
 
 def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     """Paths and labels of a list file, each line checked."""
-    paths: list[str] = []
-    labels: list[int] = []
-    for number, line in _lines(file):
-        path, label = _parse(line, f"{file}:{number}")
-        if not 0 <= label < num_classes:
-            raise UserError(
-                f"{file}:{number}: label {label} does not fit MODEL.NUM_CLASSES {num_classes}: "
-                f"labels go from 0 to {num_classes - 1}. Correct the line or set -num_classes."
-            )
-        paths.append(path)
-        labels.append(label)
+    labels = array("q")
+    paths = PathTable(_paths(file, num_classes, labels))
     if not labels:
         raise UserError(f"{file} is empty: it needs one image a line, as in 'train/n01440764/image.JPEG 0'.")
-    return PathTable(paths), np.array(labels, dtype=np.int64)
+    return paths, np.array(labels, dtype=np.int64)
+
+
+def _paths(file: Path, num_classes: int, labels: array[int]) -> Iterator[str]:
+    """The paths one by one, so that a list of a million is never there as Python's strings; fills `labels` beside."""
+    for where, line in _lines(file):
+        path, label = _parse(line, where)
+        if not 0 <= label < num_classes:
+            raise UserError(
+                f"{where}: label {label} does not fit MODEL.NUM_CLASSES {num_classes}: "
+                f"labels go from 0 to {num_classes - 1}. Correct the line or set -num_classes."
+            )
+        labels.append(label)
+        yield path
 
 
 def check_list(file: Path, num_classes: int) -> None:
@@ -58,19 +63,23 @@ def check_path(path: str, where: str) -> str:
     """The path, if it stays in the folder."""
     if not path:
         raise UserError(f"{where}: the path is empty.")
-    if path.startswith("/") or ".." in path.split("/"):
+    if path.startswith("/") or (".." in path and ".." in path.split("/")):
         raise UserError(
             f"{where}: {path} leads out of the data folder; give a path relative to the file's folder, without '..'."
         )
     return path
 
 
-def _lines(file: Path) -> list[tuple[int, str]]:
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    """(where it stands, the line) of those that are not blank."""
+    name = str(file)
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with file.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.isspace():
+                    yield f"{name}:{number}", line
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The list {file} cannot be read: {error}.") from None
-    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
 def _parse(line: str, where: str) -> tuple[str, int]:

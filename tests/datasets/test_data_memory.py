@@ -1,0 +1,126 @@
+"""ImageNet's list of 1,281,167 images: loading processes share it, and it is read quickly, in little memory."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+
+from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, open_dataset
+from datasets.images import Images
+from datasets.lists import read_list
+from tests.program import save_image
+from utils.config.schema import DataConfig
+
+IMAGES, CLASSES = 1_281_167, 1000
+PER_FOLDER = -(-IMAGES // CLASSES)
+WORKERS = 4
+MOST_PRIVATE_MB = 60
+"""A list of Python strings takes 115 MB of each worker, this one 15."""
+MOST_SECONDS, MOST_PEAK_MB = 3, 300
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+]
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A list of ImageNet's length, whose paths all lead to one small image."""
+    root = tmp_path_factory.mktemp("imagenet")
+    folder = root / "images"
+    save_image(folder / "0.JPEG", seed=1)
+    for number in range(1, PER_FOLDER):
+        os.link(folder / "0.JPEG", folder / f"{number}.JPEG")
+    (root / "train").mkdir()
+    for label in range(CLASSES):
+        (root / "train" / f"n{label:08d}").symlink_to(folder)
+    lines = (f"train/n{i % CLASSES:08d}/{i // CLASSES}.JPEG {i % CLASSES}\n" for i in range(IMAGES))
+    (root / "train_list.txt").write_text("".join(lines), encoding="utf-8")
+    return root
+
+
+@pytest.fixture(scope="module")
+def training_set(imagenet: Path) -> Images:
+    data = DataConfig(DATASET="imagenet2012", DATA_PATH=str(imagenet), IMAGE_SIZE=16)
+    found = open_dataset(data, True, CLASSES, 0, torch.device("cpu"))
+    assert isinstance(found, Images)
+    return found
+
+
+class LookedUp(ImageDataset):
+    """Names and labels of samples without their images: a whole epoch of them takes seconds, not an hour."""
+
+    def __init__(self, images: Images) -> None:
+        self.samples = images.samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
+        indices = [index for _, index in keys]
+        letters = sum(len(self.samples.name(index)) for index in indices)
+        labels = torch.tensor([int(self.samples.labels[index]) for index in indices])
+        return Batch(torch.tensor([letters]), labels, torch.tensor(indices))
+
+
+def test_workers_share_the_list(training_set: Images) -> None:
+    """Python's own strings would be copied into a worker as soon as it looks at them, all of them in an epoch."""
+    assert len(training_set) == IMAGES
+    private = private_memory_of_workers(LookedUp(training_set), samples=IMAGES, batch=8192)
+    assert max(private) < MOST_PRIVATE_MB, private
+
+
+def test_workers_stay_small_while_they_load_images(training_set: Images) -> None:
+    private = private_memory_of_workers(training_set, samples=4096, batch=64)
+    assert max(private) < MOST_PRIVATE_MB, private
+
+
+def test_a_long_list_is_read_at_once(imagenet: Path) -> None:
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # the peak of memory begins anew
+    before, begin = own_megabytes("VmRSS"), time.process_time()
+    paths, labels = read_list(imagenet / "train_list.txt", CLASSES)
+    seconds, peak = time.process_time() - begin, own_megabytes("VmHWM") - before
+    assert len(paths) == len(labels) == IMAGES
+    assert paths[IMAGES - 1] == f"train/n{(IMAGES - 1) % CLASSES:08d}/{(IMAGES - 1) // CLASSES}.JPEG"
+    assert seconds < MOST_SECONDS
+    assert peak < MOST_PEAK_MB
+
+
+def private_memory_of_workers(dataset: ImageDataset, samples: int, batch: int) -> list[float]:
+    """Megabytes that each worker shares with no other process, after `samples` samples.
+
+    What was imported before they were forked stays shared, so this is what the data costs, and a little for the rest.
+    """
+    order = EpochOrder(len(dataset), batch, 1, 0, 1, 0, drop_last=True)
+    loader = TrainLoader(dataset, order, 0, WORKERS, torch.device("cpu"))
+    others, seen = set(multiprocessing.active_children()), 0
+    try:
+        for window in itertools.islice(loader.epoch(1), samples // batch):
+            seen += sum(len(one.indices) for _, one in window)
+        workers = set(multiprocessing.active_children()) - others
+        found = [private_megabytes(worker) for worker in workers]
+    finally:
+        loader.close()
+    assert seen > 0.99 * samples
+    assert len(found) == WORKERS
+    return found
+
+
+def private_megabytes(process: BaseProcess) -> float:
+    """Memory of a process that it shares with no other."""
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1000
+
+
+def own_megabytes(name: str) -> float:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) / 1000 for line in lines if line.startswith(f"{name}:"))

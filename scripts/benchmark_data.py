@@ -6,9 +6,10 @@
     python scripts/benchmark_data.py -made 1500 -size small        # no data at hand: on JPEGs that it makes
 
 Per core: images a second of one core's time, from the stored file to uint8 pixels of the size the model takes, by
-training's and by validation's way. Through the loaders: batches as they arrive in the process that trains, by the
-clock. By stage: where our path spends its time. All in rounds in which everything has its turn, so that a busy machine
-slows all of them alike; figures are medians of the rounds, and ratios are taken within them.
+training's and by validation's way; packed: the same images after scripts/pack_images.py. Through the loaders: batches
+as they arrive in the process that trains, by the clock. By stage: where our path spends its time. All in rounds in
+which everything has its turn, so that a busy machine slows all of them alike; figures are medians of the rounds, and
+ratios are taken within them.
 
 -appetite N says how many images a second the model could take (training prints images/s; measure with -dataset
 synthetic). All flags and settings of main_single_gpu.py hold, TRAIN.RAND_AUGMENT=true for one. Flags of its own:
@@ -32,7 +33,7 @@ from utils.errors import EXIT_DONE, UserError, nearest  # noqa: E402
 from utils.log import log  # noqa: E402
 from utils.script import help_asked, run_tool  # noqa: E402
 
-PARTS = ("train", "val", "stages", "loader")
+PARTS = ("train", "val", "packed", "stages", "loader")
 SIZES = {"small": "500 x 375, 100 KB", "large": "1600 x 1200, 940 KB"}
 MADE = 1500
 OWN = (

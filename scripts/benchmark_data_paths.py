@@ -115,8 +115,8 @@ def is_jpeg(encoded: Encoded) -> bool:
     return isinstance(encoded, bytes) and encoded[:2] == b"\xff\xd8"
 
 
-class Decoding:
-    """Nothing but decoding JPEG files whole, from memory: what no exact path can be faster than by much."""
+class InMemory:
+    """The samples of a round, read before its time begins."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -125,11 +125,19 @@ class Decoding:
     def hold(self, indices: list[int]) -> None:
         self.encoded = {index: self.samples.read(index) for index in indices}
 
-    def decode(self, _: int, indices: list[int]) -> None:
-        from simplejpeg import decode_jpeg
+    def __getitem__(self, index: int) -> Encoded:
+        return self.encoded[index]
 
+
+def bound(samples: Samples, order: np.ndarray) -> Contender:
+    """Nothing but decoding JPEG files whole, from memory: no path that looks at every pixel can be faster."""
+    from simplejpeg import decode_jpeg
+
+    held = InMemory(samples)
+
+    def work(_: int, indices: list[int]) -> None:
         for index in indices:
-            decode_jpeg(self.encoded[index], "RGB")
+            encoded = held[index]
+            decode_jpeg(encoded, "RGB") if is_jpeg(encoded) else opened(encoded)
 
-    def contender(self, order: np.ndarray) -> Contender:
-        return Contender(BOUND, order, self.decode, self.hold)
+    return Contender(BOUND, order, work, held.hold)

@@ -85,10 +85,11 @@ def verdict(found: Found, appetite: float) -> str:
     if per_core is not None:
         cores = math.ceil(ENOUGH * appetite / per_core)
         wait += f" About {cores} cores would keep up."
-        quicker = {name: row for name, row in found["train"].items() if name.startswith(f"{OURS}, packed")}
-        for name, row in quicker.items():
+        packed = {name: row for name, row in found["train"].items() if name.startswith(f"{OURS}, ")}
+        wait += " With images packed by scripts/pack_images.py:" if packed else ""
+        for name, row in packed.items():
             cores = math.ceil(ENOUGH * appetite / row["images_per_second"])
-            wait += f" Packed by scripts/pack_images.py ({name.removeprefix(f'{OURS}, packed ')}): {cores}."
+            wait += f" {name.removeprefix(f'{OURS}, ')}: {cores}."
     return wait
 
 

@@ -6,6 +6,7 @@ import platform
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
@@ -16,11 +17,13 @@ import numpy as np
 import torch
 
 from datasets import check_dataset, open_dataset
+from datasets.cache import cache_folder
 from datasets.images import Images
 from engine.device import cores, processor
 from scripts.benchmark_data_loaders import loader_name, loaders
 from scripts.benchmark_data_measure import Budget, Rates, Ratio, measure, ratio
-from scripts.benchmark_data_paths import OURS, TIMM, TORCHVISION, Decoding, is_jpeg, opened, paths
+from scripts.benchmark_data_packed import Packed, pack
+from scripts.benchmark_data_paths import OURS, TIMM, TORCHVISION, bound, is_jpeg, opened, ours, paths
 from scripts.benchmark_data_stages import stage_runs, stages, transfer_milliseconds
 from scripts.made_images import CLASSES, make_images
 from utils.config import Config
@@ -28,6 +31,8 @@ from utils.errors import UserError
 from utils.log import log
 
 Found = dict[str, Any]
+BATCHES = 8
+"""There are at least so many batches in a round, or a loader would be measured while it begins."""
 LOOKED_AT = 64
 """Samples whose kind and size are told."""
 
@@ -51,9 +56,10 @@ class Benchmark:
         check_dataset(config.DATA, config.MODEL.NUM_CLASSES)
         self.config, self.plan, self.device = config, plan, device
         self.budget = Budget(plan.seconds)
-        self.train, self.val = self._open(True), self._open(False)
-        self.batch = max(1, min(config.DATA.BATCH_SIZE, plan.images // 8))
-        self.found: Found = {}
+        self.parts = {train: self._open(train) for train in (True, False)}
+        self.orders = {train: self._chosen(part) for train, part in self.parts.items()}
+        self.images = len(self.orders[True])
+        self.batch = max(1, min(config.DATA.BATCH_SIZE, self.images // BATCHES))
 
     def _open(self, train: bool) -> Images:
         config = self.config
@@ -66,55 +72,67 @@ class Benchmark:
             )
         return part
 
+    def _chosen(self, part: Images) -> np.ndarray:
+        """Samples from all over the part, in an order that suits its source: tar files are read one after another."""
+        generator = np.random.Generator(np.random.Philox(key=self.config.SEED))
+        return part.shuffled(generator)[: self.plan.images]
+
     def run(self) -> Found:
-        self.found |= {
+        begin = time.monotonic()
+        about = _about(self.parts[True], self.orders[True][:LOOKED_AT])
+        opening = (time.monotonic() - begin) / min(LOOKED_AT, self.images)
+        found: Found = {
             "date": time.strftime("%Y-%m-%d"),
             "command": shlex.join(["python", "scripts/benchmark_data.py", *sys.argv[1:]]),
             "machine": f"{processor()}, {cores()} cores",
             "versions": library_versions(),
-            "images": _about(self.train, self.order(self.train)[:LOOKED_AT]),
+            "images": about,
             "rounds": self.plan.rounds,
-            "images_a_round": self.plan.images,
+            "images_a_round": self.images,
             "batch": self.batch,
         }
-        steps = {
-            "train": lambda: self._per_core(self.train, True),
-            "val": lambda: self._per_core(self.val, False),
-            "stages": self._stages,
-            "loader": self._loaders,
-        }
-        for name, step in steps.items():
-            if name in self.plan.parts:
-                log.info("measuring: %s", name)
-                self.found[name] = step()
-        self.found["cut"] = self.budget.cut
-        return self.found
+        with tempfile.TemporaryDirectory(dir=cache_folder(self.config.DATA, "benchmark")) as folder:
+            packed = self._packed(Path(folder), opening)
+            steps = {
+                "train": lambda: self._per_core(True, packed),
+                "val": lambda: self._per_core(False, packed),
+                "stages": self._stages,
+                "loader": self._loaders,
+            }
+            for name, step in steps.items():
+                if name in self.plan.parts:
+                    log.info("Measuring: %s", name)
+                    found[name] = step()
+        return found | {"cut": self.budget.cut}
 
-    def order(self, part: Images) -> np.ndarray:
-        """Samples from all over the part, in an order that suits its source: tar files are read one after another."""
-        generator = np.random.Generator(np.random.Philox(key=self.config.SEED))
-        return part.shuffled(generator)
+    def _packed(self, folder: Path, opening: float) -> Packed:
+        encoded = self.parts[True].samples.read(int(self.orders[True][0]))
+        if "packed" not in self.plan.parts or not isinstance(encoded, bytes):
+            return {}
+        # Twice for two parts, twice for two kinds, and encoding takes about as long as opening.
+        if not self.budget.allows(8 * opening * self.images):
+            return {}
+        log.info("Packing %d images for comparison", self.images)
+        return pack(self.parts, self.orders, self.config.TRAIN, folder)
 
-    def _per_core(self, part: Images, train: bool) -> Found:
-        order = self.order(part)
+    def _per_core(self, train: bool, packed: Packed) -> Found:
+        part, order = self.parts[train], self.orders[train]
         contenders = paths(part, order, train, self.config.TRAIN, self.batch)
+        for kind, parts in packed.items():
+            contenders.append(ours(f"{OURS}, {kind}", parts[train], np.arange(len(parts[train])), self.batch))
         if is_jpeg(part.samples.read(int(order[0]))):
-            contenders.append(Decoding(part.samples).contender(order))
-        return per_core(measure(contenders, self.plan.rounds, self.plan.images, self.budget))
+            contenders.append(bound(part.samples, order))
+        return per_core(measure(contenders, self.plan.rounds, len(order), self.budget))
 
     def _stages(self) -> Found:
-        order = self.order(self.train)
-        jpeg = is_jpeg(self.train.samples.read(int(order[0])))
-        decode = Decoding(self.train.samples).contender(order) if jpeg else None
-        runs = stage_runs(self.train, order, self.config.TRAIN, self.batch, decode)
-        found = stages(measure(runs, self.plan.rounds, self.plan.images, self.budget))
-        transfer = transfer_milliseconds(self.train, self.device, self.batch)
+        runs = stage_runs(self.parts[True], self.orders[True], self.config.TRAIN, self.batch)
+        found = stages(measure(runs, self.plan.rounds, self.images, self.budget))
+        transfer = transfer_milliseconds(self.parts[True], self.device, self.batch)
         return found | ({"transfer": transfer} if transfer is not None else {})
 
     def _loaders(self) -> Found:
-        whole = self.order(self.train)[: self.plan.images]
-        order = whole[: max(1, len(whole) // self.batch) * self.batch]
-        with loaders(self.train, order, self.config.TRAIN, self.batch, self.plan.workers) as contenders:
+        order = self.orders[True][: self.images // self.batch * self.batch]
+        with loaders(self.parts[True], order, self.config.TRAIN, self.batch, self.plan.workers) as contenders:
             return through_loaders(measure(contenders, self.plan.rounds, len(order), self.budget), self.plan.workers)
 
 
@@ -148,8 +166,7 @@ def through_loaders(found: dict[str, Rates], counts: tuple[int, ...]) -> Found:
 
 def on_made_images(config: Config, count: int, size: str) -> Config:
     """The same settings for JPEGs that are made now, unless they were before."""
-    folder = Path(config.DATA.CACHE or "~/.cache/vitamp").expanduser() / "made"
-    root = make_images(folder, count, size)
+    root = make_images(cache_folder(config.DATA, "made"), count, size)
     data = config.DATA.model_copy(update={"DATASET": "imagefolder", "DATA_PATH": str(root)})
     model = config.MODEL.model_copy(update={"NUM_CLASSES": CLASSES})
     return config.model_copy(update={"DATA": data, "MODEL": model})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,66 +15,51 @@ from datasets.pixels import Pixels
 from datasets.randomness import seed_sample
 from datasets.samples import Encoded
 from scripts.benchmark_data_measure import Contender, Rates
-from scripts.benchmark_data_paths import ours
+from scripts.benchmark_data_paths import InMemory, ours
 from utils.config.schema import TrainConfig
 
-READ, DECODE, CROPPED, CHANGED, WHOLE = "read", "decode", "to the crop", "to the augmented crop", "to the batch"
+READ, DECODE, CROP, CHANGE, WHOLE = "read", "decode", "crop and resize", "augment", "collate"
+"""Each is the name of a stage, and of the part of the path that ends with it."""
 TRANSFERS = 20
 
 
-def stage_runs(
-    images: Images, order: np.ndarray, changes: TrainConfig, batch: int, decode: Contender | None
-) -> list[Contender]:
+def stage_runs(images: Images, order: np.ndarray, changes: TrainConfig, batch: int) -> list[Contender]:
     """Ever longer parts of the path. A stage is the difference of two, so that nothing is measured inside of it."""
-    samples = images.samples
+    plain, changed = Pixels(images.data, True), Pixels(images.data, True, changes)
+    size, channels = images.data.IMAGE_SIZE, images.data.IMAGE_CHANNELS
+    out = torch.zeros(channels, size, size, dtype=torch.uint8)
     runs = [
-        Contender(READ, order, lambda _, indices: [samples.read(index) for index in indices]),
-        _OnePart(images, Pixels(images.data, True)).contender(CROPPED, order),
+        Contender(READ, order, lambda _, indices: [images.samples.read(index) for index in indices]),
+        _from_memory(DECODE, images, order, plain.decode),
+        _from_memory(CROP, images, order, lambda encoded: plain(encoded, out)),
         ours(WHOLE, images, order, batch),
     ]
-    if decode is not None:
-        runs.append(Contender(DECODE, order, decode.work, decode.before))
     if keys_set(changes):
-        runs.append(_OnePart(images, Pixels(images.data, True, changes)).contender(CHANGED, order))
+        runs.append(_from_memory(CHANGE, images, order, lambda encoded: changed(encoded, out)))
     return runs
 
 
-class _OnePart:
-    """From bytes in memory to pixels."""
+def _from_memory(name: str, images: Images, order: np.ndarray, step: Callable[[Encoded], object]) -> Contender:
+    held = InMemory(images.samples)
 
-    def __init__(self, images: Images, pixels: Pixels) -> None:
-        self.images, self.pixels = images, pixels
-        data = images.data
-        self.out = torch.zeros(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
-        self.encoded: dict[int, Encoded] = {}
-
-    def hold(self, indices: list[int]) -> None:
-        self.encoded = {index: self.images.samples.read(index) for index in indices}
-
-    def work(self, nth: int, indices: list[int]) -> None:
+    def work(nth: int, indices: list[int]) -> None:
         for index in indices:
-            seed_sample(self.images.seed, nth, index)
-            self.pixels(self.encoded[index], self.out)
+            seed_sample(images.seed, nth, index)
+            step(held[index])
 
-    def contender(self, name: str, order: np.ndarray) -> Contender:
-        return Contender(name, order, self.work, self.hold)
+    return Contender(name, order, work, held.hold)
 
 
 def stages(found: dict[str, Rates]) -> dict[str, float]:
     """Milliseconds of one core for an image, a stage at a time."""
-    if not found[WHOLE].cpu:
+    spent = {name: 1000 / np.array(rates.cpu) for name, rates in found.items() if rates.cpu}
+    if not spent:
         return {}
-    spent = {name: 1000 / np.array(rates.cpu) for name, rates in found.items()}
-    steps = {"read": spent[READ]}
-    if DECODE in spent:
-        steps |= {"decode": spent[DECODE], "crop and resize": spent[CROPPED] - spent[DECODE]}
-    else:
-        steps["decode, crop and resize"] = spent[CROPPED]
-    changed = spent.get(CHANGED, spent[CROPPED])
-    if CHANGED in spent:
-        steps["augment"] = changed - spent[CROPPED]
-    steps["collate"] = spent[WHOLE] - spent[READ] - changed
-    # A difference of two figures may come out a little below zero where the stage costs next to nothing.
+    steps = {READ: spent[READ], DECODE: spent[DECODE], CROP: spent[CROP] - spent[DECODE]}
+    if CHANGE in spent:
+        steps[CHANGE] = spent[CHANGE] - spent[CROP]
+    steps[WHOLE] = spent[WHOLE] - spent[READ] - spent.get(CHANGE, spent[CROP])
+    # A difference may come out a little below zero where the stage costs next to nothing.
     return {name: max(0.0, statistics.median(each.tolist())) for name, each in steps.items()}
 
 

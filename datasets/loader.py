@@ -136,9 +136,8 @@ class _Feed:
     def batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
         self._plan.begin(epoch, plan)
         source: Iterator[Fetched] | None = None
-        deaths = 0
+        deaths, begin = 0, time.perf_counter()
         while True:
-            begin = time.perf_counter()
             try:
                 source = self._start() if source is None else source
                 fetched = next(source, None)
@@ -153,6 +152,7 @@ class _Feed:
             if batch is None:
                 return
             yield batch
+            begin = time.perf_counter()
 
     def take_wait(self) -> float:
         wait, self._wait = self._wait, 0.0

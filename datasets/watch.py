@@ -9,6 +9,7 @@ import contextlib
 import queue
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,9 +43,10 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
                 return self._data_queue.get(timeout=SECONDS_BETWEEN_LOOKS)
             except queue.Empty:
                 self._look()
-            except (OSError, EOFError) as error:  # what a process left behind that died while it handed it over
+            except Exception:  # what a process leaves behind that dies while it hands over can raise nearly anything
+                time.sleep(SECONDS_BETWEEN_LOOKS)  # its files are closed some time before it counts as dead
                 self._look()
-                raise WorkerDied(f"what a loading process sent could not be received: {error!r}") from None
+                raise
 
     def _look(self) -> None:
         dead = [worker for worker in self._workers if not worker.is_alive()]

@@ -105,7 +105,6 @@ class Trainer:
         reading = self._read()
         self._stop_on_nan(reading)
         self.health.look(position, together=True)
-        self.train_loader.broken.share(self.world)
         self.reporter.epoch(position, reading.epoch, seconds)
         finished = position.epoch
         last = finished == config.TRAIN.NUM_EPOCHS
@@ -116,6 +115,7 @@ class Trainer:
         self.parts.meters.start_epoch()
         if finished % config.SAVE_FREQ == 0 or last or improved:
             self._save(finished)
+        self.train_loader.broken.share(self.world)
         self._draw()
         self._leave_out_pause()
 

@@ -180,32 +180,35 @@ raise SystemExit(7)
 
 
 class Deadly(ImageDataset):
-    """The loading process that is to fetch one of `deadly` dies of it, so many times in all as there are files."""
+    """A loading process that is to fetch an image with lives left dies of it, and takes one of them."""
 
-    def __init__(self, images: ImageDataset, deadly: set[int], lives: Path, signal_number: int) -> None:
-        self.images, self.deadly, self.lives, self.signal_number = images, deadly, lives, signal_number
+    def __init__(self, images: ImageDataset, lives: Path, signal_number: int) -> None:
+        self.images, self.lives, self.signal_number = images, lives, signal_number
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
-        if self.deadly & {index for _, index in keys} and (left := sorted(self.lives.iterdir())):
-            left[0].unlink()
-            os.kill(os.getpid(), self.signal_number)
+        for _, index in keys:
+            for life in self.lives.glob(f"{index}-*"):
+                life.unlink()
+                os.kill(os.getpid(), self.signal_number)
         return self.images.__getitems__(keys)
 
 
 @pytest.fixture
 def deadly(training, tmp_path: Path) -> Iterator[Callable[..., TrainLoader]]:
+    """`deadly({3: 2})`: loaders whose processes die of image 3, twice."""
     opened: list[TrainLoader] = []
 
-    def make(times: int, numbers: set[int], workers: int = 2, signal_number: int = signal.SIGKILL) -> TrainLoader:
+    def make(times: dict[int, int], workers: int = 2, signal_number: int = signal.SIGKILL) -> TrainLoader:
         lives = tmp_path / "lives"
         lives.mkdir()
-        for number in range(times):
-            (lives / str(number)).touch()
+        for index, count in times.items():
+            for life in range(count):
+                (lives / f"{index}-{life}").touch()
         plain = training(batch=2)
-        dataset = Deadly(plain._feed._fetch.dataset, numbers, lives, signal_number)
+        dataset = Deadly(plain._feed._fetch.dataset, lives, signal_number)
         opened.append(TrainLoader(dataset, plain.order, 5, workers, torch.device("cpu")))
         return opened[-1]
 
@@ -226,7 +229,7 @@ def test_a_killed_loading_process_changes_nothing(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
     expected = [in_order(training(batch=2), epoch, start) for epoch in (1, 2)]
-    loader = deadly(2, {3, 8}, workers)
+    loader = deadly({3: 2, 8: 2}, workers)
     before = signal.getsignal(signal.SIGCHLD)
     began = time.monotonic()
     assert [in_order(loader, epoch, start) for epoch in (1, 2)] == expected
@@ -268,7 +271,7 @@ def test_validation_outlives_its_loading_processes_too(listed: Path, settings: S
 
 @pytest.mark.parametrize(("signal_number", "hint"), [(signal.SIGKILL, "out of memory?"), (signal.SIGBUS, "/dev/shm")])
 def test_loading_processes_that_die_again_and_again_end_the_run(deadly, signal_number: int, hint: str) -> None:
-    loader = deadly(99, {7}, 1, signal_number)
+    loader = deadly({7: 99}, 1, signal_number)
     with pytest.raises(TrainingError) as caught:
         in_order(loader, 1)
     assert "died 3 times without one batch in between" in str(caught.value)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ALL = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 RECIPES = [name for name in ALL if not name.startswith("_")]
-TIMM_SIZES = [name for name in RECIPES if name not in {"vit_digits", "vit_synthetic", "fleet_amp", "paddle_amp"}]
+OWN_SIZES = {"vit_digits", "vit_cifar10", "vit_synthetic", "fleet_amp", "paddle_amp"}
+TIMM_SIZES = [name for name in RECIPES if name not in OWN_SIZES]
 
 # Width, depth and heads of the ViT paper's sizes (Ti is AugReg's); patch and image size stand in the name.
 WIDTHS = {
@@ -81,7 +82,7 @@ def test_the_command_line_in_a_recipe_names_that_recipe(name: str) -> None:
     assert words[1] in {"main_single_gpu.py", "main_multi_gpu.py"}
     assert words[words.index("-cfg") + 1] == f"configs/{name}.yaml"
     assert "-amp" in words
-    assert ("-data_path" in words) == (settings(name).DATA.DATASET == "imagenet2012")
+    assert ("-data_path" in words) == (settings(name).DATA.DATASET in {"imagenet2012", "cifar10"})
 
 
 @pytest.mark.parametrize("name", RECIPES)

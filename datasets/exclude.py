@@ -114,7 +114,13 @@ def _read(data: DataConfig) -> dict[str, int]:
 
 
 def _prefix(data: DataConfig) -> str:
-    return "" if data.DATA_PATH is None else f"{Path(data.DATA_PATH).expanduser()}/"
+    """What the names of all samples begin with, as far as DATA_PATH says."""
+    if data.DATA_PATH is None:
+        return ""
+    if "://" in data.DATA_PATH:
+        return f"{data.DATA_PATH.rstrip('/')}/"
+    place = Path(data.DATA_PATH).expanduser()
+    return f"{place.parent if place.is_file() else place}/"
 
 
 def _closest(name: str, parts: Sequence[Samples], prefix: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,46 @@ def test_each_planted_defect_is_found_and_nothing_else(check: Check, tree: Path,
     done, _ = check(tree, f"DATA.EXCLUDE={listed}", "-out", listed, "-exclude_small")
     assert done.code == 0, done.text
     assert len(listed.read_text().splitlines()) == 2 + len(kinds) + 3, "what it named before stays"
+
+
+def as_table(tree: Path) -> Path:
+    """The training part as one file, which is split."""
+    images = sorted((tree / "train").rglob("*.jpg"))
+    lines = [f"{image.relative_to(tree)},{image.parent.name}" for image in images]
+    (tree / "all.csv").write_text("\n".join(["path,target", *lines]) + "\n")
+    return tree / "all.csv"
+
+
+def as_shards(tree: Path) -> Path:
+    """Both parts as tar files with a class beside each image."""
+    root = tree.parent / "shards"
+    for part in ("train", "val"):
+        (root / part).mkdir(parents=True)
+        with tarfile.open(root / part / f"{part}-0.tar", "w") as tar:
+            for image in sorted((tree / part).rglob("*.jpg")):
+                label = tarfile.TarInfo(f"{image.stem}.cls")
+                text = str(CLASSES.index(image.parent.name)).encode()
+                label.size = len(text)
+                tar.add(image, f"{image.stem}.jpg")
+                tar.addfile(label, io.BytesIO(text))
+    return root
+
+
+@pytest.mark.parametrize(("dataset", "made"), [("csv", as_table), ("shards", as_shards)])
+def test_every_source_is_looked_at(
+    check: Check, tree: Path, tmp_path: Path, dataset: str, made: Callable[[Path], Path]
+) -> None:
+    (tree / "train" / "ant" / "9.jpg").write_bytes(b"\0" * 1000)
+    (tree / "train" / "bee" / "4.jpg").write_bytes((tree / "train" / "bee" / "4.jpg").read_bytes()[:700])
+    path, listed = made(tree), tmp_path / "exclude.txt"
+    done, found = check(path, "-out", listed, dataset=dataset)
+    assert done.code == 1, done.text
+    assert {Path(one["name"]).name for one in found["defects"]["unreadable"]} == {"9.jpg", "4.jpg"}
+    assert sum(bool(defects) for defects in found["defects"].values()) == 1
+    assert not any(line.startswith("/") for line in listed.read_text().splitlines()), "names below DATA_PATH"
+    done, found = check(path, f"DATA.EXCLUDE={listed}", dataset=dataset)
+    assert done.code == 0, done.text
+    assert done.err == "", "each line names an image"
 
 
 def test_labels_and_files_of_a_list(check: Check, tree: Path) -> None:

@@ -20,14 +20,19 @@ SECONDS_BETWEEN_LOOKS = 0.25
 
 
 class WorkerDied(Exception):
-    """A loading process has ended without being asked to. The text says which, and how."""
+    """A loading process has ended without being asked to, or could not begin. The text says which, and how."""
 
 
 class WatchedLoader(DataLoader[Any]):
     """torch's loader, whose processes are watched."""
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
-        return WatchedIterator(self) if self.num_workers else super()._get_iterator()
+        if not self.num_workers:
+            return super()._get_iterator()
+        try:
+            return WatchedIterator(self)
+        except OSError as error:  # there is no memory for one more process, or no room in the table of processes
+            raise WorkerDied(f"loading processes could not be started: {error.strerror or error}") from None
 
 
 class WatchedIterator(_MultiProcessingDataLoaderIter):

@@ -279,6 +279,21 @@ def test_loading_processes_that_die_again_and_again_end_the_run(deadly, signal_n
     assert "DATA.NUM_WORKERS (-num_workers)" in str(caught.value)
 
 
+def test_processes_that_cannot_be_started(training, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refusals = os.fork, [OSError(12, "Cannot allocate memory")] * 2
+
+    def fork() -> int:
+        if refusals:
+            raise refusals.pop()
+        return real()
+
+    monkeypatch.setattr(os, "fork", fork)
+    assert in_order(training(batch=2, workers=2), 1) == in_order(training(batch=2), 1)
+    refusals += [OSError(12, "Cannot allocate memory")] * 3
+    with pytest.raises(TrainingError, match="could not be started: Cannot allocate memory"):
+        in_order(training(workers=1), 1)
+
+
 def test_auto_workers_shares_the_cores() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     assert auto_workers(1) == min(16, cores)

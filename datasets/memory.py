@@ -27,7 +27,9 @@ class ArraySamples(Samples):
     """Pixels (N x H x W x C, uint8) with a label each."""
 
     def __init__(self, pixels: np.ndarray, labels: np.ndarray, classes: list[str], owner: str) -> None:
-        self.pixels, self.labels, self.classes, self.owner = pixels, labels, classes, owner
+        # The three colours of a pixel side by side, as decoders give them and what resizes them takes for granted.
+        self.pixels = np.ascontiguousarray(pixels)
+        self.labels, self.classes, self.owner = labels, classes, owner
 
     def read(self, index: int) -> np.ndarray:
         return self.pixels[index]

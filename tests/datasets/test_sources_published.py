@@ -105,6 +105,20 @@ def test_cifar_is_read_as_torchvision_reads_it(
     assert (batch.labels.tolist(), dataset.classes) == (theirs.targets, theirs.classes)
 
 
+@pytest.mark.parametrize("size", [32, 40])
+def test_cifar_one_by_one_is_what_it_is_in_memory(tmp_path: Path, settings: Settings, size: int) -> None:
+    """A crop that takes all of an image, and no other change: both ways must give the same."""
+    cifar10(tmp_path)
+    data = settings(DATASET="cifar10", DATA_PATH=str(tmp_path), IMAGE_SIZE=size, FLIP=0.0)
+    all_of_it = data.model_copy(update={"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0)})
+    keys = [(1, index) for index in range(20)]
+    one_by_one, in_memory = opened(all_of_it), opened(data.model_copy(update={"CROP": "none"}))
+    assert (one_by_one.in_memory, in_memory.in_memory) == (False, True)
+    got, expected = one_by_one.__getitems__(keys), in_memory.__getitems__(keys)
+    assert torch.equal(got.labels, expected.labels)
+    assert torch.equal(got.images, expected.images)
+
+
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_data_path_may_be_the_folder_itself(tmp_path: Path, settings: Settings, name: str) -> None:
     MAKERS[name](tmp_path)

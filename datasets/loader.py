@@ -280,10 +280,17 @@ def start_worker(_: int) -> None:
     # What goes wrong here travels to the process that trains; all else is the noise of parting when that one leaves.
     sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if hasattr(libc, "gnu_get_libc_version"):
-            # A decoded photograph is a large block. By default such memory goes back to the system after each image and
-            # is fetched anew, page by page, for the next one: a third of the time spent on large images.
-            for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-                libc.mallopt(threshold, KEPT_BYTES)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """For the rest of this process's life, as far as its C library can be told.
+
+    A decoded photograph is a large block. By default such memory goes back to the system after each image and is
+    fetched anew, page by page, for the next one: a third of the time spent on large images.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "gnu_get_libc_version"):
+        for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            libc.mallopt(threshold, KEPT_BYTES)

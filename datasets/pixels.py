@@ -70,11 +70,12 @@ class Pixels:
         """Pad, mirror and change the square, and store it plane by plane."""
         if self.pad:
             pixels = _moved(pixels, self.pad)
-        if self.flip and random.random() < self.flip:
-            pixels = pixels[:, ::-1]
+        mirrored = self.flip > 0 and random.random() < self.flip
         if self.changes:
-            pixels = self._changed(pixels)
+            pixels = self._changed(pixels[:, ::-1] if mirrored else pixels)
         np.copyto(out.numpy(), pixels.transpose(2, 0, 1))  # one channel fills all three
+        if mirrored and not self.changes:
+            out.copy_(out.flip(2))  # rows of a plane: half the time that mirroring whole pixels would take
 
     def _changed(self, pixels: np.ndarray) -> np.ndarray:
         grey = pixels.shape[2] == 1

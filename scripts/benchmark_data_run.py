@@ -19,6 +19,7 @@ import torch
 from datasets import check_dataset, open_dataset
 from datasets.cache import cache_folder
 from datasets.images import Images
+from datasets.loader import keep_freed_memory
 from engine.device import cores, processor
 from scripts.benchmark_data_loaders import loader_name, loaders
 from scripts.benchmark_data_measure import Budget, Rates, Ratio, measure, ratio
@@ -52,7 +53,9 @@ class Benchmark:
     """The parts of the data set, and what was found so far."""
 
     def __init__(self, config: Config, plan: Plan, device: torch.device) -> None:
-        torch.set_num_threads(1)  # images a second and core: operations must not spread over others
+        # As loading processes have it. Operations must not spread over other cores; and the others gain by it too.
+        torch.set_num_threads(1)
+        keep_freed_memory()
         check_dataset(config.DATA, config.MODEL.NUM_CLASSES)
         self.config, self.plan, self.device = config, plan, device
         self.budget = Budget(plan.seconds)

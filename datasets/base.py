@@ -77,3 +77,5 @@ class Source:
     """(data, train, num_classes, seed, device) -> the training or the validation part"""
     check: Callable[[DataConfig, int, bool], None]
     """(data, num_classes, train): raise UserError for what can be seen without opening an image"""
+    fetches: bool = False
+    """With DATA.DOWNLOAD, `check` gets what is not there"""

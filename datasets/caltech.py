@@ -69,7 +69,7 @@ def _caltech(classes: int, clutter: str, images: int, example: str, megabytes: i
         page=f"https://data.caltech.edu/records/{record}",
     )
     caltech = _Caltech(published, clutter, images)
-    return Source(caltech.open, caltech.check)
+    return Source(caltech.open, caltech.check, fetches=True)
 
 
 CALTECH101 = _caltech(101, "BACKGROUND_Google", 8677, "accordion/image_0001.jpg", 137, "20086")

@@ -107,7 +107,7 @@ def _cifar(classes: int, folder: str, megabytes: int, **files: Any) -> Source:
         page="https://www.cs.toronto.edu/~kriz/cifar.html (the python version)",
     )
     cifar = _Cifar(published, **files)
-    return Source(cifar.open, cifar.check)
+    return Source(cifar.open, cifar.check, fetches=True)
 
 
 CIFAR10 = _cifar(

@@ -66,4 +66,4 @@ def _table(file: Path, name: str) -> np.ndarray:
         raise UserError(FLOWERS.broken(file.parent, f"{file.name} cannot be read ({reason})")) from None
 
 
-SOURCE = Source(_open, _check)
+SOURCE = Source(_open, _check, fetches=True)

@@ -63,4 +63,4 @@ def _table(folder: Path, name: str) -> dict[str, list[str]]:
         raise UserError(FOOD.broken(folder, f"{name} cannot be read ({error})")) from None
 
 
-SOURCE = Source(_open, _check)
+SOURCE = Source(_open, _check, fetches=True)

@@ -161,4 +161,4 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     check_parts(_set(data), data, num_classes, train)
 
 
-SOURCE = Source(_open, _check)
+SOURCE = Source(_open, _check, fetches=True)

@@ -70,4 +70,4 @@ def _lines(folder: Path, list_name: str) -> list[tuple[str, int]]:
     return found
 
 
-SOURCE = Source(_open, _check)
+SOURCE = Source(_open, _check, fetches=True)

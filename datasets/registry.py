@@ -6,6 +6,7 @@ import torch
 
 from utils.config.schema import DataConfig
 from utils.errors import UserError, nearest
+from utils.log import log
 
 from . import (
     caltech,
@@ -62,6 +63,8 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     check_ranges(data)
     check_exclude(data)
     check_decoder(data)
+    if data.DOWNLOAD and not source.fetches:
+        log.warning("DATA.DOWNLOAD has no effect on the data set %s: there is nowhere to fetch it from.", data.DATASET)
     source.check(data, num_classes, train)
 
 

@@ -198,6 +198,18 @@ def test_download_without_a_folder_asks_for_one(settings: Settings) -> None:
         check_dataset(settings(DATASET="food101", DOWNLOAD=True), 101)
 
 
+def test_it_is_told_where_nothing_can_be_fetched(
+    tmp_path: Path, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vitamp"):
+        check_dataset(settings(DATASET="digits", DOWNLOAD=True), 10)
+        assert "DATA.DOWNLOAD has no effect on the data set digits" in caplog.text
+        caplog.clear()
+        MAKERS["pets"](tmp_path)
+        check_dataset(settings(DATASET="pets", DATA_PATH=str(tmp_path), DOWNLOAD=True), 3)
+    assert "DOWNLOAD" not in caplog.text
+
+
 def test_without_a_network_the_run_ends_and_says_what_to_do(
     tmp_path: Path, tiny: Path, vitamp: Callable[..., Result]
 ) -> None:

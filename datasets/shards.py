@@ -33,15 +33,16 @@ class ShardSamples(Samples):
         self._index = index
         self._rows = rows
         self.labels = index.label if rows is None else index.label[rows]
-        self._fetched: dict[int, bytearray] = {}
+        self._fetched: dict[int, np.ndarray] = {}
 
     def read(self, index: int) -> Encoded:
         row = self._row(index)
         part = self._range(row)
-        content = self._fetched.pop(row, None) or self.store.range(part)
+        content = self._fetched.pop(row, None)
+        content = self.store.range(part) if content is None else content
         if len(content) < part[2]:
             raise OSError(f"{self.store.root}/{part[0]} ends before byte {part[1] + part[2]}, where the image ends")
-        return pixels_of(content) if self._index.name(row).endswith(".npy") else bytes(content)
+        return pixels_of(content) if self._index.name(row).endswith(".npy") else content.tobytes()
 
     def name(self, index: int) -> str:
         row = self._row(index)
@@ -71,11 +72,11 @@ class ShardSamples(Samples):
         return index.shards[index.shard[row]], int(index.offset[row]), int(index.size[row])
 
 
-def pixels_of(content: bytearray) -> np.ndarray:
+def pixels_of(content: np.ndarray) -> np.ndarray:
     """The pixels of an .npy file. numpy would read these just as well; but a header costs it as much as the pixels."""
-    length = int.from_bytes(content[8:10], "little") + 10
-    shape = _npy_shape(bytes(content[:length]))
-    pixels = np.frombuffer(content, dtype=np.uint8, offset=length)
+    length = int.from_bytes(content[8:10].tobytes(), "little") + 10
+    shape = _npy_shape(content[:length].tobytes())
+    pixels = content[length:]
     if pixels.size != shape[0] * shape[1] * shape[2]:
         raise Unreadable(f"an array of {shape} needs as many bytes, and has {pixels.size}")
     return pixels.reshape(shape)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+import numpy as np
+
 from utils.errors import UserError
 
 MOST_OPEN = 64
@@ -47,10 +49,10 @@ class Store(ABC):
     def open(self, name: str) -> BinaryIO: ...
 
     @abstractmethod
-    def range(self, part: Range) -> bytearray:
+    def range(self, part: Range) -> np.ndarray:
         """These bytes, fewer where the file ends before. Raises OSError."""
 
-    def ranges(self, parts: Sequence[Range]) -> list[bytearray | None]:  # noqa: ARG002
+    def ranges(self, parts: Sequence[Range]) -> list[np.ndarray | None]:  # noqa: ARG002
         """Many ranges at once, None for what could not be had; empty for a store that gains nothing by it."""
         return []
 
@@ -83,12 +85,12 @@ class Folder(Store):
     def open(self, name: str) -> BinaryIO:
         return open(os.path.join(self.root, name), "rb")
 
-    def range(self, part: Range) -> bytearray:
+    def range(self, part: Range) -> np.ndarray:
         name, offset, size = part
-        found, handle, begin = bytearray(size), self._handle(name), 0
+        found, handle, begin = np.empty(size, dtype=np.uint8), self._handle(name), 0
         while begin < size and (got := os.preadv(handle, [memoryview(found)[begin:]], offset + begin)):
             begin += got
-        return found[:begin] if begin < size else found
+        return found[:begin]
 
     def _handle(self, name: str) -> int:
         if self._owner != os.getpid():
@@ -160,20 +162,20 @@ class Remote(Store):
     def open(self, name: str) -> BinaryIO:
         return cast(BinaryIO, self._connect()[0].open(self._path(name), "rb"))
 
-    def range(self, part: Range) -> bytearray:
+    def range(self, part: Range) -> np.ndarray:
         name, offset, size = part
         try:
-            return bytearray(self._connect()[0].cat_file(self._path(name), start=offset, end=offset + size))
+            return _writable(self._connect()[0].cat_file(self._path(name), start=offset, end=offset + size))
         except OSError:
             raise
         except Exception as error:
             raise OSError(_reason(error)) from None
 
-    def ranges(self, parts: Sequence[Range]) -> list[bytearray | None]:
+    def ranges(self, parts: Sequence[Range]) -> list[np.ndarray | None]:
         files = self._connect()[0]
         names, starts = [self._path(name) for name, _, _ in parts], [offset for _, offset, _ in parts]
         found = files.cat_ranges(names, starts, [offset + size for _, offset, size in parts], on_error="return")
-        return [None if isinstance(item, Exception) else bytearray(item) for item in found]
+        return [None if isinstance(item, Exception) else _writable(item) for item in found]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_connected": None}
@@ -194,6 +196,10 @@ def open_store(place: str | None) -> Store:
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError(f"DATA.DATA_PATH (-data_path): {folder} may not be read by this user.")
     return Folder(folder)
+
+
+def _writable(content: bytes) -> np.ndarray:
+    return np.frombuffer(bytearray(content), dtype=np.uint8)
 
 
 def _stamp(entry: dict[str, Any]) -> str:

@@ -198,7 +198,7 @@ def npy(array: np.ndarray, **how: object) -> bytes:
 def test_arrays_that_are_no_pixels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Unreadable):
-        pixels_of(bytearray(content))
+        pixels_of(np.frombuffer(bytearray(content), dtype=np.uint8))
     assert not (tmp_path / "exploded").exists()
 
 

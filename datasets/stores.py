@@ -88,7 +88,7 @@ class Folder(Store):
     def range(self, part: Range) -> np.ndarray:
         name, offset, size = part
         found, handle, begin = np.empty(size, dtype=np.uint8), self._handle(name), 0
-        while begin < size and (got := os.preadv(handle, [memoryview(found)[begin:]], offset + begin)):
+        while begin < size and (got := os.preadv(handle, [found[begin:].data], offset + begin)):
             begin += got
         return found[:begin]
 

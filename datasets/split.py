@@ -24,9 +24,9 @@ def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split"
     by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])
     members = [generator.permutation(of_class) for of_class in by_class]
     exact = sizes * fraction
-    counts = np.minimum(np.floor(exact).astype(int), sizes - 1)
+    counts = np.floor(exact).astype(int)
     # Rounded down there are too few; the classes that lost most to the rounding give one more.
-    missing = math.ceil(len(labels) * fraction) - counts.sum()
+    missing = math.ceil(round(len(labels) * fraction, 6)) - counts.sum()  # 70 * 0.1 is a little more than 7
     neediest = np.argsort(counts - exact, kind="stable")
     counts[neediest[counts[neediest] < sizes[neediest] - 1][:missing]] += 1
     if not counts.any():

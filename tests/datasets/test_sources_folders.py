@@ -60,6 +60,10 @@ def test_the_split_is_stratified_and_depends_on_its_seed_alone() -> None:
     assert not np.array_equal(split(labels, 0.25, 1)[1], validation)
 
 
+def test_the_share_is_not_larger_for_rounding_of_the_machine() -> None:
+    assert len(split(np.zeros(70, dtype=np.int64), 0.1, 0)[1]) == 7
+
+
 def test_every_class_keeps_an_image_for_training() -> None:
     labels = np.array([0, 1, 1, 2, 2, 2])
     train, validation = split(labels, 0.95, 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +25,16 @@ from utils.world import World
 Settings = Callable[..., DataConfig]
 Spoil = Callable[[Path], object]
 
+
+def claim_to_be_huge(path: Path) -> None:
+    """A PNG of a few bytes whose header says 60,000 x 60,000."""
+    png = path.read_bytes()
+    header = b"IHDR" + struct.pack(">II", 60_000, 60_000) + png[24:29]
+    path.write_bytes(png[:12] + header + struct.pack(">I", zlib.crc32(header)) + png[33:])
+
+
 SPOILS: dict[str, Spoil] = {
+    "bomb": claim_to_be_huge,
     "text": lambda path: path.write_text("no picture at all"),
     "empty": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:600]),
@@ -102,7 +113,8 @@ def test_the_neighbour_takes_its_place_and_nothing_else_changes(
         assert batch.labels.tolist() == [(5 if i == 4 else i) % 3 for i in batch.indices.tolist()]
     assert len(said) == 1
     assert str(loaders.image(4)) in said[0]
-    assert {"missing": "it does not exist", "empty": "it is empty"}.get(spoil, "cannot be read") in said[0]
+    reasons = {"missing": "it does not exist", "empty": "it is empty", "bomb": "pixels, which would fill the memory"}
+    assert reasons.get(spoil, "cannot be read") in said[0]
 
 
 def test_the_next_that_can_be_read_is_found_past_the_end(loaders: Loaders) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import signal
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from datasets.samples import Samples
+from scripts.check_data_look import look_at
 from tests.program import Result, save_image
+from utils.config.schema import DataConfig
+from utils.errors import TrainingError
 
 SCRIPT = "scripts/check_data.py"
 CLASSES = ("ant", "bee", "cat")
@@ -195,6 +202,26 @@ def test_wrong_usage(vitamp: Callable[..., Result], tree: Path, tmp_path: Path) 
     ):
         done = vitamp("-dataset", "imagefolder", *words, script=SCRIPT)
         assert (done.code, said in done.err) == (2, True), done.text
+
+
+class Deadly(Samples):
+    """Whoever reads the image of number 40 is killed, as by a system out of memory."""
+
+    labels = np.zeros(60, dtype=np.int64)
+
+    def read(self, index: int) -> np.ndarray:
+        if index == 40:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.zeros((8, 8, 3), dtype=np.uint8)
+
+    def name(self, index: int) -> str:
+        return f"image {index}"
+
+
+def test_a_killed_process_is_told_with_where_it_looked() -> None:
+    data = DataConfig(IMAGE_SIZE=8)
+    with pytest.raises(TrainingError, match=r"killed by SIGKILL: out of memory.*from image 32 on.*-num_workers"):
+        look_at("training", Deadly(), data, 1)
 
 
 def test_what_lies_in_memory_has_no_files(vitamp: Callable[..., Result]) -> None:

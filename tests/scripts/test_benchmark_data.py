@@ -1,0 +1,202 @@
+"""benchmark_data.py: what it measures is what it says, in turns, within its time; made images are like photographs."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scripts.benchmark_data_measure import Budget, Contender, measure, ratio
+from scripts.benchmark_data_paths import BOUND, OURS, TIMM, TORCHVISION
+from scripts.benchmark_data_report import verdict
+from scripts.benchmark_data_stages import CHANGE, CROP, DECODE, READ, WHOLE, stages
+from scripts.made_images import made_jpeg, make_images
+from tests.program import Result
+
+SCRIPT = "scripts/benchmark_data.py"
+PACKED = (f"{OURS}, packed (256, quality 90)", f"{OURS}, packed (256, raw)")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any], Path]:
+    """One whole benchmark, looked at by several tests."""
+    from tests.program import run_program
+
+    root = tmp_path_factory.mktemp("measured")
+    words = ["-made", 48, "-images", 32, "-rounds", 2, "-workers", "0,1", "-appetite", 5, "-image_size", 64]
+    files = ["-json", root / "speed.json", "-out", root / "speed.png"]
+    done = run_program(
+        *words, *files, f"DATA.CACHE={root}/cache", "TRAIN.RAND_AUGMENT=true", script=SCRIPT, streams=root
+    )
+    assert done.code == 0, done.text
+    return done, json.loads((root / "speed.json").read_text(encoding="utf-8")), root
+
+
+def test_everything_is_measured(measured: tuple[Result, dict[str, Any], Path]) -> None:
+    done, found, _ = measured
+    for part in ("train", "val"):
+        rows = found[part]
+        assert {OURS, TIMM, TORCHVISION, BOUND, *PACKED} < set(rows)
+        for name, row in rows.items():
+            assert len(row["rounds"]) == 2
+            assert min(row["rounds"]) <= row["images_per_second"] <= max(row["rounds"])
+            assert set(row["to"]) == {TIMM, TORCHVISION} - {name}
+            assert name in done.out
+    assert list(found["loader"]) == ["0", "1"]
+    assert all(row[OURS] > 0 and row["to"]["median"] > 0 for row in found["loader"].values())
+    assert list(found["stages"]) == [READ, DECODE, CROP, CHANGE, WHOLE]
+    assert found["stages"][DECODE] > found["stages"][READ]
+    assert not found["cut"]
+
+
+def test_the_file_says_where_and_how(measured: tuple[Result, dict[str, Any], Path]) -> None:
+    _, found, _ = measured
+    assert found["command"].startswith("python scripts/benchmark_data.py -made 48")
+    assert {"torch", "timm", "pillow", "simplejpeg"} < set(found["versions"])
+    assert found["images"]["count"] == 48
+    assert found["images"]["jpeg"] == 1
+    assert found["images_a_round"] == 32
+    assert "core" in found["machine"]
+
+
+def test_the_verdict_is_told(measured: tuple[Result, dict[str, Any], Path]) -> None:
+    done, found, _ = measured
+    assert "The model takes 5 images/s" in done.out
+    assert "loading is not the bottleneck" in done.out
+    assert found["verdict"] in done.out
+
+
+def test_a_picture_is_drawn_and_nothing_else_is_left(measured: tuple[Result, dict[str, Any], Path]) -> None:
+    _, _, root = measured
+    with Image.open(root / "speed.png") as picture:
+        assert picture.format == "PNG"
+    assert list((root / "cache" / "benchmark").iterdir()) == []
+
+
+def test_the_users_own_images_are_measured(imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+    where = ("-data_path", imagenet, f"DATA.CACHE={tmp_path}", "-image_size", 32)
+    done = vitamp(
+        *where, "-rounds", 1, "-images", 16, "-parts", "train,stages", "-json", "s.json", script=SCRIPT, cwd=tmp_path
+    )
+    assert done.code == 0, done.text
+    found = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+    assert found["images"] | {"kilobytes": 0} == {"count": 24, "kilobytes": 0, "width": 40, "height": 36, "jpeg": 1}
+    assert "val" not in found
+    assert not any(name in found["train"] for name in PACKED)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-size", "huge"], ["-size huge", "small or large"]),
+        (["-rounds", "0"], ["-rounds 0", "from 1"]),
+        (["-workers", "0,x"], ["-workers 0,x", "0,1,4"]),
+        (["-parts", "train,vall"], ["'vall'", "Did you mean val"]),
+        (["-appetite", "much"], ["-appetite much", "above 0"]),
+        (["-budget_min", "-1"], ["-budget_min", "above 0"]),
+        (["-json", "speed.txt"], ["-json speed.txt", "speed.json"]),
+        (["-out", "nowhere/speed.png"], ["-out nowhere/speed.png", "nowhere does not exist"]),
+        (["-made", "5", "-data_path", "here"], ["-made", "here", "Give one"]),
+        (["-dataset", "digits"], ["digits", "lie in memory"]),
+        (["-dataset", "imagefolder", "-data_path", "/nowhere"], ["/nowhere", "does not exist"]),
+        (["-dry_run"], ["-dry_run", "main_single_gpu.py"]),
+    ],
+    ids=lambda value: str(value[0]),
+)
+def test_what_cannot_be_measured(vitamp: Callable[..., Result], words: list[str], said: list[str]) -> None:
+    done = vitamp(*words, script=SCRIPT)
+    assert done.code == 2, done.text
+    assert all(word in done.err for word in said), done.err
+    assert "Traceback" not in done.text
+
+
+def test_help_names_its_flags(vitamp: Callable[..., Result]) -> None:
+    done = vitamp("-h", script=SCRIPT)
+    assert done.code == 0
+    assert all(flag in done.out for flag in ("-made N", "-appetite N", "-budget_min M", "-json FILE"))
+
+
+def test_contenders_take_turns_over_the_same_samples() -> None:
+    seen: list[tuple[str, int, list[int]]] = []
+
+    def contender(name: str) -> Contender:
+        return Contender(name, np.arange(10), lambda nth, samples: seen.append((name, nth, samples)))
+
+    rates = measure([contender("a"), contender("b")], rounds=3, images=4, budget=Budget(60))
+    assert all(len(rate.wall) == len(rate.cpu) == 3 for rate in rates.values())
+    rounds = seen[2:]  # the first call of each warms it up
+    assert [name for name, _, _ in rounds] == ["a", "b", "b", "a", "a", "b"]
+    for name in "ab":
+        assert [samples for who, _, samples in rounds if who == name] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+
+
+def test_no_round_is_begun_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("scripts.benchmark_data_measure.time.monotonic", lambda: now[0])
+
+    def work(nth: int, _: list[int]) -> None:
+        now[0] += 10.0 if nth > 1 else 0.0
+
+    budget = Budget(25)
+    rates = measure([Contender("a", np.arange(4), work)], rounds=5, images=2, budget=budget)
+    assert len(rates["a"].wall) == 2
+    assert now[0] == 20
+    assert budget.cut
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    found = ratio([20.0, 10.0, 40.0], [10.0, 5.0, 10.0])
+    assert found is not None
+    assert (found.median, found.least, found.most) == (2, 2, 4)
+    assert ratio([], []) is None
+
+
+def test_a_stage_is_the_difference_of_two_parts() -> None:
+    from scripts.benchmark_data_measure import Rates
+
+    spent = {READ: 1.0, DECODE: 4.0, CROP: 6.0, CHANGE: 9.0, WHOLE: 10.5}
+    found = stages({name: Rates(cpu=[1000 / ms] * 3) for name, ms in spent.items()})
+    assert found == pytest.approx({READ: 1.0, DECODE: 4.0, CROP: 2.0, CHANGE: 3.0, WHOLE: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("appetite", "said"),
+    [
+        (100, ["not the bottleneck", "1 workers are enough"]),
+        (700, ["not the bottleneck", "2 workers are enough"]),
+        (1600, ["is the bottleneck", "50 % of its time", "About 5 cores", "packed (256, raw): 1"]),
+    ],
+)
+def test_the_verdict_follows_from_the_figures(appetite: float, said: list[str]) -> None:
+    rows = {OURS: 400.0, PACKED[1]: 4000.0}
+    found = {
+        "loader": {"1": {OURS: 400.0, TIMM: 200.0}, "2": {OURS: 800.0, TIMM: 400.0}},
+        "train": {name: {"images_per_second": rate} for name, rate in rows.items()},
+    }
+    text = verdict(found, appetite)
+    assert all(word in text for word in said), text
+
+
+def test_made_images_are_the_same_everywhere_and_like_photographs(tmp_path: Path) -> None:
+    root = make_images(tmp_path, 24, processes=2)
+    files = sorted((root / "train").rglob("*.jpg"))
+    assert len(files) == 24
+    assert {file.name: file.read_bytes() for file in files}["000007.jpg"] == made_jpeg("small", 0, 7)
+    sizes = [file.stat().st_size for file in files]
+    assert 70_000 < np.mean(sizes) < 130_000
+    with Image.open(io.BytesIO(files[0].read_bytes())) as image:
+        assert image.mode == "RGB"
+        assert image.layer[1][1:3] == (1, 1)  # type: ignore[attr-defined] - colour at half the resolution of light
+        assert image.layer[0][1:3] == (2, 2)  # type: ignore[attr-defined]
+    assert len({file.read_bytes() for file in files}) == 24
+    files[3].unlink()
+    kept = files[4].stat().st_mtime_ns
+    assert make_images(tmp_path, 24, processes=1) == root
+    assert files[3].exists()
+    assert files[4].stat().st_mtime_ns == kept

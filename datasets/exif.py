@@ -61,5 +61,7 @@ def upright(stored: Stored, data: bytes) -> Stored:
         by_pil = PilStored(data, 3)
     else:
         by_pil = stored
+    if by_pil.image.format == "TIFF":
+        return stored  # PIL turns these by itself, asked or not
     orientation = by_pil.image.getexif().get(ORIENTATION)
     return Turned(stored, orientation) if orientation in TURNS else stored

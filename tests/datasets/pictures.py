@@ -1,0 +1,49 @@
+"""Made pictures and their files, for the tests of decoding."""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+
+from datasets.pixels import Pixels
+from utils.config.schema import DataConfig
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Smooth shades, edges and some grain, as photographs have them."""
+    generator = np.random.default_rng(seed)
+    coarse = generator.integers(40, 216, (height // 16 + 2, width // 16 + 2, 3), dtype=np.uint8)
+    image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    draw = ImageDraw.Draw(image)
+    for _ in range(8):
+        x, y = generator.integers(0, width), generator.integers(0, height)
+        shade = tuple(generator.integers(0, 256, 3).tolist())
+        draw.ellipse((x, y, x + width // 5, y + height // 7), fill=shade)
+    grain = generator.integers(-6, 7, (height, width, 3), dtype=np.int16)
+    return Image.fromarray(np.clip(np.asarray(image, dtype=np.int16) + grain, 0, 255).astype(np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **how: Any) -> bytes:
+    """The bytes of a file."""
+    file = io.BytesIO()
+    image.save(file, kind, **({"quality": 92} if kind == "JPEG" else {}) | how)
+    return file.getvalue()
+
+
+def square(data: DataConfig, train: bool, image: bytes | np.ndarray, seed: int = 0) -> torch.Tensor:
+    """What becomes of an image, with the random numbers of `seed`."""
+    random.seed(seed)
+    out = torch.full((data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE), 77, dtype=torch.uint8)
+    Pixels(data, train)(image, out)
+    return out
+
+
+def apart(one: torch.Tensor, two: torch.Tensor) -> tuple[float, int]:
+    """Mean and greatest absolute difference."""
+    difference = (one.int() - two.int()).abs()
+    return float(difference.float().mean()), int(difference.max())

@@ -1,0 +1,167 @@
+"""What reads JPEG files: no more is decoded than the crop needs, and the settings of decoding do what they say."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+
+from datasets import check_dataset
+from datasets.crops import Box
+from datasets.crops import square as whole
+from datasets.decode import decoder_of
+from datasets.jpeg import JpegStored
+from tests.datasets.pictures import apart, encoded, picture, square
+from tests.program import Result
+from utils.config.schema import DataConfig
+from utils.errors import UserError
+
+Settings = Callable[..., DataConfig]
+
+
+def jpeg(subsampling: str, width: int, height: int) -> bytes:
+    return simplejpeg.encode_jpeg(np.asarray(picture(width, height)), 90, "RGB", subsampling)
+
+
+@pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411"])
+@pytest.mark.parametrize("size", [(97, 131), (160, 128)])
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_the_upper_part_alone_is_decoded_bit_for_bit(subsampling: str, size: tuple[int, int], factor: int) -> None:
+    file = jpeg(subsampling, *size)
+    stored = JpegStored(file, 3)
+    if factor > 1:
+        stored.shrink(factor)
+    width, height = stored.width, stored.height
+    complete = stored.cut(Box(0, 0, width, height))
+    assert complete.shape == (height, width, 3)
+    for bottom in range(1, height + 1):
+        rows = stored._rows(bottom)
+        assert bottom <= len(rows) <= height
+        assert np.array_equal(rows[:bottom], complete[:bottom])
+    assert len(stored._rows(1)) <= 32 // factor
+
+
+@pytest.mark.parametrize("how", [{"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}])
+def test_other_files_are_read_to_their_end(how: dict[str, Any]) -> None:
+    stored = JpegStored(encoded(picture(97, 131), **how), 3)
+    assert np.array_equal(stored.cut(Box(5, 3, 20, 9)), stored.cut(Box(0, 0, 97, 131))[3:12, 5:25])
+
+
+def test_a_smaller_decoding_shows_the_same(settings: Settings) -> None:
+    """Differences to the full size: those of a crop moved by less than a pixel, and of another filter."""
+    for seed in range(8):
+        file = encoded(picture(641, 483, seed), subsampling="4:2:0")
+        for train in (False, True):
+            values = {"IMAGE_SIZE": 64, "CROP_SCALE": (0.3, 1.0), "FLIP": 0.0}
+            exact, quick = (settings(**values, DCT_SCALE=scale) for scale in (False, True))
+            assert (
+                0 < apart(square(quick, train, file, seed), square(exact, train, file, seed))[0] < (6 if train else 2)
+            )
+
+
+def test_small_crops_are_decoded_in_full(settings: Settings) -> None:
+    file = encoded(picture(200, 150))
+    for train in (False, True):
+        exact, quick = (settings(IMAGE_SIZE=80, CROP_PCT=1.0, DCT_SCALE=scale) for scale in (False, True))
+        assert torch.equal(square(quick, train, file), square(exact, train, file))
+
+
+@pytest.mark.parametrize("box", [Box(3, 5, 448, 450), Box(101, 77, 500, 701)])
+def test_a_shrunk_crop_keeps_a_pixel_for_each_of_the_models(box: Box) -> None:
+    small = whole(box, 224).shrunk(2, 500, 400).box
+    assert min(small.width, small.height) >= 224
+    assert abs(small.left * 2 - box.left) <= 1
+    assert abs((small.left + small.width) * 2 - box.left - box.width) <= 1
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("how", [{}, {"progressive": True}, {"subsampling": "4:4:4"}, {"grey": True}, {"cmyk": True}])
+def test_nvimgcodec_agrees(settings: Settings, how: dict[str, Any], channels: int) -> None:
+    pytest.importorskip("nvidia.nvimgcodec", reason="optional: nvidia-nvimgcodec-cu13 is not installed")
+    mode = "L" if how.pop("grey", False) else "CMYK" if how.pop("cmyk", False) else "RGB"
+    file = encoded(picture(201, 150).convert(mode), **how)
+    for seed, scale in enumerate((False, True, False)):
+        for train in (True, False):
+            theirs, ours = (
+                square(
+                    settings(IMAGE_SIZE=48, IMAGE_CHANNELS=channels, DECODER=name, DCT_SCALE=scale), train, file, seed
+                )
+                for name in ("nvimgcodec", "simplejpeg")
+            )
+            assert torch.equal(theirs, ours)
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Take packages away."""
+
+    def hide(name: str) -> None:
+        real = builtins.__import__
+
+        def refuse(wanted: str, *args: Any, **kwargs: Any) -> Any:
+            if wanted.split(".")[0] == name:
+                raise ModuleNotFoundError(f"No module named {wanted!r}")
+            return real(wanted, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", refuse)
+        for loaded in [module for module in sys.modules if module.split(".")[0] == name]:
+            monkeypatch.setitem(sys.modules, loaded, None)
+
+    return hide
+
+
+def test_without_simplejpeg_pil_reads(
+    settings: Settings,
+    without: Callable[[str], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
+    auto, file = settings(DATASET="synthetic"), encoded(picture(60, 50))
+    check_dataset(auto, 10)
+    assert (decoder_of(auto), caplog.text) == ("simplejpeg", "")
+    expected = square(settings(DECODER="pil"), True, file)
+    without("simplejpeg")
+    check_dataset(auto, 10)
+    assert decoder_of(auto) == "pil"
+    assert "pip install simplejpeg" in caplog.text
+    assert torch.equal(square(auto, True, file), expected)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "missing", "package"),
+    [
+        ("simplejpeg", "simplejpeg", "simplejpeg"),
+        ("nvimgcodec", "nvidia", "nvidia-nvimgcodec-cu13"),
+    ],
+)
+def test_a_decoder_that_is_not_installed_is_told_beforehand(
+    settings: Settings, without: Callable[[str], None], decoder: str, missing: str, package: str
+) -> None:
+    without(missing)
+    with pytest.raises(UserError) as caught:
+        check_dataset(settings(DATASET="synthetic", DECODER=decoder), 10)
+    assert f"DATA.DECODER is {decoder}" in str(caught.value)
+    assert f"pip install {package}" in str(caught.value)
+
+
+def test_the_run_says_what_reads_its_images(imagenet: Path, vitamp: Callable[..., Result], tmp_path: Path) -> None:
+    words = ["MODEL.NAME=tiny", "MODEL.PATCH_SIZE=8", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2"]
+    words += ["MODEL.NUM_CLASSES=4", "DATA.IMAGE_SIZE=16", "TRAIN.NUM_EPOCHS=1", "DEVICE=cpu", "DATA.NUM_WORKERS=0"]
+    for decoder, named in (("auto", "simplejpeg"), ("pil", "pil")):
+        folder = tmp_path / decoder
+        done = vitamp(
+            *("-dataset", "imagenet2012", "-data_path", imagenet, "-batch_size", 8, "-output", folder),
+            *(f"DATA.DECODER={decoder}", *words),
+        )
+        assert done.code == 0, done.text
+        assert json.loads((folder / "run.json").read_text())["choices"]["decoder"] == named

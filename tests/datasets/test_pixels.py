@@ -1,0 +1,226 @@
+"""From files to pixels: whatever decodes and resizes, it agrees with PIL."""
+
+from __future__ import annotations
+
+import io
+import random
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from datasets.pixels import Pixels, Unreadable
+from tests.datasets.pictures import apart, encoded, picture, square
+from utils.config.schema import DataConfig
+
+Settings = Callable[..., DataConfig]
+Kind = Callable[[Image.Image], bytes | np.ndarray]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in loading processes; many threads for so little work only stand in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def clear(image: Image.Image) -> Image.Image:
+    """With an alpha channel that is not the same everywhere."""
+    image = image.convert("RGBA")
+    image.putalpha(image.getchannel("G"))
+    return image
+
+
+def deep(image: Image.Image) -> Image.Image:
+    """16 bits of grey."""
+    return Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 256 + 77)
+
+
+KINDS: dict[str, Kind] = {
+    "4:2:0": lambda image: encoded(image, subsampling="4:2:0"),
+    "4:2:2": lambda image: encoded(image, subsampling="4:2:2"),
+    "4:4:4": lambda image: encoded(image, subsampling="4:4:4"),
+    "rgb inside": lambda image: encoded(image, keep_rgb=True),
+    "progressive": lambda image: encoded(image, progressive=True),
+    "with restarts": lambda image: encoded(image, restart_marker_rows=1),
+    "grey": lambda image: encoded(image.convert("L")),
+    "cmyk": lambda image: encoded(image.convert("CMYK")),
+    "png": lambda image: encoded(image, "PNG"),
+    "grey png": lambda image: encoded(image.convert("L"), "PNG"),
+    "two colours": lambda image: encoded(image.convert("1", dither=Image.Dither.NONE), "PNG"),
+    "palette": lambda image: encoded(image.quantize(64, Image.Quantize.FASTOCTREE), "PNG"),
+    "clear palette": lambda image: encoded(image.quantize(64, Image.Quantize.FASTOCTREE), "PNG", transparency=3),
+    "alpha": lambda image: encoded(clear(image), "PNG"),
+    "grey and alpha": lambda image: encoded(clear(image).convert("LA"), "PNG"),
+    "16 bits": lambda image: encoded(deep(image), "PNG"),
+    "webp": lambda image: encoded(image, "WEBP"),
+    "gif": lambda image: encoded(image.quantize(64, Image.Quantize.FASTOCTREE), "GIF"),
+    "tiff": lambda image: encoded(image, "TIFF"),
+    "pixels": np.asarray,
+    "grey pixels": lambda image: np.asarray(image.convert("L"))[:, :, None],
+}
+LYING = [(331, 250), (257, 257)]
+"""Of what is wider than high PIL resizes the rows first, as torch always does; the order matters to the last bit."""
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("train", [True, False])
+def test_every_kind_of_file_agrees_with_pil(settings: Settings, kind: str, train: bool, channels: int) -> None:
+    ours, pils = (
+        settings(IMAGE_SIZE=112, IMAGE_CHANNELS=channels, DECODER=decoder, CROP_SCALE=(0.3, 1), CROP_RATIO=(1, 1.5))
+        for decoder in ("simplejpeg", "pil")
+    )
+    for seed, size in enumerate(LYING):
+        image = KINDS[kind](picture(*size, seed))
+        mean, most = apart(square(ours, train, image, seed), square(pils, train, image, seed))
+        assert mean <= 0.05
+        assert most <= 2
+
+
+def test_usual_crops_agree_with_pil(settings: Settings) -> None:
+    """Of any shape, with the usual settings: on average over the crops."""
+    ours, pils = (settings(IMAGE_SIZE=112, DECODER=decoder, CROP_SCALE=(0.08, 1)) for decoder in ("auto", "pil"))
+    for train in (True, False):
+        means = []
+        for seed in range(40):
+            image = encoded(picture(*((250, 187) if seed % 3 else (187, 250)), seed))
+            mean, most = apart(square(ours, train, image, seed), square(pils, train, image, seed))
+            assert most <= 4
+            means.append(mean)
+        assert np.mean(means) <= 0.05
+
+
+@pytest.mark.parametrize("decoder", ["auto", "pil", "nvimgcodec"])
+@pytest.mark.parametrize("size", [(1, 1), (1, 50), (50, 1), (2, 700), (17, 3), (33, 16)])
+@pytest.mark.parametrize("train", [True, False])
+def test_odd_sizes(settings: Settings, size: tuple[int, int], decoder: str, train: bool) -> None:
+    if decoder == "nvimgcodec":
+        pytest.importorskip("nvidia.nvimgcodec", reason="optional: nvidia-nvimgcodec-cu13 is not installed")
+    for channels in (1, 3):
+        for kind in ("4:2:0", "grey", "png", "progressive"):
+            image = KINDS[kind](Image.new("RGB", size, (200, 200, 200)))
+            got = square(settings(IMAGE_SIZE=24, IMAGE_CHANNELS=channels, DECODER=decoder), train, image)
+            assert got.unique().tolist() == [200]
+
+
+def test_16_bits_keep_their_shades(settings: Settings) -> None:
+    """Pillow's own conversion cuts off at 255, which makes most of them white."""
+    shades = np.repeat(np.array([[0, 0x4000, 0x8000, 0xFFFF]], dtype=np.uint16), 4, axis=0)
+    data = settings(IMAGE_SIZE=4, IMAGE_CHANNELS=1, CROP="none", FLIP=0.0)
+    assert square(data, True, encoded(Image.fromarray(shades), "PNG"))[0, 0].tolist() == [0, 64, 128, 255]
+
+
+UNDO = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
+"""EXIF's orientation -> the transposition that lays an upright image down in that way"""
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
+def test_exif_turns_only_if_asked(settings: Settings, kind: str, orientation: int, decoder: str) -> None:
+    """As Pillow's own exif_transpose turns them; left as they lie otherwise, as timm does. Crops are cut upright.
+
+    TIFF files are upright either way, for us as for timm: Pillow turns them as it reads them.
+    """
+    drawn = picture(60, 40)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = encoded(drawn.transpose(Image.Transpose(UNDO[orientation])) if orientation > 1 else drawn, kind, exif=exif)
+    with Image.open(io.BytesIO(file)) as opened:
+        as_it_lies, upright = (np.asarray(image.convert("RGB")) for image in (opened, ImageOps.exif_transpose(opened)))
+    assert upright.shape == (40, 60, 3)
+    for values in ({"CROP": "none", "FLIP": 0.0}, {"CROP_SCALE": (0.3, 0.5)}):
+        plain = settings(IMAGE_SIZE=16, DECODER=decoder, **values)
+        turns = settings(IMAGE_SIZE=16, DECODER=decoder, EXIF_ROTATE=True, **values)
+        assert torch.equal(square(turns, True, file), square(plain, True, upright))
+        assert torch.equal(square(plain, True, file), square(plain, True, as_it_lies))
+
+
+def reason(settings: Settings, image: bytes, **values: Any) -> str:
+    with pytest.raises(Unreadable) as caught:
+        square(settings(**values), True, image)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("decoder", ["simplejpeg", "pil", "nvimgcodec"])
+@pytest.mark.parametrize("kind", ["4:2:0", "progressive", "png", "webp"])
+def test_broken_files_say_why(settings: Settings, kind: str, decoder: str) -> None:
+    """Cut off anywhere, even below all that the crop needs."""
+    if decoder == "nvimgcodec":
+        pytest.importorskip("nvidia.nvimgcodec", reason="optional: nvidia-nvimgcodec-cu13 is not installed")
+    whole = KINDS[kind](picture(160, 120))
+    assert isinstance(whole, bytes)
+    lengths = [len(whole) * 9 // 10, len(whole) // 2, 300, 20]
+    for length in lengths if kind == "png" else [len(whole) - 2, *lengths]:  # PIL does without the end mark of a PNG
+        for crop in ("random", "none"):
+            said = reason(settings, whole[:length], DECODER=decoder, CROP=crop)
+            assert said
+            assert "0x" not in said
+    assert "it is empty" in reason(settings, b"", DECODER=decoder)
+    assert "no image" in reason(settings, b"These are my holiday photographs.\n" * 50, DECODER=decoder)
+    assert "no image" in reason(settings, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", DECODER=decoder)
+
+
+@pytest.mark.parametrize("decoder", ["simplejpeg", "pil", "nvimgcodec"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF"])
+def test_an_image_bomb_is_not_opened(settings: Settings, decoder: str, kind: str) -> None:
+    """A small file whose header claims 60,000 x 60,000 pixels, 10 GB."""
+    if decoder == "nvimgcodec":
+        pytest.importorskip("nvidia.nvimgcodec", reason="optional: nvidia-nvimgcodec-cu13 is not installed")
+    bomb = bytearray(encoded(Image.new("RGB", (16, 16)), kind))
+    if kind == "JPEG":
+        place = bomb.index(b"\xff\xc0") + 5
+        bomb[place : place + 4] = (60_000).to_bytes(2, "big") * 2
+    elif kind == "GIF":
+        bomb[6:10] = (60_000).to_bytes(2, "little") * 2
+    else:
+        bomb[16:24] = (60_000).to_bytes(4, "big") * 2
+        bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4, "big")
+    said = reason(settings, bytes(bomb), DECODER=decoder)
+    assert "178,956,970 pixels" in said
+
+
+def test_large_images_are_read_without_a_word(settings: Settings) -> None:
+    """PIL would warn of every one with more than 89 million pixels."""
+    large = encoded(Image.new("1", (10_000, 9_000)), "PNG")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert square(settings(CROP_SCALE=(0.001, 0.001)), True, large).max() == 0
+
+
+def test_damaged_files_are_judged_as_pil_does(settings: Settings) -> None:
+    """Damage below the crop too, which is not decoded: a file is readable or not, whatever is taken of it."""
+    files = [KINDS[kind](picture(96, 80)) for kind in ("4:2:0", "4:4:4", "with restarts", "grey", "progressive")]
+    generator = np.random.default_rng(0)
+    ours, pils = (Pixels(settings(IMAGE_SIZE=32, DECODER=decoder), True) for decoder in ("simplejpeg", "pil"))
+    verdicts = []
+    for number in range(250):
+        whole = files[number % len(files)]
+        assert isinstance(whole, bytes)
+        damaged = bytearray(whole)
+        at = int(generator.integers(200, len(damaged) - 2))
+        if number % 2:
+            damaged[at : at + 2] = bytes([255, int(generator.integers(256))])
+        else:
+            damaged[at] = int(generator.integers(256))
+        both = [readable(pixels, bytes(damaged)) for pixels in (ours, pils)]
+        assert both[0] == both[1], number
+        verdicts.append(both[0])
+    assert 30 < sum(verdicts) < 220
+
+
+def readable(pixels: Pixels, image: bytes) -> bool:
+    random.seed(3)
+    try:
+        pixels(image, torch.empty(3, 32, 32, dtype=torch.uint8))
+    except Unreadable:
+        return False
+    return True

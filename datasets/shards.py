@@ -38,11 +38,13 @@ class ShardSamples(Samples):
     def read(self, index: int) -> Encoded:
         row = self._row(index)
         part = self._range(row)
+        is_array = self._index.name(row).endswith(".npy")
         content = self._fetched.pop(row, None)
-        content = self.store.range(part) if content is None else content
+        if content is None:
+            content = self.store.view(part) if is_array else self.store.range(part)
         if len(content) < part[2]:
             raise OSError(f"{self.store.root}/{part[0]} ends before byte {part[1] + part[2]}, where the image ends")
-        return pixels_of(content) if self._index.name(row).endswith(".npy") else content.tobytes()
+        return pixels_of(content) if is_array else content.tobytes()
 
     def name(self, index: int) -> str:
         row = self._row(index)

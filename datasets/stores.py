@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -52,6 +53,10 @@ class Store(ABC):
     def range(self, part: Range) -> np.ndarray:
         """These bytes, fewer where the file ends before. Raises OSError."""
 
+    def view(self, part: Range) -> np.ndarray:
+        """The same, perhaps without copying what is not looked at; not to be written to."""
+        return self.range(part)
+
     def ranges(self, parts: Sequence[Range]) -> list[np.ndarray | None]:  # noqa: ARG002
         """Many ranges at once, None for what could not be had; empty for a store that gains nothing by it."""
         return []
@@ -65,6 +70,7 @@ class Folder(Store):
     def __init__(self, root: Path) -> None:
         self.root = str(root)
         self._handles: OrderedDict[str, int] = OrderedDict()
+        self._mapped: dict[str, np.ndarray] = {}
         self._owner = os.getpid()
 
     def tars(self, folder: str = "") -> list[Found]:
@@ -92,20 +98,32 @@ class Folder(Store):
             begin += got
         return found[:begin]
 
+    def view(self, part: Range) -> np.ndarray:
+        """A crop of raw pixels needs half of them or less; the rest is never copied."""
+        name, offset, size = part
+        handle = self._handle(name)
+        if os.fstat(handle).st_size < offset + size:
+            return self.range(part)  # what is missing must not be looked at in mapped memory
+        if name not in self._mapped:
+            self._mapped[name] = np.frombuffer(mmap.mmap(handle, 0, prot=mmap.PROT_READ), dtype=np.uint8)
+        return self._mapped[name][offset : offset + size]
+
     def _handle(self, name: str) -> int:
         if self._owner != os.getpid():
             # Inherited by a loading process. They would serve, but closing one is each process's own affair.
-            self._handles, self._owner = OrderedDict(), os.getpid()
+            self._handles, self._mapped, self._owner = OrderedDict(), {}, os.getpid()
         if name in self._handles:
             self._handles.move_to_end(name)
             return self._handles[name]
         if len(self._handles) >= MOST_OPEN:
-            os.close(self._handles.popitem(last=False)[1])
+            oldest, handle = self._handles.popitem(last=False)
+            self._mapped.pop(oldest, None)
+            os.close(handle)
         handle = self._handles[name] = os.open(os.path.join(self.root, name), os.O_RDONLY | os.O_CLOEXEC)
         return handle
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handles": OrderedDict()}
+        return {**self.__dict__, "_handles": OrderedDict(), "_mapped": {}}
 
 
 class Remote(Store):

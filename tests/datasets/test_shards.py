@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +25,7 @@ from datasets.images import Images
 from datasets.pixels import Unreadable
 from datasets.samples import Samples
 from datasets.shards import pixels_of
+from datasets.stores import MOST_OPEN
 from tests.datasets.tar_files import picture, samples, write_set, write_tar
 from tests.program import Result
 from utils.config.schema import DataConfig
@@ -163,9 +165,29 @@ def test_arrays_are_pixels(
     found = part(of(tmp_path / "arrays")).read(0)
     assert isinstance(found, np.ndarray)
     assert np.array_equal(found.reshape(shape), array)
-    assert found.flags.writeable, "torch warns of memory it may not write to"
     arrays, files = (open_dataset(of(tmp_path / name), True, 1, 0, CPU) for name in ("arrays", "files"))
-    assert torch.equal(pixels(arrays, 0), pixels(files, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's, of memory that may not be written to
+        assert torch.equal(pixels(arrays, 0), pixels(files, 0))
+
+
+def test_more_shards_than_files_are_kept_open(tmp_path: Path, of: Callable[..., DataConfig]) -> None:
+    """Raw ones too, and one that was cut off while it was in use is no crash but an error."""
+    array = np.random.default_rng(0).integers(0, 256, (90, 12, 12, 3), dtype=np.uint8)
+    for k in range(90):
+        write_tar(tmp_path / "train" / f"{k:02d}.tar", [("0.npy", npy(array[k])), ("0.cls", b"0")])
+    train = part(of(tmp_path, VAL_FRACTION=0.01))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        for k in range(len(train)):
+            found = train.read(k)
+            assert isinstance(found, np.ndarray)
+            assert np.array_equal(found, array[int(Path(train.name(k)).parent.stem)])
+    assert len(os.listdir("/proc/self/fd")) - before <= 2 * MOST_OPEN + 1
+    last = train.name(len(train) - 1)
+    os.truncate(Path(last).parent, 600)
+    with pytest.raises(OSError, match="ends before byte"):
+        train.read(len(train) - 1)
 
 
 class Bomb:

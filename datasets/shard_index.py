@@ -35,6 +35,8 @@ class ShardIndex:
     names: np.ndarray
     """The members' names, one after another, as bytes."""
     name_ends: np.ndarray
+    classes: list[str]
+    """By which labels that are names became numbers; empty where all are numbers."""
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -43,8 +45,10 @@ class ShardIndex:
         begin = self.name_ends[index - 1] if index else 0
         return self.names[begin : self.name_ends[index]].tobytes().decode(errors="surrogateescape")
 
-    def fits(self, found: Sequence[Found]) -> bool:
-        """Whether these are the tar files that were indexed, unchanged."""
+    def fits(self, found: Sequence[Found], classes: list[str] | None) -> bool:
+        """Whether these are the tar files that were indexed, unchanged, and their classes."""
+        if self.classes and self.classes != classes:
+            return False
         known = zip(self.shards, self.shard_sizes.tolist(), self.stamps, strict=True)
         return len(found) == len(self.shards) and all(
             name == file.name and size == file.size and (stamp == file.stamp or not (stamp and file.stamp))
@@ -58,6 +62,7 @@ class ShardIndex:
             format=np.array(FORMAT),
             shards=_text(self.shards),
             stamps=_text(self.stamps),
+            classes=_text(self.classes),
             **{name: getattr(self, name) for name in _ARRAYS},
         )
         return file.getvalue()
@@ -81,7 +86,8 @@ def from_bytes(content: bytes) -> ShardIndex | None:
             if int(file["format"]) != FORMAT:
                 return None
             arrays = {name: file[name] for name in _ARRAYS}
-            index = ShardIndex(shards=_lines(file["shards"]), stamps=_lines(file["stamps"]), **arrays)
+            texts = {name: _lines(file[name]) for name in ("shards", "stamps", "classes")}
+            index = ShardIndex(**texts, **arrays)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
     return index if _is_sound(index, arrays) else None
@@ -124,11 +130,12 @@ def make_index(
     """Read the headers of all `found`. `each` may do it in processes of its own, in the same order."""
     numbers = {name: number for number, name in enumerate(classes or ())}
     shard, offset, size, label, names, lengths = ([] for _ in range(6))
-    read = each(found) if each else (read_shard(store, file) for file in found)
+    read, named = each(found) if each else (read_shard(store, file) for file in found), False
     for number, (file, samples) in enumerate(zip(found, read, strict=True)):
         shard.append(np.full(len(samples.names), number, dtype=np.int32))
         offset.append(np.array(samples.offsets, dtype=np.int64))
         size.append(np.array(samples.sizes, dtype=np.int64))
+        named = named or any(isinstance(one, str) for one in samples.labels)
         label.append(_label_numbers(samples, numbers, f"{store.root}/{file.name}"))
         encoded = [name.encode(errors="surrogateescape") for name in samples.names]
         names.append(np.frombuffer(b"".join(encoded), dtype=np.uint8))
@@ -143,6 +150,7 @@ def make_index(
         label=np.concatenate(label),
         names=np.concatenate(names),
         name_ends=np.cumsum(np.concatenate(lengths)),
+        classes=list(classes or ()) if named else [],
     )
 
 

@@ -61,7 +61,7 @@ class ShardSet:
         folder = cache_folder(self.data, "shards")
         cached = folder / f"{hashlib.sha256(self.store.root.encode()).hexdigest()[:16]}-{part}.npz"
         with only_one(cached.with_suffix(".lock"), f"makes the index of {self.store.root}"):
-            if index := self._beside(part) or _fitting(cached.read_bytes() if cached.is_file() else None, found):
+            if index := self._beside(part) or self._fitting(cached.read_bytes() if cached.is_file() else None, found):
                 return index
             total = sum(file.size for file in found) / 1e9
             log.info("Reading the headers of %d tar files (%.1f GB) in %s.", len(found), total, self.store.root)
@@ -74,7 +74,11 @@ class ShardSet:
     def _beside(self, part: str) -> ShardIndex | None:
         """The index that lies with the tar files. Once sent to a store, these have other times than it says."""
         found = [file._replace(stamp="") for file in self.parts[part]] if self.store.remote else self.parts[part]
-        return _fitting(self.store.whole(index_name(part)), found)
+        return self._fitting(self.store.whole(index_name(part)), found)
+
+    def _fitting(self, content: bytes | None, found: list[Found]) -> ShardIndex | None:
+        index = from_bytes(content) if content is not None else None
+        return index if index is not None and index.fits(found, self.classes) else None
 
     def _keep(self, index: ShardIndex, part: str, cached: Path) -> None:
         place = cached if self.store.remote else Path(self.store.root, index_name(part))
@@ -179,8 +183,3 @@ def finish_set(
 
 def index_name(part: str) -> str:
     return f"index-{part}.npz"
-
-
-def _fitting(content: bytes | None, found: list[Found]) -> ShardIndex | None:
-    index = from_bytes(content) if content is not None else None
-    return index if index is not None and index.fits(found) else None

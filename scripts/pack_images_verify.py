@@ -68,6 +68,6 @@ def _index_problem(folder: Path, part: str, about: dict[str, Any]) -> str | None
         return f"{path} is missing or damaged; without it, training makes it anew"
     true = make_index(Folder(folder), found, None)
     fields = ("shard", "offset", "size", "label", "names", "name_ends")
-    if not index.fits(found) or any(not np.array_equal(getattr(index, f), getattr(true, f)) for f in fields):
+    if not index.fits(found, None) or any(not np.array_equal(getattr(index, f), getattr(true, f)) for f in fields):
         return f"{path} does not match the tar files; remove it, and training makes it anew"
     return None

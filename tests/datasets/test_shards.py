@@ -146,6 +146,8 @@ def test_labels_come_as_text_as_json_or_as_names(tmp_path: Path, of: Callable[..
     assert train.labels.tolist() == [2, 1, 0, 1]
     assert train.classes == ["ant", "bee", "cat"]
     assert [Path(train.name(k)).name for k in range(4)] == ["x.png", "y.JPG", "z.webp", "both.png"]
+    (tmp_path / "classes.txt").write_text("bee\ncat\n")
+    assert part(of(tmp_path)).labels.tolist() == [2, 0, 0, 1], "the index does not outlive the names"
 
 
 @pytest.mark.parametrize(("height", "width", "channels"), [(20, 30, 3), (7, 7, 1), (9, 5, None)])

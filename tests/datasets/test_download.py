@@ -30,11 +30,15 @@ def target_of(tmp_path: Path) -> Path:
     return tmp_path / "data" / "flowers"
 
 
+def nothing() -> None:
+    """What a fetcher does in its middle, if nothing else is said."""
+
+
 class Fetcher:
     """Writes files one by one into the folder it is given, and a line a call into a file of its own."""
 
-    def __init__(self, calls: Path, seconds: float = 0.0, fails: str = "") -> None:
-        self.calls, self.seconds, self.fails = calls, seconds, fails
+    def __init__(self, calls: Path, halfway: Callable[[], None] = nothing) -> None:
+        self.calls, self.halfway = calls, halfway
 
     def __call__(self, scratch: Path) -> None:
         with open(self.calls, "a") as file:
@@ -44,14 +48,12 @@ class Fetcher:
         for number in range(FILES):
             (folder / f"{number}.txt").write_text("whole")
             if number == FILES // 2:
-                time.sleep(self.seconds)
-                if self.fails:
-                    raise RuntimeError(self.fails)
+                self.halfway()
         (folder / "archive.tar.gz").write_bytes(b"unpacked already")
 
 
-def fetch(tmp_path: Path, seconds: float = 0.0, fails: str = "") -> None:
-    fetch_once(target_of(tmp_path), Fetcher(tmp_path / "calls", seconds, fails), "Fetch it by hand.")
+def fetch(tmp_path: Path, halfway: Callable[[], None] = nothing) -> None:
+    fetch_once(target_of(tmp_path), Fetcher(tmp_path / "calls", halfway), "Fetch it by hand.")
 
 
 def whole(tmp_path: Path) -> bool:
@@ -59,69 +61,70 @@ def whole(tmp_path: Path) -> bool:
 
 
 def calls(tmp_path: Path) -> int:
-    path = tmp_path / "calls"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return len(lines_of(tmp_path / "calls"))
 
 
-def racer(tmp_path: Path, seconds: float, start: float, heard: Path) -> None:
-    """Say what was logged and what was found at once after the call."""
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    log = logging.getLogger("vitamp")
-    log.handlers, log.propagate = [Keep()], False
-    log.setLevel(logging.INFO)
-    time.sleep(max(0.0, start - time.monotonic()))
-    fetch(tmp_path, seconds)
-    heard.write_text("\n".join([*lines, f"whole: {whole(tmp_path)}"]))
-
-
-def started(tmp_path: Path, name: str, seconds: float, start: float = 0.0) -> BaseProcess:
-    process = FORK.Process(target=racer, args=(tmp_path, seconds, start, tmp_path / name))
-    process.start()
-    return process
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def wait_for(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not what():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
+def racer(tmp_path: Path, name: str, halfway: Callable[[], None]) -> None:
+    """Write down what is logged, and what was found at once after the call."""
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            with open(tmp_path / name, "a") as heard:
+                heard.write(f"{record.getMessage()}\n")
+
+    log = logging.getLogger("vitamp")
+    log.handlers, log.propagate = [Keep()], False
+    log.setLevel(logging.INFO)
+    fetch(tmp_path, halfway)
+    log.info("whole: %s", whole(tmp_path))
+
+
+def started(tmp_path: Path, name: str, halfway: Callable[[], None] = nothing) -> BaseProcess:
+    process = FORK.Process(target=racer, args=(tmp_path, name, halfway))
+    process.start()
+    return process
+
+
 def test_of_many_processes_one_fetches_and_all_find_it_whole(tmp_path: Path) -> None:
-    start = time.monotonic() + 0.2
-    processes = [started(tmp_path, f"heard{number}", 0.5, start) for number in range(4)]
+    names = [f"heard{number}" for number in range(4)]
+    waiting = f"waiting for another process, which fetches {target_of(tmp_path)}"
+
+    def until_all_wait() -> None:
+        wait_for(lambda: sum(waiting in lines_of(tmp_path / name) for name in names) == 3)
+
+    processes = [started(tmp_path, name, until_all_wait) for name in names]
     for process in processes:
-        process.join(20)
+        process.join(90)
         assert process.exitcode == 0
-    heard = [(tmp_path / f"heard{number}").read_text().splitlines() for number in range(4)]
+    heard = sorted(lines_of(tmp_path / name) for name in names)
     assert calls(tmp_path) == 1
-    assert [lines[-1] for lines in heard] == ["whole: True"] * 4
-    target = target_of(tmp_path)
-    assert sorted(lines[0] for lines in heard) == [
-        f"fetching {target}",
-        *[f"waiting for another process, which fetches {target}"] * 3,
-    ]
-    assert all(len(lines) == 2 for lines in heard)
+    assert heard == [[f"fetching {target_of(tmp_path)}", "whole: True"], *[[waiting, "whole: True"]] * 3]
 
 
 def test_a_killed_download_is_begun_anew_by_the_one_that_waits(tmp_path: Path) -> None:
-    first = started(tmp_path, "first", 60)
+    first = started(tmp_path, "first", lambda: time.sleep(600))
     half = target_of(tmp_path).parent / ".flowers.part" / "flowers" / f"{FILES // 2}.txt"
     wait_for(half.is_file)
-    second = started(tmp_path, "second", 0)
-    time.sleep(0.2)
+    second = started(tmp_path, "second")
+    wait_for(lambda: len(lines_of(tmp_path / "second")) == 1)
     assert second.is_alive()
     assert not target_of(tmp_path).exists()
     os.kill(first.pid or 0, signal.SIGKILL)
-    second.join(20)
-    first.join(20)
+    second.join(60)
+    first.join(60)
     assert (first.exitcode, second.exitcode) == (-signal.SIGKILL, 0)
-    heard = (tmp_path / "second").read_text().splitlines()
+    heard = lines_of(tmp_path / "second")
     assert heard[0].startswith("waiting for another process")
     assert heard[1].startswith("An earlier download was broken off: ")
     assert heard[-1] == "whole: True"
@@ -129,10 +132,10 @@ def test_a_killed_download_is_begun_anew_by_the_one_that_waits(tmp_path: Path) -
 
 
 def test_a_download_killed_long_ago_is_begun_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    process = started(tmp_path, "first", 60)
-    wait_for(lambda: calls(tmp_path) == 1)
+    process = started(tmp_path, "first", lambda: time.sleep(600))
+    wait_for((target_of(tmp_path).parent / ".flowers.part" / "flowers" / "0.txt").is_file)
     os.kill(process.pid or 0, signal.SIGKILL)
-    process.join(20)
+    process.join(60)
     (target_of(tmp_path).parent / ".flowers.part" / "leftover").write_text("of another version")
     with caplog.at_level(logging.WARNING, "vitamp"):
         fetch(tmp_path)
@@ -148,8 +151,11 @@ def test_what_is_there_is_not_fetched(tmp_path: Path) -> None:
 
 
 def test_a_failed_download_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    def fails() -> None:
+        raise RuntimeError("the server is on fire")
+
     with pytest.raises(UserError, match=r"flowers could not be fetched: the server is on fire. Fetch it by hand."):
-        fetch(tmp_path, fails="the server is on fire")
+        fetch(tmp_path, fails)
     assert os.listdir(target_of(tmp_path).parent) == [".flowers.lock"]
     fetch(tmp_path)
     assert whole(tmp_path)

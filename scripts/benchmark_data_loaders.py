@@ -12,8 +12,8 @@ from timm.data.loader import create_loader
 
 from datasets import EpochOrder, TrainLoader
 from datasets.images import Images
-from scripts.benchmark_data_measure import Contender
-from scripts.benchmark_data_paths import OURS, TIMM, PerSample, timm_transform
+from scripts.benchmark_data_measure import OURS, TIMM, Contender
+from scripts.benchmark_data_paths import PerSample, timm_transform
 from utils.config.schema import TrainConfig
 
 

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+OURS, TIMM, TORCHVISION, TORCHVISION_FLOAT = "vitamp", "timm", "torchvision", "torchvision, normalised"
+BOUND = "libjpeg-turbo alone (the bound)"
+"""The contenders, by the names they have in tables and files."""
+
 Work = Callable[[int, list[int]], object]
 """(round, samples) -> whatever; the time it takes is what is measured."""
 

@@ -18,11 +18,9 @@ from torchvision.transforms import InterpolationMode
 from datasets.augment import image_changes
 from datasets.images import Images
 from datasets.samples import Encoded, Samples
-from scripts.benchmark_data_measure import Contender
+from scripts.benchmark_data_measure import BOUND, OURS, TIMM, TORCHVISION, TORCHVISION_FLOAT, Contender
 from utils.config.schema import DataConfig, TrainConfig
 
-OURS, TIMM, TORCHVISION, TORCHVISION_FLOAT = "vitamp", "timm", "torchvision", "torchvision, normalised"
-BOUND = "libjpeg-turbo alone (the bound)"
 Transform = Callable[[Image.Image], Any]
 
 

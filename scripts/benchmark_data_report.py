@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmark_data_paths import OURS, TIMM, TORCHVISION
+from scripts.benchmark_data_measure import OURS, TIMM, TORCHVISION
 from utils.log import log
 
 Found = dict[str, Any]
@@ -106,11 +106,12 @@ def markdown(found: Found, link: str) -> str:
     if found.get("stages"):
         stages = ", ".join(f"{name} {ms:.2f}" for name, ms in found["stages"].items())
         told += [f"Our training path by stage, milliseconds of a core for an image: {stages}.", ""]
+    cut = ", fewer where the time was up" if found["cut"] else ""
     about, versions = found["images"], ", ".join(f"{name} {v}" for name, v in found["versions"].items())
     told.append(
         f"{about['count']} JPEGs of about {about['width']} x {about['height']}, {about['kilobytes']:.0f} KB; "
-        f"{found['rounds']} rounds of {found['images_a_round']} images. Measured on {found['machine']}, {versions}, "
-        f"{found['date']}: `{found['command']}`. All figures: [{link}]({link})."
+        f"{found['rounds']} rounds of {found['images_a_round']} images{cut}. Measured on {found['machine']}, "
+        f"{versions}, {found['date']}: `{found['command']}`. All figures: [{Path(link).name}]({link})."
     )
     return "\n".join(told) + "\n"
 

@@ -22,9 +22,9 @@ from datasets.images import Images
 from datasets.loader import keep_freed_memory
 from engine.device import cores, processor
 from scripts.benchmark_data_loaders import loader_name, loaders
-from scripts.benchmark_data_measure import Budget, Rates, Ratio, measure, ratio
+from scripts.benchmark_data_measure import OURS, TIMM, TORCHVISION, Budget, Rates, Ratio, measure, ratio
 from scripts.benchmark_data_packed import Packed, pack
-from scripts.benchmark_data_paths import OURS, TIMM, TORCHVISION, bound, is_jpeg, opened, ours, paths
+from scripts.benchmark_data_paths import bound, is_jpeg, opened, ours, paths
 from scripts.benchmark_data_stages import stage_runs, stages, transfer_milliseconds
 from scripts.made_images import CLASSES, make_images
 from utils.config import Config
@@ -86,7 +86,7 @@ class Benchmark:
         opening = (time.monotonic() - begin) / min(LOOKED_AT, self.images)
         found: Found = {
             "date": time.strftime("%Y-%m-%d"),
-            "command": shlex.join(["python", "scripts/benchmark_data.py", *sys.argv[1:]]),
+            "command": _command(),
             "machine": f"{processor()}, {cores()} cores",
             "versions": library_versions(),
             "images": about,
@@ -173,6 +173,12 @@ def on_made_images(config: Config, count: int, size: str) -> Config:
     data = config.DATA.model_copy(update={"DATASET": "imagefolder", "DATA_PATH": str(root)})
     model = config.MODEL.model_copy(update={"NUM_CLASSES": CLASSES})
     return config.model_copy(update={"DATA": data, "MODEL": model})
+
+
+def _command() -> str:
+    """As a reader would type it: where this machine keeps what is made is its own affair."""
+    words = [word for word in sys.argv[1:] if not word.startswith("DATA.CACHE=")]
+    return shlex.join(["python", "scripts/benchmark_data.py", *words])
 
 
 def library_versions() -> dict[str, str]:

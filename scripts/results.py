@@ -5,6 +5,8 @@
     python scripts/results.py tables                         # rewrite the tables in README.md and docs/
     python scripts/results.py tables --check                 # exit 1 if a table is not what its JSON says
 
+What scripts/benchmark_data.py -json writes is a result as it is.
+
 A table stands between `<!-- results: digits -->` and `<!-- end -->` in a Markdown file.
 """
 
@@ -22,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from scripts.benchmark_data_report import markdown  # noqa: E402
 from utils.config import load_config  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 
@@ -75,8 +78,14 @@ def collect(name: str, folders: Iterable[Path]) -> Path:
 
 
 def table(name: str) -> str:
-    """One line a model and precision: mean and spread over the seeds, and where and when it was measured."""
-    runs = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["runs"]
+    """One line a model and precision: mean and spread over the seeds, and where and when it was measured.
+
+    What benchmark_data.py wrote has tables of its own.
+    """
+    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    if "runs" not in found:
+        return markdown(found, f"LINK/{name}.json")
+    runs = found["runs"]
     groups: dict[tuple[str, str], list[Row]] = {}
     for run in runs:
         groups.setdefault((run["model"], run["precision"]), []).append(run)

@@ -12,8 +12,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scripts.benchmark_data_measure import Budget, Contender, measure, ratio
-from scripts.benchmark_data_paths import BOUND, OURS, TIMM, TORCHVISION
+from scripts.benchmark_data_measure import (
+    BOUND,
+    OURS,
+    TIMM,
+    TORCHVISION,
+    Budget,
+    Contender,
+    Rates,
+    measure,
+    ratio,
+)
 from scripts.benchmark_data_report import verdict
 from scripts.benchmark_data_stages import CHANGE, CROP, DECODE, READ, WHOLE, stages
 from scripts.made_images import made_jpeg, make_images
@@ -29,7 +38,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str
     from tests.program import run_program
 
     root = tmp_path_factory.mktemp("measured")
-    words = ["-made", 48, "-images", 32, "-rounds", 2, "-workers", "0,1", "-appetite", 5, "-image_size", 64]
+    words = ["-made", 24, "-images", 16, "-rounds", 2, "-workers", "0,1", "-appetite", 5, "-image_size", 64]
     files = ["-json", root / "speed.json", "-out", root / "speed.png"]
     done = run_program(
         *words, *files, f"DATA.CACHE={root}/cache", "TRAIN.RAND_AUGMENT=true", script=SCRIPT, streams=root
@@ -57,11 +66,11 @@ def test_everything_is_measured(measured: tuple[Result, dict[str, Any], Path]) -
 
 def test_the_file_says_where_and_how(measured: tuple[Result, dict[str, Any], Path]) -> None:
     _, found, _ = measured
-    assert found["command"].startswith("python scripts/benchmark_data.py -made 48")
+    assert found["command"].startswith("python scripts/benchmark_data.py -made 24")
     assert {"torch", "timm", "pillow", "simplejpeg"} < set(found["versions"])
-    assert found["images"]["count"] == 48
+    assert found["images"]["count"] == 24
     assert found["images"]["jpeg"] == 1
-    assert found["images_a_round"] == 32
+    assert found["images_a_round"] == 16
     assert "core" in found["machine"]
 
 
@@ -158,8 +167,6 @@ def test_ratios_are_taken_within_rounds() -> None:
 
 
 def test_a_stage_is_the_difference_of_two_parts() -> None:
-    from scripts.benchmark_data_measure import Rates
-
     spent = {READ: 1.0, DECODE: 4.0, CROP: 6.0, CHANGE: 9.0, WHOLE: 10.5}
     found = stages({name: Rates(cpu=[1000 / ms] * 3) for name, ms in spent.items()})
     assert found == pytest.approx({READ: 1.0, DECODE: 4.0, CROP: 2.0, CHANGE: 3.0, WHOLE: 0.5})

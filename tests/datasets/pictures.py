@@ -21,7 +21,7 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
     draw = ImageDraw.Draw(image)
     for _ in range(8):
-        x, y = generator.integers(0, width), generator.integers(0, height)
+        x, y = int(generator.integers(0, width)), int(generator.integers(0, height))
         shade = tuple(generator.integers(0, 256, 3).tolist())
         draw.ellipse((x, y, x + width // 5, y + height // 7), fill=shade)
     grain = generator.integers(-6, 7, (height, width, 3), dtype=np.int16)

@@ -161,7 +161,7 @@ def test_broken_files_say_why(settings: Settings, kind: str, decoder: str) -> No
     lengths = [len(whole) * 9 // 10, len(whole) // 2, 300, 20]
     for length in lengths if kind == "png" else [len(whole) - 2, *lengths]:  # PIL does without the end mark of a PNG
         for crop in ("random", "none"):
-            said = reason(settings, whole[:length], DECODER=decoder, CROP=crop)
+            said = reason(settings, whole[:length], DECODER=decoder, CROP=crop, CROP_SCALE=(0.02, 0.03))
             assert said
             assert "0x" not in said
     assert "it is empty" in reason(settings, b"", DECODER=decoder)
@@ -211,14 +211,14 @@ def test_damaged_files_are_judged_as_pil_does(settings: Settings) -> None:
             damaged[at : at + 2] = bytes([255, int(generator.integers(256))])
         else:
             damaged[at] = int(generator.integers(256))
-        both = [readable(pixels, bytes(damaged)) for pixels in (ours, pils)]
+        both = [readable(pixels, bytes(damaged), number) for pixels in (ours, pils)]
         assert both[0] == both[1], number
         verdicts.append(both[0])
     assert 30 < sum(verdicts) < 220
 
 
-def readable(pixels: Pixels, image: bytes) -> bool:
-    random.seed(3)
+def readable(pixels: Pixels, image: bytes, seed: int) -> bool:
+    random.seed(seed)
     try:
         pixels(image, torch.empty(3, 32, 32, dtype=torch.uint8))
     except Unreadable:

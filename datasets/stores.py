@@ -57,10 +57,6 @@ class Store(ABC):
         """The same, perhaps without copying what is not looked at; not to be written to."""
         return self.range(part)
 
-    def ranges(self, parts: Sequence[Range]) -> list[np.ndarray | None]:  # noqa: ARG002
-        """Many ranges at once, None for what could not be had; empty for a store that gains nothing by it."""
-        return []
-
 
 class Folder(Store):
     """A folder on disk."""
@@ -195,6 +191,7 @@ class Remote(Store):
             raise OSError(_reason(error)) from None
 
     def ranges(self, parts: Sequence[Range]) -> list[np.ndarray | None]:
+        """Many ranges at once, None for what could not be had; nothing at all where that fails as a whole."""
         files = self._connect()[0]
         names, starts = [self._path(name) for name, _, _ in parts], [offset for _, offset, _ in parts]
         try:

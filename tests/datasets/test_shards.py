@@ -163,14 +163,15 @@ def test_arrays_are_pixels(
     grey.save(png, "PNG")
     for name, kind, content in (("arrays", "npy", file.getvalue()), ("files", "png", png.getvalue())):
         for of_part in ("train", "val"):
-            write_tar(tmp_path / name / of_part / "0.tar", [(f"0.{kind}", content), ("0.cls", b"0")])
+            members = [(f"0.{kind}", content), ("0.cls", b"0"), ("1.jpeg", picture(1, "JPEG")), ("1.cls", b"0")]
+            write_tar(tmp_path / name / of_part / "0.tar", members)
     found = part(of(tmp_path / "arrays")).read(0)
     assert isinstance(found, np.ndarray)
     assert np.array_equal(found.reshape(shape), array)
     arrays, files = (open_dataset(of(tmp_path / name), True, 1, 0, CPU) for name in ("arrays", "files"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch's, of memory that may not be written to
-        assert torch.equal(pixels(arrays, 0), pixels(files, 0))
+        assert torch.equal(pixels(arrays, 0, 1), pixels(files, 0, 1))
 
 
 def test_more_shards_than_files_are_kept_open(tmp_path: Path, of: Callable[..., DataConfig]) -> None:

@@ -41,7 +41,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str
     words = ["-made", 24, "-images", 16, "-rounds", 2, "-workers", "0,1", "-appetite", 5, "-image_size", 64]
     files = ["-json", root / "speed.json", "-out", root / "speed.png"]
     done = run_program(
-        *words, *files, f"DATA.CACHE={root}/cache", "TRAIN.RAND_AUGMENT=true", script=SCRIPT, streams=root
+        *words,
+        *files,
+        f"DATA.CACHE={root}/cache",
+        "TRAIN.RAND_AUGMENT=true",
+        script=SCRIPT,
+        timeout=400,
+        streams=root,
     )
     assert done.code == 0, done.text
     return done, json.loads((root / "speed.json").read_text(encoding="utf-8")), root

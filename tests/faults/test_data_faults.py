@@ -83,8 +83,8 @@ def test_two_processes_name_what_each_of_them_met(train: Callable[..., Result], 
     met = [{int(i) for shares in one.windows(1) for share in shares for i in share.indices} for one in order]
     assert all(len(one & BROKEN.keys()) == 1 for one in met), "each of the two is to meet one"
     # Each keeps below the limit, both together do not: all end, and one of them tells.
-    words = ("-output", tmp_path / "run", "-ngpus", 2, "DATA.MAX_BAD=1")
-    done = train(*words, script="main_multi_gpu.py", slow_start=True)
+    words = ("-output", tmp_path / "run", "-ngpus", 2, "DATA.MAX_BAD=1", "TRAIN.NUM_EPOCHS=1")
+    done = train(*words, script="main_multi_gpu.py", slow_start=True, timeout=240)
     assert done.code == 1, done.text
     for number in BROKEN:
         assert done.err.count(f"{name_of(photos, number)} cannot be read: ") == 1, done.err

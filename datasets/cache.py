@@ -34,10 +34,10 @@ def only_one(lock: Path, what: str) -> Iterator[None]:
         try:
             guard.acquire(timeout=1)
         except Timeout:
-            log.info("Waiting for another process, which %s (%s).", what, lock)
+            log.info("Waiting for another process, which %s.", what)
             guard.acquire()
     except OSError as error:
-        raise UserError(f"{lock} cannot be locked: {error}. DATA.CACHE names another folder.") from None
+        raise UserError(f"{lock} cannot be locked: {error}. Its folder must let us write.") from None
     try:
         yield
     finally:

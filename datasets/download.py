@@ -12,6 +12,8 @@ from pathlib import Path
 from utils.errors import UserError
 from utils.log import log
 
+from .cache import only_one
+
 STALLED_AFTER = 60.0
 """Seconds without a byte after which a server counts as dead."""
 ARCHIVES = (".tgz", ".tar.gz", ".tar", ".zip")
@@ -26,7 +28,7 @@ def fetch_once(target: Path, fetch: Callable[[Path], object], by_hand: str) -> N
     scratch = target.parent / f".{target.name}.part"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(target):
+        with only_one(target.parent / f".{target.name}.lock", f"fetches {target}"):
             if target.exists():
                 return
             if scratch.exists():
@@ -53,20 +55,6 @@ def _fetch(target: Path, scratch: Path, fetch: Callable[[Path], object], by_hand
         raise UserError(f"DATA.DOWNLOAD: {target.name} could not be fetched: {reason}. {by_hand}") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Wait until no other process works on `target`. The system lets go of the lock when a process dies."""
-    import fcntl  # not on every system, and nothing else needs it
-
-    with open(target.parent / f".{target.name}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process, which fetches %s", target)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager

@@ -62,7 +62,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("amp", "mixed precision: auto off fp16 bf16 fp8 O1 O2 O3 NAIVE; alone: on", "[HOW]", ("AMP.ENABLED",)),
     ),
     "Data": (
-        Flag("dataset", "its layout: imagenet2012, imagefolder, digits, synthetic", "NAME", ("DATA.DATASET",)),
+        Flag(
+            "dataset",
+            "imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/data.md)",
+            "NAME",
+            ("DATA.DATASET",),
+        ),
         Flag("data_path", "the folder it lies in", "DIR", ("DATA.DATA_PATH",)),
         Flag("batch_size", "images per process, for validation too", "N", ("DATA.BATCH_SIZE", "DATA.BATCH_SIZE_EVAL")),
         Flag("batch_size_eval", "another number for validation", "N", ("DATA.BATCH_SIZE_EVAL",)),

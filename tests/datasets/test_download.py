@@ -98,7 +98,7 @@ def started(tmp_path: Path, name: str, halfway: Callable[[], None] = nothing) ->
 
 def test_of_many_processes_one_fetches_and_all_find_it_whole(tmp_path: Path) -> None:
     names = [f"heard{number}" for number in range(4)]
-    waiting = f"waiting for another process, which fetches {target_of(tmp_path)}"
+    waiting = f"Waiting for another process, which fetches {target_of(tmp_path)}."
 
     def until_all_wait() -> None:
         wait_for(lambda: sum(waiting in lines_of(tmp_path / name) for name in names) == 3)
@@ -125,7 +125,7 @@ def test_a_killed_download_is_begun_anew_by_the_one_that_waits(tmp_path: Path) -
     first.join(60)
     assert (first.exitcode, second.exitcode) == (-signal.SIGKILL, 0)
     heard = lines_of(tmp_path / "second")
-    assert heard[0].startswith("waiting for another process")
+    assert heard[0].startswith("Waiting for another process")
     assert heard[1].startswith("An earlier download was broken off: ")
     assert heard[-1] == "whole: True"
     assert not half.parents[1].exists()

@@ -41,7 +41,7 @@ def fetch_once(target: Path, fetch: Callable[[Path], object], by_hand: str) -> N
 
 
 def _fetch(target: Path, scratch: Path, fetch: Callable[[Path], object], by_hand: str) -> None:
-    log.info("fetching %s", target)
+    log.info("Fetching %s.", target)
     scratch.mkdir()
     try:
         with _no_endless_wait():

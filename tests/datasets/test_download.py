@@ -109,7 +109,7 @@ def test_of_many_processes_one_fetches_and_all_find_it_whole(tmp_path: Path) -> 
         assert process.exitcode == 0
     heard = sorted(lines_of(tmp_path / name) for name in names)
     assert calls(tmp_path) == 1
-    assert heard == [[f"fetching {target_of(tmp_path)}", "whole: True"], *[[waiting, "whole: True"]] * 3]
+    assert heard == [[f"Fetching {target_of(tmp_path)}.", "whole: True"], *[[waiting, "whole: True"]] * 3]
 
 
 def test_a_killed_download_is_begun_anew_by_the_one_that_waits(tmp_path: Path) -> None:

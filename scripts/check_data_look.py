@@ -23,6 +23,8 @@ from utils.config.schema import DataConfig
 from utils.errors import TrainingError
 
 AT_ONCE = 32
+AHEAD = 2
+"""Times that, that a loading process is given before anything of it has come back."""
 
 
 class Look(NamedTuple):
@@ -55,6 +57,7 @@ def look_at(title: str, samples: Samples, data: DataConfig, workers: int) -> See
         _Looker(samples, data),
         batch_sampler=chunks,
         num_workers=min(workers, len(chunks)),
+        prefetch_factor=AHEAD if workers and chunks else None,
         collate_fn=list,
         worker_init_fn=start_worker,
         generator=torch.Generator(),
@@ -71,7 +74,7 @@ def look_at(title: str, samples: Samples, data: DataConfig, workers: int) -> See
                 bar.update(len(found))
         except WorkerDied as death:
             raise TrainingError(
-                f"{death}. It was looking at one of the {AT_ONCE * workers} images of the {title} part from "
+                f"{death}. It was looking at one of the {AT_ONCE * workers * AHEAD} images of the {title} part from "
                 f"{samples.name(len(looks))} on. Look at fewer at a time with -num_workers."
             ) from None
         finally:

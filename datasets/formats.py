@@ -76,10 +76,13 @@ def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
 
 
 def as_wanted(image: Image.Image, channels: int) -> Image.Image:
-    """An image of any mode as RGB, or as grey for one channel."""
-    if image.mode.startswith("I;16"):
-        # Pillow's own conversion cuts off at 255, which leaves most 16-bit images white.
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    """An image of any mode as RGB, or as grey for one channel. ValueError where nothing tells what is white."""
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers, and nothing tells which is white; store 8 or 16 bits")
+    if image.mode.startswith("I"):
+        # Pillow's own conversion cuts off at 255, which leaves most 16-bit images white. "I" has room for 32 bits;
+        # Pillow opens 16-bit files of some formats as that, PGM among them, and scales these up to 65535.
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
     elif "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("L" if channels == 1 else "RGB")

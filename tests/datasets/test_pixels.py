@@ -111,11 +111,30 @@ def test_odd_sizes(settings: Settings, size: tuple[int, int], decoder: str, trai
             assert got.unique().tolist() == [200]
 
 
-def test_16_bits_keep_their_shades(settings: Settings) -> None:
+SHADES = np.repeat(np.array([[0, 0x4000, 0x8000, 0xFFFF]], dtype=np.uint16), 4, axis=0)
+OVER = np.array([[-5, 0x4000, 0x8000, 100_000]] * 4, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(encoded(Image.fromarray(SHADES), "PNG"), id="png"),
+        pytest.param(b"P5 4 4 65535\n" + SHADES.astype(">u2").tobytes(), id="pgm"),
+        pytest.param(encoded(Image.fromarray(SHADES), "TIFF"), id="tiff"),
+        pytest.param(encoded(Image.fromarray(OVER), "TIFF"), id="tiff of 32 bits, and beyond 16"),
+    ],
+)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_16_bits_keep_their_shades(settings: Settings, file: bytes, channels: int) -> None:
     """Pillow's own conversion cuts off at 255, which makes most of them white."""
-    shades = np.repeat(np.array([[0, 0x4000, 0x8000, 0xFFFF]], dtype=np.uint16), 4, axis=0)
-    data = settings(IMAGE_SIZE=4, IMAGE_CHANNELS=1, CROP="none", FLIP=0.0)
-    assert square(data, True, encoded(Image.fromarray(shades), "PNG"))[0, 0].tolist() == [0, 64, 128, 255]
+    data = settings(IMAGE_SIZE=4, IMAGE_CHANNELS=channels, CROP="none", FLIP=0.0)
+    assert [plane[0].tolist() for plane in square(data, True, file)] == [[0, 64, 128, 255]] * channels
+
+
+def test_floating_point_pixels_are_refused(settings: Settings) -> None:
+    """0 to 1, 0 to 255, degrees or metres: whatever was made of them would be a guess."""
+    file = encoded(Image.fromarray(SHADES.astype(np.float32) / 65535), "TIFF")
+    assert "floating-point" in reason(settings, file)
 
 
 UNDO = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}

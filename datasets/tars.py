@@ -19,6 +19,8 @@ LABEL_KINDS = ("cls", "json")
 LARGEST_LABEL = 1 << 20
 """Bytes: what claims to be a label and is larger is something else."""
 LARGEST_NUMBER = 1 << 31
+MOST_ZEROS = 1 << 20
+"""Bytes: a tar file ends with zeros, commonly 10 KiB or less. More are a copy that got its room, and not its content."""
 
 
 @dataclass
@@ -80,6 +82,8 @@ def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]
         file.seek(begin)
         block = file.read(tarfile.BLOCKSIZE)
         if block == bytes(tarfile.BLOCKSIZE):
+            if size - begin > MOST_ZEROS or any(file.read(MOST_ZEROS)):
+                raise _cut_off(where, size, begin, "zeros, which are not the tar file's end")
             return
         try:
             file.seek(begin)

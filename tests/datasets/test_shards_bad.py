@@ -58,7 +58,21 @@ def overwritten(content: bytes) -> tuple[bytes, str]:
     return content[: third.offset] + b"x" * 512 + content[third.offset + 512 :], f"{third.offset:,}"
 
 
-@pytest.mark.parametrize("damage", [cut_image, cut_between, cut_header, overwritten])
+def zeroed(content: bytes) -> tuple[bytes, str]:
+    """A hole from the second image on, that ends among the members behind it."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        _, _, third, _, fifth, *_ = tar.getmembers()
+    return content[: third.offset] + bytes(fifth.offset - third.offset) + content[fifth.offset :], f"{third.offset:,}"
+
+
+def room_only(content: bytes) -> tuple[bytes, str]:
+    """A copy that got its room at the beginning, and then only its first image."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        third = tar.getmembers()[2]
+    return content[: third.offset] + bytes((1 << 20) + 512), f"{third.offset:,}"
+
+
+@pytest.mark.parametrize("damage", [cut_image, cut_between, cut_header, overwritten, zeroed, room_only])
 def test_a_damaged_shard_is_named_with_the_place(
     tmp_path: Path, check: Callable[..., None], damage: Callable[[bytes], tuple[bytes, str]]
 ) -> None:
@@ -67,6 +81,16 @@ def test_a_damaged_shard_is_named_with_the_place(
     content, place = damage(shard.read_bytes())
     shard.write_bytes(content)
     with pytest.raises(UserError, match=rf"train/0001\.tar is damaged or was cut off.* begins at byte {place} "):
+        check(tmp_path)
+
+
+def test_zeros_that_end_a_shard_are_no_damage(tmp_path: Path, check: Callable[..., None]) -> None:
+    """Programs that write tar files differ in how many there are."""
+    shard = write_set(tmp_path) / "train" / "0001.tar"
+    for blocks in (1, 2, 2047):
+        with tarfile.open(shard) as tar:
+            end = tar.getmembers()[-1].offset_data + 512
+        shard.write_bytes(shard.read_bytes()[:end] + bytes(512 * blocks))
         check(tmp_path)
 
 

@@ -74,7 +74,8 @@ class Source:
     """One name of DATA.DATASET."""
 
     open: Callable[[DataConfig, bool, int, int, torch.device], ImageDataset]
-    """(data, train, num_classes, seed, device) -> the training or the validation part"""
+    """(data, train, num_classes, seed, device) -> the training or the validation part; labels.ANY_LABEL as num_classes:
+    its labels are not checked"""
     check: Callable[[DataConfig, int, bool], None]
     """(data, num_classes, train): raise UserError for what can be seen without opening an image"""
     fetches: bool = False

@@ -11,6 +11,19 @@ from utils.errors import UserError
 
 log = logging.getLogger("vitamp")
 
+ANY_LABEL = 2**63
+"""Instead of a number of classes: no label is checked, for tools that look for wrong ones. Beyond what int64 holds."""
+
+
+def check_label(label: int, num_classes: int, where: str) -> None:
+    """`where` opens the sentence."""
+    least = -ANY_LABEL if num_classes == ANY_LABEL else 0
+    if not least <= label < num_classes:
+        raise UserError(
+            f"{where}: label {label} does not fit MODEL.NUM_CLASSES {num_classes}: "
+            f"labels go from {least} to {num_classes - 1}. Correct the line or set -num_classes."
+        )
+
 
 def check_class_count(classes: int, num_classes: int, owner: str) -> None:
     """More classes than the classifier has is an error. `owner` opens the sentence."""

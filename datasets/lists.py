@@ -11,7 +11,7 @@ import numpy as np
 from utils.errors import UserError
 
 from .files import PathTable
-from .labels import tell_empty_classes, tell_spare_classes
+from .labels import check_label, tell_empty_classes, tell_spare_classes
 
 PROBED = 8
 """Images of a list that the check before the run looks for: enough to find a list made for another folder."""
@@ -30,11 +30,7 @@ def _paths(file: Path, num_classes: int, labels: array[int]) -> Iterator[str]:
     """The paths one by one, so that a list of a million is never there as Python's strings; fills `labels` beside."""
     for where, line in _lines(file):
         path, label = _parse(line, where)
-        if not 0 <= label < num_classes:
-            raise UserError(
-                f"{where}: label {label} does not fit MODEL.NUM_CLASSES {num_classes}: "
-                f"labels go from 0 to {num_classes - 1}. Correct the line or set -num_classes."
-            )
+        check_label(label, num_classes, where)
         labels.append(label)
         yield path
 

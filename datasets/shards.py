@@ -14,7 +14,7 @@ from utils.errors import UserError
 
 from .base import Source
 from .images import Images
-from .labels import check_class_count, tell_spare_classes
+from .labels import ANY_LABEL, check_class_count, tell_spare_classes
 from .pixels import Unreadable
 from .samples import Encoded, Samples
 from .shard_index import ShardIndex
@@ -125,7 +125,7 @@ def check_parts(shards: ShardSet, data: DataConfig, num_classes: int, train: boo
 
 def _check_labels(shards: ShardSet, index: ShardIndex, num_classes: int) -> None:
     wrong = np.flatnonzero((index.label < 0) | (index.label >= num_classes))
-    if wrong.size:
+    if wrong.size and num_classes != ANY_LABEL:
         row = int(wrong[0])
         where = f"{shards.store.root}/{index.shards[index.shard[row]]}"
         raise UserError(

@@ -16,7 +16,7 @@ from utils.errors import UserError, nearest
 from .base import Source
 from .files import FileSamples, PathTable
 from .images import Images
-from .labels import check_class_count, tell_empty_classes, tell_spare_classes
+from .labels import check_class_count, check_label, tell_empty_classes, tell_spare_classes
 from .lists import check_first_files, check_path
 from .split import split_files
 
@@ -151,11 +151,7 @@ def _numbered(table: _Table, num_classes: int) -> np.ndarray:
         label = _whole(text)
         if label is None:
             raise UserError(f"{table.where(row)}: the target {text!r} is no whole number, as the first one is.")
-        if not 0 <= label < num_classes:
-            raise UserError(
-                f"{table.where(row)}: label {label} does not fit MODEL.NUM_CLASSES {num_classes}: "
-                f"labels go from 0 to {num_classes - 1}. Correct the line or set -num_classes."
-            )
+        check_label(label, num_classes, table.where(row))
         labels.append(label)
     return np.array(labels, dtype=np.int64)
 

@@ -38,7 +38,6 @@ OWN = (
     Flag("exclude_small", "let it name images smaller than IMAGE_SIZE too", keys=("SMALL",)),
     Flag("json", "write all that was found for machines", "FILE", ("JSON",)),
 )
-ANY_LABEL = 2**31 - 1
 
 
 def main(argv: list[str]) -> int:
@@ -103,6 +102,7 @@ def _open(config: Config, train: bool) -> Samples | None:
     import torch
 
     from datasets import open_dataset, samples_of
+    from datasets.labels import ANY_LABEL
 
     classes, cpu = config.MODEL.NUM_CLASSES, torch.device("cpu")
     try:

@@ -56,7 +56,7 @@ SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
 
 def find(parts: list[Seen], num_classes: int, image_size: int) -> Findings:
     """`parts`: training first."""
-    names = _class_names(parts)
+    names = _class_names(parts, num_classes)
     findings = Findings([Classes(part.title, _counts(part, names)) for part in parts])
     findings.empty = findings.classes[0].empty if parts[0].title == "training" else []
     for part in parts:
@@ -81,18 +81,21 @@ def _found(part: Seen, index: int, about: str, kind: str = "") -> Found:
     return Found(part.title, index, part.samples.name(index), about, kind)
 
 
-def _class_names(parts: list[Seen]) -> list[str]:
-    """As the source calls them, otherwise their labels from 0 to the greatest there is."""
+def _class_names(parts: list[Seen], num_classes: int) -> list[str]:
+    """As the source calls them, otherwise their labels from 0 to the greatest that fits."""
     known = parts[0].samples.classes
     if known is not None:
         return known
-    return [str(label) for label in range(max(int(part.samples.labels.max()) for part in parts) + 1)]
+    fitting = [label for part in parts for label in np.unique(part.samples.labels).tolist() if 0 <= label < num_classes]
+    return [str(label) for label in range(max(fitting, default=-1) + 1)]
 
 
 def _counts(part: Seen, names: list[str]) -> dict[str, int]:
-    labels = part.samples.labels
-    counts = np.bincount(labels[labels >= 0], minlength=len(names))
-    return dict(zip(names, counts.tolist(), strict=False))
+    """By name; beside the classes, each label that is none of them but occurs."""
+    counts = dict.fromkeys(names, 0)
+    for label, count in zip(*np.unique(part.samples.labels, return_counts=True), strict=True):
+        counts[names[label] if 0 <= label < len(names) else f"label {label}"] = int(count)
+    return counts
 
 
 def _duplicates(part: Seen) -> Iterator[Found]:

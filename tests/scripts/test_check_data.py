@@ -182,6 +182,70 @@ def test_labels_and_files_of_a_list(check: Check, tree: Path) -> None:
     assert names(found["defects"]["unreadable"]) == ["train/ant/nowhere.jpg"]
 
 
+def as_lists(tree: Path, labels: list[int]) -> Path:
+    (tree / "train_list.txt").write_text("".join(f"train/{CLASSES[i % 3]}/{i}.jpg {k}\n" for i, k in enumerate(labels)))
+    (tree / "val_list.txt").write_text("".join(f"val/{CLASSES[i % 3]}/{i}.jpg {i % 3}\n" for i in range(6)))
+    return tree
+
+
+def as_numbered_table(tree: Path, labels: list[int]) -> Path:
+    (tree / "train.csv").write_text(
+        "path,target\n" + "".join(f"train/{CLASSES[i % 3]}/{i}.jpg,{k}\n" for i, k in enumerate(labels))
+    )
+    (tree / "val.csv").write_text(
+        "path,target\n" + "".join(f"val/{CLASSES[i % 3]}/{i}.jpg,{i % 3}\n" for i in range(6))
+    )
+    return tree
+
+
+def as_numbered_shards(tree: Path, labels: list[int]) -> Path:
+    """Packed as training and validation part, and with a name for each of the three classes."""
+    with tarfile.open(tree / "train-0.tar", "w") as train, tarfile.open(tree / "val-0.tar", "w") as val:
+        for tar, part, told in ((train, "train", labels), (val, "val", [0, 1, 2, 0, 1, 2])):
+            for i, k in enumerate(told):
+                tar.add(tree / part / CLASSES[i % 3] / f"{i}.jpg", f"{i}.jpg")
+                label = tarfile.TarInfo(f"{i}.cls")
+                label.size = len(str(k))
+                tar.addfile(label, io.BytesIO(str(k).encode()))
+    (tree / "classes.txt").write_text("\n".join(CLASSES) + "\n")
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("dataset", "made", "known"),
+    [
+        ("imagenet2012", as_lists, ("0", "1", "2")),
+        ("csv", as_numbered_table, ("0", "1", "2")),
+        ("shards", as_numbered_shards, CLASSES),
+    ],
+)
+def test_labels_far_out_of_range_are_all_found_and_nothing_is_made_up(
+    check: Check, tree: Path, dataset: str, made: Callable[[Path, list[int]], Path], known: tuple[str, ...]
+) -> None:
+    labels = [i % 3 for i in range(24)]
+    labels[4], labels[5], labels[7] = -1, 2_000_000_000, 7
+    done, found = check(made(tree, labels), "-num_classes", 4, dataset=dataset)
+    assert done.code == 1, done.text
+    assert [Path(one["name"]).stem for one in found["defects"]["label_out_of_range"]] == ["4", "5", "7"]
+    assert [one["about"].partition(";")[0] for one in found["defects"]["label_out_of_range"]] == [
+        "label -1",
+        "label 2000000000",
+        "label 7",
+    ]
+    assert sum(bool(defects) for defects in found["defects"].values()) == 1, found["defects"]
+    assert found["classes"]["training"] == {
+        **dict(zip(known, (8, 6, 7), strict=True)),
+        **{f"label {label}": 1 for label in (-1, 7, 2_000_000_000)},
+    }
+    assert found["classes"]["validation"] == dict.fromkeys(known, 2)
+
+
+def test_a_label_that_nothing_can_hold_ends_the_check(check: Check, tree: Path) -> None:
+    done, _ = check(as_lists(tree, [0, 1, 10**30]), dataset="imagenet2012")
+    assert done.code == 2, done.text
+    assert "train_list.txt:3: label 1000000000000000000000000000000 does not fit" in done.err
+
+
 def test_an_empty_class(check: Check, tree: Path) -> None:
     for image in (tree / "train" / "bee").iterdir():
         image.unlink()

@@ -7,7 +7,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -89,20 +89,43 @@ class Folder(Store):
 
     def range(self, part: Range) -> np.ndarray:
         name, offset, size = part
-        found, handle, begin = np.empty(size, dtype=np.uint8), self._handle(name), 0
-        while begin < size and (got := os.preadv(handle, [found[begin:].data], offset + begin)):
-            begin += got
+        found, begin = np.empty(size, dtype=np.uint8), 0
+        with self._dropped_if_it_fails(name):
+            handle = self._handle(name)
+            while begin < size and (got := os.preadv(handle, [found[begin:].data], offset + begin)):
+                begin += got
+        if begin < size:
+            self._drop(name)  # a whole file may have taken its place
         return found[:begin]
 
     def view(self, part: Range) -> np.ndarray:
         """A crop of raw pixels needs half of them or less; the rest is never copied."""
         name, offset, size = part
-        handle = self._handle(name)
-        if os.fstat(handle).st_size < offset + size:
-            return self.range(part)  # what is missing must not be looked at in mapped memory
-        if name not in self._mapped:
-            self._mapped[name] = np.frombuffer(mmap.mmap(handle, 0, prot=mmap.PROT_READ), dtype=np.uint8)
-        return self._mapped[name][offset : offset + size]
+        with self._dropped_if_it_fails(name):
+            handle = self._handle(name)
+            if os.fstat(handle).st_size < offset + size:
+                return self.range(part)  # what is missing must not be looked at in mapped memory
+            mapped = self._mapped.get(name)
+            if mapped is None or len(mapped) < offset + size:
+                mapped = np.frombuffer(mmap.mmap(handle, 0, prot=mmap.PROT_READ), dtype=np.uint8)
+                self._mapped[name] = mapped
+        return mapped[offset : offset + size]
+
+    @contextlib.contextmanager
+    def _dropped_if_it_fails(self, name: str) -> Iterator[None]:
+        """A handle stays dead once its file system was mounted again; the next try needs one of its own."""
+        try:
+            yield
+        except OSError:
+            self._drop(name)
+            raise
+
+    def _drop(self, name: str) -> None:
+        self._mapped.pop(name, None)  # what was cut from it keeps it alive
+        handle = self._handles.pop(name, None)
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                os.close(handle)
 
     def _handle(self, name: str) -> int:
         if self._owner != os.getpid():
@@ -112,9 +135,7 @@ class Folder(Store):
             self._handles.move_to_end(name)
             return self._handles[name]
         if len(self._handles) >= MOST_OPEN:
-            oldest, handle = self._handles.popitem(last=False)
-            self._mapped.pop(oldest, None)
-            os.close(handle)
+            self._drop(next(iter(self._handles)))
         handle = self._handles[name] = os.open(os.path.join(self.root, name), os.O_RDONLY | os.O_CLOEXEC)
         return handle
 

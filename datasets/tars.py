@@ -20,7 +20,7 @@ LARGEST_LABEL = 1 << 20
 """Bytes: what claims to be a label and is larger is something else."""
 LARGEST_NUMBER = 1 << 31
 MOST_ZEROS = 1 << 20
-"""Bytes: a tar file ends with zeros, commonly 10 KiB or less. More are a copy that got its room, and not its content."""
+"""Bytes: a tar file ends with zeros, commonly 10 KiB or less. More are a copy that got room, but no content."""
 
 
 @dataclass

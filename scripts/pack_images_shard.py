@@ -124,6 +124,11 @@ def _write(shard: Shard, path: Path, work: Work, encoder: Encoder) -> Record:
                 raise Stopped
             name, found = samples.name(number), list[tuple[Packed, int]]()
             problem = failure_of(_encoding(samples, number, name, encoder, found))
+            if problem is not None and problem.kind == "storage":
+                raise TrainingError(
+                    f"{name} cannot be read: {problem.reason}. That is the storage, not the image. When the storage is "
+                    f"back, the same command goes on."
+                )
             if problem is not None:
                 record.left_out.append((name, problem.reason))
             else:

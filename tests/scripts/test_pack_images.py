@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,37 +23,10 @@ from PIL import Image
 from datasets import check_dataset, open_dataset
 from scripts.pack_images import main
 from tests.program import Result, metrics, save_image
+from tests.scripts.packing import Pack, all_bytes, members, photograph
 from utils.config.schema import DataConfig
 
 CPU = torch.device("cpu")
-Pack = Callable[..., int]
-
-
-@pytest.fixture
-def pack(monkeypatch: pytest.MonkeyPatch) -> Pack:
-    """The program's own function: a process of its own takes seconds to begin. Its flags do not stay behind."""
-    from utils import cli
-
-    monkeypatch.setattr(cli, "FLAGS", cli.FLAGS)
-
-    def call(*words: object) -> int:
-        flags, by_name = dict(cli.FLAGS), dict(cli.BY_NAME)
-        try:
-            return main([str(word) for word in words])
-        finally:
-            for table, before in ((cli.FLAGS, flags), (cli.BY_NAME, by_name)):
-                table.clear()  # pyright: ignore[reportAttributeAccessIssue]
-                table.update(before)  # pyright: ignore
-
-    return call
-
-
-def photograph(path: Path, seed: int, size: tuple[int, int] = (96, 64), **how: Any) -> Path:
-    """Smooth colours, as JPEG files are made for."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    coarse = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
-    Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(path, **{"quality": 95, **how})
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -69,21 +41,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     photograph(root / "train" / "b" / "lossless.png", 51)
     Image.new("L", (90, 70), 77).save(root / "train" / "c" / "grey.jpg")
     return root
-
-
-def members(folder: Path, part: str) -> dict[str, bytes]:
-    found = {}
-    for path in sorted((folder / part).iterdir()):
-        with tarfile.open(path) as tar:
-            for member in tar:
-                file = tar.extractfile(member)
-                assert file is not None
-                found[member.name] = file.read()
-    return found
-
-
-def all_bytes(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def opened(folder: Path, train: bool, dataset: str = "shards", classes: int = 3) -> Any:

@@ -27,11 +27,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils.cli import BY_NAME, FLAGS, CommandLine, Flag, parse  # noqa: E402
-from utils.config import Loaded, check_available, load_config  # noqa: E402
+from utils.cli import Flag  # noqa: E402
+from utils.config import Loaded, check_available  # noqa: E402
 from utils.errors import EXIT_DONE, UserError, nearest  # noqa: E402
 from utils.log import log  # noqa: E402
-from utils.script import help_asked, run_tool  # noqa: E402
+from utils.script import ToolLine, read_line, run_tool  # noqa: E402
 
 PARTS = ("train", "val", "packed", "stages", "loader")
 SIZES = {"small": "500 x 375, 100 KB", "large": "1600 x 1200, 940 KB"}
@@ -69,16 +69,10 @@ def main(argv: list[str]) -> int:
 
 
 def _benchmark(argv: list[str]) -> int:
-    if help_asked(argv, __doc__, OWN):
-        return EXIT_DONE
-    FLAGS["The benchmark"] = OWN
-    BY_NAME.update({flag.name: flag for flag in OWN})
-    command = parse(argv, "scripts/benchmark_data.py")
-    wishes = _wishes(command)
-    own = {key for flag in OWN for key in flag.keys}
-    flags = {key: value for key, value in command.flags.items() if key not in own}
-    loaded = load_config(command.cfg, flags, command.words)
-    _check(loaded, command, wishes)
+    line = read_line(argv, "benchmark_data.py", __doc__, OWN)
+    wishes = _wishes(line)
+    loaded = line.load()
+    _check(loaded, line, wishes)
 
     # Only now, with everything known to be right: importing torch takes seconds.
     from engine.device import pick_device
@@ -98,37 +92,30 @@ def _benchmark(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _wishes(command: CommandLine) -> Wishes:
-    size = _given(command, "SIZE", "small")
+def _wishes(line: ToolLine) -> Wishes:
+    size = _given(line, "SIZE", "small")
     if size not in SIZES:
         raise UserError(f"-size {size}: takes {' or '.join(SIZES)}.{nearest(size, SIZES)}")
     return Wishes(
-        made=_whole(command, "MADE") if "MADE" in command.flags else None,
+        made=line.whole("MADE", MADE) if "MADE" in line.own else None,
         size=size,
-        rounds=_whole(command, "ROUNDS", 5),
-        images=_whole(command, "IMAGES", 500),
-        workers=_workers(command),
-        parts=_parts(command),
-        appetite=_positive(command, "APPETITE") if "APPETITE" in command.flags else None,
-        seconds=60 * _positive(command, "BUDGET_MIN", 10.0),
-        json=_file(command, "JSON", ".json"),
-        out=_file(command, "OUT", ".png"),
+        rounds=line.whole("ROUNDS", 5),
+        images=line.whole("IMAGES", 500),
+        workers=_workers(line),
+        parts=_parts(line),
+        appetite=_positive(line, "APPETITE") if "APPETITE" in line.own else None,
+        seconds=60 * _positive(line, "BUDGET_MIN", 10.0),
+        json=line.file("JSON", ".json") if "JSON" in line.own else None,
+        out=line.file("OUT", ".png") if "OUT" in line.own else None,
     )
 
 
-def _given(command: CommandLine, key: str, default: Any = None) -> Any:
-    return command.flags.get(key, (default, ""))[0]
+def _given(line: ToolLine, key: str, default: Any = None) -> Any:
+    return line.own.get(key, (default, ""))[0]
 
 
-def _whole(command: CommandLine, key: str, default: int = 0) -> int:
-    text = str(_given(command, key, default))
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"-{key.lower()} {text}: takes a whole number from 1 on, such as {default or MADE}.")
-    return int(text)
-
-
-def _positive(command: CommandLine, key: str, default: float = 0.0) -> float:
-    text = _given(command, key, default)
+def _positive(line: ToolLine, key: str, default: float = 0.0) -> float:
+    text = _given(line, key, default)
     try:
         number = float(text)
     except ValueError:
@@ -138,8 +125,8 @@ def _positive(command: CommandLine, key: str, default: float = 0.0) -> float:
     return number
 
 
-def _workers(command: CommandLine) -> tuple[int, ...]:
-    text = _given(command, "WORKERS")
+def _workers(line: ToolLine) -> tuple[int, ...]:
+    text = _given(line, "WORKERS")
     if text is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return (0, *(2**n for n in range(cores.bit_length())))
@@ -149,8 +136,8 @@ def _workers(command: CommandLine) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def _parts(command: CommandLine) -> tuple[str, ...]:
-    text = _given(command, "PARTS", ",".join(PARTS))
+def _parts(line: ToolLine) -> tuple[str, ...]:
+    text = _given(line, "PARTS", ",".join(PARTS))
     for word in text.split(","):
         if word not in PARTS:
             raise UserError(
@@ -159,24 +146,9 @@ def _parts(command: CommandLine) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def _file(command: CommandLine, key: str, ending: str) -> Path | None:
-    text = _given(command, key)
-    if text is None:
-        return None
-    path = Path(text).expanduser()
-    if path.suffix.lower() != ending:
-        raise UserError(f"-{key.lower()} {text}: name it {path.stem or 'speed'}{ending}.")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
-        raise UserError(f"-{key.lower()} {text}: {what}.")
-    return path
-
-
-def _check(loaded: Loaded, command: CommandLine, wishes: Wishes) -> None:
-    if command.action != "train":
-        raise UserError(f"benchmark_data.py has no -{command.action}; main_single_gpu.py has, with the same flags.")
+def _check(loaded: Loaded, line: ToolLine, wishes: Wishes) -> None:
     folder = loaded.config.DATA.DATA_PATH
-    if folder is not None and (wishes.made is not None or "SIZE" in command.flags):
+    if folder is not None and (wishes.made is not None or "SIZE" in line.own):
         raise UserError(
             f"-made and -size are about JPEGs that are made; DATA.DATA_PATH {folder} names others. Give one."
         )

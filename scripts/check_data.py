@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils.cli import BY_NAME, FLAGS, CommandLine, Flag, parse  # noqa: E402
-from utils.config import Config, load_config  # noqa: E402
+from utils.cli import Flag  # noqa: E402
+from utils.config import Config  # noqa: E402
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
 from utils.run_folder import replace_text  # noqa: E402
-from utils.script import help_asked, run_tool  # noqa: E402
+from utils.script import read_line, run_tool  # noqa: E402
 
 if TYPE_CHECKING:
     from datasets.samples import Samples
@@ -45,19 +45,11 @@ def main(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    if help_asked(argv, __doc__, OWN):
-        return EXIT_DONE
-    FLAGS["The check"] = OWN
-    BY_NAME.update({flag.name: flag for flag in OWN})
-    command = parse(argv, "scripts/check_data.py")
-    if command.action != "train":
-        raise UserError(f"check_data.py has no -{command.action}; main_single_gpu.py has, with the same flags.")
-    own = {key for flag in OWN for key in flag.keys}
-    given = {key: command.flags[key][0] for key in own & command.flags.keys()}
-    out, machines = _file(command, "OUT"), _file(command, "JSON")
-    if out is None and given.keys() & {"DUPLICATES", "SMALL"}:
+    line = read_line(argv, "check_data.py", __doc__, OWN)
+    out, machines = (line.file(key) if key in line.own else None for key in ("OUT", "JSON"))
+    if out is None and line.own.keys() & {"DUPLICATES", "SMALL"}:
         raise UserError("-exclude_duplicates and -exclude_small say what the list of -out FILE names; give that too.")
-    config = load_config(command.cfg, {k: v for k, v in command.flags.items() if k not in own}, command.words).config
+    config = line.load().config
 
     # Only now, with the settings known to be right: importing torch takes seconds.
     from scripts import check_data_find, check_data_report
@@ -70,7 +62,7 @@ def _check(argv: list[str]) -> int:
     if machines is not None:
         replace_text(machines, json.dumps(check_data_report.as_json(findings), indent=1) + "\n")
     if out is not None:
-        chosen = check_data_report.to_exclude(findings, "DUPLICATES" in given, "SMALL" in given)
+        chosen = check_data_report.to_exclude(findings, "DUPLICATES" in line.own, "SMALL" in line.own)
         replace_text(out, check_data_report.exclude_list(chosen, config.DATA))
         log.info("\n%d images to leave out: DATA.EXCLUDE=%s", len(chosen), out)
     log.info("\n%s", "No defects." if findings.clean else "Defects were found.")
@@ -113,17 +105,6 @@ def _open(config: Config, train: bool) -> Samples | None:
             return samples_of(open_dataset(config.DATA, train, ANY_LABEL, config.SEED, cpu))
         except UserError:
             raise error from None
-
-
-def _file(command: CommandLine, key: str) -> Path | None:
-    if key not in command.flags:
-        return None
-    text, flag = command.flags[key]
-    path = Path(text).expanduser()
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"the folder {path.absolute().parent} does not exist"
-        raise UserError(f"{flag} {text}: {what}; name a file.")
-    return path
 
 
 if __name__ == "__main__":

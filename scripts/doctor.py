@@ -24,11 +24,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils.cli import BY_NAME, FLAGS, CommandLine, Flag, parse  # noqa: E402
-from utils.config import Loaded, check_available, load_config  # noqa: E402
+from utils.cli import Flag  # noqa: E402
+from utils.config import Loaded, check_available  # noqa: E402
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
-from utils.script import help_asked, run_tool  # noqa: E402
+from utils.script import ToolLine, read_line, run_tool  # noqa: E402
 from utils.world import ALONE, read_world  # noqa: E402
 
 OWN = (
@@ -54,13 +54,10 @@ def main(argv: list[str]) -> int:
 
 
 def _examine(argv: list[str]) -> int:
-    if help_asked(argv, __doc__, OWN):
-        return EXIT_DONE
-    command = _read(argv)
-    wishes = _wishes(command)
-    own = {key for flag in OWN for key in flag.keys}
-    loaded = load_config(command.cfg, {k: v for k, v in command.flags.items() if k not in own}, command.words)
-    _check(loaded, command)
+    line = read_line(argv, "doctor.py", __doc__, OWN)
+    wishes = _wishes(line)
+    loaded = line.load()
+    _check(loaded)
 
     # Only now, with everything known to be right: importing torch takes seconds.
     from engine.device import pick_device
@@ -80,21 +77,14 @@ def _examine(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _read(argv: list[str]) -> CommandLine:
-    """The flags of the entry scripts, and ours beside them."""
-    FLAGS["The doctor"] = OWN
-    BY_NAME.update({flag.name: flag for flag in OWN})
-    return parse(argv, "scripts/doctor.py")
-
-
-def _wishes(command: CommandLine) -> Wishes:
-    updates = _number(command, "UPDATES", 300, int)
-    minutes = _number(command, "BUDGET_MIN", 10.0, float)
+def _wishes(line: ToolLine) -> Wishes:
+    updates = _number(line, "UPDATES", 300, int)
+    minutes = _number(line, "BUDGET_MIN", 10.0, float)
     if updates < FEWEST_UPDATES:
         raise UserError(f"-updates {updates}: too few to say anything; {FEWEST_UPDATES} or more, better hundreds.")
     if not 0 < minutes < float("inf"):
         raise UserError(f"-budget_min {minutes:g}: minutes are a number above 0, such as 5.")
-    modes = command.flags.get("MODES")
+    modes = line.own.get("MODES")
     return Wishes(updates, 60 * minutes, None if modes is None else modes[0])
 
 
@@ -109,18 +99,16 @@ def _without_effect(loaded: Loaded) -> list[str]:
     return notes
 
 
-def _number(command: CommandLine, key: str, default: Any, kind: type) -> Any:
-    text, flag = command.flags.get(key, (default, ""))
+def _number(line: ToolLine, key: str, default: Any, kind: type) -> Any:
+    text, flag = line.own.get(key, (default, ""))
     try:
         return kind(text)
     except ValueError:
         raise UserError(f"{flag} {text}: takes a {'whole ' * (kind is int)}number, such as {default:g}.") from None
 
 
-def _check(loaded: Loaded, command: CommandLine) -> None:
+def _check(loaded: Loaded) -> None:
     config = loaded.config
-    if command.action != "train":
-        raise UserError(f"doctor.py has no -{command.action}; main_single_gpu.py has, with the same flags.")
     for key, instead in (("EVAL", "it measures training"), ("MODEL.RESUME", "give -pretrained RUN to begin there")):
         if config.EVAL if key == "EVAL" else config.MODEL.RESUME:
             raise UserError(f"{loaded.sources[key]}: doctor.py has no {key}; {instead}.")

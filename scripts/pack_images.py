@@ -21,11 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils.cli import BY_NAME, FLAG, FLAGS, CommandLine, Flag, parse  # noqa: E402
-from utils.config import Config, load_config  # noqa: E402
+from utils.cli import BY_NAME, FLAG, Flag  # noqa: E402
+from utils.config import Config  # noqa: E402
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
-from utils.script import help_asked, run_tool  # noqa: E402
+from utils.script import ToolLine, read_line, run_tool  # noqa: E402
 
 SHORT_SIDE, QUALITY, SHARD_IMAGES = 256, 90, 1000
 OWN = (
@@ -44,29 +44,25 @@ def main(argv: list[str]) -> int:
 
 
 def _pack(argv: list[str]) -> int:
-    if help_asked(argv, __doc__, OWN):
-        return EXIT_DONE
-    FLAGS["Packing"] = OWN
-    BY_NAME.update({flag.name: flag for flag in OWN})
     places, rest = _places(argv)
-    command = parse(rest, "scripts/pack_images.py")
-    jobs = _number(command, "JOBS", None, 1, 1024)
-    if "VERIFY" in command.flags:
+    line = read_line(rest, "pack_images.py", __doc__, OWN)
+    jobs = line.whole("JOBS", 1, 1, 1024) if "JOBS" in line.own else None
+    if "VERIFY" in line.own:
         if places:
             raise UserError(f"-verify looks at one folder and packs nothing; what is {places[0]} for?")
         from scripts.pack_images_verify import verify
 
-        return verify(Path(command.flags["VERIFY"][0]).expanduser(), jobs)
+        return verify(Path(line.own["VERIFY"][0]).expanduser(), jobs)
     if len(places) != 2:
         what = f"got {len(places)}: {' '.join(places)}" if places else "got neither"
         raise UserError(f"pack_images.py needs two places: SRC, what to pack, and DST, where to; {what}. -h shows how.")
-    config = _config(command, places[0])
+    config = _config(line, places[0])
 
     # Only now, with the settings known to be right: importing torch takes seconds.
     from scripts.pack_images_run import pack
 
     try:
-        pack(config.DATA, config.MODEL.NUM_CLASSES, Path(places[1]).expanduser(), _how(command, config), jobs)
+        pack(config.DATA, config.MODEL.NUM_CLASSES, Path(places[1]).expanduser(), _how(line, config), jobs)
     except KeyboardInterrupt:
         log.warning("interrupted; the tar files that are finished stay, and the same command goes on")
         return EXIT_INTERRUPTED
@@ -77,6 +73,7 @@ def _places(argv: list[str]) -> tuple[list[str], list[str]]:
     """Words that are neither flags, nor their values, nor KEY=VALUE; and the rest."""
     places: list[str] = []
     rest: list[str] = []
+    flags = {**BY_NAME, **{flag.name: flag for flag in OWN}}
     value_follows = False
     for word in argv:
         flag = FLAG.fullmatch(word)
@@ -84,47 +81,34 @@ def _places(argv: list[str]) -> tuple[list[str], list[str]]:
             places.append(word)
         else:
             rest.append(word)
-        known = BY_NAME.get(flag[1].replace("-", "_")) if flag else None
+        known = flags.get(flag[1].replace("-", "_")) if flag else None
         value_follows = bool(known and known.value and flag and flag[2] is None)
     return places, rest
 
 
-def _config(command: CommandLine, source: str) -> Config:
-    if command.action != "train":
-        raise UserError(f"pack_images.py has no -{command.action}; main_single_gpu.py has, with the same flags.")
-    own = {key for flag in OWN for key in flag.keys}
-    flags = {key: value for key, value in command.flags.items() if key not in own}
-    if "DATA.DATA_PATH" in flags:
+def _config(line: ToolLine, source: str) -> Config:
+    if "DATA.DATA_PATH" in line.run.flags:
         raise UserError("-data_path: pack_images.py takes it as its first word, SRC.")
     place = "DATA.DATASET" if source.startswith("hf:") else "DATA.DATA_PATH"
-    return load_config(command.cfg, {**flags, place: (source, "SRC")}, command.words).config
+    return line.load({place: (source, "SRC")}).config
 
 
-def _how(command: CommandLine, config: Config) -> dict[str, int | str | bool]:
+def _how(line: ToolLine, config: Config) -> dict[str, int | str | bool]:
     """All that the packed bytes depend on besides the images: kept with them, and compared when packing goes on."""
-    chosen = [name for name in ("RAW", "KEEP") if name in command.flags]
+    chosen = [name for name in ("RAW", "KEEP") if name in line.own]
     if len(chosen) > 1:
         raise UserError("-raw and -keep exclude each other; give one of them.")
     idle = ["QUALITY"] if chosen == ["RAW"] else ["QUALITY", "SHORT_SIDE"] if chosen else []
     for name in idle:
-        if name in command.flags:
+        if name in line.own:
             raise UserError(f"-{name.lower()} has no effect with -{chosen[0].lower()}; leave it out.")
     how: dict[str, int | str | bool] = {"kind": chosen[0].lower() if chosen else "jpeg"}
     if "SHORT_SIDE" not in idle:
-        how["short_side"] = _number(command, "SHORT_SIDE", SHORT_SIDE, 1, 65535) or 0
+        how["short_side"] = line.whole("SHORT_SIDE", SHORT_SIDE, 1, 65535)
     if "QUALITY" not in idle:
-        how["quality"] = _number(command, "QUALITY", QUALITY, 1, 100) or 0
-    how["shard_images"] = _number(command, "SHARD_IMAGES", SHARD_IMAGES, 1, 10**9) or 0
+        how["quality"] = line.whole("QUALITY", QUALITY, 1, 100)
+    how["shard_images"] = line.whole("SHARD_IMAGES", SHARD_IMAGES, 1, 10**9)
     return {**how, "channels": config.DATA.IMAGE_CHANNELS, "upright": config.DATA.EXIF_ROTATE}
-
-
-def _number(command: CommandLine, key: str, default: int | None, least: int, most: int) -> int | None:
-    text, flag = command.flags.get(key, (default, ""))
-    if text is None:
-        return None
-    if not str(text).isdecimal() or not least <= int(text) <= most:
-        raise UserError(f"{flag} {text}: takes a whole number from {least} to {most}.")
-    return int(text)
 
 
 if __name__ == "__main__":

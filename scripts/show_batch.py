@@ -18,11 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils.cli import BY_NAME, FLAGS, CommandLine, Flag, parse  # noqa: E402
-from utils.config import Loaded, check_available, load_config  # noqa: E402
+from utils.cli import Flag  # noqa: E402
+from utils.config import Loaded, check_available  # noqa: E402
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
-from utils.script import help_asked, run_tool  # noqa: E402
+from utils.script import read_line, run_tool  # noqa: E402
 
 DEFAULT_OUT, DEFAULT_COUNT, MOST = "batch.png", 16, 256
 OWN = (
@@ -36,15 +36,10 @@ def main(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    if help_asked(argv, __doc__, OWN):
-        return EXIT_DONE
-    FLAGS["The picture"] = OWN
-    BY_NAME.update({flag.name: flag for flag in OWN})
-    command = parse(argv, "scripts/show_batch.py")
-    out, count = _out(command), _count(command)
-    own = {key for flag in OWN for key in flag.keys}
-    loaded = load_config(command.cfg, {k: v for k, v in command.flags.items() if k not in own}, command.words)
-    _check(loaded, command)
+    line = read_line(argv, "show_batch.py", __doc__, OWN)
+    out, count = line.file("OUT", ".png", DEFAULT_OUT), line.whole("COUNT", DEFAULT_COUNT, 1, MOST)
+    loaded = line.load()
+    _check(loaded)
 
     # Only now, with the settings known to be right: importing torch takes seconds.
     from datasets import check_dataset
@@ -59,27 +54,7 @@ def _show(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _out(command: CommandLine) -> Path:
-    text, flag = command.flags.get("OUT", (DEFAULT_OUT, ""))
-    path = Path(text).expanduser()
-    if path.suffix.lower() != ".png":
-        raise UserError(f"{flag} {text}: the picture is a PNG; name it {path.stem or 'batch'}.png.")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
-        raise UserError(f"{flag} {text}: {what}.")
-    return path
-
-
-def _count(command: CommandLine) -> int:
-    text, flag = command.flags.get("COUNT", (str(DEFAULT_COUNT), ""))
-    if not str(text).isdecimal() or not 1 <= int(text) <= MOST:
-        raise UserError(f"{flag} {text}: takes a whole number from 1 to {MOST}, such as {DEFAULT_COUNT}.")
-    return int(text)
-
-
-def _check(loaded: Loaded, command: CommandLine) -> None:
-    if command.action != "train":
-        raise UserError(f"show_batch.py has no -{command.action}; main_single_gpu.py has, with the same flags.")
+def _check(loaded: Loaded) -> None:
     if loaded.config.EVAL:
         raise UserError(f"{loaded.sources['EVAL']}: show_batch.py has no EVAL; it shows what training sees.")
     check_available(loaded.config)

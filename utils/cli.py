@@ -118,17 +118,18 @@ WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 
-def parse(argv: list[str], program: str) -> CommandLine:
-    """Read the command line. -h prints and leaves with code 0."""
+def parse(argv: list[str], program: str, own: tuple[Flag, ...] = ()) -> CommandLine:
+    """Read the command line. -h prints and leaves with code 0. `own`: the program's flags beside those of all."""
+    known = {**BY_NAME, **{flag.name: flag for flag in own}}
     cfg, pattern, words = None, None, dict[str, str]()
     flags: dict[str, tuple[Any, str]] = {}
     actions: dict[Action, str] = {}
     before: Flag | None = None
-    for flag, value in _pieces(argv):
+    for flag, value in _pieces(argv, known):
         if flag is None:
             key, separator, text = value.partition("=")
             if not separator or not WORD.fullmatch(value):
-                raise _stray(value, before)
+                raise _stray(value, before, known)
             words[key] = text
         elif flag.name == "h":
             print(usage(program))
@@ -143,7 +144,7 @@ def parse(argv: list[str], program: str) -> CommandLine:
     return CommandLine(cfg, flags, words, _only(actions), pattern)
 
 
-def _pieces(argv: list[str]) -> Iterator[tuple[Flag | None, Any]]:
+def _pieces(argv: list[str], known: dict[str, Flag]) -> Iterator[tuple[Flag | None, Any]]:
     """(flag, its value or None) for each flag, (None, text) for each other word."""
     rest = list(argv)
     while rest:
@@ -152,7 +153,7 @@ def _pieces(argv: list[str]) -> Iterator[tuple[Flag | None, Any]]:
         if match is None:
             yield None, text
             continue
-        flag, value = _flag(text, match[1]), match[2]
+        flag, value = _flag(text, match[1], known), match[2]
         if value is not None and not flag.value:
             raise UserError(f"{text}: -{flag.name} takes no value; leave out '={value}'")
         if value is None and flag.value and rest and _may_be_value(flag, rest[0]):
@@ -162,13 +163,13 @@ def _pieces(argv: list[str]) -> Iterator[tuple[Flag | None, Any]]:
         yield flag, value
 
 
-def _flag(text: str, name: str) -> Flag:
+def _flag(text: str, name: str, known: dict[str, Flag]) -> Flag:
     name = name.replace("-", "_")
     if name == IGNORED.name:
         return IGNORED
-    flag = BY_NAME.get(ALIASES.get(name, name))
+    flag = known.get(ALIASES.get(name, name))
     if flag is None:
-        hint = nearest(name, [*BY_NAME, *ALIASES]).replace("mean ", "mean -")
+        hint = nearest(name, [*known, *ALIASES]).replace("mean ", "mean -")
         raise UserError(f"unknown flag {text.partition('=')[0]}.{hint} -h lists all flags.")
     return flag
 
@@ -206,13 +207,13 @@ def _only(actions: dict[Action, str]) -> Action:
     return next(iter(actions)) if actions else "train"
 
 
-def _stray(text: str, before: Flag | None) -> UserError:
+def _stray(text: str, before: Flag | None, known: dict[str, Flag]) -> UserError:
     """A word that is neither a flag, nor a flag's value, nor KEY=VALUE: say what it might have been."""
     key, separator, value = text.partition("=")
     name = text.replace("-", "_").partition("=")[0]
     if text.endswith((".yaml", ".yml")):
         hint = f" Did you mean -cfg {text}?"
-    elif separator and name in BY_NAME:
+    elif separator and name in known:
         hint = f" Did you mean -{text}?"
     elif separator:
         close = suggest(key.upper())
@@ -223,7 +224,7 @@ def _stray(text: str, before: Flag | None) -> UserError:
         )
     elif before is not None and before.name == "amp":
         hint = f"{nearest(text, AMP_WORDS.split())} The values of -amp are {AMP_WORDS}."
-    elif name in BY_NAME:
+    elif name in known:
         hint = f" Did you mean -{name}?"
     else:
         hint = f" -{before.name} takes no value." if before and not before.value else ""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from utils.cli import Flag
-from utils.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
+from utils.cli import CommandLine, Flag, parse
+from utils.config import Loaded, load_config
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
 from utils.log import log, start_log
 
 
@@ -25,9 +30,50 @@ def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
         return EXIT_INTERRUPTED
 
 
-def help_asked(argv: list[str], about: str | None, own: tuple[Flag, ...]) -> bool:
-    """Print the help if it was asked for: what the tool is, and its own flags."""
-    if not any(word.startswith("-") and word.lstrip("-") in ("h", "help") for word in argv):
-        return False
-    print(f"{about}\n" + "\n".join(f"  {f'-{flag.name} {flag.value}':<18}{flag.about}" for flag in own))
-    return True
+@dataclass(frozen=True)
+class ToolLine:
+    """What a tool was asked for."""
+
+    own: dict[str, tuple[Any, str]]
+    """Its own flags: key -> (value, the flag as it is called)."""
+    run: CommandLine
+    """All else: flags and settings as the entry scripts have them, not checked yet."""
+
+    def load(self, more: dict[str, tuple[Any, str]] | None = None) -> Loaded:
+        """The settings, checked; `more` of them as flags give them."""
+        return load_config(self.run.cfg, {**self.run.flags, **(more or {})}, self.run.words)
+
+    def whole(self, key: str, default: int, least: int = 1, most: int | None = None) -> int:
+        """The whole number that one of its own flags gives."""
+        text, flag = self.own.get(key, (default, ""))
+        if not str(text).isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            upper = "on" if most is None else f"to {most}"
+            raise UserError(f"{flag} {text}: takes a whole number from {least} {upper}, such as {default}.")
+        return int(text)
+
+    def file(self, key: str, ending: str = "", default: str = "") -> Path:
+        """The file that one of its own flags names, which can be written."""
+        text, flag = self.own.get(key, (default, ""))
+        path = Path(text).expanduser()
+        if ending and path.suffix.lower() != ending:
+            raise UserError(f"{flag} {text}: name it {path.stem or 'result'}{ending}.")
+        if path.is_dir() or not path.parent.is_dir():
+            what = "is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
+            raise UserError(f"{flag} {text}: {what}; name a file.".lstrip())
+        return path
+
+
+def read_line(argv: list[str], tool: str, about: str | None, own: tuple[Flag, ...]) -> ToolLine:
+    """The command line of scripts/`tool`, whose flags `own` stand beside those of the entry scripts.
+
+    -h prints `about` and these flags, and leaves with code 0.
+    """
+    if any(word.startswith("-") and word.lstrip("-") in ("h", "help") for word in argv):
+        print(f"{about}\n" + "\n".join(f"  {f'-{flag.name} {flag.value}':<18}{flag.about}" for flag in own))
+        sys.exit(EXIT_DONE)
+    command = parse(argv, f"scripts/{tool}", own)
+    if command.action != "train":
+        raise UserError(f"{tool} has no -{command.action}; main_single_gpu.py has, with the same flags.")
+    keys = {key for flag in own for key in flag.keys}
+    given = {key: value for key, value in command.flags.items() if key in keys}
+    return ToolLine(given, replace(command, flags={k: v for k, v in command.flags.items() if k not in keys}))

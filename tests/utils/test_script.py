@@ -1,0 +1,91 @@
+"""The command line of the tools in scripts/: flags of their own beside those of the entry scripts."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from utils import cli
+from utils.cli import Flag
+from utils.errors import UserError
+from utils.script import ToolLine, read_line
+
+OWN = (
+    Flag("out", "where to", "FILE.png", ("OUT",)),
+    Flag("count", "how many", "N", ("COUNT",)),
+    Flag("quiet", "say less", keys=("QUIET",)),
+)
+
+
+def read(*words: str) -> ToolLine:
+    return read_line(list(words), "tool.py", "What it does.", OWN)
+
+
+def test_own_flags_and_those_of_the_run_are_kept_apart() -> None:
+    line = read("-count=3", "-num_classes", "5", "-quiet", "TRAIN.SEED=1", "-cfg", "a.yaml")
+    assert line.own == {"COUNT": ("3", "-count"), "QUIET": (True, "-quiet")}
+    assert line.run.flags == {"MODEL.NUM_CLASSES": ("5", "-num_classes")}
+    assert (line.run.cfg, line.run.words) == ("a.yaml", {"TRAIN.SEED": "1"})
+    loaded = read("-count", "3", "-num_classes", "5").load({"DATA.DATASET": ("digits", "SRC")})
+    assert (loaded.config.MODEL.NUM_CLASSES, loaded.config.DATA.DATASET) == (5, "digits")
+    assert loaded.sources["DATA.DATASET"] == "SRC"
+
+
+def test_one_tool_s_flags_are_no_other_program_s() -> None:
+    before = copy.deepcopy((cli.FLAGS, cli.BY_NAME))
+    read("-count", "3")
+    assert before == (cli.FLAGS, cli.BY_NAME)
+    with pytest.raises(UserError, match="unknown flag -count"):
+        cli.parse(["-count", "3"], "main_single_gpu.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-cuont", "3"], "unknown flag -cuont. Did you mean -count?"),
+        (["-num_clases", "3"], "unknown flag -num_clases. Did you mean -num_classes?"),
+        (["count=3"], "Did you mean -count=3?"),
+        (["count"], "Did you mean -count?"),
+        (["-count"], "-count needs a value: -count N (how many)"),
+        (["-quiet=1"], "-quiet takes no value"),
+        (["-quiet", "1"], "-quiet takes no value"),
+        (["-dry_run"], "tool.py has no -dry_run; main_single_gpu.py has"),
+    ],
+)
+def test_mistakes(words: list[str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        read(*words)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_shows_own_flags_and_leaves_with_0(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        read("-count", "3", word)
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("What it does.\n  -out FILE.png     where to\n  -count N ")
+
+
+def test_whole_numbers_and_files(tmp_path: Path) -> None:
+    assert (read().whole("COUNT", 7), read("-count", "3").whole("COUNT", 7, 3, 3)) == (7, 3)
+    for words, most, said in (
+        (("-count", "0"), None, "-count 0: takes a whole number from 1 on, such as 7."),
+        (("-count", "9"), 8, "-count 9: takes a whole number from 1 to 8, such as 7."),
+        (("-count", "1.5"), 8, "-count 1.5: takes a whole number"),
+    ):
+        with pytest.raises(UserError) as error:
+            read(*words).whole("COUNT", 7, 1, most)
+        assert said in str(error.value)
+    assert read().file("OUT", ".png", "batch.png") == Path("batch.png")
+    assert read("-out", f"{tmp_path}/a.PNG").file("OUT", ".png") == tmp_path / "a.PNG"
+    (tmp_path / "folder.png").mkdir()
+    for name, said in (
+        ("a.jpg", "a.jpg: name it a.png."),
+        ("none/a.png", "the folder none does not exist; name a file."),
+        (f"{tmp_path}/folder.png", "is a folder; name a file."),
+    ):
+        with pytest.raises(UserError) as error:
+            read("-out", name).file("OUT", ".png")
+        assert said in str(error.value)

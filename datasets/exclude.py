@@ -49,7 +49,7 @@ def without_excluded(samples: Samples, data: DataConfig) -> Samples:
     """`samples`, or those of them that DATA.EXCLUDE does not name."""
     if data.EXCLUDE is None:
         return samples
-    excluded, prefix = _read(data), _prefix(data)
+    excluded, prefix = _read(data), name_prefix(data)
     named_by = [excluded.get(samples.name(index).removeprefix(prefix), 0) for index in range(len(samples))]
     kept = np.flatnonzero(np.array(named_by) == 0)
     if not len(kept):
@@ -65,7 +65,7 @@ def check_exclude(data: DataConfig) -> None:
 
 def line_of(name: str, remark: str, data: DataConfig) -> str:
     """One line of a list. The name is that below DATA_PATH, so that the list stays true where the data moves to."""
-    return f"{name.removeprefix(_prefix(data))}{REMARK}{' '.join(remark.split())}"
+    return f"{name.removeprefix(name_prefix(data))}{REMARK}{' '.join(remark.split())}"
 
 
 def tell_unmatched(data: DataConfig, parts: Iterable[Samples | None]) -> None:
@@ -82,7 +82,7 @@ def tell_unmatched(data: DataConfig, parts: Iterable[Samples | None]) -> None:
     if not unmatched:
         return
     told = [f"line {number}, {unmatched[number]}" for number in sorted(unmatched)[:TOLD]]
-    closest = _closest(next(iter(sorted(unmatched.items())))[1], read, _prefix(data))
+    closest = _closest(next(iter(sorted(unmatched.items())))[1], read, name_prefix(data))
     log.warning(
         "DATA.EXCLUDE %s: %d of its lines name no image: %s%s.%s",
         data.EXCLUDE,
@@ -104,7 +104,7 @@ def _read(data: DataConfig) -> dict[str, int]:
             f"DATA.EXCLUDE: the file {file} {why}. It names images to leave out, one a line, as scripts/check_data.py "
             "-out FILE writes them."
         ) from None
-    prefix, root = _prefix(data), f"{os.path.abspath(_prefix(data))}/"
+    prefix, root = name_prefix(data), f"{os.path.abspath(name_prefix(data))}/"
     found: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         for end in [*(mark.start() for mark in MARK.finditer(line)), len(line)]:
@@ -113,7 +113,7 @@ def _read(data: DataConfig) -> dict[str, int]:
     return found
 
 
-def _prefix(data: DataConfig) -> str:
+def name_prefix(data: DataConfig) -> str:
     """What the names of all samples begin with, as far as DATA_PATH says."""
     if data.DATA_PATH is None:
         return ""

@@ -20,6 +20,8 @@ from tqdm import tqdm
 
 from datasets import check_dataset, open_dataset
 from datasets.broken import allowed
+from datasets.cache import write_whole
+from datasets.exclude import name_prefix
 from datasets.images import samples_of
 from datasets.samples import Samples
 from datasets.shard_index import read_shard
@@ -63,9 +65,9 @@ def _samples(data: DataConfig, train: bool) -> Samples:
 
 def _about(samples: Samples, data: DataConfig) -> dict[str, Any]:
     """By this the images are known when packing goes on: their names and labels, wherever they lie by now."""
-    names, root = hashlib.sha256(samples.labels.tobytes()), f"{Path(data.DATA_PATH or '').expanduser()}/"
+    names, prefix = hashlib.sha256(samples.labels.tobytes()), name_prefix(data)
     for index in range(len(samples)):
-        names.update(samples.name(index).removeprefix(root).encode(errors="surrogateescape") + b"\n")
+        names.update(samples.name(index).removeprefix(prefix).encode(errors="surrogateescape") + b"\n")
     return {"dataset": data.DATASET, "images": len(samples), "sha256": names.hexdigest()}
 
 
@@ -82,9 +84,8 @@ def _is_done(folder: Path, settings: dict[str, Any], data: DataConfig) -> bool:
             break
         except (OSError, ValueError):
             continue
-    if before is None and any(folder.iterdir()):
-        first = min(path.name for path in folder.iterdir())
-        raise UserError(f"DST {folder} holds something else, {first} for one. Name an empty folder, or a new one.")
+    if before is None and (other := _something_else(folder)):
+        raise UserError(f"DST {folder} holds something else, {other} for one. Name an empty folder, or a new one.")
     if before is None:
         return False
     told = {name: before.get(name) for name in settings}
@@ -95,6 +96,16 @@ def _is_done(folder: Path, settings: dict[str, Any], data: DataConfig) -> bool:
         return False
     ShardSet(Folder(folder), data)  # every tar file is there, and as long as it should be
     return True
+
+
+def _something_else(folder: Path) -> str | None:
+    """What lies there besides that which `_begin` makes, as it may have been stopped in the middle."""
+    for path in sorted(folder.iterdir()):
+        if path.name not in (RECORDS, *PARTS) or not path.is_dir():
+            return path.name
+        if path.name in PARTS and (inside := next(path.iterdir(), None)):
+            return f"{path.name}/{inside.name}"
+    return None
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -110,7 +121,7 @@ def _begin(folder: Path, settings: dict[str, Any]) -> None:
         for name in (RECORDS, *PARTS):
             (folder / name).mkdir(parents=True, exist_ok=True)
         content = json.dumps({"made_by": MADE_BY, **settings}, indent=1)
-        (folder / RECORDS / SETTINGS).write_text(content, encoding="utf-8")
+        write_whole(folder / RECORDS / SETTINGS, content.encode())
     except OSError as error:
         raise UserError(f"DST {folder} cannot be written: {error}.") from None
 

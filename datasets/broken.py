@@ -27,6 +27,8 @@ class Broken(NamedTuple):
     reason: str
     line: str
     """What a list for DATA.EXCLUDE says of it."""
+    storage: bool = False
+    """The storage did not give it, which is no fault of the file."""
 
 
 def allowed(max_bad: float, samples: int) -> int:
@@ -70,20 +72,26 @@ class BrokenImages:
         """What is to be said at the end; '' where all could be read."""
         if not self._found:
             return ""
+        held_back = len(self._held_back())
         return (
             f"{_images(len(self._found))} could not be read and {'were' if len(self._found) > 1 else 'was'} replaced "
             f"by {'their neighbours' if len(self._found) > 1 else 'its neighbour'}; listed for DATA.EXCLUDE in "
-            f"{self._file()}"
+            f"{self._file()}" + (f", but for {held_back} that the storage did not give" if held_back else "")
         )
 
+    def _held_back(self) -> list[Broken]:
+        return [broken for broken in self._found.values() if broken.storage]
+
     def _add(self, broken: Broken) -> bool:
-        if broken.sample in self._found:
+        before = self._found.get(broken.sample)
+        if before and (broken.storage or not before.storage):
             return False
         self._found[broken.sample] = broken
         log.warning(
-            "The training image %s cannot be read: %s. Its neighbour takes its place (%d of at most %d; DATA.MAX_BAD).",
+            "The training image %s cannot be read: %s.%s (%d so far; DATA.MAX_BAD allows %d.)",
             broken.name,
             broken.reason,
+            " Its neighbour takes its place." if len(self._found) <= self.limit else "",
             len(self._found),
             self.limit,
         )
@@ -103,14 +111,24 @@ class BrokenImages:
         return (self._folder or Path()) / LIST
 
     def _too_many(self) -> str:
-        last = list(self._found.values())[-LAST_NAMED:]
+        held_back = self._held_back()
+        damaged = [broken for broken in self._found.values() if not broken.storage]
+        if len(damaged) <= self.limit:
+            return (
+                f"{_images(len(self._found))} could not be read, and DATA.MAX_BAD allows {self.limit}. The storage "
+                f"did not give {len(held_back)} of them, the last: {_named(held_back)}. That is no fault of the files: "
+                "when the storage is back, go on from the last checkpoint by -resume."
+            )
         return (
-            f"{_images(len(self._found))} cannot be read, and DATA.MAX_BAD allows {self.limit}. The last: "
-            + "; ".join(f"{broken.name} ({broken.reason})" for broken in last)
-            + f". Repair them, or leave them out by DATA.EXCLUDE={self._file()}, which lists them "
+            f"{_images(len(damaged))} cannot be read, and DATA.MAX_BAD allows {self.limit}. The last: "
+            f"{_named(damaged)}. Repair them, or leave them out by DATA.EXCLUDE={self._file()}, which lists them "
             "(scripts/check_data.py finds all there are), or raise DATA.MAX_BAD. Then go on from the last checkpoint "
             "by -resume."
         )
+
+
+def _named(broken: list[Broken]) -> str:
+    return "; ".join(f"{one.name} ({one.reason})" for one in broken[-LAST_NAMED:])
 
 
 def _images(count: int) -> str:

@@ -78,19 +78,24 @@ class Images(ImageDataset):
             failure = self._known.get(index) or failure_of(lambda taken=index: self._write(out, key, taken))
             if failure is None:
                 return index
-            name = self.samples.name(index)
             if not self.train:
-                raise TrainingError(_strict(name, index, failure.reason))
-            self._met[index] = Broken(index, name, failure.reason, line_of(name, failure.reason, self.data))
-            if failure.kind == "storage":
-                not_given += 1
-            else:
+                raise TrainingError(_strict(self.samples.name(index), index, failure))
+            self._met[index] = broken = self._broken(index, failure)
+            if not broken.storage:
                 self._known[index] = failure
+            not_given += broken.storage
             if not_given == FAILURES_OF_STORAGE:
-                raise TrainingError(_storage(name, failure.reason))
-            if len(self._met) > self.max_bad:
+                raise TrainingError(_storage(broken.name, failure.reason))
+            # What the storage does not give is no fault of the files: first it has to be seen whether it is gone.
+            if sum(not one.storage for one in self._met.values()) > self.max_bad:
                 break
         raise TrainingError(f"No image could be read in place of {self.samples.name(asked)}.")
+
+    def _broken(self, index: int, failure: Failure) -> Broken:
+        name, storage = self.samples.name(index), failure.kind == "storage"
+        line = line_of(name, failure.reason, self.data)
+        # Who gives the list to DATA.EXCLUDE must not lose what the storage will give again: for that, it is a remark.
+        return Broken(index, name, failure.reason, f"# {line}" if storage else line, storage)
 
     def _write(self, out: torch.Tensor, key: Key, index: int) -> None:
         if self.train:
@@ -105,11 +110,15 @@ def samples_of(dataset: ImageDataset) -> Samples | None:
     return dataset.samples if isinstance(dataset, Images) else None
 
 
-def _strict(name: str, index: int, problem: str) -> str:
+def _strict(name: str, index: int, failure: Failure) -> str:
+    text = f"The validation image {name} (sample {index}) cannot be read: {failure.reason}. "
+    if failure.kind == "storage":
+        return (
+            f"{text}That is no fault of the file: when the storage is back, go on from the last checkpoint by -resume."
+        )
     return (
-        f"The validation image {name} (sample {index}) cannot be read: {problem}. Every validation image counts once, "
-        "so none is replaced. Repair it, or name it in the file of DATA.EXCLUDE (scripts/check_data.py -out FILE "
-        "writes one)."
+        f"{text}Every validation image counts once, so none is replaced. Repair it, or name it in the file of "
+        "DATA.EXCLUDE (scripts/check_data.py -out FILE writes one)."
     )
 
 

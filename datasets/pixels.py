@@ -63,6 +63,8 @@ class Pixels:
                 factor = stored.shrink(factor)
                 view = view.shrunk(factor, stored.width, stored.height)
             return stored.cut(view.box), view
+        except MemoryError:
+            raise  # no fault of the file
         except Exception as error:  # a damaged file can raise nearly anything in its decoder
             raise Unreadable(reason(error, encoded)) from None
 

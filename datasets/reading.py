@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from utils.errors import TrainingError
+
 from .pixels import Unreadable
 
 PAUSES = (0.1, 1.0, 3.0)
@@ -22,7 +24,7 @@ class Failure(NamedTuple):
 
 
 def failure_of(read: Callable[[], None]) -> Failure | None:
-    """None if `read` goes well, be it not at the first try."""
+    """None if `read` goes well, be it not at the first try. TrainingError where it is not the image that failed."""
     pauses, again = iter(PAUSES), False
     while True:
         try:
@@ -38,6 +40,12 @@ def failure_of(read: Callable[[], None]) -> Failure | None:
             if pause is None:
                 return Failure(_words(error), "storage")
             time.sleep(pause)
+        except MemoryError:
+            raise TrainingError(
+                "Memory ran out while an image was read, which is no fault of the image. Take fewer loading processes "
+                "with DATA.NUM_WORKERS (-num_workers), or a smaller batch with DATA.BATCH_SIZE (-batch_size), or give "
+                "the run more memory. Then go on from the last checkpoint by -resume."
+            ) from None
 
 
 def _words(error: OSError) -> str:

@@ -10,6 +10,7 @@ from PIL import Image
 
 from datasets.crops import Box
 from datasets.decode import Reader, reason
+from datasets.exif import Turned
 from datasets.parquet import kind_of
 from datasets.pixels import Unreadable
 from datasets.samples import Encoded
@@ -34,18 +35,21 @@ class Encoder:
         self.short_side, self.quality = int(how.get("short_side", 0)), int(how.get("quality", 0))
 
     def __call__(self, encoded: Encoded, name: str) -> Packed:
-        pixels = self._pixels(encoded)
+        pixels, turned = self._pixels(encoded)
         small = bool(self.short_side) and min(pixels.shape[:2]) <= self.short_side
         if self.kind == "raw" or isinstance(encoded, np.ndarray):
             return Packed("npy", as_npy(pixels if small or self.kind == "keep" else self._resized(pixels)), small)
-        if small or self.kind == "keep":
+        if self.kind == "keep" or (small and not turned):
             return Packed(_kind(name, encoded), encoded, small)
-        return Packed("jpg", self._jpeg(self._resized(pixels)), small)
+        return Packed("jpg", self._jpeg(pixels if small else self._resized(pixels)), False)
 
-    def _pixels(self, encoded: Encoded) -> np.ndarray:
+    def _pixels(self, encoded: Encoded) -> tuple[np.ndarray, bool]:
+        """All of them, and whether they are turned, so that the file itself would not look the same in training."""
         try:
             stored = self.reader.open(encoded)
-            return stored.cut(Box(0, 0, stored.width, stored.height))
+            return stored.cut(Box(0, 0, stored.width, stored.height)), isinstance(stored, Turned)
+        except MemoryError:
+            raise  # no fault of the file
         except Exception as error:  # a damaged file can raise nearly anything in its decoder
             raise Unreadable(reason(error, encoded)) from None
 

@@ -31,7 +31,7 @@ SHORT_SIDE, QUALITY, SHARD_IMAGES = 256, 90, 1000
 OWN = (
     Flag("short_side", f"pixels of the shorter side; smaller images stay (default {SHORT_SIDE})", "N", ("SHORT_SIDE",)),
     Flag("quality", f"of the JPEG files, 1 to 100 (default {QUALITY})", "N", ("QUALITY",)),
-    Flag("raw", "keep pixels instead of JPEG files: no decoding, ten times the room", keys=("RAW",)),
+    Flag("raw", "keep pixels instead of JPEG files: no decoding, 6 to 7 times the room", keys=("RAW",)),
     Flag("keep", "keep the files as they are, byte for byte", keys=("KEEP",)),
     Flag("shard_images", f"images in a tar file (default {SHARD_IMAGES})", "N", ("SHARD_IMAGES",)),
     Flag("jobs", "processes that pack (default: one a core)", "N", ("JOBS",)),
@@ -102,6 +102,11 @@ def _how(line: ToolLine, config: Config) -> dict[str, int | str | bool]:
     for name in idle:
         if name in line.own:
             raise UserError(f"-{name.lower()} has no effect with -{chosen[0].lower()}; leave it out.")
+    if chosen == ["KEEP"] and config.DATA.EXIF_ROTATE:
+        raise UserError(
+            "DATA.EXIF_ROTATE=true has no effect with -keep, which keeps files byte for byte. Leave it out here, and "
+            "give it when training."
+        )
     how: dict[str, int | str | bool] = {"kind": chosen[0].lower() if chosen else "jpeg"}
     if "SHORT_SIDE" not in idle:
         how["short_side"] = line.whole("SHORT_SIDE", SHORT_SIDE, 1, 65535)

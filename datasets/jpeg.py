@@ -17,6 +17,8 @@ BLEED = 2
 """Rows below a crop that shine into it: colours are stored coarser than brightness, and smoothed when read."""
 ROW_AFTER_ROW = (0xC0, 0xC1)
 """Markers of the height in files stored from top to bottom. Progressive ones are not."""
+RESTARTS, SCAN = 0xDD, 0xDA
+"""Markers of how far restarts are apart, and of the pixels' beginning"""
 ONLY_CUT_OFF = re.compile(r"extraneous bytes before marker 0xd9$")
 """All that is to be said of a file whose lower part was passed over: more data came, and then its regular end."""
 
@@ -83,13 +85,19 @@ class JpegStored(Stored):
 
 
 def _place_of_height(data: bytes) -> int | None:
-    """Where the two bytes of the image's height begin, in a file that is stored from top to bottom."""
-    place, end = 2, len(data) - 9
+    """Where the two bytes of the image's height begin, in a file that is stored from top to bottom.
+
+    None for one with restart markers, too: each of them would be complained of in place of the end, so that all of the
+    file had to be decoded after the part.
+    """
+    place, end, found = 2, len(data) - 9, None
     while place < end and data[place] == 0xFF:
         marker = data[place + 1]
+        if marker == SCAN:
+            return found
         if marker in ROW_AFTER_ROW:
-            return place + 5
-        if 0xC0 <= marker <= 0xCF and marker != 0xC4:
+            found = place + 5
+        elif marker == RESTARTS or (0xC0 <= marker <= 0xCF and marker != 0xC4):
             return None
         place += 2 + (data[place + 2] << 8 | data[place + 3])
     return None

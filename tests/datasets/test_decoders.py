@@ -56,6 +56,21 @@ def test_other_files_are_read_to_their_end(how: dict[str, Any]) -> None:
     assert np.array_equal(stored.cut(Box(5, 3, 20, 9)), stored.cut(Box(0, 0, 97, 131))[3:12, 5:25])
 
 
+@pytest.mark.parametrize("how", [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}])
+def test_no_file_is_decoded_twice(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    stored = JpegStored(encoded(picture(97, 131), **how), 3)
+    decode = stored.decode
+
+    def counted(*args: Any, **kwargs: Any) -> np.ndarray:
+        calls.append(1)
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(stored, "decode", counted)
+    stored.cut(Box(5, 3, 20, 9))
+    assert len(calls) == 1
+
+
 def test_a_smaller_decoding_shows_the_same(settings: Settings) -> None:
     """Differences to the full size: those of a crop moved by less than a pixel, and of another filter."""
     for seed in range(8):

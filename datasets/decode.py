@@ -35,7 +35,10 @@ class Reader:
         if isinstance(encoded, np.ndarray):
             return ArrayStored(encoded, self.channels)
         stored = self._open(encoded)
-        return upright(stored, encoded) if self.turns else stored
+        if not self.turns:
+            return stored
+        with warnings.catch_warnings(action="ignore"):
+            return upright(stored, encoded)
 
     def _open(self, data: bytes) -> Stored:
         if self.jpeg and data.startswith(JPEG_BEGINS):
@@ -43,9 +46,8 @@ class Reader:
                 return self.jpeg(data, self.channels)
             except ValueError:
                 pass  # PIL reads more kinds, and says better what is wrong
-        with warnings.catch_warnings():
-            # Of what it can read after all, PIL has much to say: odd EXIF data, large sizes. None of it helps training.
-            warnings.simplefilter("ignore")
+        # Of what it can read after all, PIL has much to say: odd EXIF data, large sizes. None of it helps training.
+        with warnings.catch_warnings(action="ignore"):
             return PilStored(data, self.channels)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from PIL import Image
 
 from .crops import Box
 from .formats import PilStored, Stored
@@ -18,6 +19,8 @@ TURNS = {
     8: (True, False, True),
 }
 """EXIF's number -> what makes the image upright: mirror left and right, then up and down, then swap the axes."""
+EXIF = ("exif", "Raw profile type exif")
+"""Where Pillow keeps what it found in a file, the second in PNG files of ImageMagick"""
 MARK = b"Exif\0\0"
 SEARCHED = 2**16
 """Bytes at the beginning of a JPEG file where the mark would stand; the block it opens is no longer than that."""
@@ -63,5 +66,14 @@ def upright(stored: Stored, data: bytes) -> Stored:
         by_pil = stored
     if by_pil.image.format == "TIFF":
         return stored  # PIL turns these by itself, asked or not
-    orientation = by_pil.image.getexif().get(ORIENTATION)
+    orientation = _orientation(by_pil.image)
     return Turned(stored, orientation) if orientation in TURNS else stored
+
+
+def _orientation(image: Image.Image) -> object:
+    """What EXIF says. Pillow would take XMP's word too, for which nothing else here looks."""
+    if image.format == "PNG" and EXIF[0] not in image.info:
+        image.load()  # it may stand behind the pixels
+    without_xmp = Image.new("1", (1, 1))
+    without_xmp.info = {key: image.info[key] for key in EXIF if key in image.info}
+    return without_xmp.getexif().get(ORIENTATION)

@@ -103,6 +103,8 @@ def columns_of(files: list[Path], who: str) -> Columns:
             f"{LAYOUT.format(root=files[0].parent)}"
         )
     kind = schema.field(label).type
+    if pa.types.is_dictionary(kind):  # pandas' categories
+        kind = kind.value_type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return Columns(image, label, _label_names(files, label), names_are_labels=True)
     if not pa.types.is_integer(kind):

@@ -133,8 +133,8 @@ def _copy_part(files: list[Path], columns: Columns, folder: Path) -> list[str]:
     folder.mkdir(parents=True)
     names: list[str] = []
     writer: TarWriter | None = None
-    for file in files:
-        for row in rows(file, columns):
+    for number, file in enumerate(files):
+        for row in rows(file, number, columns):
             if writer is None or writer.size >= SHARD_BYTES:
                 if writer is not None:
                     writer.close()

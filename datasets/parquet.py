@@ -112,8 +112,11 @@ def columns_of(files: list[Path], who: str) -> Columns:
     return Columns(image, label, features.get(label, {}).get("names"), names_are_labels=False)
 
 
-def rows(file: Path, columns: Columns) -> Iterator[Row]:
-    """The images of a file, unchanged. One that is missing is empty, so that training can name it."""
+def rows(file: Path, number: int, columns: Columns) -> Iterator[Row]:
+    """The images of a file, unchanged. One that is missing is empty, so that training can name it.
+
+    `number`: that of the file in its part. Keys begin with it, as files in several folders may have the same name.
+    """
     numbers = {name: number for number, name in enumerate(columns.classes or ())}
     row = 0
     for batch in _batches(file, ROWS, [columns.image, columns.label]):
@@ -121,8 +124,8 @@ def rows(file: Path, columns: Columns) -> Iterator[Row]:
         for image, label in zip(images, batch.column(columns.label).to_pylist(), strict=True):
             if label is None:
                 raise UserError(f"{file}, row {row}: the label in the column {columns.label} is missing.")
-            number = numbers[label] if columns.names_are_labels else int(label)
-            yield Row(f"{file.stem[:80]}/{row:08d}", kind_of(image or b""), image or b"", number)
+            as_number = numbers[label] if columns.names_are_labels else int(label)
+            yield Row(f"{number:05d}/{row:08d}", kind_of(image or b""), image or b"", as_number)
             row += 1
 
 

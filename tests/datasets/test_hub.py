@@ -106,7 +106,7 @@ def test_images_are_copied_unchanged_with_their_labels(
     assert val.labels.tolist() == [k % 3 for k in range(20, 24)]
     assert train.classes == ["ant", "bee", "cat"]
     ending = "jpg" if kind == "JPEG" else kind.lower()
-    assert train.name(12).endswith(f"/train/00000.tar/train-00001-of-00002/00000002.{ending}")
+    assert train.name(12).endswith(f"/train/00000.tar/00001/00000002.{ending}")
     assert open_dataset(of(tmp_path), True, 3, 0, CPU).__getitems__([(0, 3)]).images.any()
 
 
@@ -269,8 +269,8 @@ def several(root: Path) -> None:
         (paths_only, "the column of images is string; it must hold their bytes"),
         (float_labels, "the column label of .* is double; labels are numbers or names"),
         (missing_label, r"train\.parquet, row 1: the label in the column label is missing"),
-        (large_label, "label of train/00000001.png is 3, which does not fit"),
-        (hidden_labels, "label of test/00000000.png is -1, which does not fit"),
+        (large_label, "label of 00000/00000001.png is 3, which does not fit"),
+        (hidden_labels, "label of 00000/00000000.png is -1, which does not fit"),
         (cut_off, r"train\.parquet is no parquet file that can be read"),
         (flipped, r"train\.parquet is no parquet file that can be read"),
         (several, r"holds several data sets: large, small\. Name one of them, as in hf:.*/large"),

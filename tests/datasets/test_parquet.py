@@ -39,6 +39,21 @@ def write(path: Path, numbers: range, labels: Any = None) -> None:
     pq.write_table(pa.table({"image": pa.array([picture(k) for k in numbers], pa.binary()), "label": labels}), path)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("train/a/0000", "train/b/0000"), ("train/" + "ä" * 90, "train/" + "ä" * 90 + "b"), ("train/x", "train/x.y")],
+    ids=["of one name", "of long names that begin alike", "with dots"],
+)
+def test_any_names_of_files_will_do(tmp_path: Path, samples: Callable[[bool], Any], first: str, second: str) -> None:
+    write(tmp_path / "set" / f"{first}.parquet", range(4))
+    write(tmp_path / "set" / f"{second}.parquet", range(4, 7))
+    write(tmp_path / "set" / "val.parquet", range(7, 9))
+    train = samples(True)
+    assert [train.read(k) for k in range(7)] == [picture(k) for k in range(7)]
+    assert train.labels.tolist() == [k % 3 for k in range(7)]
+    assert train.name(6).endswith("/train/00000.tar/00001/00000002.png"), "the second file, and the row in it"
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_labels_may_be_categories(tmp_path: Path, samples: Callable[[bool], Any], large: bool) -> None:
     """As pandas writes a column of categories: numbers, and the names they stand for."""

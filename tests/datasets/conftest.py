@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+from datasets import EpochOrder, TrainLoader, open_dataset
 from utils.config.schema import DataConfig
+from utils.log import log
 
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
 
@@ -59,3 +62,47 @@ def settings() -> Callable[..., DataConfig]:
         return DataConfig.model_validate({"IMAGE_SIZE": 8, "BATCH_SIZE": 4, **values})
 
     return make
+
+
+@pytest.fixture
+def of_shards(
+    settings: Callable[..., DataConfig], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., DataConfig]:
+    """The settings for shards in a place, with a cache of the test's own."""
+    cache = tmp_path_factory.mktemp("cache")
+    return lambda place, **more: settings(DATASET="shards", DATA_PATH=str(place), CACHE=str(cache), **more)
+
+
+@pytest.fixture
+def of_hub(settings: Callable[..., DataConfig], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DataConfig]:
+    """The settings for a set of parquet files, with a cache of the test's own."""
+    cache = tmp_path_factory.mktemp("cache")
+    return lambda place, **more: settings(DATASET=f"hf:{place}", **{"CACHE": str(cache), **more})
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What the program logs."""
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+@pytest.fixture
+def training(
+    listed: Path, settings: Callable[..., DataConfig], cpu: torch.device
+) -> Iterator[Callable[..., TrainLoader]]:
+    """Loaders of the twelve listed images, with every random transform on."""
+    data = settings(DATA_PATH=str(listed), SHIFT=0.2, ZOOM=0.2, ROTATE=20, AFFINE_PROB=0.7)
+    opened: list[TrainLoader] = []
+
+    def make(batch: int = 4, accum: int = 1, workers: int = 0, seed: int = 5) -> TrainLoader:
+        dataset = open_dataset(data, True, 3, seed, cpu)
+        opened.append(
+            TrainLoader(dataset, EpochOrder(len(dataset), batch, accum, 0, 1, seed, True), seed, workers, cpu)
+        )
+        return opened[-1]
+
+    yield make
+    for loader in opened:
+        loader.close()

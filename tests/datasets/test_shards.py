@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import pickle
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,48 +15,21 @@ import pytest
 import torch
 from PIL import Image
 
-from datasets import EpochOrder, TrainLoader, check_dataset, open_dataset
-from datasets.base import ImageDataset
-from datasets.images import Images
+from datasets import check_dataset, open_dataset
 from datasets.pixels import Unreadable
-from datasets.samples import Samples
 from datasets.shards import pixels_of
 from datasets.stores import MOST_OPEN
+from tests.datasets.opened import part, pixels
 from tests.datasets.tar_files import picture, samples, write_set, write_tar
 from tests.program import Result
 from utils.config.schema import DataConfig
-from utils.log import log
 
 CPU = torch.device("cpu")
 Settings = Callable[..., DataConfig]
 
 
-@pytest.fixture
-def of(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DataConfig]:
-    """The settings for shards in a place, with a cache of the test's own."""
-    cache = tmp_path_factory.mktemp("cache")
-    return lambda place, **more: settings(DATASET="shards", DATA_PATH=str(place), CACHE=str(cache), **more)
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level(logging.INFO)
-    return caplog
-
-
-def part(data: DataConfig, train: bool = True, num_classes: int = 3) -> Samples:
-    dataset = open_dataset(data, train, num_classes, 0, CPU)
-    assert isinstance(dataset, Images)
-    return dataset.samples
-
-
-def pixels(dataset: ImageDataset, *indices: int) -> torch.Tensor:
-    return dataset.__getitems__([(1, index) for index in indices]).images
-
-
-def test_samples_are_those_of_the_tar_files(tmp_path: Path, of: Callable[..., DataConfig]) -> None:
-    data = of(write_set(tmp_path))
+def test_samples_are_those_of_the_tar_files(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+    data = of_shards(write_set(tmp_path))
     check_dataset(data, 3)
     train, val = part(data), part(data, train=False)
     assert [len(train), len(val)] == [12, 4]
@@ -71,7 +40,7 @@ def test_samples_are_those_of_the_tar_files(tmp_path: Path, of: Callable[..., Da
 
 
 def test_pixels_are_those_of_the_same_images_in_folders(
-    tmp_path: Path, of: Callable[..., DataConfig], settings: Settings
+    tmp_path: Path, of_shards: Callable[..., DataConfig], settings: Settings
 ) -> None:
     """In training too: the random numbers of a sample depend on its number, not on where it lies."""
     write_set(tmp_path / "tars")
@@ -83,7 +52,7 @@ def test_pixels_are_those_of_the_same_images_in_folders(
         (tmp_path / "files" / f"{name}_list.txt").write_text("".join(f"{name}/{k}.png {k % 3}\n" for k in numbers))
     files = settings(DATASET="imagenet2012", DATA_PATH=str(tmp_path / "files"))
     for train, count in ((True, 12), (False, 4)):
-        here, there = (open_dataset(data, train, 3, 7, CPU) for data in (of(tmp_path / "tars"), files))
+        here, there = (open_dataset(data, train, 3, 7, CPU) for data in (of_shards(tmp_path / "tars"), files))
         keys = [(2, k) for k in [*range(count), -1]]
         for ours, theirs in zip(here.__getitems__(keys), there.__getitems__(keys), strict=True):
             assert torch.equal(ours, theirs)
@@ -99,19 +68,21 @@ def test_pixels_are_those_of_the_same_images_in_folders(
     ],
 )
 def test_parts_are_told_apart_by_folders_or_names(
-    tmp_path: Path, of: Callable[..., DataConfig], train: str, val: str
+    tmp_path: Path, of_shards: Callable[..., DataConfig], train: str, val: str
 ) -> None:
     write_tar(tmp_path / train, samples(range(6)))
     write_tar(tmp_path / val, samples(range(6, 9)))
-    data = of(tmp_path)
+    data = of_shards(tmp_path)
     assert part(data).read(0) == picture(0)
     assert [part(data, train=False).read(k) for k in range(3)] == [picture(k) for k in (6, 7, 8)]
 
 
 @pytest.mark.parametrize("name", ["train/0.tar", "interval-trainval-0.tar"])
-def test_without_a_validation_part_one_is_taken_off(tmp_path: Path, of: Callable[..., DataConfig], name: str) -> None:
+def test_without_a_validation_part_one_is_taken_off(
+    tmp_path: Path, of_shards: Callable[..., DataConfig], name: str
+) -> None:
     write_tar(tmp_path / name, samples(range(30)))
-    data = of(tmp_path, VAL_FRACTION=0.2)
+    data = of_shards(tmp_path, VAL_FRACTION=0.2)
     check_dataset(data, 3)
     train, val = part(data), part(data, train=False)
     names = [one.name(k) for one in (train, val) for k in range(len(one))]
@@ -125,7 +96,7 @@ def test_without_a_validation_part_one_is_taken_off(tmp_path: Path, of: Callable
         assert sorted(one.shuffled(np.random.default_rng(0))) == list(range(len(one)))
 
 
-def test_labels_come_as_text_as_json_or_as_names(tmp_path: Path, of: Callable[..., DataConfig]) -> None:
+def test_labels_come_as_text_as_json_or_as_names(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
     members = [
         ("a.b/x.png", picture(0)),
         ("a.b/x.cls", b"2\n"),
@@ -142,17 +113,17 @@ def test_labels_come_as_text_as_json_or_as_names(tmp_path: Path, of: Callable[..
     write_tar(tmp_path / "train" / "0.tar", members)
     write_tar(tmp_path / "val" / "0.tar", samples([1]))
     (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
-    train = part(of(tmp_path))
+    train = part(of_shards(tmp_path))
     assert train.labels.tolist() == [2, 1, 0, 1]
     assert train.classes == ["ant", "bee", "cat"]
     assert [Path(train.name(k)).name for k in range(4)] == ["x.png", "y.JPG", "z.webp", "both.png"]
     (tmp_path / "classes.txt").write_text("bee\ncat\n")
-    assert part(of(tmp_path)).labels.tolist() == [2, 0, 0, 1], "the index does not outlive the names"
+    assert part(of_shards(tmp_path)).labels.tolist() == [2, 0, 0, 1], "the index does not outlive the names"
 
 
 @pytest.mark.parametrize(("height", "width", "channels"), [(20, 30, 3), (7, 7, 1), (9, 5, None)])
 def test_arrays_are_pixels(
-    tmp_path: Path, of: Callable[..., DataConfig], height: int, width: int, channels: int | None
+    tmp_path: Path, of_shards: Callable[..., DataConfig], height: int, width: int, channels: int | None
 ) -> None:
     shape = (height, width) if channels is None else (height, width, channels)
     array = np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8)
@@ -165,21 +136,21 @@ def test_arrays_are_pixels(
         for of_part in ("train", "val"):
             members = [(f"0.{kind}", content), ("0.cls", b"0"), ("1.jpeg", picture(1, "JPEG")), ("1.cls", b"0")]
             write_tar(tmp_path / name / of_part / "0.tar", members)
-    found = part(of(tmp_path / "arrays")).read(0)
+    found = part(of_shards(tmp_path / "arrays")).read(0)
     assert isinstance(found, np.ndarray)
     assert np.array_equal(found.reshape(shape), array)
-    arrays, files = (open_dataset(of(tmp_path / name), True, 1, 0, CPU) for name in ("arrays", "files"))
+    arrays, files = (open_dataset(of_shards(tmp_path / name), True, 1, 0, CPU) for name in ("arrays", "files"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch's, of memory that may not be written to
         assert torch.equal(pixels(arrays, 0, 1), pixels(files, 0, 1))
 
 
-def test_more_shards_than_files_are_kept_open(tmp_path: Path, of: Callable[..., DataConfig]) -> None:
+def test_more_shards_than_files_are_kept_open(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
     """Raw ones too, and one that was cut off while it was in use is no crash but an error."""
     array = np.random.default_rng(0).integers(0, 256, (90, 12, 12, 3), dtype=np.uint8)
     for k in range(90):
         write_tar(tmp_path / "train" / f"{k:02d}.tar", [("0.npy", npy(array[k])), ("0.cls", b"0")])
-    train = part(of(tmp_path, VAL_FRACTION=0.01))
+    train = part(of_shards(tmp_path, VAL_FRACTION=0.01))
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         for k in range(len(train)):
@@ -228,9 +199,11 @@ def test_arrays_that_are_no_pixels_are_refused(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 100])
-def test_an_epoch_stays_within_windows_of_shards(tmp_path: Path, of: Callable[..., DataConfig], window: int) -> None:
+def test_an_epoch_stays_within_windows_of_shards(
+    tmp_path: Path, of_shards: Callable[..., DataConfig], window: int
+) -> None:
     sizes = [5, 1, 7, 0, 4, 3, 6]
-    data = of(write_set(tmp_path, sizes), SHARD_WINDOW=window)
+    data = of_shards(write_set(tmp_path, sizes), SHARD_WINDOW=window)
     train = part(data)
     home = np.repeat(np.arange(7), sizes)
     orders = [train.shuffled(np.random.default_rng(seed)) for seed in range(20)]
@@ -249,156 +222,6 @@ def test_an_epoch_stays_within_windows_of_shards(tmp_path: Path, of: Callable[..
     assert np.array_equal(orders[3], part(data).shuffled(np.random.default_rng(3)))
     firsts = {int(home[order[0]]) for order in orders}
     assert len(firsts) > 3, "shards come in any order"
-
-
-def test_the_index_is_made_once_and_anew_when_a_tar_changes(
-    tmp_path: Path, of: Callable[..., DataConfig], said: pytest.LogCaptureFixture
-) -> None:
-    data = of(write_set(tmp_path))
-    made = "Reading the headers"
-
-    def makes() -> bool:
-        said.clear()
-        part(data)
-        return made in said.text
-
-    assert makes()
-    assert not makes()
-    os.utime(tmp_path / "train" / "0001.tar", ns=(1, 1))
-    assert makes(), "written anew, perhaps with other content of the same size"
-    write_tar(tmp_path / "train" / "0000.tar", samples(range(100, 103)))
-    assert makes()
-    assert part(data).read(0) == picture(100)
-    write_tar(tmp_path / "train" / "0009.tar", samples(range(3)))
-    assert makes()
-    (tmp_path / "train" / "0001.tar").unlink()
-    assert makes()
-    assert len(part(data)) == 3 + 4 + 3
-    (tmp_path / "index-train.npz").write_bytes((tmp_path / "index-train.npz").read_bytes()[:500])
-    assert makes()
-    assert not makes()
-
-
-def test_an_index_that_points_elsewhere_is_not_believed(tmp_path: Path, of: Callable[..., DataConfig]) -> None:
-    data = of(write_set(tmp_path))
-    part(data)
-    file = tmp_path / "index-train.npz"
-    with np.load(file) as sound:
-        fields = dict(sound)
-    for name, value in (
-        ("offset", fields["offset"] + 10**9),
-        ("size", -fields["size"]),
-        ("shard", fields["shard"] + 5),
-        ("shard", fields["shard"][::-1]),
-        ("name_ends", fields["name_ends"] + 9),
-        ("label", fields["label"][:-1]),
-        ("label", fields["label"].astype(float)),
-        ("shards", np.frombuffer(b"../a\n../b\n../c\n", np.uint8)),
-        ("format", np.array(99)),
-    ):
-        np.savez(file, **{**fields, name: value})
-        assert part(data).read(11) == picture(11), name
-        with np.load(file) as anew:
-            assert all(np.array_equal(anew[field], fields[field]) for field in fields), name
-
-
-def test_several_processes_make_one_index(
-    tmp_path: Path, of: Callable[..., DataConfig], said: pytest.LogCaptureFixture
-) -> None:
-    data = of(write_set(tmp_path, [40] * 10))
-    threads = [threading.Thread(target=check_dataset, args=(data, 3)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert said.text.count("Reading the headers of 10") == 1
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")], "nothing half made is left"
-
-
-@pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
-    """A web server over tmp_path that knows ranges, as object stores do."""
-
-    class Handler(SimpleHTTPRequestHandler):
-        def send_head(self) -> io.BytesIO | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-            path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")
-            if not path.is_file() or not wanted:
-                return super().send_head()  # pyright: ignore[reportReturnType]
-            first, last = (int(word) for word in wanted.removeprefix("bytes=").split("-"))
-            content = path.read_bytes()
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}")
-            body = content[first : last + 1]
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            return io.BytesIO(body)
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def batches(data: DataConfig, workers: int) -> list[tuple[list[int], torch.Tensor]]:
-    train = open_dataset(data, True, 3, 5, CPU)
-    order = EpochOrder(len(train), 4, 1, 0, 1, seed=5, drop_last=True, shuffled=train.shuffled)
-    loader = TrainLoader(train, order, 5, workers, CPU)
-    try:
-        return [(b.indices.tolist(), b.images.clone()) for w in loader.epoch(1) for _, b in w]
-    finally:
-        loader.close()
-
-
-def test_shards_behind_a_url_are_read_as_those_on_disk(
-    tmp_path: Path, of: Callable[..., DataConfig], address: str, said: pytest.LogCaptureFixture
-) -> None:
-    """By loading processes too, whose connections are their own."""
-    pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
-    write_set(tmp_path / "set", [6, 5, 9])
-    here, there = of(tmp_path / "set", SHARD_WINDOW=2), of(f"{address}/set/", SHARD_WINDOW=2)
-    check_dataset(there, 3)
-    expected = batches(here, 0)
-    assert len(expected) == 5
-    (tmp_path / "set" / "index-train.npz").unlink()
-    said.clear()
-    for workers in (0, 2):
-        for ours, theirs in zip(expected, batches(there, workers), strict=True):
-            assert ours[0] == theirs[0]
-            assert torch.equal(ours[1], theirs[1])
-    assert "Reading the headers" not in said.text, "the index is kept on this machine"
-
-
-def test_shards_in_a_store_are_fetched_a_batch_at_a_time(
-    tmp_path: Path, of: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import fsspec
-
-    write_set(tmp_path)
-    store = fsspec.filesystem("memory")
-    store.put(str(tmp_path), "/bucket/set", recursive=True)
-    try:
-        data = of("memory://bucket/set")
-        check_dataset(data, 3)
-        train = open_dataset(data, True, 3, 0, CPU)
-        assert isinstance(train, Images)
-        asked: list[int] = []
-        whole = type(store).cat_ranges
-        monkeypatch.setattr(
-            type(store), "cat_ranges", lambda *a, **k: (asked.append(len(a[1])), whole(*a, **k))[1], raising=False
-        )
-        expected = open_dataset(of(tmp_path), True, 3, 0, CPU)
-        assert torch.equal(pixels(train, 3, 8, 1, 3), pixels(expected, 3, 8, 1, 3))
-        assert asked == [4]
-        store.rm("/bucket/set/train/0001.tar")
-        with pytest.raises(OSError, match="0001"):
-            train.samples.read(6)
-    finally:
-        store.rm("/bucket", recursive=True)
 
 
 def test_training_and_validation_on_shards(tmp_path: Path, vitamp: Callable[..., Result]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +15,12 @@ from utils.errors import UserError, nearest
 
 from .files import FileSamples, PathTable, data_folder
 from .images import Images
-from .labels import check_class_count, tell_spare_classes
+from .labels import check_class_count, tell_empty_classes, tell_spare_classes
 
 VALIDATION_NAMES = ("val", "validation", "test")
 LAYOUT = """Expected layout:
   {root}/train/<class>/image.jpg
   {root}/val/<class>/image.jpg    (or validation/, or test/)"""
-
-log = logging.getLogger("vitamp")
 
 
 def open_folders(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - files are read on the host
@@ -50,13 +47,10 @@ def check_folders(data: DataConfig, num_classes: int, train: bool) -> None:
 def _check_part(root: Path, part: Path, num_classes: int) -> None:
     classes = class_names(root, part)
     check_class_count(len(classes), num_classes, f"The data set in {root}")
-    empty = [name for name in classes if next(_images(part / name), None) is None]
-    if len(empty) == len(classes):
+    with_images = np.flatnonzero([_has_images(part / name) for name in classes])
+    if not len(with_images):
         raise UserError(no_images(part, root))
-    if empty:
-        log.warning(
-            "%s has no image for %d of its %d classes, %s among them.", part, len(empty), len(classes), empty[0]
-        )
+    tell_empty_classes(with_images, classes, str(part))
 
 
 def part_folder(root: Path, train: bool) -> Path:
@@ -96,6 +90,15 @@ def subfolders(folder: Path) -> list[str]:
     """Names of the folders in `folder`, in order. Hidden ones do not count."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def has_class_folders(folder: Path) -> bool:
+    """Is there an image in any of its folders?"""
+    return any(_has_images(folder / name) for name in subfolders(folder))
+
+
+def _has_images(folder: Path) -> bool:
+    return next(_images(folder), None) is not None
 
 
 def _images(folder: Path) -> Iterator[str]:

@@ -84,6 +84,41 @@ def test_one_folder_too_high_is_noticed(unparted: Path, settings: Settings) -> N
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(unparted)), 10)
 
 
+@pytest.mark.parametrize("name", ["train", "val", "test"])
+def test_a_class_may_be_called_like_a_part(
+    unparted: Path, settings: Settings, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    for number in range(10):
+        image(unparted / name / f"{number}.png")
+    data = settings(DATASET="imagefolder", DATA_PATH=str(unparted))
+    with caplog.at_level(logging.WARNING, "vitamp"):
+        check_dataset(data, 3)
+    assert f"{unparted / name} is taken for a class" in caplog.text
+    assert open_dataset(data, True, 3, 0, CPU).classes == sorted(["daisy", "rose", name])
+    image(unparted / name / "express" / "0.png")
+    with pytest.raises(UserError) as error:
+        check_dataset(data, 3)
+    assert f"{unparted / name} is taken for a part of the data, not for a class beside daisy" in str(error.value)
+
+
+def test_parts_without_class_folders_are_no_two_classes(tmp_path: Path, settings: Settings) -> None:
+    for part in ("train", "val"):
+        for number in range(10):
+            image(tmp_path / part / f"{number}.png")
+    with pytest.raises(UserError, match="has no images in class folders"):
+        check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 2)
+
+
+def test_empty_classes_of_a_part_are_told(
+    class_tree: Callable[..., Path], settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = class_tree()
+    (root / "train" / "dog").mkdir()
+    with caplog.at_level(logging.WARNING, "vitamp"):
+        check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(root)), 10)
+    assert f"{root / 'train'} has no image for 1 of its 4 classes, dog among them" in caplog.text
+
+
 def test_a_folder_without_images_shows_the_layout(tmp_path: Path, settings: Settings) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "plan.txt").write_text("buy a camera")

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from utils.errors import TrainingError
 from utils.log import log
+from utils.world import cores
 
 from .base import Batch, ImageDataset, Key
 from .broken import Broken, BrokenImages
@@ -36,8 +37,7 @@ KEPT_BYTES = 2**28
 
 def auto_workers(local_world: int) -> int:
     """Loading processes for each of `local_world` processes on this machine: the cores shared out."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_WORKERS, cores // local_world))
+    return max(1, min(MOST_WORKERS, cores() // local_world))
 
 
 class Window:

@@ -9,7 +9,7 @@ import torch
 
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.world import ALONE, World
+from utils.world import ALONE, World, cores
 
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
@@ -32,10 +32,6 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
             "start no more processes than GPUs, or use -device cpu."
         )
     return torch.device("cuda", world.local_rank)
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(config: Config, device: torch.device, world: World) -> int:

@@ -18,7 +18,6 @@ synthetic). All flags and settings of main_single_gpu.py hold, TRAIN.RAND_AUGMEN
 from __future__ import annotations
 
 import math
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from utils.config import Loaded, check_available  # noqa: E402
 from utils.errors import EXIT_DONE, UserError, nearest  # noqa: E402
 from utils.log import log  # noqa: E402
 from utils.script import ToolLine, read_line, run_tool  # noqa: E402
+from utils.world import cores  # noqa: E402
 
 PARTS = ("train", "val", "packed", "stages", "loader")
 SIZES = {"small": "500 x 375, 100 KB", "large": "1600 x 1200, 940 KB"}
@@ -128,8 +128,7 @@ def _positive(line: ToolLine, key: str, default: float = 0.0) -> float:
 def _workers(line: ToolLine) -> tuple[int, ...]:
     text = _given(line, "WORKERS")
     if text is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return (0, *(2**n for n in range(cores.bit_length())))
+        return (0, *(2**n for n in range(cores().bit_length())))
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
         raise UserError(f"-workers {text}: takes whole numbers with commas between them, such as 0,1,4.")

@@ -20,7 +20,7 @@ from datasets import check_dataset, open_dataset
 from datasets.cache import cache_folder
 from datasets.images import Images
 from datasets.loader import keep_freed_memory
-from engine.device import cores, processor
+from engine.device import processor
 from scripts.benchmark_data_loaders import loader_name, loaders
 from scripts.benchmark_data_measure import OURS, TIMM, TORCHVISION, Budget, Rates, Ratio, measure, ratio
 from scripts.benchmark_data_packed import Packed, pack
@@ -30,6 +30,7 @@ from scripts.made_images import CLASSES, make_images
 from utils.config import Config
 from utils.errors import UserError
 from utils.log import log
+from utils.world import cores
 
 Found = dict[str, Any]
 BATCHES = 8

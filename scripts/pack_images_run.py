@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable
@@ -33,6 +32,7 @@ from utils.config.schema import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.seeding import key
+from utils.world import cores
 
 PARTS = {"train": True, "val": False}
 SETTINGS = "settings.json"
@@ -52,8 +52,8 @@ def pack(data: DataConfig, num_classes: int, folder: Path, how: dict[str, Any], 
     _begin(folder, settings)
     shards = [shard for part, samples in parts.items() for shard in _plan(part, samples, how["shard_images"])]
     work = Work(folder, parts, data, how, multiprocessing.Value("q", 0), multiprocessing.Event())
-    records = _make(work, shards, jobs or _cores())
-    _finish(folder, records, settings, parts["train"].classes, jobs or _cores())
+    records = _make(work, shards, jobs or cores())
+    _finish(folder, records, settings, parts["train"].classes, jobs or cores())
 
 
 def _samples(data: DataConfig, train: bool) -> Samples:
@@ -206,7 +206,3 @@ def _finish(
         len(left_out),
         folder,
     )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,24 @@ from datasets.stores import Folder, Found
 from scripts.pack_images_shard import digest
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
+from utils.world import cores
 
 
 def verify(folder: Path, jobs: int | None) -> int:
     """Compare every tar file with its checksum and every index with the tar files; name what differs."""
     parts = _manifest(folder)["parts"]
     shards = [shard for part in parts.values() for shard in part["shards"]]
-    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(jobs or cores()) as pool:
         found = pool.map(lambda shard: _problem(folder, shard), shards)
         problems = [problem for problem in tqdm(found, total=len(shards), unit="tar", disable=None) if problem]
+    looked_at = f"{len(shards)} tar files"
     if not problems:
+        looked_at = f"{len(parts)} indexes"
         problems = [problem for name, part in parts.items() if (problem := _index_problem(folder, name, part))]
     for problem in problems:
         log.error("%s", problem)
     if problems:
-        log.error("%d of %d tar files or indexes differ from what was packed.", len(problems), len(shards))
+        log.error("%d of %s differ from what was packed.", len(problems), looked_at)
         return EXIT_FAILED
     log.info("%d tar files and their indexes are as they were packed.", len(shards))
     return EXIT_DONE

@@ -54,6 +54,11 @@ def read_world(dist: DistConfig, env: Mapping[str, str] = os.environ) -> World |
     return None
 
 
+def cores() -> int:
+    """Those of this machine that this process may use: a batch system, or `taskset`, may leave it only some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def first_by_environment(env: Mapping[str, str] = os.environ) -> bool:
     """Whether this process should speak before the group exists: one voice, not one a rank."""
     return env.get("RANK", "0") == "0"

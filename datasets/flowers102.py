@@ -6,16 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from utils.config.schema import DataConfig
 from utils.errors import UserError
 
-from .base import Source
-from .files import FileSamples, PathTable
-from .images import Images
-from .labels import check_class_count, tell_spare_classes
-from .published import Published
+from .published import Listed, Published
 
 SETS, LABELS = "setid.mat", "imagelabels.mat"
 CLASSES = 102
@@ -29,30 +23,16 @@ FLOWERS = Published(
 )
 
 
-def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - files are read on the host
-    folder = FLOWERS.found(data)
-    check_class_count(CLASSES, num_classes, "The data set flowers102")
-    paths, labels = _listed(folder, train)
-    return Images(FileSamples(folder, PathTable(paths), labels, None), data, train, seed)
-
-
-def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    folder = FLOWERS.prepare(data)
-    check_class_count(CLASSES, num_classes, "The data set flowers102")
-    tell_spare_classes(CLASSES, num_classes, "The data set flowers102")
-    for training in [True, False] if train else [False]:
-        FLOWERS.check_files(folder, _listed(folder, training)[0])
-
-
-def _listed(folder: Path, train: bool) -> tuple[list[str], np.ndarray]:
-    """Paths and labels of one part. The published numbers count from 1."""
+def _listed(folder: Path, train: bool) -> Listed:
+    """One part. The published numbers count from 1."""
     numbers = _table(folder / SETS, "trnid" if train else "valid")
     labels = _table(folder / LABELS, "labels") - 1
     if numbers.min() < 1 or numbers.max() > len(labels):
         raise UserError(FLOWERS.broken(folder, f"{SETS} names images that {LABELS} does not have"))
     if labels.min() < 0 or labels.max() >= CLASSES:
         raise UserError(FLOWERS.broken(folder, f"{LABELS} has labels beyond its {CLASSES} classes"))
-    return [f"jpg/image_{number:05d}.jpg" for number in numbers], labels[numbers - 1]
+    paths = [f"jpg/image_{number:05d}.jpg" for number in numbers]
+    return Listed(paths, labels[numbers - 1], range(CLASSES))
 
 
 def _table(file: Path, name: str) -> np.ndarray:
@@ -66,4 +46,4 @@ def _table(file: Path, name: str) -> np.ndarray:
         raise UserError(FLOWERS.broken(file.parent, f"{file.name} cannot be read ({reason})")) from None
 
 
-SOURCE = Source(_open, _check, fetches=True)
+SOURCE = FLOWERS.source(_listed)

@@ -41,7 +41,7 @@ def tell_spare_classes(classes: int, num_classes: int, owner: str) -> None:
 
 def tell_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str) -> None:
     """A class without an image is never learned: often a sign that images are missing. `classes` are their names."""
-    missing = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
+    missing = np.flatnonzero(np.bincount(labels, minlength=len(classes))[: len(classes)] == 0)
     if len(missing):
         first = classes[missing[0]]
         log.warning(

@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from utils.config.schema import DataConfig
 from utils.errors import UserError
 
-from .base import Source
-from .files import FileSamples, PathTable
-from .images import Images
-from .labels import check_class_count, tell_spare_classes
-from .published import Published
+from .published import Listed, Published
 
 TRAIN, VALIDATION = "annotations/trainval.txt", "annotations/test.txt"
 PETS = Published(
@@ -27,31 +21,15 @@ PETS = Published(
 )
 
 
-def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - files are read on the host
-    folder = PETS.found(data)
-    classes, paths, labels = _listed(folder, train)
-    check_class_count(len(classes), num_classes, "The data set pets")
-    return Images(FileSamples(folder, PathTable(paths), labels, classes), data, train, seed)
-
-
-def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    folder = PETS.prepare(data)
-    classes: list[str] = []
-    for training in [True, False] if train else [False]:
-        classes, paths, _ = _listed(folder, training)
-        check_class_count(len(classes), num_classes, "The data set pets")
-        PETS.check_files(folder, paths)
-    tell_spare_classes(len(classes), num_classes, "The data set pets")
-
-
-def _listed(folder: Path, train: bool) -> tuple[list[str], list[str], np.ndarray]:
-    """Classes, paths and labels of one part. A breed's name is that of its images without their number."""
+def _listed(folder: Path, train: bool) -> Listed:
+    """One part. A breed's name is that of its images without their number."""
     lines = _lines(folder, TRAIN if train else VALIDATION)
     breeds = {label: name.rpartition("_")[0] for name, label in _lines(folder, TRAIN) + lines}
     if sorted(breeds) != list(range(len(breeds))):
         raise UserError(PETS.broken(folder, f"the classes in {TRAIN} are not numbered from 1 on"))
     classes = [breeds[label] for label in range(len(breeds))]
-    return classes, [f"images/{name}.jpg" for name, _ in lines], np.array([label for _, label in lines])
+    paths = [f"images/{name}.jpg" for name, _ in lines]
+    return Listed(paths, np.array([label for _, label in lines]), classes)
 
 
 def _lines(folder: Path, list_name: str) -> list[tuple[str, int]]:
@@ -70,4 +48,4 @@ def _lines(folder: Path, list_name: str) -> list[tuple[str, int]]:
     return found
 
 
-SOURCE = Source(_open, _check, fetches=True)
+SOURCE = PETS.source(_listed)

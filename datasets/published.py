@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
 
 from utils.config.schema import DataConfig
 from utils.errors import UserError
 
+from .base import Source
 from .download import fetch_once
-from .files import data_folder
+from .files import FileSamples, PathTable, data_folder
+from .images import Images
+from .labels import check_class_count, tell_empty_classes, tell_spare_classes
+
+
+class Listed(NamedTuple):
+    """One part, as the lists of a data set have it."""
+
+    paths: list[str]
+    """Below the data set's folder"""
+    labels: np.ndarray
+    classes: list[str] | range
+    """Names, or numbers where there are none"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,31 @@ class Published:
             raise UserError(
                 self.broken(folder, f"{len(missing):,} of {len(paths):,} images missing, first {missing[0]}")
             )
+
+    def source(self, listed: Callable[[Path, bool], Listed]) -> Source:
+        """The data set, where `listed` reads one part's lists: (folder, train)."""
+
+        def part(folder: Path, data: DataConfig, train: bool, num_classes: int) -> Listed:
+            found = listed(folder, train)
+            check_class_count(len(found.classes), num_classes, f"The data set {data.DATASET}")
+            return found
+
+        def open_part(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - files are read on the host
+            folder = self.found(data)
+            paths, labels, classes = part(folder, data, train, num_classes)
+            names = classes if isinstance(classes, list) else None
+            return Images(FileSamples(folder, PathTable(paths), labels, names), data, train, seed)
+
+        def check(data: DataConfig, num_classes: int, train: bool) -> None:
+            folder, classes = self.prepare(data), range(0)
+            for training in [True, False] if train else [False]:
+                paths, labels, classes = part(folder, data, training, num_classes)
+                self.check_files(folder, paths)
+                title = "training" if training else "validation"
+                tell_empty_classes(labels, classes, f"The {title} part of the data set {data.DATASET}")
+            tell_spare_classes(len(classes), num_classes, f"The data set {data.DATASET}")
+
+        return Source(open_part, check, fetches=True)
 
     def _place(self, root: Path) -> Path | None:
         if (root / self.folder).is_dir():

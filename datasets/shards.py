@@ -14,7 +14,7 @@ from utils.errors import UserError
 
 from .base import Source
 from .images import Images
-from .labels import ANY_LABEL, check_class_count, tell_spare_classes
+from .labels import ANY_LABEL, check_class_count, tell_empty_classes, tell_spare_classes
 from .pixels import Unreadable
 from .samples import Encoded, Samples
 from .shard_index import ShardIndex
@@ -115,12 +115,15 @@ def open_part(shards: ShardSet, data: DataConfig, train: bool, num_classes: int,
 
 def check_parts(shards: ShardSet, data: DataConfig, num_classes: int, train: bool) -> None:
     """Index what is needed, and check its labels."""
-    owner = f"The data set in {shards.store.root}"
+    owner = f"data set in {shards.store.root}"
     if shards.classes is not None:
-        check_class_count(len(shards.classes), num_classes, owner)
+        check_class_count(len(shards.classes), num_classes, f"The {owner}")
     parts = [open_part(shards, data, training, num_classes, 1) for training in ([True, False] if train else [False])]
-    classes = len(shards.classes) if shards.classes is not None else int(parts[0].labels.max()) + 1
-    tell_spare_classes(classes, num_classes, owner)
+    classes = shards.classes if shards.classes is not None else range(int(parts[0].labels.max()) + 1)
+    tell_spare_classes(len(classes), num_classes, f"The {owner}")
+    tell_empty_classes(parts[0].labels, classes, f"The {'training' if train else 'validation'} part of the {owner}")
+    if train and not shards.part(False)[1]:  # one that was split off lacks what is too rare to be shared
+        tell_empty_classes(parts[1].labels, classes, f"The validation part of the {owner}")
 
 
 def _check_labels(shards: ShardSet, index: ShardIndex, num_classes: int) -> None:

@@ -84,7 +84,7 @@ def test_two_processes_name_what_each_of_them_met(train: Callable[..., Result], 
     assert all(len(one & BROKEN.keys()) == 1 for one in met), "each of the two is to meet one"
     # Each keeps below the limit, both together do not: all end, and one of them tells.
     words = ("-output", tmp_path / "run", "-ngpus", 2, "DATA.MAX_BAD=1", "TRAIN.NUM_EPOCHS=1")
-    done = train(*words, script="main_multi_gpu.py", slow_start=True, timeout=240)
+    done = train(*words, script="main_multi_gpu.py", timeout=240)
     assert done.code == 1, done.text
     for number in BROKEN:
         assert done.err.count(f"{name_of(photos, number)} cannot be read: ") == 1, done.err
@@ -114,6 +114,7 @@ def start(tiny: Path, photos: Path, tmp_path: Path) -> Iterator[Callable[..., Ru
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow  # tests/datasets/test_loading_deaths.py shows the same of the batches, in a tenth of the time
 def test_killed_loading_processes_change_nothing(
     start: Callable[..., Run], train: Callable[..., Result], tmp_path: Path
 ) -> None:

@@ -115,7 +115,8 @@ def _dist(config: Config) -> Iterator[Problem]:
     dist = config.DIST
     by_hand = {"HOST": dist.HOST, "PORT": dist.PORT, "RANK": dist.RANK, "WORLD_SIZE": dist.WORLD_SIZE}
     missing = [name for name, value in by_hand.items() if value is None]
-    if 0 < len(missing) < len(by_hand):
+    ranks_are_given = dist.RANK is not None or dist.WORLD_SIZE is not None  # else a launcher may know them
+    if missing and ranks_are_given:
         given = [name for name in by_hand if name not in missing]
         flags = " ".join(f"-{name.lower()}" for name in missing)
         yield f"DIST.{given[0]}", f"-host, -port, -rank and -world_size go together; missing: {flags}"

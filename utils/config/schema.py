@@ -191,8 +191,11 @@ class DistConfig(Section):
     """The process group."""
 
     BACKEND: Literal["nccl", "gloo"] | None = Field(default=None, description="null: nccl on GPUs, gloo elsewhere.")
-    HOST: str | None = Field(default=None, description="Where rank 0 listens, when ranks are started by hand.")
-    PORT: int | None = Field(default=None, ge=1, le=65535, description="Its port.")
+    TIMEOUT: float = Field(
+        default=10.0, gt=0, description="Minutes after which a rank that the others wait for ends the run."
+    )
+    HOST: str | None = Field(default=None, description="Machine of rank 0, by hand or where a launcher tells no other.")
+    PORT: int | None = Field(default=None, ge=1, le=65535, description="The port it listens at.")
     RANK: Count | None = Field(default=None, description="This process's rank, when ranks are started by hand.")
     WORLD_SIZE: Positive | None = Field(default=None, description="Number of processes, when started by hand.")
 

@@ -9,6 +9,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_STOPPED = 143
 
 
 class UserError(Exception):

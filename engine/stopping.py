@@ -1,0 +1,162 @@
+"""Stopping a run from outside: by a signal or by the clock, with everything saved and all processes at one update.
+
+Nothing heavy is imported here: signals are heard from the first moment, while torch is still being loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
+from utils.log import log
+from utils.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+BEGAN = time.monotonic()
+"""When this process began, near enough."""
+
+# What a rank wishes for, in the order in which a wish wins over the others.
+NOTHING, TIME_IS_UP, CTRL_C, ENDED = range(4)
+WISHES = {signal.SIGINT: CTRL_C, signal.SIGTERM: ENDED}
+if hasattr(signal, "SIGUSR1"):
+    WISHES[signal.SIGUSR1] = ENDED  # a cluster's warning that it will soon end the job
+EXIT_CODES = {TIME_IS_UP: EXIT_DONE, CTRL_C: EXIT_INTERRUPTED, ENDED: EXIT_STOPPED}
+
+
+class Stopped(Exception):
+    """Raised on all ranks at the same place: the run is to be saved as it stands, and left."""
+
+    def __init__(self, wish: int) -> None:
+        super().__init__(wish)
+        self.wish = wish
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.wish]
+
+
+class Signals:
+    """What this process was asked for. Until training has something to save, and after it failed, it leaves at once."""
+
+    def __init__(self) -> None:
+        self.wish = NOTHING
+        self.there_is_something_to_save = False
+        self._failed = False
+        self._interrupts = 0
+        self._owner = os.getpid()
+
+    def listen(self) -> None:
+        for number in WISHES:
+            # Ctrl-C is off in a shell script's background jobs; but a launcher there still ends its ranks by it.
+            if signal.getsignal(number) != signal.SIG_IGN or "RANK" in os.environ:
+                signal.signal(number, self._heard)
+
+    def leave_if_asked(self) -> None:
+        """Training failed on this rank: whoever ends it now ends it without delay, and without another word."""
+        self._failed, self.there_is_something_to_save = True, False
+        if self.wish:
+            os._exit(EXIT_CODES[self.wish])
+
+    def _heard(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:  # a loading process, forked a moment ago and not yet deaf to signals
+            return
+        self._interrupts += number == signal.SIGINT
+        # torchrun makes SIGTERM of the second Ctrl-C.
+        again = self._interrupts > 1 or (self._interrupts and number == signal.SIGTERM and _under_torchrun())
+        if again or not self.there_is_something_to_save:
+            self._leave(number)
+        self.wish = max(self.wish, WISHES[signal.Signals(number)])
+
+    def _leave(self, number: int) -> NoReturn:
+        if not self._failed:
+            logging.raiseExceptions = False  # it may be a log line that the signal cuts in two
+            name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+            log.warning("%s; what was saved before stays, and -resume goes on from it", name)
+        os._exit(EXIT_CODES[WISHES[signal.Signals(number)]])
+
+
+signals = Signals()
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and "VITAMP_LAUNCHER_PID" not in os.environ
+
+
+class Deadline:
+    """-max_time: when to stop so that the rest of the time is enough for the update that runs and for saving."""
+
+    def __init__(self, seconds: float | None, seconds_to_save: float) -> None:
+        """`seconds_to_save`: a guess, for the time before the first checkpoint."""
+        self._end = None if seconds is None else BEGAN + seconds
+        self._to_save = seconds_to_save
+        self._looked = time.monotonic()
+
+    def saved_in(self, seconds: float) -> None:
+        self._to_save = max(self._to_save, seconds)
+
+    def passed(self) -> bool:
+        """Call it once an update: it also sees how long one takes."""
+        now = time.monotonic()
+        an_update, self._looked = now - self._looked, now
+        return self._end is not None and now + 2 * an_update + self._to_save >= self._end
+
+
+class Stopping:
+    """Asks, update by update, whether any rank was told to stop. A collective call, that nobody waits for.
+
+    The ranks' wishes travel while the next update is computed and are looked at after it, on a group of their own in
+    the hosts' memory: no GPU is waited for, and all ranks learn the same at the same update.
+    """
+
+    def __init__(self, world: World, time_is_up: Callable[[], bool]) -> None:
+        self._world, self._time_is_up = world, time_is_up
+        self._travelling: tuple[torch.distributed.Work, torch.Tensor] | None = None
+        if world.size > 1:
+            import torch.distributed
+
+            group = torch.distributed.new_group(backend="gloo")
+            assert isinstance(group, torch.distributed.ProcessGroup)
+            self._group = group
+
+    def check(self) -> None:
+        """Raise `Stopped`, on all ranks at once, if one of them was to stop."""
+        wish = max(signals.wish, TIME_IS_UP if self._time_is_up() else NOTHING)
+        agreed = wish if self._world.size == 1 else self._exchanged(wish)
+        if agreed:
+            raise Stopped(agreed)
+
+    def _exchanged(self, wish: int) -> int:
+        """The greatest wish that any rank had one call ago."""
+        import torch.distributed
+
+        before = self._arrived()
+        if before == NOTHING:
+            flag = torch.tensor([wish], dtype=torch.int32)
+            work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
+            assert work is not None
+            self._travelling = work, flag
+        return before
+
+    def _arrived(self) -> int:
+        if self._travelling is None:
+            return NOTHING
+        work, flag = self._travelling
+        self._travelling = None
+        work.wait()
+        return flag.numpy()[0].item()
+
+    def wait_for_all(self) -> None:
+        """Let no rank leave before rank 0 has saved: a launcher would end the others, too, in the middle of it."""
+        self._arrived()
+        if self._world.size > 1:
+            import torch.distributed
+
+            torch.distributed.barrier(self._group)

@@ -13,6 +13,7 @@ import torch
 from engine.banner import banner
 from engine.checkpoint import EMA, Checkpoint, find, newest_good
 from engine.device import describe, pick_device, prepare
+from engine.environment import enter
 from engine.evaluate import evaluate
 from engine.exchange import join_gradients
 from engine.fp32_modules import force_fp32, forced
@@ -37,20 +38,22 @@ from engine.setup import (
 from engine.trainer import Trainer
 from utils.config import Config, Loaded, config_hash, to_yaml
 from utils.errors import TrainingError, UserError
+from utils.group import leave
 from utils.log import log, log_into
 from utils.run_folder import describe_run, make_folder, replace_text, write_json
-from utils.world import ALONE, World, agree, from_first, join, leave
+from utils.world import ALONE, World, agree, from_first
 
 T = TypeVar("T")
 
 
-def run(loaded: Loaded, world: World, dry: bool) -> None:
+def run(loaded: Loaded, world: World, dry: bool) -> int:
+    """The exit code, where nothing goes wrong."""
     config = loaded.config
     device = pick_device(config.DEVICE, world)
     threads = prepare(config, device, world)
     for note in loaded.notes:
         log.info(note)
-    join(world, config.DIST, device)
+    enter(config, world, device, threads)
     try:
         check_precision(config.AMP, device)
         checkpoint = _together(world, lambda: _checkpoint(config))
@@ -140,7 +143,7 @@ def _train(
     _write_down(config, ready, world, device, threads, folder)
     join_gradients(ready.parts, world)
     reporter = Reporter(
-        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position.update
+        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position
     )
     trainer = Trainer(
         config=config,
@@ -183,13 +186,7 @@ def _finished(config: Config, position: Position, best: Best, folder: Path) -> b
     limit = config.TRAIN.MAX_UPDATES
     if position.epoch <= config.TRAIN.NUM_EPOCHS and (limit is None or position.update < limit):
         return False
-    log.info(
-        "This run had already finished: %d updates, best top-1 %.2f %% (epoch %d); it lies in %s",
-        position.update,
-        max(best.acc1, 0.0),
-        best.epoch,
-        folder,
-    )
+    log.info("This run had already finished: %d updates, best %s; it lies in %s", position.update, best.words(), folder)
     return True
 
 
@@ -245,7 +242,7 @@ def _evaluate_only(
         )
     # The epoch the weights come from, where the saved position is already the next one's beginning.
     position = Position(epoch=checkpoint.meta["epoch"], update=checkpoint.meta["update"]) if checkpoint else Position()
-    reporter = Reporter(config, 1, folder if world.first else None, False, position.update)
+    reporter = Reporter(config, 1, folder if world.first else None, False, Position())
     reporter.validation(position, figures, time.perf_counter() - began)
     reporter.close()
     best = max(figures.values(), key=lambda means: means.acc1)

@@ -214,7 +214,15 @@ class Config(Section):
     TAG: str | None = Field(default=None, description="A word of yours, shown in the banner, run.json and the curves.")
     SAVE_FREQ: Positive = Field(default=10, description="Epochs between checkpoints.")
     SAVE_EVERY_UPDATES: Positive | None = Field(default=None, description="Updates between checkpoints, besides.")
+    SAVE_EVERY_MINUTES: AboveZero | None = Field(default=None, description="Minutes between checkpoints, besides.")
+    SAVE_BEST_BY: Literal["acc1", "acc5", "loss"] = Field(
+        default="acc1", description="Validation figure that decides which checkpoint is the best."
+    )
+    SAVE_IN_BACKGROUND: bool = Field(
+        default=True, description="Write checkpoints while training goes on, from a copy in host memory."
+    )
     KEEP_LAST: Count = Field(default=3, description="Checkpoints kept beside the best one; 0: all.")
+    KEEP_EVERY: Positive | None = Field(default=None, description="Epochs whose checkpoint is kept for ever: each Nth.")
     REPORT_FREQ: Positive = Field(default=20, description="Updates between log lines.")
     VALIDATE_FREQ: Positive = Field(default=1, description="Epochs between validations.")
     VALIDATE_EVERY_UPDATES: Positive | None = Field(default=None, description="Updates between validations, besides.")

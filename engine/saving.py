@@ -28,7 +28,7 @@ from utils.log import log
 PAUSES = (5.0, 20.0, 60.0)
 """Seconds between attempts while training goes on; the last one again and again."""
 PAUSES_AT_THE_END = (1.0, 3.0, 6.0)
-SECONDS_OF_SILENCE = 60.0
+SECONDS_OF_SILENCE, SECONDS_AFTER_A_FAILURE = 60.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ class Saver:
         self._blocked: dict[str, float] = {}
         self.blocked = 0.0
         """Seconds that training stood still for saving, in all."""
+        self.longest = 0.0
+        """Seconds that the slowest checkpoint took to be written."""
+        self.longest = 0.0
+        """Seconds that the slowest checkpoint took to write."""
 
     def prepare(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         """Get the memory for the copies before it is needed, while training goes on."""
@@ -138,6 +142,12 @@ class Saver:
                 + (f"The last checkpoint is {last}; mend that, and go on by -resume." if last else "There is none.")
             )
 
+    def let_end(self) -> None:
+        """The run has failed: what is being written was good before that, and is still to become a checkpoint."""
+        self._superseded.set()
+        if self._thread is not None:
+            self._thread.join(SECONDS_AFTER_A_FAILURE)
+
     def _wait_for_writer(self) -> None:
         """Let the thread end what it is writing; what it could not write until now it is not to try again."""
         self._superseded.set()
@@ -166,6 +176,7 @@ class Saver:
             self._outcomes.put(_Failed(snapshot.update, error))
             return not isinstance(error, OSError)
         self._unsaved = None
+        self.longest = max(self.longest, time.perf_counter() - began)
         self._outcomes.put(_Written(folder, size, time.perf_counter() - began, trouble))
         return True
 
@@ -181,6 +192,7 @@ class Saver:
 
     def _tell(self, outcome: _Written | _Failed) -> None:
         if isinstance(outcome, _Written):
+            self.longest = max(self.longest, outcome.seconds)
             log.info(
                 "Checkpoint %s: %s, written in %.1f s; training stood still for %.3f s.",
                 outcome.folder.name,

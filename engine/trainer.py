@@ -60,6 +60,7 @@ class Trainer:
         self.best = start_of_best(self.best, self.config.SAVE_BEST_BY)
         limit = self.config.MAX_TIME
         deadline = Deadline(seconds_of(limit) if limit else None, lambda: self.saver.longest or self._guessed_saving())
+        self.paused = False
         self._stopping = Stopping(self.world, deadline.passed)
 
     def fit(self) -> int:
@@ -70,6 +71,9 @@ class Trainer:
         except Stopped as stopped:
             self._pause(stopped)
             return stopped.exit_code
+        except Exception:
+            self.saver.let_end()
+            raise
         self.saver.finish()
         self._draw(force=True)
         self.reporter.run("end", self.position, self.pace.total)
@@ -88,6 +92,7 @@ class Trainer:
 
     def _pause(self, stopped: Stopped) -> None:
         """Save where the run stands, so that going on from there tells and does all that was not yet told and done."""
+        self.paused = True
         log.info("%s: saving after update %d, to be resumed.", stopped.words, self.position.update)
         if self._saved_at != self.position.update:
             self._save()

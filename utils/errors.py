@@ -19,6 +19,10 @@ class UserError(Exception):
     """
 
 
+class CommonUserError(UserError):
+    """One that all processes of a run raise, so that one of them tells it for all."""
+
+
 class TrainingError(Exception):
     """Something that went wrong after training began and that a traceback would not explain. Exit code 1."""
 

@@ -20,6 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from engine.checkpoint import best_of, folder_name, prune, publish, read_index, write_files, write_index
+from engine.meters import Means
+from engine.resume import Best, Position
 from engine.standing import StandingCopy, copied, size_words
 from utils.config.schema import Config
 from utils.errors import TrainingError
@@ -58,6 +60,18 @@ class _Failed:
     error: Exception
 
 
+def progress(position: Position, finished_epoch: int | None, figures: dict[str, Means]) -> dict[str, Any]:
+    """Where a checkpoint stands, for its meta.json. `figures`: of a validation at this very update."""
+    return {
+        "epoch": finished_epoch or position.epoch,
+        "epoch_finished": finished_epoch is not None,
+        "update": position.update,
+        "metrics": {
+            f"{prefix}{name}": value for prefix, means in figures.items() for name, value in vars(means).items()
+        },
+    }
+
+
 class Saver:
     """Writes a run's checkpoints, one at a time. Lives on the rank that writes; on the others it has nothing to do."""
 
@@ -70,6 +84,7 @@ class Saver:
         self._unsaved: Snapshot | None = None
         self._told = ""
         self._blocked: dict[str, float] = {}
+        self.prepared = False
         self.blocked = 0.0
         """Seconds that training stood still for saving, in all."""
         self.longest = 0.0
@@ -79,7 +94,8 @@ class Saver:
 
     def prepare(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         """Get the memory for the copies before it is needed, while training goes on."""
-        if self._copy is not None and not self._copy.begun:
+        self.prepared = True
+        if self._copy is not None:
             size = self._copy.reserve((tensors, state))
             log.info(
                 "Checkpoints are copied to %s of host memory and written from there while training goes on "
@@ -89,20 +105,22 @@ class Saver:
 
     def save(
         self,
-        update: int,
         tensors: dict[str, dict[str, Tensor]],
         state: dict[str, Any],
         meta: dict[str, Any],
-        best: int | None,
+        best: Best,
         began: float,
     ) -> None:
         """Save what these hold now. `began`: since when training stands still for it, by time.perf_counter."""
         self._wait_for_writer()
+        self.prepared = True
         if self._copy is not None:
             tensors, state = self._copy.take((tensors, state))
         else:
             tensors, state = copied((tensors, state))
-        self.start(Snapshot(update, meta, partial(write_files, tensors=tensors, state=state), best), began)
+        fill = partial(write_files, tensors=tensors, state=state)
+        best_update = best.update if best.figure is not None else None
+        self.start(Snapshot(meta["update"], meta, fill, best_update), began)
 
     def start(self, snapshot: Snapshot, began: float) -> None:
         """Write `snapshot`, whose tensors nobody changes until the next one is started."""

@@ -29,11 +29,6 @@ class StandingCopy:
         self._places: list[Tensor] = []
         self._reserving: threading.Thread | None = None
 
-    @property
-    def begun(self) -> bool:
-        """Whether memory was asked for before."""
-        return bool(self._layout)
-
     def reserve(self, tree: Any) -> int:
         """Begin to get memory for the tensors in `tree`, in the background; returns how many bytes it will be."""
         self._layout = _layout(_tensors(tree))

@@ -20,7 +20,7 @@ from engine.pace import Pace, seconds_of
 from engine.profile import UpdateProfiler
 from engine.report import Reporter
 from engine.resume import Best, Position, best_by, finite, start_of_best, state_of, tensors_of
-from engine.saving import Saver
+from engine.saving import Saver, progress
 from engine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.update import Parts, train_update
 from utils.config import Config
@@ -203,7 +203,7 @@ class Trainer:
         self._stop_on_nan(reading)
         self._stop_on_skips(reading)
         self.saver.look()
-        if self.world.first:
+        if self.world.first and not self.saver.prepared:
             self.saver.prepare(*self._all_that_is_saved({}))
 
     def _stop_on_skips(self, reading: Reading) -> None:
@@ -274,17 +274,9 @@ class Trainer:
         if not self.world.first:
             return
         self.reporter.flush()
-        fresh = position.validated == position.update
-        metrics = {f"{p}{k}": v for p, m in self._last_figures.items() for k, v in vars(m).items()} if fresh else {}
-        meta = {
-            "epoch": finished_epoch or position.epoch,
-            "epoch_finished": finished_epoch is not None,
-            "update": position.update,
-            "metrics": metrics,
-            **self.meta,
-        }
-        best = self.best.update if self.best.figure is not None else None
-        self.saver.save(position.update, *self._all_that_is_saved(meters), meta, best, began)
+        figures = self._last_figures if position.validated == position.update else {}
+        meta = {**progress(position, finished_epoch, figures), **self.meta}
+        self.saver.save(*self._all_that_is_saved(meters), meta, self.best, began)
 
     def _all_that_is_saved(self, meters: dict[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         parts = self.parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,21 +20,25 @@ from utils.config.schema import Config
 from utils.log import log
 from utils.run_folder import replace_text
 
+FIGURES = ("loss", "acc1", "acc5")
+DRAWN = (*FIGURES, *(f"ema_{name}" for name in FIGURES), "lr", "grad_norm", "scale", "skipped", "images_per_second")
+
 
 class Reporter:
-    def __init__(self, config: Config, per_epoch: int, folder: Path | None, speaks: bool, done: int) -> None:
-        """`folder` None: nothing is written (another rank, a dry run). `done`: updates a resumed run has behind it."""
+    def __init__(self, config: Config, per_epoch: int, folder: Path | None, speaks: bool, start: Position) -> None:
+        """`folder` None: nothing is written (another rank, a dry run). `start`: where the run begins or goes on."""
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
         self._metrics = folder / "metrics.jsonl" if folder else None
         self._board: SummaryWriter | None = None
-        if self._metrics:
-            _forget_after(self._metrics, done)
-        if folder:
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
+        if folder and self._metrics:
+            _forget_after(self._metrics, start)
+            # What an earlier process drew from this step on is not shown.
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start.update)
+            self._draw_again(start.update)
         total = min(config.TRAIN.NUM_EPOCHS * per_epoch, config.TRAIN.MAX_UPDATES or sys.maxsize)
         on_terminal = speaks and sys.stderr.isatty() and not config.EVAL
         self._bar = tqdm(
-            total=total, initial=done, unit="update", dynamic_ncols=True, disable=not on_terminal, leave=False
+            total=total, initial=start.update, unit="update", dynamic_ncols=True, disable=not on_terminal, leave=False
         )
 
     def event(self, kind: str, position: Position, perf: dict[str, Any] | None = None, **fields: Any) -> None:
@@ -113,6 +118,24 @@ class Reporter:
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
 
+    def _draw_again(self, update: int) -> None:
+        """The last update's figures; its validation, which may be made again now, cannot be undrawn without them."""
+        assert self._metrics
+        lines = self._metrics.read_text(encoding="utf-8").splitlines() if self._metrics.exists() else []
+        for line in map(json.loads, lines):
+            if line["update"] == update and line["event"] in ("train", "val"):
+                figures = {**line, **line["perf"]}
+                known = {name: figures[name] for name in DRAWN if name in figures}
+                self._plot(line["event"], {k: math.nan if v is None else v for k, v in known.items()}, update)
+
+    def flush(self) -> None:
+        """What was told so far reaches the disk: a checkpoint is not to be ahead of it."""
+        if self._metrics:
+            with self._metrics.open("a", encoding="utf-8") as file:
+                os.fsync(file.fileno())
+        if self._board:
+            self._board.flush()
+
     def _plot(self, group: str, figures: dict[str, float], update: int) -> None:
         if self._board:
             for name, value in figures.items():
@@ -147,17 +170,24 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _forget_after(metrics: Path, done: int) -> None:
-    """A resumed run repeats the updates after its checkpoint: their old lines go, so that none stands twice."""
+def _forget_after(metrics: Path, start: Position) -> None:
+    """A resumed run repeats what came after its checkpoint: the old lines of that go, so that none stands twice."""
     if not metrics.exists():
         return
-    lines = metrics.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _update_of(line) <= done]
-    replace_text(metrics, "".join(f"{line}\n" for line in kept))
+    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+    replace_text(metrics, "".join(f"{line}\n" for line in lines if _is_behind(line, start)))
 
 
-def _update_of(line: str) -> float:
+def _is_behind(line: str, start: Position) -> bool:
+    """Whether a line tells of something that the run has behind it where it begins or goes on."""
     try:
-        return json.loads(line)["update"]
+        told = json.loads(line)
+        event, update = told["event"], told["update"]
+        if update != start.update:
+            return update < start.update
+        if event == "val":
+            return start.validated == update
+        # A run that goes on from its very beginning starts over.
+        return told["epoch"] < start.epoch if event == "epoch" else update > 0
     except (ValueError, KeyError, TypeError):  # a line cut short when the run was killed
-        return math.inf
+        return False

@@ -30,6 +30,12 @@ if hasattr(signal, "SIGUSR1"):
     WISHES[signal.SIGUSR1] = ENDED  # a cluster's warning that it will soon end the job
 EXIT_CODES = {TIME_IS_UP: EXIT_DONE, CTRL_C: EXIT_INTERRUPTED, ENDED: EXIT_STOPPED}
 
+WORDS = {
+    TIME_IS_UP: "The time given (-max_time) is up",
+    CTRL_C: "Interrupted (once more leaves at once)",
+    ENDED: "Told to end (SIGTERM or SIGUSR1)",
+}
+
 
 class Stopped(Exception):
     """Raised on all ranks at the same place: the run is to be saved as it stands, and left."""
@@ -37,6 +43,10 @@ class Stopped(Exception):
     def __init__(self, wish: int) -> None:
         super().__init__(wish)
         self.wish = wish
+
+    @property
+    def words(self) -> str:
+        return WORDS[self.wish]
 
     @property
     def exit_code(self) -> int:
@@ -59,9 +69,13 @@ class Signals:
             if signal.getsignal(number) != signal.SIG_IGN or "RANK" in os.environ:
                 signal.signal(number, self._heard)
 
-    def leave_if_asked(self) -> None:
-        """Training failed on this rank: whoever ends it now ends it without delay, and without another word."""
+    def nothing_can_be_saved(self) -> None:
+        """Training failed: whoever ends this process now ends it without delay, and without another word."""
         self._failed, self.there_is_something_to_save = True, False
+
+    def leave_if_asked(self) -> None:
+        """Other ranks are gone: where this one was told to go, too, there is nothing to wait for."""
+        self.nothing_can_be_saved()
         if self.wish:
             os._exit(EXIT_CODES[self.wish])
 
@@ -93,20 +107,18 @@ def _under_torchrun() -> bool:
 class Deadline:
     """-max_time: when to stop so that the rest of the time is enough for the update that runs and for saving."""
 
-    def __init__(self, seconds: float | None, seconds_to_save: float) -> None:
-        """`seconds_to_save`: a guess, for the time before the first checkpoint."""
+    def __init__(self, seconds: float | None, to_save: Callable[[], float]) -> None:
+        """`to_save`: seconds that saving takes."""
         self._end = None if seconds is None else BEGAN + seconds
-        self._to_save = seconds_to_save
+        self._to_save = to_save
         self._looked = time.monotonic()
-
-    def saved_in(self, seconds: float) -> None:
-        self._to_save = max(self._to_save, seconds)
 
     def passed(self) -> bool:
         """Call it once an update: it also sees how long one takes."""
         now = time.monotonic()
         an_update, self._looked = now - self._looked, now
-        return self._end is not None and now + 2 * an_update + self._to_save >= self._end
+        # Ranks stop one update after the first of them wants to; and a checkpoint may just be being written.
+        return self._end is not None and now + 2 * an_update + 2 * self._to_save() >= self._end
 
 
 class Stopping:

@@ -14,6 +14,7 @@ import platform
 import threading
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from utils.errors import UserError
@@ -26,53 +27,57 @@ SECONDS_FOR_THE_DYING = 3.0
 
 
 class FolderLock:
-    """Held from `take` until `free`, or until the process is gone."""
+    """`with FolderLock() as lock`: what it took is free again at the end, or when the process is gone."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self) -> None:
+        self._handle: int | None = None
         self._about = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         self._signs = 0
         self._over = threading.Event()
-        self._show()
-        threading.Thread(target=self._live, name="lock", daemon=True).start()
 
-    @staticmethod
-    def take(folder: Path) -> FolderLock:
-        """Lock a run's folder, or raise `UserError` that names who has it."""
+    def take(self, folder: Path) -> bool:
+        """Lock a run's folder, or raise `UserError` that names who has it. False: it was taken before."""
+        if self._handle is not None:
+            return False
         path = folder / NAME
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); choose another -output or SAVE.") from None
-        if not _locked(handle, SECONDS_FOR_THE_DYING):
-            os.close(handle)
-            raise UserError(_taken(folder, _read(path)))
+        free = _locked(handle, SECONDS_FOR_THE_DYING)
         about = _read(path)
-        if about.get("host", platform.node()) != platform.node() and _lives(path, about):
+        if not free or (about.get("host", platform.node()) != platform.node() and _lives(path, about)):
             os.close(handle)
             raise UserError(_taken(folder, about))
-        return FolderLock(handle)
+        self._handle = handle
+        self._show(handle)
+        threading.Thread(target=self._live, args=(handle,), name="lock", daemon=True).start()
+        return True
 
-    def free(self) -> None:
-        if self._over.is_set():
-            return
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._over.set()
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._handle, 0)  # the file stays: removed, two newcomers could hold locks on two of its name
-            _unlock(self._handle)
-            os.close(self._handle)
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, 0)  # the file stays: of one removed, two runs could hold a lock each
+                _unlock(self._handle)
+                os.close(self._handle)
 
-    def _live(self) -> None:
+    def _live(self, handle: int) -> None:
         while not self._over.wait(SECONDS_BETWEEN_SIGNS):
             with contextlib.suppress(OSError):  # a network file system that is away for a while
-                self._show()
+                self._show(handle)
 
-    def _show(self) -> None:
+    def _show(self, handle: int) -> None:
         self._signs += 1
         text = json.dumps({**self._about, "sign": self._signs}) + "\n"
-        os.pwrite(self._handle, text.encode(), 0)
-        os.ftruncate(self._handle, len(text))
-        os.fsync(self._handle)
+        os.pwrite(handle, text.encode(), 0)
+        os.ftruncate(handle, len(text))
+        os.fsync(handle)
 
 
 def _locked(handle: int, patience: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -37,10 +38,11 @@ from engine.setup import (
 )
 from engine.trainer import Trainer
 from utils.config import Config, Loaded, config_hash, to_yaml
-from utils.errors import TrainingError, UserError
+from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.group import leave
+from utils.lock import FolderLock
 from utils.log import log, log_into
-from utils.run_folder import describe_run, make_folder, replace_text, write_json
+from utils.run_folder import check_output, describe_run, holds_a_run, make_folder, replace_text, write_json
 from utils.world import ALONE, World, agree, from_first
 
 T = TypeVar("T")
@@ -56,12 +58,17 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
     enter(config, world, device, threads)
     try:
         check_precision(config.AMP, device)
-        checkpoint = _together(world, lambda: _checkpoint(config))
-        with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
+        with (
+            FolderLock() as lock,
+            OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST),
+        ):
+            if not config.EVAL and not dry:
+                _together(world, lambda: _lock_what_is_there(config, lock) if world.first else None)
+            checkpoint = _together(world, lambda: _checkpoint(config))
             if config.EVAL:
                 _evaluate_only(config, world, device, threads, checkpoint, dry)
-            else:
-                _train(config, world, device, threads, checkpoint, dry)
+                return EXIT_DONE
+            return _train(config, world, device, threads, checkpoint, None if dry else lock)
     finally:
         leave(world)
 
@@ -97,6 +104,14 @@ def _together(world: World, work: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]  # `agree` has raised where there is none
 
 
+def _lock_what_is_there(config: Config, lock: FolderLock) -> None:
+    """Before looking for a checkpoint: another run may be about to write one."""
+    target = target_folder(config)
+    if target is not None and Path(target).is_dir():
+        lock.take(Path(target))
+        check_output(target, config.SAVE, resumed_run(config))
+
+
 def _checkpoint(config: Config) -> Checkpoint | None:
     wanted = config.MODEL.RESUME
     if wanted is None:
@@ -115,8 +130,14 @@ def _checkpoint(config: Config) -> Checkpoint | None:
 
 
 def _train(
-    config: Config, world: World, device: torch.device, threads: int, checkpoint: Checkpoint | None, dry: bool
-) -> None:
+    config: Config,
+    world: World,
+    device: torch.device,
+    threads: int,
+    checkpoint: Checkpoint | None,
+    lock: FolderLock | None,
+) -> int:
+    """The exit code. `lock` None: a dry run."""
     if checkpoint is not None:
         given, saved = config, checkpoint
         config = _together(world, lambda: with_kept_batch(given, saved, world.size))
@@ -127,7 +148,7 @@ def _train(
     advice = hint(ready.model, config.DATA.BATCH_SIZE, config.MODEL.NUM_CLASSES)
     if advice and ready.precision.level != "O0":
         log.info(advice)
-    folder = None if dry else _folder(config, world, "train")
+    folder = None if lock is None else _folder(config, world, "train", lock)
     log.info(banner(config, ready, world, device, threads, folder))
     if checkpoint:
         say_what_changed(checkpoint, config, ready.parts, ready.position)
@@ -137,9 +158,9 @@ def _train(
         except TrainingError as error:
             raise UserError(str(error)) from None
         log.info("Dry run: everything up to the first update works; nothing was trained, nothing written.")
-        return
+        return EXIT_DONE
     if _finished(config, ready.position, ready.best, folder):
-        return
+        return EXIT_DONE
     _write_down(config, ready, world, device, threads, folder)
     join_gradients(ready.parts, world)
     reporter = Reporter(
@@ -160,11 +181,12 @@ def _train(
         title=" ".join(filter(None, (config.TAG, config.MODEL.NAME, config.DATA.DATASET, ready.precision.name))),
     )
     try:
-        ended = trainer.fit()
+        code = trainer.fit()
     finally:
         reporter.close()
-    words = "Paused, to be resumed by -resume" if ended == "paused" else "Done"
+    words = "Paused, to be resumed by -resume" if trainer.paused else "Done"
     log.info("%s%s; total time %s; everything lies in %s", words, trainer.best_words(": best "), *_end(trainer, folder))
+    return code
 
 
 def _end(trainer: Trainer, folder: Path) -> tuple[str, Path]:
@@ -183,16 +205,22 @@ def _first_batch(ready: ReadyToTrain) -> None:
 
 
 def _finished(config: Config, position: Position, best: Best, folder: Path) -> bool:
-    limit = config.TRAIN.MAX_UPDATES
-    if position.epoch <= config.TRAIN.NUM_EPOCHS and (limit is None or position.update < limit):
+    limit = config.TRAIN.MAX_UPDATES or sys.maxsize
+    open_end = position.update == limit and position.validated < limit  # it was stopped in its last validation
+    if position.epoch <= config.TRAIN.NUM_EPOCHS and (position.update < limit or open_end):
         return False
     log.info("This run had already finished: %d updates, best %s; it lies in %s", position.update, best.words(), folder)
     return True
 
 
-def _folder(config: Config, world: World, kind: str) -> Path:
-    made = _together(world, lambda: make_folder(target_folder(config), config.SAVE, kind) if world.first else Path())
-    folder = Path(from_first(str(made), world))
+def _folder(config: Config, world: World, kind: str, lock: FolderLock | None = None) -> Path:
+    def made() -> Path:
+        folder = make_folder(target_folder(config), config.SAVE, kind)
+        if lock is not None and lock.take(folder) and holds_a_run(folder):
+            raise UserError(f"{folder}: another run was started in this folder a moment ago; name another -output.")
+        return folder
+
+    folder = Path(from_first(str(_together(world, made if world.first else Path)), world))
     log_into(folder, world.rank)
     return folder
 

@@ -107,7 +107,7 @@ def environment_table(config: Config, world: World, device: torch.device, member
     facts = [
         (
             "launcher",
-            f"{world.launcher}, {world.size} processes on {len(hosts)} machine{'s' if len(hosts) > 1 else ''}",
+            f"{_launcher(world)}, {world.size} processes on {len(hosts)} machine{'s' if len(hosts) > 1 else ''}",
         ),
         ("backend", f"{backend_of(config.DIST, device)}, {_meeting(world)}; DIST.TIMEOUT {config.DIST.TIMEOUT:g} min"),
         ("libraries", ", ".join(f"{name} {what}" for name, what in libraries().items())),

@@ -23,6 +23,8 @@ from utils.log import log
 from utils.run_folder import replace_text
 
 FORMAT = 1
+PADDLES = (".pdparams", ".pdopt", ".pdema", ".pdstates")
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
 MODEL, EMA, STATE, META, INDEX = "model.safetensors", "ema.safetensors", "state.pt", "meta.json", "index.json"
 
@@ -216,20 +218,52 @@ def find(path: Path, epoch: int = 0) -> Checkpoint:
 
     `epoch` above 0 asks for the one saved at the end of that epoch.
     """
-    if not path.exists():
-        raise UserError(f"-resume {path}: there is no such file or folder.")
-    folder = path.parent if path.is_file() else path
-    if (folder / META).exists() or folder.name.startswith("step-"):
-        found = verify(inspect(folder))
-        if epoch and not _ends(found, epoch):
-            raise UserError(f"{folder}: saved in epoch {found.meta['epoch']}, but TRAIN.LAST_EPOCH is {epoch}.")
-        return found
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    folder, root = _places(path)
+    if folder is not None:
+        return verify(_of_epoch(inspect(folder), epoch))
     found = newest_good(root, epoch)
     if found is None:
         asked = f" of epoch {epoch}" if epoch else ""
         raise UserError(f"-resume {path}: no usable checkpoint{asked} lies there (looked for {root}/step-*).")
     return found
+
+
+def check_resumable(path: Path, epoch: int = 0) -> None:
+    """Raise what can be said of -resume at once; a checkpoint's contents are read later, by one process for all."""
+    folder, root = _places(path)
+    if folder is not None:
+        _of_epoch(inspect(folder), epoch)
+    elif not any(root.glob("step-*")):
+        raise UserError(f"-resume {path}: no checkpoint lies there (looked for {root}/step-*).")
+
+
+def _places(path: Path) -> tuple[Path | None, Path]:
+    """The one checkpoint that `path` means, if it means one; and where a run's checkpoints would lie."""
+    prefix = path.with_name(f"{path.name}.pdparams")  # as PaddleViT names two files at once
+    if path.suffix in PADDLES or (not path.exists() and prefix.exists()):
+        raise UserError(
+            f"-resume {path}: a checkpoint of PaddleViT's, which vitamp does not read yet. -resume goes on with runs "
+            "of vitamp's own."
+        )
+    if not path.exists():
+        raise UserError(f"-resume {path}: there is no such file or folder.")
+    folder = path.parent if path.is_file() else path
+    if (folder / META).exists() or folder.name.startswith("step-"):
+        return folder, folder.parent
+    if path.is_file() and path.name.endswith(WEIGHTS):
+        raise UserError(
+            f"-resume {path}: this is a file of weights and not a run of vitamp's to go on with: it has no {META} "
+            f"beside it. Start a new run from these weights by -pretrained {path}."
+        )
+    return None, folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+
+
+def _of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
+    if epoch and not _ends(checkpoint, epoch):
+        raise UserError(
+            f"{checkpoint.folder}: saved in epoch {checkpoint.meta['epoch']}, but TRAIN.LAST_EPOCH is {epoch}."
+        )
+    return checkpoint
 
 
 def _ends(checkpoint: Checkpoint, epoch: int) -> bool:

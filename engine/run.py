@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 
 from engine.banner import banner
-from engine.checkpoint import EMA, Checkpoint, find, newest_good
+from engine.checkpoint import EMA, Checkpoint
+from engine.choose import chosen_checkpoint
 from engine.device import describe, pick_device, prepare
 from engine.environment import enter
 from engine.evaluate import evaluate
@@ -23,7 +24,7 @@ from engine.meters import Means
 from engine.op_lists import OpLists
 from engine.pace import clock
 from engine.precision import check_precision
-from engine.preflight import AUTO, resumed_run, target_folder
+from engine.preflight import resumed_run, target_folder
 from engine.prepare import hint
 from engine.print_amp import amp_table
 from engine.report import Reporter
@@ -64,7 +65,7 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
         ):
             if not config.EVAL and not dry:
                 _together(world, lambda: _lock_what_is_there(config, lock) if world.first else None)
-            checkpoint = _together(world, lambda: _checkpoint(config))
+            checkpoint = chosen_checkpoint(config, world)
             if config.EVAL:
                 _evaluate_only(config, world, device, threads, checkpoint, dry)
                 return EXIT_DONE
@@ -110,23 +111,6 @@ def _lock_what_is_there(config: Config, lock: FolderLock) -> None:
     if target is not None and Path(target).is_dir():
         lock.take(Path(target))
         check_output(target, config.SAVE, resumed_run(config))
-
-
-def _checkpoint(config: Config) -> Checkpoint | None:
-    wanted = config.MODEL.RESUME
-    if wanted is None:
-        return None
-    if wanted != AUTO:
-        return find(Path(wanted), config.TRAIN.LAST_EPOCH)
-    folder = resumed_run(config)
-    found = newest_good(folder / "checkpoints") if folder else None
-    if found is None and folder and any((folder / "checkpoints").glob("step-*")):
-        raise UserError(
-            f"-resume auto: none of the checkpoints in {folder / 'checkpoints'} is usable (each is named above), and "
-            "the run is not started over in its own folder. Name another -output, or move them away."
-        )
-    log.info("-resume auto: %s", f"going on from {found.folder.name}" if found else "nothing to go on from, starting")
-    return found
 
 
 def _train(

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard.writer import SummaryWriter
 from tqdm import tqdm
 
+from engine.board import Board
 from engine.meters import Means, Reading
 from engine.overflow import Blame
 from engine.pace import Perf, clock
 from engine.resume import Position
 from utils.config.schema import Config
+from utils.line_file import LineFile
 from utils.log import log
-from utils.run_folder import replace_text
+from utils.run_folder import nothing_trained_yet, replace_text
 
+METRICS = "metrics.jsonl"
 FIGURES = ("loss", "acc1", "acc5")
 DRAWN = (*FIGURES, *(f"ema_{name}" for name in FIGURES), "lr", "grad_norm", "scale", "skipped", "images_per_second")
 
@@ -28,13 +29,14 @@ class Reporter:
     def __init__(self, config: Config, per_epoch: int, folder: Path | None, speaks: bool, start: Position) -> None:
         """`folder` None: nothing is written (another rank, a dry run). `start`: where the run begins or goes on."""
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
-        self._metrics = folder / "metrics.jsonl" if folder else None
-        self._board: SummaryWriter | None = None
-        if folder and self._metrics:
-            _forget_after(self._metrics, start)
-            # What an earlier process drew from this step on is not shown.
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start.update)
-            self._draw_again(start.update)
+        self._metrics: LineFile | None = None
+        self._board: Board | None = None
+        if folder:
+            with nothing_trained_yet(folder):
+                _forget_after(folder / METRICS, start)
+            self._metrics = LineFile(folder / METRICS)
+            self._board = Board(folder / "tensorboard", start.update)
+            self._draw_again(folder / METRICS, start.update)
         total = min(config.TRAIN.NUM_EPOCHS * per_epoch, config.TRAIN.MAX_UPDATES or sys.maxsize)
         on_terminal = speaks and sys.stderr.isatty() and not config.EVAL
         self._bar = tqdm(
@@ -45,8 +47,7 @@ class Reporter:
         """One line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
         line = {"event": kind, "epoch": position.epoch, **fields, "perf": perf or {}}
         if self._metrics:
-            with self._metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_plain(line)) + "\n")
+            self._metrics.add(json.dumps(_plain(line)))
 
     def run(self, what: str, position: Position, seconds: float) -> None:
         self.event("run", position, {"seconds": round(seconds, 3)}, what=what, update=position.update)
@@ -118,10 +119,9 @@ class Reporter:
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
 
-    def _draw_again(self, update: int) -> None:
+    def _draw_again(self, metrics: Path, update: int) -> None:
         """The last update's figures; its validation, which may be made again now, cannot be undrawn without them."""
-        assert self._metrics
-        lines = self._metrics.read_text(encoding="utf-8").splitlines() if self._metrics.exists() else []
+        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
         for line in map(json.loads, lines):
             if line["update"] == update and line["event"] in ("train", "val"):
                 figures = {**line, **line["perf"]}
@@ -131,18 +131,19 @@ class Reporter:
     def flush(self) -> None:
         """What was told so far reaches the disk: a checkpoint is not to be ahead of it."""
         if self._metrics:
-            with self._metrics.open("a", encoding="utf-8") as file:
-                os.fsync(file.fileno())
+            self._metrics.sync()
         if self._board:
             self._board.flush()
 
     def _plot(self, group: str, figures: dict[str, float], update: int) -> None:
         if self._board:
             for name, value in figures.items():
-                self._board.add_scalar(f"{group}/{name}", value, update)
+                self._board.add(f"{group}/{name}", value, update)
 
     def close(self) -> None:
         self._bar.close()
+        if self._metrics:
+            self._metrics.close()
         if self._board:
             self._board.close()
 

@@ -149,7 +149,8 @@ def _restore(
             parts.ema.updates = state["ema_updates"]
         else:
             load_weights(parts.ema.module, checkpoint.tensors(MODEL), f"{checkpoint.folder / MODEL}")
-    position, best = Position(**{"validated": state["position"]["update"], **state["position"]}), _best_of(state["best"])
+    position = Position(**{"validated": state["position"]["update"], **state["position"]})
+    best = _best_of(state["best"])
     if position.step and state["global_batch"] != global_batch:
         raise UserError(
             f"{checkpoint.folder}: saved in the middle of an epoch with a global batch of {state['global_batch']}, "

@@ -54,19 +54,16 @@ def _guarded(script: str, argv: list[str], many: bool) -> int:
     try:
         return _program(script, argv, many)
     except UserError as error:
-        signals.nothing_can_be_saved()
         # Ranks agree on these once they are joined; before that, each machine tells what is wrong on it.
         _tell(str(error), aloud=place.local_rank == 0 and not (isinstance(error, CommonUserError) and place.size > 1))
         return EXIT_USAGE
     except TrainingError as error:
-        signals.nothing_can_be_saved()
         common, name = isinstance(error, CommonError), this_rank()
         _tell(str(error) if common or name is None else f"{name}: {error}", aloud=not common)
         return EXIT_FAILED
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except Exception as error:
-        signals.nothing_can_be_saved()
         if lost_another(error):
             signals.leave_if_asked()
             # The launcher, or the watch, has time now to end this rank and to tell why.
@@ -80,11 +77,11 @@ def _guarded(script: str, argv: list[str], many: bool) -> int:
 def _tell(text: str, aloud: bool) -> None:
     """Log an error; `aloud`: on the terminal too where this process, one of several, does not usually speak."""
     log.error("%s", text)
-    if is_heard():
-        return
-    if aloud:
+    if aloud and not is_heard():
         print(f"error: {text}", file=sys.stderr)
-    else:  # a launcher ends all ranks once the first has left; the one that speaks is to be the first
+    signals.all_is_told()
+    if not aloud and not is_heard():
+        # A launcher ends all ranks once the first has left; that is to be the one that speaks.
         time.sleep(SECONDS_TO_SPEAK)
 
 

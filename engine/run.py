@@ -37,13 +37,22 @@ from engine.setup import (
     checkpoint_meta,
     model_in_precision,
 )
+from engine.stopping import signals
 from engine.trainer import Trainer
 from utils.config import Config, Loaded, config_hash, to_yaml
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.group import leave
 from utils.lock import FolderLock
 from utils.log import log, log_into
-from utils.run_folder import check_output, describe_run, holds_a_run, make_folder, replace_text, write_json
+from utils.run_folder import (
+    check_output,
+    describe_run,
+    holds_a_run,
+    make_folder,
+    nothing_trained_yet,
+    replace_text,
+    write_json,
+)
 from utils.world import ALONE, World, agree, from_first
 
 T = TypeVar("T")
@@ -70,6 +79,9 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
                 _evaluate_only(config, world, device, threads, checkpoint, dry)
                 return EXIT_DONE
             return _train(config, world, device, threads, checkpoint, None if dry else lock)
+    except Exception:
+        signals.patient = True  # the reason is told before anybody ends this process because another went first
+        raise
     finally:
         leave(world)
 
@@ -205,7 +217,8 @@ def _folder(config: Config, world: World, kind: str, lock: FolderLock | None = N
         return folder
 
     folder = Path(from_first(str(_together(world, made if world.first else Path)), world))
-    log_into(folder, world.rank)
+    with nothing_trained_yet(folder):
+        log_into(folder, world.rank)
     return folder
 
 
@@ -220,8 +233,9 @@ def _write_down(config: Config, ready: Ready, world: World, device: torch.device
         "world_size": world.size,
     }
     about = describe_run(describe(device, world, threads), choices, config.TAG)
-    replace_text(folder / "config.yaml", to_yaml(config))
-    write_json(folder / "run.json", about)
+    with nothing_trained_yet(folder):
+        replace_text(folder / "config.yaml", to_yaml(config))
+        write_json(folder / "run.json", about)
 
 
 def _evaluate_only(

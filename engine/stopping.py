@@ -54,11 +54,12 @@ class Stopped(Exception):
 
 
 class Signals:
-    """What this process was asked for. Until training has something to save, and after it failed, it leaves at once."""
+    """What this process was asked for. Unless it is `patient`, it leaves at once."""
 
     def __init__(self) -> None:
         self.wish = NOTHING
-        self.there_is_something_to_save = False
+        self.patient = False
+        """There is something to save, or to tell, before a signal may end this process."""
         self._failed = False
         self._interrupts = 0
         self._owner = os.getpid()
@@ -69,13 +70,13 @@ class Signals:
             if signal.getsignal(number) != signal.SIG_IGN or "RANK" in os.environ:
                 signal.signal(number, self._heard)
 
-    def nothing_can_be_saved(self) -> None:
-        """Training failed: whoever ends this process now ends it without delay, and without another word."""
-        self._failed, self.there_is_something_to_save = True, False
+    def all_is_told(self) -> None:
+        """Training failed, and why was said: whoever ends this process now ends it without another word."""
+        self._failed, self.patient = True, False
 
     def leave_if_asked(self) -> None:
         """Other ranks are gone: where this one was told to go, too, there is nothing to wait for."""
-        self.nothing_can_be_saved()
+        self.all_is_told()
         if self.wish:
             os._exit(EXIT_CODES[self.wish])
 
@@ -85,7 +86,7 @@ class Signals:
         self._interrupts += number == signal.SIGINT
         # torchrun makes SIGTERM of the second Ctrl-C.
         again = self._interrupts > 1 or (self._interrupts and number == signal.SIGTERM and _under_torchrun())
-        if again or not self.there_is_something_to_save:
+        if again or not self.patient:
             self._leave(number)
         self.wish = max(self.wish, WISHES[signal.Signals(number)])
 

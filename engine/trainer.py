@@ -114,7 +114,7 @@ class Trainer:
             train_update(self.parts, window, position.update + 1)
             position.step += 1
             position.update += 1
-            signals.there_is_something_to_save = True
+            signals.patient = True
             self.pace.count(self.world.size * sum(len(share.indices) for share in window.shares if share.weight))
             self.reporter.moved(position)
             self._profiler.step()

@@ -1,0 +1,28 @@
+"""What every test of faults needs: runs in the background that leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.killing import Run
+
+
+@pytest.fixture
+def start(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Start a run of the tiny recipe in the background. After the test none of its processes may be there."""
+    if not Path("/proc").exists():
+        pytest.skip("finds processes by /proc")
+    runs: list[Run] = []
+
+    def call(*words: object, folder: Path = tmp_path / "run", **options: object) -> Run:
+        runs.append(Run(folder, "-cfg", tiny, *words, **options))  # pyright: ignore[reportArgumentType]
+        return runs[-1]
+
+    yield call
+    left = [pid for run in runs for pid in run.alive()]
+    for run in runs:
+        run.kill_all()
+    assert not left, f"processes left behind: {left}"

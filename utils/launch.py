@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import uuid
@@ -46,7 +47,8 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode
-        print(f"vitamp: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+        name = f"rank {rank} on {socket.gethostname()} (process {failure.pid})"
+        print(f"vitamp: {name} was ended by {failure.signal_name()}", file=sys.stderr)
         return passing.code or 128 - failure.exitcode
     except SignalException as error:
         print(f"vitamp: stopped by {error.sigval.name}", file=sys.stderr)

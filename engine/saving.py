@@ -82,7 +82,7 @@ class Saver:
         self._superseded = threading.Event()
         self._outcomes: queue.SimpleQueue[_Written | _Failed] = queue.SimpleQueue()
         self._unsaved: Snapshot | None = None
-        self._told = ""
+        self._failing: dict[int, str] = {}
         self._blocked: dict[str, float] = {}
         self.prepared = False
         self.blocked = 0.0
@@ -156,7 +156,8 @@ class Saver:
         if self._unsaved is not None:
             last = read_index(self._root)["last"]
             raise TrainingError(
-                f"the state after update {self._unsaved.update} could not be saved and is lost: {self._told}. "
+                f"the state after update {self._unsaved.update} could not be saved and is lost: "
+                f"{self._failing.get(self._unsaved.update, self._root)}. "
                 + (f"The last checkpoint is {last}; mend that, and go on by -resume." if last else "There is none.")
             )
 
@@ -218,24 +219,26 @@ class Saver:
                 outcome.seconds,
                 self._blocked.pop(outcome.folder.name, 0.0),
             )
-            self._told = ""
+            self._failing = {}
             if outcome.trouble:
                 log.warning("Older checkpoints and index.json stay as they are: %s.", self._words(outcome.trouble))
             return
         if not isinstance(outcome.error, OSError):
             raise outcome.error
         words = self._words(outcome.error)
-        if words != self._told:
+        if self._failing.get(outcome.update) != words:  # another attempt may fail for another reason
             log.warning(
                 "The checkpoint of update %d could not be written: %s. Earlier ones are untouched; training goes on, "
                 "and it is tried again.",
                 outcome.update,
                 words,
             )
-        self._told = words
+        self._failing = {outcome.update: words}
 
     def _words(self, error: OSError) -> str:
-        text = f"{error.filename or self._root}: {error.strerror or error}"
+        # A hidden folder that is gone already helps nobody.
+        where = self._root if ".tmp-" in str(error.filename) else error.filename
+        text = f"{where or self._root}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             text += f", {size_words(shutil.disk_usage(self._root.parent).free)} are free"
         return text

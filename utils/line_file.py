@@ -20,13 +20,15 @@ class LineFile:
         """Bytes of whole lines; what stands after them is half a line that the disk had no room for."""
         self._waiting: list[bytes] = []
         self._told = False
+        with contextlib.suppress(OSError):  # told with the first line
+            self._open()
 
     def add(self, line: str) -> None:
         self._waiting.append(f"{line}\n".encode())
         try:
             self._write()
         except OSError as error:
-            self.close()
+            self._let_go()
             if not self._told:
                 self._told = True  # before it is told: this may be the file that it is told to
                 log.warning(
@@ -46,22 +48,36 @@ class LineFile:
                 os.fsync(self._file)
 
     def close(self) -> None:
+        """Write what is still waiting, or tell that it is lost."""
+        if self._waiting:
+            try:
+                self._write()
+            except OSError as error:
+                lines, self._waiting = len(self._waiting), []
+                log.warning("%s lacks its last %d lines (%s).", self._path, lines, error.strerror)
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.close(self._file)
             self._file = None
 
-    def _write(self) -> None:
+    def _open(self) -> int:
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        end = os.fstat(self._file).st_size
+        return self._file
+
+    def _write(self) -> None:
+        file = self._open()
+        end = os.fstat(file).st_size
         if self._good is None:
             self._good = end
         if end > self._good and self._told:
-            os.ftruncate(self._file, self._good)
+            os.ftruncate(file, self._good)
         whole = b"".join(self._waiting)
         rest = memoryview(whole)
         while rest:
-            rest = rest[os.write(self._file, rest) :]
-        self._good = os.fstat(self._file).st_size
+            rest = rest[os.write(file, rest) :]
+        self._good = os.fstat(file).st_size
         self._waiting.clear()

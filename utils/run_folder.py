@@ -96,11 +96,16 @@ def nothing_trained_yet(folder: Path) -> Iterator[None]:
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader finds the old text or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def describe_run(device: str, choices: dict[str, Any], tag: str | None) -> dict[str, Any]:

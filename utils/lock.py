@@ -19,6 +19,7 @@ from typing import Any
 
 from utils.errors import UserError
 from utils.log import log
+from utils.run_folder import nothing_trained_yet
 
 NAME = ".lock"
 SECONDS_BETWEEN_SIGNS = 5.0
@@ -40,17 +41,16 @@ class FolderLock:
         if self._handle is not None:
             return False
         path = folder / NAME
-        try:
+        with nothing_trained_yet(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}); choose another -output or SAVE.") from None
         free = _locked(handle, SECONDS_FOR_THE_DYING)
         about = _read(path)
         if not free or (about.get("host", platform.node()) != platform.node() and _lives(path, about)):
             os.close(handle)
             raise UserError(_taken(folder, about))
         self._handle = handle
-        self._show(handle)
+        with nothing_trained_yet(path):
+            self._show(handle)
         threading.Thread(target=self._live, args=(handle,), name="lock", daemon=True).start()
         return True
 

@@ -37,12 +37,13 @@ def needs(*programs: str, root: bool = False, package: str) -> None:
 class Command:
     """A launcher's command line in the background; all its processes carry a mark, wherever they are started."""
 
-    def __init__(self, *command: object, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *command: object, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
         self.mark = f"VITAMP_TEST={uuid.uuid4().hex}"
         name, value = self.mark.split("=")
         around = {key: text for key, text in os.environ.items() if key not in RANK_VARIABLES}
         self.process = subprocess.Popen(
             [str(word) for word in command],
+            cwd=cwd,
             env={**around, "OMP_NUM_THREADS": "1", **(env or {}), name: value},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -182,9 +183,10 @@ class Slurm:
         return done.stdout.strip()
 
     def stop(self) -> None:
-        with contextlib.suppress(subprocess.SubprocessError):
-            self.ask("scancel", "--state=RUNNING", "--signal=KILL", "--full")
+        with contextlib.suppress(subprocess.SubprocessError, AssertionError):
+            self.ask("scancel", "--signal=KILL", "--full", "--user=root")
             self.ask("scancel", "--user=root")
+            until(lambda: not self.ask("squeue", "-h"), 15)
         for daemon in reversed(self.daemons):
             daemon.terminate()
             try:

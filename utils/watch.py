@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 ROOT = str(Path(__file__).resolve().parents[1]) + os.sep
+MOST_NAMED = 3
 BEAT = 1.0
+BEAT_OF_EACH_RANK = 0.01
+"""With many ranks signs of life are left less often: one thread reads them all."""
 SECONDS_OF_SILENCE = 60.0
 """Without a sign of life for so long, a rank is stopped, swapped out, or its machine or network is down."""
 SECONDS_OF_SILENCE_IN_A_HURRY = 4.0
@@ -41,7 +45,7 @@ _EXCHANGES = ("torch/distributed/", "torch/autograd/graph.py")
 class Watch:
     def __init__(self, store: Store, world: World, names: list[str], timeout: float) -> None:
         self._store, self._world, self._names, self._timeout = store, world, names, timeout
-        self._main = _MainThread()
+        self._main, self._beat = _MainThread(), max(BEAT, BEAT_OF_EACH_RANK * world.size)
         self._stopped, self._hurried = threading.Event(), False
         self._beats = 0
         self._seen: dict[int, tuple[int, float]] = {}
@@ -52,7 +56,7 @@ class Watch:
     def _run(self) -> None:
         now = time.monotonic()
         self._seen = dict.fromkeys(range(self._world.size), (-1, now))
-        while not self._stopped.wait(BEAT):
+        while not self._stopped.wait(self._beat):
             try:
                 self._look_around()
             except Exception as error:  # whatever a broken connection looks like
@@ -81,7 +85,7 @@ class Watch:
                 "end", json.dumps({"text": f"{self._name()} failed: {reason}", "told_by": self._world.rank})
             )
             if self._world.first:  # perhaps the store's keeper
-                time.sleep(2 * BEAT)
+                time.sleep(2 * self._beat)
         except Exception:
             return
 
@@ -120,6 +124,7 @@ class Watch:
     def _find_the_gone(self, beats: dict[int, dict[str, Any]]) -> None:
         now, hurried = time.monotonic(), self._store.check(["hurry"])
         limit = min(SECONDS_OF_SILENCE_IN_A_HURRY if hurried else SECONDS_OF_SILENCE, self._timeout)
+        limit = max(limit, 3 * self._beat)
         for rank, beat in beats.items():
             if "parted" in beat or self._seen[rank][0] != beat["beats"]:
                 self._seen[rank] = (beat.get("beats", 0), now)
@@ -132,19 +137,19 @@ class Watch:
                 self._decide(f"{self._name(rank)} {how}")
 
     def _who_keeps_all_waiting(self, beats: dict[int, dict[str, Any]]) -> str:
-        """Of all ranks the one that does not itself wait for others; else the one that stands where no other does."""
+        """Of those ranks that do not themselves wait for others, the one that stands where no other does."""
         mine = {"place": self._main.place, "waits": self._main.waits}
         places = {0: mine, **{rank: beat for rank, beat in beats.items() if "place" in beat}}
-        busy = [rank for rank, beat in places.items() if not beat["waits"]]
-        if not busy:
-            stand = [beat["place"] for beat in places.values()]
-            busy = [rank for rank, beat in places.items() if 2 * stand.count(beat["place"]) < len(stand)]
+        free = [rank for rank, beat in places.items() if not beat["waits"]] or list(places)
+        # A GPU's main thread may wait for others without a trace of it: then those that wait stand all at one place.
+        crowds = Counter(places[rank]["place"] for rank in free)
+        odd = [rank for rank in free if crowds[places[rank]["place"]] == min(crowds.values())]
         since = f"for {self._timeout / 60:g} minutes (DIST.TIMEOUT)"
-        if not busy:
-            return f"all ranks wait for each other {since}: rank 0 in {mine['place']}"
-        rank = busy[0]
-        more = f" (and {len(busy) - 1} more ranks)" if len(busy) > 1 else ""
-        return f"{self._name(rank)}{more} keeps the others waiting {since}: it stands in {places[rank]['place']}"
+        if len(odd) == 1:
+            return f"{self._name(odd[0])} keeps the others waiting {since}: it stands in {places[odd[0]]['place']}"
+        stand = "; ".join(f"{self._name(rank)} stands in {places[rank]['place']}" for rank in odd[:MOST_NAMED])
+        more = f"; and {len(odd) - MOST_NAMED} more" if len(odd) > MOST_NAMED else ""
+        return f"nothing moves {since}: {stand}{more}"
 
     def _decide(self, text: str) -> NoReturn:
         end = json.dumps({"text": text, "told_by": None, "found_by": self._world.rank})
@@ -167,7 +172,7 @@ class Watch:
         speaker.start()
         speaker.join(2)  # a disk that hangs is no reason to hang here
         if rank == 0:
-            time.sleep(2 * BEAT)
+            time.sleep(2 * self._beat)
         os._exit(EXIT_FAILED)
 
 

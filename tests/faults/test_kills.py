@@ -159,9 +159,8 @@ def disturb(run: Run, planned: Kill, draw: random.Random) -> None:
     assert run.process.poll() is None, f"it had ended before it could be killed: {run.end(5).text}"
     kill(run, planned.way, draw)
     if "worker" in planned.way:  # it may be replaced; then the run is to be stopped some other way
-        end = time.monotonic() + 5
-        while run.process.poll() is None and reported(run.folder) < UPDATES and time.monotonic() < end:
-            time.sleep(0.1)
+        far = min(reported(run.folder) + 8, UPDATES)
+        until(lambda: run.process.poll() is not None or reported(run.folder) >= far, 90)
         if run.process.poll() is None:
             run.kill_all()
             run.end(30)

@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from tests.program import ROOT, Result
 
 
@@ -94,6 +96,15 @@ def reported(folder: Path) -> int:
         if told["event"] == "train":
             return told["update"]
     return 0
+
+
+def drawn_curves(run: Path) -> dict[str, list[tuple[int, str]]]:
+    """TensorBoard's curves, NaN equal to NaN; but of the speed only where its points are."""
+    board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    curves = {tag: [(point.step, repr(point.value)) for point in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+    speed = curves.pop("train/images_per_second")
+    return {**curves, "speed": [(step, "") for step, _ in speed]}
 
 
 def send(pid: int, number: int) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.killing import Run, reported, send, until
+from tests.faults.killing import Run, drawn_curves, reported, send, until
 from tests.program import metrics, save_image
 
 SEED = int(os.environ.get("VITAMP_KILL_SEED", "0")) or time.time_ns() % 10**6
@@ -59,13 +59,15 @@ class Kill:
     processes: int
     workers: int
     code: int | None = None
-    went_on_from: str = ""
+    resumed_from: str = "not known: the next start was killed before it told"
+    note: str = ""
 
     def line(self, number: int) -> str:
         when = "starting" if self.update is None else f"update {self.update}"
         code = "went on" if self.code is None else self.code
         how = f"{self.processes} x {self.workers} workers"
-        return f"{number:3}  {when:>9} + {self.delay:4.2f} s  {self.way:<19} {how:<13} {code!s:>7}  {self.went_on_from}"
+        what = f"{self.way:<19} {how:<13} {code!s:>7}"
+        return f"{number:3}  {when:>9} + {self.delay:4.2f} s  {what}  {self.resumed_from}{self.note}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def outcome(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     assert last.name == f"step-{UPDATES:09d}"
     kept = {name: (last / name).read_bytes() for name in ("model.safetensors", "ema.safetensors")}
     state = torch.load(last / "state.pt", weights_only=True)
-    return {**kept, **flat(state)}, [line for line in metrics(folder) if line["event"] != "run"]
+    curves = {f"curve {name}": points for name, points in drawn_curves(folder).items()}
+    return {**kept, **flat(state), **curves}, [line for line in metrics(folder) if line["event"] != "run"]
 
 
 def flat(value: Any, name: str = "state") -> dict[str, Any]:
@@ -164,7 +167,7 @@ def disturb(run: Run, planned: Kill, draw: random.Random) -> None:
         if run.process.poll() is None:
             run.kill_all()
             run.end(30)
-            planned.went_on_from = "replaced, then KILL all; "
+            planned.note = " (the worker was replaced; then KILL all)"
             return
     done = run.end(90)
     planned.code = done.code
@@ -178,16 +181,25 @@ def killed_and_resumed(
     begin: Callable[..., Run], folder: Path, kills: list[Kill], shapes: Sequence[Shape], draw: random.Random
 ) -> list[str]:
     """The table, one line a kill."""
-    accumulated = {shape.processes: shape for shape in shapes}
-    for planned in kills:
-        run = begin(folder, accumulated[planned.processes], planned.workers)
-        disturb(run, planned, draw)
+    by_processes = {shape.processes: shape for shape in shapes}
+    starts = 0
+    for number, planned in enumerate(kills):
+        disturb(begin(folder, by_processes[planned.processes], planned.workers), planned, draw)
+        starts = note_resumption(folder, kills[number - 1] if number else None, starts)
     last = begin(folder, draw.choice(shapes), draw.choice((0, 2))).end(180)
     assert last.code == 0, last.text
-    log = (folder / "log.txt").read_text()
-    starts = re.findall(r"-resume auto: (.*)", log)
-    table = [kill.line(number) for number, kill in enumerate(kills, 1)]
-    return [f"seed {SEED}", *table, "starts: " + "; ".join(starts)]
+    note_resumption(folder, kills[-1], starts)
+    head = f"     moment            what                how it ran     exit  resumed from (VITAMP_KILL_SEED={SEED})"
+    return [head, *(planned.line(number) for number, planned in enumerate(kills, 1))]
+
+
+def note_resumption(folder: Path, before: Kill | None, known: int) -> int:
+    """What the log says of this start goes to the line of the kill before it. The number of starts it tells of."""
+    log = folder / "log.txt"
+    starts = re.findall(r"-resume auto: (.*)", log.read_text()) if log.exists() else []
+    if before is not None and len(starts) > known:
+        before.resumed_from = re.sub(r"going on from (step-0*)?|nothing to go on from, ", "", starts[-1])
+    return len(starts)
 
 
 def compared(

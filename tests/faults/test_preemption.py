@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import stopping
 from engine.stopping import Deadline
-from tests.faults.killing import Run, reported, until
+from tests.faults.killing import Run, drawn_curves, reported, until
 from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program
 
 # 12 updates an epoch; every fifth is followed by a validation in batches of two, which takes a while.
@@ -65,15 +64,6 @@ def told(run: Path) -> list[dict[str, Any]]:
 def weights(run: Path) -> tuple[bytes, bytes]:
     last = max((run / "checkpoints").glob("step-*"))
     return (last / "model.safetensors").read_bytes(), (last / "ema.safetensors").read_bytes()
-
-
-def drawn(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """TensorBoard's curves, but for the speed: of that only where its points are."""
-    board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
-    board.Reload()
-    curves = {tag: [(point.step, point.value) for point in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
-    speed = curves.pop("train/images_per_second")
-    return {**curves, "speed": [(step, 0.0) for step, _ in speed]}
 
 
 def lines(run: Path, event: str) -> list[int]:
@@ -126,7 +116,7 @@ def test_stopped_in_any_phase_it_saves_and_goes_on(
     assert done.code == 0, done.text
     assert told(run) == told(undisturbed)
     assert weights(run) == weights(undisturbed)
-    assert drawn(run) == drawn(undisturbed)
+    assert drawn_curves(run) == drawn_curves(undisturbed)
 
 
 def test_before_the_first_update_there_is_nothing_to_save(begin: Callable[..., Started], tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 """A copy of tensors in host memory that is allocated once and used again and again."""
 
-# torch._foreach_* are what torch's own optimisers are made of; its type stubs call them private.
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import threading
@@ -46,7 +43,12 @@ class StandingCopy:
         if self._layout != _layout(tensors) or not self._places:
             self._layout = _layout(tensors)
             self._allocate(self._layout, _chunks(self._layout))
-        torch._foreach_copy_(self._places, tensors, non_blocking=self._pinned)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            if tensor.is_cpu and tensor.is_contiguous():
+                # By one thread: memory is the limit, and on a busy machine torch's threads wait long for each other.
+                np.copyto(_bytes(place), _bytes(tensor))
+            else:
+                place.copy_(tensor, non_blocking=self._pinned)
         if self._pinned:
             torch.cuda.current_stream().synchronize()
         places = iter(self._places)
@@ -64,6 +66,10 @@ class StandingCopy:
             # By way of numpy each tensor has a storage of its own: torch.save writes whole storages.
             self._places.append(torch.from_numpy(left[used : used + size]).view(dtype).view(shape))
             used += _aligned(size)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _chunks(layout: Layout) -> list[int]:

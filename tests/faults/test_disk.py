@@ -194,6 +194,16 @@ def test_an_end_without_room_tells_what_is_left(disk: SmallDisk, monkeypatch: py
         saver.finish()
 
 
+def test_room_that_comes_at_the_end_is_used(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "PAUSES_AT_THE_END", (0.01, 0.01))
+    monkeypatch.setattr(time, "sleep", lambda _: disk.make_room())
+    saver = Saver(disk.folder / "checkpoints", Config(), pinned=False)
+    disk.fill()
+    saver.save(TENSORS, {}, meta(1), Best(), time.perf_counter())
+    saver.finish()
+    verify(inspect(disk.folder / "checkpoints" / "step-000000001"))
+
+
 def test_a_program_error_is_not_taken_for_the_disk(tmp_path: Path) -> None:
     saver = Saver(tmp_path, Config(), pinned=False)
     saver.save(TENSORS, {}, {**meta(1), "classes": object()}, Best(), time.perf_counter())
@@ -226,6 +236,7 @@ def test_lines_that_are_lost_are_counted(disk: SmallDisk, said: pytest.LogCaptur
     assert "lacks its last 3 lines (No space left on device)" in said.text
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_curves_wait_for_room(
     disk: SmallDisk, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,8 @@ def read_world(dist: DistConfig, env: Mapping[str, str] = os.environ) -> World |
         return World(dist.RANK, dist.WORLD_SIZE, *local, BY_HAND, (dist.HOST, dist.PORT))
     if found is None:
         if dist.HOST or dist.PORT:
-            raise UserError("-host and -port without a launcher that tells the rank: add -rank and -world_size.")
+            missing = "-rank -world_size" if dist.HOST and dist.PORT else "-port -rank -world_size"
+            raise UserError(f"-host, but no launcher tells this process its rank; missing: {missing}")
         return None
     return replace(found, meeting=_meeting(found, dist, env))
 

@@ -156,7 +156,7 @@ def test_a_port_in_use_is_told(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("flags", "env", "said"),
     [
-        (["-host", "localhost"], {}, "add -rank and -world_size"),
+        (["-host", "localhost"], {}, "missing: -port -rank -world_size"),
         ([], {"PMI_RANK": "1", "PMI_SIZE": "4"}, "one of 4 processes"),
         ([], {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected"),
     ],

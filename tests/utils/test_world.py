@@ -113,7 +113,7 @@ def test_flags_by_hand() -> None:
 
 
 def test_a_host_without_any_rank_is_not_enough() -> None:
-    with pytest.raises(UserError, match="add -rank and -world_size"):
+    with pytest.raises(UserError, match="missing: -port -rank -world_size"):
         read_world(DistConfig(HOST="a"), {})
 
 

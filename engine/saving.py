@@ -84,6 +84,7 @@ class Saver:
         self._unsaved: Snapshot | None = None
         self._failing: dict[int, str] = {}
         self._blocked: dict[str, float] = {}
+        self._saves = 0
         self.prepared = False
         self.blocked = 0.0
         """Seconds that training stood still for saving, in all."""
@@ -113,7 +114,8 @@ class Saver:
     ) -> None:
         """Save what these hold now. `began`: since when training stands still for it, by time.perf_counter."""
         self._wait_for_writer()
-        self.prepared = True
+        if not self.prepared:
+            self.prepare(tensors, state)
         if self._copy is not None:
             tensors, state = self._copy.take((tensors, state))
         else:
@@ -135,6 +137,7 @@ class Saver:
         passed = time.perf_counter() - began
         self._blocked[folder_name(snapshot.update)] = passed
         self.blocked += passed
+        self._saves += 1
         self.look()
 
     def look(self) -> None:
@@ -146,6 +149,8 @@ class Saver:
         """Wait until the last snapshot is safe, and fail if it cannot be saved."""
         self._wait_for_writer()
         self.look()
+        if self._saves > 1:
+            log.info("For %d checkpoints training stood still for %.3f s in all.", self._saves, self.blocked)
         for pause in PAUSES_AT_THE_END:
             if self._unsaved is None:
                 return

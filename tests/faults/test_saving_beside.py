@@ -81,10 +81,16 @@ def test_the_same_bytes_with_and_without_the_background(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     for name, background in (("a", "true"), ("b", "false")):
-        words = ("TRAIN.MODEL_EMA=true", "TRAIN.MAX_UPDATES=20", f"SAVE_IN_BACKGROUND={background}")
+        words = (
+            "TRAIN.MODEL_EMA=true",
+            "TRAIN.MAX_UPDATES=20",
+            "SAVE_EVERY_UPDATES=12",
+            f"SAVE_IN_BACKGROUND={background}",
+        )
         done = vitamp("-cfg", tiny, "-output", tmp_path / name, *words)
         assert done.code == 0, done.text
         assert "training stood still for" in done.out
+        assert "For 2 checkpoints training stood still for" in done.out
         assert ("of host memory" in done.out) is (background == "true")
     for file in (MODEL, EMA, STATE):
         ours, theirs = (tmp_path / name / "checkpoints" / folder_name(20) / file for name in "ab")

@@ -109,7 +109,7 @@ def test_all_that_depends_on_time_stands_under_perf(tmp_path: Path) -> None:
 def test_what_is_no_number_becomes_null(tmp_path: Path, bad: float) -> None:
     reading = Reading(Means(bad, 0.0, 0.0), Means(bad, 0.0, 0.0), bad, 1.0, 0.1, 0, 0, 3)
     reporter(tmp_path).train(Position(1, 1, 1), reading, PERF)
-    reporter(tmp_path, done=1).validation(Position(1, 1, 1), {"": Means(bad, 0.0, 0.0)}, 1.0)
+    reporter(tmp_path, Position(1, 1, 1)).validation(Position(1, 1, 1), {"": Means(bad, 0.0, 0.0)}, 1.0)
     train, val = lines(tmp_path)
     assert (train["loss"], train["grad_norm"], train["scale"], val["loss"]) == (None, None, 1.0, None)
 

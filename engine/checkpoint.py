@@ -146,9 +146,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_index(root: Path) -> dict[str, Any]:
+    found: Any = None
     with contextlib.suppress(OSError, ValueError):
-        return json.loads((root / INDEX).read_text(encoding="utf-8"))
-    return {"last": None, "best": None}
+        found = json.loads((root / INDEX).read_text(encoding="utf-8"))
+    named = found if isinstance(found, dict) else {}
+    return {key: named[key] if isinstance(named.get(key), str) else None for key in ("last", "best")}
 
 
 def write_index(root: Path, last: str, best: str | None) -> None:

@@ -23,7 +23,7 @@ from tests.faults.killing import Run, drawn_curves, reported, send, until
 from tests.program import metrics, save_image
 
 SEED = int(os.environ.get("VITAMP_KILL_SEED", "0")) or time.time_ns() % 10**6
-WINDOW, UPDATES = 8, 60  # 10 epochs of 48 images
+WINDOW, UPDATES = 8, 120  # 20 epochs of 48 images
 WAYS = (
     *("KILL a rank", "KILL the launcher", "KILL a data worker", "KILL all"),
     *("TERM the launcher", "TERM a rank", "INT the launcher", "USR1 the launcher", "USR1 a rank"),
@@ -38,7 +38,7 @@ CODES = {
 RECIPE = """\
 DATA: {DATASET: imagefolder, IMAGE_SIZE: 16}
 MODEL: {NAME: tiny, NUM_CLASSES: 4, PATCH_SIZE: 8, EMBED_DIM: 16, DEPTH: 1, NUM_HEADS: 2, DROPOUT: 0.1, DROPPATH: 0.1}
-TRAIN: {NUM_EPOCHS: 10, WARMUP_EPOCHS: 1, BASE_LR: 2e-3, MODEL_EMA: true, RAND_AUGMENT: true, MIXUP_ALPHA: 0.8}
+TRAIN: {NUM_EPOCHS: 20, WARMUP_EPOCHS: 1, BASE_LR: 2e-3, MODEL_EMA: true, RAND_AUGMENT: true, MIXUP_ALPHA: 0.8}
 AMP: {ENABLED: true, DTYPE: fp16, INIT_LOSS_SCALING: 4294967296, INCR_EVERY_N_STEPS: 4}
 REPORT_FREQ: 2
 SAVE_EVERY_UPDATES: 4
@@ -129,13 +129,13 @@ def flat(value: Any, name: str = "state") -> dict[str, Any]:
 
 def drawn(number: int, ways: Sequence[str], shapes: Sequence[Shape], draw: random.Random) -> list[Kill]:
     """Kills from the first updates to the last ones, and now and then before the first update of a start."""
-    moments = sorted(draw.randint(2, UPDATES * 9 // 10) for _ in range(number))
+    moments = sorted(draw.randint(2, UPDATES * 8 // 10) for _ in range(number))
     chosen = (list(ways) * (number // len(ways) + 1))[:number]
     draw.shuffle(chosen)
     kills = []
     for update, way in zip(moments, chosen, strict=True):
         starting = draw.random() < 0.1 and "worker" not in way
-        delay = draw.uniform(0, 8 if starting else 0.3)
+        delay = draw.uniform(0, 8 if starting else 0.1)
         workers = draw.choice((1, 2, 3) if "worker" in way else (0, 1, 2, 3))
         kills.append(Kill(None if starting else update, delay, way, draw.choice(shapes).processes, workers))
     return kills

@@ -97,19 +97,37 @@ def test_what_is_no_run_says_what_to_do(
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    """With right hashes and sizes: whoever made it made those, too."""
     run = tmp_path / "run"
     assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2").code == 0
     folder = run / "checkpoints" / folder_name(2)
-    torch.save({"optimizer": Harm(tmp_path / "harm")}, folder / STATE)
-    content = json.loads((folder / "meta.json").read_text())
-    data = (folder / STATE).read_bytes()
-    content["files"][STATE] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (folder / "meta.json").write_text(json.dumps(content))
+    put_in(folder, {"optimizer": Harm(tmp_path / "harm")})
     done = vitamp("-resume", run)
     assert done.code == 2, done.text
     assert f"{folder / STATE}: cannot be read" in done.err
     assert not (tmp_path / "harm").exists()
+
+
+def test_a_state_from_before_a_choice_of_best_goes_on(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2").code == 0
+    folder = run / "checkpoints" / folder_name(2)
+    state = torch.load(folder / STATE, weights_only=True)
+    state["best"] = {"acc1": 99.5, "kind": "ema_acc1", "update": 1, "epoch": 1, "stale": 2}
+    put_in(folder, state)
+    done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=4")
+    assert done.code == 0, done.text
+    assert "best EMA top-1 99.50 % (epoch 1)" in done.out.splitlines()[-1]
+
+
+def put_in(folder: Path, state: dict[str, Any]) -> None:
+    """Another state with the right size and hash: whoever can write the one can write the others."""
+    torch.save(state, folder / STATE)
+    content = json.loads((folder / "meta.json").read_text())
+    data = (folder / STATE).read_bytes()
+    content["files"][STATE] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / "meta.json").write_text(json.dumps(content))
 
 
 class Harm:

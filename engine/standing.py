@@ -22,6 +22,7 @@ class StandingCopy:
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
+        self._device = torch.cuda.current_device() if pinned else None
         self._layout: Layout = []
         self._places: list[Tensor] = []
         self._reserving: threading.Thread | None = None
@@ -55,6 +56,8 @@ class StandingCopy:
         return _with_tensors(tree, lambda _: next(places))
 
     def _allocate(self, layout: Layout, sizes: list[int]) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a new thread's is the first one, which may be another rank's
         self._places = []  # first: there is not memory for two
         remaining = iter(sizes)
         left, used = np.empty(0, np.uint8), 0

@@ -25,7 +25,7 @@ from utils.errors import (
     TrainingError,
     UserError,
 )
-from utils.group import find_out_who_is_gone, lost_another, this_rank
+from utils.group import find_out_who_is_gone, lost_another, refuse, this_rank
 from utils.log import is_heard, log, start_log
 from utils.run_folder import run_of
 from utils.world import ALONE, World, check_alone, launched, read_world
@@ -191,5 +191,9 @@ def _run(loaded: Loaded, world: World, command: CommandLine) -> int:
 
     if world.size > 1:
         die_with_launcher()
-    check(loaded.config)
-    return run(loaded, world, dry=command.action == "dry_run")
+    try:
+        check(loaded.config)
+        return run(loaded, world, dry=command.action == "dry_run")
+    except UserError as error:
+        refuse(world, str(error))
+        raise

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_REMINDERS = 30
 SECONDS_TO_PART = 60
 SECONDS_TO_HEAR = 5
+SECONDS_TO_REFUSE = 20
 # The watch names who is to blame; only where it cannot, torch's own limit ends the run.
 LONGER = datetime.timedelta(minutes=1)
 MOST_NAMED = 3
@@ -34,6 +37,7 @@ _TOGETHER = (UserError, CommonError, SystemExit)
 
 _watch: Watch | None = None
 _name: str | None = None
+_begun = False
 
 
 def join(world: World, dist: DistConfig, device: torch.device, member: dict[str, Any]) -> list[dict[str, Any]]:
@@ -41,10 +45,10 @@ def join(world: World, dist: DistConfig, device: torch.device, member: dict[str,
 
     `member["settings"]` must be the same on all ranks.
     """
-    global _watch, _name
+    global _watch, _name, _begun
     if world.size == 1:
         return [member]
-    _name = name_of(member)
+    _name, _begun = name_of(member), True
     import torch.distributed
 
     from utils.watch import Watch
@@ -62,6 +66,28 @@ def join(world: World, dist: DistConfig, device: torch.device, member: dict[str,
     )
     _watch = Watch(store.clone(), world, [name_of(other) for other in members], timeout.total_seconds())
     return members
+
+
+def refuse(world: World, problem: str) -> None:
+    """This rank cannot take part, as it found before it met the others: tell those that wait for it.
+
+    torchrun and MPI end all processes when one has failed; SLURM and hands do not.
+    """
+    if world.size == 1 or _begun or world.meeting is None:
+        return
+    from torch.distributed import TCPStore
+
+    me = f"rank {world.rank} on {socket.gethostname()} (process {os.getpid()})"
+    timeout = datetime.timedelta(seconds=SECONDS_TO_REFUSE)
+    with contextlib.suppress(Exception):  # nobody there to tell
+        store = TCPStore(*world.meeting, is_master=world.first, timeout=timeout, wait_for_workers=False)
+        if not world.first:
+            store.set("refused", f"{me}: {problem}")
+            store.wait(["verdict"], timeout)
+            store.add("heard", 1)
+            return
+        store.set("verdict", json.dumps(f"{me}: {problem}"))
+        _wait_until_heard(store, world.size - 1, SECONDS_TO_REFUSE)
 
 
 def backend_of(dist: DistConfig, device: torch.device) -> str:
@@ -151,13 +177,14 @@ def _roll_call(store: Store, world: World, member: dict[str, Any], timeout: date
     there = store.compare_set(f"member/{world.rank}", "", mine).decode()
     if there != mine:
         problem = f"{name_of(json.loads(there))} and {name_of(member)} are both rank {world.rank}; give each its own."
-        store.set("twice", problem)
+        store.set("refused", problem)
         raise UserError(problem)
     if world.first:
         verdict = _verdict(store, world, timeout)
         store.set("verdict", json.dumps(verdict))
         if verdict is not None:
-            _wait_until_heard(store, world)
+            there = sum(store.check([f"member/{rank}"]) for rank in range(1, world.size)) + store.check(["refused"])
+            _wait_until_heard(store, there, SECONDS_TO_HEAR)
             raise CommonUserError(verdict)
     else:
         try:
@@ -184,8 +211,8 @@ def _verdict(store: Store, world: World, timeout: datetime.timedelta) -> str | N
             problem = _mismatch(first, json.loads(store.get(f"member/{rank}")))
             if problem:
                 return problem
-        if missing and store.check(["twice"]):
-            return store.get("twice").decode()
+        if missing and store.check(["refused"]):
+            return store.get("refused").decode()
         if missing and time.monotonic() > end:
             return (
                 f"of {world.size} processes {world.size - len(missing)} came within {_minutes(timeout)} "
@@ -228,11 +255,10 @@ def _other_size(first: dict[str, Any], other: dict[str, Any]) -> str | None:
     )
 
 
-def _wait_until_heard(store: Store, world: World) -> None:
+def _wait_until_heard(store: Store, ranks: int, seconds: float) -> None:
     """Rank 0 may be the one that keeps the store: it stays until those that came know why it goes."""
-    end = time.monotonic() + SECONDS_TO_HEAR
-    there = sum(store.check([f"member/{rank}"]) for rank in range(1, world.size))
-    while store.add("heard", 0) < there and time.monotonic() < end:
+    end = time.monotonic() + seconds
+    while store.add("heard", 0) < ranks and time.monotonic() < end:
         time.sleep(0.02)
 
 

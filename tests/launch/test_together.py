@@ -135,6 +135,15 @@ def test_one_rank_twice_is_named(ranks: Ranks) -> None:
         refused(rank, rf"rank 1 on {HOST} .* and rank 1 on {HOST} .* are both rank 1")
 
 
+@pytest.mark.parametrize("unable", [1, 0])
+def test_a_rank_that_cannot_take_part_keeps_nobody_waiting(ranks: Ranks, unable: int) -> None:
+    """What is wrong on one machine alone is found before that rank meets the others."""
+    words: dict[int, tuple[object, ...]] = {unable: ("-device", "cuda")}
+    both = [ranks.start(number, *words.get(number, ()), env={"CUDA_VISIBLE_DEVICES": ""}) for number in (0, 1)]
+    refused(both[unable], "-device cuda: .* sees no GPU here")
+    refused(both[1 - unable], rf"rank {unable} on {HOST} \(process \d+\): -device cuda: .* sees no GPU here")
+
+
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
     rank = ranks.start(0, "DIST.TIMEOUT=0.05")
     refused(rank, r"of 2 processes 1 came within 0.05 minutes \(DIST.TIMEOUT\), not rank 1")

@@ -33,7 +33,8 @@ OF_ONE_RANK = ("DIST.RANK", "DIST.HOST", "DIST.PORT", "LOCAL_RANK", "NGPUS")
 
 def enter(config: Config, world: World, device: torch.device, threads: int) -> None:
     """Join the other processes, see that all fit together, and tell who they are."""
-    members = join(world, config.DIST, device, _about_this_process(config, world, device, threads))
+    alike = {key: str(value_of(config, key)) for key in settings() if key not in OF_ONE_RANK}
+    members = join(world, config.DIST, device, _about_this_process(world, device, threads), alike)
     if world.size == 1:
         return
     _check_devices(members)
@@ -44,8 +45,8 @@ def arguments() -> str:
     return shlex.join(sys.argv[1:]) or "none"
 
 
-def _about_this_process(config: Config, world: World, device: torch.device, threads: int) -> dict[str, Any]:
-    """For the others to see. The settings are all there, so that one that differs can be named."""
+def _about_this_process(world: World, device: torch.device, threads: int) -> dict[str, Any]:
+    """For the others to see."""
     about: dict[str, Any] = {
         "rank": world.rank,
         "size": world.size,
@@ -60,7 +61,6 @@ def _about_this_process(config: Config, world: World, device: torch.device, thre
         "peers": None,
         "vitamp": version_text().splitlines()[0].split()[-1],
         "torch": torch.__version__,
-        "settings": {key: str(value_of(config, key)) for key in settings() if key not in OF_ONE_RANK},
     }
     if device.type == "cuda":
         about["gpu"] = str(torch.cuda.get_device_properties(device).uuid)

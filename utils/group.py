@@ -40,10 +40,12 @@ _name: str | None = None
 _begun = False
 
 
-def join(world: World, dist: DistConfig, device: torch.device, member: dict[str, Any]) -> list[dict[str, Any]]:
+def join(
+    world: World, dist: DistConfig, device: torch.device, member: dict[str, Any], settings: dict[str, str]
+) -> list[dict[str, Any]]:
     """Form the process group. `member` is what this process tells of itself; gives what all of them told.
 
-    `member["settings"]` must be the same on all ranks.
+    The settings must be the same on all ranks.
     """
     global _watch, _name, _begun
     if world.size == 1:
@@ -56,7 +58,7 @@ def join(world: World, dist: DistConfig, device: torch.device, member: dict[str,
     backend = backend_of(dist, device)
     timeout = datetime.timedelta(minutes=dist.TIMEOUT)
     store = _meet(world, timeout)
-    members = _roll_call(store, world, member, timeout)
+    members = _roll_call(store, world, member, settings, timeout)
     torch.distributed.init_process_group(
         backend,
         store=torch.distributed.PrefixStore("group", store),
@@ -169,10 +171,14 @@ def _attempt() -> str:
     return f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if shared else "start"
 
 
-def _roll_call(store: Store, world: World, member: dict[str, Any], timeout: datetime.timedelta) -> list[dict[str, Any]]:
+def _roll_call(
+    store: Store, world: World, member: dict[str, Any], settings: dict[str, str], timeout: datetime.timedelta
+) -> list[dict[str, Any]]:
     """Every rank tells of itself; rank 0 looks whether they belong together, and its verdict counts for all."""
     from torch.distributed import DistStoreError
 
+    # The settings apart, for rank 0 alone to read: a thousand ranks that read those of a thousand would take minutes.
+    store.set(f"settings/{world.rank}", json.dumps(settings))
     mine = json.dumps(member)
     there = store.compare_set(f"member/{world.rank}", "", mine).decode()
     if there != mine:
@@ -180,7 +186,7 @@ def _roll_call(store: Store, world: World, member: dict[str, Any], timeout: date
         store.set("refused", problem)
         raise UserError(problem)
     if world.first:
-        verdict = _verdict(store, world, timeout)
+        verdict = _verdict(store, world, settings, timeout)
         store.set("verdict", json.dumps(verdict))
         if verdict is not None:
             there = sum(store.check([f"member/{rank}"]) for rank in range(1, world.size)) + store.check(["refused"])
@@ -199,7 +205,7 @@ def _roll_call(store: Store, world: World, member: dict[str, Any], timeout: date
     return [json.loads(text) for text in store.multi_get([f"member/{rank}" for rank in range(world.size)])]
 
 
-def _verdict(store: Store, world: World, timeout: datetime.timedelta) -> str | None:
+def _verdict(store: Store, world: World, settings: dict[str, str], timeout: datetime.timedelta) -> str | None:
     """What keeps these processes from being one run, or None. Waits for all of them."""
     end, missing = time.monotonic() + timeout.total_seconds(), list(range(world.size))
     first = json.loads(store.get("member/0"))
@@ -208,7 +214,10 @@ def _verdict(store: Store, world: World, timeout: datetime.timedelta) -> str | N
         come = [rank for rank in missing if store.check([f"member/{rank}"])]
         missing = [rank for rank in missing if rank not in come]
         for rank in come:
-            problem = _mismatch(first, json.loads(store.get(f"member/{rank}")))
+            other = json.loads(store.get(f"member/{rank}"))
+            problem = _other_size(first, other) or _other_versions(first, other)
+            if problem is None and rank:
+                problem = _other_settings(first, other, settings, json.loads(store.get(f"settings/{rank}")))
             if problem:
                 return problem
         if missing and store.check(["refused"]):
@@ -226,20 +235,21 @@ def _verdict(store: Store, world: World, timeout: datetime.timedelta) -> str | N
     return None
 
 
-def _mismatch(first: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """In what a rank differs from rank 0 that it must have in common with it."""
-    problem = _other_size(first, other)
-    if problem:
-        return problem
-    ours, theirs = first["settings"], other["settings"]
+def _other_settings(
+    first: dict[str, Any], other: dict[str, Any], ours: dict[str, str], theirs: dict[str, str]
+) -> str | None:
     unlike = [key for key in ours if ours[key] != theirs.get(key)]
-    if unlike:
-        told = "; ".join(f"{key} is {theirs.get(key)} there and {ours[key]} on rank 0" for key in unlike[:MOST_NAMED])
-        more = f"; and {len(unlike) - MOST_NAMED} more" if len(unlike) > MOST_NAMED else ""
-        return (
-            f"{name_of(other)} was started with other settings than {name_of(first)}: {told}{more}. "
-            "Start all ranks with the same."
-        )
+    if not unlike:
+        return None
+    told = "; ".join(f"{key} is {theirs.get(key)} there and {ours[key]} on rank 0" for key in unlike[:MOST_NAMED])
+    more = f"; and {len(unlike) - MOST_NAMED} more" if len(unlike) > MOST_NAMED else ""
+    return (
+        f"{name_of(other)} was started with other settings than {name_of(first)}: {told}{more}. "
+        "Start all ranks with the same."
+    )
+
+
+def _other_versions(first: dict[str, Any], other: dict[str, Any]) -> str | None:
     for what in ("vitamp", "torch"):
         if first[what] != other[what]:
             return f"{name_of(other)} has {what} {other[what]}, {name_of(first)} has {first[what]}; install the same."

@@ -35,6 +35,7 @@ WORDS = {
     CTRL_C: "Interrupted (once more leaves at once)",
     ENDED: "Told to end (SIGTERM or SIGUSR1)",
 }
+SECONDS_BETWEEN_WISHES, MOST_WITHOUT_WISHES = 0.05, 8
 
 
 class Stopped(Exception):
@@ -118,20 +119,24 @@ class Deadline:
         """Call it once an update: it also sees how long one takes."""
         now = time.monotonic()
         an_update, self._looked = now - self._looked, now
-        # Ranks stop one update after the first of them wants to; and a checkpoint may just be being written.
-        return self._end is not None and now + 2 * an_update + 2 * self._to_save() >= self._end
+        # Ranks stop a little after the first of them wants to; and a checkpoint may just be being written.
+        ahead = 2 * (an_update + SECONDS_BETWEEN_WISHES + self._to_save())
+        return self._end is not None and now + ahead >= self._end
 
 
 class Stopping:
     """Asks, update by update, whether any rank was told to stop. A collective call, that nobody waits for.
 
     The ranks' wishes travel while the next update is computed and are looked at after it, on a group of their own in
-    the hosts' memory: no GPU is waited for, and all ranks learn the same at the same update.
+    the hosts' memory: no GPU is waited for, and all ranks learn the same at the same update. Where updates take only
+    milliseconds, every few of them will do; how many, the ranks tell each other along with their wishes.
     """
 
     def __init__(self, world: World, time_is_up: Callable[[], bool]) -> None:
         self._world, self._time_is_up = world, time_is_up
         self._travelling: tuple[torch.distributed.Work, torch.Tensor] | None = None
+        self._of, self._every, self._left = "", 1, 1
+        self._asked = time.monotonic()
         if world.size > 1:
             import torch.distributed
 
@@ -139,24 +144,35 @@ class Stopping:
             assert isinstance(group, torch.distributed.ProcessGroup)
             self._group = group
 
-    def check(self) -> None:
-        """Raise `Stopped`, on all ranks at once, if one of them was to stop."""
+    def check(self, of: str = "updates") -> None:
+        """Raise `Stopped`, on all ranks at once, if one of them was to stop. `of`: between what the call stands."""
         wish = max(signals.wish, TIME_IS_UP if self._time_is_up() else NOTHING)
-        agreed = wish if self._world.size == 1 else self._exchanged(wish)
+        agreed = wish if self._world.size == 1 else self._exchanged(wish, of)
         if agreed:
             raise Stopped(agreed)
 
-    def _exchanged(self, wish: int) -> int:
-        """The greatest wish that any rank had one call ago."""
-        import torch.distributed
-
+    def _exchanged(self, wish: int, of: str) -> int:
+        """The greatest wish that any rank had at the exchange before."""
+        if of != self._of:  # of another length, perhaps
+            self._of, self._every, self._left = of, 1, 1
+        self._left -= 1
+        if self._left:
+            return NOTHING
+        now = time.monotonic()
+        each, self._asked = (now - self._asked) / self._every, now
         before = self._arrived()
         if before == NOTHING:
-            flag = torch.tensor([wish], dtype=torch.int32)
-            work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
-            assert work is not None
-            self._travelling = work, flag
+            self._send(wish, min(int(SECONDS_BETWEEN_WISHES / max(each, 1e-6)), MOST_WITHOUT_WISHES))
+        self._left = self._every
         return before
+
+    def _send(self, wish: int, every: int) -> None:
+        import torch.distributed
+
+        flag = torch.tensor([wish, max(every, 1)], dtype=torch.int32)
+        work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
+        assert work is not None
+        self._travelling = work, flag
 
     def _arrived(self) -> int:
         if self._travelling is None:
@@ -164,7 +180,8 @@ class Stopping:
         work, flag = self._travelling
         self._travelling = None
         work.wait()
-        return flag.numpy()[0].item()
+        wish, self._every = flag.numpy().tolist()
+        return wish
 
     def wait_for_all(self) -> None:
         """Let no rank leave before rank 0 has saved: a launcher would end the others, too, in the middle of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -258,7 +259,7 @@ class Trainer:
             # An average in host memory. It is copied: moved there and back it would hold other tensors than those
             # that its updates go into.
             model = copy.deepcopy(model).to(device)
-        check = self._stopping.check
+        check = partial(self._stopping.check, of="batches")
         return evaluate(model, self.val_loader, samples, parts.inputs, parts.precision, self.world, between=check)
 
     def _save(self, finished_epoch: int | None = None) -> None:

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from engine.shards import Joined, files_of
 from utils.errors import UserError
 from utils.log import log
 from utils.run_folder import replace_text
@@ -36,9 +37,16 @@ class Checkpoint:
     folder: Path
     meta: dict[str, Any]
 
+    def has(self, name: str) -> bool:
+        return bool(files_of(name, self.meta["files"]))
+
     def tensors(self, name: str = MODEL) -> dict[str, Tensor]:
+        return dict(self.one_by_one(name))
+
+    def one_by_one(self, name: str = MODEL) -> Mapping[str, Tensor]:
+        """The same, each tensor read when it is asked for."""
         try:
-            return safetensors.torch.load_file(self.folder / name)
+            return Joined([self.folder / file for file in files_of(name, self.meta.get("files", ())) or [name]])
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{self.folder / name}: cannot be read ({error}).") from None
 
@@ -61,12 +69,16 @@ def save_checkpoint(
 
 
 def write_files(folder: Path, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+    write_tensors(folder, tensors)
+    with naming_the_fault(folder / STATE), (folder / STATE).open("wb") as file:
+        torch.save(state, file)
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, dict[str, Tensor]]) -> None:
     for name, named in tensors.items():
         plain = {key: value.detach().cpu().contiguous() for key, value in named.items()}
         with naming_the_fault(folder / name):
             safetensors.torch.save_file(plain, folder / name, metadata={"format": "pt"})
-    with naming_the_fault(folder / STATE), (folder / STATE).open("wb") as file:
-        torch.save(state, file)
 
 
 @contextlib.contextmanager
@@ -192,7 +204,8 @@ def inspect(folder: Path) -> Checkpoint:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         version, files = meta["format"], meta["files"]
         missing = [name for name, seal in files.items() if (folder / name).stat().st_size != seal["size"]]
-        if {MODEL, STATE} - set(files) or not all(isinstance(seal["sha256"], str) for seal in files.values()):
+        hashed = all(isinstance(seal["sha256"], str) for seal in files.values())
+        if not (files_of(MODEL, files) and STATE in files and hashed):
             raise ValueError("it does not list the files with their hashes")
         int(meta["epoch"])
     except FileNotFoundError as error:

@@ -8,6 +8,7 @@ from datasets import check_dataset
 from engine.checkpoint import check_resumable
 from engine.optim import optimizer_name
 from engine.precision import check_amp
+from engine.sharding import check_sharding
 from models import check_model, check_pretrained
 from utils.config import Config
 from utils.run_folder import check_output, holds_a_run, run_of
@@ -45,6 +46,7 @@ def check(config: Config) -> None:
     check_output(target_folder(config), config.SAVE, resumed_run(config))
     check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)
     optimizer_name(config.TRAIN.OPTIMIZER.NAME)
+    check_sharding(config)
     check_amp(config.AMP, config.TRAIN)
     if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
         check_pretrained(config.MODEL.PRETRAINED)

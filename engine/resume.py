@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 from engine.checkpoint import EMA, MODEL, STATE, Checkpoint
 from engine.meters import Means
 from engine.overflow import SkipRecord
+from engine.sharding import Sharding, is_dealt, own_part, own_parts
+from engine.shards import OPTIMIZER, put_in
 from engine.update import Parts
 from utils.config import Config, differences, load_config
 from utils.errors import UserError
@@ -134,9 +137,16 @@ def restore(parts: Parts, checkpoint: Checkpoint, global_batch: int, per_epoch: 
 def _restore(
     parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], global_batch: int, per_epoch: int
 ) -> tuple[Position, Best]:
-    load_weights(parts.model, checkpoint.tensors(MODEL), f"{checkpoint.folder / MODEL}")
-    _load_optimizer(parts.optimizer, state)
+    sharding = parts.sharding
+    load_weights(parts.model, checkpoint.one_by_one(MODEL), f"{checkpoint.folder / MODEL}", sharding)
+    moments = checkpoint.one_by_one(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
+    _load_optimizer(parts.optimizer, state, moments, sharding)
     parts.schedule.restore(state["moved"])
+    if state["fp32_modules"] and sharding is not None and parts.precision.level == "O2":
+        raise UserError(
+            f"{checkpoint.folder}: AMP.AUTO_FP32 had moved modules to fp32, which DIST.STRATEGY fsdp cannot do to "
+            f"weights that are dealt out; set AMP.FP32_MODULES to {state['fp32_modules']}."
+        )
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
         parts.force_fp32(state["fp32_modules"])
         log.info("In fp32, as AMP.AUTO_FP32 had moved them: %s", ", ".join(state["fp32_modules"]))
@@ -144,11 +154,10 @@ def _restore(
         parts.precision.scaler.load_state_dict(state["scaler"])
         parts.skips = SkipRecord(**state["skips"])
     if parts.ema is not None:
-        if EMA in checkpoint.meta["files"]:
-            load_weights(parts.ema.module, checkpoint.tensors(EMA), f"{checkpoint.folder / EMA}")
+        name = EMA if checkpoint.has(EMA) else MODEL
+        load_weights(parts.ema.module, checkpoint.one_by_one(name), f"{checkpoint.folder / name}", sharding)
+        if name == EMA:
             parts.ema.updates = state["ema_updates"]
-        else:
-            load_weights(parts.ema.module, checkpoint.tensors(MODEL), f"{checkpoint.folder / MODEL}")
     position = Position(**{"validated": state["position"]["update"], **state["position"]})
     best = _best_of(state["best"])
     if position.step and state["global_batch"] != global_batch:
@@ -203,7 +212,7 @@ def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> C
     return config.model_copy(update={"TRAIN": train.model_copy(update={"ACCUM_ITER": total // at_once})})
 
 
-def load_weights(model: nn.Module, saved: dict[str, Tensor], where: str) -> None:
+def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, sharding: Sharding | None = None) -> None:
     """Load weights that must fit exactly; otherwise say which tensors differ."""
     own = model.state_dict()
     lines = [f"{n}: {tuple(saved[n].shape)} there, {tuple(own[n].shape)} here" for n in own if _differs(own, saved, n)]
@@ -215,14 +224,20 @@ def load_weights(model: nn.Module, saved: dict[str, Tensor], where: str) -> None
             f"{where}: weights of another architecture. Start from them by -pretrained, or use the config they were "
             "trained with. Tensors that differ:\n  " + "\n  ".join(lines[:10]) + more
         )
-    model.load_state_dict(saved)
+    if sharding is None:
+        model.load_state_dict(saved)
+        return
+    for name, value in own.items():
+        own_part(value).copy_(sharding.rows(saved[name]) if is_dealt(value) else saved[name])
 
 
-def _differs(own: dict[str, Tensor], saved: dict[str, Tensor], name: str) -> bool:
+def _differs(own: dict[str, Tensor], saved: Mapping[str, Tensor], name: str) -> bool:
     return name in saved and saved[name].shape != own[name].shape
 
 
-def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+def _load_optimizer(
+    optimizer: Optimizer, state: dict[str, Any], moments: Mapping[str, Tensor], sharding: Sharding | None
+) -> None:
     if state["optimizer_name"] != type(optimizer).__name__:
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: the run was trained with {state['optimizer_name']}, now it is "
@@ -236,6 +251,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
             f"the optimiser's groups hold {sizes[0]} tensors in the checkpoint and {sizes[1]} now; was "
             "TRAIN.WEIGHT_DECAY or TRAIN.WEIGHT_DECAY_ALL changed between zero and not?"
         )
+    put_in(saved, moments, [p for group in optimizer.param_groups for p in group["params"]], sharding)
     groups = zip(saved["param_groups"], now["param_groups"], strict=True)
     # Settings are the present ones; what a fresh group lacks is not a setting: LAMB counts its steps there.
     merged = [{**old, **new} for old, new in groups]
@@ -244,9 +260,15 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 def finite(tensors: dict[str, Tensor]) -> bool:
     """Whether all weights are numbers; one answer from the device."""
-    floats = [t for t in tensors.values() if t.is_floating_point()]
+    floats = [t for t in own_parts(tensors).values() if t.is_floating_point() and t.numel()]
     # The Euclidean norm takes a tenth of the time of the largest absolute value, but can overflow where that cannot.
     return _all_finite(floats, 2.0) or _all_finite(floats, float("inf"))
+
+
+def finite_everywhere(parts: Parts) -> bool:
+    """The same of the model's, on all ranks alike. A collective call where its weights are dealt out."""
+    good = finite(parts.model.state_dict())
+    return good if parts.sharding is None else parts.sharding.agree(good)
 
 
 def _all_finite(tensors: list[Tensor], order: float) -> bool:

@@ -37,6 +37,7 @@ from engine.setup import (
     checkpoint_meta,
     model_in_precision,
 )
+from engine.sharding import sharding_of
 from engine.stopping import signals
 from engine.trainer import Trainer
 from utils.config import Config, Loaded, config_hash, to_yaml
@@ -137,7 +138,8 @@ def _train(
     if checkpoint is not None:
         given, saved = config, checkpoint
         config = _together(world, lambda: with_kept_batch(given, saved, world.size))
-    ready = _together(world, lambda: build_for_training(config, world, device, checkpoint))
+    sharding = sharding_of(config, world, device)
+    ready = _together(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
     warning = ready.precision.choice.warning
     if warning:
         log.warning(warning)
@@ -260,7 +262,7 @@ def _evaluate_only(
     files = {"": "model.safetensors", "ema_": EMA} if checkpoint else {"": None}
     for prefix, name in files.items():
         if checkpoint and name:
-            if name not in checkpoint.meta["files"]:
+            if not checkpoint.has(name):
                 continue
             load_weights(ready.model, checkpoint.tensors(name), str(checkpoint.folder / name))
         figures[prefix] = evaluate(

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,9 @@ PAUSES = (5.0, 20.0, 60.0)
 """Seconds between attempts while training goes on; the last one again and again."""
 PAUSES_AT_THE_END = (1.0, 3.0, 6.0)
 SECONDS_OF_SILENCE, SECONDS_AFTER_A_FAILURE = 60.0, 10.0
+
+
+Write = Callable[[Path, dict[str, dict[str, Tensor]], dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ def progress(position: Position, finished_epoch: int | None, figures: dict[str, 
 class Saver:
     """Writes a run's checkpoints, one at a time. Lives on the rank that writes; on the others it has nothing to do."""
 
-    def __init__(self, root: Path, config: Config, pinned: bool) -> None:
-        self._root, self._config = root, config
+    def __init__(self, root: Path, config: Config, pinned: bool, write: Write = write_files) -> None:
+        """`write` puts the tensors and the state into the folder it is given, with other ranks' help perhaps."""
+        self._root, self._config, self._write = root, config, write
         self._copy = StandingCopy(pinned) if config.SAVE_IN_BACKGROUND else None
         self._thread: threading.Thread | None = None
         self._superseded = threading.Event()
@@ -88,8 +91,6 @@ class Saver:
         self.prepared = False
         self.blocked = 0.0
         """Seconds that training stood still for saving, in all."""
-        self.longest = 0.0
-        """Seconds that the slowest checkpoint took to be written."""
         self.longest = 0.0
         """Seconds that the slowest checkpoint took to write."""
 
@@ -113,20 +114,23 @@ class Saver:
         began: float,
     ) -> None:
         """Save what these hold now. `began`: since when training stands still for it, by time.perf_counter."""
-        self._wait_for_writer()
+        self.wait_for_writer()
         if not self.prepared:
             self.prepare(tensors, state)
         if self._copy is not None:
             tensors, state = self._copy.take((tensors, state))
         else:
             tensors, state = copied((tensors, state))
-        fill = partial(write_files, tensors=tensors, state=state)
+
+        def fill(folder: Path) -> None:
+            self._write(folder, tensors, state)
+
         best_update = best.update if best.figure is not None else None
         self.start(Snapshot(meta["update"], meta, fill, best_update), began)
 
     def start(self, snapshot: Snapshot, began: float) -> None:
         """Write `snapshot`, whose tensors nobody changes until the next one is started."""
-        self._wait_for_writer()
+        self.wait_for_writer()
         self._unsaved = snapshot
         if self._copy is None:
             self._attempt(snapshot)
@@ -147,7 +151,7 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until the last snapshot is safe, and fail if it cannot be saved."""
-        self._wait_for_writer()
+        self.wait_for_writer()
         self.look()
         if self._saves > 1:
             log.info("For %d checkpoints training stood still for %.3f s in all.", self._saves, self.blocked)
@@ -172,7 +176,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join(SECONDS_AFTER_A_FAILURE)
 
-    def _wait_for_writer(self) -> None:
+    def wait_for_writer(self) -> None:
         """Let the thread end what it is writing; what it could not write until now it is not to try again."""
         self._superseded.set()
         thread, self._thread = self._thread, None

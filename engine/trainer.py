@@ -20,10 +20,11 @@ from engine.meters import NEVER, Means, Reading
 from engine.pace import Pace, seconds_of
 from engine.profile import UpdateProfiler
 from engine.report import Reporter
-from engine.resume import Best, Position, best_by, finite, start_of_best, state_of, tensors_of
-from engine.saving import Saver, progress
+from engine.resume import Best, Position, best_by, finite_everywhere, start_of_best, state_of
+from engine.saving import progress
 from engine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.update import Parts, train_update
+from engine.writers import all_of_it, saver_of
 from utils.config import Config
 from utils.errors import EXIT_DONE, CommonError
 from utils.log import log
@@ -56,7 +57,7 @@ class Trainer:
         self._drawn = perf_counter()
         self.health = Health(self.config.AMP, self.parts, self.world, self.reporter)
         self._last_figures: dict[str, Means] = {}
-        self.saver = Saver(self.folder / "checkpoints", self.config, self.parts.precision.device.type == "cuda")
+        self.saver, self._saves = saver_of(self.folder, self.config, self.parts, self.world)
         self._saved_when = perf_counter()
         self.best = start_of_best(self.best, self.config.SAVE_BEST_BY)
         limit = self.config.MAX_TIME
@@ -75,7 +76,7 @@ class Trainer:
         except Exception:
             self.saver.let_end()
             raise
-        self.saver.finish()
+        self._finish_saving()
         self._draw(force=True)
         self.reporter.run("end", self.position, self.pace.total)
         return EXIT_DONE
@@ -97,7 +98,7 @@ class Trainer:
         log.info("%s: saving after update %d, to be resumed.", stopped.words, self.position.update)
         if self._saved_at != self.position.update:
             self._save()
-        self.saver.finish()
+        self._finish_saving()
         if stopped.wish == TIME_IS_UP:  # a signal leaves no time for it
             self._draw(force=True)
         self.reporter.run("paused", self.position, self.pace.total)
@@ -105,8 +106,8 @@ class Trainer:
 
     def _guessed_saving(self) -> float:
         """Seconds for the first checkpoint: weights, their average, and two moments of each."""
-        copies = 4 if self.parts.ema else 3
-        return copies * sum(p.nbytes for p in self.parts.model.parameters()) / BYTES_SAVED_IN_A_SECOND
+        weights = sum(p.nbytes for p in self.parts.model.parameters())
+        return (4 if self.parts.ema else 3) * weights / BYTES_SAVED_IN_A_SECOND
 
     def _epoch(self) -> str:
         """From the present position to the end of its epoch, unless something ends it before."""
@@ -141,9 +142,8 @@ class Trainer:
         self._stop_on_nan(reading)
         self.health.look(position, together=True)
         self.reporter.epoch(position, reading.epoch, seconds)
-        finished = position.epoch
+        finished, improved = position.epoch, False
         last = finished == config.TRAIN.NUM_EPOCHS
-        improved = False
         if (finished % config.VALIDATE_FREQ == 0 or last) and position.validated != position.update:
             improved = self._validate()
         position.epoch, position.step = finished + 1, 0
@@ -204,13 +204,13 @@ class Trainer:
         self._stop_on_nan(reading)
         self._stop_on_skips(reading)
         self.saver.look()
-        if self.world.first and not self.saver.prepared:
+        if self._saves and not self.saver.prepared:
             self.saver.prepare(*self._all_that_is_saved({}))
 
     def _stop_on_skips(self, reading: Reading) -> None:
         if self.health.too_many(reading):
             self._save()
-            self.saver.finish()
+            self._finish_saving()
             raise self.health.diagnosis(reading, self.position.update)
 
     def _read(self) -> Reading:
@@ -269,10 +269,11 @@ class Trainer:
         self.health.look(position, together=True)  # what was found so far is told now: it is not saved
         began = self._saved_when = perf_counter()
         meters = parts.meters.state()
-        if not finite(parts.model.state_dict()):
+        self.saver.wait_for_writer()
+        if not finite_everywhere(parts):
             raise CommonError(f"update {position.update}: the weights hold NaN or infinity; this is not saved.")
         self._saved_at = position.update
-        if not self.world.first:
+        if not self._saves:
             return
         self.reporter.flush()
         figures = self._last_figures if position.validated == position.update else {}
@@ -281,7 +282,12 @@ class Trainer:
 
     def _all_that_is_saved(self, meters: dict[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         parts = self.parts
-        return tensors_of(parts), state_of(parts, self.position, self.best, self.global_batch, meters)
+        return all_of_it(parts, state_of(parts, self.position, self.best, self.global_batch, meters))
+
+    def _finish_saving(self) -> None:
+        self.saver.finish()
+        if self.parts.sharding is not None:  # a rank whose rows rank 0 may still ask for is not to leave
+            self._stopping.wait_for_all()
 
     def _draw(self, force: bool = False) -> None:
         """curves.png at the end and now and then; drawing every short epoch would cost more than training it."""

@@ -190,6 +190,13 @@ class AmpConfig(Section):
 class DistConfig(Section):
     """The process group."""
 
+    STRATEGY: Annotated[Literal["ddp", "fsdp"], BeforeValidator(folded)] = Field(
+        default="ddp",
+        description="ddp: each process holds the whole model. fsdp: the weights are dealt out; see docs/fsdp.md.",
+    )
+    HSDP: bool = Field(
+        default=False, description="fsdp: deal out within a machine, and keep a copy on each; for slow networks."
+    )
     BACKEND: Literal["nccl", "gloo"] | None = Field(default=None, description="null: nccl on GPUs, gloo elsewhere.")
     TIMEOUT: float = Field(
         default=10.0, gt=0, description="Minutes after which a rank that the others wait for ends the run."

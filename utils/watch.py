@@ -191,7 +191,7 @@ class _MainThread:
         innermost, ours, stack = frame, None, []
         while frame is not None:
             stack.append((id(frame.f_code), frame.f_lasti))
-            if ours is None and frame.f_code.co_filename.startswith(ROOT):
+            if ours is None and _is_ours(frame.f_code.co_filename):
                 ours = frame
             frame = frame.f_back
         now, found = time.monotonic(), tuple(stack)
@@ -203,10 +203,14 @@ class _MainThread:
         return now - self._since
 
 
+def _is_ours(file: str) -> bool:
+    return file.startswith(ROOT) and "site-packages" not in file  # an environment may lie in the project's folder
+
+
 def _place(innermost: FrameType, ours: FrameType | None) -> str:
     def words(frame: FrameType) -> str:
         file = frame.f_code.co_filename
-        short = file.removeprefix(ROOT) if file.startswith(ROOT) else os.sep.join(file.split(os.sep)[-3:])
+        short = file.removeprefix(ROOT) if _is_ours(file) else os.sep.join(file.split(os.sep)[-3:])
         return f"{short}:{frame.f_lineno} ({frame.f_code.co_name})"
 
     return words(innermost) if ours is None or ours is innermost else f"{words(innermost)}, called from {words(ours)}"

@@ -159,10 +159,8 @@ class Trainer:
         position, config = self.position, self.config
         if position.step == self.per_epoch:
             return
-        improved = False
         due = config.VALIDATE_EVERY_UPDATES and position.update % config.VALIDATE_EVERY_UPDATES == 0
-        if due and position.validated != position.update:
-            improved = self._validate()
+        improved = due and position.validated != position.update and self._validate()
         due = config.SAVE_EVERY_UPDATES and position.update % config.SAVE_EVERY_UPDATES == 0
         if improved or (due and self._saved_at != position.update) or (reported and self._minutes_are_up()):
             self._save()

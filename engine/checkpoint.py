@@ -43,7 +43,7 @@ class Checkpoint:
     def tensors(self, name: str = MODEL) -> dict[str, Tensor]:
         return dict(self.one_by_one(name))
 
-    def one_by_one(self, name: str = MODEL) -> Mapping[str, Tensor]:
+    def one_by_one(self, name: str = MODEL) -> Joined:
         """The same, each tensor read when it is asked for."""
         try:
             return Joined([self.folder / file for file in files_of(name, self.meta.get("files", ())) or [name]])

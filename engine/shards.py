@@ -50,6 +50,10 @@ class Joined(Mapping[str, Tensor]):
         rows = [file.get_tensor(name) for file in self._where[name]]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        first, *others = [file.get_slice(name).get_shape() for file in self._where[name]]
+        return (first[0] + sum(rows for rows, *_ in others), *first[1:]) if others else tuple(first)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from engine.checkpoint import EMA, MODEL, Checkpoint, naming_the_fault, read_index
@@ -65,7 +64,7 @@ def _last(path: Path, count: int) -> list[Path]:
 
 def _file(sources: list[Checkpoint], weights: str | None) -> str:
     """Which of their files: the moving average where all have one, unless the other was asked for."""
-    without = [source.folder for source in sources if EMA not in source.meta["files"]]
+    without = [source.folder for source in sources if not source.has(EMA)]
     if weights == "ema" and without:
         raise UserError(f"-weights ema: {without[0]} has no moving average (TRAIN.MODEL_EMA); take -weights model.")
     return MODEL if weights == "model" or without else EMA
@@ -77,22 +76,16 @@ def _words(name: str) -> str:
 
 def _mean(sources: list[Checkpoint], name: str) -> dict[str, Tensor]:
     """Tensor by tensor, summed in double precision: of many checkpoints only one tensor each is in memory."""
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(safe_open(str(s.folder / name), framework="pt")) for s in sources]
-        shapes = [_shapes(file) for file in files]
-        for source, found in zip(sources, shapes, strict=True):
-            if found != shapes[0]:
-                key = next(k for k in sorted({*found, *shapes[0]}) if found.get(k) != shapes[0].get(k))
-                raise UserError(
-                    f"{source.folder} and {sources[0].folder} are of different architectures and have no average: "
-                    f"{key} is {found.get(key, 'not there')} and {shapes[0].get(key, 'not there')}."
-                )
-        return {key: _mean_of([file.get_tensor(key) for file in files]) for key in shapes[0]}
-
-
-def _shapes(file: Any) -> dict[str, tuple[int, ...]]:
-    names = file.keys()
-    return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    files = [source.one_by_one(name) for source in sources]
+    shapes = [{key: file.shape(key) for key in file} for file in files]
+    for source, found in zip(sources, shapes, strict=True):
+        if found != shapes[0]:
+            key = next(k for k in sorted({*found, *shapes[0]}) if found.get(k) != shapes[0].get(k))
+            raise UserError(
+                f"{source.folder} and {sources[0].folder} are of different architectures and have no average: "
+                f"{key} is {found.get(key, 'not there')} and {shapes[0].get(key, 'not there')}."
+            )
+    return {key: _mean_of([file[key] for file in files]) for key in shapes[0]}
 
 
 def _mean_of(tensors: list[Tensor]) -> Tensor:

@@ -63,6 +63,15 @@ class Command:
         until(lambda: not marked(self.mark), 10)
         return Result(self.process.returncode, out, err)
 
+    def wait_until(self, happens: Callable[[], object], seconds: float) -> None:
+        """Wait for something it does; where it does not, show what it said."""
+        try:
+            until(happens, seconds)
+        except AssertionError as error:
+            self.kill()
+            out, err = self.process.communicate(timeout=10)
+            raise AssertionError(f"{error}\n{out}\n{err}") from None
+
     def kill(self) -> None:
         for pid in marked(self.mark):
             with contextlib.suppress(ProcessLookupError):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.clusters import MPI_AS_ROOT, MULTI, Command, free_port, launch, needs, slurm, torchrun, until
+from tests.launch.clusters import MPI_AS_ROOT, MULTI, Command, free_port, launch, needs, slurm, torchrun
 from tests.program import ROOT, metrics
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_killed_rank_ends_all_within_15_seconds(name: str, tiny: Path) -> None
     with launcher(name) as (start, env, said):
         command = Command(*start, MULTI, "-cfg", tiny, "-output", run, *ENDLESS, env=env)
         try:
-            until(lambda: lines.exists() and lines.read_text().count('"train"') > 2, 120)
+            command.wait_until(lambda: lines.exists() and lines.read_text().count('"train"') > 2, 120)
             row = re.search(r"^  1 +\S+ +\d+ +(\d+) ", (run / "log.txt").read_text(), re.MULTILINE)
             assert row is not None
             os.kill(int(row[1]), signal.SIGKILL)

@@ -24,6 +24,8 @@ def banner(config: Config, ready: Ready, world: World, device: torch.device, thr
         ("data", _data(config, ready)),
     ]
     if isinstance(ready, ReadyToTrain):
+        if ready.parts.sharding is not None:
+            rows.append(("strategy", ready.parts.sharding.words()))
         rows += [("batch", _batch(config, ready, world)), ("training", _training(config, world))]
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:

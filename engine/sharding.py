@@ -8,7 +8,6 @@ Each rank keeps rows of every tensor. A block's weights are gathered when the bl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +20,7 @@ from engine.precision import Precision
 from utils.config import Config
 from utils.errors import UserError
 from utils.log import log
-from utils.world import World, sum_over_ranks
+from utils.world import World, agree, sum_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -48,6 +47,7 @@ def sharding_of(config: Config, world: World, device: torch.device) -> Sharding 
     if world.size == 1:
         log.info("DIST.STRATEGY fsdp: one process has nobody to share the weights with, and keeps them all.")
         return None
+    agree(_unlike_machines(world) if config.DIST.HSDP else None, world)
     return Sharding(world, device, config.DIST.HSDP)
 
 
@@ -59,7 +59,6 @@ class Sharding:
 
         self._world = world
         if by_machine:
-            _check_machines(world)
             sizes, names = (world.size // world.local_size, world.local_size), (COPIES, SHARDS)
         else:
             sizes, names = (world.size,), (SHARDS,)
@@ -67,6 +66,12 @@ class Sharding:
         self.count = sizes[-1]
         self.nth = self._mesh.get_local_rank(SHARDS)
         self.writes = not by_machine or self._mesh.get_local_rank(COPIES) == 0
+
+    def words(self) -> str:
+        machines = self._world.size // self.count
+        return f"fsdp: weights dealt out over {self.count} processes" + (
+            f" on each of {machines} machines" if machines > 1 else ""
+        )
 
     def deal(self, model: nn.Module, precision: Precision, computing: bool = True) -> None:
         """Keep only this rank's rows of the weights; before an optimiser is made for them.
@@ -152,15 +157,16 @@ def meet_now(model: nn.Module, now: bool) -> None:
         model.set_requires_gradient_sync(now)
 
 
-def _check_machines(world: World) -> None:
-    machines = world.size / world.local_size
-    uneven = machines != math.floor(machines) or world.rank % world.local_size != world.local_rank
-    if uneven or world.local_size == 1 or machines == 1:
-        raise UserError(
-            f"DIST.HSDP deals the weights out within a machine and copies them from machine to machine; here are "
-            f"{world.size} processes, {world.local_size} on this machine. It takes two or more machines with equally "
-            "many processes, two or more, ranks counted machine by machine. Leave it out."
-        )
+def _unlike_machines(world: World) -> str | None:
+    """What keeps weights from being dealt out machine by machine."""
+    uneven = world.size % world.local_size or world.rank % world.local_size != world.local_rank
+    if not uneven and 1 < world.local_size < world.size:
+        return None
+    return (
+        "DIST.HSDP deals the weights out within a machine and copies them from machine to machine; here are "
+        f"{world.size} processes, {world.local_size} on this machine. It takes two or more machines with equally many "
+        "processes, two or more, ranks counted machine by machine. Leave it out."
+    )
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -53,12 +53,11 @@ def outcome(run: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
 
 
 @pytest.fixture(scope="module")
-def plain(place: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
-    """What all others are held against: python main_multi_gpu.py -ngpus 2."""
-    run = place / "plain"
-    done = run_program(*program(run)[1:], "-ngpus", 2, script="main_multi_gpu.py", streams=place)
+def alone(place: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
+    """What all others are held against: one process with two micro-batches an update, which nobody had to launch."""
+    run = place / "alone"
+    done = run_program(*program(run)[1:], "-accum_iter", 2, streams=place)
     assert done.code == 0, done.text
-    assert "main_multi_gpu.py itself, 2 processes on 1 machine" in done.out
     return outcome(run)
 
 
@@ -74,23 +73,30 @@ def well(done: Result, *said: str) -> None:
         assert done.out.count(text) == 1, done.text
 
 
-def test_torchrun(plain: object, place: Path) -> None:
+def test_plainly(alone: object, place: Path) -> None:
+    run = place / "plain"
+    done = run_program(*program(run)[1:], "-ngpus", 2, script="main_multi_gpu.py", streams=place)
+    well(done, "main_multi_gpu.py itself, 2 processes on 1 machine")
+    assert outcome(run) == alone
+
+
+def test_torchrun(alone: object, place: Path) -> None:
     run = place / "torchrun"
     start = torchrun("--nproc_per_node", 2, "--master_port", free_port())
     well(launch(*start, *program(run)), "torchrun, 2 processes on 1 machine")
-    assert outcome(run) == plain
+    assert outcome(run) == alone
 
 
 @pytest.mark.slow
-def test_torch_distributed_launch(plain: object, place: Path) -> None:
+def test_torch_distributed_launch(alone: object, place: Path) -> None:
     """The older launcher of many scripts, which may add a flag of its own."""
     run = place / "launch"
     start = (sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node", 2)
     well(launch(*start, "--master_port", free_port(), *program(run)))
-    assert outcome(run) == plain
+    assert outcome(run) == alone
 
 
-def test_by_hand(plain: object, place: Path) -> None:
+def test_by_hand(alone: object, place: Path) -> None:
     """-host, -port, -rank and -world_size, one command line a process; only rank 0 speaks."""
     run, words = place / "hand", ("-host", "localhost", "-port", free_port(), "-world_size", 2)
 
@@ -104,10 +110,10 @@ def test_by_hand(plain: object, place: Path) -> None:
         first, other = pool.map(rank, (0, 1))
     well(first, "by hand, 2 processes on 1 machine")
     assert (other.code, other.text) == (0, "")
-    assert outcome(run) == plain
+    assert outcome(run) == alone
 
 
-def test_ranks_in_the_environment_by_hand(plain: object, place: Path) -> None:
+def test_ranks_in_the_environment_by_hand(alone: object, place: Path) -> None:
     """As a Kubernetes operator starts one process a pod: no launcher, and no local rank."""
     run, port = place / "environment", str(free_port())
 
@@ -121,7 +127,7 @@ def test_ranks_in_the_environment_by_hand(plain: object, place: Path) -> None:
         first, other = pool.map(rank, (0, 1))
     well(first)
     assert (other.code, other.text) == (0, "")
-    assert outcome(run) == plain
+    assert outcome(run) == alone
 
 
 def mpirun(kind: str) -> list[object]:
@@ -137,28 +143,28 @@ def mpirun(kind: str) -> list[object]:
 @pytest.mark.parametrize(
     ("kind", "named"), [("openmpi", "OpenMPI"), pytest.param("mpich", "MPICH", marks=pytest.mark.slow)]
 )
-def test_mpirun(plain: object, place: Path, kind: str, named: str) -> None:
+def test_mpirun(alone: object, place: Path, kind: str, named: str) -> None:
     run = place / kind
     done = launch(*mpirun(kind), "-n", 2, sys.executable, *program(run), env=MPI_AS_ROOT)
     well(done, f"{named}, 2 processes on 1 machine")
-    assert outcome(run) == plain
+    assert outcome(run) == alone
 
 
-def test_srun(plain: object, place: Path, cluster: Slurm) -> None:
+def test_srun(alone: object, place: Path, cluster: Slurm) -> None:
     """Two nodes, a task each; `HOST=... srun bash script.sh` of older scripts hands the host on by a flag."""
     run = place / "srun"
     flags = ("-host", "127.0.0.1", "-port", free_port())
     done = launch("srun", "-N", 2, "-n", 2, sys.executable, *program(run), *flags, env=cluster.env)
     well(done, "SLURM, 2 processes on 1 machine")  # both nodes are this machine
-    assert outcome(run) == plain
+    assert outcome(run) == alone
 
 
 @pytest.mark.slow
-def test_srun_on_one_node_finds_itself(plain: object, place: Path, cluster: Slurm) -> None:
+def test_srun_on_one_node_finds_itself(alone: object, place: Path, cluster: Slurm) -> None:
     run = place / "srun_one"
     done = launch("srun", "-N", 1, "-n", 2, "-c", 1, sys.executable, *program(run), env=cluster.env)
     well(done, "SLURM, 2 processes on 1 machine")
-    assert outcome(run) == plain
+    assert outcome(run) == alone
 
 
 @pytest.mark.slow
@@ -174,7 +180,7 @@ def test_a_batch_script_of_two_tasks_that_calls_python_plainly_trains_once(place
 
 
 @pytest.mark.slow
-def test_torchrun_on_two_machines(plain: object, place: Path) -> None:
+def test_torchrun_on_two_machines(alone: object, place: Path) -> None:
     run = place / "machines"
     with two_machines() as on:
         words = ("--nnodes", 2, "--nproc_per_node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", "n0:29400")
@@ -187,17 +193,17 @@ def test_torchrun_on_two_machines(plain: object, place: Path) -> None:
     ours, theirs = (first, second) if "Done: best" in first.out else (second, first)  # the agents agree who is rank 0
     well(ours, "torchrun, 2 processes on 2 machines")
     assert theirs.code == 0, theirs.text
-    assert outcome(run) == plain
+    assert outcome(run) == alone
 
 
 @pytest.mark.slow
-def test_srun_on_two_machines_finds_the_first_by_its_name(plain: object, place: Path) -> None:
+def test_srun_on_two_machines_finds_the_first_by_its_name(alone: object, place: Path) -> None:
     run = place / "srun_machines"
     with two_machines() as on, slurm(on) as cluster:
         start = [*on(0), "srun", "-N", 2, "-n", 2, sys.executable]
         done = launch(*start, *program(run), env=cluster.env)
     well(done, "SLURM, 2 processes on 2 machines", "meeting at n0:")
-    assert outcome(run) == plain
+    assert outcome(run) == alone
 
 
 @pytest.mark.parametrize("how", ["torchrun", "openmpi", pytest.param("srun", marks=pytest.mark.slow)])

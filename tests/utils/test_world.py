@@ -43,6 +43,7 @@ def test_a_rank_and_a_world_alone_are_one_process_a_machine() -> None:
 def test_srun_names_the_first_machine_and_a_port_of_the_job() -> None:
     world = read_world(NO_FLAGS, SRUN)
     assert world == World(5, 6, 1, 2, "SLURM", ("gpu03", 20000 + 4711 * 7 % 12000))
+    assert world is not None
     first = read_world(NO_FLAGS, {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert first is not None
     assert first.meeting == world.meeting

@@ -138,7 +138,8 @@ class Reporter:
     def _plot(self, group: str, figures: dict[str, float], update: int) -> None:
         if self._board:
             for name, value in figures.items():
-                self._board.add(f"{group}/{name}", value, update)
+                # As metrics.jsonl has it, of which a resumed run draws it again.
+                self._board.add(f"{group}/{name}", value if math.isfinite(value) else math.nan, update)
 
     def close(self) -> None:
         self._bar.close()

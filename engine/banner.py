@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from engine.device import describe as describe_device
+from engine.environment import arguments, libraries
 from engine.optim import scaled_rates
 from engine.setup import Ready, ReadyToTrain, global_batch
 from models import describe as describe_model
@@ -23,8 +24,13 @@ def banner(config: Config, ready: Ready, world: World, device: torch.device, thr
         ("data", _data(config, ready)),
     ]
     if isinstance(ready, ReadyToTrain):
+        if ready.parts.sharding is not None:
+            rows.append(("strategy", ready.parts.sharding.words()))
         rows += [("batch", _batch(config, ready, world)), ("training", _training(config, world))]
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
+    if world.size == 1:
+        rows.insert(0, ("libraries", ", ".join(f"{name} {what}" for name, what in libraries().items())))
+    rows.insert(0, ("arguments", arguments()))
     if config.TAG:
         rows.insert(0, ("tag", config.TAG))
     head = ", ".join(version_text().splitlines())

@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,15 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from engine.shards import Joined, files_of
 from utils.errors import UserError
 from utils.log import log
 from utils.run_folder import replace_text
 
 FORMAT = 1
+PADDLES = (".pdparams", ".pdopt", ".pdema", ".pdstates")
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
+REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
 MODEL, EMA, STATE, META, INDEX = "model.safetensors", "ema.safetensors", "state.pt", "meta.json", "index.json"
 
 
@@ -32,9 +37,16 @@ class Checkpoint:
     folder: Path
     meta: dict[str, Any]
 
+    def has(self, name: str) -> bool:
+        return bool(files_of(name, self.meta["files"]))
+
     def tensors(self, name: str = MODEL) -> dict[str, Tensor]:
+        return dict(self.one_by_one(name))
+
+    def one_by_one(self, name: str = MODEL) -> Joined:
+        """The same, each tensor read when it is asked for."""
         try:
-            return safetensors.torch.load_file(self.folder / name)
+            return Joined([self.folder / file for file in files_of(name, self.meta.get("files", ())) or [name]])
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{self.folder / name}: cannot be read ({error}).") from None
 
@@ -52,35 +64,79 @@ def folder_name(update: int) -> str:
 def save_checkpoint(
     root: Path, update: int, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any], meta: dict[str, Any]
 ) -> Path:
-    """Write everything into a hidden folder, make sure it is on the disk, and only then give it its name."""
+    """Write weights, whole and in one process, and what goes with them."""
+    return publish(root, update, meta, lambda folder: write_files(folder, tensors, state))
+
+
+def write_files(folder: Path, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+    write_tensors(folder, tensors)
+    with naming_the_fault(folder / STATE), (folder / STATE).open("wb") as file:
+        torch.save(state, file)
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, dict[str, Tensor]]) -> None:
+    for name, named in tensors.items():
+        plain = {key: value.detach().cpu().contiguous() for key, value in named.items()}
+        with naming_the_fault(folder / name):
+            safetensors.torch.save_file(plain, folder / name, metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def naming_the_fault(path: Path) -> Iterator[None]:
+    """Raise what the system said of `path` as OSError; torch and safetensors wrap it in errors of their own."""
+    try:
+        yield
+    except safetensors.SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+    except RuntimeError as error:
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from None
+
+
+def publish(root: Path, update: int, meta: dict[str, Any], fill: Callable[[Path], None]) -> Path:
+    """Let `fill` write files into a hidden folder, make sure they are on the disk, and only then give it its name."""
     temporary, final = root / f".tmp-{update}-{os.getpid()}", root / folder_name(update)
     root.mkdir(parents=True, exist_ok=True)
+    bring_back(root)
     for left in root.glob(".tmp-*"):  # of a run that was killed while saving
         shutil.rmtree(left, ignore_errors=True)
     try:
         temporary.mkdir()
-        for name, named in tensors.items():
-            plain = {key: value.detach().cpu().contiguous() for key, value in named.items()}
-            safetensors.torch.save_file(plain, temporary / name, metadata={"format": "pt"})
-        torch.save(state, temporary / STATE)
+        fill(temporary)
         files = {path.name: _seal(path) for path in sorted(temporary.iterdir())}
         meta = {"format": FORMAT, **meta, "files": files}
-        (temporary / META).write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        _seal(temporary / META)
+        with (temporary / META).open("w", encoding="utf-8") as file:
+            file.write(json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         _sync_folder(temporary)
-        replaced = _hide(final)
+        replaced = _hide(final, REPLACED)
         temporary.rename(final)
         _sync_folder(root)
         shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        bring_back(root)
         raise
     return final
 
 
-def _hide(folder: Path) -> Path:
+def bring_back(root: Path) -> None:
+    """A kill between two renames leaves a good checkpoint without its name; it was to be replaced and was not."""
+    for hidden in root.glob(f"{REPLACED}*"):
+        name = root / hidden.name.removeprefix(REPLACED)
+        if not name.exists():
+            with contextlib.suppress(OSError):
+                hidden.rename(name)
+
+
+def _hide(folder: Path, mark: str) -> Path:
     """Take a checkpoint's name away before it is removed: a kill in between must not leave half of one under it."""
-    hidden = folder.with_name(f".tmp-old-{folder.name}")
+    hidden = folder.with_name(f"{mark}{folder.name}")
     if folder.exists():
         folder.rename(hidden)
     return hidden
@@ -102,17 +158,27 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_index(root: Path) -> dict[str, Any]:
+    found: Any = None
     with contextlib.suppress(OSError, ValueError):
-        return json.loads((root / INDEX).read_text(encoding="utf-8"))
-    return {"last": None, "best": None}
+        found = json.loads((root / INDEX).read_text(encoding="utf-8"))
+    named = found if isinstance(found, dict) else {}
+    return {key: named[key] if isinstance(named.get(key), str) else None for key in ("last", "best")}
 
 
 def write_index(root: Path, last: str, best: str | None) -> None:
     replace_text(root / INDEX, json.dumps({"last": last, "best": best}, indent=2) + "\n")
 
 
-def prune(root: Path, keep: int, last: str, best: str | None) -> None:
-    """Remove all but the best and the `keep` (0: all) up to `last`; only after `last` is safely there.
+def best_of(root: Path, update: int | None, last: str) -> str | None:
+    """The best checkpoint that is there: that of `update`, else, where saving it failed, the best one before."""
+    wanted = folder_name(update) if update is not None else None
+    before = read_index(root)["best"]
+    found = [name for name in (wanted, before) if isinstance(name, str) and name <= last and (root / name).is_dir()]
+    return found[0] if found and wanted else None
+
+
+def prune(root: Path, keep: int, last: str, best: str | None, every: int | None = None) -> None:
+    """Remove all but the best, the `keep` (0: all) up to `last`, and each `every`th epoch's; once `last` is safe.
 
     What stands after `last` is of a course that was left by resuming before it; it would be taken for the newest.
     """
@@ -120,8 +186,16 @@ def prune(root: Path, keep: int, last: str, best: str | None) -> None:
     course = [folder for folder in folders if folder.name <= last]
     kept = {folder.name for folder in course[-keep:]} | {best}
     for folder in folders:
-        if folder.name not in kept:
-            shutil.rmtree(_hide(folder), ignore_errors=True)
+        if folder.name not in kept and not (every and folder in course and _ends_each(folder, every)):
+            shutil.rmtree(_hide(folder, REMOVED), ignore_errors=True)
+
+
+def _ends_each(folder: Path, every: int) -> bool:
+    try:
+        found = inspect(folder)
+    except UserError:  # damaged: nothing to keep for ever
+        return False
+    return found.meta.get("epoch_finished", False) and found.meta["epoch"] % every == 0
 
 
 def inspect(folder: Path) -> Checkpoint:
@@ -130,7 +204,8 @@ def inspect(folder: Path) -> Checkpoint:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         version, files = meta["format"], meta["files"]
         missing = [name for name, seal in files.items() if (folder / name).stat().st_size != seal["size"]]
-        if {MODEL, STATE} - set(files) or not all(isinstance(seal["sha256"], str) for seal in files.values()):
+        hashed = all(isinstance(seal["sha256"], str) for seal in files.values())
+        if not (files_of(MODEL, files) and STATE in files and hashed):
             raise ValueError("it does not list the files with their hashes")
         int(meta["epoch"])
     except FileNotFoundError as error:
@@ -158,20 +233,52 @@ def find(path: Path, epoch: int = 0) -> Checkpoint:
 
     `epoch` above 0 asks for the one saved at the end of that epoch.
     """
-    if not path.exists():
-        raise UserError(f"-resume {path}: there is no such file or folder.")
-    folder = path.parent if path.is_file() else path
-    if (folder / META).exists() or folder.name.startswith("step-"):
-        found = verify(inspect(folder))
-        if epoch and not _ends(found, epoch):
-            raise UserError(f"{folder}: saved in epoch {found.meta['epoch']}, but TRAIN.LAST_EPOCH is {epoch}.")
-        return found
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    folder, root = _places(path)
+    if folder is not None:
+        return verify(_of_epoch(inspect(folder), epoch))
     found = newest_good(root, epoch)
     if found is None:
         asked = f" of epoch {epoch}" if epoch else ""
         raise UserError(f"-resume {path}: no usable checkpoint{asked} lies there (looked for {root}/step-*).")
     return found
+
+
+def check_resumable(path: Path, epoch: int = 0) -> None:
+    """Raise what can be said of -resume at once; a checkpoint's contents are read later, by one process for all."""
+    folder, root = _places(path)
+    if folder is not None:
+        _of_epoch(inspect(folder), epoch)
+    elif not any(root.glob("step-*")):
+        raise UserError(f"-resume {path}: no usable checkpoint lies there (looked for {root}/step-*).")
+
+
+def _places(path: Path) -> tuple[Path | None, Path]:
+    """The one checkpoint that `path` means, if it means one; and where a run's checkpoints would lie."""
+    prefix = path.with_name(f"{path.name}.pdparams")  # as PaddleViT names two files at once
+    if path.suffix in PADDLES or (not path.exists() and prefix.exists()):
+        raise UserError(
+            f"-resume {path}: a checkpoint of PaddleViT's, which vitamp does not read yet. -resume goes on with runs "
+            "of vitamp's own."
+        )
+    if not path.exists():
+        raise UserError(f"-resume {path}: there is no such file or folder.")
+    folder = path.parent if path.is_file() else path
+    if (folder / META).exists() or folder.name.startswith("step-"):
+        return folder, folder.parent
+    if path.is_file() and path.name.endswith(WEIGHTS):
+        raise UserError(
+            f"-resume {path}: this is a file of weights and not a run of vitamp's to go on with: it has no {META} "
+            f"beside it. Start a new run from these weights by -pretrained {path}."
+        )
+    return None, folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+
+
+def _of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
+    if epoch and not _ends(checkpoint, epoch):
+        raise UserError(
+            f"{checkpoint.folder}: saved in epoch {checkpoint.meta['epoch']}, but TRAIN.LAST_EPOCH is {epoch}."
+        )
+    return checkpoint
 
 
 def _ends(checkpoint: Checkpoint, epoch: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from utils.log import log
+
 Lines = list[dict[str, Any]]
 
 
 def draw_curves(folder: Path, title: str) -> Path | None:
     """Loss, accuracy, learning rate, gradient norm, loss scale with skips, speed; None if there is nothing to draw."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = _lines(folder / "metrics.jsonl")
     train, val = ([line for line in lines if line["event"] == kind] for kind in ("train", "val"))
     if not train and not val:
         return None
@@ -43,9 +47,26 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     _curve(speed, [{**line, **line["perf"]} for line in train], "images_per_second", "images/s")
     _finish(speed, "images/s")
     path = folder / "curves.png"
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        _tell_once(path, str(error.strerror))
     plt.close(figure)
     return path
+
+
+def _lines(metrics: Path) -> Lines:
+    """All whole lines; where the disk is full, the file may be missing or its last line be cut short."""
+    found: Lines = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            found.append(json.loads(line))
+    return found
+
+
+@cache
+def _tell_once(path: Path, reason: str) -> None:
+    log.warning("%s cannot be written (%s); training goes on.", path, reason)
 
 
 def _curve(axes: Axes, lines: Lines, key: str, label: str) -> None:

@@ -9,7 +9,10 @@ import torch
 
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.world import ALONE, World, cores
+from utils.world import ALONE, MPICH, OPENMPI, SLURM, World, cores
+
+# Launchers that may let every process see its own GPU alone (srun --gpus-per-task=1).
+SHOWS_EACH_ITS_OWN = (SLURM, OPENMPI, MPICH)
 
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
@@ -26,6 +29,8 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f" (CUDA_VISIBLE_DEVICES is {hidden!r})" if hidden is not None else ""
         raise UserError(f"-device cuda: torch {torch.__version__} sees no GPU here{why}; use -device cpu.")
+    if visible == 1 and world.launcher in SHOWS_EACH_ITS_OWN:
+        return torch.device("cuda", 0)  # two ranks on one GPU are found when they meet
     if world.local_rank >= visible:
         raise UserError(
             f"rank {world.rank} is the {world.local_rank + 1}. on this machine, which shows {visible} GPU(s); "
@@ -36,7 +41,7 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
 
 def prepare(config: Config, device: torch.device, world: World) -> int:
     """Threads and determinism. The number of threads decides the last bits of sums, so it is always set."""
-    threads = config.THREADS or max(1, cores() // world.local_size)
+    threads = config.THREADS or world.cores or max(1, cores() // world.local_size)
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -48,14 +53,19 @@ def prepare(config: Config, device: torch.device, world: World) -> int:
 
 
 def describe(device: torch.device, world: World, threads: int) -> str:
+    name = describe_one(device)
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    elif device.type == "mps":
-        name = f"Apple GPU ({platform.machine()})"
-    else:
-        name = f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
+        name += f", CUDA {torch.version.cuda}"
+    elif device.type == "cpu":
+        name += f", {threads} thread{'s' if threads > 1 else ''}"
     return f"{device.type} x {world.size}: {name}" if world.size > 1 else f"{device.type}: {name}"
+
+
+def describe_one(device: torch.device) -> str:
+    if device.type == "cuda":
+        it = torch.cuda.get_device_properties(device)
+        return f"{it.name}, {it.total_memory / 2**30:.0f} GiB, compute capability {it.major}.{it.minor}"
+    return f"Apple GPU ({platform.machine()})" if device.type == "mps" else processor()
 
 
 def processor() -> str:

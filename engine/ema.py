@@ -13,6 +13,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from engine.sharding import own_part
+
 
 class Ema:
     def __init__(self, model: nn.Module, decay: float, warmup: bool, device: torch.device) -> None:
@@ -20,8 +22,12 @@ class Ema:
         self.module = copy.deepcopy(model).to(device).float().eval().requires_grad_(False)
         self.decay, self.warmup, self.device = decay, warmup, device
         self.updates: int | Tensor = 0
-        self._sources = [p.detach() for p in model.parameters()]
-        self._averages = [p.detach() for p in self.module.parameters()]
+        self.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Average the weights of `model`; called again once both were dealt out over ranks: each averages its part."""
+        self._sources = [own_part(p.detach()) for p in model.parameters()]
+        self._averages = [own_part(p.detach()) for p in self.module.parameters()]
         # Running statistics are averages already; they are taken over as they are.
         self._buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
 

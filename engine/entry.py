@@ -5,25 +5,32 @@ Nothing heavy is imported until the settings are known to be right: a typo is an
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
 import time
 import traceback
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
+from engine.stopping import signals
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, check_available, format_config, load_config
 from utils.config.keys import default_of
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, CommonError, TrainingError, UserError
+from utils.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    CommonError,
+    CommonUserError,
+    TrainingError,
+    UserError,
+)
+from utils.group import find_out_who_is_gone, lost_another, refuse, this_rank
 from utils.log import is_heard, log, start_log
 from utils.run_folder import run_of
-from utils.world import ALONE, World, first_by_environment, read_world
+from utils.world import ALONE, World, check_alone, launched, read_world
 
-SECONDS_FOR_THE_LAUNCHER = 20
+SECONDS_TO_FIND_OUT = 12
 SECONDS_TO_SPEAK = 5
 OF_ONE_START = (
     *("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "NGPUS"),
@@ -31,28 +38,9 @@ OF_ONE_START = (
 )
 
 
-def _hear_ctrl_c() -> None:
-    """Let no Ctrl-C get lost: Python drops an exception that lands in a hook of `fork` or in a destructor."""
-
-    def again(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    def dropped(what: sys.UnraisableHookArgs) -> None:
-        if issubclass(what.exc_type, KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-        else:
-            sys.__unraisablehook__(what)
-
-    if "RANK" in os.environ:  # off in a shell script's background jobs, but a launcher there still ends its ranks by it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if hasattr(signal, "setitimer"):
-        signal.signal(signal.SIGALRM, again)
-        sys.unraisablehook = dropped
-
-
 def main(script: str, many: bool) -> NoReturn:
     """Run the program and leave. `many`: it may start, or be, one process of several."""
-    _hear_ctrl_c()
+    signals.listen()
     code = _guarded(script, sys.argv[1:], many)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -61,55 +49,40 @@ def main(script: str, many: bool) -> NoReturn:
 
 
 def _guarded(script: str, argv: list[str], many: bool) -> int:
-    start_log(first_by_environment())
+    place = launched() or ALONE
+    start_log(place.first)
     try:
         return _program(script, argv, many)
     except UserError as error:
         # Ranks agree on these once they are joined; before that, each machine tells what is wrong on it.
-        _tell(str(error), aloud=os.environ.get("LOCAL_RANK", "0") == "0")
+        _tell(str(error), aloud=place.local_rank == 0 and not (isinstance(error, CommonUserError) and place.size > 1))
         return EXIT_USAGE
     except TrainingError as error:
-        _tell(str(error), aloud=not isinstance(error, CommonError))
+        common, name = isinstance(error, CommonError), this_rank()
+        _tell(str(error) if common or name is None else f"{name}: {error}", aloud=not common)
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        log.warning("interrupted; what was saved before stays, and -resume goes on from it")
-        return EXIT_INTERRUPTED
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except Exception as error:
-        if _lost_another(error) and _interrupted_meanwhile():
-            return EXIT_INTERRUPTED
-        _tell(traceback.format_exc(), aloud=True)
+        if lost_another(error):
+            signals.leave_if_asked()
+            # The launcher, or the watch, has time now to end this rank and to tell why.
+            find_out_who_is_gone()
+            time.sleep(SECONDS_TO_FIND_OUT)
+        name = this_rank()
+        _tell((f"{name} failed:\n" if name else "") + traceback.format_exc(), aloud=True)
         return EXIT_FAILED
 
 
 def _tell(text: str, aloud: bool) -> None:
     """Log an error; `aloud`: on the terminal too where this process, one of several, does not usually speak."""
     log.error("%s", text)
-    if is_heard():
-        return
-    if aloud:
+    if aloud and not is_heard():
         print(f"error: {text}", file=sys.stderr)
-    else:  # a launcher ends all ranks once the first has left; the one that speaks is to be the first
-        with contextlib.suppress(KeyboardInterrupt):
-            time.sleep(SECONDS_TO_SPEAK)
-
-
-def _lost_another(error: Exception) -> bool:
-    """Whether this rank only failed because another had gone."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return False
-    text = f"{type(error).__name__} {error}"
-    return any(mark in text for mark in ("Connection closed by peer", "Connection reset", "DistBackendError", "gloo"))
-
-
-def _interrupted_meanwhile() -> bool:
-    """Give the launcher time to end this rank: the one that failed first tells why. True: Ctrl-C came instead."""
-    try:
-        time.sleep(SECONDS_FOR_THE_LAUNCHER)
-    except KeyboardInterrupt:
-        return True
-    return False
+    signals.all_is_told()
+    if not aloud and not is_heard():
+        # A launcher ends all ranks once the first has left; that is to be the one that speaks.
+        time.sleep(SECONDS_TO_SPEAK)
 
 
 def _program(script: str, argv: list[str], many: bool) -> int:
@@ -129,12 +102,14 @@ def _program(script: str, argv: list[str], many: bool) -> int:
     world = read_world(loaded.config.DIST)
     if world is not None and not world.first:  # a rank given by hand is known only now
         start_log(False)
+    if world is None:
+        check_alone()
     if many and world is None:
         return _start_processes(script, argv, loaded, command)
     if not many and world is not None and world.size > 1:
         raise UserError(
             f"main_single_gpu.py was started {world.size} times ({world.launcher}): each would train on its own. "
-            "Start main_multi_gpu.py with the same flags instead."
+            "Start main_multi_gpu.py with the same flags instead, or one process."
         )
     return _run(loaded, world or ALONE, command)
 
@@ -216,6 +191,9 @@ def _run(loaded: Loaded, world: World, command: CommandLine) -> int:
 
     if world.size > 1:
         die_with_launcher()
-    check(loaded.config)
-    run(loaded, world, dry=command.action == "dry_run")
-    return EXIT_DONE
+    try:
+        check(loaded.config)
+        return run(loaded, world, dry=command.action == "dry_run")
+    except UserError as error:
+        refuse(world, str(error))
+        raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,9 +17,15 @@ from utils.world import World, sum_over_ranks
 
 @torch.no_grad()  # not inference mode: fp8 layers do not run in it
 def evaluate(
-    model: nn.Module, loader: ValLoader, samples: int, inputs: nn.Module, precision: Precision, world: World
+    model: nn.Module,
+    loader: ValLoader,
+    samples: int,
+    inputs: nn.Module,
+    precision: Precision,
+    world: World,
+    between: Callable[[], None] = lambda: None,
 ) -> Means:
-    """Mean loss and accuracies over the validation part. A collective call."""
+    """Mean loss and accuracies over the validation part. A collective call. `between` batches may raise to end it."""
     device = precision.device
     sum_type = torch.float32 if device.type == "mps" else torch.float64
     sums = torch.zeros(4, dtype=sum_type, device=device)
@@ -25,6 +33,7 @@ def evaluate(
     model.eval()
     try:
         for batch in loader:
+            between()
             with precision.autocast(training=False):
                 logits = model(inputs(batch.images))
             sums += _batch_sums(logits.float(), batch.labels, batch.indices >= 0, sum_type)

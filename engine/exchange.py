@@ -14,9 +14,10 @@ from utils.world import World
 def join_gradients(parts: Parts, world: World) -> None:
     """Let ranks exchange gradients in the backward pass; only once every rank is known to be ready.
 
-    Half-precision copies do without: their masters' gradients are summed up once an update, in fp32.
+    Half-precision copies do without: their masters' gradients are summed up once an update, in fp32. And weights that
+    are dealt out (DIST.STRATEGY fsdp) exchange gradients by themselves.
     """
-    if world.size == 1 or parts.half_copy is not None:
+    if world.size == 1 or parts.half_copy is not None or parts.sharding is not None:
         return
     device = parts.precision.device
     devices = [device.index] if device.type == "cuda" else None

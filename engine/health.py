@@ -59,7 +59,8 @@ class Health:
     def look_is_due(self, position: Position) -> bool:
         """Reports may be far apart; a run of skips that ends the run is not to be missed between them."""
         limit = self.amp.STOP_AFTER_SKIPS
-        return self.parts.watch is not None and limit is not None and position.update % limit == 0
+        scaled = self.parts.precision.scaler.is_enabled()
+        return scaled and limit is not None and position.update % limit == 0
 
     def too_many(self, reading: Reading) -> bool:
         limit = self.amp.STOP_AFTER_SKIPS

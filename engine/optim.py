@@ -9,11 +9,14 @@ from timm.optim._optim_factory import create_optimizer_v2, get_optimizer_info, l
 from torch import nn
 from torch.optim import Optimizer
 
+from engine.sharding import is_dealt
 from utils.config.schema import TrainConfig
 from utils.errors import UserError, nearest
 
 # Kernels that do the whole step at once; GradScaler hands them its flag on the device, so nothing waits.
 FUSED = {"adam", "adamw", "momentum", "nesterov"}
+# torch's fused kernel of these does not take weights that are dealt out over ranks.
+NOT_BY_ROWS = {"momentum", "nesterov"}
 # PaddleViT's SGD is momentum without Nesterov; timm's `sgd` is with it.
 PADDLE_NAMES = {"sgd": "momentum"}
 
@@ -40,7 +43,8 @@ def build_optimizer(model: nn.Module, train: TrainConfig, base_lr: float, device
     options: dict[str, Any] = {"eps": train.OPTIMIZER.EPS}
     if get_optimizer_info(name).num_betas == len(train.OPTIMIZER.BETAS):  # Adan has three, and keeps its own
         options["betas"] = train.OPTIMIZER.BETAS
-    if name in FUSED and device.type in ("cpu", "cuda", "mps"):
+    fused = FUSED - NOT_BY_ROWS if any(map(is_dealt, model.parameters())) else FUSED
+    if name in fused and device.type in ("cpu", "cuda", "mps"):
         options["fused"] = True
     if train.WEIGHT_DECAY_ALL:
         decayed = [p for p in model.parameters() if p.requires_grad]

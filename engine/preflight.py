@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from datasets import check_dataset
-from engine.checkpoint import find
+from engine.checkpoint import check_resumable
 from engine.optim import optimizer_name
 from engine.precision import check_amp
+from engine.sharding import check_sharding
 from models import check_model, check_pretrained
 from utils.config import Config
 from utils.run_folder import check_output, holds_a_run, run_of
@@ -41,10 +42,11 @@ def target_folder(config: Config) -> str | None:
 def check(config: Config) -> None:
     """Raise UserError for the first part that could not work."""
     if config.MODEL.RESUME not in (None, AUTO):
-        find(Path(str(config.MODEL.RESUME)), config.TRAIN.LAST_EPOCH)
+        check_resumable(Path(str(config.MODEL.RESUME)), config.TRAIN.LAST_EPOCH)
     check_output(target_folder(config), config.SAVE, resumed_run(config))
     check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)
     optimizer_name(config.TRAIN.OPTIMIZER.NAME)
+    check_sharding(config)
     check_amp(config.AMP, config.TRAIN)
     if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
         check_pretrained(config.MODEL.PRETRAINED)

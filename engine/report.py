@@ -8,40 +8,46 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard.writer import SummaryWriter
 from tqdm import tqdm
 
+from engine.board import Board
 from engine.meters import Means, Reading
 from engine.overflow import Blame
 from engine.pace import Perf, clock
 from engine.resume import Position
 from utils.config.schema import Config
+from utils.line_file import LineFile
 from utils.log import log
-from utils.run_folder import replace_text
+from utils.run_folder import nothing_trained_yet, replace_text
+
+METRICS = "metrics.jsonl"
+FIGURES = ("loss", "acc1", "acc5")
+DRAWN = (*FIGURES, *(f"ema_{name}" for name in FIGURES), "lr", "grad_norm", "scale", "skipped", "images_per_second")
 
 
 class Reporter:
-    def __init__(self, config: Config, per_epoch: int, folder: Path | None, speaks: bool, done: int) -> None:
-        """`folder` None: nothing is written (another rank, a dry run). `done`: updates a resumed run has behind it."""
+    def __init__(self, config: Config, per_epoch: int, folder: Path | None, speaks: bool, start: Position) -> None:
+        """`folder` None: nothing is written (another rank, a dry run). `start`: where the run begins or goes on."""
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
-        self._metrics = folder / "metrics.jsonl" if folder else None
-        self._board: SummaryWriter | None = None
-        if self._metrics:
-            _forget_after(self._metrics, done)
+        self._metrics: LineFile | None = None
+        self._board: Board | None = None
         if folder:
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
+            with nothing_trained_yet(folder):
+                _forget_after(folder / METRICS, start)
+            self._metrics = LineFile(folder / METRICS)
+            self._board = Board(folder / "tensorboard", start.update)
+            self._draw_again(folder / METRICS, start.update)
         total = min(config.TRAIN.NUM_EPOCHS * per_epoch, config.TRAIN.MAX_UPDATES or sys.maxsize)
         on_terminal = speaks and sys.stderr.isatty() and not config.EVAL
         self._bar = tqdm(
-            total=total, initial=done, unit="update", dynamic_ncols=True, disable=not on_terminal, leave=False
+            total=total, initial=start.update, unit="update", dynamic_ncols=True, disable=not on_terminal, leave=False
         )
 
     def event(self, kind: str, position: Position, perf: dict[str, Any] | None = None, **fields: Any) -> None:
         """One line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
         line = {"event": kind, "epoch": position.epoch, **fields, "perf": perf or {}}
         if self._metrics:
-            with self._metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_plain(line)) + "\n")
+            self._metrics.add(json.dumps(_plain(line)))
 
     def run(self, what: str, position: Position, seconds: float) -> None:
         self.event("run", position, {"seconds": round(seconds, 3)}, what=what, update=position.update)
@@ -113,13 +119,32 @@ class Reporter:
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
 
+    def _draw_again(self, metrics: Path, update: int) -> None:
+        """The last update's figures; its validation, which may be made again now, cannot be undrawn without them."""
+        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+        for line in map(json.loads, lines):
+            if line["update"] == update and line["event"] in ("train", "val"):
+                figures = {**line, **line["perf"]}
+                known = {name: figures[name] for name in DRAWN if name in figures}
+                self._plot(line["event"], {k: math.nan if v is None else v for k, v in known.items()}, update)
+
+    def flush(self) -> None:
+        """What was told so far reaches the disk: a checkpoint is not to be ahead of it."""
+        if self._metrics:
+            self._metrics.sync()
+        if self._board:
+            self._board.flush()
+
     def _plot(self, group: str, figures: dict[str, float], update: int) -> None:
         if self._board:
             for name, value in figures.items():
-                self._board.add_scalar(f"{group}/{name}", value, update)
+                # As metrics.jsonl has it, of which a resumed run draws it again.
+                self._board.add(f"{group}/{name}", value if math.isfinite(value) else math.nan, update)
 
     def close(self) -> None:
         self._bar.close()
+        if self._metrics:
+            self._metrics.close()
         if self._board:
             self._board.close()
 
@@ -147,17 +172,24 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _forget_after(metrics: Path, done: int) -> None:
-    """A resumed run repeats the updates after its checkpoint: their old lines go, so that none stands twice."""
+def _forget_after(metrics: Path, start: Position) -> None:
+    """A resumed run repeats what came after its checkpoint: the old lines of that go, so that none stands twice."""
     if not metrics.exists():
         return
-    lines = metrics.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _update_of(line) <= done]
-    replace_text(metrics, "".join(f"{line}\n" for line in kept))
+    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+    replace_text(metrics, "".join(f"{line}\n" for line in lines if _is_behind(line, start)))
 
 
-def _update_of(line: str) -> float:
+def _is_behind(line: str, start: Position) -> bool:
+    """Whether a line tells of something that the run has behind it where it begins or goes on."""
     try:
-        return json.loads(line)["update"]
+        told = json.loads(line)
+        event, update = told["event"], told["update"]
+        if update != start.update:
+            return update < start.update
+        if event == "val":
+            return start.validated == update
+        # A run that goes on from its very beginning starts over.
+        return told["epoch"] < start.epoch if event == "epoch" else update > 0
     except (ValueError, KeyError, TypeError):  # a line cut short when the run was killed
-        return math.inf
+        return False

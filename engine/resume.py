@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.checkpoint import EMA, MODEL, STATE, Checkpoint
+from engine.meters import Means
 from engine.overflow import SkipRecord
+from engine.sharding import Sharding, is_dealt, own_part, own_parts
+from engine.shards import OPTIMIZER, put_in
 from engine.update import Parts
 from utils.config import Config, differences, load_config
 from utils.errors import UserError
@@ -28,21 +33,72 @@ class Position:
     epoch: int = 1
     step: int = 0
     update: int = 0
+    validated: int = 0
+    """The update after which was validated last: a run may be stopped in the middle of a validation."""
 
 
 @dataclass
 class Best:
-    """The best figure so far, which weights gave it, and for how many validations nothing was better."""
+    """The best figure so far, what it is and of which weights, and for how many validations nothing was better."""
 
-    acc1: float = -1.0
+    figure: float | None = None
     kind: str = "acc1"
+    """acc1, acc5 or loss; ema_acc1 and so on where the average had it."""
     update: int = 0
     epoch: int = 0
     stale: int = 0
 
+    @property
+    def by(self) -> str:
+        return self.kind.removeprefix("ema_")
+
+    def is_beaten_by(self, figure: float) -> bool:
+        if self.figure is None:
+            return math.isfinite(figure)
+        return figure < self.figure if self.by == "loss" else figure > self.figure
+
+    def words(self) -> str:
+        if self.figure is None:
+            return "no figure yet"
+        average = "EMA " if self.kind.startswith("ema_") else ""
+        figure = f"loss {self.figure:.4f}" if self.by == "loss" else f"top-{self.by[3:]} {self.figure:.2f} %"
+        return f"{average}{figure} (epoch {self.epoch})"
+
+
+def best_by(figures: dict[str, Means], by: str, position: Position) -> Best:
+    """The better of what a validation of the model and of its average gave."""
+    prefix = (min if by == "loss" else max)(figures, key=lambda name: getattr(figures[name], by))
+    return Best(getattr(figures[prefix], by), f"{prefix}{by}", position.update, position.epoch)
+
+
+def start_of_best(best: Best, by: str) -> Best:
+    """What a resumed run has to beat: nothing, where another figure decides now."""
+    if best.by == by:
+        return best
+    if best.figure is not None:
+        log.info("SAVE_BEST_BY is %s now: the best so far, %s, does not count.", by, best.words())
+    return Best(kind=by)
+
+
+def _best_of(saved: dict[str, Any]) -> Best:
+    if "acc1" in saved:  # as it was called when nothing else could decide
+        figure = saved["acc1"]
+        saved = {**saved, "figure": figure if figure >= 0 else None}
+        del saved["acc1"]
+    return Best(**saved)
+
+
+def tensors_of(parts: Parts) -> dict[str, dict[str, Tensor]]:
+    """The weights that are saved, by the file they go to."""
+    average = {EMA: parts.ema.module.state_dict()} if parts.ema else {}
+    return {MODEL: parts.model.state_dict(), **average}
+
 
 def state_of(parts: Parts, position: Position, best: Best, global_batch: int, meters: dict[str, Any]) -> dict[str, Any]:
-    """Plain Python types and tensors only, so that it can be read without trusting it."""
+    """Plain Python types and tensors only, so that it can be read without trusting it.
+
+    The tensors are those that training goes on to change: to be copied or written before it does.
+    """
     return {
         "optimizer": _plain(parts.optimizer.state_dict()),
         "optimizer_name": type(parts.optimizer).__name__,
@@ -64,7 +120,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Tensor):
-        return value.detach().cpu()  # a second copy on the device might not fit there
+        return value.detach()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return value.item() if hasattr(value, "item") else str(value)
@@ -81,9 +137,16 @@ def restore(parts: Parts, checkpoint: Checkpoint, global_batch: int, per_epoch: 
 def _restore(
     parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], global_batch: int, per_epoch: int
 ) -> tuple[Position, Best]:
-    load_weights(parts.model, checkpoint.tensors(MODEL), f"{checkpoint.folder / MODEL}")
-    _load_optimizer(parts.optimizer, state)
+    sharding = parts.sharding
+    load_weights(parts.model, checkpoint.one_by_one(MODEL), f"{checkpoint.folder / MODEL}", sharding)
+    moments = checkpoint.one_by_one(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
+    _load_optimizer(parts.optimizer, state, moments, sharding)
     parts.schedule.restore(state["moved"])
+    if state["fp32_modules"] and sharding is not None and parts.precision.level == "O2":
+        raise UserError(
+            f"{checkpoint.folder}: AMP.AUTO_FP32 had moved modules to fp32, which DIST.STRATEGY fsdp cannot do to "
+            f"weights that are dealt out; set AMP.FP32_MODULES to {state['fp32_modules']}."
+        )
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
         parts.force_fp32(state["fp32_modules"])
         log.info("In fp32, as AMP.AUTO_FP32 had moved them: %s", ", ".join(state["fp32_modules"]))
@@ -91,12 +154,12 @@ def _restore(
         parts.precision.scaler.load_state_dict(state["scaler"])
         parts.skips = SkipRecord(**state["skips"])
     if parts.ema is not None:
-        if EMA in checkpoint.meta["files"]:
-            load_weights(parts.ema.module, checkpoint.tensors(EMA), f"{checkpoint.folder / EMA}")
+        name = EMA if checkpoint.has(EMA) else MODEL
+        load_weights(parts.ema.module, checkpoint.one_by_one(name), f"{checkpoint.folder / name}", sharding)
+        if name == EMA:
             parts.ema.updates = state["ema_updates"]
-        else:
-            load_weights(parts.ema.module, checkpoint.tensors(MODEL), f"{checkpoint.folder / MODEL}")
-    position, best = Position(**state["position"]), Best(**state["best"])
+    position = Position(**{"validated": state["position"]["update"], **state["position"]})
+    best = _best_of(state["best"])
     if position.step and state["global_batch"] != global_batch:
         raise UserError(
             f"{checkpoint.folder}: saved in the middle of an epoch with a global batch of {state['global_batch']}, "
@@ -111,6 +174,7 @@ def _restore(
 def _count_anew(parts: Parts, position: Position, state: dict[str, Any], global_batch: int, per_epoch: int) -> None:
     """Another global batch means other updates an epoch: the run stands where it stood by epochs, not by updates."""
     before, position.update = position.update, (position.epoch - 1) * per_epoch
+    position.validated = position.update
     parts.schedule.restore(round(state["moved"] * position.update / before) if before else 0)
     log.warning(
         "The global batch is %d and was %d when this was saved: an epoch has %d updates now, and counting goes on from "
@@ -148,7 +212,7 @@ def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> C
     return config.model_copy(update={"TRAIN": train.model_copy(update={"ACCUM_ITER": total // at_once})})
 
 
-def load_weights(model: nn.Module, saved: dict[str, Tensor], where: str) -> None:
+def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, sharding: Sharding | None = None) -> None:
     """Load weights that must fit exactly; otherwise say which tensors differ."""
     own = model.state_dict()
     lines = [f"{n}: {tuple(saved[n].shape)} there, {tuple(own[n].shape)} here" for n in own if _differs(own, saved, n)]
@@ -160,14 +224,20 @@ def load_weights(model: nn.Module, saved: dict[str, Tensor], where: str) -> None
             f"{where}: weights of another architecture. Start from them by -pretrained, or use the config they were "
             "trained with. Tensors that differ:\n  " + "\n  ".join(lines[:10]) + more
         )
-    model.load_state_dict(saved)
+    if sharding is None:
+        model.load_state_dict(saved)
+        return
+    for name, value in own.items():
+        own_part(value).copy_(sharding.rows(saved[name]) if is_dealt(value) else saved[name])
 
 
-def _differs(own: dict[str, Tensor], saved: dict[str, Tensor], name: str) -> bool:
+def _differs(own: dict[str, Tensor], saved: Mapping[str, Tensor], name: str) -> bool:
     return name in saved and saved[name].shape != own[name].shape
 
 
-def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+def _load_optimizer(
+    optimizer: Optimizer, state: dict[str, Any], moments: Mapping[str, Tensor], sharding: Sharding | None
+) -> None:
     if state["optimizer_name"] != type(optimizer).__name__:
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: the run was trained with {state['optimizer_name']}, now it is "
@@ -181,6 +251,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
             f"the optimiser's groups hold {sizes[0]} tensors in the checkpoint and {sizes[1]} now; was "
             "TRAIN.WEIGHT_DECAY or TRAIN.WEIGHT_DECAY_ALL changed between zero and not?"
         )
+    put_in(saved, moments, [p for group in optimizer.param_groups for p in group["params"]], sharding)
     groups = zip(saved["param_groups"], now["param_groups"], strict=True)
     # Settings are the present ones; what a fresh group lacks is not a setting: LAMB counts its steps there.
     merged = [{**old, **new} for old, new in groups]
@@ -189,8 +260,19 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 def finite(tensors: dict[str, Tensor]) -> bool:
     """Whether all weights are numbers; one answer from the device."""
-    floats = [t for t in tensors.values() if t.is_floating_point()]
-    norms = torch._foreach_norm(floats, float("inf"))
+    floats = [t for t in own_parts(tensors).values() if t.is_floating_point() and t.numel()]
+    # The Euclidean norm takes a tenth of the time of the largest absolute value, but can overflow where that cannot.
+    return _all_finite(floats, 2.0) or _all_finite(floats, float("inf"))
+
+
+def finite_everywhere(parts: Parts) -> bool:
+    """The same of the model's, on all ranks alike. A collective call where its weights are dealt out."""
+    good = finite(parts.model.state_dict())
+    return good if parts.sharding is None else parts.sharding.agree(good)
+
+
+def _all_finite(tensors: list[Tensor], order: float) -> bool:
+    norms = torch._foreach_norm(tensors, order)
     return bool(torch.isfinite(torch.stack([n.float() for n in norms])).all())
 
 

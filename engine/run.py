@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,8 +13,10 @@ import torch
 
 from datasets import decoder_of
 from engine.banner import banner
-from engine.checkpoint import EMA, Checkpoint, find, newest_good
+from engine.checkpoint import EMA, Checkpoint
+from engine.choose import chosen_checkpoint
 from engine.device import describe, pick_device, prepare
+from engine.environment import enter
 from engine.evaluate import evaluate
 from engine.exchange import join_gradients
 from engine.fp32_modules import force_fp32, forced
@@ -22,7 +25,7 @@ from engine.meters import Means
 from engine.op_lists import OpLists
 from engine.pace import clock
 from engine.precision import check_precision
-from engine.preflight import AUTO, resumed_run, target_folder
+from engine.preflight import resumed_run, target_folder
 from engine.prepare import hint
 from engine.print_amp import amp_table
 from engine.report import Reporter
@@ -35,31 +38,52 @@ from engine.setup import (
     checkpoint_meta,
     model_in_precision,
 )
+from engine.sharding import sharding_of
+from engine.stopping import signals
 from engine.trainer import Trainer
 from utils.config import Config, Loaded, config_hash, to_yaml
-from utils.errors import TrainingError, UserError
+from utils.errors import EXIT_DONE, TrainingError, UserError
+from utils.group import leave
+from utils.lock import FolderLock
 from utils.log import log, log_into
-from utils.run_folder import describe_run, make_folder, replace_text, write_json
-from utils.world import ALONE, World, agree, from_first, join, leave
+from utils.run_folder import (
+    check_output,
+    describe_run,
+    holds_a_run,
+    make_folder,
+    nothing_trained_yet,
+    replace_text,
+    write_json,
+)
+from utils.world import ALONE, World, agree, from_first
 
 T = TypeVar("T")
 
 
-def run(loaded: Loaded, world: World, dry: bool) -> None:
+def run(loaded: Loaded, world: World, dry: bool) -> int:
+    """The exit code, where nothing goes wrong."""
     config = loaded.config
     device = pick_device(config.DEVICE, world)
     threads = prepare(config, device, world)
     for note in loaded.notes:
         log.info(note)
-    join(world, config.DIST, device)
+    enter(config, world, device, threads)
     try:
         check_precision(config.AMP, device)
-        checkpoint = _together(world, lambda: _checkpoint(config))
-        with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
+        with (
+            FolderLock() as lock,
+            OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST),
+        ):
+            if not config.EVAL and not dry:
+                _together(world, lambda: _lock_what_is_there(config, lock) if world.first else None)
+            checkpoint = chosen_checkpoint(config, world)
             if config.EVAL:
                 _evaluate_only(config, world, device, threads, checkpoint, dry)
-            else:
-                _train(config, world, device, threads, checkpoint, dry)
+                return EXIT_DONE
+            return _train(config, world, device, threads, checkpoint, None if dry else lock)
+    except Exception:
+        signals.patient = True  # the reason is told before anybody ends this process because another went first
+        raise
     finally:
         leave(world)
 
@@ -95,37 +119,35 @@ def _together(world: World, work: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]  # `agree` has raised where there is none
 
 
-def _checkpoint(config: Config) -> Checkpoint | None:
-    wanted = config.MODEL.RESUME
-    if wanted is None:
-        return None
-    if wanted != AUTO:
-        return find(Path(wanted), config.TRAIN.LAST_EPOCH)
-    folder = resumed_run(config)
-    found = newest_good(folder / "checkpoints") if folder else None
-    if found is None and folder and any((folder / "checkpoints").glob("step-*")):
-        raise UserError(
-            f"-resume auto: none of the checkpoints in {folder / 'checkpoints'} is usable (each is named above), and "
-            "the run is not started over in its own folder. Name another -output, or move them away."
-        )
-    log.info("-resume auto: %s", f"going on from {found.folder.name}" if found else "nothing to go on from, starting")
-    return found
+def _lock_what_is_there(config: Config, lock: FolderLock) -> None:
+    """Before looking for a checkpoint: another run may be about to write one."""
+    target = target_folder(config)
+    if target is not None and Path(target).is_dir():
+        lock.take(Path(target))
+        check_output(target, config.SAVE, resumed_run(config))
 
 
 def _train(
-    config: Config, world: World, device: torch.device, threads: int, checkpoint: Checkpoint | None, dry: bool
-) -> None:
+    config: Config,
+    world: World,
+    device: torch.device,
+    threads: int,
+    checkpoint: Checkpoint | None,
+    lock: FolderLock | None,
+) -> int:
+    """The exit code. `lock` None: a dry run."""
     if checkpoint is not None:
         given, saved = config, checkpoint
         config = _together(world, lambda: with_kept_batch(given, saved, world.size))
-    ready = _together(world, lambda: build_for_training(config, world, device, checkpoint))
+    sharding = sharding_of(config, world, device)
+    ready = _together(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
     warning = ready.precision.choice.warning
     if warning:
         log.warning(warning)
     advice = hint(ready.model, config.DATA.BATCH_SIZE, config.MODEL.NUM_CLASSES)
     if advice and ready.precision.level != "O0":
         log.info(advice)
-    folder = None if dry else _folder(config, world, "train")
+    folder = None if lock is None else _folder(config, world, "train", lock)
     log.info(banner(config, ready, world, device, threads, folder))
     if checkpoint:
         say_what_changed(checkpoint, config, ready.parts, ready.position)
@@ -135,13 +157,13 @@ def _train(
         except TrainingError as error:
             raise UserError(str(error)) from None
         log.info("Dry run: everything up to the first update works; nothing was trained, nothing written.")
-        return
+        return EXIT_DONE
     if _finished(config, ready.position, ready.best, folder):
-        return
+        return EXIT_DONE
     _write_down(config, ready, world, device, threads, folder)
     join_gradients(ready.parts, world)
     reporter = Reporter(
-        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position.update
+        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position
     )
     trainer = Trainer(
         config=config,
@@ -158,13 +180,14 @@ def _train(
         title=" ".join(filter(None, (config.TAG, config.MODEL.NAME, config.DATA.DATASET, ready.precision.name))),
     )
     try:
-        ended = trainer.fit()
+        code = trainer.fit()
     finally:
         reporter.close()
     if broken := ready.train_loader.broken.summary():
         log.warning(broken)
-    words = "Paused, to be resumed by -resume" if ended == "paused" else "Done"
+    words = "Paused, to be resumed by -resume" if trainer.paused else "Done"
     log.info("%s%s; total time %s; everything lies in %s", words, trainer.best_words(": best "), *_end(trainer, folder))
+    return code
 
 
 def _end(trainer: Trainer, folder: Path) -> tuple[str, Path]:
@@ -183,23 +206,24 @@ def _first_batch(ready: ReadyToTrain) -> None:
 
 
 def _finished(config: Config, position: Position, best: Best, folder: Path) -> bool:
-    limit = config.TRAIN.MAX_UPDATES
-    if position.epoch <= config.TRAIN.NUM_EPOCHS and (limit is None or position.update < limit):
+    limit = config.TRAIN.MAX_UPDATES or sys.maxsize
+    open_end = position.update == limit and position.validated < limit  # it was stopped in its last validation
+    if position.epoch <= config.TRAIN.NUM_EPOCHS and (position.update < limit or open_end):
         return False
-    log.info(
-        "This run had already finished: %d updates, best top-1 %.2f %% (epoch %d); it lies in %s",
-        position.update,
-        max(best.acc1, 0.0),
-        best.epoch,
-        folder,
-    )
+    log.info("This run had already finished: %d updates, best %s; it lies in %s", position.update, best.words(), folder)
     return True
 
 
-def _folder(config: Config, world: World, kind: str) -> Path:
-    made = _together(world, lambda: make_folder(target_folder(config), config.SAVE, kind) if world.first else Path())
-    folder = Path(from_first(str(made), world))
-    log_into(folder, world.rank)
+def _folder(config: Config, world: World, kind: str, lock: FolderLock | None = None) -> Path:
+    def made() -> Path:
+        folder = make_folder(target_folder(config), config.SAVE, kind)
+        if lock is not None and lock.take(folder) and holds_a_run(folder):
+            raise UserError(f"{folder}: another run was started in this folder a moment ago; name another -output.")
+        return folder
+
+    folder = Path(from_first(str(_together(world, made if world.first else Path)), world))
+    with nothing_trained_yet(folder):
+        log_into(folder, world.rank)
     return folder
 
 
@@ -215,8 +239,9 @@ def _write_down(config: Config, ready: Ready, world: World, device: torch.device
         "decoder": decoder_of(config.DATA),
     }
     about = describe_run(describe(device, world, threads), choices, config.TAG)
-    replace_text(folder / "config.yaml", to_yaml(config))
-    write_json(folder / "run.json", about)
+    with nothing_trained_yet(folder):
+        replace_text(folder / "config.yaml", to_yaml(config))
+        write_json(folder / "run.json", about)
 
 
 def _evaluate_only(
@@ -241,7 +266,7 @@ def _evaluate_only(
     files = {"": "model.safetensors", "ema_": EMA} if checkpoint else {"": None}
     for prefix, name in files.items():
         if checkpoint and name:
-            if name not in checkpoint.meta["files"]:
+            if not checkpoint.has(name):
                 continue
             load_weights(ready.model, checkpoint.tensors(name), str(checkpoint.folder / name))
         figures[prefix] = evaluate(
@@ -249,7 +274,7 @@ def _evaluate_only(
         )
     # The epoch the weights come from, where the saved position is already the next one's beginning.
     position = Position(epoch=checkpoint.meta["epoch"], update=checkpoint.meta["update"]) if checkpoint else Position()
-    reporter = Reporter(config, 1, folder if world.first else None, False, position.update)
+    reporter = Reporter(config, 1, folder if world.first else None, False, Position())
     reporter.validation(position, figures, time.perf_counter() - began)
     reporter.close()
     best = max(figures.values(), key=lambda means: means.acc1)

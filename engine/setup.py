@@ -30,6 +30,7 @@ from engine.precision import Precision
 from engine.prepare import prepare_model
 from engine.resume import Best, Position, restore
 from engine.schedule import Schedule, build_scheduler
+from engine.sharding import Sharding
 from engine.update import Parts
 from models import build_model, load_pretrained
 from utils.config import Config
@@ -77,13 +78,17 @@ def model_in_precision(config: Config, device: torch.device) -> tuple[nn.Module,
 
 
 def build_for_training(
-    config: Config, world: World, device: torch.device, checkpoint: Checkpoint | None
+    config: Config,
+    world: World,
+    device: torch.device,
+    checkpoint: Checkpoint | None,
+    sharding: Sharding | None = None,
 ) -> ReadyToTrain:
     ready = build_for_evaluation(config, world, device)
     train_set, loader = training_data(config, world, device)
     tell_unmatched(config.DATA, map(samples_of, (train_set, ready.val_set)))
     train, updates = config.TRAIN, loader.order.updates
-    parts = _parts(config, world, device, ready, updates)
+    parts = _parts(config, world, device, ready, updates, sharding)
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         position, best = restore(parts, checkpoint, global_batch(config, world), updates)
@@ -155,8 +160,13 @@ def _workers(config: Config, world: World) -> int:
     return auto_workers(world.local_size) if given is None else given
 
 
-def _parts(config: Config, world: World, device: torch.device, ready: Ready, per_epoch: int) -> Parts:
+def _parts(
+    config: Config, world: World, device: torch.device, ready: Ready, per_epoch: int, sharding: Sharding | None
+) -> Parts:
     train, model, precision = config.TRAIN, ready.model, ready.precision
+    ema = _average(config, device, model)
+    if sharding is not None:
+        _deal_out(model, ema, precision, sharding)
     rates = scaled_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device)
     skips_hidden = precision.scaler.is_enabled() and device.type != "cpu" and _fused(optimizer)
@@ -166,7 +176,6 @@ def _parts(config: Config, world: World, device: torch.device, ready: Ready, per
         train.NUM_EPOCHS * per_epoch,
         on_device=device if skips_hidden else None,
     )
-    ema_home = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
     return Parts(
         model=model,
         forward=model,
@@ -176,12 +185,26 @@ def _parts(config: Config, world: World, device: torch.device, ready: Ready, per
         schedule=schedule,
         precision=precision,
         meters=TrainMeters(device, world),
-        ema=Ema(model, train.MODEL_EMA_DECAY, train.MODEL_EMA_WARMUP, ema_home) if train.MODEL_EMA else None,
+        ema=ema,
         grad_clip=train.GRAD_CLIP,
         seed=config.SEED,
         world=world,
         change=batch_change(train, config.MODEL.NUM_CLASSES, device),
+        sharding=sharding,
     )
+
+
+def _average(config: Config, device: torch.device, model: nn.Module) -> Ema | None:
+    train = config.TRAIN
+    home = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
+    return Ema(model, train.MODEL_EMA_DECAY, train.MODEL_EMA_WARMUP, home) if train.MODEL_EMA else None
+
+
+def _deal_out(model: nn.Module, ema: Ema | None, precision: Precision, sharding: Sharding) -> None:
+    sharding.deal(model, precision)
+    if ema is not None:
+        sharding.deal(ema.module, precision, computing=False)
+        ema.follow(model)
 
 
 def _fused(optimizer: torch.optim.Optimizer) -> bool:

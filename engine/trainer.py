@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from datasets import TrainLoader, ValLoader
-from engine.checkpoint import EMA, MODEL, folder_name, prune, read_index, save_checkpoint, write_index
+from engine.checkpoint import read_index
 from engine.curves import draw_curves
 from engine.evaluate import evaluate
 from engine.health import Health
@@ -19,14 +20,18 @@ from engine.meters import NEVER, Means, Reading
 from engine.pace import Pace, seconds_of
 from engine.profile import UpdateProfiler
 from engine.report import Reporter
-from engine.resume import Best, Position, finite, state_of
+from engine.resume import Best, Position, best_by, finite_everywhere, start_of_best, state_of
+from engine.saving import progress
+from engine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.update import Parts, train_update
+from engine.writers import all_of_it, saver_of
 from utils.config import Config
-from utils.errors import CommonError
+from utils.errors import EXIT_DONE, CommonError
 from utils.log import log
 from utils.world import World, buffers_from_first, from_first
 
 SECONDS_BETWEEN_CURVES = 60
+BYTES_SAVED_IN_A_SECOND = 200e6  # a cautious guess, until the first checkpoint was written
 
 
 @dataclass
@@ -48,27 +53,63 @@ class Trainer:
         self.per_epoch = self.train_loader.order.updates
         self.global_batch = self.config.DATA.BATCH_SIZE * self.config.TRAIN.ACCUM_ITER * self.world.size
         self.pace = Pace(self.parts.precision.device)
-        self._saved_at = self._validated_at = self.position.update
+        self._saved_at = self.position.update
         self._drawn = perf_counter()
         self.health = Health(self.config.AMP, self.parts, self.world, self.reporter)
         self._last_figures: dict[str, Means] = {}
         self.train_loader.broken.write_into(self.folder)
+        self.saver, self._saves = saver_of(self.folder, self.config, self.parts, self.world)
+        self._saved_when = perf_counter()
+        self.best = start_of_best(self.best, self.config.SAVE_BEST_BY)
+        limit = self.config.MAX_TIME
+        deadline = Deadline(seconds_of(limit) if limit else None, lambda: self.saver.longest or self._guessed_saving())
+        self.paused = False
+        self._stopping = Stopping(self.world, deadline.passed)
 
-    def fit(self) -> str:
-        """Train to the end of the plan, or until something ends it early. Tells what ended it."""
-        train = self.config.TRAIN
+    def fit(self) -> int:
+        """Train to the end of the plan, or until something ends it early. The exit code."""
         self.reporter.run("resume" if self.position.update else "start", self.position, self.pace.total)
-        ended = "stale" if self._out_of_patience() else "done"
-        with UpdateProfiler(self.config.PROFILE, self.folder, self.world) as self._profiler:
-            while self.position.epoch <= train.NUM_EPOCHS and ended == "done" and not self._enough_updates():
-                ended = self._epoch()
-        improved = ended != "paused" and self._validated_at != self.position.update and self._validate()
-        if improved or self._saved_at != self.position.update:
-            self._save()
-        self.train_loader.broken.share(self.world)
+        try:
+            self._train()
+            self.train_loader.broken.share(self.world)
+        except Stopped as stopped:
+            self._pause(stopped)
+            return stopped.exit_code
+        except Exception:
+            self.saver.let_end()
+            raise
+        self._finish_saving()
         self._draw(force=True)
-        self.reporter.run("paused" if ended == "paused" else "end", self.position, self.pace.total)
-        return ended
+        self.reporter.run("end", self.position, self.pace.total)
+        return EXIT_DONE
+
+    def _train(self) -> None:
+        position, ended = self.position, "stale" if self._out_of_patience() else "done"
+        if position.step:
+            self._between_epochs_work(reported=False)  # where a run was stopped in a validation, it is made now
+        with UpdateProfiler(self.config.PROFILE, self.folder, self.world) as self._profiler:
+            while position.epoch <= self.config.TRAIN.NUM_EPOCHS and ended == "done" and not self._enough_updates():
+                ended = self._epoch()
+        improved = position.validated != position.update and self._validate()
+        if improved or self._saved_at != position.update:
+            self._save()
+
+    def _pause(self, stopped: Stopped) -> None:
+        """Save where the run stands, so that going on from there tells and does all that was not yet told and done."""
+        self.paused = True
+        log.info("%s: saving after update %d, to be resumed.", stopped.words, self.position.update)
+        if self._saved_at != self.position.update:
+            self._save()
+        self._finish_saving()
+        if stopped.wish == TIME_IS_UP:  # a signal leaves no time for it
+            self._draw(force=True)
+        self.reporter.run("paused", self.position, self.pace.total)
+        self._stopping.wait_for_all()
+
+    def _guessed_saving(self) -> float:
+        """Seconds for the first checkpoint: weights, their average, and two moments of each."""
+        weights = sum(p.nbytes for p in self.parts.model.parameters())
+        return (4 if self.parts.ema else 3) * weights / BYTES_SAVED_IN_A_SECOND
 
     def _epoch(self) -> str:
         """From the present position to the end of its epoch, unless something ends it before."""
@@ -77,6 +118,7 @@ class Trainer:
             train_update(self.parts, window, position.update + 1)
             position.step += 1
             position.update += 1
+            signals.patient = True
             self.pace.count(self.world.size * sum(len(share.indices) for share in window.shares if share.weight))
             self.reporter.moved(position)
             self._profiler.step()
@@ -86,18 +128,14 @@ class Trainer:
                 self._report()
             elif self.health.look_is_due(position):
                 self._stop_on_skips(self._read())
-            self._between_epochs_work()
-            # An epoch at its end is closed first: summed up, validated, saved.
-            if reported and position.step < self.per_epoch and self._time_is_up():
-                return "paused"
+            self._stopping.check()
+            self._between_epochs_work(reported)
             if self._enough_updates():
                 break
         if position.step < self.per_epoch:  # ended by MAX_UPDATES
             return "done"
         self._end_epoch(perf_counter() - began)
-        if self._out_of_patience():
-            return "stale"
-        return "paused" if position.epoch <= self.config.TRAIN.NUM_EPOCHS and self._time_is_up() else "done"
+        return "stale" if self._out_of_patience() else "done"
 
     def _end_epoch(self, seconds: float) -> None:
         """Sum up, step into the next epoch, validate, save."""
@@ -106,30 +144,35 @@ class Trainer:
         self._stop_on_nan(reading)
         self.health.look(position, together=True)
         self.reporter.epoch(position, reading.epoch, seconds)
-        finished = position.epoch
+        finished, improved = position.epoch, False
         last = finished == config.TRAIN.NUM_EPOCHS
-        improved = False
-        if (finished % config.VALIDATE_FREQ == 0 or last) and self._validated_at != position.update:
+        if (finished % config.VALIDATE_FREQ == 0 or last) and position.validated != position.update:
             improved = self._validate()
         position.epoch, position.step = finished + 1, 0
         self.parts.meters.start_epoch()
-        if finished % config.SAVE_FREQ == 0 or last or improved:
+        kept = bool(config.KEEP_EVERY) and finished % (config.KEEP_EVERY or 1) == 0
+        if self._minutes_are_up() or finished % config.SAVE_FREQ == 0 or kept or last or improved:
             self._save(finished)
         self.train_loader.broken.share(self.world)
         self._draw()
         self._leave_out_pause()
 
-    def _between_epochs_work(self) -> None:
-        """What VALIDATE_EVERY_UPDATES and SAVE_EVERY_UPDATES ask for, besides the ends of epochs."""
+    def _between_epochs_work(self, reported: bool) -> None:
+        """What VALIDATE_EVERY_UPDATES and SAVE_EVERY_... ask for, besides the ends of epochs."""
         position, config = self.position, self.config
         if position.step == self.per_epoch:
             return
-        improved = False
-        if config.VALIDATE_EVERY_UPDATES and position.update % config.VALIDATE_EVERY_UPDATES == 0:
-            improved = self._validate()
-        if improved or (config.SAVE_EVERY_UPDATES and position.update % config.SAVE_EVERY_UPDATES == 0):
+        due = config.VALIDATE_EVERY_UPDATES and position.update % config.VALIDATE_EVERY_UPDATES == 0
+        improved = due and position.validated != position.update and self._validate()
+        due = config.SAVE_EVERY_UPDATES and position.update % config.SAVE_EVERY_UPDATES == 0
+        if improved or (due and self._saved_at != position.update) or (reported and self._minutes_are_up()):
             self._save()
             self._leave_out_pause()
+
+    def _minutes_are_up(self) -> bool:
+        """Whether SAVE_EVERY_MINUTES have passed since the last save, by the clock of rank 0."""
+        minutes = self.config.SAVE_EVERY_MINUTES
+        return minutes is not None and from_first(perf_counter() - self._saved_when >= 60 * minutes, self.world)
 
     def _leave_out_pause(self) -> None:
         """Validation and saving are not training: neither their time nor their waiting for data counts."""
@@ -161,23 +204,19 @@ class Trainer:
         self.reporter.train(self.position, reading, perf)
         self._stop_on_nan(reading)
         self._stop_on_skips(reading)
+        self.saver.look()
+        if self._saves and not self.saver.prepared:
+            self.saver.prepare(*self._all_that_is_saved({}))
 
     def _stop_on_skips(self, reading: Reading) -> None:
         if self.health.too_many(reading):
             self._save()
+            self._finish_saving()
             raise self.health.diagnosis(reading, self.position.update)
 
     def _read(self) -> Reading:
         parts = self.parts
         return parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
-
-    def _time_is_up(self) -> bool:
-        if self.config.MAX_TIME is None:
-            return False
-        up = from_first(self.pace.total >= seconds_of(self.config.MAX_TIME), self.world)
-        if up:
-            log.info("The time given (-max_time %s) is up: saving, to be resumed.", self.config.MAX_TIME)
-        return up
 
     def _stop_on_nan(self, reading: Reading) -> None:
         """Without a scaler nothing skips a bad update: going on would only train on NaN."""
@@ -197,18 +236,19 @@ class Trainer:
     def _validate(self) -> bool:
         """Validate the model and, where there is one, its average. True if the best figure so far came of it."""
         parts, began = self.parts, perf_counter()
+        self.health.look(self.position, together=True)  # skips are told before it, wherever the run is stopped
         buffers_from_first(parts.model, self.world)
         models: dict[str, nn.Module] = {"": parts.model}
         if parts.ema is not None:
             models["ema_"] = parts.ema.module
         figures = {prefix: self._evaluate(model) for prefix, model in models.items()}
         self._last_figures = figures
-        self._validated_at = self.position.update
+        self.position.validated = self.position.update
         self.reporter.validation(self.position, figures, perf_counter() - began)
         self._leave_out_pause()
-        prefix, means = max(figures.items(), key=lambda item: item[1].acc1)
-        if means.acc1 > self.best.acc1:
-            self.best = Best(means.acc1, f"{prefix}acc1", self.position.update, self.position.epoch)
+        found = best_by(figures, self.config.SAVE_BEST_BY, self.position)
+        if found.figure is not None and self.best.is_beaten_by(found.figure):
+            self.best = found
             return True
         self.best.stale += 1
         return False
@@ -220,37 +260,35 @@ class Trainer:
             # An average in host memory. It is copied: moved there and back it would hold other tensors than those
             # that its updates go into.
             model = copy.deepcopy(model).to(device)
-        return evaluate(model, self.val_loader, samples, parts.inputs, parts.precision, self.world)
+        check = partial(self._stopping.check, of="batches")
+        return evaluate(model, self.val_loader, samples, parts.inputs, parts.precision, self.world, between=check)
 
     def _save(self, finished_epoch: int | None = None) -> None:
         """Save everything. `finished_epoch` where an epoch has just ended."""
         self._stop_on_nan(self._read())
         parts, position = self.parts, self.position
         self.health.look(position, together=True)  # what was found so far is told now: it is not saved
+        began = self._saved_when = perf_counter()
         meters = parts.meters.state()
-        weights = parts.model.state_dict()
-        if not finite(weights):
+        self.saver.wait_for_writer()
+        if not finite_everywhere(parts):
             raise CommonError(f"update {position.update}: the weights hold NaN or infinity; this is not saved.")
         self._saved_at = position.update
-        if not self.world.first:
+        if not self._saves:
             return
-        state = state_of(parts, position, self.best, self.global_batch, meters)
-        tensors = {MODEL: weights} | ({EMA: parts.ema.module.state_dict()} if parts.ema else {})
-        fresh = self._validated_at == position.update
-        metrics = {f"{p}{k}": v for p, m in self._last_figures.items() for k, v in vars(m).items()} if fresh else {}
-        meta = {
-            "epoch": finished_epoch or position.epoch,
-            "epoch_finished": finished_epoch is not None,
-            "update": position.update,
-            "metrics": metrics,
-            **self.meta,
-        }
-        root = self.folder / "checkpoints"
-        saved = save_checkpoint(root, position.update, tensors, state, meta)
-        best = folder_name(self.best.update) if self.best.acc1 >= 0 else None
-        best = best if best and (root / best).is_dir() else None
-        write_index(root, saved.name, best)
-        prune(root, self.config.KEEP_LAST, saved.name, best)
+        self.reporter.flush()
+        figures = self._last_figures if position.validated == position.update else {}
+        meta = {**progress(position, finished_epoch, figures), **self.meta}
+        self.saver.save(*self._all_that_is_saved(meters), meta, self.best, began)
+
+    def _all_that_is_saved(self, meters: dict[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        parts = self.parts
+        return all_of_it(parts, state_of(parts, self.position, self.best, self.global_batch, meters))
+
+    def _finish_saving(self) -> None:
+        self.saver.finish()
+        if self.parts.sharding is not None:  # a rank whose rows rank 0 may still ask for is not to leave
+            self._stopping.wait_for_all()
 
     def _draw(self, force: bool = False) -> None:
         """curves.png at the end and now and then; drawing every short epoch would cost more than training it."""
@@ -260,7 +298,4 @@ class Trainer:
         self._drawn = perf_counter()
 
     def best_words(self, before: str = "") -> str:
-        if self.best.acc1 < 0:
-            return ""
-        kind = "EMA top-1" if self.best.kind == "ema_acc1" else "top-1"
-        return f"{before}{kind} {self.best.acc1:.2f} % (epoch {self.best.epoch})"
+        return before + self.best.words() if self.best.figure is not None else ""

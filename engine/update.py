@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from engine.mixing import BatchChange, unchanged
 from engine.overflow import MicroBatches, OverflowWatch, SkipRecord
 from engine.precision import Precision
 from engine.schedule import Schedule
+from engine.sharding import Sharding, is_dealt, meet_now
 from utils.seeding import seed_all
 from utils.world import World
 
@@ -43,6 +45,7 @@ class Parts:
     world: World
     change: BatchChange = unchanged
     half_copy: HalfCopy | None = None
+    sharding: Sharding | None = None
     watch: OverflowWatch | None = None
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 moved, beside those the settings name."""
@@ -50,6 +53,8 @@ class Parts:
 
     def start_computing(self) -> None:
         """Once the weights are in place, and again when modules were forced to fp32: copy them if copies compute."""
+        if self.sharding is not None:  # computes in half precision, where asked to, by itself; and nothing is replayed
+            return
         if self.precision.computes_in_copy:
             keeps_norms = self.precision.level == "O2"
             self.half_copy = HalfCopy(self.model, self.precision.choice.dtype, keeps_norms, forced(self.model))
@@ -118,13 +123,16 @@ def _gradients_meet(forward: nn.Module, last: bool) -> AbstractContextManager[No
     """Ranks exchange gradients once an update, in the last micro-batch's backward pass."""
     if isinstance(forward, DistributedDataParallel) and not last:
         return forward.no_sync()
+    meet_now(forward, last)
     return nullcontext()
 
 
 def _clip(model: nn.Module, limit: float | None) -> Tensor:
     """The norm of the unscaled gradients, before clipping."""
     with_gradient = [p for p in model.parameters() if p.grad is not None]
-    norm = get_total_norm([p.grad for p in with_gradient if p.grad is not None])
+    norm: Any = get_total_norm([p.grad for p in with_gradient if p.grad is not None])
+    if is_dealt(norm):
+        norm = norm.full_tensor()
     if limit is not None:
         clip_grads_with_norm_(with_gradient, limit, norm)
     return torch.as_tensor(norm)

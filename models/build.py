@@ -67,7 +67,7 @@ def describe(module: nn.Module) -> str:
         "NUM_HEADS": "heads {}",
     }
     sizes = sizes_of(module)
-    kind = type(module).__name__
+    kind = type(module).__name__.removeprefix("FSDP")  # so does torch rename what it deals out over ranks
     parts = [kind, *(text.format(as_text(sizes[key])) for key, text in words.items() if key in sizes)]
     total, trained = count_parameters(module)
     share = "all trainable" if trained == total else f"{trained:,} trainable"

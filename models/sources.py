@@ -132,6 +132,11 @@ def _in_folder(folder: Path) -> Path:
     for file in HUB_FILES:
         if (folder / file).is_file():
             return folder / file
+    if any(folder.glob("model.shard-*.safetensors")):
+        raise UserError(
+            f"Pretrained weights {folder}: saved in shards (DIST.STRATEGY fsdp); make one file of them by "
+            f"`python scripts/checkpoint.py strip {folder} -out weights.safetensors`, and give that to -pretrained."
+        )
     raise UserError(
         f"Pretrained weights {folder}: no {' or '.join(HUB_FILES)} in this folder, nor checkpoints/index.json of a run."
     )

@@ -89,15 +89,34 @@ def run_program(
             check=False,
         )
         return Result(done.returncode, done.stdout, done.stderr)
-    out, err = streams / "stdout", streams / "stderr"
-    process = _server.Process(target=_become, args=(path, argv, str(cwd), env or {}, (str(out), str(err))))
-    process.start()
-    process.join(timeout)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        raise AssertionError(f"no end after {timeout} s: {argv}\n{out.read_text()}\n{err.read_text()}")
-    return Result(process.exitcode, out.read_text(), err.read_text())
+    return Started(path, argv, cwd, env or {}, streams).end(timeout)
+
+
+class Started:
+    """A process from the server, in the background."""
+
+    def __init__(self, path: str, argv: list[str], cwd: Path, env: dict[str, str], streams: Path) -> None:
+        self._argv, self._out, self._err = argv, streams / "stdout", streams / "stderr"
+        files = (str(self._out), str(self._err))
+        self._process = _server.Process(target=_become, args=(path, argv, str(cwd), env, files))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def running(self) -> bool:
+        return self._process.exitcode is None
+
+    def end(self, timeout: float) -> Result:
+        self._process.join(timeout)
+        code, argv = self._process.exitcode, self._argv
+        if code is None:
+            self._process.kill()
+            self._process.join()
+            raise AssertionError(f"no end after {timeout} s: {argv}\n{self._out.read_text()}\n{self._err.read_text()}")
+        return Result(code, self._out.read_text(), self._err.read_text())
 
 
 def metrics(folder: Path, event: str | None = None) -> list[dict[str, Any]]:

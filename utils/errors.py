@@ -9,6 +9,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_STOPPED = 143
 
 
 class UserError(Exception):
@@ -16,6 +17,10 @@ class UserError(Exception):
 
     The text says what was wrong, where it was found, and what would be right.
     """
+
+
+class CommonUserError(UserError):
+    """One that all processes of a run raise, so that one of them tells it for all."""
 
 
 class TrainingError(Exception):

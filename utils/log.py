@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from utils.line_file import LineFile
+
 log = logging.getLogger("vitamp")
 
 
@@ -29,6 +31,21 @@ class _Early(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)
+
+
+class _File(logging.Handler):
+    """Adds to a file of the run, whatever becomes of the disk."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._lines = LineFile(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.add(self.format(record))
+
+    def close(self) -> None:
+        self._lines.close()
+        super().close()
 
 
 def _close(logger: logging.Logger) -> None:
@@ -57,7 +74,7 @@ def log_into(folder: Path, rank: int) -> None:
     early = [handler for handler in log.handlers if isinstance(handler, _Early)]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _File(path)
         handler.setFormatter(_WithLevel("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         log.addHandler(handler)
         for kept in early:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -80,14 +82,30 @@ def make_folder(output: str | None, save: str, kind: str) -> Path:
         raise UserError(f"{output or save}: the run's folder cannot be made ({error.strerror}).") from None
 
 
+@contextlib.contextmanager
+def nothing_trained_yet(folder: Path) -> Iterator[None]:
+    """What the disk refuses before the first update is for the user to mend; later, a run goes on without."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder}: cannot be written ({error.strerror}). Mend that, or name another -output."
+        ) from None
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader finds the old text or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def describe_run(device: str, choices: dict[str, Any], tag: str | None) -> dict[str, Any]:

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-import datetime
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from utils.config.schema import DistConfig
-from utils.errors import UserError
+from utils.errors import CommonUserError, UserError
 
 if TYPE_CHECKING:
     import torch
 
-# A rank that waits longer than this for the others has lost them.
-TIMEOUT = datetime.timedelta(minutes=10)
+BY_HAND, TORCHRUN, OPENMPI, MPICH, SLURM = "by hand", "torchrun", "OpenMPI", "MPICH", "SLURM"
+DEFAULT_PORT = 29500
+# For each launcher: rank, number of ranks, rank on this machine, number on this machine. The innermost comes first:
+# mpirun within a SLURM job counts, and not the job around it. Beside PMI's own two, MPICH's are asked for: srun may set
+# PMI_RANK as well, and knows more than it says there.
+_NAMES = {
+    TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    OPENMPI: (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    MPICH: ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # Never SLURM_NTASKS: a plain python in a batch script finds it set, and is one process all the same.
+    SLURM: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+}
+# Launchers that tell a number of processes and not enough besides to join them.
+_OTHERS = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -27,6 +44,10 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     launcher: str = "none"
+    meeting: tuple[str, int] | None = None
+    """Machine and port of rank 0; None where the launcher has a meeting point of its own."""
+    cores: int | None = None
+    """How many the launcher gave this process for itself, if it said so."""
 
     @property
     def first(self) -> bool:
@@ -39,18 +60,40 @@ ALONE = World()
 
 def read_world(dist: DistConfig, env: Mapping[str, str] = os.environ) -> World | None:
     """The place a launcher (or the -rank flags) gave this process; None where nobody gave one."""
-    if dist.RANK is not None and dist.WORLD_SIZE is not None:
-        # Ranks started by hand, one command line each: this machine's share is not told, a GPU each is assumed.
-        local = int(env.get("LOCAL_RANK", "0"))
-        return World(dist.RANK, dist.WORLD_SIZE, local, int(env.get("LOCAL_WORLD_SIZE", "1")), "by hand")
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return World(
-            int(env["RANK"]),
-            int(env["WORLD_SIZE"]),
-            int(env.get("LOCAL_RANK", env["RANK"])),
-            int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
-            "torchrun",
-        )
+    found = launched(env)
+    if found is not None and found.launcher == TORCHRUN:
+        if dist.RANK is not None and (found.rank, found.size) != (dist.RANK, dist.WORLD_SIZE):
+            raise UserError(
+                f"-rank {dist.RANK} -world_size {dist.WORLD_SIZE}, but the launcher made this process rank "
+                f"{found.rank} of {found.size} (RANK, WORLD_SIZE); leave -host, -port, -rank and -world_size out."
+            )
+        return found
+    if dist.RANK is not None and dist.WORLD_SIZE is not None and dist.HOST and dist.PORT:
+        # One command line each: this machine's share is not told, one a machine is assumed.
+        local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
+        return World(dist.RANK, dist.WORLD_SIZE, *local, BY_HAND, (dist.HOST, dist.PORT))
+    if found is None:
+        if dist.HOST or dist.PORT:
+            missing = "-rank -world_size" if dist.HOST and dist.PORT else "-port -rank -world_size"
+            raise UserError(f"-host, but no launcher tells this process its rank; missing: {missing}")
+        return None
+    return replace(found, meeting=_meeting(found, dist, env))
+
+
+def launched(env: Mapping[str, str] = os.environ) -> World | None:
+    """This process's place as its launcher tells it, before any setting is known."""
+    for launcher, (rank, size, local_rank, local_size) in _NAMES.items():
+        if rank not in env or size not in env or (launcher == MPICH and local_rank not in env):
+            continue
+        if launcher != TORCHRUN and int(env[size]) == 1:
+            continue  # one shell or one launcher a machine, which may start processes of its own
+        if launcher == SLURM:
+            cores = int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else None
+            here = _tasks_here(env)
+            return World(int(env[rank]), int(env[size]), int(env.get(local_rank, 0)), here, launcher, cores=cores)
+        # Without the latter two (a Kubernetes operator, a shell script) one process a machine is assumed.
+        local = int(env.get(local_rank, 0)), int(env.get(local_size, 1))
+        return World(int(env[rank]), int(env[size]), *local, launcher)
     return None
 
 
@@ -59,31 +102,53 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def first_by_environment(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process should speak before the group exists: one voice, not one a rank."""
-    return env.get("RANK", "0") == "0"
+def check_alone(env: Mapping[str, str] = os.environ) -> None:
+    """Stop a process that is one of several, but knows no rank: each would train a model of its own."""
+    for name in _OTHERS:
+        if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 and "SLURM_STEP_NUM_TASKS" not in env:
+            raise UserError(
+                f"this is one of {env[name]} processes ({name}), of a launcher that does not tell a process its place "
+                "on its machine. Start them with torchrun or srun, or with -host, -port, -rank and -world_size each."
+            )
 
 
-def join(world: World, dist: DistConfig, device: torch.device) -> None:
-    """Form the process group, by the launcher's meeting point or by -host and -port."""
-    if world.size == 1:
-        return
-    import torch.distributed
-
-    backend = dist.BACKEND or ("nccl" if device.type == "cuda" else "gloo")
-    if backend == "nccl" and device.type != "cuda":
-        raise UserError(f"-backend nccl needs GPUs, and this run is on {device.type}; use -backend gloo.")
-    meeting = f"tcp://{dist.HOST}:{dist.PORT}" if dist.HOST else "env://"
-    torch.distributed.init_process_group(
-        backend, init_method=meeting, rank=world.rank, world_size=world.size, timeout=TIMEOUT
-    )
+def _tasks_here(env: Mapping[str, str]) -> int:
+    """'4(x2),3' of the step's tasks a machine, as counts; this machine's."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"])
+    counts = [int(many) for many, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    machine = int(env.get("SLURM_NODEID", "0"))
+    return counts[machine] if machine < len(counts) else counts[0]
 
 
-def leave(world: World) -> None:
-    if world.size > 1:
-        import torch.distributed
+def first_host(machines: str) -> str:
+    """'gpu03' of 'gpu[03-05,9],cpu1': SLURM's own tool for it is not there in a container."""
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", machines)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0]) if found else machines
 
-        torch.distributed.destroy_process_group()
+
+def _meeting(world: World, dist: DistConfig, env: Mapping[str, str]) -> tuple[str, int]:
+    """Where rank 0 of these processes listens."""
+    host = dist.HOST or env.get("MASTER_ADDR")
+    if host is None and world.local_size == world.size:
+        host = "127.0.0.1"
+    if host is None and world.launcher in (SLURM, OPENMPI):  # rank 0 of mpirun in a job is on the job's first machine
+        machines = env.get("SLURM_STEP_NODELIST" if world.launcher == SLURM else "SLURM_JOB_NODELIST")
+        host = first_host(machines) if machines else None
+    if host is None:
+        raise UserError(
+            f"{world.launcher} started {world.size} processes on several machines and does not say which is rank 0's: "
+            "add -host NAME (and -port N), the machine that the first process runs on."
+        )
+    given = dist.PORT or int(env.get("MASTER_PORT", "0"))
+    return host, given or _port_of_job(world, env)
+
+
+def _port_of_job(world: World, env: Mapping[str, str]) -> int:
+    """One that all ranks of a job find, and two jobs on a machine hardly ever share."""
+    if world.launcher == SLURM:
+        return 20000 + (int(env["SLURM_JOB_ID"]) * 7 + int(env.get("SLURM_STEP_ID", "0"))) % 12000
+    job = re.search(r"\d+", env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE") or "")
+    return 20000 + int(job[0]) % 12000 if job else DEFAULT_PORT
 
 
 def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
@@ -137,4 +202,4 @@ def agree(problem: str | None, world: World) -> None:
         torch.distributed.all_gather_object(found, problem)
     for rank, text in enumerate(found):
         if text is not None:
-            raise UserError(text if rank == 0 else f"on rank {rank}: {text}")
+            raise CommonUserError(text if rank == 0 else f"on rank {rank}: {text}")

@@ -52,7 +52,7 @@ def test_everything_is_there(finished: tuple[Path, Result]) -> None:
         for update in (44, 88)
         for name in ("model.safetensors", "ema.safetensors", "state.pt", "meta.json")
     }
-    plain = {"config.yaml", "log.txt", "ranks/0.log", "metrics.jsonl", "curves.png", "run.json"}
+    plain = {".lock", "config.yaml", "log.txt", "ranks/0.log", "metrics.jsonl", "curves.png", "run.json"}
     assert made - boards == plain | checkpoints | {"checkpoints/index.json"}
 
 

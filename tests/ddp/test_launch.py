@@ -1,33 +1,20 @@
-"""Many processes, by whichever launcher: the same run."""
+"""Many processes: one voice, and the same run as one process. Who may start them: tests/launch."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.program import ROOT, TINY_DIGITS, Result, metrics, run_program
+from tests.program import TINY_DIGITS, Result, metrics, run_program
 
-MULTI = str(ROOT / "main_multi_gpu.py")
 # Mixed precision, dropout, an average: whatever could differ from rank to rank.
 WORDS = [
     *("-amp", "bf16", "MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.1", "MODEL.DEPTH=2"),
     *("TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=2", "REPORT_FREQ=1", "-batch_size_eval", "77"),
 ]
-
-
-def launch(*command: object, env: dict[str, str] | None = None) -> Result:
-    words = [sys.executable, *map(str, command)]
-    done = subprocess.run(
-        words, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=180, check=False
-    )
-    return Result(done.returncode, done.stdout, done.stderr)
 
 
 def outcome(run: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
@@ -61,49 +48,10 @@ def test_plainly_started(two: tuple[Path, Result]) -> None:
     assert "32 per device x 2 devices" in (run / "ranks" / "1.log").read_text()
 
 
-def test_torchrun_gives_the_same_bit_for_bit(two: tuple[Path, Result], place: Path) -> None:
-    run = place / "torchrun"
-    start = ("-m", "torch.distributed.run", "--nproc_per_node", 2, "--master_port", free_port())
-    done = launch(*start, MULTI, "-cfg", place / "tiny.yaml", "-output", run, *WORDS)
-    assert done.code == 0, done.text
-    assert outcome(run) == outcome(two[0])
-
-
-def test_torch_distributed_launch(two: tuple[Path, Result], place: Path) -> None:
-    """The older launcher of many scripts, which may add a flag of its own."""
-    run = place / "launch"
-    start = ("-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node", 2, "--master_port", free_port())
-    done = launch(*start, MULTI, "-cfg", place / "tiny.yaml", "-output", run, *WORDS)
-    assert done.code == 0, done.text
-    assert outcome(run) == outcome(two[0])
-
-
 def test_one_process_with_two_micro_batches_gives_the_same_bit_for_bit(two: tuple[Path, Result], place: Path) -> None:
     run = place / "alone"
     done = run_program("-cfg", place / "tiny.yaml", "-output", run, "-accum_iter", 2, *WORDS, streams=place)
     assert done.code == 0, done.text
-    assert outcome(run) == outcome(two[0])
-
-
-def test_started_by_hand(two: tuple[Path, Result], place: Path) -> None:
-    """-host, -port, -rank and -world_size, one command line a process; only rank 0 speaks."""
-    run, port = place / "hand", free_port()
-    ranks = [
-        subprocess.Popen(
-            [
-                *(sys.executable, MULTI, "-cfg", str(place / "tiny.yaml"), "-output", str(run), *WORDS),
-                *("-host", "localhost", "-port", str(port), "-rank", str(rank), "-world_size", "2"),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (1, 0)
-    ]
-    other, first = (process.communicate(timeout=120) for process in ranks)
-    assert [process.returncode for process in ranks] == [0, 0], (first, other)
-    assert "Done: best" in first[0]
-    assert other == ("", "")
     assert outcome(run) == outcome(two[0])
 
 
@@ -156,9 +104,3 @@ def test_what_is_wrong_is_said_once(vitamp: Callable[..., Result], place: Path, 
     assert done.err.count("error:") == 1
     assert "Traceback" not in done.text
     assert not run.exists()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]

@@ -246,8 +246,9 @@ def test_index(tmp_path: Path) -> None:
     assert read_index(tmp_path) == {"last": None, "best": None}
     write_index(tmp_path, "step-2", "step-1")
     assert read_index(tmp_path) == {"last": "step-2", "best": "step-1"}
-    (tmp_path / "index.json").write_text("{", encoding="utf-8")
-    assert read_index(tmp_path) == {"last": None, "best": None}
+    for nothing in ("{", "[]", "5", '{"last": 3, "best": ["x"]}'):
+        (tmp_path / "index.json").write_text(nothing, encoding="utf-8")
+        assert read_index(tmp_path) == {"last": None, "best": None}
 
 
 @pytest.mark.parametrize(

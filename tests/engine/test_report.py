@@ -42,8 +42,8 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> I
         yield caplog
 
 
-def reporter(folder: Path | None, done: int = 0, **settings: Any) -> Reporter:
-    return Reporter(Config(**settings), 100, folder, False, done)
+def reporter(folder: Path | None, start: Position | None = None, **settings: Any) -> Reporter:
+    return Reporter(Config(**settings), 100, folder, False, start or Position())
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -109,7 +109,7 @@ def test_all_that_depends_on_time_stands_under_perf(tmp_path: Path) -> None:
 def test_what_is_no_number_becomes_null(tmp_path: Path, bad: float) -> None:
     reading = Reading(Means(bad, 0.0, 0.0), Means(bad, 0.0, 0.0), bad, 1.0, 0.1, 0, 0, 3)
     reporter(tmp_path).train(Position(1, 1, 1), reading, PERF)
-    reporter(tmp_path, done=1).validation(Position(1, 1, 1), {"": Means(bad, 0.0, 0.0)}, 1.0)
+    reporter(tmp_path, Position(1, 1, 1)).validation(Position(1, 1, 1), {"": Means(bad, 0.0, 0.0)}, 1.0)
     train, val = lines(tmp_path)
     assert (train["loss"], train["grad_norm"], train["scale"], val["loss"]) == (None, None, 1.0, None)
 
@@ -122,11 +122,30 @@ def test_resuming_drops_what_is_done_again(tmp_path: Path) -> None:
     before.validation(Position(1, 5, 5), {"": Means(1.0, 2.0, 3.0)}, 1.0)
     with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"event": "train", "epoch": 1, "st')  # killed while writing
-    after = reporter(tmp_path, done=3)
+    after = reporter(tmp_path, Position(1, 3, 3))
     after.run("resume", Position(1, 3, 3), 0.0)
     after.train(Position(1, 4, 4), READING, PERF)
     told = [(line["event"], line["update"]) for line in lines(tmp_path)]
     assert told == [("run", 0), ("train", 1), ("train", 2), ("train", 3), ("run", 3), ("train", 4)]
+
+
+@pytest.mark.parametrize(
+    ("start", "kept"),
+    [
+        (Position(2, 0, 5, validated=5), ["run", "train", "epoch", "val"]),
+        (Position(1, 5, 5, validated=0), ["run", "train"]),
+        (Position(), []),
+    ],
+    ids=["after the epoch", "stopped in its validation", "from the beginning"],
+)
+def test_what_comes_after_one_update_goes_with_what_was_done(tmp_path: Path, start: Position, kept: list[str]) -> None:
+    before, at = reporter(tmp_path), Position(1, 5, 5)
+    before.run("start", Position(), 0.0)
+    before.train(at, READING, PERF)
+    before.epoch(at, Means(1.0, 2.0, 3.0), 1.0)
+    before.validation(at, {"": Means(1.0, 2.0, 3.0)}, 1.0)
+    reporter(tmp_path, start)
+    assert [line["event"] for line in lines(tmp_path)] == kept
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

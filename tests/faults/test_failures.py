@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from datasets import EpochOrder
-from tests.program import ROOT, Result
+from tests.faults.killing import Run, until
 
 SMALL = [
     *("MODEL.DEPTH=1", "MODEL.EMBED_DIM=32", "MODEL.NUM_HEADS=2", "MODEL.PATCH_SIZE=16", "DATA.IMAGE_SIZE=32"),
@@ -35,73 +31,6 @@ if os.environ.get("RANK") == "1":
         return step(*args, **kwargs)
     torch.optim.AdamW.step = failing
 """
-
-
-class Run:
-    """A run in the background, whose processes are known by a word in their environment."""
-
-    def __init__(self, tiny: Path, folder: Path, *words: object, ngpus: int = 2, **env: str) -> None:
-        self.mark = f"VITAMP_TEST={uuid.uuid4().hex}"
-        name, value = self.mark.split("=")
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, str(ROOT / ("main_multi_gpu.py" if ngpus else "main_single_gpu.py"))),
-                *("-cfg", str(tiny), "-output", str(folder), *(["-ngpus", str(ngpus)] if ngpus else [])),
-                *map(str, words),
-            ],
-            env={**os.environ, **env, name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait_for_updates(self) -> None:
-        metrics = self.folder / "metrics.jsonl"
-        until(lambda: metrics.exists() and metrics.read_text().count('"train"') > 2, 60)
-
-    def end(self, seconds: float) -> Result:
-        out, err = self.process.communicate(timeout=seconds)
-        return Result(self.process.returncode, out, err)
-
-    def alive(self) -> list[int]:
-        """Processes of this run, loading processes included."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                marked = entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes()
-                zombie = marked and (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            except OSError:
-                continue
-            if marked and not zombie:
-                found.append(int(entry.name))
-        return found
-
-
-def until(happens: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def start(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Start a run; whatever is left of it after the test is killed."""
-    runs: list[Run] = []
-
-    def call(*words: object, **options: object) -> Run:
-        runs.append(Run(tiny, tmp_path / "run", *words, **options))  # pyright: ignore[reportArgumentType]
-        return runs[-1]
-
-    yield call
-    for run in runs:
-        for pid in run.alive():
-            os.kill(pid, signal.SIGKILL)
-
-
-pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes by /proc")
 
 
 def test_a_failing_rank_ends_all_and_tells_why_once(start: Callable[..., Run], tmp_path: Path) -> None:
@@ -160,7 +89,7 @@ def test_ctrl_c_ends_a_single_process_and_its_loaders(start: Callable[..., Run],
     os.killpg(run.process.pid, signal.SIGINT)
     done = run.end(15)
     assert done.code == 130, done.text
-    assert "interrupted" in done.err
+    assert "Interrupted" in done.out
     assert "Traceback" not in done.text
     until(lambda: not run.alive(), 5)
 

@@ -72,7 +72,8 @@ def test_each_flag_reaches_its_setting() -> None:
         "01:00:00",
         6,
     )
-    assert config.DIST.model_dump() == {"BACKEND": "gloo", "HOST": "h", "PORT": 1234, "RANK": 0, "WORLD_SIZE": 2}
+    by_hand = {"HOST": "h", "PORT": 1234, "RANK": 0, "WORLD_SIZE": 2}
+    assert config.DIST.model_dump() == {"BACKEND": "gloo", "TIMEOUT": 10.0, **by_hand}
     assert (config.TRAIN.LAST_EPOCH, config.TRAIN.ACCUM_ITER, config.EVAL) == (5, 7, True)
     assert (config.MODEL.RESUME, config.MODEL.NUM_CLASSES, config.MODEL.PRETRAINED) == ("r", 10, "p")
     data = config.DATA

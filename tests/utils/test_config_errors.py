@@ -191,6 +191,7 @@ def test_settings_that_do_not_fit_together(words: dict[str, str], message: str) 
         {"MODEL.EMBED_DIM": "768", "MODEL.NUM_HEADS": "7", "MODEL.ATTN_HEAD_SIZE": "64"},
         {"MODEL.EMBED_DIM": "96", "MODEL.NUM_HEADS": "[3, 6, 12, 24]"},
         {"DIST.HOST": "a", "DIST.PORT": "1", "DIST.RANK": "1", "DIST.WORLD_SIZE": "2"},
+        {"DIST.HOST": "a"},
         {"MAX_TIME": "100:00:00"},
         {"TRAIN.RAND_AUGMENT": "true", "TRAIN.AUTO_AUGMENT": "true"},
         {"DATA.BATCH_SIZE": "3", "TRAIN.MIXUP_ALPHA": "0.8", "TRAIN.MIXUP_MODE": "pair"},

@@ -115,12 +115,46 @@ def _dist(config: Config) -> Iterator[Problem]:
     dist = config.DIST
     by_hand = {"HOST": dist.HOST, "PORT": dist.PORT, "RANK": dist.RANK, "WORLD_SIZE": dist.WORLD_SIZE}
     missing = [name for name, value in by_hand.items() if value is None]
-    if 0 < len(missing) < len(by_hand):
+    ranks_are_given = dist.RANK is not None or dist.WORLD_SIZE is not None  # else a launcher may know them
+    if missing and ranks_are_given:
         given = [name for name in by_hand if name not in missing]
         flags = " ".join(f"-{name.lower()}" for name in missing)
         yield f"DIST.{given[0]}", f"-host, -port, -rank and -world_size go together; missing: {flags}"
     if dist.RANK is not None and dist.WORLD_SIZE is not None and dist.RANK >= dist.WORLD_SIZE:
         yield "DIST.RANK", f"{dist.RANK} is not below DIST.WORLD_SIZE {dist.WORLD_SIZE}; ranks count from 0"
+    if dist.HSDP and dist.STRATEGY != "fsdp":
+        yield "DIST.HSDP", "true says how fsdp deals out the weights; set DIST.STRATEGY=fsdp as well, or leave it out"
+    if dist.STRATEGY == "fsdp":
+        yield from _fsdp(config)
+
+
+def _fsdp(config: Config) -> Iterator[Problem]:
+    amp = config.AMP
+    if config.DEVICE == "mps":
+        yield "DIST.STRATEGY", "fsdp needs several devices; with DEVICE mps there is one"
+    if config.TRAIN.MODEL_EMA_FORCE_CPU:
+        yield (
+            "TRAIN.MODEL_EMA_FORCE_CPU",
+            "true, but with DIST.STRATEGY fsdp a device holds but its part; set it to false",
+        )
+    if not amp.ENABLED:
+        return
+    if amp.DTYPE == "fp8":
+        yield "AMP.DTYPE", "fp8 does not work with DIST.STRATEGY fsdp; use bf16 or fp16, or DIST.STRATEGY=ddp"
+    if amp.LEVEL == "O3":
+        yield "AMP.LEVEL", "O3 does not work with DIST.STRATEGY fsdp; use O1, O2 or NAIVE, whose fp32 masters it shards"
+    if amp.AUTO_FP32:
+        yield (
+            "AMP.AUTO_FP32",
+            "true, but with DIST.STRATEGY fsdp no skipped update is replayed to see which module overflowed; name the "
+            "modules by AMP.FP32_MODULES",
+        )
+    if amp.LEVEL in ("O2", "NAIVE") and not amp.EVAL:
+        yield (
+            "AMP.EVAL",
+            f"false asks for validation in fp32, but with DIST.STRATEGY fsdp AMP.LEVEL {amp.LEVEL} gathers weights in "
+            "half precision only; leave it true, or use O1",
+        )
 
 
 def _run(config: Config) -> Iterator[Problem]:

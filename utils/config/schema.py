@@ -190,9 +190,19 @@ class AmpConfig(Section):
 class DistConfig(Section):
     """The process group."""
 
+    STRATEGY: Annotated[Literal["ddp", "fsdp"], BeforeValidator(folded)] = Field(
+        default="ddp",
+        description="ddp: each process holds the whole model. fsdp: the weights are dealt out; see docs/fsdp.md.",
+    )
+    HSDP: bool = Field(
+        default=False, description="fsdp: deal out within a machine, and keep a copy on each; for slow networks."
+    )
     BACKEND: Literal["nccl", "gloo"] | None = Field(default=None, description="null: nccl on GPUs, gloo elsewhere.")
-    HOST: str | None = Field(default=None, description="Where rank 0 listens, when ranks are started by hand.")
-    PORT: int | None = Field(default=None, ge=1, le=65535, description="Its port.")
+    TIMEOUT: float = Field(
+        default=10.0, gt=0, description="Minutes after which a rank that the others wait for ends the run."
+    )
+    HOST: str | None = Field(default=None, description="Machine of rank 0, by hand or where a launcher tells no other.")
+    PORT: int | None = Field(default=None, ge=1, le=65535, description="The port it listens at.")
     RANK: Count | None = Field(default=None, description="This process's rank, when ranks are started by hand.")
     WORLD_SIZE: Positive | None = Field(default=None, description="Number of processes, when started by hand.")
 
@@ -211,7 +221,15 @@ class Config(Section):
     TAG: str | None = Field(default=None, description="A word of yours, shown in the banner, run.json and the curves.")
     SAVE_FREQ: Positive = Field(default=10, description="Epochs between checkpoints.")
     SAVE_EVERY_UPDATES: Positive | None = Field(default=None, description="Updates between checkpoints, besides.")
+    SAVE_EVERY_MINUTES: AboveZero | None = Field(default=None, description="Minutes between checkpoints, besides.")
+    SAVE_BEST_BY: Literal["acc1", "acc5", "loss"] = Field(
+        default="acc1", description="Validation figure that decides which checkpoint is the best."
+    )
+    SAVE_IN_BACKGROUND: bool = Field(
+        default=True, description="Write checkpoints while training goes on, from a copy in host memory."
+    )
     KEEP_LAST: Count = Field(default=3, description="Checkpoints kept beside the best one; 0: all.")
+    KEEP_EVERY: Positive | None = Field(default=None, description="Epochs whose checkpoint is kept for ever: each Nth.")
     REPORT_FREQ: Positive = Field(default=20, description="Updates between log lines.")
     VALIDATE_FREQ: Positive = Field(default=1, description="Epochs between validations.")
     VALIDATE_EVERY_UPDATES: Positive | None = Field(default=None, description="Updates between validations, besides.")

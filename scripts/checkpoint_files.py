@@ -1,0 +1,85 @@
+"""scripts/checkpoint.py list and verify: what is there, and whether it is what was written."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from engine.checkpoint import META, Checkpoint, inspect, read_index, verify
+from engine.standing import size_words
+from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
+from utils.log import log
+
+COLUMNS = ("checkpoint", "epoch", "update", "loss", "top-1", "EMA top-1", "size", "written", "")
+
+
+def folders_of(path: Path) -> list[Path]:
+    """The checkpoints a path means, oldest first: all of a run, or the one that it is or lies in."""
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file or folder.")
+    folder = path.parent if path.is_file() else path
+    if (folder / META).exists() or folder.name.startswith("step-"):
+        return [folder]
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    found = sorted(root.glob("step-*"))
+    if not found:
+        raise UserError(f"{path}: no checkpoint lies there (looked for {root}/step-*).")
+    return found
+
+
+def show(path: Path) -> int:
+    folders = folders_of(path)
+    index = read_index(folders[0].parent)
+    rows = [_row(folder, [name for name in ("last", "best") if index.get(name) == folder.name]) for folder in folders]
+    widths = [max(len(row[n]) for row in (COLUMNS, *rows)) for n in range(len(COLUMNS))]
+    for row in (COLUMNS, *rows):
+        log.info("%s", "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    total = sum(_size(folder) for folder in folders)
+    log.info("%d checkpoint%s, %s", len(folders), "s" if len(folders) > 1 else "", size_words(total))
+    return EXIT_DONE
+
+
+def _row(folder: Path, marks: list[str]) -> tuple[str, ...]:
+    try:
+        meta = inspect(folder).meta
+    except UserError as error:
+        reason = str(error).removeprefix(f"{folder}: ")
+        return (folder.name, *["-"] * 5, size_words(_size(folder)), "-", reason)
+    metrics = meta.get("metrics", {})
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / META).stat().st_mtime))
+    epoch = f"{meta['epoch']}" if meta.get("epoch_finished") else f"in {meta['epoch']}"
+    return (
+        folder.name,
+        epoch,
+        f"{meta.get('update', '-')}",
+        *(f"{metrics[key]:{form}}" if key in metrics else "-" for key, form in FIGURES),
+        size_words(_size(folder)),
+        written,
+        ", ".join(marks),
+    )
+
+
+FIGURES = (("loss", ".4f"), ("acc1", ".2f"), ("ema_acc1", ".2f"))
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+def check(paths: list[Path]) -> int:
+    """Verify each, name each; damage in one does not keep the others from being looked at."""
+    damaged = 0
+    for folder in [folder for path in paths for folder in folders_of(path)]:
+        began = time.perf_counter()
+        try:
+            verify(inspect(folder))
+        except UserError as error:
+            log.error("%s", error)
+            damaged += 1
+            continue
+        log.info("%s: good, %s in %.1f s", folder, size_words(_size(folder)), time.perf_counter() - began)
+    return EXIT_FAILED if damaged else EXIT_DONE
+
+
+def verified(folder: Path) -> Checkpoint:
+    return verify(inspect(folder))

@@ -1,0 +1,91 @@
+"""The table of processes, and what is found when all have told their devices."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from engine.device import pick_device
+from engine.environment import _check_devices, _dotted, environment_table
+from utils.config import Config
+from utils.errors import CommonUserError, UserError
+from utils.world import World
+
+CPU = torch.device("cpu")
+
+
+def members(machines: int, each: int, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": machine * each + local,
+            "local_rank": local,
+            "host": f"node{machine}",
+            "pid": 1000 + local,
+            "threads": 8,
+            "device": "NVIDIA H200, 140 GiB, compute capability 9.0",
+            "gpu": f"GPU-{machine}-{local}",
+            "visible": each,
+            "peers": (each * (each - 1), each * (each - 1)),
+            **more,
+        }
+        for machine in range(machines)
+        for local in range(each)
+    ]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    world = World(0, len(found), 0, 8, "SLURM", ("node0", 23456))
+    return environment_table(Config(), world, CPU, found)
+
+
+def test_a_line_a_process() -> None:
+    text = table(members(2, 2))
+    assert "launcher   SLURM, 4 processes on 2 machines" in text
+    assert "backend    gloo, meeting at node0:23456; DIST.TIMEOUT 10 min" in text
+    row = "  3     node1    1           1001     8        NVIDIA H200, 140 GiB, compute capability 9.0"
+    assert row in text.splitlines()
+    assert f"torch {torch.__version__}" in text
+
+
+def test_with_many_a_line_a_machine() -> None:
+    text = table(members(4, 8))
+    row = "  node3    24-31  8        8 x NVIDIA H200, 140 GiB, compute capability 9.0"
+    assert row in text.splitlines()
+    assert len(text.splitlines()) == 10
+
+
+def test_which_gpus_reach_each_other() -> None:
+    assert "56 of 56 pairs of GPUs of a machine reach each other directly, by NVLink or PCIe" in table(members(2, 8))
+    assert "GPU links  2 of 56 pairs" in table(members(1, 7) + members(1, 1, peers=(2, 56)))
+    assert "GPU links" not in table(members(2, 1, peers=(0, 0)))
+
+
+def test_a_gpu_that_two_ranks_were_given_is_found() -> None:
+    _check_devices(members(2, 2))
+    with pytest.raises(CommonUserError, match="ranks 0 and 1 on node0 were given the same GPU"):
+        _check_devices(members(1, 2, gpu="GPU-the-one"))
+
+
+def test_gpus_that_nobody_uses_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
+    _check_devices(members(2, 1, visible=8))
+    assert "8 GPUs are visible on node0 and 1 process(es) use one each" in caplog.text
+    caplog.clear()
+    _check_devices(members(2, 8))
+    assert caplog.text == ""
+
+
+def test_a_launcher_may_show_each_process_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert pick_device(None, World(3, 4, 3, 4, "SLURM")) == torch.device("cuda", 0)
+    with pytest.raises(UserError, match="start no more processes than GPUs"):
+        pick_device(None, World(3, 4, 3, 4, "torchrun"))
+
+
+@pytest.mark.parametrize(("number", "said"), [(91002, "9.10.2"), (8902, "8.9.2"), (None, "none")])
+def test_cudnn_versions(number: int | None, said: str) -> None:
+    assert _dotted(number) == said

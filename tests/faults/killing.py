@@ -1,0 +1,138 @@
+"""Runs in the background, made to be killed: starting them, waiting for a moment, and seeing that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.program import ROOT, Result
+
+
+class Run:
+    """A run in the background, whose processes are known by a word in their environment."""
+
+    def __init__(
+        self, folder: Path, *words: object, ngpus: int = 2, launcher: tuple[str, ...] = (), **env: str
+    ) -> None:
+        self.mark = f"VITAMP_TEST={uuid.uuid4().hex}"
+        name, value = self.mark.split("=")
+        self.folder = folder
+        script = str(ROOT / ("main_multi_gpu.py" if ngpus else "main_single_gpu.py"))
+        devices = ["-ngpus", str(ngpus)] if ngpus and not launcher else []
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, script, *map(str, words), "-output", str(folder), *devices],
+            env={**os.environ, **env, name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for_updates(self, update: int = 3, seconds: float = 90) -> None:
+        """Until so many updates have been reported."""
+        until(lambda: self.process.poll() is not None or reported(self.folder) >= update, seconds)
+
+    def end(self, seconds: float) -> Result:
+        out, err = self.process.communicate(timeout=seconds)
+        return Result(self.process.returncode, out, err)
+
+    def alive(self) -> list[int]:
+        """Processes of this run, loading processes included."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                marked = entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes()
+                zombie = marked and (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if marked and not zombie:
+                found.append(int(entry.name))
+        return found
+
+    def ranks(self) -> list[int]:
+        """The training processes, rank by rank; the launcher is not one of them."""
+        by_rank = {}
+        for pid in self.alive():
+            rank = variable_of(pid, "RANK")
+            if rank is not None and variable_of(parent_of(pid), "RANK") is None:
+                by_rank[int(rank)] = pid
+        return [by_rank[rank] for rank in sorted(by_rank)]
+
+    def loaders(self) -> list[int]:
+        """The loading processes of all ranks."""
+        ranks = self.ranks() or [self.process.pid]
+        return [pid for pid in self.alive() if parent_of(pid) in ranks]
+
+    def kill_all(self) -> None:
+        """As if the machine had gone off."""
+        while self.alive():
+            for pid in self.alive():
+                send(pid, signal.SIGKILL)
+
+    def nothing_is_left(self, seconds: float = 15) -> None:
+        until(lambda: not self.alive(), seconds)
+
+
+def reported(folder: Path) -> int:
+    """The last update that metrics.jsonl has a report of."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            told = json.loads(line)
+        except ValueError:  # just being written
+            continue
+        if told["event"] == "train":
+            return told["update"]
+    return 0
+
+
+def drawn_curves(run: Path) -> dict[str, list[tuple[int, str]]]:
+    """TensorBoard's curves, NaN equal to NaN; but of the speed only where its points are."""
+    board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    curves = {tag: [(point.step, repr(point.value)) for point in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+    speed = curves.pop("train/images_per_second")
+    return {**curves, "speed": [(step, "") for step, _ in speed]}
+
+
+def send(pid: int, number: int) -> bool:
+    """Whether there was somebody to send it to."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def variable_of(pid: int, name: str) -> str | None:
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((word.decode().partition("=")[2] for word in words if word.startswith(f"{name}=".encode())), None)
+
+
+def until(happens: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)

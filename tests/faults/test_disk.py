@@ -1,0 +1,282 @@
+"""A disk that is full, read-only or broken for a while: training says so, goes on, and loses no earlier checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import saving
+from engine.board import Board
+from engine.checkpoint import MODEL, inspect, newest_good, read_index, save_checkpoint, verify
+from engine.resume import Best
+from engine.saving import Saver
+from tests.faults.killing import Run, reported, until
+from tests.faults.small_disk import SmallDisk, small_disk
+from tests.program import Result, metrics
+from utils.config.schema import Config
+from utils.errors import TrainingError
+from utils.line_file import LineFile
+from utils.log import log
+
+ENDLESS = ["TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "VALIDATE_FREQ=100000", "REPORT_FREQ=5"]
+TENSORS = {MODEL: {"weight": torch.arange(50_000.0)}}  # 200 kB
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk", "1m") as made:
+        yield made
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(log, "propagate", True)
+    with caplog.at_level(logging.INFO, "vitamp"):
+        yield caplog
+
+
+def meta(update: int) -> dict[str, Any]:
+    return {"epoch": 1, "update": update}
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("*"))
+
+
+def test_full_in_mid_run_and_free_again(start: Callable[..., Run], disk: SmallDisk) -> None:
+    """Everything the run writes is on that disk: nothing is lost but the checkpoints of that time."""
+    folder = disk.folder / "run"
+    run = start(*ENDLESS, "SAVE_EVERY_UPDATES=40", "KEEP_LAST=2", folder=folder, ngpus=0)
+    root = folder / "checkpoints"
+    until(lambda: len(list(root.glob("step-*"))) == 2, 90)
+    disk.fill()
+    assert run.process.stderr is not None
+    told = ""
+    while "could not be written" not in told:
+        line = run.process.stderr.readline()
+        assert line, f"it ended: {told}"
+        told += line
+    kept = sorted(root.glob("step-*"))
+    assert len(kept) == 2
+    for checkpoint in kept:
+        verify(inspect(checkpoint))
+    assert not list(root.glob(".tmp-*")), "a half-written one would take the room of the next"
+    disk.make_room()
+    until(lambda: max(root.glob("step-*")).name > max(kept).name, 60)
+    until(lambda: reported(folder) > int(max(kept).name[5:]) + 100, 60)
+    run.process.send_signal(signal.SIGTERM)
+    done = run.end(60)
+    assert done.code == 143, done.text
+    told += done.err
+    assert "checkpoints: No space left on device, " in told, "the system's own words and the place"
+    assert told.count("metrics.jsonl cannot be written") == 1
+    assert "Traceback" not in told
+    updates = [line["update"] for line in metrics(folder, "train")]
+    due = [44 * epoch + step for epoch in range(len(updates)) for step in (*range(5, 41, 5), 44)]
+    assert updates == due[: len(updates)], "lines of that time were written later, none twice"
+    newest = newest_good(root)
+    assert newest is not None
+    assert newest.folder.name == read_index(root)["last"]
+
+
+def test_a_run_that_ends_unsaved_has_failed(vitamp: Callable[..., Result], tiny: Path, disk: SmallDisk) -> None:
+    folder = disk.folder / "run"
+    words = ("-cfg", tiny, "-output", folder, "TRAIN.NUM_EPOCHS=1")
+    assert vitamp(*words, "TRAIN.MAX_UPDATES=10").code == 0
+    before = {path: path.read_bytes() for path in (folder / "checkpoints" / "step-000000010").iterdir()}
+    disk.freeze(folder / "checkpoints")
+    done = vitamp(*words, "-resume", "auto")
+    assert done.code == 1, done.text
+    assert "the state after update 44 could not be saved and is lost" in done.err
+    assert "Read-only file system" in done.err
+    assert "The last checkpoint is step-000000010" in done.err
+    assert "Traceback" not in done.text
+    assert metrics(folder, "val"), "it trained and validated to its end"
+    assert {path: path.read_bytes() for path in before} == before
+    disk.thaw(folder / "checkpoints")
+    again = vitamp(*words, "-resume", "auto")
+    assert again.code == 0, again.text
+    assert names(folder / "checkpoints")[-1] == "step-000000044"
+
+
+def test_a_full_disk_is_seen_before_training(vitamp: Callable[..., Result], tiny: Path, disk: SmallDisk) -> None:
+    folder = disk.folder / "run"
+    folder.mkdir()
+    disk.fill()
+    done = vitamp("-cfg", tiny, "-output", folder)
+    assert done.code == 2, done.text
+    assert f"{folder}/" in done.err
+    assert "cannot be written (No space left on device)" in done.err
+    assert "Traceback" not in done.text
+
+
+@pytest.mark.parametrize("what", [MODEL, "state.pt", "meta.json"])
+def test_the_systems_error_is_kept_whichever_file_it_hits(disk: SmallDisk, what: str) -> None:
+    """torch and safetensors hide it in errors of their own kinds."""
+    root = disk.folder
+    save_checkpoint(root, 1, {MODEL: {"weight": torch.zeros(10)}}, {}, meta(1))
+    big = torch.zeros(500_000)
+    tensors = {MODEL: {"weight": big if what == MODEL else torch.zeros(10)}}
+    state = {"moments": big} if what == "state.pt" else {}
+    long = {"classes": ["x" * 1000] * 2000} if what == "meta.json" else {}
+    with pytest.raises(OSError, match="No space left") as caught:
+        save_checkpoint(root, 2, tensors, state, {**meta(2), **long})
+    assert caught.value.errno == errno.ENOSPC
+    assert names(root) == ["step-000000001"]
+    verify(inspect(root / "step-000000001"))
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_tried_again_with_the_next_save(
+    disk: SmallDisk, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Pruned only once the new one is safe: KEEP_LAST 1 keeps the old one while there is no room for another."""
+    monkeypatch.setattr(saving, "PAUSES", (60.0,))
+    root = disk.folder / "checkpoints"
+    saver = Saver(root, Config(KEEP_LAST=1, SAVE_IN_BACKGROUND=background), pinned=False)
+    for update in (1, 2, 3):
+        if update == 2:
+            until(lambda: bool(saver.look()) or "Checkpoint step-000000001" in said.text, 30)
+            disk.fill()
+        if update == 3:
+            disk.make_room()
+        saver.save(TENSORS, {}, meta(update), Best(), time.perf_counter())
+        if update == 2:
+            until(lambda: bool(saver.look()) or "could not be written" in said.text, 30)
+            assert names(root) == ["index.json", "step-000000001"]
+            assert read_index(root)["last"] == "step-000000001"
+    saver.finish()
+    assert names(root) == ["index.json", "step-000000003"]
+    assert said.text.count("The checkpoint of update 2 could not be written") == 1
+
+
+def test_tried_again_after_a_pause(
+    disk: SmallDisk, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written then is the run as it was when it was to be saved."""
+    monkeypatch.setattr(saving, "PAUSES", (0.05,))
+    root, weight = disk.folder / "checkpoints", torch.ones(1000)
+    root.mkdir()
+    saver = Saver(root, Config(), pinned=False)
+    disk.fill()
+    saver.save({MODEL: {"weight": weight}}, {"moments": weight * 2}, meta(1), Best(), time.perf_counter())
+    weight.zero_()
+    until(lambda: bool(saver.look()) or "could not be written" in said.text, 30)
+    disk.make_room()
+    until(lambda: bool(saver.look()) or "Checkpoint step-000000001" in said.text, 30)
+    found = verify(inspect(root / "step-000000001"))
+    assert torch.equal(found.tensors()["weight"], torch.ones(1000))
+    assert torch.equal(found.state()["moments"], torch.full((1000,), 2.0))
+    saver.finish()
+
+
+def test_an_end_without_room_tells_what_is_left(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "PAUSES_AT_THE_END", (0.01, 0.01))
+    root = disk.folder / "checkpoints"
+    saver = Saver(root, Config(), pinned=False)
+    saver.save(TENSORS, {}, meta(1), Best(), time.perf_counter())
+    saver.finish()
+    disk.fill()
+    saver.save(TENSORS, {}, meta(2), Best(), time.perf_counter())
+    with pytest.raises(
+        TrainingError, match=r"update 2 .* No space left .* 0 kB are free.* last checkpoint is step-0+1;"
+    ):
+        saver.finish()
+
+
+def test_room_that_comes_at_the_end_is_used(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "PAUSES_AT_THE_END", (0.01, 0.01))
+    monkeypatch.setattr(time, "sleep", lambda _: disk.make_room())
+    saver = Saver(disk.folder / "checkpoints", Config(), pinned=False)
+    disk.fill()
+    saver.save(TENSORS, {}, meta(1), Best(), time.perf_counter())
+    saver.finish()
+    verify(inspect(disk.folder / "checkpoints" / "step-000000001"))
+
+
+def test_a_program_error_is_not_taken_for_the_disk(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Config(), pinned=False)
+    saver.save(TENSORS, {}, {**meta(1), "classes": object()}, Best(), time.perf_counter())
+    with pytest.raises(TypeError, match="not JSON"):
+        saver.finish()
+    assert names(tmp_path) == []
+
+
+def test_lines_wait_for_room(disk: SmallDisk, said: pytest.LogCaptureFixture) -> None:
+    path = disk.folder / "metrics.jsonl"
+    lines = LineFile(path)
+    lines.add(json.dumps({"n": 0}))
+    disk.fill()
+    for number in range(1, 101):
+        lines.add(json.dumps({"n": number, "text": "x" * 100}))
+    assert said.text.count("cannot be written (No space left on device)") == 1
+    disk.make_room()
+    lines.add(json.dumps({"n": 101}))
+    lines.close()
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == list(range(102))
+    assert "can be written again" in said.text
+
+
+def test_lines_that_are_lost_are_counted(disk: SmallDisk, said: pytest.LogCaptureFixture) -> None:
+    disk.fill()
+    lines = LineFile(disk.folder / "metrics.jsonl")
+    for _ in range(3):
+        lines.add("x" * 5000)
+    lines.close()
+    assert "lacks its last 3 lines (No space left on device)" in said.text
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_curves_wait_for_room(
+    disk: SmallDisk, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr("engine.board.SECONDS_BETWEEN_TRIES", 0.0)
+    board = Board(disk.folder / "tensorboard", 0)
+    for update in range(1, 301):
+        if update == 100:
+            board.flush()
+            disk.fill()
+        if update == 250:
+            disk.make_room()
+        board.add("train/loss", 1.0 / update, update)
+        if update % 40 == 0:
+            board.flush()
+    board.close()
+    assert said.text.count("cannot be written (No space left on device)") == 1
+    assert "can be written again" in said.text
+    assert "Traceback" not in capfd.readouterr().err
+    found = EventAccumulator(str(disk.folder / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == list(range(1, 301))
+
+
+def test_errors_for_a_while(tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a network file system whose server is away: every call fails, then none."""
+    monkeypatch.setattr(saving, "PAUSES", (0.05,))
+    calls, sync = [], os.fsync
+
+    def failing(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) < 4:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    saver = Saver(tmp_path, Config(), pinned=False)
+    saver.save(TENSORS, {}, meta(1), Best(), time.perf_counter())
+    until(lambda: bool(saver.look()) or "Checkpoint step-000000001" in said.text, 30)
+    assert said.text.count("could not be written") == 1, "one snapshot, one kind of trouble"
+    assert "Input/output error" in said.text
+    verify(inspect(tmp_path / "step-000000001"))

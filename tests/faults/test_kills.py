@@ -1,0 +1,242 @@
+"""A run killed anywhere, any way, and started again, is the run that was never killed.
+
+The moments and the ways are drawn from a seed, which is printed: VITAMP_KILL_SEED=N draws the same again.
+`pytest -m slow tests/faults/test_kills.py -s` shows the table of kills.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.killing import Run, drawn_curves, reported, send, until
+from tests.program import metrics, save_image
+
+SEED = int(os.environ.get("VITAMP_KILL_SEED", "0")) or time.time_ns() % 10**6
+WINDOW, UPDATES = 8, 120  # 20 epochs of 48 images
+WAYS = (
+    *("KILL a rank", "KILL the launcher", "KILL a data worker", "KILL all"),
+    *("TERM the launcher", "TERM a rank", "INT the launcher", "USR1 the launcher", "USR1 a rank"),
+)
+TOO_LATE = " (too late: it had ended)"
+CODES = {
+    "KILL a rank": (137, -9),
+    "KILL the launcher": (-9,),
+    "KILL all": (-9,),
+    "KILL a data worker": (1,),  # or the worker is replaced, and the run goes on
+    "INT the launcher": (130,),
+}
+RECIPE = """\
+DATA: {DATASET: imagefolder, IMAGE_SIZE: 16}
+MODEL: {NAME: tiny, NUM_CLASSES: 4, PATCH_SIZE: 8, EMBED_DIM: 16, DEPTH: 1, NUM_HEADS: 2, DROPOUT: 0.1, DROPPATH: 0.1}
+TRAIN: {NUM_EPOCHS: 20, WARMUP_EPOCHS: 1, BASE_LR: 2e-3, MODEL_EMA: true, RAND_AUGMENT: true, MIXUP_ALPHA: 0.8}
+AMP: {ENABLED: true, DTYPE: fp16, INIT_LOSS_SCALING: 4294967296, INCR_EVERY_N_STEPS: 4}
+REPORT_FREQ: 2
+SAVE_EVERY_UPDATES: 4
+KEEP_LAST: 2
+THREADS: 1
+DEVICE: cpu
+"""
+
+
+@dataclass
+class Kill:
+    """One line of the table."""
+
+    update: int | None
+    """It is done once this update is reported; None: while the run starts."""
+    delay: float
+    way: str
+    processes: int
+    workers: int
+    code: int | None = None
+    resumed_from: str = "not known: the next start was killed before it told"
+    note: str = ""
+
+    def line(self, number: int) -> str:
+        when = "starting" if self.update is None else f"update {self.update}"
+        code = "went on" if self.code is None else self.code
+        how = f"{self.processes} x {self.workers} workers"
+        what = f"{self.way:<19} {how:<13} {code!s:>7}"
+        return f"{number:3}  {when:>9} + {self.delay:4.2f} s  {what}  {self.resumed_from}{self.note}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a run is spread: processes by the micro-batches that each accumulates."""
+
+    processes: int
+    accumulated: int
+
+    def words(self, workers: int) -> list[object]:
+        batch = WINDOW // self.processes // self.accumulated
+        return ["-batch_size", batch, "-accum_iter", self.accumulated, f"DATA.NUM_WORKERS={workers}"]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    for part, count in (("train", 48), ("val", 12)):
+        for number in range(count):
+            save_image(root / part / f"class{number % 4}" / f"{number}.jpg", seed=number + len(part), size=(20, 18))
+    return root
+
+
+@pytest.fixture
+def begin(tmp_path: Path, images: Path) -> Any:
+    (tmp_path / "killed.yaml").write_text(RECIPE)
+    runs: list[Run] = []
+
+    def call(folder: Path, shape: Shape, workers: int) -> Run:
+        words = ("-cfg", tmp_path / "killed.yaml", f"DATA.DATA_PATH={images}", "-resume", "auto")
+        ngpus = shape.processes if shape.processes > 1 else 0
+        runs.append(Run(folder, *words, *shape.words(workers), ngpus=ngpus))
+        return runs[-1]
+
+    yield call
+    for run in runs:
+        run.kill_all()
+
+
+def outcome(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """All that a run leaves, but for its times and for the lines about its starts and ends."""
+    last = max((folder / "checkpoints").glob("step-*"))
+    assert last.name == f"step-{UPDATES:09d}"
+    kept = {name: (last / name).read_bytes() for name in ("model.safetensors", "ema.safetensors")}
+    state = torch.load(last / "state.pt", weights_only=True)
+    curves = {f"curve {name}": points for name, points in drawn_curves(folder).items()}
+    return {**kept, **flat(state), **curves}, [line for line in metrics(folder) if line["event"] != "run"]
+
+
+def flat(value: Any, name: str = "state") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {key: item for k, v in value.items() for key, item in flat(v, f"{name}.{k}").items()}
+    if isinstance(value, list):
+        return {key: item for k, v in enumerate(value) for key, item in flat(v, f"{name}.{k}").items()}
+    if isinstance(value, torch.Tensor):
+        return {name: (value.dtype, tuple(value.shape), value.numpy().tobytes())}
+    return {name: value}
+
+
+def drawn(number: int, ways: Sequence[str], shapes: Sequence[Shape], draw: random.Random) -> list[Kill]:
+    """Kills from the first updates to the last ones, and now and then before the first update of a start."""
+    moments = sorted(draw.randint(2, UPDATES * 7 // 10) for _ in range(number))
+    chosen = (list(ways) * (number // len(ways) + 1))[:number]
+    draw.shuffle(chosen)
+    kills = []
+    for update, way in zip(moments, chosen, strict=True):
+        starting = draw.random() < 0.1 and "worker" not in way
+        delay = draw.uniform(0, 4 if starting else 0.1)
+        workers = draw.choice((1, 2, 3) if "worker" in way else (0, 1, 2, 3))
+        kills.append(Kill(None if starting else update, delay, way, draw.choice(shapes).processes, workers))
+    return kills
+
+
+def kill(run: Run, way: str, draw: random.Random) -> None:
+    how, _, whom = way.partition(" ")
+    number = getattr(signal, f"SIG{how}")
+    if whom == "all":
+        run.kill_all()
+        return
+    among = {"a rank": run.ranks, "a data worker": run.loaders, "the launcher": list}[whom]()
+    send(draw.choice(among) if among else run.process.pid, number)
+
+
+def disturb(run: Run, planned: Kill, draw: random.Random) -> None:
+    """Wait for the moment, do it, and see that the run ends as it should and leaves nothing behind."""
+    before = reported(run.folder)
+    if planned.update is not None:
+        goal = max(planned.update, before + 1)
+        until(lambda: run.process.poll() is not None or reported(run.folder) >= goal, 120)
+        planned.update = goal
+    time.sleep(planned.delay)
+    if run.process.poll() is not None:
+        done = run.end(5)
+        assert done.code == 0, done.text
+        planned.code, planned.note = 0, TOO_LATE
+        return
+    kill(run, planned.way, draw)
+    if "worker" in planned.way:  # it may be replaced; then the run is to be stopped some other way
+        far = min(reported(run.folder) + 8, UPDATES)
+        until(lambda: run.process.poll() is not None or reported(run.folder) >= far, 90)
+        if run.process.poll() is None:
+            run.kill_all()
+            run.end(30)
+            planned.note = " (the worker was replaced; then KILL all)"
+            return
+    done = run.end(90)
+    planned.code = done.code
+    if planned.update is not None:
+        assert done.code in CODES.get(planned.way, (143,)), done.text
+    assert "Traceback" not in done.text or "worker" in planned.way or done.code == 137, done.text
+    run.nothing_is_left(60)
+
+
+def killed_and_resumed(
+    begin: Callable[..., Run], folder: Path, kills: list[Kill], shapes: Sequence[Shape], draw: random.Random
+) -> list[str]:
+    """The table, one line a kill."""
+    by_processes = {shape.processes: shape for shape in shapes}
+    starts = 0
+    for number, planned in enumerate(kills):
+        disturb(begin(folder, by_processes[planned.processes], planned.workers), planned, draw)
+        starts = note_resumption(folder, kills[number - 1] if number else None, starts)
+    last = begin(folder, draw.choice(shapes), draw.choice((0, 2))).end(180)
+    assert last.code == 0, last.text
+    note_resumption(folder, kills[-1], starts)
+    head = f"     moment            what                how it ran     exit  resumed from (VITAMP_KILL_SEED={SEED})"
+    return [head, *(planned.line(number) for number, planned in enumerate(kills, 1))]
+
+
+def note_resumption(folder: Path, before: Kill | None, known: int) -> int:
+    """What the log says of this start goes to the line of the kill before it. The number of starts it tells of."""
+    log = folder / "log.txt"
+    starts = re.findall(r"-resume auto: (.*)", log.read_text()) if log.exists() else []
+    if before is not None and len(starts) > known:
+        before.resumed_from = re.sub(r"going on from (step-0*)?|nothing to go on from, ", "", starts[-1])
+    return len(starts)
+
+
+def compared(
+    begin: Callable[..., Run], folder: Path, shapes: Sequence[Shape], ways: Sequence[str], number: int
+) -> None:
+    draw = random.Random(SEED)
+    undisturbed = begin(folder / "undisturbed", shapes[0], 2).end(180)
+    assert undisturbed.code == 0, undisturbed.text
+    wanted, told = outcome(folder / "undisturbed")
+    assert wanted["state.meters.skipped"] > 0, "the scaler had something to do"
+    kills = drawn(number, ways, shapes, draw)
+    print(f"\nkills drawn from VITAMP_KILL_SEED={SEED}")
+    table = killed_and_resumed(begin, folder / "killed", kills, shapes, draw)
+    print("\n".join(table))
+    assert sum(planned.note == TOO_LATE for planned in kills) <= number // 4, "most kills met a run at work"
+    found, told_again = outcome(folder / "killed")
+    assert told_again == told
+    assert [name for name in wanted if found.get(name) != wanted[name]] == []
+
+
+def test_killed_anywhere_it_is_the_run_that_was_never_killed(begin: Callable[..., Run], tmp_path: Path) -> None:
+    """A sample, for every day."""
+    ways = random.Random(SEED).sample(WAYS, 3)
+    compared(begin, tmp_path, [Shape(2, 2)], ways, 3)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(begin: Callable[..., Run], tmp_path: Path) -> None:
+    compared(begin, tmp_path, [Shape(2, 2)], WAYS, 20)
+
+
+@pytest.mark.slow
+def test_killed_and_moved_between_two_processes_and_one(begin: Callable[..., Run], tmp_path: Path) -> None:
+    """Two ranks, or one process that accumulates what they had."""
+    compared(begin, tmp_path, [Shape(2, 1), Shape(1, 2)], WAYS, 10)

@@ -1,0 +1,263 @@
+"""Told to stop, a run saves and leaves, in whatever phase it is; resumed, it is the run that was not stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import stopping
+from engine.stopping import Deadline
+from tests.faults.killing import Run, drawn_curves, reported, until
+from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program
+
+# 12 updates an epoch; every fifth is followed by a validation in batches of two, which takes a while.
+WORDS = (
+    *("DATA.BATCH_SIZE=60", "-accum_iter", 2, "-batch_size_eval", 2, "TRAIN.MODEL_EMA=true", "MODEL.DROPOUT=0.1"),
+    *("REPORT_FREQ=1", "VALIDATE_EVERY_UPDATES=5", "SAVE_EVERY_UPDATES=4", "KEEP_LAST=0"),
+)
+GO_ON = ("-resume", "auto")
+SLOW_UPDATES = (
+    *("DATA.DATASET=synthetic", "DATA.IMAGE_SIZE=64", "DATA.SYNTHETIC_TRAIN=256", "DATA.BATCH_SIZE=32"),
+    *("MODEL.EMBED_DIM=128", "MODEL.DEPTH=4", "REPORT_FREQ=1", "TRAIN.NUM_EPOCHS=1000", "SAVE_FREQ=1000"),
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("undisturbed")
+    (place / "tiny.yaml").write_text(TINY_DIGITS)
+    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *WORDS, streams=place)
+    assert done.code == 0, done.text
+    return place / "run"
+
+
+def told(run: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(run) if line["event"] != "run"]
+
+
+def weights(run: Path) -> tuple[bytes, bytes]:
+    last = max((run / "checkpoints").glob("step-*"))
+    return (last / "model.safetensors").read_bytes(), (last / "ema.safetensors").read_bytes()
+
+
+def lines(run: Path, event: str) -> list[int]:
+    """The updates of all whole lines of a kind, while the run goes on."""
+    try:
+        text = (run / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return []
+    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+    return [line["update"] for line in found if line["event"] == event]
+
+
+PHASES: dict[str, Callable[[Path], bool]] = {
+    "in an epoch": lambda run: reported(run) >= 7,
+    "in a validation in an epoch": lambda run: reported(run) >= 10,
+    "in a validation at the end of an epoch": lambda run: 12 in lines(run, "epoch"),
+    "in the last validation": lambda run: 24 in lines(run, "epoch"),
+    "while saving": lambda run: any((run / "checkpoints").glob(".tmp-*")),
+}
+
+
+@pytest.mark.parametrize(
+    ("phase", "number", "code"),
+    [
+        ("in an epoch", signal.SIGTERM, 143),
+        ("in a validation in an epoch", signal.SIGUSR1, 143),
+        ("in a validation at the end of an epoch", signal.SIGINT, 130),
+        ("in the last validation", signal.SIGTERM, 143),
+        ("while saving", signal.SIGTERM, 143),
+    ],
+)
+def test_stopped_in_any_phase_it_saves_and_goes_on(
+    begin: Callable[..., Started], undisturbed: Path, tmp_path: Path, phase: str, number: signal.Signals, code: int
+) -> None:
+    run = tmp_path / "run"
+    process = begin("-output", run, *GO_ON, *WORDS)
+    until(lambda: PHASES[phase](run) or not process.running(), 60)
+    os.kill(process.pid, number)
+    done = process.end(30)
+    assert done.code == code, done.text
+    assert "saving after update" in done.out
+    stopped = metrics(run)[-1]
+    assert (stopped["event"], stopped["what"]) == ("run", "paused")
+    saved = run / "checkpoints" / f"step-{stopped['update']:09d}"
+    position = torch.load(saved / "state.pt", weights_only=True)["position"]
+    assert position["update"] == stopped["update"]
+    if "validation" in phase:
+        assert position["validated"] < position["update"], "the validation was left, not waited for"
+    done = begin("-output", run, *GO_ON, *WORDS).end(60)
+    assert done.code == 0, done.text
+    assert told(run) == told(undisturbed)
+    assert weights(run) == weights(undisturbed)
+    assert drawn_curves(run) == drawn_curves(undisturbed)
+
+
+def test_before_the_first_update_there_is_nothing_to_save(begin: Callable[..., Started], tmp_path: Path) -> None:
+    process = begin("-output", tmp_path / "run", *SLOW_UPDATES)
+    until(lambda: lines(tmp_path / "run", "run") != [], 60)
+    os.kill(process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    done = process.end(30)
+    assert done.code == 143, done.text
+    assert "ended by SIGTERM" in done.err
+    assert time.monotonic() - began < 5
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert "Traceback" not in done.text
+
+
+def test_a_second_ctrl_c_leaves_at_once(begin: Callable[..., Started], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = begin("-output", run, *SLOW_UPDATES)
+    until(lambda: reported(run) >= 1, 60)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.05)  # an update takes longer
+    done = process.end(30)
+    assert done.code == 130, done.text
+    assert lines(run, "run") == [0], "not told that it paused"
+    assert not list((run / "checkpoints").glob("step-*"))
+
+
+def test_what_a_killed_run_wrote_last_is_written_anew(
+    vitamp: Callable[..., Result], undisturbed: Path, tiny: Path, tmp_path: Path
+) -> None:
+    """Lines of updates that are made again, a line cut in two, and what a dying disk leaves."""
+    run = tmp_path / "run"
+    done = vitamp("-cfg", tiny, "-output", run, *WORDS, "TRAIN.MAX_UPDATES=8")
+    assert done.code == 0, done.text
+    kept = [line for line in metrics(run) if line["event"] != "val"]
+    with (run / "metrics.jsonl").open("ab") as file:
+        for update in (9, 10):
+            file.write(
+                json.dumps({"event": "train", "epoch": 1, "update": update, "loss": 9, "perf": {}}).encode() + b"\n"
+            )
+        file.write(b'{"event": "train", "upd\xff\x00')
+    done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=9")
+    assert done.code == 0, done.text
+    ninth = [line for line in told(undisturbed) if line["event"] == "train" and line["update"] == 9]
+    assert [line for line in metrics(run) if line["event"] == "train"] == [
+        *(line for line in kept if line["event"] == "train"),
+        *ninth,
+    ]
+
+
+def test_one_rank_was_told_and_all_stop(start: Callable[..., Run]) -> None:
+    run = start("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1", "VALIDATE_FREQ=100000")
+    run.wait_for_updates()
+    assert len(run.ranks()) == 2
+    os.kill(run.ranks()[1], signal.SIGUSR1)
+    done = run.end(60)
+    assert done.code == 143, done.text
+    stopped = metrics(run.folder)[-1]
+    assert (stopped["event"], stopped["what"]) == ("run", "paused")
+    assert (run.folder / "checkpoints" / f"step-{stopped['update']:09d}" / "meta.json").exists()
+    assert done.text.count("Told to end") == 1
+    run.nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "whom"), [(signal.SIGTERM, "torchrun"), (signal.SIGUSR1, "a rank")])
+def test_under_torchrun(start: Callable[..., Run], number: signal.Signals, whom: str) -> None:
+    """Its own exit code is not ours to choose; what is saved is."""
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
+    run = start("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1", launcher=launcher)
+    run.wait_for_updates()
+    os.kill(run.process.pid if whom == "torchrun" else run.ranks()[0], number)
+    done = run.end(60)
+    assert done.code != 0, done.text
+    stopped = metrics(run.folder)[-1]
+    assert (stopped["event"], stopped["what"]) == ("run", "paused"), done.text
+    run.nothing_is_left()
+
+
+def test_a_launcher_kills_ranks_that_do_not_end(tmp_path: Path) -> None:
+    (tmp_path / "deaf.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open(os.path.join({str(tmp_path)!r}, 'rank' + os.environ['RANK']), 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    (tmp_path / "launcher.py").write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from utils import launch\n"
+        "launch.SECONDS_TO_SAVE = 1\n"
+        f"sys.exit(launch.self_launch({str(tmp_path / 'deaf.py')!r}, [], 2))\n"
+    )
+    words = [sys.executable, str(tmp_path / "launcher.py")]
+    launcher = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        until(lambda: (tmp_path / "rank0").exists() and (tmp_path / "rank1").exists(), 60)
+        launcher.terminate()
+        _, said = launcher.communicate(timeout=30)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 143, said
+    assert "did not end within 1 s of SIGTERM" in said
+
+
+def test_the_time_given_leaves_room_for_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, to_save = [100.0], [0.0]
+    monkeypatch.setattr(stopping, "BEGAN", 100.0)
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    deadline = Deadline(60.0, lambda: to_save[0])
+
+    def after(seconds: float) -> bool:
+        now[0] += seconds
+        return deadline.passed()
+
+    assert not any(after(1.0) for _ in range(40))
+    to_save[0] = 8.0
+    assert not after(1.0), "41 s, two updates and two checkpoints make 59"
+    assert after(1.0)
+    to_save[0] = 0.0
+    assert not after(1.0)
+    assert after(6.0), "updates have become slow: another two might be too many"
+    assert not Deadline(None, lambda: 1e9).passed()
+
+
+JUMPING_CLOCK = """
+import random, time
+real, jumps = time.time, random.Random(0)
+time.time = lambda: real() + jumps.uniform(-1e8, 1e8)
+"""
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    vitamp: Callable[..., Result], undisturbed: Path, tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(JUMPING_CLOCK)
+    env = {"PYTHONPATH": str(tmp_path / "hook")}
+    more = ("TRAIN.MAX_UPDATES=9", "-max_time", "1:00:00", "SAVE_EVERY_MINUTES=10")
+    words = ("-cfg", tiny, "-output", tmp_path / "run", *WORDS, *more)
+    done = vitamp(*words, env=env, slow_start=True, timeout=180)
+    assert done.code == 0, done.text
+    same = [line for line in told(undisturbed) if line["event"] == "train" and line["update"] <= 9]
+    assert [line for line in told(tmp_path / "run") if line["event"] == "train"] == same
+
+
+def test_nan_that_will_not_go_away_ends_every_start_alike(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    """Each time with the same words, from the same good checkpoint."""
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=50").code == 0
+    good = sorted(path.name for path in (run / "checkpoints").iterdir())
+    for _ in range(2):
+        done = vitamp(
+            "-resume", run, "TRAIN.NUM_EPOCHS=9", "TRAIN.MAX_UPDATES=null", "TRAIN.BASE_LR=1e38", "REPORT_FREQ=5"
+        )
+        assert done.code == 1, done.text
+        assert done.err.count("the gradients stopped being numbers at update 5") == 1
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == good

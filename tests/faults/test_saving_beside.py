@@ -1,0 +1,219 @@
+"""Saving beside training, and killed in the middle of it: what is saved is the run as it was, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import checkpoint as disk
+from engine import saving
+from engine.checkpoint import EMA, MODEL, STATE, bring_back, folder_name, inspect, newest_good, verify
+from engine.resume import Best
+from engine.saving import Saver, Snapshot
+from engine.standing import StandingCopy
+from tests.program import Result
+from utils.config.schema import Config
+
+
+def meta(update: int, **more: Any) -> dict[str, Any]:
+    return {"epoch": 1, "update": update, **more}
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("step-*"))
+
+
+class Gate:
+    """Holds the writing thread back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open, self._publish = threading.Event(), disk.publish
+        self.writing = threading.Event()
+        monkeypatch.setattr(saving, "publish", self._wait)
+
+    def _wait(self, *args: Any) -> Path:
+        self.writing.set()
+        assert self._open.wait(60)
+        return self._publish(*args)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.open()
+
+
+def test_what_is_written_is_what_was_when_it_was_saved(tmp_path: Path, gate: Gate) -> None:
+    weight, moment = torch.arange(6.0).reshape(2, 3).t(), torch.ones(2, dtype=torch.bfloat16)
+    state = {"moments": [moment, {"step": torch.tensor(3)}], "empty": torch.empty(0, 4), "plain": (1, "x", None)}
+    saver = Saver(tmp_path, Config(), pinned=False)
+    saver.save({MODEL: {"weight": weight}}, state, meta(1), Best(), time.perf_counter())
+    assert gate.writing.wait(10)
+    weight.zero_()  # training goes on
+    moment.zero_()
+    gate.open()
+    saver.finish()
+    found = verify(inspect(tmp_path / folder_name(1)))
+    assert torch.equal(found.tensors()["weight"], torch.arange(6.0).reshape(2, 3).t())
+    read = found.state()
+    assert torch.equal(read["moments"][0], torch.ones(2, dtype=torch.bfloat16))
+    assert read["moments"][1]["step"].item() == 3
+    assert read["empty"].shape == (0, 4)
+    assert read["plain"] == (1, "x", None)
+    assert (found.folder / STATE).stat().st_size < 10_000, "each tensor alone, not all the memory it stands in"
+
+
+def test_the_same_bytes_with_and_without_the_background(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    for name, background in (("a", "true"), ("b", "false")):
+        words = (
+            "TRAIN.MODEL_EMA=true",
+            "TRAIN.MAX_UPDATES=20",
+            "SAVE_EVERY_UPDATES=12",
+            f"SAVE_IN_BACKGROUND={background}",
+        )
+        done = vitamp("-cfg", tiny, "-output", tmp_path / name, *words)
+        assert done.code == 0, done.text
+        assert "training stood still for" in done.out
+        assert "For 2 checkpoints training stood still for" in done.out
+        assert ("of host memory" in done.out) is (background == "true")
+    for file in (MODEL, EMA, STATE):
+        ours, theirs = (tmp_path / name / "checkpoints" / folder_name(20) / file for name in "ab")
+        assert ours.read_bytes() == theirs.read_bytes(), file
+
+
+def test_one_at_a_time_and_the_wait_is_counted(tmp_path: Path, gate: Gate) -> None:
+    saver = Saver(tmp_path, Config(), pinned=False)
+    weight = torch.ones(4)
+    saver.save({MODEL: {"weight": weight}}, {}, meta(1), Best(), time.perf_counter())
+    assert gate.writing.wait(10)
+    assert saver.blocked < 0.5
+    threading.Timer(0.6, gate.open).start()
+    weight.fill_(2)
+    saver.save({MODEL: {"weight": weight}}, {}, meta(2), Best(), time.perf_counter())
+    assert saver.blocked > 0.5, "the second waited for the first"
+    saver.finish()
+    for update in (1, 2):
+        found = verify(inspect(tmp_path / folder_name(update)))
+        assert found.tensors()["weight"].tolist() == [update] * 4
+
+
+def test_a_failed_run_lets_its_last_checkpoint_be_written(tmp_path: Path, gate: Gate) -> None:
+    saver = Saver(tmp_path, Config(), pinned=False)
+    saver.save({MODEL: {"weight": torch.ones(4)}}, {}, meta(1), Best(), time.perf_counter())
+    threading.Timer(0.2, gate.open).start()
+    saver.let_end()
+    verify(inspect(tmp_path / folder_name(1)))
+
+
+def test_tensors_from_elsewhere_are_saved_the_same_way(tmp_path: Path) -> None:
+    """A snapshot fills the folder as it likes, with parts of its own; sizes, hashes and the rest are the saver's."""
+
+    def fill(folder: Path, said: str) -> None:
+        (folder / MODEL).write_bytes(b"x")
+        (folder / STATE).write_bytes(b"y")
+        (folder / "shard-0.bin").write_text(said)
+
+    saver = Saver(tmp_path, Config(KEEP_LAST=1), pinned=False)
+    for update in (1, 2):
+        saver.start(Snapshot(update, meta(update), partial(fill, said="z" * update), None), time.perf_counter())
+    saver.finish()
+    assert names(tmp_path) == [folder_name(2)]
+    found = verify(inspect(tmp_path / folder_name(2)))
+    assert found.meta["files"]["shard-0.bin"] == {"size": 2, "sha256": hashlib.sha256(b"zz").hexdigest()}
+
+
+def test_standing_memory_is_used_again_and_follows_what_is_saved() -> None:
+    copy = StandingCopy(pinned=False)
+    size = copy.reserve([torch.empty(1000), torch.empty(10)])
+    assert 4040 <= size < 4300
+    first = copy.take([torch.ones(1000), torch.zeros(10)])
+    second = copy.take([torch.zeros(1000), torch.ones(10)])
+    assert [tensor.data_ptr() for tensor in first] == [tensor.data_ptr() for tensor in second]
+    assert [tensor.sum().item() for tensor in first] == [0, 10]
+    (other,) = copy.take([torch.full((2000,), 2.0)])
+    assert other.sum().item() == 4000
+
+
+def test_killed_between_two_renames_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update saved again replaces what stands there; for a moment neither has the name."""
+    root = tmp_path / "checkpoints"
+    disk.save_checkpoint(root, 5, {MODEL: {"weight": torch.ones(1)}}, {}, meta(5))
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if target.name == folder_name(5):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            disk.save_checkpoint(root, 5, {MODEL: {"weight": torch.zeros(1)}}, {}, meta(5))
+    assert names(root) == []
+    bring_back(root)
+    assert verify(inspect(root / folder_name(5))).tensors()["weight"].item() == 1
+
+
+def killed_while_saving(place: Path, kills: int, seed: int) -> None:
+    """Kill a process that saves for ever at random moments; each time, all that is there must be good."""
+    print(f"the moments follow from seed {seed}")
+    chance, halves, newest = random.Random(seed), 0, 0
+    root, processes = place / "checkpoints", multiprocessing.get_context("forkserver")
+    for _ in range(kills):
+        ready = processes.Event()
+        process = processes.Process(target=save_for_ever, args=(root, newest + 1, ready))
+        process.start()
+        assert ready.wait(120)
+        time.sleep(chance.uniform(0.0, 0.12))
+        process.kill()
+        process.join()
+        halves += any(root.glob(".tmp-*"))
+        bring_back(root)
+        for name in names(root):
+            verify(inspect(root / name))
+        found = newest_good(root)
+        assert found is not None
+        assert found.folder.name == names(root)[-1]
+        now = found.meta["update"]
+        assert now >= newest, "an earlier one was lost"
+        assert all(bool((tensor == now % 1000).all()) for tensor in found.tensors().values()), "of one moment"
+        assert found.state() == {"update": now}
+        newest = now
+    assert halves > kills // 10, f"only {halves} of {kills} kills hit the writing"
+
+
+def save_for_ever(root: Path, first: int, ready: Any) -> None:
+    torch.set_num_threads(1)
+    saver = Saver(root, Config(KEEP_LAST=2), pinned=False)
+    tensors = {MODEL: {f"weight{n}": torch.zeros(60_000) for n in range(10)}}
+    for update in range(first, first + 10**6):
+        for tensor in tensors[MODEL].values():
+            tensor.fill_(update % 1000)
+        saver.save(tensors, {"update": update}, meta(update), Best(), time.perf_counter())
+        if update == first + 1:  # the first one is there
+            ready.set()
+
+
+def test_killed_while_saving(tmp_path: Path) -> None:
+    killed_while_saving(tmp_path, kills=10, seed=11)
+
+
+@pytest.mark.slow
+def test_killed_200_times_while_saving(tmp_path: Path) -> None:
+    killed_while_saving(tmp_path, kills=200, seed=12)

@@ -1,0 +1,138 @@
+"""What -resume takes: the newest good one, found quickly; what it refuses, and what it says then."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.checkpoint import MODEL, STATE, folder_name, newest_good, save_checkpoint
+from tests.faults.killing import Run
+from tests.program import Result
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    root = tmp_path / "run" / "checkpoints"
+    save_checkpoint(root, 1, {MODEL: {"weight": torch.zeros(2500)}}, {}, {"epoch": 1, "update": 1})
+    for update in range(2, 51):
+        shutil.copytree(root / folder_name(1), root / folder_name(update))
+    return root
+
+
+def test_one_of_fifty_is_picked_at_once_and_hashed_alone(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (many / folder_name(50) / MODEL).unlink()
+    (many / folder_name(49) / STATE).write_bytes(b"short")
+    hashed, digest = [], hashlib.file_digest
+
+    def counting(file: Any, kind: Any) -> Any:
+        hashed.append(Path(file.name))
+        return digest(file, kind)
+
+    monkeypatch.setattr(hashlib, "file_digest", counting)
+    began = time.perf_counter()
+    found = newest_good(many)
+    passed = time.perf_counter() - began
+    assert found is not None
+    assert found.folder == many / folder_name(48)
+    assert sorted(hashed) == [found.folder / MODEL, found.folder / STATE], "not those of a wrong size, not the others"
+    assert passed < 1.0
+
+
+COUNTING = """
+import hashlib, os
+digest = hashlib.file_digest
+def counting(file, kind):
+    if "checkpoints" in file.name and ".tmp-" not in file.name:
+        with open(os.environ["HASHED"], "a") as log:
+            log.write(os.environ.get("RANK", "launcher") + " " + file.name + "\\n")
+    return digest(file, kind)
+hashlib.file_digest = counting
+"""
+
+
+def test_only_rank_0_hashes(
+    vitamp: Callable[..., Result], start: Callable[..., Run], tiny: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=6", "SAVE_EVERY_UPDATES=3").code == 0
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(COUNTING)
+    env = {"PYTHONPATH": str(tmp_path / "hook"), "HASHED": str(tmp_path / "hashed")}
+    words = ("-resume", "auto", "-batch_size", 16, "TRAIN.MAX_UPDATES=8")
+    again = start(*words, folder=run, **env).end(120)
+    assert again.code == 0, again.text
+    assert "going on from step-000000006" in again.out
+    newest = run / "checkpoints" / folder_name(6)
+    lines = sorted((tmp_path / "hashed").read_text().split())
+    assert lines == sorted(["0", f"{newest / MODEL}", "0", f"{newest / STATE}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("vit.pdparams", "a checkpoint of PaddleViT's, which vitamp does not read yet"),
+        ("vit", "a checkpoint of PaddleViT's, which vitamp does not read yet"),
+        ("deit.pth", "Start a new run from these weights by -pretrained"),
+        ("mine.safetensors", "Start a new run from these weights by -pretrained"),
+    ],
+)
+def test_what_is_no_run_says_what_to_do(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, name: str, said: str
+) -> None:
+    for file in ("vit.pdparams", "vit.pdopt", "deit.pth", "mine.safetensors"):
+        (tmp_path / file).write_bytes(b"weights")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "-resume", tmp_path / name)
+    assert done.code == 2, done.text
+    assert said in done.err
+    assert "Traceback" not in done.text
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2").code == 0
+    folder = run / "checkpoints" / folder_name(2)
+    put_in(folder, {"optimizer": Harm(tmp_path / "harm")})
+    done = vitamp("-resume", run)
+    assert done.code == 2, done.text
+    assert f"{folder / STATE}: cannot be read" in done.err
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_state_from_before_a_choice_of_best_goes_on(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2").code == 0
+    folder = run / "checkpoints" / folder_name(2)
+    state = torch.load(folder / STATE, weights_only=True)
+    state["best"] = {"acc1": 99.5, "kind": "ema_acc1", "update": 1, "epoch": 1, "stale": 2}
+    put_in(folder, state)
+    done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=4")
+    assert done.code == 0, done.text
+    assert "best EMA top-1 99.50 % (epoch 1)" in done.out.splitlines()[-1]
+
+
+def put_in(folder: Path, state: dict[str, Any]) -> None:
+    """Another state with the right size and hash: whoever can write the one can write the others."""
+    torch.save(state, folder / STATE)
+    content = json.loads((folder / "meta.json").read_text())
+    data = (folder / STATE).read_bytes()
+    content["files"][STATE] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / "meta.json").write_text(json.dumps(content))
+
+
+class Harm:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)

@@ -1,0 +1,87 @@
+"""A rank is killed under a real launcher: all end soon, one message names it; or torchrun starts it again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.clusters import MPI_AS_ROOT, MULTI, Command, free_port, launch, needs, slurm, torchrun
+from tests.program import ROOT, metrics
+
+pytestmark = pytest.mark.slow
+ENDLESS = ("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1")
+# Killed in its fifth update, and only before any restart.
+MORTAL = f"""\
+import os, runpy, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+step, calls = torch.optim.AdamW.step, []
+def mortal(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == 5 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*args, **kwargs)
+torch.optim.AdamW.step = mortal
+runpy.run_path({MULTI!r}, run_name="__main__")
+"""
+
+
+@contextlib.contextmanager
+def launcher(name: str) -> Iterator[tuple[list[object], dict[str, str], str]]:
+    """What goes before the program, what the environment needs, and who names the killed rank."""
+    if name == "torchrun":
+        start = torchrun("--nproc_per_node", 2, "--master_port", free_port())
+        yield start, {}, r"Signal 9 \(SIGKILL\) received by PID {pid}"
+    elif name == "srun":
+        with slurm() as cluster:
+            start = ["srun", "-N", 1, "-n", 2, sys.executable]
+            yield start, cluster.env, r"rank 1 on \S+ \(process {pid}\) is gone without a word"
+    else:
+        needs("mpirun.openmpi", package="openmpi-bin")
+        start = ["mpirun.openmpi", "--oversubscribe", "-n", 2, sys.executable]
+        yield start, MPI_AS_ROOT, r"process rank 1 with PID \d+ on node \S+ exited on signal 9"
+
+
+@pytest.mark.parametrize("name", ["torchrun", "srun", "mpirun"])
+def test_a_killed_rank_ends_all_within_15_seconds(name: str, tiny: Path) -> None:
+    run = tiny.parent / "run"
+    lines = run / "metrics.jsonl"
+    with launcher(name) as (start, env, said):
+        command = Command(*start, MULTI, "-cfg", tiny, "-output", run, *ENDLESS, env=env)
+        try:
+            command.wait_until(lambda: lines.exists() and lines.read_text().count('"train"') > 2, 120)
+            row = re.search(r"^  1 +\S+ +\d+ +(\d+) ", (run / "log.txt").read_text(), re.MULTILINE)
+            assert row is not None
+            os.kill(int(row[1]), signal.SIGKILL)
+            began = time.monotonic()
+            done = command.end(60)
+        finally:
+            command.kill()
+    assert time.monotonic() - began < 15
+    assert done.code not in (0, 2), done.text
+    assert len(re.findall(said.format(pid=row[1]), done.text)) == 1, done.text
+
+
+@pytest.mark.parametrize("own_store", ["0", "1"])
+def test_torchrun_starts_the_ranks_again_and_they_go_on(tiny: Path, own_store: str) -> None:
+    """--max-restarts, whether torchrun keeps its store through a restart or not."""
+    script = tiny.parent / "mortal.py"
+    script.write_text(MORTAL)
+    restarted, quiet = tiny.parent / "restarted", tiny.parent / "quiet"
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
+    words = ("--nproc_per_node", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts")
+    flags = ("-cfg", tiny, "TRAIN.MAX_UPDATES=20", "SAVE_EVERY_UPDATES=2", "REPORT_FREQ=1", "-resume", "auto")
+    done = launch(*torchrun(*words, 2), script, *flags, "-output", restarted, env=env)
+    assert done.code == 0, done.text
+    assert done.out.count("going on from step-000000004") == 1
+    assert launch(*torchrun(*words, 0), MULTI, *flags, "-output", quiet, env=env).code == 0
+    ours, theirs = ([line for line in metrics(run) if line["event"] != "run"] for run in (restarted, quiet))
+    assert ours == theirs

@@ -1,0 +1,226 @@
+"""The same twenty updates, whoever starts the processes: losses equal bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.clusters import (
+    MPI_AS_ROOT,
+    MULTI,
+    SINGLE,
+    Command,
+    Slurm,
+    free_port,
+    launch,
+    needs,
+    slurm,
+    torchrun,
+    two_machines,
+)
+from tests.program import TINY_DIGITS, Result, metrics, run_program
+
+# Mixed precision, dropout, an average: whatever could differ from rank to rank.
+WORDS = [
+    *("-amp", "bf16", "MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.1", "MODEL.DEPTH=2", "TRAIN.MODEL_EMA=true"),
+    *("REPORT_FREQ=1", "-batch_size_eval", "77", "TRAIN.MAX_UPDATES=20"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    (folder / "tiny.yaml").write_text(TINY_DIGITS)
+    return folder
+
+
+def program(run: Path) -> list[str]:
+    return [MULTI, "-cfg", str(run.parent / "tiny.yaml"), "-output", str(run), *WORDS]
+
+
+def outcome(run: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
+    """All figures, and the weights at the end."""
+    last = max((run / "checkpoints").glob("step-*"))
+    figures = metrics(run)
+    assert sum(line["event"] == "train" for line in figures) == 20
+    return figures, (last / "model.safetensors").read_bytes(), (last / "ema.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
+    """What all others are held against: one process with two micro-batches an update, which nobody had to launch."""
+    run = place / "alone"
+    done = run_program(*program(run)[1:], "-accum_iter", 2, streams=place)
+    assert done.code == 0, done.text
+    return outcome(run)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Slurm]:
+    with slurm() as running:
+        yield running
+
+
+def well(done: Result, *said: str) -> None:
+    assert done.code == 0, done.text
+    for text in (*said, "Done: best"):
+        assert done.out.count(text) == 1, done.text
+
+
+def test_plainly(alone: object, place: Path) -> None:
+    run = place / "plain"
+    done = run_program(*program(run)[1:], "-ngpus", 2, script="main_multi_gpu.py", streams=place)
+    well(done, "main_multi_gpu.py itself, 2 processes on 1 machine")
+    assert outcome(run) == alone
+
+
+def test_torchrun(alone: object, place: Path) -> None:
+    run = place / "torchrun"
+    start = torchrun("--nproc_per_node", 2, "--master_port", free_port())
+    well(launch(*start, *program(run)), "torchrun, 2 processes on 1 machine")
+    assert outcome(run) == alone
+
+
+@pytest.mark.slow
+def test_torch_distributed_launch(alone: object, place: Path) -> None:
+    """The older launcher of many scripts, which may add a flag of its own."""
+    run = place / "launch"
+    start = (sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node", 2)
+    well(launch(*start, "--master_port", free_port(), *program(run)))
+    assert outcome(run) == alone
+
+
+def test_by_hand(alone: object, place: Path) -> None:
+    """-host, -port, -rank and -world_size, one command line a process; only rank 0 speaks."""
+    run, words = place / "hand", ("-host", "localhost", "-port", free_port(), "-world_size", 2)
+
+    def rank(number: int) -> Result:
+        streams = place / f"streams{number}"
+        streams.mkdir()
+        flags = (*program(run)[1:], *words, "-rank", number)
+        return run_program(*flags, script="main_multi_gpu.py", streams=streams)
+
+    with ThreadPoolExecutor() as pool:
+        first, other = pool.map(rank, (0, 1))
+    well(first, "by hand, 2 processes on 1 machine")
+    assert (other.code, other.text) == (0, "")
+    assert outcome(run) == alone
+
+
+def test_ranks_in_the_environment_by_hand(alone: object, place: Path) -> None:
+    """As a Kubernetes operator starts one process a pod: no launcher, and no local rank."""
+    run, port = place / "environment", str(free_port())
+
+    def rank(number: int) -> Result:
+        streams = place / f"pod{number}"
+        streams.mkdir()
+        env = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        return run_program(*program(run)[1:], script="main_multi_gpu.py", streams=streams, env=env)
+
+    with ThreadPoolExecutor() as pool:
+        first, other = pool.map(rank, (0, 1))
+    well(first)
+    assert (other.code, other.text) == (0, "")
+    assert outcome(run) == alone
+
+
+def mpirun(kind: str) -> list[object]:
+    name = f"mpirun.{kind}" if shutil.which(f"mpirun.{kind}") else "mpirun"
+    needs(name, package="openmpi-bin" if kind == "openmpi" else "mpich")
+    if kind == "openmpi":
+        return [name, "--oversubscribe", "--mca", "oob_tcp_if_include", "lo", "--mca", "btl_tcp_if_include", "lo"]
+    if name == "mpirun":
+        pytest.skip("mpirun.mpich: not installed (apt install mpich)")
+    return [name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("openmpi", "OpenMPI"), pytest.param("mpich", "MPICH", marks=pytest.mark.slow)]
+)
+def test_mpirun(alone: object, place: Path, kind: str, named: str) -> None:
+    run = place / kind
+    done = launch(*mpirun(kind), "-n", 2, sys.executable, *program(run), env=MPI_AS_ROOT)
+    well(done, f"{named}, 2 processes on 1 machine")
+    assert outcome(run) == alone
+
+
+def test_srun(alone: object, place: Path, cluster: Slurm) -> None:
+    """Two nodes, a task each; `HOST=... srun bash script.sh` of older scripts hands the host on by a flag."""
+    run = place / "srun"
+    flags = ("-host", "127.0.0.1", "-port", free_port())
+    done = launch("srun", "-N", 2, "-n", 2, sys.executable, *program(run), *flags, env=cluster.env)
+    well(done, "SLURM, 2 processes on 1 machine")  # both nodes are this machine
+    assert outcome(run) == alone
+
+
+@pytest.mark.slow
+def test_srun_on_one_node_finds_itself(alone: object, place: Path, cluster: Slurm) -> None:
+    run = place / "srun_one"
+    done = launch("srun", "-N", 1, "-n", 2, "-c", 1, sys.executable, *program(run), env=cluster.env)
+    well(done, "SLURM, 2 processes on 1 machine")
+    assert outcome(run) == alone
+
+
+@pytest.mark.slow
+def test_a_batch_script_of_two_tasks_that_calls_python_plainly_trains_once(place: Path, cluster: Slurm) -> None:
+    """SLURM_NTASKS says 2 in it, and yet it is one process, which starts no second one unless asked to."""
+    run, script = place / "batch", place / "batch.sh"
+    script.write_text(f"#!/bin/bash\n{sys.executable} {' '.join(program(run))}\n")
+    done = launch("sbatch", "-W", "-N", 1, "-n", 2, "-o", place / "batch.log", script, env=cluster.env)
+    log = (place / "batch.log").read_text()
+    assert done.code == 0, done.text + log
+    assert "One process" in log
+    assert [path.name for path in (run / "ranks").iterdir()] == ["0.log"]
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_machines(alone: object, place: Path) -> None:
+    run = place / "machines"
+    with two_machines() as on:
+        words = ("--nnodes", 2, "--nproc_per_node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", "n0:29400")
+        both = [Command(*on(machine), *torchrun(*words), *program(run)) for machine in (0, 1)]
+        try:
+            first, second = (command.end(240) for command in both)
+        finally:
+            for command in both:
+                command.kill()
+    ours, theirs = (first, second) if "Done: best" in first.out else (second, first)  # the agents agree who is rank 0
+    well(ours, "torchrun, 2 processes on 2 machines")
+    assert theirs.code == 0, theirs.text
+    assert outcome(run) == alone
+
+
+@pytest.mark.slow
+def test_srun_on_two_machines_finds_the_first_by_its_name(alone: object, place: Path) -> None:
+    run = place / "srun_machines"
+    with two_machines() as on, slurm(on) as cluster:
+        start = [*on(0), "srun", "-N", 2, "-n", 2, sys.executable]
+        done = launch(*start, *program(run), env=cluster.env)
+    well(done, "SLURM, 2 processes on 2 machines", "meeting at n0:")
+    assert outcome(run) == alone
+
+
+@pytest.mark.parametrize("how", ["torchrun", "openmpi", pytest.param("srun", marks=pytest.mark.slow)])
+def test_the_script_for_one_device_started_twice_says_what_to_use(
+    place: Path, how: str, request: pytest.FixtureRequest
+) -> None:
+    start, env = torchrun("--nproc_per_node", 2, "--master_port", free_port()), MPI_AS_ROOT
+    if how == "openmpi":
+        start = [*mpirun("openmpi"), "-n", 2, sys.executable]
+    elif how == "srun":
+        env = request.getfixturevalue("cluster").env
+        start = ["srun", "-N", 1, "-n", 2, sys.executable]
+    run = place / f"single_{how}"
+    done = launch(*start, SINGLE, *program(run)[1:], env=env)
+    if how != "torchrun":  # which makes a 1 of every failure
+        assert done.code == 2, done.text
+    assert done.err.count("main_single_gpu.py was started 2 times") == 1, done.text
+    assert "Start main_multi_gpu.py" in done.err
+    assert "Traceback" not in done.err.partition("main_single_gpu.py was started")[0]
+    assert not run.exists()

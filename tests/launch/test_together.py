@@ -1,0 +1,236 @@
+"""Ranks that do not belong together are found before they train; one that dies or hangs is named, and all end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.clusters import free_port, until
+from tests.program import ROOT, Result, run_program
+
+HOST = socket.gethostname()
+# The program, with a fault in rank 1's fifth update.
+FAULTY = """\
+import os, runpy, sys, threading, time
+sys.path.insert(0, {root!r})
+import torch
+step, calls = torch.optim.AdamW.step, []
+def faulty(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == 5 and "-rank=1" in sys.argv:
+        fault = os.environ["FAULT"]
+        if fault == "raise":
+            raise RuntimeError("rank one has had enough")
+        if fault == "sleep":
+            time.sleep(600)
+        while fault == "loop":
+            busy()
+    return step(*args, **kwargs)
+def busy():
+    sum(range(1000))
+torch.optim.AdamW.step = faulty
+runpy.run_path({script!r}, run_name="__main__")
+"""
+ENDLESS = ("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1")
+
+
+class Rank(threading.Thread):
+    """One rank started by hand, in the background."""
+
+    def __init__(self, place: Path, port: int, number: int, world: int, words: tuple[object, ...], **options: object):
+        super().__init__(daemon=True)
+        self.streams = place / f"rank{number}-{time.monotonic_ns()}"
+        self.streams.mkdir()
+        self.result: Result | None = None
+        flags = ("-host=localhost", f"-port={port}", f"-rank={number}", f"-world_size={world}")
+        self.words = ("-cfg", place / "tiny.yaml", "-output", place / "run", *flags, *words)
+        self.options = {"script": "main_multi_gpu.py", "timeout": 120, **options}
+        self.start()
+
+    def run(self) -> None:
+        self.result = run_program(*self.words, streams=self.streams, **self.options)  # pyright: ignore[reportArgumentType]
+
+    def end(self, seconds: float = 120) -> Result:
+        self.join(seconds)
+        said = (self.streams / "stdout").read_text() + (self.streams / "stderr").read_text()
+        assert self.result is not None, f"no end after {seconds} s\n{said}"
+        return self.result
+
+    def says(self) -> str:
+        out = self.streams / "stdout"
+        return out.read_text() if out.exists() else ""
+
+
+class Ranks:
+    def __init__(self, place: Path) -> None:
+        self.place, self.port = place, free_port()
+        self.started: list[Rank] = []
+
+    def start(self, number: int, *words: object, world: int = 2, **options: object) -> Rank:
+        rank = Rank(self.place, self.port, number, world, words, **options)
+        self.started.append(rank)
+        return rank
+
+    def two(self, *words: object, fault: str = "none") -> tuple[Rank, Rank]:
+        """Two ranks in endless training, of which the second may have a fault."""
+        script = self.place / "faulty.py"
+        script.write_text(FAULTY.format(root=str(ROOT), script=str(ROOT / "main_multi_gpu.py")))
+        options = {"script": str(script), "env": {"FAULT": fault}}
+        first, second = (self.start(number, *ENDLESS, *words, **options) for number in (0, 1))
+        return first, second
+
+    def pid(self, number: int) -> int:
+        """As the table of processes says it."""
+        until(lambda: "Step[" in self.started[0].says(), 100)
+        row = re.search(rf"^  {number} +{HOST} +\d+ +(\d+) ", self.started[0].says(), re.MULTILINE)
+        assert row is not None, self.started[0].says()
+        return int(row[1])
+
+
+@pytest.fixture
+def ranks(tiny: Path) -> Iterator[Ranks]:
+    running = Ranks(tiny.parent)
+    yield running
+    for rank in running.started:
+        rank.join(120)
+        assert not rank.is_alive()
+
+
+def refused(rank: Rank, *said: str) -> None:
+    done = rank.end()
+    assert done.code == 2, done.text
+    for text in said:
+        assert re.search(text, done.err), done.text
+    assert done.err.count("error:") == 1
+    assert "Traceback" not in done.text
+
+
+def test_other_settings_are_named(ranks: Ranks) -> None:
+    both = ranks.start(0), ranks.start(1, "TRAIN.BASE_LR=1", "SEED=7")
+    for rank in both:
+        refused(
+            rank,
+            rf"rank 1 on {HOST} \(process \d+\) was started with other settings than rank 0 on {HOST}",
+            r"TRAIN.BASE_LR is 1.0 there and 0.002 on rank 0; SEED is 7 there and 0 on rank 0\.",
+        )
+    assert not (ranks.place / "run").exists()
+
+
+def test_another_world_is_named(ranks: Ranks) -> None:
+    for rank in (ranks.start(0), ranks.start(1, world=3)):
+        refused(rank, rf"rank 1 on {HOST} .* was started as one of 3 processes, rank 0 on .* as one of 2")
+
+
+def test_one_rank_twice_is_named(ranks: Ranks) -> None:
+    first = ranks.start(0, world=3)
+    for rank in (ranks.start(1, world=3), ranks.start(1, world=3), first):
+        refused(rank, rf"rank 1 on {HOST} .* and rank 1 on {HOST} .* are both rank 1")
+
+
+@pytest.mark.parametrize("unable", [1, 0])
+def test_a_rank_that_cannot_take_part_keeps_nobody_waiting(ranks: Ranks, unable: int) -> None:
+    """What is wrong on one machine alone is found before that rank meets the others."""
+    words: dict[int, tuple[object, ...]] = {unable: ("-device", "cuda")}
+    both = [ranks.start(number, *words.get(number, ()), env={"CUDA_VISIBLE_DEVICES": ""}) for number in (0, 1)]
+    refused(both[unable], "-device cuda: .* sees no GPU here")
+    refused(both[1 - unable], rf"rank {unable} on {HOST} \(process \d+\): -device cuda: .* sees no GPU here")
+
+
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
+    rank = ranks.start(0, "DIST.TIMEOUT=0.05")
+    refused(rank, r"of 2 processes 1 came within 0.05 minutes \(DIST.TIMEOUT\), not rank 1")
+
+
+def test_a_rank_0_that_does_not_come_is_told(ranks: Ranks) -> None:
+    rank = ranks.start(1, "DIST.TIMEOUT=0.05")
+    refused(rank, rf"rank 1 of 2: rank 0 does not answer at localhost:{ranks.port} \(0.05 minutes, DIST.TIMEOUT\)")
+
+
+def test_a_port_in_use_is_told(ranks: Ranks) -> None:
+    with socket.socket(socket.AF_INET6) as listener:
+        listener.bind(("::", ranks.port))
+        listener.listen()
+        rank = ranks.start(0)
+        refused(rank, rf"rank 0 cannot listen at port {ranks.port}: .* Try another -port")
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "said"),
+    [
+        (["-host", "localhost"], {}, "missing: -port -rank -world_size"),
+        ([], {"PMI_RANK": "1", "PMI_SIZE": "4"}, "one of 4 processes"),
+        ([], {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected"),
+    ],
+)
+def test_a_place_that_is_half_told(tiny: Path, flags: list[str], env: dict[str, str], said: str) -> None:
+    words = ("-cfg", tiny, "-output", tiny.parent / "run", *flags)
+    done = run_program(*words, script="main_multi_gpu.py", env=env, streams=tiny.parent)
+    assert done.code == 2, done.text
+    assert said in done.err
+    assert "Traceback" not in done.text
+
+
+def test_a_rank_that_fails_is_named_in_the_others_terminals(ranks: Ranks) -> None:
+    first, second = ranks.two(fault="raise")
+    broken, other = second.end(), first.end(30)
+    assert (broken.code, other.code) == (1, 1)
+    assert re.search(rf"rank 1 on {HOST} \(process \d+\) failed:\nTraceback", broken.err)
+    assert broken.err.count("RuntimeError: rank one has had enough") == 1
+    named = rf"error: rank 1 on {HOST} \(process \d+\) failed: RuntimeError: rank one has had enough. This run ends."
+    assert len(re.findall(named, other.err)) == 1, other.text
+    assert "Traceback" not in other.text
+    assert re.search(named.removeprefix("error: "), (ranks.place / "run" / "log.txt").read_text())
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_killed_rank_is_named_within_15_seconds(ranks: Ranks, victim: int) -> None:
+    both = ranks.two()
+    os.kill(ranks.pid(victim), signal.SIGKILL)
+    began = time.monotonic()
+    left = both[1 - victim].end(60)
+    assert time.monotonic() - began < 15
+    assert left.code == 1, left.text
+    assert left.err.count(f"rank {victim} on {HOST} (process {ranks.pid(victim)}) is gone without a word") == 1, (
+        left.err
+    )
+    assert "Traceback" not in left.text
+    assert both[victim].end(10).code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        ("sleep", r"faulty.py:\d+ \(faulty\), called from engine/\w+.py:\d+ \(\w+\)"),
+        pytest.param("loop", r"faulty.py:\d+ \((faulty|busy)\), called from engine/\w+.py:\d+", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_the_place_where_it_stands(ranks: Ranks, fault: str, where: str) -> None:
+    first, second = ranks.two("DIST.TIMEOUT=0.1", fault=fault)
+    for rank in (first, second):
+        done = rank.end()
+        assert done.code == 1, done.text
+        named = rf"error: rank 1 on {HOST} \(process \d+\) keeps the others waiting for 0.1 minutes \(DIST.TIMEOUT\)"
+        assert len(re.findall(f"{named}: it stands in .*{where}", done.err)) == 1, done.text
+        assert "Traceback" not in done.text
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named(ranks: Ranks) -> None:
+    first, second = ranks.two("DIST.TIMEOUT=0.1")
+    pid = ranks.pid(1)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        done = first.end(60)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert done.code == 1, done.text
+    assert done.err.count(f"rank 1 on {HOST} (process {pid}) gives no sign of life for 6 s") == 1, done.text
+    assert second.end(60).code == 1, "it ends by itself once it can"

@@ -1,0 +1,188 @@
+"""scripts/checkpoint.py: what there is, whether it is good, averages, and weights for others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from safetensors import safe_open
+
+from engine.checkpoint import EMA, MODEL, save_checkpoint
+from tests.program import TINY_DIGITS, Result, metrics, run_program
+
+TOOL = "scripts/checkpoint.py"
+NAMES = [f"step-{update:09d}" for update in (22, 44, 66, 88)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two epochs with four checkpoints, in the middle and at the end of each."""
+    place = tmp_path_factory.mktemp("checkpoint_tool")
+    (place / "tiny.yaml").write_text(TINY_DIGITS)
+    words = ("SAVE_EVERY_UPDATES=22", "KEEP_LAST=0", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1")
+    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place)
+    assert done.code == 0, done.text
+    return place / "run"
+
+
+@pytest.fixture
+def tool(vitamp: Callable[..., Result]) -> Callable[..., Result]:
+    return lambda *words: vitamp(*words, script=TOOL)
+
+
+def weights(run: Path, name: str, file: str = MODEL) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(run / "checkpoints" / name / file)
+
+
+def header(path: Path) -> dict[str, str]:
+    with safe_open(str(path), framework="pt") as file:
+        return file.metadata()
+
+
+def test_list(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "checkpoints" / NAMES[2] / "state.pt").write_bytes(b"short")
+    done = tool("list", copy)
+    assert done.code == 0, done.text
+    head, *rows, total = done.out.splitlines()
+    assert head.split()[:3] == ["checkpoint", "epoch", "update"]
+    assert [row.split()[0] for row in rows] == NAMES
+    assert "in 1" in rows[0], "saved within the epoch"
+    assert "damaged, state.pt has not the size that was written" in rows[2]
+    figures = {line["update"]: line for line in metrics(run, "val")}
+    assert f"{figures[88]['loss']:.4f}" in rows[3]
+    assert f"{figures[88]['ema_acc1']:.2f}" in rows[3]
+    index = json.loads((run / "checkpoints" / "index.json").read_text())
+    assert "last" in rows[NAMES.index(index["last"])]
+    assert "best" in rows[NAMES.index(index["best"])]
+    assert total.startswith("4 checkpoints, ")
+
+
+def test_verify(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    done = tool("verify", run)
+    assert done.code == 0, done.text
+    assert done.out.count(": good, ") == 4
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    bad = copy / "checkpoints" / NAMES[1] / EMA
+    content = bytearray(bad.read_bytes())
+    content[-1] ^= 1
+    bad.write_bytes(content)
+    done = tool("verify", copy)
+    assert done.code == 1, done.text
+    assert f"{NAMES[1]}: damaged, the contents of {EMA}" in done.err
+    assert done.out.count(": good, ") == 3, "the others are looked at all the same"
+    one = tool("verify", copy / "checkpoints" / NAMES[0], copy / "checkpoints" / NAMES[1] / MODEL)
+    assert one.code == 1
+    assert one.out.count(": good, ") == 1
+
+
+@pytest.mark.parametrize(("flags", "file"), [((), EMA), (("-weights", "model"), MODEL)])
+def test_average_of_the_last(
+    tool: Callable[..., Result], run: Path, tmp_path: Path, flags: tuple[str, ...], file: str
+) -> None:
+    out = tmp_path / "mean.safetensors"
+    done = tool("average", run, "-last", 3, "-out", out, *flags)
+    assert done.code == 0, done.text
+    sources = [weights(run, name, file) for name in NAMES[1:]]
+    found = safetensors.torch.load_file(out)
+    assert found.keys() == sources[0].keys()
+    for key, tensor in found.items():
+        exact = torch.stack([source[key].double() for source in sources]).mean(0)
+        assert tensor.dtype == sources[0][key].dtype
+        assert torch.allclose(tensor.double(), exact, rtol=1e-7, atol=0), key
+    assert json.loads(header(out)["from"]) == NAMES[1:]
+    assert "metrics" not in header(out), "no figure is known of an average"
+
+
+def test_soup_of_the_best_of_runs(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "soup.safetensors"
+    best = json.loads((run / "checkpoints" / "index.json").read_text())["best"]
+    first = run / "checkpoints" / NAMES[0]
+    done = tool("average", run, first, f"--out={out}", "-weights=model")
+    assert done.code == 0, done.text
+    found = safetensors.torch.load_file(out)
+    for key, tensor in weights(run, best).items():
+        assert torch.allclose(found[key], (tensor + weights(run, NAMES[0])[key]) / 2, atol=1e-7)
+
+
+def test_counts_are_taken_and_not_averaged(tool: Callable[..., Result], tmp_path: Path) -> None:
+    for update, seen in ((1, 10), (2, 21)):
+        tensors = {"bn.num_batches_tracked": torch.tensor(seen), "bn.running_mean": torch.full((3,), float(seen))}
+        save_checkpoint(tmp_path, update, {MODEL: tensors}, {}, {"epoch": 1, "update": update})
+    done = tool("average", tmp_path, "-last", 2, "-out", tmp_path / "mean.safetensors")
+    assert done.code == 0, done.text
+    found = safetensors.torch.load_file(tmp_path / "mean.safetensors")
+    assert int(found["bn.num_batches_tracked"]) == 21
+    assert found["bn.running_mean"].tolist() == [15.5] * 3
+
+
+def test_stripped_weights_start_a_run_and_load_into_timm(
+    tool: Callable[..., Result], vitamp: Callable[..., Result], run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "mine.safetensors"
+    newest = run / "checkpoints" / NAMES[3]
+    done = tool("strip", newest, "-out", out)
+    assert done.code == 0, done.text
+    assert out.stat().st_size < 1.2 * (newest / EMA).stat().st_size
+    told = header(out)
+    meta = json.loads((newest / "meta.json").read_text())
+    assert json.loads(told["classes"]) == [str(digit) for digit in range(10)]
+    assert json.loads(told["input"]) == meta["input"]
+    assert json.loads(told["metrics"]) == meta["metrics"]
+    assert told["format"] == "pt"
+
+    validated = vitamp("-cfg", run / "config.yaml", "-eval", "-pretrained", out, "-output", tmp_path / "eval")
+    assert validated.code == 0, validated.text
+    (figures,) = metrics(tmp_path / "eval", "val")
+    assert figures["acc1"] == pytest.approx(meta["metrics"]["ema_acc1"])
+
+    sizes: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    model = timm.create_model("vit_base_patch16_224", num_classes=10, checkpoint_path=str(out), **sizes)
+    for key, tensor in weights(run, NAMES[3], EMA).items():
+        assert torch.equal(model.state_dict()[key], tensor)
+
+
+def test_what_cannot_be_done_is_said(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    save_checkpoint(other, 1, {MODEL: {"head.weight": torch.ones(3)}}, {}, {"epoch": 1, "update": 1})
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run / "checkpoints" / NAMES[0], damaged / NAMES[0])
+    (damaged / NAMES[0] / MODEL).unlink()
+    (tmp_path / "there.safetensors").touch()
+    out = ("-out", tmp_path / "new.safetensors")
+    for words, said in (
+        ((), "list|verify|average|strip"),
+        (("mend", run), "invalid choice: 'mend'"),
+        (("list", tmp_path / "nothing"), "there is no such file or folder"),
+        (("list", tmp_path), "no checkpoint lies there"),
+        (("strip", run), "-out"),
+        (("strip", run, "-out", tmp_path / "x.pth"), "name it x.safetensors"),
+        (("strip", run, "-out", tmp_path / "no" / "x.safetensors"), "does not exist"),
+        (("strip", run, "-out", tmp_path / "there.safetensors"), "not overwritten"),
+        (("strip", damaged / NAMES[0], *out), f"{MODEL} is missing"),
+        (("strip", other, "-weights", "ema", *out), "no moving average"),
+        (("average", run, *out), "give -last K"),
+        (("average", run, "-last", 9, *out), "has 4 checkpoints"),
+        (("average", run, "-last", 0, *out), "from 1"),
+        (("average", run, other, *out), "different architectures"),
+    ):
+        done = tool(*words)
+        assert done.code == 2, (words, done.text)
+        assert said in done.err, (words, done.text)
+        assert "Traceback" not in done.text
+    assert not (tmp_path / "new.safetensors").exists()
+
+
+def test_help(tool: Callable[..., Result]) -> None:
+    done = tool("-h")
+    assert done.code == 0
+    assert "scripts/checkpoint.py average runs/a -last 5 -out averaged.safetensors" in done.out

@@ -1,0 +1,57 @@
+"""Who is to blame when nothing moves."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from utils.watch import Watch
+from utils.world import World
+
+WAITS = {"beats": 9, "waits": True, "place": "torch/distributed/distributed_c10d.py:1 (all_reduce)"}
+READS = {"beats": 9, "waits": False, "place": "engine/meters.py:70 (read)"}
+HANGS = {"beats": 9, "waits": False, "place": "datasets/images.py:33 (read)"}
+
+
+class NoStore:
+    """Whatever is asked of it, nothing comes back."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConnectionError(name)
+
+
+def blamed(mine: dict[str, Any], *others: dict[str, Any]) -> str:
+    watch = Watch.__new__(Watch)
+    watch._names = [f"rank {rank} on node{rank}" for rank in range(len(others) + 1)]
+    watch._timeout = 600
+    watch._main = type("", (), mine)()  # pyright: ignore[reportAttributeAccessIssue]
+    return watch._who_keeps_all_waiting(dict(enumerate(others, start=1)))
+
+
+@pytest.mark.parametrize("others", [[HANGS, WAITS], [WAITS, HANGS, READS, READS]])
+def test_the_one_that_stands_elsewhere_is_named(others: list[dict[str, Any]]) -> None:
+    rank = others.index(HANGS) + 1
+    mine = READS if READS in others else WAITS
+    said = blamed(mine, *others)
+    assert said == (
+        f"rank {rank} on node{rank} keeps the others waiting for 10 minutes (DIST.TIMEOUT): "
+        "it stands in datasets/images.py:33 (read)"
+    )
+
+
+def test_where_it_cannot_be_known_all_are_named() -> None:
+    said = blamed(READS, HANGS)
+    assert "rank 0 on node0 stands in engine/meters.py:70 (read); rank 1 on node1 stands in datasets" in said
+    assert blamed(WAITS, WAITS, WAITS, WAITS).endswith("; and 1 more")
+
+
+def test_one_that_has_parted_is_not_asked() -> None:
+    assert "rank 2" in blamed(WAITS, {"parted": True}, HANGS)
+
+
+def test_a_store_that_is_gone_after_the_end_is_no_failure() -> None:
+    watch = Watch(NoStore(), World(1, 2, 1, 2, "SLURM"), ["a", "b"], 600)  # pyright: ignore[reportArgumentType]
+    watch.part(1)
+    assert "watch" not in [thread.name for thread in threading.enumerate()]

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from PIL import Image
 
 from datasets import check_dataset, open_dataset
 from scripts.pack_images import main
-from tests.program import Result, metrics, save_image
 from tests.scripts.packing import Pack, all_bytes, members, photograph
 from utils.config.schema import DataConfig
 
@@ -287,17 +285,3 @@ def test_verify_names_what_differs(
     problem("index-train.npz", whole["index-val.npz"], "index-train.npz does not match the tar files")
     problem("index-train.npz", None, "index-train.npz is missing")
     assert pack("-verify", packed) == 0
-
-
-def test_the_command_packs_and_training_reads_it(tmp_path: Path, tiny: Path, vitamp: Callable[..., Result]) -> None:
-    for k in range(12):
-        save_image(tmp_path / "src" / ("val" if k > 7 else "train") / "ab"[k % 2] / f"{k}.jpg", k)
-    words = ("-dataset=imagefolder", tmp_path / "src", tmp_path / "dst", "-short_side=20")
-    done = vitamp(*words, script="scripts/pack_images.py")
-    assert done.code == 0, done.text
-    assert f"Train with: -dataset shards -data_path {tmp_path / 'dst'}" in done.out
-    words = ("-dataset", "shards", "-data_path", tmp_path / "dst", "-num_classes", 2, "-batch_size", 4)
-    done = vitamp("-cfg", tiny, *words, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1", "-num_workers", 1)
-    assert done.code == 0, done.text
-    assert metrics(tmp_path / "run", "val")
-    assert "-short_side N" in vitamp("-h", script="scripts/pack_images.py").out

@@ -15,7 +15,7 @@ from utils.world import World, all_of
 from .exclude import REMARK
 
 LIST = "broken.txt"
-LAST_NAMED = 3
+LAST_NAMED, MOST_NAMED = 3, 10
 
 
 class Broken(NamedTuple):
@@ -116,20 +116,48 @@ class BrokenImages:
         if len(damaged) <= self.limit:
             return (
                 f"{_images(len(self._found))} could not be read, and DATA.MAX_BAD allows {self.limit}. The storage "
-                f"did not give {len(held_back)} of them, the last: {_named(held_back)}. That is no fault of the files: "
+                f"did not give {len(held_back)} of them, the last: {_last(held_back)}. That is no fault of the files: "
                 "when the storage is back, go on from the last checkpoint by -resume."
             )
         return (
             f"{_images(len(damaged))} cannot be read, and DATA.MAX_BAD allows {self.limit}. The last: "
-            f"{_named(damaged)}. Repair them, or leave them out by DATA.EXCLUDE={self._file()}, which lists them "
+            f"{_last(damaged)}. Repair them, or leave them out by DATA.EXCLUDE={self._file()}, which lists them "
             "(scripts/check_data.py finds all there are), or raise DATA.MAX_BAD. Then go on from the last checkpoint "
             "by -resume."
         )
 
 
+def _last(broken: list[Broken]) -> str:
+    return _named(broken[-LAST_NAMED:])
+
+
 def _named(broken: list[Broken]) -> str:
-    return "; ".join(f"{one.name} ({one.reason})" for one in broken[-LAST_NAMED:])
+    return "; ".join(f"{one.name} ({one.reason})" for one in broken)
 
 
 def _images(count: int) -> str:
     return f"{count} training image{'s' if count != 1 else ''}"
+
+
+class BrokenInValidation:
+    """What the processes of a run have met in one validation. None may be: every image counts once."""
+
+    def __init__(self) -> None:
+        self._found: list[Broken] = []
+
+    def met(self, found: Iterable[Broken]) -> None:
+        self._found += found
+
+    def raise_together(self, world: World) -> None:
+        """At the end of a validation, on all ranks alike: an error that names what any of them could not read."""
+        everyones, self._found = all_of(self._found, world), []
+        if not everyones:
+            return
+        text = f"Of the validation images, {len(everyones)} cannot be read: {_named(everyones[:MOST_NAMED])}"
+        text += "; ..." if len(everyones) > MOST_NAMED else ""
+        if all(broken.storage for broken in everyones):
+            raise CommonError(f"{text}. That is no fault of the files: go on by -resume when the storage is back.")
+        raise CommonError(
+            f"{text}. Every validation image counts once, so none is replaced. Repair them, or name them in the file "
+            "of DATA.EXCLUDE (scripts/check_data.py -out FILE writes one)."
+        )

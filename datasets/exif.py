@@ -67,7 +67,7 @@ def upright(stored: Stored, data: bytes) -> Stored:
     if by_pil.image.format == "TIFF":
         return stored  # PIL turns these by itself, asked or not
     orientation = _orientation(by_pil.image)
-    return Turned(stored, orientation) if orientation in TURNS else stored
+    return Turned(stored, orientation) if isinstance(orientation, int) and orientation in TURNS else stored
 
 
 def _orientation(image: Image.Image) -> object:

@@ -59,14 +59,32 @@ class Images(ImageDataset):
         size = self.data.IMAGE_SIZE
         images = torch.zeros(len(keys), self.data.IMAGE_CHANNELS, size, size, dtype=torch.uint8)
         labels = torch.zeros(len(keys), dtype=torch.int64)
+        indices = torch.tensor([index for _, index in keys])
         self.samples.expect([index for _, index in keys if index != PADDING])
         for row, key in enumerate(keys):
-            if key[1] != PADDING:
+            if key[1] == PADDING:
+                continue
+            if self.train:
                 labels[row] = int(self.samples.labels[self._fill(images[row], key)])
-        return Batch(images, labels, torch.tensor([index for _, index in keys]))
+            elif self._fill_strictly(images[row], key):
+                labels[row] = int(self.samples.labels[key[1]])
+            else:
+                indices[row] = PADDING
+        return Batch(images, labels, indices)
+
+    def _fill_strictly(self, out: torch.Tensor, key: Key) -> bool:
+        """In validation nothing is replaced: a broken image is blank, does not count, and ends the pass at its end.
+
+        Not before: the processes of a run go through their batches together.
+        """
+        failure = failure_of(lambda: self._write(out, key, key[1]))
+        if failure is not None:
+            self._met[key[1]] = self._broken(key[1], failure)
+            out.zero_()
+        return failure is None
 
     def _fill(self, out: torch.Tensor, key: Key) -> int:
-        """Write the sample, or in training the next one that can be read, to `out`; the number of the one written.
+        """Write the sample, or the next one that can be read, to `out`; the number of the one written.
 
         The random numbers stay those of the sample that was asked for.
         """
@@ -78,8 +96,6 @@ class Images(ImageDataset):
             failure = self._known.get(index) or failure_of(lambda taken=index: self._write(out, key, taken))
             if failure is None:
                 return index
-            if not self.train:
-                raise TrainingError(_strict(self.samples.name(index), index, failure))
             self._met[index] = broken = self._broken(index, failure)
             if not broken.storage:
                 self._known[index] = failure
@@ -108,18 +124,6 @@ def samples_of(dataset: ImageDataset) -> Samples | None:
     if isinstance(dataset, Repeated):
         dataset = dataset.samples
     return dataset.samples if isinstance(dataset, Images) else None
-
-
-def _strict(name: str, index: int, failure: Failure) -> str:
-    text = f"The validation image {name} (sample {index}) cannot be read: {failure.reason}. "
-    if failure.kind == "storage":
-        return (
-            f"{text}That is no fault of the file: when the storage is back, go on from the last checkpoint by -resume."
-        )
-    return (
-        f"{text}Every validation image counts once, so none is replaced. Repair it, or name it in the file of "
-        "DATA.EXCLUDE (scripts/check_data.py -out FILE writes one)."
-    )
 
 
 def _storage(name: str, problem: str) -> str:

@@ -22,7 +22,7 @@ from utils.log import log
 from utils.world import cores
 
 from .base import Batch, ImageDataset, Key
-from .broken import Broken, BrokenImages
+from .broken import Broken, BrokenImages, BrokenInValidation
 from .order import EpochOrder, Share, validation_batches
 from .watch import WatchedIterator, WatchedLoader, WorkerDied
 
@@ -64,8 +64,8 @@ class TrainLoader:
 
     def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
         self.order = order
-        self._feed = _Feed(dataset, workers, seed, device)
-        self.broken = self._feed.broken
+        self.broken = BrokenImages(dataset.max_bad)
+        self._feed = _Feed(dataset, workers, seed, device, self.broken)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """Windows from update `start` (counted from 0) to the end of the epoch."""
@@ -92,7 +92,8 @@ class ValLoader:
         self, dataset: ImageDataset, batch_size: int, rank: int, world: int, workers: int, device: torch.device
     ) -> None:
         self._batches = validation_batches(len(dataset), batch_size, rank, world)
-        self._feed = _Feed(dataset, min(workers, len(self._batches)), 0, device)
+        self.broken = BrokenInValidation()
+        self._feed = _Feed(dataset, min(workers, len(self._batches)), 0, device, self.broken)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -112,8 +113,15 @@ class ValLoader:
 class _Feed:
     """Fetches the samples of a plan, in this process or in loading processes that stay, and moves them over."""
 
-    def __init__(self, dataset: ImageDataset, workers: int, seed: int, device: torch.device) -> None:
-        self.broken = BrokenImages(dataset.max_bad)
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        workers: int,
+        seed: int,
+        device: torch.device,
+        broken: BrokenImages | BrokenInValidation,
+    ) -> None:
+        self._broken = broken
         self._fetch = _Fetch(dataset)
         self._device = device
         self._plan = _Plan()
@@ -196,7 +204,7 @@ class _Feed:
 
     def _received(self, fetched: Fetched) -> Batch:
         self._plan.received()
-        self.broken.met(fetched.broken)
+        self._broken.met(fetched.broken)
         item = fetched.batch
         if isinstance(item, TrainingError):
             raise item

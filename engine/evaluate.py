@@ -39,6 +39,7 @@ def evaluate(
             sums += _batch_sums(logits.float(), batch.labels, batch.indices >= 0, sum_type)
     finally:
         model.train(training)
+    loader.broken.raise_together(world)
     loss, top1, top5, counted = sum_over_ranks(sums, world).tolist()
     if counted != samples:
         raise CommonError(f"validation counted {counted:.0f} samples of {samples}; its figures are not usable.")

@@ -241,7 +241,13 @@ class Trainer:
         models: dict[str, nn.Module] = {"": parts.model}
         if parts.ema is not None:
             models["ema_"] = parts.ema.module
-        figures = {prefix: self._evaluate(model) for prefix, model in models.items()}
+        try:
+            figures = {prefix: self._evaluate(model) for prefix, model in models.items()}
+        except CommonError as error:  # raised by all ranks alike; what was trained is not to be lost by it
+            if self._saved_at != self.position.update:
+                self._save()
+            self._finish_saving()
+            raise CommonError(f"{error} All that was trained is saved; -resume goes on with this validation.") from None
         self._last_figures = figures
         self.position.validated = self.position.update
         self.reporter.validation(self.position, figures, perf_counter() - began)

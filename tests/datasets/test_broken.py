@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import Batch, EpochOrder, Repeated, TrainLoader, ValLoader, open_dataset, reading
+from datasets import PADDING, Batch, EpochOrder, Repeated, TrainLoader, ValLoader, open_dataset, reading
 from datasets.broken import allowed
 from datasets.images import Images
 from datasets.samples import Samples
 from utils.config.schema import DataConfig
 from utils.errors import TrainingError
-from utils.world import World
+from utils.world import ALONE, World
 
 Settings = Callable[..., DataConfig]
 Spoil = Callable[[Path], object]
@@ -258,11 +258,13 @@ def test_validation_replaces_nothing(
 ) -> None:
     SPOILS[spoil](listed / "val" / "5.png")
     loader = ValLoader(open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, cpu), 4, 0, 1, workers, cpu)
+    seen = torch.cat([batch.indices for batch in loader])
+    assert sorted(index for index in seen.tolist() if index != PADDING) == [0, 1, 2, 3, 4, 6]
     with pytest.raises(TrainingError) as caught:
-        list(loader)
+        loader.broken.raise_together(ALONE)
     loader.close()
     text = str(caught.value)
-    assert f"{listed / 'val' / '5.png'} (sample 5) cannot be read" in text
+    assert f"{listed / 'val' / '5.png'} (" in text
     assert "DATA.EXCLUDE" in text
     assert "check_data.py" in text
     assert "\n" not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,3 +134,23 @@ def test_killed_loading_processes_change_nothing(
     assert "was killed by SIGKILL: out of memory?" in done.err
     assert "Traceback" not in done.text
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "left")
+
+
+def test_a_broken_validation_image_costs_no_training(
+    train: Callable[..., Result], photos: Path, tmp_path: Path
+) -> None:
+    healthy = train("-output", tmp_path / "healthy", "TRAIN.NUM_EPOCHS=1", "TRAIN.ACCUM_ITER=2")
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(photos, data)
+    victim = data / "val" / "c" / "005.jpg"
+    whole = victim.read_bytes()
+    victim.write_bytes(b"")
+    words = ("-data_path", data, "-output", run, "TRAIN.NUM_EPOCHS=1", "-ngpus", 2, "-resume", "auto")
+    done = train(*words, script="main_multi_gpu.py")
+    assert done.code == 1, done.text
+    assert done.err.count(f"1 cannot be read: {victim} (it is empty: 0 bytes)") == 1
+    assert "All that was trained is saved" in done.err
+    victim.write_bytes(whole)
+    assert train(*words, script="main_multi_gpu.py").code == 0
+    assert healthy.code == 0
+    assert metrics(run, "val") == metrics(tmp_path / "healthy", "val")

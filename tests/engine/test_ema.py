@@ -126,7 +126,9 @@ def test_an_average_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) 
     ema, model = follow(0.5, False, [True], as_tensor=False)
     precision = SimpleNamespace(device=torch.device("meta"))
     parts = SimpleNamespace(precision=precision, inputs=None)
-    Trainer._evaluate(SimpleNamespace(parts=parts, validation_samples=1, val_loader=None, world=None), ema.module)  # pyright: ignore[reportArgumentType]
+    loop = SimpleNamespace(parts=parts, validation_samples=1, val_loader=None, world=None)
+    loop._stopping = SimpleNamespace(check=lambda of: None)
+    Trainer._evaluate(loop, ema.module)  # pyright: ignore[reportArgumentType]
     assert seen == [{"meta"}]
     before = next(ema.module.parameters()).clone()
     ema.update(True)

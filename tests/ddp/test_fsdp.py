@@ -197,10 +197,14 @@ def test_what_cannot_be_is_refused(vitamp: Callable[..., Result], place: Path, t
     base = ("-cfg", place / "tiny.yaml", "-ngpus", 2, "-output", tmp_path / "run", FSDP)
     cases: list[tuple[list[str], list[str]]] = [
         (
-            ["-amp", "fp8", "AMP.AUTO_FP32=true", "TRAIN.MODEL_EMA_FORCE_CPU=true"],
-            ["AMP.DTYPE: fp8 does not work", "AMP.AUTO_FP32: true, but", "TRAIN.MODEL_EMA_FORCE_CPU: true, but"],
+            ["-amp", "fp8", "AMP.LEVEL=O3", "AMP.AUTO_FP32=true", "TRAIN.MODEL_EMA_FORCE_CPU=true"],
+            [
+                "AMP.DTYPE: fp8 does not work",
+                "AMP.LEVEL: O3 does not work",
+                "AMP.AUTO_FP32: true, but",
+                "TRAIN.MODEL_EMA_FORCE_CPU: true, but",
+            ],
         ),
-        (["-amp", "AMP.LEVEL=O3"], ["AMP.LEVEL: O3 does not work"]),
         (["-amp", "AMP.LEVEL=O2", "AMP.EVAL=false"], ["AMP.EVAL: false asks for validation in fp32"]),
         (["TRAIN.OPTIMIZER.NAME=adafactor"], ["TRAIN.OPTIMIZER.NAME adafactor: not with DIST.STRATEGY fsdp"]),
         (["DIST.STRATEGY=ddp", "DIST.HSDP=true"], ["DIST.HSDP: true says how fsdp"]),

@@ -118,7 +118,8 @@ def test_an_average_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) 
     """
     seen = []
 
-    def look(model: nn.Module, *_: object) -> Means:
+    def look(model: nn.Module, *_: object, between: object) -> Means:
+        assert callable(between)
         seen.append({p.device.type for p in model.parameters()})
         return Means(0.0, 0.0, 0.0)
 
@@ -126,7 +127,9 @@ def test_an_average_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) 
     ema, model = follow(0.5, False, [True], as_tensor=False)
     precision = SimpleNamespace(device=torch.device("meta"))
     parts = SimpleNamespace(precision=precision, inputs=None)
-    Trainer._evaluate(SimpleNamespace(parts=parts, validation_samples=1, val_loader=None, world=None), ema.module)  # pyright: ignore[reportArgumentType]
+    loop = SimpleNamespace(parts=parts, validation_samples=1, val_loader=None, world=None)
+    loop._stopping = SimpleNamespace(check=print)
+    Trainer._evaluate(loop, ema.module)  # pyright: ignore[reportArgumentType]
     assert seen == [{"meta"}]
     before = next(ema.module.parameters()).clone()
     ema.update(True)

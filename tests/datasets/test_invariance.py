@@ -93,7 +93,7 @@ def expected(source: tuple[str, Path]) -> list[GlobalBatch]:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [1, 2, 4])
 def test_the_number_of_workers_changes_nothing(
     source: tuple[str, Path], expected: list[GlobalBatch], workers: int
 ) -> None:

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from utils.world import cores
 from .base import Batch, ImageDataset, Key
 from .broken import Broken, BrokenImages, BrokenInValidation
 from .order import EpochOrder, Share, validation_batches
+from .plan import Plan
 from .watch import WatchedIterator, WatchedLoader, WorkerDied
 
 MOST_WORKERS = 16
@@ -124,7 +124,7 @@ class _Feed:
         self._broken = broken
         self._fetch = _Fetch(dataset)
         self._device = device
-        self._plan = _Plan()
+        self._plan = Plan()
         self._wait = 0.0
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" and not dataset.in_memory else None
         self._workers: WatchedIterator | None = None
@@ -218,36 +218,6 @@ class _Feed:
         for tensor in batch:
             tensor.record_stream(computing)
         return batch
-
-
-class _Plan:
-    """The batch sampler: tells loading processes the epoch with every index, so that they need no state.
-
-    What was handed out stays known until it has come back, for the case that it never does.
-    """
-
-    def __init__(self) -> None:
-        self.begin(0, ())
-
-    def begin(self, epoch: int, batches: Iterable[np.ndarray]) -> None:
-        self._rest: Iterator[list[Key]] = ([(epoch, index) for index in batch.tolist()] for batch in batches)
-        self._out: deque[list[Key]] = deque()
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        return self
-
-    def __next__(self) -> list[Key]:
-        keys = next(self._rest)
-        self._out.append(keys)
-        return keys
-
-    def received(self) -> None:
-        """The first of those that were out has come back."""
-        self._out.popleft()
-
-    def again(self) -> None:
-        """Nothing of what is out will come back: it is handed out once more."""
-        self._rest, self._out = itertools.chain(self._out, self._rest), deque()
 
 
 class Fetched(NamedTuple):

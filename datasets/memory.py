@@ -98,6 +98,8 @@ class InMemory(ImageDataset):
         if self.train:
             images = self._moved(images, self._drawn(keys[0][0]), chosen)
         images = images.expand(-1, self.data.IMAGE_CHANNELS, -1, -1).contiguous()
+        # With one channel the strides may also be those of pixel by pixel, which convolutions would hand on.
+        images = images.view(images.shape)
         if any(index == PADDING for _, index in keys):
             real = indices != PADDING
             images, labels = images * real[:, None, None, None], labels * real

@@ -65,3 +65,12 @@ class Ema:
         """A young average follows quickly, so that it is not made of the first, random weights."""
         count = int(updates)
         return min(self.decay, (1 + count) / (10 + count)) if self.warmup else self.decay
+
+
+def on_its_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """`model` where it computes: an average in host memory as a copy.
+
+    Moved there and back it would hold other tensors than those that its updates go into.
+    """
+    elsewhere = next(model.parameters()).device.type != device.type
+    return copy.deepcopy(model).to(device) if elsewhere else model

@@ -162,6 +162,10 @@ def _train(
         return EXIT_DONE
     _write_down(config, ready, world, device, threads, folder)
     join_gradients(ready.parts, world)
+    return _fit(config, ready, world, folder)
+
+
+def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path) -> int:
     reporter = Reporter(
         config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position
     )
@@ -186,12 +190,9 @@ def _train(
     if broken := ready.train_loader.broken.summary():
         log.warning(broken)
     words = "Paused, to be resumed by -resume" if trainer.paused else "Done"
-    log.info("%s%s; total time %s; everything lies in %s", words, trainer.best_words(": best "), *_end(trainer, folder))
+    best, total = trainer.best_words(": best "), clock(trainer.pace.total)
+    log.info("%s%s; total time %s; everything lies in %s", words, best, total, folder)
     return code
-
-
-def _end(trainer: Trainer, folder: Path) -> tuple[str, Path]:
-    return clock(trainer.pace.total), folder
 
 
 def _first_batch(ready: ReadyToTrain) -> None:

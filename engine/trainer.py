@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from datasets import TrainLoader, ValLoader
 from engine.checkpoint import read_index
 from engine.curves import draw_curves
+from engine.ema import on_its_device
 from engine.evaluate import evaluate
 from engine.health import Health
 from engine.meters import NEVER, Means, Reading
@@ -24,14 +24,13 @@ from engine.resume import Best, Position, best_by, finite_everywhere, start_of_b
 from engine.saving import progress
 from engine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.update import Parts, train_update
-from engine.writers import all_of_it, saver_of
+from engine.writers import all_of_it, guessed_seconds, saver_of
 from utils.config import Config
 from utils.errors import EXIT_DONE, CommonError
 from utils.log import log
 from utils.world import World, buffers_from_first, from_first
 
 SECONDS_BETWEEN_CURVES = 60
-BYTES_SAVED_IN_A_SECOND = 200e6  # a cautious guess, until the first checkpoint was written
 
 
 @dataclass
@@ -62,7 +61,9 @@ class Trainer:
         self._saved_when = perf_counter()
         self.best = start_of_best(self.best, self.config.SAVE_BEST_BY)
         limit = self.config.MAX_TIME
-        deadline = Deadline(seconds_of(limit) if limit else None, lambda: self.saver.longest or self._guessed_saving())
+        deadline = Deadline(
+            seconds_of(limit) if limit else None, lambda: self.saver.longest or guessed_seconds(self.parts)
+        )
         self.paused = False
         self._stopping = Stopping(self.world, deadline.passed)
 
@@ -105,11 +106,6 @@ class Trainer:
             self._draw(force=True)
         self.reporter.run("paused", self.position, self.pace.total)
         self._stopping.wait_for_all()
-
-    def _guessed_saving(self) -> float:
-        """Seconds for the first checkpoint: weights, their average, and two moments of each."""
-        weights = sum(p.nbytes for p in self.parts.model.parameters())
-        return (4 if self.parts.ema else 3) * weights / BYTES_SAVED_IN_A_SECOND
 
     def _epoch(self) -> str:
         """From the present position to the end of its epoch, unless something ends it before."""
@@ -260,13 +256,8 @@ class Trainer:
         return False
 
     def _evaluate(self, model: nn.Module) -> Means:
-        parts, samples = self.parts, self.validation_samples
-        device = parts.precision.device
-        if next(model.parameters()).device.type != device.type:
-            # An average in host memory. It is copied: moved there and back it would hold other tensors than those
-            # that its updates go into.
-            model = copy.deepcopy(model).to(device)
-        check = partial(self._stopping.check, of="batches")
+        parts, samples, check = self.parts, self.validation_samples, partial(self._stopping.check, of="batches")
+        model = on_its_device(model, parts.precision.device)
         return evaluate(model, self.val_loader, samples, parts.inputs, parts.precision, self.world, between=check)
 
     def _save(self, finished_epoch: int | None = None) -> None:

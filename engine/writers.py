@@ -32,6 +32,8 @@ from utils.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+BYTES_SAVED_IN_A_SECOND = 200e6
+
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_AFTER_A_FAILURE = 10.0
 
@@ -178,3 +180,9 @@ class Helper:
         except Exception as error:
             return 0, f"{type(error).__name__}: {error}", ""
         return None
+
+
+def guessed_seconds(parts: Parts) -> float:
+    """What the first checkpoint may take: weights, their average, and two moments of each, cautiously."""
+    weights = sum(p.nbytes for p in parts.model.parameters())
+    return (4 if parts.ema else 3) * weights / BYTES_SAVED_IN_A_SECOND

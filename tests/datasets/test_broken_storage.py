@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from datasets import EpochOrder, TrainLoader, open_dataset, reading
+from datasets import EpochOrder, TrainLoader, ValLoader, open_dataset, reading
 from datasets.broken import Broken, BrokenImages
 from datasets.images import Images
 from datasets.pixels import Pixels
 from tests.datasets.test_broken import Flaky, epoch
 from utils.config.schema import DataConfig
 from utils.errors import TrainingError
-from utils.world import World
+from utils.world import ALONE, World
 
 Settings = Callable[..., DataConfig]
 EIO = OSError(errno.EIO, "Input/output error")
@@ -59,8 +59,10 @@ def test_a_validation_image_the_storage_holds_back(
     images = open_dataset(settings(DATA_PATH=str(listed)), False, 3, 5, torch.device("cpu"))
     assert isinstance(images, Images)
     images.samples = Flaky(images.samples, {2: 99}, EIO)
-    with pytest.raises(TrainingError, match=r"Input/output error.*the storage is back.*-resume") as caught:
-        images.__getitems__([(0, 2)])
+    loader = ValLoader(images, 4, 0, 1, 0, torch.device("cpu"))
+    assert sum(int((batch.indices >= 0).sum()) for batch in loader) == len(images) - 1
+    with pytest.raises(TrainingError, match=r"Input/output error.*-resume when the storage is back") as caught:
+        loader.broken.raise_together(ALONE)
     assert "DATA.EXCLUDE" not in str(caught.value)
 
 

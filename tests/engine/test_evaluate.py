@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datasets import PADDING, Batch, validation_batches
+from datasets.broken import BrokenInValidation
 from engine.evaluate import evaluate
 from engine.meters import Means
 from engine.precision import Precision
@@ -27,6 +28,7 @@ class Loader:
     """The validation batches of some ranks, padded as the real one pads them."""
 
     def __init__(self, batch_size: int, ranks: list[int], world: int) -> None:
+        self.broken = BrokenInValidation()
         self.plans = [plan for rank in ranks for plan in validation_batches(SAMPLES, batch_size, rank, world)]
 
     def __iter__(self) -> Iterator[Batch]:

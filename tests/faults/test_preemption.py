@@ -118,8 +118,8 @@ def test_before_the_first_update_there_is_nothing_to_save(begin: Callable[..., S
 
 def test_a_second_ctrl_c_leaves_at_once(begin: Callable[..., Started], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = begin("-output", run, *SLOW_UPDATES)
-    until(lambda: reported(run) >= 1, 60)
+    process = begin("-output", run, *SLOW_UPDATES, "TRAIN.ACCUM_ITER=8")
+    until(lambda: reported(run) >= 1, 90)
     for _ in range(2):
         os.kill(process.pid, signal.SIGINT)
         time.sleep(0.05)  # an update takes longer

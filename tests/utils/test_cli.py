@@ -73,7 +73,7 @@ def test_each_flag_reaches_its_setting() -> None:
         6,
     )
     by_hand = {"HOST": "h", "PORT": 1234, "RANK": 0, "WORLD_SIZE": 2}
-    assert config.DIST.model_dump() == {"BACKEND": "gloo", "TIMEOUT": 10.0, **by_hand}
+    assert config.DIST.model_dump() == {"BACKEND": "gloo", "TIMEOUT": 10.0, "STRATEGY": "ddp", "HSDP": False, **by_hand}
     assert (config.TRAIN.LAST_EPOCH, config.TRAIN.ACCUM_ITER, config.EVAL) == (5, 7, True)
     assert (config.MODEL.RESUME, config.MODEL.NUM_CLASSES, config.MODEL.PRETRAINED) == ("r", 10, "p")
     data = config.DATA

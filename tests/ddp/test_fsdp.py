@@ -117,6 +117,7 @@ def resumed(place: Path, dealt_run: Path, name: str, *words: object, ranks: int)
     return start(place, name, "-resume", dealt_run / "checkpoints" / f"step-{STOPPED_AT:09d}", *words, ranks=ranks)
 
 
+@pytest.mark.slow
 def test_resumed_it_is_the_run_that_was_never_stopped(place: Path, dealt: Path) -> None:
     run, _ = resumed(place, dealt, "again", FSDP, ranks=2)
     undisturbed = [line for line in metrics(dealt) if line["event"] in ("train", "val") and line["update"] > STOPPED_AT]
@@ -218,6 +219,7 @@ def test_what_cannot_be_is_refused(vitamp: Callable[..., Result], place: Path, t
             assert text in done.err, done.text
 
 
+@pytest.mark.slow
 def test_out_of_time_all_rows_are_saved_before_anybody_leaves(place: Path) -> None:
     run, done = start(place, "paused", FSDP, "TRAIN.NUM_EPOCHS=100000", "-max_time", "00:00:01")
     assert "Paused" in done.out

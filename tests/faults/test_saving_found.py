@@ -59,6 +59,7 @@ hashlib.file_digest = counting
 """
 
 
+@pytest.mark.slow
 def test_only_rank_0_hashes(
     vitamp: Callable[..., Result], start: Callable[..., Run], tiny: Path, tmp_path: Path
 ) -> None:

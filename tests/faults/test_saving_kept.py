@@ -46,6 +46,7 @@ def test_some_epochs_are_kept_for_ever(vitamp: Callable[..., Result], tiny: Path
     assert names(tmp_path / "run" / "checkpoints") == [folder_name(44 * epoch) for epoch in (2, 4, 6, 7)]
 
 
+@pytest.mark.slow
 def test_saved_every_few_minutes(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     """At reports, when the time has come by rank 0's clock: here, at every report."""
     words = ("SAVE_EVERY_MINUTES=1e-9", "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=20", "KEEP_LAST=0", "-ngpus", 2)

@@ -205,6 +205,7 @@ def test_a_killed_rank_is_named_within_15_seconds(ranks: Ranks, victim: int) -> 
     assert both[victim].end(10).code == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "where"),
     [

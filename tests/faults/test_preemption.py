@@ -118,7 +118,7 @@ def test_before_the_first_update_there_is_nothing_to_save(begin: Callable[..., S
 
 def test_a_second_ctrl_c_leaves_at_once(begin: Callable[..., Started], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = begin("-output", run, *SLOW_UPDATES, "TRAIN.ACCUM_ITER=8")
+    process = begin("-output", run, *SLOW_UPDATES, "DATA.SYNTHETIC_TRAIN=25600", "TRAIN.ACCUM_ITER=8")
     until(lambda: reported(run) >= 1, 90)
     for _ in range(2):
         os.kill(process.pid, signal.SIGINT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from engine.checkpoint import Checkpoint, bring_back, find, inspect, newest_good
@@ -10,19 +9,19 @@ from engine.preflight import AUTO, resumed_run
 from utils.config import Config
 from utils.errors import UserError
 from utils.log import log
-from utils.world import World, agree, from_first
+from utils.world import World, from_first, together
 
 
 def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
     """What -resume means, on every rank the same; None where the run starts afresh."""
     if config.MODEL.RESUME is None:
         return None
-    found = _agreed(world, lambda: _look(config) if world.first else None)
+    found = together(world, lambda: _look(config) if world.first else None)
     name = from_first(str(found.folder) if found else None, world)
     if config.MODEL.RESUME == AUTO:
         log.info("-resume auto: %s", f"going on from {Path(name).name}" if name else "nothing to go on from, starting")
     # A rank that cannot see the folder is told of before training, not when it misses the weights.
-    return _agreed(world, lambda: found if world.first or name is None else inspect(Path(name)))
+    return together(world, lambda: found if world.first or name is None else inspect(Path(name)))
 
 
 def _look(config: Config) -> Checkpoint | None:
@@ -41,13 +40,3 @@ def _look(config: Config) -> Checkpoint | None:
             "the run is not started over in its own folder. Name another -output, or move them away."
         )
     return found
-
-
-def _agreed(world: World, work: Callable[[], Checkpoint | None]) -> Checkpoint | None:
-    result, problem = None, None
-    try:
-        result = work()
-    except UserError as error:
-        problem = str(error)
-    agree(problem, world)
-    return result

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -55,9 +53,7 @@ from utils.run_folder import (
     replace_text,
     write_json,
 )
-from utils.world import ALONE, World, agree, from_first
-
-T = TypeVar("T")
+from utils.world import ALONE, World, from_first, together
 
 
 def run(loaded: Loaded, world: World, dry: bool) -> int:
@@ -75,7 +71,7 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST),
         ):
             if not config.EVAL and not dry:
-                _together(world, lambda: _lock_what_is_there(config, lock) if world.first else None)
+                together(world, lambda: _lock_what_is_there(config, lock) if world.first else None)
             checkpoint = chosen_checkpoint(config, world)
             if config.EVAL:
                 _evaluate_only(config, world, device, threads, checkpoint, dry)
@@ -108,17 +104,6 @@ def show_precisions(config: Config) -> str:
         return f"{config.MODEL.NAME} in {precision.line()}\n\n{amp_table(model, run_forward)}"
 
 
-def _together(world: World, work: Callable[[], T]) -> T:
-    """Do `work` on every rank; if it fails on one, all end with that rank's message."""
-    result, problem = None, None
-    try:
-        result = work()
-    except UserError as error:
-        problem = str(error)
-    agree(problem, world)
-    return result  # pyright: ignore[reportReturnType]  # `agree` has raised where there is none
-
-
 def _lock_what_is_there(config: Config, lock: FolderLock) -> None:
     """Before looking for a checkpoint: another run may be about to write one."""
     target = target_folder(config)
@@ -138,9 +123,9 @@ def _train(
     """The exit code. `lock` None: a dry run."""
     if checkpoint is not None:
         given, saved = config, checkpoint
-        config = _together(world, lambda: with_kept_batch(given, saved, world.size))
+        config = together(world, lambda: with_kept_batch(given, saved, world.size))
     sharding = sharding_of(config, world, device)
-    ready = _together(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
+    ready = together(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
     warning = ready.precision.choice.warning
     if warning:
         log.warning(warning)
@@ -222,7 +207,7 @@ def _folder(config: Config, world: World, kind: str, lock: FolderLock | None = N
             raise UserError(f"{folder}: another run was started in this folder a moment ago; name another -output.")
         return folder
 
-    folder = Path(from_first(str(_together(world, made if world.first else Path)), world))
+    folder = Path(from_first(str(together(world, made if world.first else Path)), world))
     with nothing_trained_yet(folder):
         log_into(folder, world.rank)
     return folder
@@ -250,7 +235,7 @@ def _evaluate_only(
 ) -> None:
     """-eval: the figures of given weights, and of their average where the checkpoint holds one."""
     began = time.perf_counter()
-    ready = _together(world, lambda: build_for_evaluation(config, world, device))
+    ready = together(world, lambda: build_for_evaluation(config, world, device))
     folder = None if dry else _folder(config, world, "eval")
     log.info(banner(config, ready, world, device, threads, folder))
     if checkpoint is None and not config.MODEL.PRETRAINED:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.schema import DistConfig
 from utils.errors import CommonUserError, UserError
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 BY_HAND, TORCHRUN, OPENMPI, MPICH, SLURM = "by hand", "torchrun", "OpenMPI", "MPICH", "SLURM"
 DEFAULT_PORT = 29500
@@ -203,3 +205,14 @@ def agree(problem: str | None, world: World) -> None:
     for rank, text in enumerate(found):
         if text is not None:
             raise CommonUserError(text if rank == 0 else f"on rank {rank}: {text}")
+
+
+def together(world: World, work: Callable[[], T]) -> T:
+    """Do `work` on every rank; if it fails on one, all end with that rank's message."""
+    result, problem = None, None
+    try:
+        result = work()
+    except UserError as error:
+        problem = str(error)
+    agree(problem, world)
+    return result  # pyright: ignore[reportReturnType]  # `agree` has raised where there is none

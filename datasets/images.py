@@ -57,7 +57,8 @@ class Images(ImageDataset):
 
     def _load(self, keys: list[Key]) -> Batch:
         size = self.data.IMAGE_SIZE
-        images = torch.zeros(len(keys), self.data.IMAGE_CHANNELS, size, size, dtype=torch.uint8)
+        # Pixel by pixel, as decoders give it and resizing works; the device makes planes of it on the way to floats.
+        images = torch.zeros(len(keys), size, size, self.data.IMAGE_CHANNELS, dtype=torch.uint8).permute(0, 3, 1, 2)
         labels = torch.zeros(len(keys), dtype=torch.int64)
         indices = torch.tensor([index for _, index in keys])
         self.samples.expect([index for _, index in keys if index != PADDING])

@@ -50,9 +50,11 @@ class Pixels:
             self.changes = [*(image_changes(data, changes) if changes else ()), *affine_changes(data)]
 
     def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """Raises Unreadable for what is no image. `out`: uint8, C x S x S."""
+        """Raises Unreadable for what is no image. `out`: uint8, C x S x S, best stored pixel by pixel."""
         pixels, view = self.decode(encoded)
-        self.finish(self.resize(pixels, view), out)
+        place = out.numpy().transpose(1, 2, 0)
+        # Pixels lie side by side in all that is done to them: written where they stay, they need not be copied.
+        self.finish(self.resize(pixels, view, place if place.flags.c_contiguous else None), place)
 
     def decode(self, encoded: Encoded) -> tuple[np.ndarray, View]:
         """What the sample shows of the image, in its own resolution, and how it becomes the square."""
@@ -68,16 +70,16 @@ class Pixels:
         except Exception as error:  # a damaged file can raise nearly anything in its decoder
             raise Unreadable(reason(error, encoded)) from None
 
-    def finish(self, pixels: np.ndarray, out: torch.Tensor) -> None:
-        """Pad, mirror and change the square, and store it plane by plane."""
+    def finish(self, pixels: np.ndarray, place: np.ndarray) -> None:
+        """Pad, mirror and change the square, and store it in its place, S x S x C, if it does not lie there already."""
         if self.pad:
             pixels = _moved(pixels, self.pad)
-        mirrored = self.flip > 0 and random.random() < self.flip
+        if self.flip > 0 and random.random() < self.flip:
+            pixels = torch.from_numpy(pixels).flip(1).numpy()  # a seventh of the time that numpy takes
         if self.changes:
-            pixels = self._changed(pixels[:, ::-1] if mirrored else pixels)
-        np.copyto(out.numpy(), pixels.transpose(2, 0, 1))  # one channel fills all three
-        if mirrored and not self.changes:
-            out.copy_(out.flip(2))  # rows of a plane: half the time that mirroring whole pixels would take
+            pixels = self._changed(pixels)
+        if pixels is not place:
+            np.copyto(place, pixels)  # one channel fills all three
 
     def _changed(self, pixels: np.ndarray) -> np.ndarray:
         grey = pixels.shape[2] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -10,8 +11,11 @@ from PIL import Image
 
 from .crops import View
 
-Resize = Callable[[np.ndarray, View], np.ndarray]
-"""(pixels of the view's box: height x width x channels, the view) -> the square, size x size x channels"""
+Resize = Callable[[np.ndarray, View, np.ndarray | None], np.ndarray]
+"""(pixels of the view's box: height x width x channels, the view, a place for the square) -> the square
+
+The square is size x size x channels. It is made in the place it was given where that can be, and elsewhere if not.
+"""
 
 
 class TorchResize:
@@ -22,26 +26,26 @@ class TorchResize:
         self.kernel = getattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa").out
         self.by_pil = PilResize(interpolation)
         self.interpolation = interpolation
+        # Stored pixels can only be read, and so they are. torch warns of such arrays, once in a process: that is now.
+        with warnings.catch_warnings(action="ignore"):
+            torch.from_numpy(np.frombuffer(b"read only", dtype=np.uint8))
 
     def __reduce__(self) -> tuple[object, ...]:
         """The kernel cannot be sent to loading processes that are not forked; they look it up themselves."""
         return TorchResize, (self.interpolation,)
 
-    def __call__(self, pixels: np.ndarray, view: View) -> np.ndarray:
+    def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:
         # The kernel knows no offset: what lies before the square is made along with it, and then cut off.
         left, top = round((view.left - view.box.left) / view.across), round((view.top - view.box.top) / view.down)
         size = view.size
         if max(left, top) > size:
             return self.by_pil(pixels, view)  # a strip so long that most of the work would be thrown away
-        if not pixels.flags.writeable:
-            pixels = pixels.copy()  # torch has no tensors that cannot be written, and would warn
-        source = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+        shape = (top + size, left + size, pixels.shape[2])
+        made = place if place is not None and place.shape == shape else np.empty(shape, dtype=np.uint8)
         # Stored pixel by pixel, in and out, as the kernel works; asked for plane by plane it would add a slow pass.
-        out = torch.empty(
-            (1, source.shape[1], top + size, left + size), dtype=torch.uint8, memory_format=torch.channels_last
-        )
-        self.kernel(source, out.shape[2:], False, 1 / view.down, 1 / view.across, out=out)
-        return out[0].permute(1, 2, 0).numpy()[top:, left:]
+        source, out = (torch.from_numpy(array).permute(2, 0, 1)[None] for array in (pixels, made))
+        self.kernel(source, shape[:2], False, 1 / view.down, 1 / view.across, out=out)
+        return made if made is place else made[top:, left:]
 
 
 class PilResize:
@@ -50,7 +54,7 @@ class PilResize:
     def __init__(self, interpolation: str) -> None:
         self.filter = Image.Resampling[interpolation.upper()]
 
-    def __call__(self, pixels: np.ndarray, view: View) -> np.ndarray:
+    def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:  # noqa: ARG002 - PIL cannot be told where
         left, top = view.left - view.box.left, view.top - view.box.top
         right, bottom = left + view.size * view.across, top + view.size * view.down
         height, width, channels = pixels.shape

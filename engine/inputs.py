@@ -28,4 +28,5 @@ class Inputs(nn.Module):
         self.register_buffer("offset", (-mean / std).float().reshape(shape), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        return torch.addcmul(self.offset, images.float(), self.factor)
+        planes = images.to(torch.float32, memory_format=torch.contiguous_format)  # bytes may lie pixel by pixel
+        return torch.addcmul(self.offset, planes, self.factor)

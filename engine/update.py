@@ -23,6 +23,7 @@ from engine.overflow import MicroBatches, OverflowWatch, SkipRecord
 from engine.precision import Precision
 from engine.schedule import Schedule
 from engine.sharding import Sharding, is_dealt, meet_now
+from engine.stages import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
 from utils.seeding import seed_all
 from utils.world import World
 
@@ -47,6 +48,7 @@ class Parts:
     half_copy: HalfCopy | None = None
     sharding: Sharding | None = None
     watch: OverflowWatch | None = None
+    stages: Stages = field(default_factory=Stages)
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 moved, beside those the settings name."""
     skips: SkipRecord = field(default_factory=SkipRecord)
@@ -84,8 +86,11 @@ class Parts:
 def train_update(parts: Parts, window: Window, update: int) -> None:
     """Move the weights once, by the micro-batches of `window`. `update` counts from 1 through the run."""
     precision, optimizer, half_copy, watch = parts.precision, parts.optimizer, parts.half_copy, parts.watch
+    lap = parts.stages.lap
+    parts.stages.begin()
     kept: MicroBatches = []
     for nth, (share, batch) in enumerate(window, start=1):
+        lap(COPY)
         # Erasing, mixing, dropout and stochastic depth depend on where a micro-batch stands in the run, not on who
         # computes it.
         seed_all(parts.seed, "micro", update, share.number)
@@ -94,12 +99,15 @@ def train_update(parts: Parts, window: Window, update: int) -> None:
                 images, targets, labels = parts.change(parts.inputs(batch.images), batch.labels)
                 logits = parts.forward(images)
                 loss = parts.criterion(logits.float(), targets)
+            lap(FORWARD)
             precision.backward(loss * share.weight)
         if half_copy is not None:
             half_copy.collect_gradients()
+        lap(BACKWARD)
         if watch is not None:
             kept.append((share, batch))
         parts.meters.add(loss.detach(), logits.detach(), labels, share.weight)
+        lap(OTHER)
 
     if half_copy is not None:
         half_copy.sum_gradients(parts.world)
@@ -114,6 +122,7 @@ def train_update(parts: Parts, window: Window, update: int) -> None:
     parts.schedule.advance(moved)
     if parts.ema is not None:
         parts.ema.update(moved)
+    lap(OPTIMISER)
     parts.meters.close_update(update, norm, moved, precision.scaler.is_enabled())
     if watch is not None:
         watch.after(update, moved)

@@ -69,7 +69,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             ("DATA.DATASET",),
         ),
         Flag("data_path", "the folder it lies in", "DIR", ("DATA.DATA_PATH",)),
-        Flag("batch_size", "images per process, for validation too", "N", ("DATA.BATCH_SIZE", "DATA.BATCH_SIZE_EVAL")),
+        Flag(
+            "batch_size",
+            "images per process, for validation too; auto: as many as fit",
+            "N|auto",
+            ("DATA.BATCH_SIZE", "DATA.BATCH_SIZE_EVAL"),
+        ),
         Flag("batch_size_eval", "another number for validation", "N", ("DATA.BATCH_SIZE_EVAL",)),
         Flag("image_size", "height and width the model sees", "PIXELS", ("DATA.IMAGE_SIZE",)),
         Flag("num_workers", "loading processes per rank", "N", ("DATA.NUM_WORKERS",)),

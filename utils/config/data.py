@@ -7,14 +7,29 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from .fields import Section
-from .kinds import Count, Fraction, NonNegative, Numbers, Pair, Positive, Rate, as_integer
+from .kinds import (
+    Count,
+    Fraction,
+    NonNegative,
+    Numbers,
+    Pair,
+    Positive,
+    PositiveOrAuto,
+    PositiveUnlessAuto,
+    Rate,
+    as_integer,
+)
 
 
 class DataConfig(Section):
     """Where samples come from and how they reach the model."""
 
-    BATCH_SIZE: Positive = Field(default=256, description="Images per process and micro-batch.")
-    BATCH_SIZE_EVAL: Positive | None = Field(default=None, description="The same for validation; null: BATCH_SIZE.")
+    BATCH_SIZE: PositiveOrAuto = Field(
+        default=256, description="Images per process and micro-batch; auto: as many as fit, see docs/performance.md."
+    )
+    BATCH_SIZE_EVAL: PositiveUnlessAuto = Field(
+        default=None, description="The same for validation; null or auto: BATCH_SIZE."
+    )
     DATA_PATH: str | None = Field(default=None, description="Folder the data set lies in.")
     DATASET: str = Field(default="imagenet2012", description="Name of the data set's layout; see docs/data.md.")
     IMAGE_SIZE: Positive = Field(default=224, description="Height and width of what the model sees, in pixels.")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 
 from .fields import revive
 
+AUTO = "auto"
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
@@ -37,7 +38,22 @@ def folded(value: Any) -> Any:
     return value.strip().casefold() if isinstance(value, str) else value
 
 
+def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    return AUTO if folded(value) == AUTO else check(value)
+
+
+def _auto_is_none(value: Any) -> Any:
+    return None if folded(value) == AUTO else value
+
+
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 Integers = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
+# A number to all who read it: before anything is built, the number that is found takes the place of the word.
+PositiveOrAuto = Annotated[
+    Positive,
+    WrapValidator(_or_auto),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]}]}),
+]
+PositiveUnlessAuto = Annotated[Positive | None, BeforeValidator(_auto_is_none)]

@@ -92,6 +92,15 @@ class TrainConfig(Section):
         default=None, description="Greatest norm of the unscaled gradient; null: no clipping."
     )
     ACCUM_ITER: Positive = Field(default=1, description="Micro-batches per update and process.")
+    GLOBAL_BATCH: Positive | None = Field(
+        default=None, description="Images per update over all processes; ACCUM_ITER then follows. null: what comes out."
+    )
+    MEMORY_LIMIT: AboveZero | None = Field(
+        default=None, description="DATA.BATCH_SIZE auto: GiB that a process may take; null: what its device has free."
+    )
+    OOM: Annotated[Literal["stop", "split"], BeforeValidator(folded)] = Field(
+        default="stop", description="Out of memory: stop, or split: repeat the update in smaller micro-batches."
+    )
     OPTIMIZER: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimiser.")
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
     SMOOTHING: Rate = Field(default=0.0, description="Label smoothing.")

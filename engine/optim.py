@@ -1,11 +1,15 @@
-"""The optimiser, by timm's registry and torch's fused kernels."""
+"""The optimiser: torch's own by their fused kernels, all others by timm's registry.
+
+That registry is imported where it is needed only: it brings sixty optimisers along, and with them torch's compiler.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
-from timm.optim._optim_factory import create_optimizer_v2, get_optimizer_info, list_optimizers
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,7 +18,12 @@ from utils.config.schema import TrainConfig
 from utils.errors import UserError, nearest
 
 # Kernels that do the whole step at once; GradScaler hands them its flag on the device, so nothing waits.
-FUSED = {"adam", "adamw", "momentum", "nesterov"}
+FUSED: dict[str, Callable[..., Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "momentum": torch.optim.SGD,
+    "nesterov": torch.optim.SGD,
+}
 # torch's fused kernel of these does not take weights that are dealt out over ranks.
 NOT_BY_ROWS = {"momentum", "nesterov"}
 # PaddleViT's SGD is momentum without Nesterov; timm's `sgd` is with it.
@@ -23,8 +32,12 @@ PADDLE_NAMES = {"sgd": "momentum"}
 
 def optimizer_name(name: str) -> str:
     """timm's name for the optimiser, or an error that lists the near ones."""
-    known = [str(known_name) for known_name in list_optimizers()]
     wanted = PADDLE_NAMES.get(name.casefold(), name.casefold())
+    if wanted in FUSED:
+        return wanted
+    from timm.optim._optim_factory import get_optimizer_info, list_optimizers
+
+    known = [str(known_name) for known_name in list_optimizers()]
     if wanted not in known:
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: {name!r} is not an optimiser of torch or timm.{nearest(wanted, known)} "
@@ -40,31 +53,57 @@ def optimizer_name(name: str) -> str:
 
 def build_optimizer(model: nn.Module, train: TrainConfig, base_lr: float, device: torch.device) -> Optimizer:
     name = optimizer_name(train.OPTIMIZER.NAME)
-    options: dict[str, Any] = {"eps": train.OPTIMIZER.EPS}
-    if get_optimizer_info(name).num_betas == len(train.OPTIMIZER.BETAS):  # Adan has three, and keeps its own
-        options["betas"] = train.OPTIMIZER.BETAS
-    fused = FUSED - NOT_BY_ROWS if any(map(is_dealt, model.parameters())) else FUSED
-    if name in fused and device.type in ("cpu", "cuda", "mps"):
-        options["fused"] = True
-    if train.WEIGHT_DECAY_ALL:
-        decayed = [p for p in model.parameters() if p.requires_grad]
-        parameters: Any = [{"params": decayed, "weight_decay": train.WEIGHT_DECAY}]
-    else:
-        parameters = model
+    build = _of_torch if name in FUSED else _of_timm
+    fused = name in FUSED and device.type in ("cpu", "cuda", "mps")
+    if fused and name in NOT_BY_ROWS and any(map(is_dealt, model.parameters())):
+        fused = False
     try:
-        optimizer = create_optimizer_v2(
-            parameters,
-            opt=name,
-            lr=base_lr,
-            weight_decay=train.WEIGHT_DECAY,
-            momentum=train.OPTIMIZER.MOMENTUM,
-            **options,
-        )
+        optimizer = build(name, _groups(model, train), train, base_lr, {"fused": True} if fused else {})
     except (TypeError, ValueError, ImportError, RuntimeError, AssertionError) as error:
         raise UserError(f"TRAIN.OPTIMIZER.NAME {train.OPTIMIZER.NAME}: cannot be built ({error}).") from None
-    if isinstance(optimizer, torch.optim.SGD) and options.get("fused") and train.OPTIMIZER.MOMENTUM:
+    if isinstance(optimizer, torch.optim.SGD) and fused and train.OPTIMIZER.MOMENTUM:
         _start_momentum(optimizer)
     return optimizer
+
+
+def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
+    """What is trained, those that do not decay first: biases, norms, and what the model itself names."""
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    named: Any = getattr(model, "no_weight_decay", set)()
+
+    def decays(name: str, weight: torch.Tensor) -> bool:
+        free = weight.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, pattern) for pattern in named)
+        return train.WEIGHT_DECAY_ALL or not free
+
+    if not train.WEIGHT_DECAY:
+        return [{"params": [weight for _, weight in trained], "weight_decay": 0.0}]
+    parts = [
+        ([weight for name, weight in trained if not decays(name, weight)], 0.0),
+        ([weight for name, weight in trained if decays(name, weight)], train.WEIGHT_DECAY),
+    ]
+    return [{"params": weights, "weight_decay": decay} for weights, decay in parts if weights]
+
+
+def _of_torch(
+    name: str, groups: list[dict[str, Any]], train: TrainConfig, base_lr: float, options: dict[str, Any]
+) -> Optimizer:
+    settings = train.OPTIMIZER
+    if FUSED[name] is torch.optim.SGD:
+        options |= {"momentum": settings.MOMENTUM, "nesterov": name == "nesterov"}
+    else:
+        options |= {"betas": settings.BETAS, "eps": settings.EPS}
+    return FUSED[name](groups, lr=base_lr, **options)
+
+
+def _of_timm(
+    name: str, groups: list[dict[str, Any]], train: TrainConfig, base_lr: float, options: dict[str, Any]
+) -> Optimizer:
+    from timm.optim._optim_factory import create_optimizer_v2, get_optimizer_info
+
+    settings = train.OPTIMIZER
+    if get_optimizer_info(name).num_betas == len(settings.BETAS):  # Adan has three, and keeps its own
+        options["betas"] = settings.BETAS
+    return create_optimizer_v2(groups, name, base_lr, 0.0, settings.MOMENTUM, eps=settings.EPS, **options)
 
 
 def _start_momentum(optimizer: Optimizer) -> None:

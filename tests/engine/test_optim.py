@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.optim import create_optimizer_v2
 from torch import nn
 
 from engine.optim import build_optimizer, optimizer_name
@@ -122,3 +123,20 @@ def test_momentum_from_zero_is_the_plain_first_step() -> None:
         train_update(parts_of(model, build_optimizer(model, settings, 1.0, CPU)), window_of(flat(0.3)), 1)
         steps.append(model.weight.item())
     assert steps[0] == steps[1] != 1.0
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "momentum", "nesterov"])
+@pytest.mark.parametrize("decay", [0.3, 0.0])
+def test_torch_s_own_are_built_as_timm_builds_them(tiny: Path, name: str, decay: float) -> None:
+    model = build(tiny).parts.model
+    ours = optimizer_of(model, name, WEIGHT_DECAY=decay)
+    settings = OptimizerConfig()
+    theirs = create_optimizer_v2(
+        model, name, 1e-3, decay, settings.MOMENTUM, eps=settings.EPS, betas=settings.BETAS, fused=True
+    )
+    assert type(ours) is type(theirs)
+    assert [[id(p) for p in group["params"]] for group in ours.param_groups] == [
+        [id(p) for p in group["params"]] for group in theirs.param_groups
+    ]
+    plain = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in (ours, theirs)]
+    assert plain[0] == plain[1]

@@ -34,7 +34,7 @@ def test_several_mistakes_are_reported_together_with_their_lines(tmp_path: Path)
     ).splitlines()
     assert lines[0] == "5 settings are wrong:"
     assert sorted(line.strip() for line in lines[1:]) == [
-        "run.yaml:2: DATA.BATCH_SIZE: 0 is not what it takes: whole number >= 1.",
+        "run.yaml:2: DATA.BATCH_SIZE: 0 is not what it takes: whole number >= 1 or auto.",
         "run.yaml:3: unknown key DATA.IMAGESIZE. Did you mean DATA.IMAGE_SIZE?",
         "run.yaml:5: TRAIN.BASE_LR: fast is not what it takes: number >= 0.",
         "run.yaml:6: unknown key TRAIN.OPTIMISER. Did you mean TRAIN.OPTIMIZER?",
@@ -50,8 +50,8 @@ def test_several_mistakes_are_reported_together_with_their_lines(tmp_path: Path)
             "run.yaml:1: LOG_STYLE: flet is not what it takes: paddlevit or fleet. Did you mean fleet?",
         ),
         ("DATA: {IMAGE_CHANNELS: 2}\n", "run.yaml:1: DATA.IMAGE_CHANNELS: 2 is not what it takes: 1 or 3."),
-        ("DATA: {BATCH_SIZE: true}\n", "DATA.BATCH_SIZE: true is not what it takes: whole number >= 1."),
-        ("DATA: {BATCH_SIZE: 2.5}\n", "DATA.BATCH_SIZE: 2.5 is not what it takes: whole number >= 1."),
+        ("DATA: {BATCH_SIZE: true}\n", "DATA.BATCH_SIZE: true is not what it takes: whole number >= 1 or auto."),
+        ("DATA: {BATCH_SIZE: 2.5}\n", "DATA.BATCH_SIZE: 2.5 is not what it takes: whole number >= 1 or auto."),
         ("DATA:\n  BATCH_SIZE:\n", "run.yaml:2: DATA.BATCH_SIZE: has no value; it takes whole number >= 1"),
         ("DATA: {BATCH_SIZE: {A: 1}}\n", "DATA.BATCH_SIZE: is a single setting, not a section"),
         ("MODEL: {NUM_HEADS: [3, x]}\n", "MODEL.NUM_HEADS: [3, x] is not what it takes: whole number >= 1, list of"),
@@ -130,7 +130,7 @@ def test_a_bad_flag_value_is_reported_once_though_it_sets_two_keys() -> None:
     flags = {"DATA.BATCH_SIZE": ("0", "-batch_size"), "DATA.BATCH_SIZE_EVAL": ("0", "-batch_size")}
     with pytest.raises(UserError) as caught:
         load_config(None, flags)
-    assert str(caught.value) == "-batch_size: DATA.BATCH_SIZE: 0 is not what it takes: whole number >= 1."
+    assert str(caught.value) == "-batch_size: DATA.BATCH_SIZE: 0 is not what it takes: whole number >= 1 or auto."
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,9 @@ class Config(Section):
     KEEP_LAST: Count = Field(default=3, description="Checkpoints kept beside the best one; 0: all.")
     KEEP_EVERY: Positive | None = Field(default=None, description="Epochs whose checkpoint is kept for ever: each Nth.")
     REPORT_FREQ: Positive = Field(default=20, description="Updates between log lines.")
+    REPORT_STAGES: bool = Field(
+        default=False, description="Say in log lines where the time goes: data, copy, forward, backward, optimiser."
+    )
     VALIDATE_FREQ: Positive = Field(default=1, description="Epochs between validations.")
     VALIDATE_EVERY_UPDATES: Positive | None = Field(default=None, description="Updates between validations, besides.")
     SEED: int = Field(default=0, description="All random numbers follow from it.")

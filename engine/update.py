@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from engine.sharding import Sharding, is_dealt, meet_now
 from engine.stages import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
 from utils.seeding import seed_all
 from utils.world import World
+
+if TYPE_CHECKING:
+    from engine.out_of_memory import Splitting
 
 
 @dataclass
@@ -49,6 +52,8 @@ class Parts:
     sharding: Sharding | None = None
     watch: OverflowWatch | None = None
     stages: Stages = field(default_factory=Stages)
+    splitting: Splitting | None = None
+    """Where a micro-batch that does not fit is to be split (TRAIN.OOM)."""
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 moved, beside those the settings name."""
     skips: SkipRecord = field(default_factory=SkipRecord)
@@ -88,27 +93,7 @@ def train_update(parts: Parts, window: Window, update: int) -> None:
     precision, optimizer, half_copy, watch = parts.precision, parts.optimizer, parts.half_copy, parts.watch
     lap = parts.stages.lap
     parts.stages.begin()
-    kept: MicroBatches = []
-    for nth, (share, batch) in enumerate(window, start=1):
-        lap(COPY)
-        # Erasing, mixing, dropout and stochastic depth depend on where a micro-batch stands in the run, not on who
-        # computes it.
-        seed_all(parts.seed, "micro", update, share.number)
-        with _gradients_meet(parts.forward, last=nth == len(window)):
-            with precision.autocast():
-                images, targets, labels = parts.change(parts.inputs(batch.images), batch.labels)
-                logits = parts.forward(images)
-                loss = parts.criterion(logits.float(), targets)
-            lap(FORWARD)
-            precision.backward(loss * share.weight)
-        if half_copy is not None:
-            half_copy.collect_gradients()
-        lap(BACKWARD)
-        if watch is not None:
-            kept.append((share, batch))
-        parts.meters.add(loss.detach(), logits.detach(), labels, share.weight)
-        lap(OTHER)
-
+    kept = (parts.splitting.accumulate if parts.splitting else accumulate)(parts, window, update)
     if half_copy is not None:
         half_copy.sum_gradients(parts.world)
     if watch is not None:
@@ -126,6 +111,32 @@ def train_update(parts: Parts, window: Window, update: int) -> None:
     parts.meters.close_update(update, norm, moved, precision.scaler.is_enabled())
     if watch is not None:
         watch.after(update, moved)
+
+
+def accumulate(parts: Parts, window: Window, update: int) -> MicroBatches:
+    """The gradients of all micro-batches of `window`. Gives them back where the watch wants to keep them."""
+    precision, half_copy, lap = parts.precision, parts.half_copy, parts.stages.lap
+    kept: MicroBatches = []
+    for nth, (share, batch) in enumerate(window, start=1):
+        lap(COPY)
+        # Erasing, mixing, dropout and stochastic depth depend on where a micro-batch stands in the run, not on who
+        # computes it.
+        seed_all(parts.seed, "micro", update, share.number)
+        with _gradients_meet(parts.forward, last=nth == len(window)):
+            with precision.autocast():
+                images, targets, labels = parts.change(parts.inputs(batch.images), batch.labels)
+                logits = parts.forward(images)
+                loss = parts.criterion(logits.float(), targets)
+            lap(FORWARD)
+            precision.backward(loss * share.weight)
+        if half_copy is not None:
+            half_copy.collect_gradients()
+        lap(BACKWARD)
+        if parts.watch is not None:
+            kept.append((share, batch))
+        parts.meters.add(loss.detach(), logits.detach(), labels, share.weight)
+        lap(OTHER)
+    return kept
 
 
 def _gradients_meet(forward: nn.Module, last: bool) -> AbstractContextManager[None]:

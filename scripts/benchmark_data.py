@@ -17,7 +17,6 @@ synthetic). All flags and settings of main_single_gpu.py hold, TRAIN.RAND_AUGMEN
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,8 +102,8 @@ def _wishes(line: ToolLine) -> Wishes:
         images=line.whole("IMAGES", 500),
         workers=_workers(line),
         parts=_parts(line),
-        appetite=_positive(line, "APPETITE") if "APPETITE" in line.own else None,
-        seconds=60 * _positive(line, "BUDGET_MIN", 10.0),
+        appetite=line.above_zero("APPETITE", 1000) if "APPETITE" in line.own else None,
+        seconds=60 * line.above_zero("BUDGET_MIN", 10),
         json=line.file("JSON", ".json") if "JSON" in line.own else None,
         out=line.file("OUT", ".png") if "OUT" in line.own else None,
     )
@@ -112,17 +111,6 @@ def _wishes(line: ToolLine) -> Wishes:
 
 def _given(line: ToolLine, key: str, default: Any = None) -> Any:
     return line.own.get(key, (default, ""))[0]
-
-
-def _positive(line: ToolLine, key: str, default: float = 0.0) -> float:
-    text = _given(line, key, default)
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise UserError(f"-{key.lower()} {text}: takes a number above 0, such as {default or 1000:g}.")
-    return number
 
 
 def _workers(line: ToolLine) -> tuple[int, ...]:

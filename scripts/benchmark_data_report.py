@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmark_data_measure import OURS, TIMM, TORCHVISION
+from scripts.tables import in_columns, in_markdown
 from utils.log import log
 
 Found = dict[str, Any]
@@ -28,13 +29,13 @@ def lines(found: Found) -> list[str]:
     ]
     for part, title in TITLES.items():
         if found.get(part):
-            told += ["", title, *_columns(_per_core_rows(found[part]))]
+            told += ["", title, *in_columns(_per_core_rows(found[part]))]
     if found.get("loader"):
         told += ["", f"Through the loaders, batches of {found['batch']}: images a second by the clock"]
-        told += _columns(_loader_rows(found["loader"]))
+        told += in_columns(_loader_rows(found["loader"]))
     if found.get("stages"):
         told += ["", "Where a core's time goes, in milliseconds an image (training)"]
-        told += _columns([["stage", "ms"], *([name, f"{ms:.3f}"] for name, ms in found["stages"].items())])
+        told += in_columns([["stage", "ms"], *([name, f"{ms:.3f}"] for name, ms in found["stages"].items())])
     return told
 
 
@@ -56,14 +57,6 @@ def _loader_rows(part: Found) -> list[list[str]]:
 
 def _ratio(found: dict[str, float] | None) -> str:
     return "" if found is None else f"{found['median']:.2f} ({found['least']:.2f} to {found['most']:.2f})"
-
-
-def _columns(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    return [
-        "  ".join(["", row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
 
 
 def verdict(found: Found, appetite: float) -> str:
@@ -99,10 +92,10 @@ def markdown(found: Found, link: str) -> str:
     for part, title in TITLES.items():
         if found.get(part):
             told += [f"{title}, and ratios within the run (median, least and greatest round):", ""]
-            told += [*_table(_per_core_rows(found[part])), ""]
+            told += [*in_markdown(_per_core_rows(found[part])), ""]
     if found.get("loader"):
         told += ["Batches of bytes arriving in the process that trains, images a second by the clock:", ""]
-        told += [*_table(_loader_rows(found["loader"])), ""]
+        told += [*in_markdown(_loader_rows(found["loader"])), ""]
     if found.get("stages"):
         stages = ", ".join(f"{name} {ms:.2f}" for name, ms in found["stages"].items())
         told += [f"Our training path by stage, milliseconds of a core for an image: {stages}.", ""]
@@ -114,12 +107,6 @@ def markdown(found: Found, link: str) -> str:
         f"{versions}, {found['date']}: `{found['command']}`. All figures: [{Path(link).name}]({link})."
     )
     return "\n".join(told) + "\n"
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    head, *body = rows
-    cells = [head, ["---"] * len(head), *body]
-    return ["| " + " | ".join(row) + " |" for row in cells]
 
 
 def report(found: Found, appetite: float | None, json_file: Path | None, picture: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from utils.cli import CommandLine, Flag, parse
-from utils.config import Loaded, load_config
+from utils.config import Loaded, check_available, load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
 from utils.log import log, start_log
+from utils.world import read_world
 
 
 def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -51,6 +53,17 @@ class ToolLine:
             raise UserError(f"{flag} {text}: takes a whole number from {least} {upper}, such as {default}.")
         return int(text)
 
+    def above_zero(self, key: str, default: float) -> float:
+        """The number above 0 that one of its own flags gives."""
+        text, flag = self.own.get(key, (default, ""))
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf:
+            raise UserError(f"{flag} {text}: takes a number above 0, such as {default:g}.")
+        return number
+
     def file(self, key: str, ending: str = "", default: str = "") -> Path:
         """The file that one of its own flags names, which can be written."""
         text, flag = self.own.get(key, (default, ""))
@@ -77,3 +90,15 @@ def read_line(argv: list[str], tool: str, about: str | None, own: tuple[Flag, ..
     keys = {key for flag in own for key in flag.keys}
     given = {key: value for key, value in command.flags.items() if key in keys}
     return ToolLine(given, replace(command, flags={k: v for k, v in command.flags.items() if k not in keys}))
+
+
+def check_one_training(loaded: Loaded, tool: str) -> None:
+    """A tool that measures trainings takes settings of one that begins at its beginning, in one process."""
+    config = loaded.config
+    for key, instead in (("EVAL", "it measures training"), ("MODEL.RESUME", "give -pretrained RUN to begin there")):
+        if config.EVAL if key == "EVAL" else config.MODEL.RESUME:
+            raise UserError(f"{loaded.sources[key]}: {tool} has no {key}; {instead}.")
+    check_available(config)
+    world = read_world(config.DIST)
+    if world is not None and world.size > 1:
+        raise UserError(f"{tool} was started {world.size} times ({world.launcher}): start it once.")

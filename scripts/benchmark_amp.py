@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""What mixed precision and this program's update are worth on this machine: one command a table.
+
+    python scripts/benchmark_amp.py windows -model vit_base_patch16_224 -batch_size 64
+    python scripts/benchmark_amp.py TABLE -h                         # what there is to say of one
+    python scripts/benchmark_amp.py TABLE -budget_min 9 -json F.json # once more, to go on where the time was up
+
+Contenders take turns, each after a warm-up, forwards in one round and backwards in the next; figures are medians of the
+turns, ratios are taken turn by turn, and one contender takes part twice, so that its ratio to itself shows what chance
+is. A file given by -json is written after every turn. All flags and settings of main_single_gpu.py hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.benchmark_amp_frame import Found, Table  # noqa: E402
+from scripts.benchmark_amp_run import lines, measure, where  # noqa: E402
+from scripts.benchmark_amp_tables import TABLES  # noqa: E402
+from scripts.benchmark_data_measure import Budget  # noqa: E402
+from utils.cli import Flag  # noqa: E402
+from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, nearest  # noqa: E402
+from utils.log import log  # noqa: E402
+from utils.script import read_line, run_tool  # noqa: E402
+
+OWN = (
+    Flag("budget_min", "minutes in all; the same call goes on from its -json (default 10)", "M", ("BUDGET_MIN",)),
+    Flag("json", "keep every turn here, with device, versions and command", "FILE", ("JSON",)),
+    Flag("out", "draw it", "FILE.png", ("OUT",)),
+)
+
+
+def main(argv: list[str]) -> int:
+    return run_tool(_benchmark, argv)
+
+
+def _benchmark(argv: list[str]) -> int:
+    table = _table(argv)
+    line = read_line(argv[1:], "benchmark_amp.py", table.about, (*table.flags, *OWN))
+    json_file = line.file("JSON", ".json") if "JSON" in line.own else None
+    picture = line.file("OUT", ".png") if "OUT" in line.own else None
+    budget = Budget(60 * line.above_zero("BUDGET_MIN", 10))
+    plan = table.plan(line)
+    try:
+        found = measure(table, plan, budget, json_file)
+    except KeyboardInterrupt:
+        if json_file is None:
+            raise
+        log.warning("interrupted; every turn so far is in %s, and the same call goes on from there", json_file)
+        return EXIT_INTERRUPTED
+    _report(table, found, json_file, picture)
+    return EXIT_DONE
+
+
+def _table(argv: list[str]) -> Table:
+    asked = argv[0] if argv else "-h"
+    if asked.lstrip("-") in ("h", "help"):
+        print(__doc__)
+        for table in TABLES.values():
+            print(f"  {table.name:<11}{table.about.splitlines()[0]}")
+        sys.exit(EXIT_DONE)
+    if asked not in TABLES:
+        raise UserError(f"{asked}: there is no such table.{nearest(asked, TABLES)} First comes {' '.join(TABLES)}.")
+    return TABLES[asked]
+
+
+def _report(table: Table, found: Found, json_file: Path | None, picture: Path | None) -> None:
+    print("\n".join(lines(table, found)))
+    if found["cut"]:
+        more = "the same call goes on" if json_file else "with -json FILE the same call could go on"
+        log.warning("the time was up (-budget_min) before all rounds were done; %s", more)
+    if json_file is not None:
+        log.info("all figures: %s", json_file)
+    if picture is not None:
+        from scripts.benchmark_amp_picture import draw
+
+        draw(picture, table.charts(found), f"{where(found)}: {found['command']}")
+        log.info("the picture: %s", picture)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

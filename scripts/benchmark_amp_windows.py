@@ -1,0 +1,89 @@
+"""`windows`: seconds of so many iterations, window after window, with AMP off and on."""
+
+from __future__ import annotations
+
+import statistics
+
+from scripts.benchmark_amp_frame import (
+    AGAIN,
+    Chart,
+    Contender,
+    Found,
+    Plan,
+    Section,
+    Table,
+    control_line,
+    shown,
+    subject,
+    times_as_much,
+    values,
+)
+from scripts.benchmark_amp_settings import MODEL, changed, settings_of, synthetic, told
+from utils.cli import Flag
+from utils.script import ToolLine
+
+ABOUT = """Seconds per 100 iterations, seven windows of them, AMP off and AMP on; their averages, the speed-up.
+
+    python scripts/benchmark_amp.py windows -cfg configs/vit_base_patch16_224.yaml -batch_size 64
+    python scripts/benchmark_amp.py windows -model vit_small_patch16_224 -amp bf16 -iters 20 -windows 3
+
+On images made on the device, unless -dataset names others. -amp says what is on in `AMP on` (default: what
+AMP.DTYPE auto takes on this device)."""
+FLAGS = (
+    MODEL,
+    Flag("iters", "iterations of a window (default 100; on a CPU 10)", "N", ("ITERS",)),
+    Flag("windows", "windows of each (default 7)", "N", ("WINDOWS",)),
+)
+OFF, ON = "AMP off", "AMP on"
+
+
+def plan(line: ToolLine) -> Plan:
+    windows = line.whole("WINDOWS", 7)
+    loaded, device, remarks = settings_of(line)
+    updates = line.whole("ITERS", 10 if device.type == "cpu" else 100)
+    config = loaded.config
+    if loaded.sources["DATA.DATASET"] == "default":
+        config = synthetic(config, updates)
+
+    from scripts.benchmark_amp_training import Job, Seat, device_in_words, gpu_of
+
+    contenders: list[Contender] = []
+    for name, enabled in ((OFF, False), (ON, True), (OFF + AGAIN, False)):
+        seat = Seat(Job(changed(config, "AMP", ENABLED=enabled), updates))
+        contenders.append(Contender(name, seat.turn, seat.close))
+    wishes = {"iterations": updates, **told(changed(config, "AMP", ENABLED=True))}
+    return Plan(contenders, windows, wishes, device_in_words(config, device), gpu_of(device), remarks=remarks)
+
+
+def sections(found: Found) -> list[Section]:
+    heading = ["", *(_ordinal(n) for n in range(1, found["rounds"] + 1)), "average", "speed-up"]
+    rows = [heading]
+    averages = {name: statistics.fmean(values(found, name, "seconds") or [0.0]) for name in (OFF, ON)}
+    for name in (OFF, ON):
+        seconds = values(found, name, "seconds")
+        cells = [shown(s, 4) for s in seconds] + ["-"] * (found["rounds"] - len(seconds))
+        speedup = averages[OFF] / averages[ON] if name == ON and averages[ON] else None
+        rows.append([name, *cells, shown(averages[name], 4), shown(speedup, 4)])
+    title = f"Seconds of {found['settings']['iterations']} iterations, {subject(found)}, AMP on: {_precision(found)}"
+    return [Section(title, rows, [control_line(found, OFF, "seconds")])]
+
+
+def _precision(found: Found) -> str:
+    return next((turn["precision"] for turn in found["turns"][ON] if "precision" in turn), "not measured")
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
+    return f"{number}{ending}"
+
+
+def charts(found: Found) -> list[Chart]:
+    lines = {name: list(enumerate(values(found, name, "seconds"), 1)) for name in (OFF, ON, OFF + AGAIN)}
+    told = Chart(f"{found['settings']['iterations']} iterations", "seconds", lines=lines, below="window")
+    speed = times_as_much(found, OFF, ON, "seconds")
+    bars = {"AMP on": speed.median} if speed else {}
+    control = times_as_much(found, OFF, OFF + AGAIN, "seconds")
+    return [told, Chart("speed-up", "times", bars=bars | ({"the control": control.median} if control else {}))]
+
+
+TABLE = Table("windows", ABOUT, FLAGS, plan, sections, charts)

@@ -1,0 +1,107 @@
+"""A training to measure, made of the engine's own parts, in a process of its own or in several.
+
+A process a measurement: its peak memory is its own, and no switch of torch's is left over from another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import logging
+import multiprocessing
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from datasets import TrainLoader, Window
+from engine.device import pick_device, prepare
+from engine.environment import enter
+from engine.exchange import join_gradients
+from engine.op_lists import OpLists
+from engine.setup import ReadyToTrain, build_for_training
+from engine.sharding import sharding_of
+from utils.config import Config
+from utils.group import leave
+from utils.world import ALONE, World, together
+
+PR_SET_PDEATHSIG = 1
+PRELOADED = ["torch", "torchvision.transforms.v2", "timm", "timm.optim", "timm.scheduler", "pydantic"]
+"""Imported once for all measuring processes."""
+MOST_WARMUP = 10
+NO_ROOM = "its process was ended from outside, most likely for want of memory"
+
+
+@dataclass
+class Training:
+    """Ready for its first update."""
+
+    ready: ReadyToTrain
+    device: torch.device
+
+    def windows(self) -> Iterator[Window]:
+        """What updates are made of, epoch after epoch, without end."""
+        return _endless(self.ready)
+
+    def wait_for_device(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def forget_peak(self) -> None:
+        """Let the peak of memory be that of what follows; a CPU's is the process's, and stays."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def _endless(ready: ReadyToTrain) -> Iterator[Window]:
+    for epoch in itertools.count(1):
+        yield from ready.train_loader.epoch(epoch)
+
+
+@contextlib.contextmanager
+def opened(config: Config, world: World = ALONE) -> Iterator[Training]:
+    """Everything that a run builds before its first update."""
+    device = pick_device(config.DEVICE, world)
+    threads = prepare(config, device, world)
+    enter(config, world, device, threads)
+    loaders: list[TrainLoader] = []
+    try:
+        with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
+            sharding = sharding_of(config, world, device)
+            ready = together(world, lambda: build_for_training(config, world, device, None, sharding))
+            loaders.append(ready.train_loader)
+            join_gradients(ready.parts, world)
+            yield Training(ready, device)
+    finally:
+        for loader in loaders:
+            loader.close()
+        leave(world)
+
+
+def warmup_updates(updates: int) -> int:
+    """How many come before the first that is measured."""
+    return max(1, min(MOST_WARMUP, updates // 5))
+
+
+def own_processes(count: int = 1) -> ProcessPoolExecutor:
+    """Processes that nothing else was done in."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return ProcessPoolExecutor(count, mp_context=context, initializer=_begin_process)
+
+
+def _begin_process() -> None:
+    """Who measures decides when this process ends: by Ctrl-C it is told, and this one does not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quieten()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def quieten() -> None:
+    """torchao's import makes torch warn of what only its authors can change."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)

@@ -1,0 +1,22 @@
+"""Rows of words as a table: in columns for the terminal, in Markdown for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[str]]
+"""The first is the heading."""
+
+
+def in_columns(rows: Rows) -> list[str]:
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    return [
+        "  ".join(["", row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def in_markdown(rows: Rows) -> list[str]:
+    head, *body = rows
+    cells = [head, ["---"] * len(head), *body]
+    return ["| " + " | ".join(row) + " |" for row in cells]

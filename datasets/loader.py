@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +76,10 @@ class TrainLoader:
             yield window
             window.finish()
 
+    def on_arrival(self, call: Callable[[], None]) -> None:
+        """Call this whenever a batch has come that was waited for, before it is copied to the device."""
+        self._feed.on_arrival = call
+
     def take_wait(self) -> float:
         """Seconds this process waited for batches since the last call."""
         return self._feed.take_wait()
@@ -124,6 +128,7 @@ class _Feed:
         self._broken = broken
         self._fetch = _Fetch(dataset)
         self._device = device
+        self.on_arrival: Callable[[], None] | None = None
         self._plan = Plan()
         self._wait = 0.0
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" and not dataset.in_memory else None
@@ -204,6 +209,8 @@ class _Feed:
 
     def _received(self, fetched: Fetched) -> Batch:
         self._plan.received()
+        if self.on_arrival is not None:
+            self.on_arrival()
         self._broken.met(fetched.broken)
         item = fetched.batch
         if isinstance(item, TrainingError):

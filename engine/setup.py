@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from engine.prepare import prepare_model
 from engine.resume import Best, Position, restore
 from engine.schedule import Schedule, build_scheduler
 from engine.sharding import Sharding
+from engine.stages import DATA, stages_of
 from engine.update import Parts
 from models import build_model, load_pretrained
 from utils.config import Config
@@ -89,6 +91,7 @@ def build_for_training(
     tell_unmatched(config.DATA, map(samples_of, (train_set, ready.val_set)))
     train, updates = config.TRAIN, loader.order.updates
     parts = _parts(config, world, device, ready, updates, sharding)
+    loader.on_arrival(partial(parts.stages.lap, DATA))
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         position, best = restore(parts, checkpoint, global_batch(config, world), updates)
@@ -191,6 +194,7 @@ def _parts(
         world=world,
         change=batch_change(train, config.MODEL.NUM_CLASSES, device),
         sharding=sharding,
+        stages=stages_of(config.REPORT_STAGES, device),
     )
 
 

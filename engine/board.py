@@ -6,10 +6,12 @@ import contextlib
 import threading
 from pathlib import Path
 from time import monotonic
-
-from torch.utils.tensorboard.writer import SummaryWriter
+from typing import TYPE_CHECKING
 
 from utils.log import log
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
 
 SECONDS_BETWEEN_TRIES = 30.0
 POINTS_BETWEEN_FLUSHES = 2000
@@ -60,6 +62,8 @@ class Board:
         """Begin a file, at first or after trouble; not at every point while the trouble lasts."""
         if self._tried and monotonic() - self._tried_at < SECONDS_BETWEEN_TRIES:
             return
+        from torch.utils.tensorboard.writer import SummaryWriter  # slow to import: not before there is a point
+
         self._tried, self._tried_at = True, monotonic()
         first = min((update for _, _, update in self._unsure), default=self._start)
         try:

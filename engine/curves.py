@@ -6,15 +6,12 @@ import contextlib
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING, Any
 
 from utils.log import log
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Lines = list[dict[str, Any]]
 
@@ -25,6 +22,11 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     train, val = ([line for line in lines if line["event"] == kind] for kind in ("train", "val"))
     if not train and not val:
         return None
+    import matplotlib  # slow to import, and training is not to wait for it before its first update
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
     figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
     figure.suptitle(title)
     (loss, accuracy, rate), (norm, scale, speed) = axes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import timm
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from utils.config.schema import ModelConfig
 from utils.errors import UserError
@@ -21,6 +23,9 @@ from .sizes import DERIVED, arguments_of, as_text, given_sizes, heads_problems, 
 log = logging.getLogger("vitamp")
 
 LABEL = "vitamp_name"  # where a built model keeps the name it goes by
+DRAWING = {"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
+"""Of these initial weights are made"""
+_plans: dict[tuple[str, int, int], Plan] = {}
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,14 @@ def list_models(pattern: str | None) -> list[str]:
 
 
 def _plan(model: ModelConfig, image_size: int, channels: int) -> Plan:
+    """Made once: the check before the run asks for it, and then the run."""
+    wanted = repr(model), image_size, channels
+    if wanted not in _plans:
+        _plans[wanted] = _make_plan(model, image_size, channels)
+    return _plans[wanted]
+
+
+def _make_plan(model: ModelConfig, image_size: int, channels: int) -> Plan:
     """Everything about a build that can be found out without weights; all mistakes are reported together."""
     wanted = given_sizes(model)
     base = resolve(model, sizes_given=bool(wanted))
@@ -114,8 +127,22 @@ def _plan(model: ModelConfig, image_size: int, channels: int) -> Plan:
 
 def _without_weights(timm_name: str, arguments: dict[str, Any]) -> nn.Module:
     # The fork keeps the caller's random numbers where they stand, whatever a constructor draws.
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), _NothingDrawn():
         return timm.create_model(timm_name, **arguments)
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves out the initial values of weights that hold none: they cost most of the time, and the import of sympy."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if getattr(func, "__name__", "") in DRAWING:
+            tensor = args[0] if args else options["tensor"]  # the latter by torch.nn.init
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **options)
 
 
 def _trial(

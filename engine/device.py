@@ -47,7 +47,7 @@ def prepare(config: Config, device: torch.device, world: World) -> int:
         torch.cuda.set_device(device)
     if config.DETERMINISTIC:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if config.DETERMINISTIC != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler
+    if torch.are_deterministic_algorithms_enabled() != config.DETERMINISTIC:  # the call imports torch's compiler
         torch.use_deterministic_algorithms(config.DETERMINISTIC)
     torch.backends.cudnn.benchmark = not config.DETERMINISTIC
     return threads

@@ -111,9 +111,14 @@ def failure(found: Found, name: str) -> str | None:
 
 
 def failures(found: Found) -> list[str]:
-    """A line for each contender that could not be measured."""
-    reasons = {**found["left_out"], **{name: why for name in found["turns"] if (why := failure(found, name))}}
-    return [f"not measured: {name}: {why}" for name, why in reasons.items()]
+    """A line for each reason for which contenders could not be measured."""
+    names: dict[str, list[str]] = {}
+    for name, why in found["left_out"].items():
+        names.setdefault(why, []).append(name)
+    for name in found["turns"]:
+        if why := failure(found, name):
+            names.setdefault(why, []).append(name)
+    return [f"not measured: {', '.join(who)}: {why}" for why, who in names.items()]
 
 
 def shown(number: float | None, digits: int = 3) -> str:

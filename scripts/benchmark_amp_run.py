@@ -80,7 +80,7 @@ def measure(table: Table, plan: Plan, budget: Budget, path: Path | None) -> Foun
     """All rounds of the plan, as far as the time allows; what a file holds already is not measured again."""
     notebook = Notebook(table.name, plan, path)
     log.info("%s: %s on %s", table.name, ", ".join(contender.name for contender in plan.contenders), plan.device)
-    for line in [*plan.remarks, *(f"left out: {name}: {why}" for name, why in plan.left_out.items())]:
+    for line in [*plan.remarks, *failures(notebook.found)]:
         log.info("%s", line)
     try:
         _take_turns(plan, notebook, budget)
@@ -106,7 +106,7 @@ def _take_turns(plan: Plan, notebook: Notebook, budget: Budget) -> None:
             done: list[Figures] = turns[contender.name]
             if len(done) > nth or any("failed" in turn for turn in done):
                 continue
-            if not budget.allows(longest.get(contender.name, 0.0)):
+            if not budget.allows(longest.get(contender.name, max(longest.values(), default=0.0))):
                 return
             began = time.monotonic()
             figures = contender.turn()

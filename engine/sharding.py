@@ -151,10 +151,8 @@ def own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def meet_now(model: nn.Module, now: bool) -> None:
     """Whether the next backward pass exchanges gradients, where weights are dealt out."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP's own; to import it for its name takes half a second
+        cast(Any, model).set_requires_gradient_sync(now)
 
 
 def _unlike_machines(world: World) -> str | None:

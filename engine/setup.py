@@ -90,7 +90,7 @@ def build_for_training(
     train_set, loader = training_data(config, world, device)
     tell_unmatched(config.DATA, map(samples_of, (train_set, ready.val_set)))
     train, updates = config.TRAIN, loader.order.updates
-    parts = _parts(config, world, device, ready, updates, sharding)
+    parts = update_parts(config, world, device, (ready.model, ready.inputs, ready.precision), updates, sharding)
     loader.on_arrival(partial(parts.stages.lap, DATA))
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
@@ -163,10 +163,16 @@ def _workers(config: Config, world: World) -> int:
     return auto_workers(world.local_size) if given is None else given
 
 
-def _parts(
-    config: Config, world: World, device: torch.device, ready: Ready, per_epoch: int, sharding: Sharding | None
+def update_parts(
+    config: Config,
+    world: World,
+    device: torch.device,
+    in_precision: tuple[nn.Module, nn.Module, Precision],
+    per_epoch: int,
+    sharding: Sharding | None = None,
 ) -> Parts:
-    train, model, precision = config.TRAIN, ready.model, ready.precision
+    """What an update touches, around a model, what prepares its inputs, and the precision of both."""
+    train, (model, inputs, precision) = config.TRAIN, in_precision
     ema = _average(config, device, model)
     if sharding is not None:
         _deal_out(model, ema, precision, sharding)
@@ -182,7 +188,7 @@ def _parts(
     return Parts(
         model=model,
         forward=model,
-        inputs=ready.inputs,
+        inputs=inputs,
         criterion=nn.CrossEntropyLoss(label_smoothing=train.SMOOTHING),
         optimizer=optimizer,
         schedule=schedule,

@@ -48,6 +48,12 @@ def build_model(model: ModelConfig, image_size: int, channels: int) -> nn.Module
     return module
 
 
+def build_without_weights(model: ModelConfig, image_size: int, channels: int) -> nn.Module:
+    """The same model on torch's meta device: sizes and operations, no values."""
+    plan = _plan(model, image_size, channels)
+    return _without_weights(plan.timm_name, plan.arguments)
+
+
 def check_model(model: ModelConfig, image_size: int, channels: int) -> None:
     """Raise what `build_model` would raise, without making any weights."""
     _plan(model, image_size, channels)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from datasets import Window
+from datasets import Batch, Window
 from engine.ema import Ema
 from engine.fp32_modules import force_fp32, forced
 from engine.half_copy import HalfCopy
@@ -28,7 +28,17 @@ from utils.seeding import seed_all
 from utils.world import World
 
 if TYPE_CHECKING:
+    from engine.compiling import Compiled
     from engine.out_of_memory import Splitting
+
+
+class Computed(NamedTuple):
+    """What comes of a micro-batch. Only the loss leads back to the weights."""
+
+    loss: Tensor
+    logits: Tensor
+    labels: Tensor
+    """One label an image, as `Seen` has it."""
 
 
 @dataclass
@@ -51,6 +61,7 @@ class Parts:
     half_copy: HalfCopy | None = None
     sharding: Sharding | None = None
     watch: OverflowWatch | None = None
+    compiled: Compiled | None = None
     stages: Stages = field(default_factory=Stages)
     splitting: Splitting | None = None
     """Where a micro-batch that does not fit is to be split (TRAIN.OOM)."""
@@ -78,6 +89,18 @@ class Parts:
                 self.skips,
                 change=self.change,
             )
+        if self.compiled is not None:
+            self.compiled.start()
+
+    def compute(self, batch: Batch) -> Computed:
+        """A micro-batch's way forward: by what was compiled of it, or as it is written."""
+        return self.as_written(batch) if self.compiled is None else self.compiled(batch)
+
+    def as_written(self, batch: Batch) -> Computed:
+        with self.precision.autocast():
+            images, targets, labels = self.change(self.inputs(batch.images), batch.labels)
+            logits = self.forward(images)
+            return Computed(self.criterion(logits.float(), targets), logits.detach(), labels)
 
     def force_fp32(self, modules: list[str]) -> None:
         """Let these modules compute in fp32 from now on."""
@@ -123,10 +146,7 @@ def accumulate(parts: Parts, window: Window, update: int) -> MicroBatches:
         # computes it.
         seed_all(parts.seed, "micro", update, share.number)
         with _gradients_meet(parts.forward, last=nth == len(window)):
-            with precision.autocast():
-                images, targets, labels = parts.change(parts.inputs(batch.images), batch.labels)
-                logits = parts.forward(images)
-                loss = parts.criterion(logits.float(), targets)
+            loss, logits, labels = parts.compute(batch)
             lap(FORWARD)
             precision.backward(loss * share.weight)
         if half_copy is not None:
@@ -134,7 +154,7 @@ def accumulate(parts: Parts, window: Window, update: int) -> MicroBatches:
         lap(BACKWARD)
         if parts.watch is not None:
             kept.append((share, batch))
-        parts.meters.add(loss.detach(), logits.detach(), labels, share.weight)
+        parts.meters.add(loss.detach(), logits, labels, share.weight)
         lap(OTHER)
     return kept
 

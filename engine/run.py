@@ -223,6 +223,7 @@ def _write_down(config: Config, ready: Ready, world: World, device: torch.device
         "threads": threads,
         "world_size": world.size,
         "decoder": decoder_of(config.DATA),
+        **ready.choices,
     }
     about = describe_run(describe(device, world, threads), choices, config.TAG)
     with nothing_trained_yet(folder):

@@ -51,6 +51,8 @@ class Ready:
     val_set: ImageDataset
     val_loader: ValLoader
     attention: str
+    choices: dict[str, Any]
+    """Made by measurement or by what the machine has: told in run.json, saved, and made again alike on resuming."""
 
 
 @dataclass
@@ -68,7 +70,7 @@ def build_for_evaluation(config: Config, world: World, device: torch.device) -> 
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
-    return Ready(model, inputs, precision, val_set, val_loader, _attention_of(model))
+    return Ready(model, inputs, precision, val_set, val_loader, _attention_of(model), {})
 
 
 def model_in_precision(config: Config, device: torch.device) -> tuple[nn.Module, nn.Module, Precision]:
@@ -229,6 +231,7 @@ def checkpoint_meta(
     return {
         "config_hash": hash_of(config),
         "batch": {"per_process": data.BATCH_SIZE, "accumulated": config.TRAIN.ACCUM_ITER, "processes": processes},
+        "choices": ready.choices,
         "model": config.MODEL.NAME,
         "classes": ready.train_set.classes,
         "num_classes": config.MODEL.NUM_CLASSES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 from utils.errors import UserError
@@ -39,6 +40,7 @@ def misfits(config: Config) -> list[Problem]:
         *_data(config.DATA),
         *_model(config),
         *_train(config),
+        *_shortcuts(config),
         *_augmentation(config),
         *_dist(config),
         *_run(config),
@@ -94,6 +96,34 @@ def _train(config: Config) -> Iterator[Problem]:
         yield "TRAIN.OPTIMIZER.BETAS", f"{_shown(betas)} must both be >= 0 and < 1"
 
 
+def _shortcuts(config: Config) -> Iterator[Problem]:
+    """What makes training cheaper by showing the model less."""
+    train, full, patch = config.TRAIN, config.DATA.IMAGE_SIZE, config.MODEL.PATCH_SIZE
+    if train.TOKEN_DROP and train.TOKEN_DROP_TAIL >= train.NUM_EPOCHS:
+        yield (
+            "TRAIN.TOKEN_DROP_TAIL",
+            f"{train.TOKEN_DROP_TAIL} leaves TRAIN.TOKEN_DROP none of TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}; give less",
+        )
+    steps = train.SIZE_SCHEDULE
+    if not steps:
+        return
+    starts = [train.epochs_before(start) for start, _ in steps]
+    if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or starts[-1] >= train.NUM_EPOCHS:
+        yield (
+            "TRAIN.SIZE_SCHEDULE",
+            f"{_shown(steps)} must begin at 0, each start after the one before and before TRAIN.NUM_EPOCHS "
+            f"{train.NUM_EPOCHS}, as in [[0, 160], [0.75, 224]]",
+        )
+    if steps[-1][1] != full:
+        yield (
+            "TRAIN.SIZE_SCHEDULE",
+            f"{_shown(steps)} ends with {steps[-1][1]}; it must end with DATA.IMAGE_SIZE {full}, the size of "
+            "validation",
+        )
+    if patch and (odd := sorted({size for _, size in steps if size % patch and size != full})):
+        yield "TRAIN.SIZE_SCHEDULE", f"{_shown(tuple(odd))}: not divisible by MODEL.PATCH_SIZE {patch}"
+
+
 def _augmentation(config: Config) -> Iterator[Problem]:
     train, data = config.TRAIN, config.DATA
     on = [key for key in POLICIES if value_of(config, key)]
@@ -124,8 +154,25 @@ def _dist(config: Config) -> Iterator[Problem]:
         yield "DIST.RANK", f"{dist.RANK} is not below DIST.WORLD_SIZE {dist.WORLD_SIZE}; ranks count from 0"
     if dist.HSDP and dist.STRATEGY != "fsdp":
         yield "DIST.HSDP", "true says how fsdp deals out the weights; set DIST.STRATEGY=fsdp as well, or leave it out"
+    if dist.STATIC_GRAPH and config.TRAIN.ACCUM_ITER > 1:
+        yield "DIST.STATIC_GRAPH", "true works only without accumulation; leave it out, or set TRAIN.ACCUM_ITER=1"
+    yield from _without_ddp(config)
     if dist.STRATEGY == "fsdp":
         yield from _fsdp(config)
+
+
+def _without_ddp(config: Config) -> Iterator[Problem]:
+    """Settings of DDP, where another exchanges the gradients."""
+    dist, amp = config.DIST, config.AMP
+    if dist.STRATEGY == "fsdp":
+        why = "with DIST.STRATEGY fsdp, which exchanges gradients in its own way"
+    elif amp.ENABLED and amp.LEVEL in ("O2", "NAIVE"):
+        why = f"at AMP.LEVEL {amp.LEVEL}, where the masters' gradients are summed up once an update, in fp32"
+    else:
+        return
+    for key in ("STATIC_GRAPH", "BF16_GRADIENTS"):
+        if getattr(dist, key):
+            yield f"DIST.{key}", f"true has no place {why}; leave it out"
 
 
 def _fsdp(config: Config) -> Iterator[Problem]:

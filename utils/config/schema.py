@@ -21,6 +21,7 @@ from .kinds import (
     Pair,
     Positive,
     Rate,
+    SizeSteps,
     folded,
 )
 
@@ -101,6 +102,13 @@ class TrainConfig(Section):
     OOM: Annotated[Literal["stop", "split"], BeforeValidator(folded)] = Field(
         default="stop", description="Out of memory: stop, or split: repeat the update in smaller micro-batches."
     )
+    COMPILE: Annotated[Literal["auto", "none", "blocks", "whole"], BeforeValidator(folded)] = Field(
+        default="auto",
+        description="torch.compile of each block, or of all from bytes to loss; auto: on a GPU, where it pays.",
+    )
+    COMPILE_MODE: Annotated[Literal["default", "reduce-overhead", "max-autotune"], BeforeValidator(folded)] = Field(
+        default="default", description="COMPILE: reduce-overhead adds CUDA graphs; max-autotune also tries kernels out."
+    )
     OPTIMIZER: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimiser.")
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
     SMOOTHING: Rate = Field(default=0.0, description="Label smoothing.")
@@ -145,12 +153,32 @@ class TrainConfig(Section):
     RANDOM_ERASE_SPLIT: bool = Field(
         default=False, description="Random erasing: leave the first half of a micro-batch alone."
     )
+    TOKEN_DROP: Rate = Field(
+        default=0.0, description="Share of the patch tokens left out in training, others for each sample; 0: none."
+    )
+    TOKEN_DROP_TAIL: Count = Field(default=0, description="Epochs at the end in which TOKEN_DROP leaves none out.")
+    SIZE_SCHEDULE: SizeSteps = Field(
+        default=(),
+        description=(
+            "Training images grow: [[0, 160], [0.75, 224]] is 160 at first, IMAGE_SIZE for the last quarter. A start "
+            "of 1 or more counts epochs."
+        ),
+    )
     DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(folded)] = later(
         None, "Distillation as in DeiT; null or none: off."
     )
     DISTILLATION_ALPHA: Fraction = Field(default=0.5, description="Distillation: weight of the teacher.")
     DISTILLATION_TAU: AboveZero = Field(default=1.0, description="Distillation: temperature of the soft kind.")
     TEACHER_MODEL: str | None = later(None, "Distillation: timm name or file of the teacher.")
+
+    def size_in(self, epoch: int, full: int) -> int:
+        """The side of training images in an epoch, where they are `full` in the end."""
+        begun = [size for start, size in self.SIZE_SCHEDULE if epoch - 1 >= self.epochs_before(start)]
+        return begun[-1] if begun else full
+
+    def epochs_before(self, start: float) -> float:
+        """A start in SIZE_SCHEDULE, in epochs: below 1 it is a share of them all."""
+        return round(start * self.NUM_EPOCHS, 6) if start < 1 else start
 
     @property
     def mixes(self) -> bool:
@@ -209,6 +237,12 @@ class DistConfig(Section):
     BACKEND: Literal["nccl", "gloo"] | None = Field(default=None, description="null: nccl on GPUs, gloo elsewhere.")
     TIMEOUT: float = Field(
         default=10.0, gt=0, description="Minutes after which a rank that the others wait for ends the run."
+    )
+    STATIC_GRAPH: bool = Field(
+        default=False, description="ddp: promise it that all updates compute alike; only without accumulation."
+    )
+    BF16_GRADIENTS: bool = Field(
+        default=False, description="ddp: send gradients in bf16: half the traffic, and fewer digits of each."
     )
     HOST: str | None = Field(default=None, description="Machine of rank 0, by hand or where a launcher tells no other.")
     PORT: int | None = Field(default=None, ge=1, le=65535, description="The port it listens at.")

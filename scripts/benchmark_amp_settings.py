@@ -21,11 +21,15 @@ PLACES = ("SAVE", "OUTPUT", "TAG", "DATA.CACHE", "DATA.DATA_PATH")
 
 
 def settings_of(
-    line: ToolLine, small: Mapping[str, Any] = ON_CPU, fixed: Mapping[str, Any] | None = None
+    line: ToolLine,
+    small: Mapping[str, Any] = ON_CPU,
+    fixed: Mapping[str, Any] | None = None,
+    usual: Mapping[str, Any] | None = None,
 ) -> tuple[Loaded, torch.device, list[str]]:
     """The settings, checked, their device, and what to say of them.
 
-    `small`: what holds on a CPU where the user said nothing. `fixed`: what this table gives whatever the user said.
+    `small`: what holds on a CPU where the user said nothing, and `usual` elsewhere. `fixed`: what this table gives
+    beside what the user says.
     """
     from engine.device import pick_device
     from utils.world import ALONE
@@ -36,13 +40,13 @@ def settings_of(
     loaded = line.load(given)
     device = pick_device(loaded.config.DEVICE, ALONE)
     remarks: list[str] = []
-    if device.type == "cpu":
-        filled = {key: value for key, value in small.items() if loaded.sources[key] == "default"}
-        loaded = line.load({**given, **{key: (value, "benchmark_amp.py, on a CPU") for key, value in filled.items()}})
-        if filled:
-            remarks.append(
-                "small on a CPU where nothing else is given: " + ", ".join(f"{k} {v}" for k, v in filled.items())
-            )
+    on_cpu = device.type == "cpu"
+    filled = {k: v for k, v in (small if on_cpu else usual or {}).items() if loaded.sources[k] == "default"}
+    if filled:
+        loaded = line.load({**given, **{key: (value, "benchmark_amp.py") for key, value in filled.items()}})
+    if filled and on_cpu:
+        told_of = ", ".join(f"{key} {value}" for key, value in filled.items())
+        remarks.append(f"small on a CPU where nothing else is given: {told_of}")
     check_one_training(loaded, "benchmark_amp.py")
     return loaded, device, [*loaded.notes, *remarks]
 

@@ -25,11 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.cli import Flag  # noqa: E402
-from utils.config import Loaded, check_available  # noqa: E402
+from utils.config import Loaded  # noqa: E402
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
-from utils.script import ToolLine, read_line, run_tool  # noqa: E402
-from utils.world import ALONE, read_world  # noqa: E402
+from utils.script import ToolLine, check_one_training, read_line, run_tool  # noqa: E402
+from utils.world import ALONE  # noqa: E402
 
 OWN = (
     Flag("updates", "updates of each measurement (default 300)", "N", ("UPDATES",)),
@@ -63,8 +63,8 @@ def _examine(argv: list[str]) -> int:
     from engine.device import pick_device
     from engine.preflight import check
     from scripts.doctor_examination import Examination
-    from scripts.doctor_measure import quieten
     from scripts.doctor_modes import plan, read_modes
+    from scripts.own_training import quieten
 
     quieten()
     check(loaded.config)
@@ -109,13 +109,7 @@ def _number(line: ToolLine, key: str, default: Any, kind: type) -> Any:
 
 def _check(loaded: Loaded) -> None:
     config = loaded.config
-    for key, instead in (("EVAL", "it measures training"), ("MODEL.RESUME", "give -pretrained RUN to begin there")):
-        if config.EVAL if key == "EVAL" else config.MODEL.RESUME:
-            raise UserError(f"{loaded.sources[key]}: doctor.py has no {key}; {instead}.")
-    check_available(config)
-    world = read_world(config.DIST)
-    if world is not None and world.size > 1:
-        raise UserError(f"doctor.py was started {world.size} times ({world.launcher}): it measures on one device.")
+    check_one_training(loaded, "doctor.py")
     if config.OUTPUT is not None and (Path(config.OUTPUT) / REPORT).exists():
         raise UserError(f"-output {config.OUTPUT}: a doctor's report already lies there; name another folder.")
 

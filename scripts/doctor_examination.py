@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
 from engine.device import describe, prepare
 from engine.precision import choose
-from scripts.doctor_measure import Job, Measured, begin_process, measure
+from scripts.doctor_measure import Job, Measured, measure
 from scripts.doctor_modes import REFERENCE, UPDATES_WITHOUT_ARITHMETIC, Mode, Plan, is_emulated, lacks_arithmetic
 from scripts.doctor_picture import draw
 from scripts.doctor_report import as_json, details, rounded, table
 from scripts.doctor_verdict import Baseline, Finding, judge, recommend
+from scripts.own_training import NO_ROOM, own_processes
 from utils.config import Config, to_yaml
 from utils.errors import TrainingError
 from utils.log import log
@@ -23,8 +23,6 @@ from utils.run_folder import describe_run, make_folder, write_json
 from utils.world import ALONE
 
 REPORT, PICTURE = "doctor.json", "doctor.png"
-PRELOADED = ["torch", "torchvision.transforms.v2", "timm", "timm.optim", "timm.scheduler", "pydantic"]
-"""Imported once for all measuring processes."""
 MUCH_NOISE = 0.15
 """In the speed of equal runs: something else is running on this machine."""
 MUCH_WAITING = 20
@@ -41,8 +39,6 @@ class Examination:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self._end = self._began + seconds
         self._left = len(plan.modes) + 3
-        self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload(PRELOADED)
 
     def run(self) -> None:
         config = self._config
@@ -114,11 +110,11 @@ class Examination:
 
     def _measure(self, job: Job) -> Measured:
         """In a process of its own."""
-        with ProcessPoolExecutor(1, mp_context=self._processes, initializer=begin_process) as pool:
+        with own_processes() as pool:
             try:
                 measured = pool.submit(measure, job).result()
             except BrokenProcessPool:
-                measured = Measured(failed="its process was ended from outside, most likely for want of memory")
+                measured = Measured(failed=NO_ROOM)
             except KeyboardInterrupt:
                 for process in multiprocessing.active_children():
                     process.terminate()

@@ -1,16 +1,9 @@
-"""One precision on the user's data: loss curve, speed, memory, skipped updates. Runs in a process of its own.
-
-A process a measurement: peak memory then is this precision's alone, and no switch of torch's is left over from another.
-"""
+"""One precision on the user's data: loss curve, speed, memory, skipped updates. Runs in a process of its own."""
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import logging
-import signal
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,19 +12,15 @@ import torch
 from torch import Tensor
 
 from datasets import TrainLoader, Window
-from engine.device import pick_device, prepare
 from engine.meters import NEVER
-from engine.op_lists import OpLists
 from engine.pace import peak_memory_gb
-from engine.setup import ReadyToTrain, build_for_training, training_data
+from engine.setup import ReadyToTrain
 from engine.update import train_update
 from scripts.doctor_layers import Layer, look_at_layers
+from scripts.own_training import opened, warmup_updates
 from utils.config import Config
 from utils.log import log, start_log
-from utils.world import ALONE
 
-PR_SET_PDEATHSIG = 1
-MOST_WARMUP = 10
 WINDOWS = 20
 """Speed is the median over about so many stretches of updates, so that a hiccup of the machine does not count."""
 
@@ -71,19 +60,6 @@ class Measured:
     """Why there are no figures."""
 
 
-def begin_process() -> None:
-    """The doctor decides when this process ends: by Ctrl-C it is told, and it does not outlive the doctor."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    quieten()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-
-
-def quieten() -> None:
-    """torchao's import makes torch warn of what only its authors can change."""
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-
-
 def measure(job: Job) -> Measured:
     """What `job` asks for. A precision that torch cannot run, or that does not fit in memory, is an answer too."""
     started = time.monotonic()
@@ -115,25 +91,14 @@ class _Notes(logging.Handler):
 
 def _measure(job: Job, result: Measured) -> None:
     config = job.config
-    device = pick_device(config.DEVICE, ALONE)
-    prepare(config, device, ALONE)
-    with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
-        ready = build_for_training(config, ALONE, device, None)
+    with opened(config) as training:
+        ready, device = training.ready, training.device
         if job.samples_seed is not None:
-            reseeded = config.model_copy(update={"SEED": job.samples_seed})
-            ready.train_loader = training_data(reseeded, ALONE, device)[1]
-        windows = _endless(ready.train_loader)
-        try:
-            _train(job, ready, windows, device, result)
-            if job.layers and result.bad_update is None:
-                result.layers = look_at_layers(config, ready, next(iter(next(windows))), result.scale)
-        finally:
-            ready.train_loader.close()
-
-
-def _endless(loader: TrainLoader) -> Iterator[Window]:
-    for epoch in itertools.count(1):
-        yield from loader.epoch(epoch)
+            training.take_samples_of(config.model_copy(update={"SEED": job.samples_seed}))
+        windows = training.windows()
+        _train(job, ready, windows, device, result)
+        if job.layers and result.bad_update is None:
+            result.layers = look_at_layers(config, ready, next(iter(next(windows))), result.scale)
 
 
 def _train(job: Job, ready: ReadyToTrain, windows: Iterator[Window], device: torch.device, result: Measured) -> None:
@@ -186,7 +151,7 @@ class _Stretches:
     """Speed over stretches of updates, after a warm-up. A GPU is waited for only at the end of a stretch."""
 
     def __init__(self, updates: int, loader: TrainLoader, device: torch.device) -> None:
-        self.warmup = max(1, min(MOST_WARMUP, updates // 5))
+        self.warmup = warmup_updates(updates)
         self._length = max(1, (updates - self.warmup) // WINDOWS)
         self._loader, self._device = loader, device
         self._images = self._updates = 0

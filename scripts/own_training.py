@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
-from datasets import TrainLoader, Window
+from datasets import Window
 from engine.device import pick_device, prepare
 from engine.environment import enter
 from engine.exchange import join_gradients
 from engine.op_lists import OpLists
-from engine.setup import ReadyToTrain, build_for_training
+from engine.setup import ReadyToTrain, build_for_training, training_data
 from engine.sharding import sharding_of
 from utils.config import Config
 from utils.group import leave
@@ -42,6 +42,11 @@ class Training:
 
     ready: ReadyToTrain
     device: torch.device
+
+    def take_samples_of(self, config: Config) -> None:
+        """Take samples, in the order and with the augmentation that these settings give them."""
+        self.ready.train_loader.close()
+        self.ready.train_loader = training_data(config, ALONE, self.device)[1]
 
     def windows(self) -> Iterator[Window]:
         """What updates are made of, epoch after epoch, without end."""
@@ -68,17 +73,17 @@ def opened(config: Config, world: World = ALONE) -> Iterator[Training]:
     device = pick_device(config.DEVICE, world)
     threads = prepare(config, device, world)
     enter(config, world, device, threads)
-    loaders: list[TrainLoader] = []
+    training: Training | None = None
     try:
         with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
             sharding = sharding_of(config, world, device)
             ready = together(world, lambda: build_for_training(config, world, device, None, sharding))
-            loaders.append(ready.train_loader)
+            training = Training(ready, device)
             join_gradients(ready.parts, world)
-            yield Training(ready, device)
+            yield training
     finally:
-        for loader in loaders:
-            loader.close()
+        if training is not None:
+            training.ready.train_loader.close()
         leave(world)
 
 

@@ -122,6 +122,8 @@ def _row_in_words(entry: dict[str, Any]) -> str:
     if "prefixItems" in entry:
         return "list of two numbers"
     item = entry["items"]
+    if item["type"] == "array":
+        return "list of lists of two numbers"
     names = {"integer": "whole numbers", "number": "numbers", "string": "names"}
     return f"list of {names[item['type']]}{_limits(item)}"
 

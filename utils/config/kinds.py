@@ -49,6 +49,8 @@ def _auto_is_none(value: Any) -> Any:
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 Integers = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
+SizeSteps = tuple[tuple[NonNegative, Positive], ...]
+"""(start, size) one after another"""
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
 # A number to all who read it: before anything is built, the number that is found takes the place of the word.
 PositiveOrAuto = Annotated[

@@ -159,15 +159,23 @@ def _take(key: str, node: yaml.Node, source: str, layer: Layer) -> None:
 
 
 def _plain(node: yaml.Node, source: str, layer: Layer) -> Any:
-    """The value as text, None, or a list of texts. Anything deeper is no setting's value and only named."""
+    """The value as text, None, or a list of texts or of lists of them. Anything deeper is no setting's value."""
     if node.tag.removeprefix("tag:yaml.org,2002:") not in PLAIN_TAGS:
         layer.problems.append(f"{source}: the tag {node.tag} has no place in a settings file")
         return None
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag.endswith(":null") else node.value
     if isinstance(node, yaml.SequenceNode):
-        return [item.value if isinstance(item, yaml.ScalarNode) else [] for item in node.value]
+        return [_row(item) if isinstance(item, yaml.SequenceNode) else _text_of(item) for item in node.value]
     return {}
+
+
+def _row(node: yaml.SequenceNode) -> list[Any]:
+    return [_text_of(item) for item in node.value]
+
+
+def _text_of(node: yaml.Node) -> Any:
+    return node.value if isinstance(node, yaml.ScalarNode) else []
 
 
 def _base_names(node: yaml.Node, source: str, layer: Layer) -> list[str]:

@@ -63,7 +63,7 @@ class TrainLoader:
     """The windows of an epoch, one an update, with their batches on the device."""
 
     def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
-        self.order = order
+        self.order, self.workers = order, workers
         self.broken = BrokenImages(dataset.max_bad)
         self._feed = _Feed(dataset, workers, seed, device, self.broken)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from engine.meters import Reading
+from engine.checkpoint import read_index
+from engine.meters import NEVER, Reading
 from engine.overflow import Blame
 from engine.replay import FORWARD
 from engine.report import Reporter
@@ -72,6 +74,21 @@ class Health:
             f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update} "
             f"(AMP.STOP_AFTER_SKIPS {self.amp.STOP_AFTER_SKIPS}); the loss scale is {reading.scale:g}.{last} The "
             f"weights are as they were before, and saved. {self._advice()}"
+        )
+
+    def stop_on_nan(self, reading: Reading, per_epoch: int, folder: Path) -> None:
+        """Without a scaler nothing skips a bad update: going on would only train on NaN."""
+        if reading.first_bad == NEVER:
+            return
+        update = reading.first_bad
+        epoch, step = divmod(update - 1, per_epoch)
+        rate = self.parts.schedule.rate_at(update - 1)
+        last = read_index(folder / "checkpoints")["last"]
+        raise CommonError(
+            f"the gradients stopped being numbers at update {update} (epoch {epoch + 1}, step {step + 1}; learning "
+            f"rate {rate:.3e}). Nothing was saved since. Try a lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, "
+            f"TRAIN.GRAD_CLIP=1.0, or -amp off to see whether the precision is to blame. "
+            + (f"The last good checkpoint is {last}; go on from it by -resume." if last else "No checkpoint yet.")
         )
 
     def _advice(self) -> str:

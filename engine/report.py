@@ -15,6 +15,8 @@ from engine.meters import Means, Reading
 from engine.overflow import Blame
 from engine.pace import Perf, clock
 from engine.resume import Position
+from engine.stages import STAGES
+from engine.verdict import Verdict
 from utils.config.schema import Config
 from utils.line_file import LineFile
 from utils.log import log
@@ -22,7 +24,10 @@ from utils.run_folder import nothing_trained_yet, replace_text
 
 METRICS = "metrics.jsonl"
 FIGURES = ("loss", "acc1", "acc5")
-DRAWN = (*FIGURES, *(f"ema_{name}" for name in FIGURES), "lr", "grad_norm", "scale", "skipped", "images_per_second")
+DRAWN = (
+    *(*FIGURES, *(f"ema_{name}" for name in FIGURES), "lr", "grad_norm", "scale", "skipped", "images_per_second"),
+    *(*(f"{stage}_ms" for stage in STAGES), "mfu"),
+)
 
 
 class Reporter:
@@ -31,6 +36,7 @@ class Reporter:
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
         self._metrics: LineFile | None = None
         self._board: Board | None = None
+        self._told: Verdict | None = None
         if folder:
             with nothing_trained_yet(folder):
                 _forget_after(folder / METRICS, start)
@@ -49,8 +55,14 @@ class Reporter:
         if self._metrics:
             self._metrics.add(json.dumps(_plain(line)))
 
-    def run(self, what: str, position: Position, seconds: float) -> None:
-        self.event("run", position, {"seconds": round(seconds, 3)}, what=what, update=position.update)
+    def run(self, what: str, position: Position, seconds: float, verdict: Verdict | None = None) -> None:
+        self.event("run", position, _perf(seconds, verdict), what=what, update=position.update)
+        self._tell(verdict)
+
+    def _tell(self, verdict: Verdict | None) -> None:
+        if verdict is not None and verdict != self._told:
+            log.info("Where the time went: %s", verdict.text)
+            self._told = verdict
 
     def skip(self, position: Position, blame: Blame) -> None:
         fields = {key: value for key, value in vars(blame).items() if key not in ("update", "sample_indices")}
@@ -77,7 +89,7 @@ class Reporter:
         }
         fields = {"step": position.step, "update": position.update, **figures}
         self.event("train", position, perf.as_dict(), **fields)
-        self._plot("train", {**figures, "images_per_second": perf.images_per_second}, position.update)
+        self._plot("train", {**figures, "images_per_second": perf.images_per_second, **perf.parts()}, position.update)
 
     def _paddlevit_line(self, position: Position, reading: Reading) -> str:
         epochs = self.config.TRAIN.NUM_EPOCHS
@@ -87,7 +99,7 @@ class Reporter:
             f"Avg Acc: {reading.epoch.acc1:.4f}"
         )
 
-    def epoch(self, position: Position, means: Means, seconds: float) -> None:
+    def epoch(self, position: Position, means: Means, seconds: float, verdict: Verdict | None = None) -> None:
         log.info(
             "----- Epoch[%03d/%03d], Train Loss: %.4f, Train Acc@1: %.4f, Train Acc@5: %.4f, time: %.2f",
             position.epoch,
@@ -98,7 +110,8 @@ class Reporter:
             seconds,
         )
         fields = {"update": position.update, **vars(means)}
-        self.event("epoch", position, {"seconds": round(seconds, 3)}, **fields)
+        self.event("epoch", position, _perf(seconds, verdict), **fields)
+        self._tell(verdict)
 
     def validation(self, position: Position, figures: dict[str, Means], seconds: float) -> None:
         """`figures`: '' for the model, 'ema_' for its average."""
@@ -161,8 +174,12 @@ def _health(reading: Reading, perf: Perf) -> str:
     return (
         f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
         f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, Mem: {perf.peak_memory_gb:.2f}GB, "
-        f"Time: {clock(perf.seconds)}"
+        f"Time: {clock(perf.seconds)}{perf.words()}"
     )
+
+
+def _perf(seconds: float, verdict: Verdict | None) -> dict[str, Any]:
+    return {"seconds": round(seconds, 3)} | ({} if verdict is None else {"verdict": verdict.as_dict()})
 
 
 def _plain(value: Any) -> Any:

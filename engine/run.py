@@ -17,11 +17,12 @@ from engine.device import describe, pick_device, prepare
 from engine.environment import enter
 from engine.evaluate import evaluate
 from engine.exchange import join_gradients
+from engine.flops import Peak, as_noted, peak_of, utilisation_of
 from engine.fp32_modules import force_fp32, forced
 from engine.half_copy import HalfCopy
 from engine.meters import Means
 from engine.op_lists import OpLists
-from engine.pace import clock
+from engine.pace import Pace, clock
 from engine.precision import check_precision
 from engine.preflight import resumed_run, target_folder
 from engine.prepare import hint
@@ -35,10 +36,12 @@ from engine.setup import (
     build_for_training,
     checkpoint_meta,
     model_in_precision,
+    setting_of,
 )
 from engine.sharding import sharding_of
 from engine.stopping import signals
 from engine.trainer import Trainer
+from engine.verdict import Judge
 from utils.config import Config, Loaded, config_hash, to_yaml
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.group import leave
@@ -145,12 +148,12 @@ def _train(
         return EXIT_DONE
     if _finished(config, ready.position, ready.best, folder):
         return EXIT_DONE
-    _write_down(config, ready, world, device, threads, folder)
+    peak = _write_down(config, ready, world, device, threads, folder)
     join_gradients(ready.parts, world)
-    return _fit(config, ready, world, folder)
+    return _fit(config, ready, world, folder, peak)
 
 
-def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path) -> int:
+def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path, peak: Peak | None) -> int:
     reporter = Reporter(
         config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position
     )
@@ -162,6 +165,8 @@ def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path) -> int
         val_loader=ready.val_loader,
         validation_samples=len(ready.val_set),
         reporter=reporter,
+        pace=Pace(ready.precision.device, ready.parts.stages, utilisation_of(config, peak, world.size)),
+        judge=Judge(setting_of(ready), world),
         folder=folder,
         position=ready.position,
         best=ready.best,
@@ -213,9 +218,15 @@ def _folder(config: Config, world: World, kind: str, lock: FolderLock | None = N
     return folder
 
 
-def _write_down(config: Config, ready: Ready, world: World, device: torch.device, threads: int, folder: Path) -> None:
+def _write_down(
+    config: Config, ready: Ready, world: World, device: torch.device, threads: int, folder: Path
+) -> Peak | None:
+    """config.yaml and run.json. Gives back what MFU is to be measured against, where it is."""
     if not world.first:
-        return
+        return None
+    peak = peak_of(ready.precision, threads, config.REPORT_STAGES and not config.EVAL, folder / "run.json")
+    if peak is not None and not config.EVAL:
+        log.info(peak.words())
     choices = {
         "precision": ready.precision.name,
         "why": ready.precision.choice.reason,
@@ -225,10 +236,11 @@ def _write_down(config: Config, ready: Ready, world: World, device: torch.device
         "decoder": decoder_of(config.DATA),
         **ready.choices,
     }
-    about = describe_run(describe(device, world, threads), choices, config.TAG)
+    about = describe_run(describe(device, world, threads), choices, config.TAG) | as_noted(peak)
     with nothing_trained_yet(folder):
         replace_text(folder / "config.yaml", to_yaml(config))
         write_json(folder / "run.json", about)
+    return peak
 
 
 def _evaluate_only(

@@ -34,6 +34,7 @@ from engine.schedule import Schedule, build_scheduler
 from engine.sharding import Sharding
 from engine.stages import DATA, stages_of
 from engine.update import Parts
+from engine.verdict import Setting
 from models import build_model, load_pretrained
 from utils.config import Config
 from utils.log import log
@@ -221,6 +222,13 @@ def _deal_out(model: nn.Module, ema: Ema | None, precision: Precision, sharding:
 
 def _fused(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def setting_of(ready: ReadyToTrain) -> Setting:
+    """What a verdict's advice depends on."""
+    device, amp = ready.precision.device, ready.precision.level != "O0"
+    workers = None if ready.train_set.in_memory else ready.train_loader.workers
+    return Setting(device.type, amp, compiled=False, workers=workers)
 
 
 def checkpoint_meta(

@@ -11,12 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from datasets import TrainLoader, ValLoader
-from engine.checkpoint import read_index
 from engine.curves import draw_curves
 from engine.ema import on_its_device
 from engine.evaluate import evaluate
 from engine.health import Health
-from engine.meters import NEVER, Means, Reading
+from engine.meters import Means, Reading
 from engine.pace import Pace, seconds_of
 from engine.profile import UpdateProfiler
 from engine.report import Reporter
@@ -24,6 +23,7 @@ from engine.resume import Best, Position, best_by, finite_everywhere, start_of_b
 from engine.saving import progress
 from engine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.update import Parts, train_update
+from engine.verdict import Judge
 from engine.writers import all_of_it, guessed_seconds, saver_of
 from utils.config import Config
 from utils.errors import EXIT_DONE, CommonError
@@ -42,6 +42,8 @@ class Trainer:
     val_loader: ValLoader
     validation_samples: int
     reporter: Reporter
+    pace: Pace
+    judge: Judge
     folder: Path
     position: Position
     best: Best
@@ -51,7 +53,6 @@ class Trainer:
     def __post_init__(self) -> None:
         self.per_epoch = self.train_loader.order.updates
         self.global_batch = self.config.DATA.BATCH_SIZE * self.config.TRAIN.ACCUM_ITER * self.world.size
-        self.pace = Pace(self.parts.precision.device)
         self._saved_at = self.position.update
         self._drawn = perf_counter()
         self.health = Health(self.config.AMP, self.parts, self.world, self.reporter)
@@ -81,7 +82,7 @@ class Trainer:
             raise
         self._finish_saving()
         self._draw(force=True)
-        self.reporter.run("end", self.position, self.pace.total)
+        self.reporter.run("end", self.position, self.pace.total, self.judge.now(self.pace.tally))
         return EXIT_DONE
 
     def _train(self) -> None:
@@ -139,7 +140,7 @@ class Trainer:
         reading = self._read()
         self._stop_on_nan(reading)
         self.health.look(position, together=True)
-        self.reporter.epoch(position, reading.epoch, seconds)
+        self.reporter.epoch(position, reading.epoch, seconds, self.judge.first_epoch(self.pace.tally))
         finished, improved = position.epoch, False
         last = finished == config.TRAIN.NUM_EPOCHS
         if (finished % config.VALIDATE_FREQ == 0 or last) and position.validated != position.update:
@@ -215,19 +216,7 @@ class Trainer:
         return parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
 
     def _stop_on_nan(self, reading: Reading) -> None:
-        """Without a scaler nothing skips a bad update: going on would only train on NaN."""
-        if reading.first_bad == NEVER:
-            return
-        update = reading.first_bad
-        epoch, step = divmod(update - 1, self.per_epoch)
-        rate = self.parts.schedule.rate_at(update - 1)
-        last = read_index(self.folder / "checkpoints")["last"]
-        raise CommonError(
-            f"the gradients stopped being numbers at update {update} (epoch {epoch + 1}, step {step + 1}; learning "
-            f"rate {rate:.3e}). Nothing was saved since. Try a lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, "
-            f"TRAIN.GRAD_CLIP=1.0, or -amp off to see whether the precision is to blame. "
-            + (f"The last good checkpoint is {last}; go on from it by -resume." if last else "No checkpoint yet.")
-        )
+        self.health.stop_on_nan(reading, self.per_epoch, self.folder)
 
     def _validate(self) -> bool:
         """Validate the model and, where there is one, its average. True if the best figure so far came of it."""

@@ -186,32 +186,6 @@ def _count_anew(parts: Parts, position: Position, state: dict[str, Any], global_
     )
 
 
-def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:
-    """On another number of processes, the accumulation that keeps the global batch, unless that was changed too."""
-    saved = checkpoint.meta.get("batch")
-    train, data = config.TRAIN, config.DATA
-    if saved is None or saved["processes"] == processes:
-        return config
-    if (saved["per_process"], saved["accumulated"]) != (data.BATCH_SIZE, train.ACCUM_ITER):
-        return config
-    total, at_once = saved["per_process"] * saved["accumulated"] * saved["processes"], data.BATCH_SIZE * processes
-    if total % at_once:
-        raise UserError(
-            f"{checkpoint.folder}: trained with a global batch of {total} on {saved['processes']} processes; on "
-            f"{processes} processes of DATA.BATCH_SIZE {data.BATCH_SIZE} no TRAIN.ACCUM_ITER gives that. Choose "
-            "another number of processes, or a batch size that divides it."
-        )
-    log.info(
-        "On %d processes instead of %d: TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays %d.",
-        processes,
-        saved["processes"],
-        total // at_once,
-        train.ACCUM_ITER,
-        total,
-    )
-    return config.model_copy(update={"TRAIN": train.model_copy(update={"ACCUM_ITER": total // at_once})})
-
-
 def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, sharding: Sharding | None = None) -> None:
     """Load weights that must fit exactly; otherwise say which tensors differ."""
     own = model.state_dict()

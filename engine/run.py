@@ -11,6 +11,7 @@ import torch
 
 from datasets import decoder_of
 from engine.banner import banner
+from engine.batch_size import settle_batch
 from engine.checkpoint import EMA, Checkpoint
 from engine.choose import chosen_checkpoint
 from engine.device import describe, pick_device, prepare
@@ -28,7 +29,7 @@ from engine.preflight import resumed_run, target_folder
 from engine.prepare import hint
 from engine.print_amp import amp_table
 from engine.report import Reporter
-from engine.resume import Best, Position, load_weights, say_what_changed, with_kept_batch
+from engine.resume import Best, Position, load_weights, say_what_changed
 from engine.setup import (
     Ready,
     ReadyToTrain,
@@ -124,11 +125,10 @@ def _train(
     lock: FolderLock | None,
 ) -> int:
     """The exit code. `lock` None: a dry run."""
-    if checkpoint is not None:
-        given, saved = config, checkpoint
-        config = together(world, lambda: with_kept_batch(given, saved, world.size))
+    config, found = settle_batch(config, checkpoint, world, device)
     sharding = sharding_of(config, world, device)
     ready = together(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
+    ready.choices.update(found)
     warning = ready.precision.choice.warning
     if warning:
         log.warning(warning)
@@ -248,7 +248,9 @@ def _evaluate_only(
 ) -> None:
     """-eval: the figures of given weights, and of their average where the checkpoint holds one."""
     began = time.perf_counter()
+    config, found = settle_batch(config, checkpoint, world, device)
     ready = together(world, lambda: build_for_evaluation(config, world, device))
+    ready.choices.update(found)
     folder = None if dry else _folder(config, world, "eval")
     log.info(banner(config, ready, world, device, threads, folder))
     if checkpoint is None and not config.MODEL.PRETRAINED:

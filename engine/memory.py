@@ -1,0 +1,183 @@
+"""How much memory a device has for this process, what of it is in use, and whether an error means that it ran out."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+GIB = 2**30
+CGROUPS, OWN_GROUPS, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
+# What errors say that are not of torch.OutOfMemoryError: a CPU's, an Apple GPU's, and those of CUDA's libraries.
+MARKS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in MARKS)
+
+
+def in_gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 2 else f"{size / 2**20:.1f} MiB"
+
+
+def free_memory(device: torch.device, processes: int) -> int | None:
+    """Bytes of `device` that this process, one of so many on this machine, can take; None where nobody tells."""
+    if device.type == "cuda":
+        # What torch holds and does not use at the moment is free, too.
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    known = [size for size in (_available_in_host(), *_left_in_groups()) if size is not None]
+    return min(known) // processes if known else None
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes that `device` has; of a CPU, those that this process and others in its group may take."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    known = [size for size in (_meminfo("MemTotal"), *(limit for limit, _ in _groups())) if size is not None]
+    return min(known) if known else None
+
+
+def largest_blocks(device: torch.device, kinds: int = 3) -> str | None:
+    """'24 x 592.0 MiB, 60 x 148.0 MiB': what takes most of a GPU's memory; of other devices torch keeps no account."""
+    if device.type != "cuda":
+        return None
+    sizes = Counter(
+        int(block["size"])
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == (device.index or 0)
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    )
+    most = sorted(sizes.items(), key=lambda item: item[0] * item[1], reverse=True)[:kinds]
+    return ", ".join(f"{count} x {in_gib(size)}" for size, count in most) or None
+
+
+@contextmanager
+def limited(device: torch.device, limit: int) -> Iterator[Callable[[], int]]:
+    """What would take more than `limit` bytes fails with torch.OutOfMemoryError. Gives a way to ask for the peak."""
+    if device.type != "cuda":
+        with LiveMemory(device, limit) as live:
+            yield live.take_peak
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+
+    def take_peak() -> int:
+        peak = torch.cuda.max_memory_reserved(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+
+    try:
+        take_peak()
+        yield take_peak
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        take_peak()
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the memory of tensors made while it is on, and refuses what goes beyond a limit.
+
+    Where a host's memory ends, no error is raised that could be caught: the kernel kills the process. What an operator
+    takes for itself while it runs is not seen.
+    """
+
+    def __init__(self, device: torch.device, limit: int) -> None:
+        super().__init__()
+        self._device, self._limit = device.type, limit
+        self._live = self._peak = 0
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def take_peak(self) -> int:
+        """The most that was in use at a time since the last call."""
+        peak, self._peak = self._peak, self._live
+        return peak
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.device.type == self._device:
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        size = storage.nbytes()
+        self._known[storage] = size
+        weakref.finalize(storage, self._freed, size).atexit = False
+        self._live += size
+        self._peak = max(self._peak, self._live)
+        if self._live > self._limit:
+            raise torch.OutOfMemoryError(
+                f"Tried to allocate {in_gib(size)}: with it, tensors would take {in_gib(self._live)} of "
+                f"{in_gib(self._limit)}."
+            )
+
+    def _freed(self, size: int) -> None:
+        self._live -= size
+
+
+def _available_in_host() -> int | None:
+    return _meminfo("MemAvailable")
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        lines = MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
+
+
+def _left_in_groups() -> list[int]:
+    return [max(0, limit - used) for limit, used in _groups()]
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+    """(limit, in use) of every control group with a limit that this process is in, of version 2 or 1."""
+    try:
+        lines = OWN_GROUPS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root, limit, used, cache = (
+                (CGROUPS, "memory.max", "memory.current", "inactive_file")
+                if not controllers
+                else (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            )
+            # A container may show its own group as the root, and the path as it is outside.
+            own = root / path.lstrip("/")
+            for folder in (own, *own.parents):
+                if (found := _limit_of(folder, limit, used, cache)) is not None:
+                    yield found
+                if folder == root:
+                    break
+
+
+def _limit_of(folder: Path, limit: str, used: str, cache: str) -> tuple[int, int] | None:
+    try:
+        most = int((folder / limit).read_text())  # 'max' is not a number
+        in_use = int((folder / used).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return most, in_use - int(stat.get(cache, 0))  # of files that were read the kernel can let go

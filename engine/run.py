@@ -149,7 +149,7 @@ def _train(
     if _finished(config, ready.position, ready.best, folder):
         return EXIT_DONE
     peak = _write_down(config, ready, world, device, threads, folder)
-    join_gradients(ready.parts, world)
+    join_gradients(ready.parts, world, config)
     return _fit(config, ready, world, folder, peak)
 
 

@@ -91,7 +91,7 @@ class Sharding:
         left_alone = _in_fp32(model, precision.level) if half is not own else {}
         wide_names = [name for name in left_alone if name]
         try:
-            for name, unit in (*_units(model), ("", model)):
+            for name, unit in (*blocks_of(model), ("", model)):
                 kept = [module for inner, module in left_alone.items() if _lies_in(inner, name)]
                 for inner in [inner for inner in left_alone if _lies_in(inner, name)]:
                     del left_alone[inner]
@@ -167,8 +167,8 @@ def _unlike_machines(world: World) -> str | None:
     )
 
 
-def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What is gathered at once: each block; in a model that has none, each of several alike in a row."""
+def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What is gathered, or compiled, at once: each block; in a model that has none, each of several alike in a row."""
     modules = dict(model.named_modules())
     rows = {name: module for name, module in modules.items() if name.rpartition(".")[2] == "blocks"}
     found = {n: m for n, m in (rows or modules).items() if isinstance(m, nn.Sequential | nn.ModuleList) and _alike(m)}

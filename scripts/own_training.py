@@ -79,7 +79,7 @@ def opened(config: Config, world: World = ALONE) -> Iterator[Training]:
             sharding = sharding_of(config, world, device)
             ready = together(world, lambda: build_for_training(config, world, device, None, sharding))
             training = Training(ready, device)
-            join_gradients(ready.parts, world)
+            join_gradients(ready.parts, world, config)
             yield training
     finally:
         if training is not None:

@@ -46,8 +46,9 @@ NEVER = 0
 def train(config_file: Path, words: dict[str, str], world: World, overflow_at: int) -> dict[str, Any]:
     """A few updates; at `overflow_at` the last rank, and it alone, is given images that are not finite."""
     torch.set_num_threads(1)
-    ready = build_for_training(load_config(str(config_file), words=words).config, world, CPU, None)
-    join_gradients(ready.parts, world)
+    config = load_config(str(config_file), words=words).config
+    ready = build_for_training(config, world, CPU, None)
+    join_gradients(ready.parts, world, config)
     seen: list[int] = []
     exchanges = 0
     exchange = torch.distributed.all_reduce

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from engine.resume import Best
-from engine.sharding import _units
+from engine.sharding import blocks_of
 from engine.shards import Joined, files_of, shard_name
 from engine.writers import Helper, Orders
 
@@ -52,7 +52,7 @@ def test_shards_count_only_together_and_in_order() -> None:
 )
 def test_blocks_are_gathered_one_at_a_time(name: str, units: set[str]) -> None:
     with torch.device("meta"):
-        assert {unit for unit, _ in _units(timm.create_model(name))} == units
+        assert {unit for unit, _ in blocks_of(timm.create_model(name))} == units
 
 
 class Writing:

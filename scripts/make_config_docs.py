@@ -21,7 +21,8 @@ from utils.config.write import one_line  # noqa: E402
 INTRODUCTION = """\
 # Settings
 
-<!-- Made by scripts/make_config_docs.py from utils/config/schema.py and data.py; change those and run the script. -->
+<!-- Made by scripts/make_config_docs.py from schema.py, data.py and model.py in utils/config; change those and run
+the script. -->
 
 A run's settings come from five places, each overriding those before it:
 

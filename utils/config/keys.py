@@ -101,14 +101,18 @@ def allowed(key: str) -> str:
 def choices(key: str) -> list[str]:
     """The words a setting takes, where it takes one of a few."""
     entry = _properties()[key]
-    return [str(word) for kind in entry.get("anyOf", [entry]) for word in kind.get("enum", [])]
+    return [word for kind in entry.get("anyOf", [entry]) for word in _words(kind)]
+
+
+def _words(kind: dict[str, Any]) -> list[str]:
+    return [str(word) for word in kind.get("enum", [kind["const"]] if "const" in kind else [])]
 
 
 def _kinds(entry: dict[str, Any]) -> list[str]:
     if "anyOf" in entry:
         return [kind for part in entry["anyOf"] for kind in _kinds(part)]
-    if "enum" in entry:
-        return [str(word) for word in entry["enum"]]
+    if words := _words(entry):
+        return words
     kind = entry["type"]
     if kind == "boolean":
         return ["true", "false"]

@@ -38,6 +38,10 @@ def folded(value: Any) -> Any:
     return value.strip().casefold() if isinstance(value, str) else value
 
 
+def as_word_or_integer(value: Any) -> Any:
+    return as_integer(folded(value))
+
+
 def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return AUTO if folded(value) == AUTO else check(value)
 

@@ -22,41 +22,10 @@ from .kinds import (
     Positive,
     Rate,
     SizeSteps,
+    as_word_or_integer,
     folded,
 )
-
-
-class ModelConfig(Section):
-    """What is trained. Sizes left null are those of NAME."""
-
-    TYPE: Annotated[str, BeforeValidator(folded)] = Field(
-        default="vit", description="vit, deit or swin as in PaddleViT; any other word needs a timm model as NAME."
-    )
-    NAME: str = Field(default="vit_base_patch16_224", description="A timm model, or a label where sizes are given.")
-    RESUME: str | None = Field(default=None, description="Run, checkpoint or file to go on from; 'auto' needs -output.")
-    PRETRAINED: str | None = Field(
-        default=None, description="Weights to start from: .safetensors, .pth, .npz, a run, or a timm name."
-    )
-    NUM_CLASSES: Positive = Field(default=1000, description="Classes of the classifier.")
-    DROPOUT: Rate = Field(default=0.0, description="Dropout after position embedding, projections and MLPs.")
-    ATTENTION_DROPOUT: Rate = Field(default=0.0, description="Dropout of attention weights.")
-    DROPPATH: Rate = Field(default=0.0, description="Stochastic depth of the last block; earlier ones get less.")
-    PATCH_SIZE: Positive | None = Field(default=None, description="Side of a patch; 16 for ViT-B/16.")
-    EMBED_DIM: Positive | None = Field(default=None, description="Width; 768 for ViT-B.")
-    NUM_HEADS: Positive | Integers | None = Field(
-        default=None, description="Attention heads (Swin: one number a stage)."
-    )
-    ATTN_HEAD_SIZE: Positive | None = Field(default=None, description="Width of a head; null: EMBED_DIM / NUM_HEADS.")
-    DEPTH: Positive | None = Field(default=None, description="Number of blocks; 12 for ViT-B.")
-    MLP_RATIO: AboveZero | None = Field(default=None, description="Width of the MLP against EMBED_DIM; 4.0 for ViT-B.")
-    QKV_BIAS: bool | None = Field(default=None, description="Bias in the query, key and value projection.")
-    WINDOW_SIZE: Positive | None = Field(default=None, description="Swin: side of an attention window, in patches.")
-    STAGE_DEPTHS: Integers | None = Field(default=None, description="Swin: blocks in each stage.")
-    QK_SCALE: AboveZero | None = Field(
-        default=None, description="Scale of the attention logits; null: head size ** -0.5."
-    )
-    APE: bool | None = Field(default=None, description="Swin: absolute position embedding.")
-    PATCH_NORM: bool | None = Field(default=None, description="Swin: a norm after the patch embedding.")
+from .model import ModelConfig
 
 
 class OptimizerConfig(Section):
@@ -108,6 +77,16 @@ class TrainConfig(Section):
     )
     COMPILE_MODE: Annotated[Literal["default", "reduce-overhead", "max-autotune"], BeforeValidator(folded)] = Field(
         default="default", description="COMPILE: reduce-overhead adds CUDA graphs; max-autotune also tries kernels out."
+    )
+    GRAD_CHECKPOINT: Annotated[Literal["none", "blocks"] | Positive, BeforeValidator(as_word_or_integer)] = Field(
+        default="none",
+        description="Recompute blocks in the backward pass instead of keeping what they computed: all, or each Nth.",
+    )
+    RESIDUAL_DTYPE: Annotated[Literal["fp32", "autocast"], BeforeValidator(folded)] = Field(
+        default="fp32", description="O1: the precision in which a block hands its result to the next one."
+    )
+    CHANNELS_LAST: Literal["auto"] | bool = Field(
+        default="auto", description="Keep the channels of a pixel together, for models of convolutions; auto: on GPUs."
     )
     OPTIMIZER: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimiser.")
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
@@ -288,6 +267,9 @@ class Config(Section):
     DEVICE: Literal["cpu", "cuda", "mps"] | None = Field(default=None, description="null: the best there is.")
     NGPUS: int = Field(default=-1, ge=-1, description="Processes main_multi_gpu.py starts; -1: one a visible GPU.")
     THREADS: Positive | None = Field(default=None, description="CPU threads per process; null: the cores shared out.")
+    CPU_FP32: Annotated[Literal["auto", "mkl", "onednn"], BeforeValidator(folded)] = Field(
+        default="auto", description="Which library multiplies fp32 matrices on a CPU; auto: the one known to be faster."
+    )
     MAX_TIME: str | None = Field(
         default=None, description="HH:MM:SS after which the run saves and ends, to be resumed."
     )

@@ -26,6 +26,7 @@ def banner(config: Config, ready: Ready, world: World, device: torch.device, thr
     if isinstance(ready, ReadyToTrain):
         if ready.parts.sharding is not None:
             rows.append(("strategy", ready.parts.sharding.words()))
+        rows.append(("compile", "{compile} ({compile_why})".format(**ready.choices)))
         rows += [("batch", _batch(config, ready, world)), ("training", _training(config, world))]
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:

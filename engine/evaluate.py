@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datasets import ValLoader
+from engine.compiling import uncompiled
 from engine.meters import Means, correct
 from engine.precision import Precision
 from utils.errors import CommonError
@@ -34,7 +35,7 @@ def evaluate(
     try:
         for batch in loader:
             between()
-            with precision.autocast(training=False):
+            with uncompiled(), precision.autocast(training=False):
                 logits = model(inputs(batch.images))
             sums += _batch_sums(logits.float(), batch.labels, batch.indices >= 0, sum_type)
     finally:

@@ -14,6 +14,8 @@ from engine.banner import banner
 from engine.batch_size import settle_batch
 from engine.checkpoint import EMA, Checkpoint
 from engine.choose import chosen_checkpoint
+from engine.compile_choice import choose_compiling
+from engine.compiling import compile_update
 from engine.device import describe, pick_device, prepare
 from engine.environment import enter
 from engine.evaluate import evaluate
@@ -129,6 +131,9 @@ def _train(
     sharding = sharding_of(config, world, device)
     ready = together(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
     ready.choices.update(found)
+    kept = checkpoint.meta.get("choices", {}) if checkpoint else {}
+    compiling = choose_compiling(config, ready.parts, world, _updates_left(config, ready), kept.get("compile"))
+    ready.choices |= compiling.as_noted()
     warning = ready.precision.choice.warning
     if warning:
         log.warning(warning)
@@ -150,6 +155,7 @@ def _train(
         return EXIT_DONE
     peak = _write_down(config, ready, world, device, threads, folder)
     join_gradients(ready.parts, world, config)
+    compile_update(ready.parts, compiling, config)
     return _fit(config, ready, world, folder, peak)
 
 
@@ -194,6 +200,11 @@ def _first_batch(ready: ReadyToTrain) -> None:
         loss = ready.parts.criterion(logits.float(), batch.labels)
         log.info("First batch: %s, loss %.4f", tuple(batch.images.shape), float(loss))
         return
+
+
+def _updates_left(config: Config, ready: ReadyToTrain) -> int:
+    planned = config.TRAIN.NUM_EPOCHS * ready.train_loader.order.updates
+    return min(planned, config.TRAIN.MAX_UPDATES or planned) - ready.position.update
 
 
 def _finished(config: Config, position: Position, best: Best, folder: Path) -> bool:

@@ -65,6 +65,8 @@ class Trainer:
         deadline = Deadline(
             seconds_of(limit) if limit else None, lambda: self.saver.longest or guessed_seconds(self.parts)
         )
+        if self.parts.compiled is not None:
+            self.parts.compiled.when_done = self._leave_out_pause
         self.paused = False
         self._stopping = Stopping(self.world, deadline.passed)
 

@@ -54,6 +54,10 @@ class ImageDataset(Dataset[Batch]):
             )
         return self
 
+    def at_size(self, size: int) -> ImageDataset:
+        """The same part with images of this height and width. What is held in memory is shared."""
+        raise NotImplementedError(f"{type(self).__name__} has images of one size")
+
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """The order of one epoch: every sample once."""
         return generator.permutation(len(self))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
@@ -18,6 +20,7 @@ from .randomness import seed_sample
 from .reading import Failure, failure_of
 from .repeated import Repeated
 from .samples import Samples
+from .sized import Sized
 
 FAILURES_OF_STORAGE = 8
 """So many images in a row that the storage does not give: that is no longer about single images."""
@@ -30,14 +33,21 @@ class Images(ImageDataset):
         self.samples = without_excluded(samples, data)
         self.classes = samples.classes
         self.data, self.seed, self.train = data, seed, train
+        self.changes: TrainConfig | None = None
         self.pixels = Pixels(data, train)
         self.max_bad = allowed(data.MAX_BAD, len(self.samples))
         self._known: dict[int, Failure] = {}  # broken ones: to read them anew in every epoch would be in vain
         self._met: dict[int, Broken] = {}
 
     def augment(self, train: TrainConfig) -> ImageDataset:
-        self.pixels = Pixels(self.data, self.train, train)
+        self.changes, self.pixels = train, Pixels(self.data, self.train, train)
         return self
+
+    def at_size(self, size: int) -> ImageDataset:
+        other = copy.copy(self)
+        other.data = self.data.model_copy(update={"IMAGE_SIZE": size})
+        other.pixels, other._met = Pixels(other.data, self.train, self.changes), {}
+        return other
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -122,7 +132,7 @@ class Images(ImageDataset):
 
 def samples_of(dataset: ImageDataset) -> Samples | None:
     """The images a part reads one by one; None where it does not."""
-    if isinstance(dataset, Repeated):
+    while isinstance(dataset, Repeated | Sized):
         dataset = dataset.samples
     return dataset.samples if isinstance(dataset, Images) else None
 

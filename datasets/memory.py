@@ -5,6 +5,7 @@ Each sample has random numbers of its own, so that it does not matter which othe
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -90,6 +91,12 @@ class InMemory(ImageDataset):
         if self.train and keys_set(train):
             return Images(self.samples, self.data, self.train, self.seed).augment(train)
         return self
+
+    def at_size(self, size: int) -> ImageDataset:
+        other = copy.copy(self)
+        other.data = self.data.model_copy(update={"IMAGE_SIZE": size})
+        other.affine, other._draws = BatchAffine(other.data, self.device) if self.affine else None, {}
+        return other
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         indices = torch.tensor([index for _, index in keys]).to(self.device, non_blocking=True)

@@ -28,6 +28,9 @@ class Repeated(ImageDataset):
         self.samples = self.samples.augment(train)
         return self
 
+    def at_size(self, size: int) -> ImageDataset:
+        return Repeated(self.samples.at_size(size), self.copies)
+
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         return self.samples.shuffled(generator)
 

@@ -25,6 +25,7 @@ class Synthetic(ImageDataset):
 
     def __init__(self, samples: int, data: DataConfig, num_classes: int, seed: int, device: torch.device) -> None:
         self.samples, self.device = samples, device
+        self.data, self.num_classes, self.seed = data, num_classes, seed
         shape = (POOL, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
         generator = np.random.Generator(np.random.Philox(key=key(seed, "synthetic")))
         self.images = torch.from_numpy(generator.integers(0, 256, shape, dtype=np.uint8)).to(device)
@@ -32,6 +33,10 @@ class Synthetic(ImageDataset):
 
     def __len__(self) -> int:
         return self.samples
+
+    def at_size(self, size: int) -> ImageDataset:
+        data = self.data.model_copy(update={"IMAGE_SIZE": size})
+        return Synthetic(self.samples, data, self.num_classes, self.seed, self.device)
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         # Padding takes part like a sample: its index says that it does not count, and blanking it would cost a pass.

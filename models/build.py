@@ -18,6 +18,7 @@ from utils.errors import UserError
 
 from .names import RECIPES, Base, family_problem, resolve
 from .rates import rate_arguments
+from .shortcuts import NONE, Shortcuts
 from .sizes import DERIVED, arguments_of, as_text, given_sizes, heads_problems, patch_problems, same, sizes_of
 
 log = logging.getLogger("vitamp")
@@ -25,7 +26,7 @@ log = logging.getLogger("vitamp")
 LABEL = "vitamp_name"  # where a built model keeps the name it goes by
 DRAWING = {"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 """Of these initial weights are made"""
-_plans: dict[tuple[str, int, int], Plan] = {}
+_plans: dict[tuple[str, int, int, Shortcuts], Plan] = {}
 
 
 @dataclass(frozen=True)
@@ -37,26 +38,27 @@ class Plan:
     notes: list[str]
 
 
-def build_model(model: ModelConfig, image_size: int, channels: int) -> nn.Module:
+def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
     """A model with fresh weights, drawn from torch's random numbers as they stand, exactly as timm draws them."""
-    plan = _plan(model, image_size, channels)
+    plan = _plan(model, image_size, channels, shortcuts)
     for note in plan.notes:
         log.info(note)
     module = timm.create_model(plan.timm_name, **plan.arguments)
     vars(module)[LABEL] = model.NAME.strip()
+    shortcuts.finish(module)
     log.info("Model %s: timm's %s, freshly initialised", model.NAME, type(module).__name__)
     return module
 
 
 def build_without_weights(model: ModelConfig, image_size: int, channels: int) -> nn.Module:
     """The same model on torch's meta device: sizes and operations, no values."""
-    plan = _plan(model, image_size, channels)
+    plan = _plan(model, image_size, channels, NONE)
     return _without_weights(plan.timm_name, plan.arguments)
 
 
-def check_model(model: ModelConfig, image_size: int, channels: int) -> None:
+def check_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> None:
     """Raise what `build_model` would raise, without making any weights."""
-    _plan(model, image_size, channels)
+    _plan(model, image_size, channels, shortcuts)
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
@@ -91,15 +93,15 @@ def list_models(pattern: str | None) -> list[str]:
     return sorted(fnmatch.filter(names, pattern or "*"))
 
 
-def _plan(model: ModelConfig, image_size: int, channels: int) -> Plan:
+def _plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts) -> Plan:
     """Made once: the check before the run asks for it, and then the run."""
-    wanted = repr(model), image_size, channels
+    wanted = repr(model), image_size, channels, shortcuts
     if wanted not in _plans:
-        _plans[wanted] = _make_plan(model, image_size, channels)
+        _plans[wanted] = _make_plan(model, image_size, channels, shortcuts)
     return _plans[wanted]
 
 
-def _make_plan(model: ModelConfig, image_size: int, channels: int) -> Plan:
+def _make_plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts) -> Plan:
     """Everything about a build that can be found out without weights; all mistakes are reported together."""
     wanted = given_sizes(model)
     base = resolve(model, sizes_given=bool(wanted))
@@ -114,6 +116,8 @@ def _make_plan(model: ModelConfig, image_size: int, channels: int) -> Plan:
     if takes or _config_of(reference).get("fixed_input_size"):
         arguments["img_size"] = image_size
     arguments |= {takes[key]: value for key, value in edited.items()} | rates
+    cannot = shortcuts.problems(reference, edited.get("PATCH_SIZE"))
+    arguments |= {} if cannot else shortcuts.arguments()
 
     geometry = heads_problems({**has, **edited}) if takes else []
     if "img_size" in arguments:
@@ -125,7 +129,7 @@ def _make_plan(model: ModelConfig, image_size: int, channels: int) -> Plan:
     else:
         built, geometry = _trial(base.timm_name, arguments, has, image_size)
     problems += [_refused(key, value, reference, built) for key, value in fixed.items() if not same(key, value, built)]
-    problems += geometry
+    problems += geometry + cannot
     if problems:
         raise UserError("The model cannot be built:\n" + "\n".join(f"  {line}" for line in problems))
     return Plan(base.timm_name, arguments, _notes(model, base, edited, has, rates))

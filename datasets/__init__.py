@@ -8,6 +8,7 @@ from .loader import TrainLoader, ValLoader, Window, auto_workers
 from .order import EpochOrder, Share, validation_batches
 from .registry import check_dataset, names, open_dataset
 from .repeated import Repeated
+from .sized import Sized
 
 __all__ = [
     "PADDING",
@@ -16,6 +17,7 @@ __all__ = [
     "ImageDataset",
     "Repeated",
     "Share",
+    "Sized",
     "TrainLoader",
     "ValLoader",
     "Window",

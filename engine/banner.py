@@ -10,6 +10,7 @@ from engine.device import describe as describe_device
 from engine.environment import arguments, libraries
 from engine.optim import scaled_rates
 from engine.setup import Ready, ReadyToTrain, global_batch
+from engine.token_drop import shortcut_words
 from models import describe as describe_model
 from utils.cli import version_text
 from utils.config import Config
@@ -27,6 +28,8 @@ def banner(config: Config, ready: Ready, world: World, device: torch.device, thr
         if ready.parts.sharding is not None:
             rows.append(("strategy", ready.parts.sharding.words()))
         rows.append(("compile", "{compile} ({compile_why})".format(**ready.choices)))
+        if words := shortcut_words(config.TRAIN):
+            rows.append(("shortcuts", words))
         rows += [("batch", _batch(config, ready, world)), ("training", _training(config, world))]
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:

@@ -9,6 +9,7 @@ from engine.checkpoint import check_resumable
 from engine.optim import optimizer_name
 from engine.precision import check_amp
 from engine.sharding import check_sharding
+from engine.token_drop import shortcuts_of
 from models import check_model, check_pretrained
 from utils.config import Config
 from utils.run_folder import check_output, holds_a_run, run_of
@@ -50,4 +51,4 @@ def check(config: Config) -> None:
     check_amp(config.AMP, config.TRAIN)
     if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
         check_pretrained(config.MODEL.PRETRAINED)
-    check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+    check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))

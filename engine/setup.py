@@ -14,6 +14,7 @@ from datasets import (
     EpochOrder,
     ImageDataset,
     Repeated,
+    Sized,
     TrainLoader,
     ValLoader,
     auto_workers,
@@ -33,6 +34,7 @@ from engine.resume import Best, Position, restore
 from engine.schedule import Schedule, build_scheduler
 from engine.sharding import Sharding
 from engine.stages import DATA, stages_of
+from engine.token_drop import shortcuts_of, token_drop_of
 from engine.update import Parts
 from engine.verdict import Setting
 from models import build_model, load_pretrained
@@ -123,6 +125,8 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
     )
     if data.REPEATED_AUGMENT > 1:
         train_set = Repeated(train_set, data.REPEATED_AUGMENT)
+    if config.TRAIN.SIZE_SCHEDULE:
+        train_set = Sized(train_set, config.TRAIN, data.IMAGE_SIZE)
     return train_set, TrainLoader(train_set, order, config.SEED, _workers(config, world), device)
 
 
@@ -133,7 +137,7 @@ def global_batch(config: Config, world: World) -> int:
 def _model(config: Config, device: torch.device) -> nn.Module:
     """The same weights on every rank: they follow from the seed."""
     seed_all(config.SEED, "init")
-    model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+    model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
     if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME))
     return model.to(device)
@@ -204,6 +208,7 @@ def update_parts(
         change=batch_change(train, config.MODEL.NUM_CLASSES, device),
         sharding=sharding,
         stages=stages_of(config.REPORT_STAGES, device),
+        token_drop=token_drop_of(train),
     )
 
 

@@ -113,6 +113,7 @@ class Trainer:
     def _epoch(self) -> str:
         """From the present position to the end of its epoch, unless something ends it before."""
         position, began = self.position, perf_counter()
+        self.parts.start_epoch(position.epoch)
         for window in self.train_loader.epoch(position.epoch, start=position.step):
             train_update(self.parts, window, position.update + 1)
             position.step += 1

@@ -24,6 +24,7 @@ from engine.precision import Precision
 from engine.schedule import Schedule
 from engine.sharding import Sharding, is_dealt, meet_now
 from engine.stages import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
+from engine.token_drop import TokenDrop
 from utils.seeding import seed_all
 from utils.world import World
 
@@ -63,6 +64,7 @@ class Parts:
     watch: OverflowWatch | None = None
     compiled: Compiled | None = None
     stages: Stages = field(default_factory=Stages)
+    token_drop: TokenDrop | None = None
     splitting: Splitting | None = None
     """Where a micro-batch that does not fit is to be split (TRAIN.OOM)."""
     moved_to_fp32: list[str] = field(default_factory=list)
@@ -91,6 +93,11 @@ class Parts:
             )
         if self.compiled is not None:
             self.compiled.start()
+
+    def start_epoch(self, epoch: int) -> None:
+        """What changes from one epoch to the next in the model itself."""
+        if self.token_drop is not None:
+            self.token_drop.set(epoch, self.model, self.forward)
 
     def compute(self, batch: Batch) -> Computed:
         """A micro-batch's way forward: by what was compiled of it, or as it is written."""

@@ -38,11 +38,15 @@ class Shortcuts:
         return [f"TRAIN.SIZE_SCHEDULE: images of {size} are not divisible by the patches of {side}" for size in odd]
 
     def finish(self, module: nn.Module) -> None:
-        """Keep all tokens that are no patches: a distillation token joins the class token too late for timm to know."""
+        """Keep all tokens that are no patches: a distillation token joins the class token too late for timm to know.
+
+        And show them all until an epoch says otherwise: what is tried before training then is the dearest to come.
+        """
         prefix = getattr(module, "num_prefix_tokens", None)
         for part in module.modules():
-            if isinstance(part, PatchDropout) and prefix is not None:
-                part.num_prefix_tokens = prefix
+            if isinstance(part, PatchDropout):
+                part.prob = 0.0
+                part.num_prefix_tokens = part.num_prefix_tokens if prefix is None else prefix
 
 
 NONE = Shortcuts()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from datasets import ValLoader
 from engine.compiling import uncompiled
+from engine.memory import IN_VALIDATION, is_out_of_memory
 from engine.meters import Means, correct
 from engine.precision import Precision
 from utils.errors import CommonError
@@ -38,6 +39,10 @@ def evaluate(
             with uncompiled(), precision.autocast(training=False):
                 logits = model(inputs(batch.images))
             sums += _batch_sums(logits.float(), batch.labels, batch.indices >= 0, sum_type)
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(IN_VALIDATION)
+        raise
     finally:
         model.train(training)
     loader.broken.raise_together(world)

@@ -7,6 +7,7 @@ import torch.distributed
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
+from engine.out_of_memory import Splitting
 from engine.update import Parts
 from utils.config import Config
 from utils.errors import UserError
@@ -19,6 +20,9 @@ def join_gradients(parts: Parts, world: World, config: Config) -> None:
     Half-precision copies do without: their masters' gradients are summed up once an update, in fp32. And weights that
     are dealt out (DIST.STRATEGY fsdp) exchange gradients by themselves.
     """
+    if config.TRAIN.OOM == "split":  # sums gradients up by itself, once all ranks have them
+        parts.splitting = Splitting(config, world)
+        return
     if world.size == 1 or parts.half_copy is not None or parts.sharding is not None:
         return
     if config.DIST.STATIC_GRAPH and config.TRAIN.ACCUM_ITER > 1:  # fewer processes than before, say

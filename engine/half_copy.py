@@ -60,12 +60,7 @@ class HalfCopy:
     @torch.no_grad()
     def sum_gradients(self, world: World) -> None:
         """Once an update, the sum of the masters' gradients over ranks, in fp32 and in one message."""
-        gradients: list[Tensor] = [p.grad for p in self._master.parameters() if p.grad is not None]
-        if world.size == 1:
-            return
-        flat = torch.cat([g.reshape(-1) for g in gradients])
-        parts = sum_over_ranks(flat, world).split([g.numel() for g in gradients])
-        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+        sum_gradients(self._master, world)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -73,6 +68,17 @@ class HalfCopy:
         if self._pairs:
             masters, halves = zip(*self._pairs, strict=True)
             torch._foreach_copy_(list(halves), list(masters))
+
+
+@torch.no_grad()
+def sum_gradients(model: nn.Module, world: World) -> None:
+    """Over ranks, in one message."""
+    if world.size == 1:
+        return
+    gradients: list[Tensor] = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    parts = sum_over_ranks(flat, world).split([g.numel() for g in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
 
 def take_inputs_in_half(model: nn.Module) -> None:

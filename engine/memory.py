@@ -19,6 +19,8 @@ GIB = 2**30
 CGROUPS, OWN_GROUPS, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
 # What errors say that are not of torch.OutOfMemoryError: a CPU's, an Apple GPU's, and those of CUDA's libraries.
 MARKS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+IN_VALIDATION = "in a validation"
+"""The note that an error carries which was raised in one."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -28,7 +30,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def in_gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB / 2 else f"{size / 2**20:.1f} MiB"
+    unit, name = (GIB, "GiB") if size >= GIB / 2 else (2**20, "MiB") if size >= 2**19 else (2**10, "KiB")
+    return f"{size / unit:.1f} {name}"
 
 
 def free_memory(device: torch.device, processes: int) -> int | None:

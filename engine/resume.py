@@ -111,6 +111,7 @@ def state_of(parts: Parts, position: Position, best: Best, global_batch: int, me
         "best": asdict(best),
         "meters": meters,
         "global_batch": global_batch,
+        "most_at_once": parts.most_at_once,
     }
 
 
@@ -168,6 +169,7 @@ def _restore(
     if state["global_batch"] != global_batch:
         _count_anew(parts, position, state, global_batch, per_epoch)
     parts.meters.restore(**state["meters"])
+    parts.most_at_once = state.get("most_at_once")
     return position, best
 
 

@@ -25,6 +25,7 @@ from engine.fp32_modules import force_fp32, forced
 from engine.half_copy import HalfCopy
 from engine.meters import Means
 from engine.op_lists import OpLists
+from engine.out_of_memory import fit
 from engine.pace import Pace, clock
 from engine.precision import check_precision
 from engine.preflight import resumed_run, target_folder
@@ -180,7 +181,7 @@ def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path, peak: 
         title=" ".join(filter(None, (config.TAG, config.MODEL.NAME, config.DATA.DATASET, ready.precision.name))),
     )
     try:
-        code = trainer.fit()
+        code = fit(trainer)
     finally:
         reporter.close()
     if broken := ready.train_loader.broken.summary():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -85,8 +84,9 @@ class Compiled:
         from torch._dynamo.exc import TorchDynamoException
 
         began, size = perf_counter(), batch.images.shape
-        patience = "takes minutes" if batch.images.device.type == "cpu" else "takes about a minute"
-        log.info("Compiling %s for %d x %d pixels: this update %s.", self.choice.how, *size[-2:], patience)
+        what = "each block" if self.choice.how == BLOCKS else "all from images to loss"
+        patience = "minutes on a CPU" if batch.images.device.type == "cpu" else "about a minute"
+        log.info("Compiling %s, for %d x %d pixels: the update that begins takes %s.", what, *size[-2:], patience)
         try:
             computed = self._compute(batch)
         except TorchDynamoException as error:
@@ -151,14 +151,14 @@ def _make_way(model: nn.Module) -> None:
 
 
 def _prepare_compiler(data: DataConfig, device: torch.device) -> None:
+    if CACHE not in os.environ:  # before torch's compiler is imported, which would write its own choice there
+        # A folder of the user's own, because what lies there is run; and of this kind of processor.
+        kind = re.sub(r"\W+", "-", f"{processor()} {torch.backends.cpu.get_cpu_capability()}")
+        os.environ[CACHE] = str(cache_folder(data, f"compiled/{kind}"))
     import torch._dynamo.config as tracing
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor
 
-    if CACHE not in os.environ:
-        # A folder of the user's own, because what lies there is run; and of this kind of processor.
-        kind = re.sub(r"\W+", "-", f"{platform.machine()} {processor()}").strip("-")
-        os.environ[CACHE] = str(cache_folder(data, f"compiled/{kind}"))
     tracing.recompile_limit = MOST_GRAPHS
     tracing.optimize_ddp = False  # it cuts graphs where DDP's messages end; blocks are cut already
     autograd.force_non_lazy_backward_lowering = True  # or the backward pass is compiled when it is first called

@@ -136,4 +136,4 @@ def shown_ratio(found: Ratio | None) -> str:
 def control_line(found: Found, name: str, key: str) -> str:
     """What the control says of chance."""
     control = times_as_much(found, name + AGAIN, name, key)
-    return f"control: {name}{AGAIN}, to {name}: {shown_ratio(control)}; what is no further from 1 is chance"
+    return f"control: {name}, the same a second time: {shown_ratio(control)}; what is no further from 1 is chance"

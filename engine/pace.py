@@ -11,7 +11,7 @@ import torch
 
 from engine.flops import Utilisation
 from engine.stages import Stages, StageTimes
-from engine.verdict import Tally
+from engine.verdict import LEAST_UPDATES, Tally
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Pace:
 
     @property
     def tally(self) -> Tally:
-        """Of the run so far; without the part up to its first report, which sets things up, unless that is all."""
-        return self._later if self._later.updates else self._first
+        """Of the run so far; without the part up to its first report, which sets things up, if the rest is enough."""
+        return self._later if self._later.updates >= LEAST_UPDATES else self._first + self._later
 
     def _mfu(self, rate: float) -> float | None:
         if self._utilisation is None:

@@ -1,0 +1,317 @@
+"""Where an update's time goes: that each stage gets its own, and that asking costs nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import stages
+from engine.pace import Pace
+from engine.setup import ReadyToTrain
+from engine.stages import (
+    BACKWARD,
+    COPY,
+    DATA,
+    FORWARD,
+    OPTIMISER,
+    OTHER,
+    STAGES,
+    EventStages,
+    HostStages,
+    Stages,
+    stages_of,
+)
+from tests.engine.small import CPU, build, train
+from tests.program import Result, metrics
+
+NAP = 0.08
+ENDS = re.compile(r"Stages: data \d+% copy \d+% forward \d+% backward \d+% optimiser \d+% other \d+% of [\d.e+]+ ms$")
+
+
+class Gpu:
+    """A queue of work: an event happens when all that was asked for before it is done."""
+
+    def __init__(self) -> None:
+        self.queued = self.done = 0.0
+        self.events = 0
+
+    def work(self, milliseconds: float) -> None:
+        self.queued += milliseconds
+
+    def new_event(self) -> GpuEvent:
+        self.events += 1
+        return GpuEvent(self)
+
+
+class GpuEvent:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.at = gpu, -1.0
+
+    def record(self) -> None:
+        self.at = self.gpu.queued
+
+    def query(self) -> bool:
+        return self.at <= self.gpu.done
+
+    def elapsed_time(self, end_event: GpuEvent) -> float:
+        assert self.query(), "not done: to ask would be an error"
+        assert end_event.query(), "not done: to ask would be an error"
+        return end_event.at - self.at
+
+
+def update(gpu: Gpu, made: Stages) -> None:
+    """Takes 1 ms of its stages, 2, 3, ..., 6 of what comes after."""
+    made.begin()
+    for takes, stage in enumerate((DATA, COPY, FORWARD, BACKWARD, OPTIMISER), start=1):
+        gpu.work(takes)
+        made.lap(stage)
+    gpu.work(6)
+
+
+def test_time_by_the_clock_goes_to_the_stage_that_ends() -> None:
+    now = [0.0]
+    made = HostStages(lambda: now[0])
+    for _ in range(2):
+        made.begin()
+        for takes, stage in enumerate((DATA, COPY, FORWARD, BACKWARD, OPTIMISER), start=1):
+            now[0] += takes
+            made.lap(stage)
+        now[0] += 6
+    made.pause()
+    now[0] += 1000  # validation
+    made.begin()
+    found = made.take()
+    assert found is not None
+    assert found.seconds == {DATA: 2.0, COPY: 4.0, FORWARD: 6.0, BACKWARD: 8.0, OPTIMISER: 10.0, OTHER: 6.0}
+    assert found.updates == 3
+    assert made.take() is None
+
+
+def test_events_tell_the_time_of_the_device() -> None:
+    gpu = Gpu()
+    made = EventStages(gpu.new_event)
+    for _ in range(3):
+        update(gpu, made)
+    gpu.done = gpu.queued
+    found = made.take()
+    assert found is not None
+    # What comes after the third update is not over yet.
+    expected = {DATA: 3, COPY: 6, FORWARD: 9, BACKWARD: 12, OPTIMISER: 15, OTHER: 12}
+    assert found.seconds == pytest.approx({stage: ms / 1000 for stage, ms in expected.items()})
+    assert found.updates == 3
+    assert found.milliseconds()[FORWARD] == pytest.approx(3.0)
+    assert sum(found.percent().values()) == pytest.approx(100)
+
+
+def test_what_the_device_has_not_done_is_told_later() -> None:
+    gpu = Gpu()
+    made = EventStages(gpu.new_event)
+    update(gpu, made)
+    gpu.done = gpu.queued
+    update(gpu, made)
+    update(gpu, made)
+    first = made.take()
+    assert first is not None
+    assert first.seconds[DATA] == pytest.approx(0.001)
+    assert first.updates == 1
+    gpu.done = gpu.queued
+    rest = made.take()
+    assert rest is not None
+    assert rest.seconds[DATA] == pytest.approx(0.002)
+    assert rest.updates == 2
+
+
+def test_a_pause_is_nobodys_time() -> None:
+    gpu = Gpu()
+    made = EventStages(gpu.new_event)
+    update(gpu, made)
+    made.pause()
+    gpu.work(1000)
+    update(gpu, made)
+    gpu.done = gpu.queued
+    found = made.take()
+    assert found is not None
+    assert found.seconds[OTHER] == 0
+    assert found.total == pytest.approx(0.030)
+
+
+def test_events_are_used_again() -> None:
+    gpu = Gpu()
+    made = EventStages(gpu.new_event)
+    for _ in range(50):
+        for _ in range(20):
+            update(gpu, made)
+        gpu.done = gpu.queued
+        assert made.take() is not None
+    assert gpu.events < 130
+
+
+def test_a_device_far_behind_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "MOST_EVENTS", 60)
+    gpu = Gpu()
+    made = EventStages(gpu.new_event)
+    for _ in range(100):
+        update(gpu, made)
+    assert gpu.events == 60
+    gpu.done = gpu.queued
+    found = made.take()
+    assert found is not None
+    assert found.updates == 10
+    for _ in range(5):
+        update(gpu, made)
+    gpu.done = gpu.queued
+    found = made.take()
+    assert found is not None
+    assert found.updates == 5
+    assert found.milliseconds()[BACKWARD] == pytest.approx(4.0)
+
+
+def test_a_gpu_is_asked_by_events_and_nothing_is_measured_unasked() -> None:
+    assert isinstance(stages_of(True, torch.device("cuda", 0)), EventStages)
+    assert isinstance(stages_of(True, CPU), HostStages)
+    for device in (CPU, torch.device("cuda", 0)):
+        off = stages_of(False, device)
+        off.begin()
+        off.lap(DATA)
+        assert off.take() is None
+
+
+def test_marks_cost_next_to_nothing() -> None:
+    """Less than a hundredth of the shortest updates there are, of about 2 ms."""
+    made = HostStages()
+
+    def marks() -> float:
+        began = time.perf_counter()
+        for _ in range(100):
+            made.begin()
+            for stage in (DATA, COPY, FORWARD, BACKWARD, OTHER, OPTIMISER):
+                made.lap(stage)
+        return (time.perf_counter() - began) / 100
+
+    assert min(marks() for _ in range(20)) < 20e-6
+
+
+def slow_data(ready: ReadyToTrain) -> None:
+    dataset = ready.train_loader._feed._fetch.dataset
+    fetch = dataset.__getitems__
+
+    class Slow(type(dataset)):
+        def __getitems__(self, keys: Any) -> Any:
+            time.sleep(NAP)
+            return fetch(keys)
+
+    dataset.__class__ = Slow
+
+
+def slow_forward(ready: ReadyToTrain) -> None:
+    ready.parts.model.register_forward_hook(lambda *_: time.sleep(NAP))
+
+
+def slow_loss(ready: ReadyToTrain) -> None:
+    before = ready.parts.criterion
+
+    def slow(logits: Tensor, targets: Tensor) -> Tensor:
+        time.sleep(NAP)
+        return before(logits, targets)
+
+    ready.parts.criterion = slow
+
+
+def slow_backward(ready: ReadyToTrain) -> None:
+    next(ready.parts.model.parameters()).register_hook(lambda _: time.sleep(NAP))
+
+
+def slow_optimiser(ready: ReadyToTrain) -> None:
+    ready.parts.optimizer.register_step_pre_hook(lambda *_: time.sleep(NAP))
+
+
+def slow_meters(ready: ReadyToTrain) -> None:
+    before = ready.parts.meters.add
+
+    def slow(loss: Tensor, logits: Tensor, labels: Tensor, weight: float) -> None:
+        time.sleep(NAP)
+        before(loss, logits, labels, weight)
+
+    ready.parts.meters.add = slow
+
+
+@pytest.mark.parametrize(
+    ("slow", "stage"),
+    [
+        (slow_data, DATA),
+        (slow_forward, FORWARD),
+        (slow_loss, FORWARD),
+        (slow_backward, BACKWARD),
+        (slow_optimiser, OPTIMISER),
+        (slow_meters, OTHER),
+    ],
+)
+def test_what_is_slow_is_found(tiny: Path, slow: Callable[[ReadyToTrain], None], stage: str) -> None:
+    ready = build(tiny, REPORT_STAGES="true", TRAIN__ACCUM_ITER=2)
+    slow(ready)
+    train(ready, 2)
+    ready.parts.stages.take()
+    pace, began = Pace(CPU, ready.parts.stages), time.perf_counter()
+    train(ready, 3, done=2)
+    passed = time.perf_counter() - began
+    found = pace.read(0.0).stages
+    assert found is not None
+    times = 1 if stage == OPTIMISER else 2
+    assert found.seconds[stage] > 3 * times * NAP * 0.99
+    assert found.total == pytest.approx(passed, rel=0.15)
+    others = {name: found.seconds[name] for name in STAGES if name != stage}
+    assert all(seconds < found.seconds[stage] for seconds in others.values()), found
+
+
+def test_lines_tell_it_and_training_is_the_same(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    words = ("-cfg", tiny, "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=20")
+    off = vitamp(*words, "-output", tmp_path / "off")
+    on = vitamp(*words, "-output", tmp_path / "on", "REPORT_STAGES=true", "-profile", 2)
+    assert (off.code, on.code) == (0, 0), off.text + on.text
+    assert metrics(tmp_path / "off") == metrics(tmp_path / "on")
+
+    assert "Stages:" not in off.out
+    assert "MFU" not in off.out
+    lines = [line for line in on.out.splitlines() if "Step[" in line]
+    assert len(lines) == 3
+    for line in lines:
+        assert re.search(r", MFU: [\d.e-]+%, Stages: ", line), line
+        assert ENDS.search(line), line
+
+    told = [json.loads(line) for line in (tmp_path / "on" / "metrics.jsonl").read_text().splitlines()]
+    figures = [line["perf"] for line in told if line["event"] == "train"]
+    assert all(set(perf) >= {"mfu", *(f"{stage}_ms" for stage in STAGES)} for perf in figures)
+    assert all(perf["forward_ms"] > 0 and perf["backward_ms"] > 0 for perf in figures)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "on" / "tensorboard")).Reload()
+    for name in ("mfu", "data_ms", "optimiser_ms"):
+        drawn = [point.value for point in board.Scalars(f"train/{name}")]
+        assert drawn == pytest.approx([perf[name] for perf in figures], abs=1e-3)
+    assert (tmp_path / "on" / "profile.json").exists()
+
+
+def test_times_add_up() -> None:
+    now = itertools.count(0.0, 1.0)
+    made = HostStages(lambda: next(now))
+    made.begin()
+    made.lap(DATA)
+    first = made.take()
+    made.lap(FORWARD)
+    made.begin()
+    second = made.take()
+    assert first is not None
+    assert second is not None
+    both = first + second
+    assert both.updates == 2
+    assert both.seconds == {DATA: 1.0, COPY: 0.0, FORWARD: 1.0, BACKWARD: 0.0, OPTIMISER: 0.0, OTHER: 1.0}

@@ -11,6 +11,7 @@ from typing import Any
 
 from utils.cli import CommandLine, Flag, parse
 from utils.config import Loaded, check_available, load_config
+from utils.config.kinds import AUTO
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
 from utils.log import log, start_log
 from utils.world import read_world
@@ -43,7 +44,11 @@ class ToolLine:
 
     def load(self, more: dict[str, tuple[Any, str]] | None = None) -> Loaded:
         """The settings, checked; `more` of them as flags give them."""
-        return load_config(self.run.cfg, {**self.run.flags, **(more or {})}, self.run.words)
+        loaded = load_config(self.run.cfg, {**self.run.flags, **(more or {})}, self.run.words)
+        if loaded.config.DATA.BATCH_SIZE == AUTO:
+            where = loaded.sources["DATA.BATCH_SIZE"]
+            raise UserError(f"{where}: DATA.BATCH_SIZE auto is for a run; give a tool a number, -batch_size 64 say.")
+        return loaded
 
     def whole(self, key: str, default: int, least: int = 1, most: int | None = None) -> int:
         """The whole number that one of its own flags gives."""

@@ -185,7 +185,7 @@ def _fsdp(config: Config) -> Iterator[Problem]:
     if config.TRAIN.OOM == "split":
         yield (
             "TRAIN.OOM",
-            "split cannot repeat an update with DIST.STRATEGY fsdp, whose ranks compute in step; use stop",
+            "split repeats no update with DIST.STRATEGY fsdp, whose ranks compute in step; use stop",
         )
     if config.DATA.BATCH_SIZE == AUTO:
         yield "DATA.BATCH_SIZE", "auto does not try with DIST.STRATEGY fsdp, whose ranks compute in step; give a number"

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from utils.errors import TrainingError
+from utils.heap import keep_freed_memory
 from utils.log import log
 from utils.world import cores
 
@@ -30,9 +31,6 @@ MOST_WORKERS = 16
 MOST_DEATHS = 3
 """So often in a row, without a batch in between, loading processes are started anew."""
 PR_SET_PDEATHSIG = 1
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-KEPT_BYTES = 2**28
-"""What a loading process may hold on to between two images"""
 
 
 def auto_workers(local_world: int) -> int:
@@ -267,15 +265,3 @@ def start_worker(_: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """For the rest of this process's life, as far as its C library can be told.
-
-    A decoded photograph is a large block. By default such memory goes back to the system after each image and is
-    fetched anew, page by page, for the next one: a third of the time spent on large images.
-    """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "gnu_get_libc_version"):
-        for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            libc.mallopt(threshold, KEPT_BYTES)

@@ -9,6 +9,7 @@ import torch
 
 from utils.config.schema import Config
 from utils.errors import UserError
+from utils.heap import keep_freed_memory
 from utils.world import ALONE, MPICH, OPENMPI, SLURM, World, cores
 
 # Launchers that may let every process see its own GPU alone (srun --gpus-per-task=1).
@@ -45,6 +46,8 @@ def prepare(config: Config, device: torch.device, world: World) -> int:
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif device.type == "cpu":
+        keep_freed_memory()
     if config.DETERMINISTIC:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != config.DETERMINISTIC:  # the call imports torch's compiler

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from datasets import Batch, Window
 from engine.ema import Ema
 from engine.fp32_modules import force_fp32, forced
+from engine.gradients import Gradients
 from engine.half_copy import HalfCopy
 from engine.meters import TrainMeters
 from engine.mixing import BatchChange, unchanged
 from engine.overflow import MicroBatches, OverflowWatch, SkipRecord
 from engine.precision import Precision
 from engine.schedule import Schedule
-from engine.sharding import Sharding, is_dealt, meet_now
+from engine.sharding import Sharding, meet_now
 from engine.stages import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
 from engine.token_drop import TokenDrop
 from utils.seeding import seed_all
@@ -72,6 +71,9 @@ class Parts:
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 moved, beside those the settings name."""
     skips: SkipRecord = field(default_factory=SkipRecord)
+
+    def __post_init__(self) -> None:
+        self.gradients = Gradients(self.model)
 
     def start_computing(self) -> None:
         """Once the weights are in place, and again when modules were forced to fp32: copy them if copies compute."""
@@ -131,7 +133,7 @@ def train_update(parts: Parts, window: Window, update: int) -> None:
     if watch is not None:
         watch.keep(update, kept, precision.scale_tensor())
     precision.unscale(optimizer)
-    norm = _clip(parts.model, parts.grad_clip)
+    norm = parts.gradients.clip(parts.grad_clip)
     moved = precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
     if half_copy is not None:
@@ -174,14 +176,3 @@ def _gradients_meet(forward: nn.Module, last: bool) -> AbstractContextManager[No
         return forward.no_sync()
     meet_now(forward, last)
     return nullcontext()
-
-
-def _clip(model: nn.Module, limit: float | None) -> Tensor:
-    """The norm of the unscaled gradients, before clipping."""
-    with_gradient = [p for p in model.parameters() if p.grad is not None]
-    norm: Any = get_total_norm([p.grad for p in with_gradient if p.grad is not None])
-    if is_dealt(norm):
-        norm = norm.full_tensor()
-    if limit is not None:
-        clip_grads_with_norm_(with_gradient, limit, norm)
-    return torch.as_tensor(norm)

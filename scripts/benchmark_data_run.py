@@ -19,7 +19,6 @@ import torch
 from datasets import check_dataset, open_dataset
 from datasets.cache import cache_folder
 from datasets.images import Images
-from datasets.loader import keep_freed_memory
 from engine.device import processor
 from scripts.benchmark_data_loaders import loader_name, loaders
 from scripts.benchmark_data_measure import OURS, TIMM, TORCHVISION, Budget, Rates, Ratio, measure, ratio
@@ -29,6 +28,7 @@ from scripts.benchmark_data_stages import stage_runs, stages, transfer_milliseco
 from scripts.made_images import CLASSES, make_images
 from utils.config import Config
 from utils.errors import UserError
+from utils.heap import keep_freed_memory
 from utils.log import log
 from utils.world import cores
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +18,8 @@ from torch import nn
 
 from engine.device import describe_one
 from engine.precision import Precision
+from engine.resume import Position
+from engine.token_drop import shortcuts_of, token_drop_of
 from models import build_without_weights
 from utils.config import Config
 from utils.log import log
@@ -144,28 +145,38 @@ def _wait(device: torch.device) -> None:
 class Utilisation:
     """Model FLOPs utilisation (MFU): the model's operations a second, in percent of the devices' peak."""
 
-    def __init__(self, peak: Peak, devices: int, count: Callable[[], float | None]) -> None:
-        """`count`: operations of one image; asked for when first needed, as it takes up to a second."""
-        self._tflops, self._count = peak.tflops * devices, count
-        self._flops: float | None = None
-        self.counted = False
+    def __init__(self, config: Config, peak: Peak, devices: int, position: Position) -> None:
+        """`position`: where the run stands; an image may cost less at first (TRAIN.SIZE_SCHEDULE, TOKEN_DROP)."""
+        self._config, self._tflops, self._position = config, peak.tflops * devices, position
+        self._flops: dict[tuple[int, bool], float | None] = {}
+
+    @property
+    def counted(self) -> bool:
+        """Whether the operations are known; counting them takes up to a second or two."""
+        return self._kind() in self._flops
 
     def percent(self, images_per_second: float) -> float | None:
-        if not self.counted:
-            self._flops, self.counted = self._count(), True
-            if self._flops is None:
+        """Counts where it must: at the first report, and at the first after an image's cost changed."""
+        kind = self._kind()
+        if kind not in self._flops:
+            self._flops[kind] = self._count(kind[0])
+            if self._flops[kind] is None:
                 log.info("MFU is not shown: the operations of this model cannot be counted.")
-        return None if self._flops is None else 100 * images_per_second * self._flops / 1e12 / self._tflops
+        flops = self._flops[kind]
+        return None if flops is None else 100 * images_per_second * flops / 1e12 / self._tflops
 
+    def _kind(self) -> tuple[int, bool]:
+        """Of the images in this epoch: their size, and whether tokens are left out."""
+        train, epoch = self._config.TRAIN, self._position.epoch
+        drops = train.TOKEN_DROP > 0 and epoch <= train.NUM_EPOCHS - train.TOKEN_DROP_TAIL
+        return train.size_in(epoch, self._config.DATA.IMAGE_SIZE), drops
 
-def utilisation_of(config: Config, peak: Peak | None, devices: int) -> Utilisation | None:
-    data = config.DATA
-
-    def count() -> float | None:
-        model = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-        return training_flops(model, data.IMAGE_CHANNELS, data.IMAGE_SIZE)
-
-    return None if peak is None else Utilisation(peak, devices, count)
+    def _count(self, size: int) -> float | None:
+        config, data, drop = self._config, self._config.DATA, token_drop_of(self._config.TRAIN)
+        model = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS, shortcuts_of(config))
+        if drop is not None:
+            drop.set(self._position.epoch, model)
+        return training_flops(model, data.IMAGE_CHANNELS, size)
 
 
 def as_noted(peak: Peak | None) -> dict[str, Any]:

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import torch
 
-from datasets import decoder_of
 from engine.banner import banner
 from engine.batch_size import settle_batch
 from engine.checkpoint import EMA, Checkpoint
 from engine.choose import chosen_checkpoint
 from engine.compile_choice import choose_compiling
 from engine.compiling import compile_update
-from engine.device import describe, pick_device, prepare
+from engine.device import pick_device, prepare
 from engine.environment import enter
 from engine.evaluate import evaluate
 from engine.exchange import join_gradients
-from engine.flops import Peak, as_noted, peak_of, utilisation_of
+from engine.flops import Peak, Utilisation
+from engine.folder import folder_of, lock_what_is_there, write_down
 from engine.fp32_modules import force_fp32, forced
 from engine.half_copy import HalfCopy
 from engine.meters import Means
@@ -28,13 +28,11 @@ from engine.op_lists import OpLists
 from engine.out_of_memory import fit
 from engine.pace import Pace, clock
 from engine.precision import check_precision
-from engine.preflight import resumed_run, target_folder
 from engine.prepare import hint
 from engine.print_amp import amp_table
 from engine.report import Reporter
 from engine.resume import Best, Position, load_weights, say_what_changed
 from engine.setup import (
-    Ready,
     ReadyToTrain,
     build_for_evaluation,
     build_for_training,
@@ -46,21 +44,12 @@ from engine.sharding import sharding_of
 from engine.stopping import signals
 from engine.trainer import Trainer
 from engine.verdict import Judge
-from utils.config import Config, Loaded, config_hash, to_yaml
+from utils.config import Config, Loaded, config_hash
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.group import leave
 from utils.lock import FolderLock
-from utils.log import log, log_into
-from utils.run_folder import (
-    check_output,
-    describe_run,
-    holds_a_run,
-    make_folder,
-    nothing_trained_yet,
-    replace_text,
-    write_json,
-)
-from utils.world import ALONE, World, from_first, together
+from utils.log import log
+from utils.world import ALONE, World, together
 
 
 def run(loaded: Loaded, world: World, dry: bool) -> int:
@@ -78,7 +67,7 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST),
         ):
             if not config.EVAL and not dry:
-                together(world, lambda: _lock_what_is_there(config, lock) if world.first else None)
+                together(world, lambda: lock_what_is_there(config, lock) if world.first else None)
             checkpoint = chosen_checkpoint(config, world)
             if config.EVAL:
                 _evaluate_only(config, world, device, threads, checkpoint, dry)
@@ -111,14 +100,6 @@ def show_precisions(config: Config) -> str:
         return f"{config.MODEL.NAME} in {precision.line()}\n\n{amp_table(model, run_forward)}"
 
 
-def _lock_what_is_there(config: Config, lock: FolderLock) -> None:
-    """Before looking for a checkpoint: another run may be about to write one."""
-    target = target_folder(config)
-    if target is not None and Path(target).is_dir():
-        lock.take(Path(target))
-        check_output(target, config.SAVE, resumed_run(config))
-
-
 def _train(
     config: Config,
     world: World,
@@ -141,7 +122,7 @@ def _train(
     advice = hint(ready.model, config.DATA.BATCH_SIZE, config.MODEL.NUM_CLASSES)
     if advice and ready.precision.level != "O0":
         log.info(advice)
-    folder = None if lock is None else _folder(config, world, "train", lock)
+    folder = None if lock is None else folder_of(config, world, "train", lock)
     log.info(banner(config, ready, world, device, threads, folder))
     if checkpoint:
         say_what_changed(checkpoint, config, ready.parts, ready.position)
@@ -154,7 +135,7 @@ def _train(
         return EXIT_DONE
     if _finished(config, ready.position, ready.best, folder):
         return EXIT_DONE
-    peak = _write_down(config, ready, world, device, threads, folder)
+    peak = write_down(config, ready, world, device, threads, folder)
     join_gradients(ready.parts, world, config)
     compile_update(ready.parts, compiling, config)
     return _fit(config, ready, world, folder, peak)
@@ -172,7 +153,11 @@ def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path, peak: 
         val_loader=ready.val_loader,
         validation_samples=len(ready.val_set),
         reporter=reporter,
-        pace=Pace(ready.precision.device, ready.parts.stages, utilisation_of(config, peak, world.size)),
+        pace=Pace(
+            ready.precision.device,
+            ready.parts.stages,
+            peak and Utilisation(config, peak, world.size, ready.position),
+        ),
         judge=Judge(setting_of(ready), world),
         folder=folder,
         position=ready.position,
@@ -217,44 +202,6 @@ def _finished(config: Config, position: Position, best: Best, folder: Path) -> b
     return True
 
 
-def _folder(config: Config, world: World, kind: str, lock: FolderLock | None = None) -> Path:
-    def made() -> Path:
-        folder = make_folder(target_folder(config), config.SAVE, kind)
-        if lock is not None and lock.take(folder) and holds_a_run(folder):
-            raise UserError(f"{folder}: another run was started in this folder a moment ago; name another -output.")
-        return folder
-
-    folder = Path(from_first(str(together(world, made if world.first else Path)), world))
-    with nothing_trained_yet(folder):
-        log_into(folder, world.rank)
-    return folder
-
-
-def _write_down(
-    config: Config, ready: Ready, world: World, device: torch.device, threads: int, folder: Path
-) -> Peak | None:
-    """config.yaml and run.json. Gives back what MFU is to be measured against, where it is."""
-    if not world.first:
-        return None
-    peak = peak_of(ready.precision, threads, config.REPORT_STAGES and not config.EVAL, folder / "run.json")
-    if peak is not None and not config.EVAL:
-        log.info(peak.words())
-    choices = {
-        "precision": ready.precision.name,
-        "why": ready.precision.choice.reason,
-        "attention": ready.attention,
-        "threads": threads,
-        "world_size": world.size,
-        "decoder": decoder_of(config.DATA),
-        **ready.choices,
-    }
-    about = describe_run(describe(device, world, threads), choices, config.TAG) | as_noted(peak)
-    with nothing_trained_yet(folder):
-        replace_text(folder / "config.yaml", to_yaml(config))
-        write_json(folder / "run.json", about)
-    return peak
-
-
 def _evaluate_only(
     config: Config, world: World, device: torch.device, threads: int, checkpoint: Checkpoint | None, dry: bool
 ) -> None:
@@ -263,7 +210,7 @@ def _evaluate_only(
     config, found = settle_batch(config, checkpoint, world, device)
     ready = together(world, lambda: build_for_evaluation(config, world, device))
     ready.choices.update(found)
-    folder = None if dry else _folder(config, world, "eval")
+    folder = None if dry else folder_of(config, world, "eval")
     log.info(banner(config, ready, world, device, threads, folder))
     if checkpoint is None and not config.MODEL.PRETRAINED:
         log.warning("-eval without -pretrained or -resume: these are the figures of untrained weights.")
@@ -274,7 +221,7 @@ def _evaluate_only(
             load_weights(ready.model, checkpoint.tensors(), str(checkpoint.folder))
         log.info("Dry run: the weights fit; nothing was validated, nothing written.")
         return
-    _write_down(config, ready, world, device, threads, folder)
+    write_down(config, ready, world, device, threads, folder)
     figures: dict[str, Means] = {}
     files = {"": "model.safetensors", "ema_": EMA} if checkpoint else {"": None}
     for prefix, name in files.items():

@@ -233,7 +233,7 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     """What a verdict's advice depends on."""
     device, amp = ready.precision.device, ready.precision.level != "O0"
     workers = None if ready.train_set.in_memory else ready.train_loader.workers
-    return Setting(device.type, amp, compiled=False, workers=workers)
+    return Setting(device.type, amp, ready.choices.get("compile", "none") != "none", workers)
 
 
 def checkpoint_meta(

@@ -50,10 +50,12 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
     return module
 
 
-def build_without_weights(model: ModelConfig, image_size: int, channels: int) -> nn.Module:
+def build_without_weights(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
     """The same model on torch's meta device: sizes and operations, no values."""
-    plan = _plan(model, image_size, channels, NONE)
-    return _without_weights(plan.timm_name, plan.arguments)
+    plan = _plan(model, image_size, channels, shortcuts)
+    module = _without_weights(plan.timm_name, plan.arguments)
+    shortcuts.finish(module)
+    return module
 
 
 def check_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> None:

@@ -47,6 +47,8 @@ class Plan:
     left_out: dict[str, str] = field(default_factory=dict)
     """Name -> why it cannot be measured here."""
     remarks: list[str] = field(default_factory=list)
+    ceiling: dict[str, Any] = field(default_factory=dict)
+    """What the device could do at most, where that is told."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ def subject(found: Found) -> str:
     settings = found["settings"]
     model, size = settings.get("MODEL.NAME", "vit_base_patch16_224"), settings.get("DATA.IMAGE_SIZE", 224)
     return f"{model}, {size} pixels, batch {settings.get('DATA.BATCH_SIZE', 256)}"
+
+
+def precision_of(found: Found, name: str) -> str:
+    """What a contender computed in."""
+    return next((turn["precision"] for turn in found["turns"].get(name, []) if "precision" in turn), "-")
 
 
 def failure(found: Found, name: str) -> str | None:

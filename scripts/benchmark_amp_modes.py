@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from scripts.benchmark_amp_ceiling import ceiling, ceiling_line, of_peak
 from scripts.benchmark_amp_frame import (
     AGAIN,
     Chart,
@@ -76,7 +77,8 @@ def plan(line: ToolLine) -> Plan:
     contenders = _contenders(taken, config, updates)
     wishes = {"iterations": updates, "made": made, **told(config)}
     words, gpu = device_in_words(config, device), gpu_of(device)
-    return Plan(contenders, rounds, wishes, words, gpu, left_out, remarks)
+    most = ceiling(config, device, (mode.amp(config.AMP) for mode in taken))
+    return Plan(contenders, rounds, wishes, words, gpu, left_out, remarks, most)
 
 
 def _why_not(mode: Mode, config: Config, device: torch.device, asked: bool) -> str | None:
@@ -114,9 +116,8 @@ def _modes(found: Found) -> list[str]:
 
 
 def sections(found: Found) -> list[Section]:
-    rows = [
-        ["mode", "memory (GB)", "to fp32", "iterations/s", "images/s", "speed-up", "from files", "speed-up", "waited"]
-    ]  # fmt: skip
+    first = ["mode", "memory (GB)", "to fp32", "iterations/s", "images/s", "of peak", "speed-up"]
+    rows = [[*first, "from files", "speed-up", "waited"]]
     for mode in _modes(found):
         made, files = _name(mode, SYNTHETIC), _name(mode, FILES)
         waited = middle(found, files, "data_wait_percent")
@@ -127,6 +128,7 @@ def sections(found: Found) -> list[Section]:
                 _percent(_to_fp32(found, mode, SYNTHETIC, "peak_memory_gb")),
                 shown(middle(found, made, "iterations_per_second")),
                 shown(middle(found, made, "images_per_second")),
+                of_peak(found, made),
                 shown_ratio(times_as_much(found, made, _name(REFERENCE, SYNTHETIC), "images_per_second")),
                 shown(middle(found, files, "images_per_second")),
                 shown_ratio(times_as_much(found, files, _name(REFERENCE, FILES), "images_per_second")),
@@ -134,6 +136,7 @@ def sections(found: Found) -> list[Section]:
             ]
         )
     notes = [
+        ceiling_line(found),
         control_line(found, _name(REFERENCE, SYNTHETIC), "images_per_second"),
         "from files: images/s of JPEGs that are read, decoded and augmented; waited: how much of it the model waited",
     ]

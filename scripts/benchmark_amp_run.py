@@ -38,6 +38,7 @@ class Notebook:
             "rounds": plan.rounds,
             "left_out": plan.left_out,
             "remarks": plan.remarks,
+            "ceiling": plan.ceiling,
             "cut": False,
             "turns": {contender.name: [] for contender in plan.contenders},
         }
@@ -61,7 +62,7 @@ class Notebook:
                 )
         for name in self.found["turns"]:
             self.found["turns"][name] = turns.get(name, [])
-        self.found |= {key: before[key] for key in ("date", "command", "clock_mhz", "git")}
+        self.found |= {key: before[key] for key in ("date", "command", "clock_mhz", "git", "ceiling")}
         done = min(map(len, self.found["turns"].values()), default=0)
         log.info("%s: going on after %d of %d rounds", path, done, self.found["rounds"])
 

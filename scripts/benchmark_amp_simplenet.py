@@ -17,6 +17,7 @@ from scripts.benchmark_amp_frame import (
     Table,
     control_line,
     middle,
+    precision_of,
     shown,
     shown_ratio,
     times_as_much,
@@ -165,10 +166,9 @@ def sections(found: Found) -> list[Section]:
     settings = found["settings"]
     rows = [["", "precision", "seconds", "speed-up", "loss"]]
     for name in (OFF, ON, _accumulating(settings["accumulated"])):
-        precision = next((turn["precision"] for turn in found["turns"][name] if "precision" in turn), "-")
         speedup = times_as_much(found, OFF, name, "seconds")
         seconds, loss = (shown(middle(found, name, key), 4) for key in ("seconds", "loss"))
-        rows.append([name, precision, seconds, shown_ratio(speedup), loss])
+        rows.append([name, precision_of(found, name), seconds, shown_ratio(speedup), loss])
     title = (
         f"Three linear layers of {settings['width']}, {settings['batches']} batches of {settings['batch']}, "
         f"{settings['epochs']} epochs"

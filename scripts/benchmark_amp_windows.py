@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from scripts.benchmark_amp_ceiling import ceiling, ceiling_line, of_peak
 from scripts.benchmark_amp_frame import (
     AGAIN,
     Chart,
@@ -13,6 +14,7 @@ from scripts.benchmark_amp_frame import (
     Section,
     Table,
     control_line,
+    precision_of,
     shown,
     subject,
     times_as_much,
@@ -47,29 +49,29 @@ def plan(line: ToolLine) -> Plan:
 
     from scripts.benchmark_amp_training import Job, Seat, device_in_words, gpu_of
 
+    amps = {name: config.AMP.model_copy(update={"ENABLED": name == ON}) for name in (OFF, ON, OFF + AGAIN)}
     contenders: list[Contender] = []
-    for name, enabled in ((OFF, False), (ON, True), (OFF + AGAIN, False)):
-        seat = Seat(Job(changed(config, "AMP", ENABLED=enabled), updates))
+    for name, amp in amps.items():
+        seat = Seat(Job(config.model_copy(update={"AMP": amp}), updates))
         contenders.append(Contender(name, seat.turn, seat.close))
     wishes = {"iterations": updates, **told(changed(config, "AMP", ENABLED=True))}
-    return Plan(contenders, windows, wishes, device_in_words(config, device), gpu_of(device), remarks=remarks)
+    words, most = device_in_words(config, device), ceiling(config, device, (amps[OFF], amps[ON]))
+    return Plan(contenders, windows, wishes, words, gpu_of(device), remarks=remarks, ceiling=most)
 
 
 def sections(found: Found) -> list[Section]:
-    heading = ["", *(_ordinal(n) for n in range(1, found["rounds"] + 1)), "average", "speed-up"]
+    heading = ["", *(_ordinal(n) for n in range(1, found["rounds"] + 1)), "average", "speed-up", "of peak"]
     rows = [heading]
     averages = {name: statistics.fmean(values(found, name, "seconds") or [0.0]) for name in (OFF, ON)}
     for name in (OFF, ON):
         seconds = values(found, name, "seconds")
         cells = [shown(s, 4) for s in seconds] + ["-"] * (found["rounds"] - len(seconds))
         speedup = averages[OFF] / averages[ON] if name == ON and averages[ON] else None
-        rows.append([name, *cells, shown(averages[name], 4), shown(speedup, 4)])
-    title = f"Seconds of {found['settings']['iterations']} iterations, {subject(found)}, AMP on: {_precision(found)}"
-    return [Section(title, rows, [control_line(found, OFF, "seconds")])]
-
-
-def _precision(found: Found) -> str:
-    return next((turn["precision"] for turn in found["turns"][ON] if "precision" in turn), "not measured")
+        rows.append([name, *cells, shown(averages[name], 4), shown(speedup, 4), of_peak(found, name)])
+    title = (
+        f"Seconds of {found['settings']['iterations']} iterations, {subject(found)}, AMP on: {precision_of(found, ON)}"
+    )
+    return [Section(title, rows, [control_line(found, OFF, "seconds"), ceiling_line(found)])]
 
 
 def _ordinal(number: int) -> str:

@@ -21,6 +21,7 @@ def banner(config: Config, ready: Ready, world: World, device: torch.device, thr
     rows = [
         ("device", describe_device(device, world, threads)),
         ("precision", ready.precision.line()),
+        ("computing", ready.tuning.words()),
         ("model", describe_model(ready.model)),
         ("data", _data(config, ready)),
     ]

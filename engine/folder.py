@@ -62,7 +62,6 @@ def write_down(
     choices = {
         "precision": ready.precision.name,
         "why": ready.precision.choice.reason,
-        "attention": ready.attention,
         "threads": threads,
         "world_size": world.size,
         "decoder": decoder_of(config.DATA),

@@ -23,10 +23,12 @@ class Inputs(nn.Module):
         super().__init__()
         mean = torch.tensor(per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS), dtype=torch.float64)
         std = torch.tensor(per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS), dtype=torch.float64)
+        self.layout = torch.contiguous_format
+        """In which the model wants its images: plane by plane, unless TRAIN.CHANNELS_LAST acts."""
         shape = (1, -1, 1, 1)
         self.register_buffer("factor", (1 / (255 * std)).float().reshape(shape), persistent=False)
         self.register_buffer("offset", (-mean / std).float().reshape(shape), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        planes = images.to(torch.float32, memory_format=torch.contiguous_format)  # bytes may lie pixel by pixel
-        return torch.addcmul(self.offset, planes, self.factor)
+        floats = images.to(torch.float32, memory_format=self.layout)  # bytes may lie pixel by pixel
+        return torch.addcmul(self.offset, floats, self.factor)

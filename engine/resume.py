@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.checkpoint import EMA, MODEL, STATE, Checkpoint
+from engine.layout import lay_out_alike
 from engine.meters import Means
 from engine.overflow import SkipRecord
 from engine.sharding import Sharding, is_dealt, own_part, own_parts
@@ -142,6 +143,7 @@ def _restore(
     load_weights(parts.model, checkpoint.one_by_one(MODEL), f"{checkpoint.folder / MODEL}", sharding)
     moments = checkpoint.one_by_one(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
     _load_optimizer(parts.optimizer, state, moments, sharding)
+    lay_out_alike(parts.optimizer)
     parts.schedule.restore(state["moved"])
     if state["fp32_modules"] and sharding is not None and parts.precision.level == "O2":
         raise UserError(

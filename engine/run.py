@@ -208,7 +208,7 @@ def _evaluate_only(
     """-eval: the figures of given weights, and of their average where the checkpoint holds one."""
     began = time.perf_counter()
     config, found = settle_batch(config, checkpoint, world, device)
-    ready = together(world, lambda: build_for_evaluation(config, world, device))
+    ready = together(world, lambda: build_for_evaluation(config, world, device, checkpoint))
     ready.choices.update(found)
     folder = None if dry else folder_of(config, world, "eval")
     log.info(banner(config, ready, world, device, threads, folder))

@@ -35,13 +35,14 @@ from engine.schedule import Schedule, build_scheduler
 from engine.sharding import Sharding
 from engine.stages import DATA, stages_of
 from engine.token_drop import shortcuts_of, token_drop_of
+from engine.tuning import Tuning, tune
 from engine.update import Parts
 from engine.verdict import Setting
 from models import build_model, load_pretrained
 from utils.config import Config
 from utils.log import log
 from utils.seeding import seed_all
-from utils.world import World
+from utils.world import ALONE, World, together
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Ready:
     precision: Precision
     val_set: ImageDataset
     val_loader: ValLoader
-    attention: str
+    tuning: Tuning
     choices: dict[str, Any]
     """Made by measurement or by what the machine has: told in run.json, saved, and made again alike on resuming."""
 
@@ -67,21 +68,30 @@ class ReadyToTrain(Ready):
     best: Best
 
 
-def build_for_evaluation(config: Config, world: World, device: torch.device) -> Ready:
-    data = config.DATA
-    model, inputs, precision = model_in_precision(config, device)
+def build_for_evaluation(
+    config: Config, world: World, device: torch.device, checkpoint: Checkpoint | None = None
+) -> Ready:
+    data, kept = config.DATA, checkpoint.meta.get("choices", {}) if checkpoint else {}
+    (model, inputs, precision), tuning = _tuned_model(config, device, world, kept)
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
-    return Ready(model, inputs, precision, val_set, val_loader, _attention_of(model), {})
+    return Ready(model, inputs, precision, val_set, val_loader, tuning, tuning.choices())
 
 
 def model_in_precision(config: Config, device: torch.device) -> tuple[nn.Module, nn.Module, Precision]:
     """The model as it will compute, what prepares its inputs, and the precision of both."""
-    model, precision = _model(config, device), Precision(config.AMP, device)
-    prepare_model(model, config.AMP, precision)
-    _choose_attention(model, precision, {*config.AMP.CUSTOM_WHITE_LIST, *config.AMP.CUSTOM_BLACK_LIST})
-    return model, Inputs(config.DATA).to(device), precision
+    return _tuned_model(config, device, ALONE, {})[0]
+
+
+def _tuned_model(
+    config: Config, device: torch.device, world: World, kept: dict[str, Any]
+) -> tuple[tuple[nn.Module, nn.Module, Precision], Tuning]:
+    """A collective call, since ranks take rank 0's choices."""
+    model, precision = together(world, lambda: (_model(config, device), Precision(config.AMP, device)))
+    inputs = Inputs(config.DATA).to(device)
+    together(world, lambda: prepare_model(model, config.AMP, precision))
+    return (model, inputs, precision), tune(config, model, inputs, precision, world, kept)
 
 
 def build_for_training(
@@ -91,7 +101,7 @@ def build_for_training(
     checkpoint: Checkpoint | None,
     sharding: Sharding | None = None,
 ) -> ReadyToTrain:
-    ready = build_for_evaluation(config, world, device)
+    ready = build_for_evaluation(config, world, device, checkpoint)
     train_set, loader = training_data(config, world, device)
     tell_unmatched(config.DATA, map(samples_of, (train_set, ready.val_set)))
     train, updates = config.TRAIN, loader.order.updates
@@ -141,28 +151,6 @@ def _model(config: Config, device: torch.device) -> nn.Module:
     if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME))
     return model.to(device)
-
-
-def _choose_attention(model: nn.Module, precision: Precision, listed: set[str]) -> None:
-    """torch's fused attention, but on a CPU in half precision, where its backward pass takes several times longer.
-
-    And where softmax or its products are on a list: no list reaches into a fused operator.
-    """
-    slow = precision.device.type == "cpu" and precision.level != "O0"
-    if slow or listed & {"softmax", "matmul", "matmul_v2", "bmm"}:
-        for layer in _with_fused_attention(model):
-            layer.fused_attn = False
-
-
-def _attention_of(model: nn.Module) -> str:
-    layers = _with_fused_attention(model)
-    if not layers:
-        return "the model's own"
-    return "fused" if any(layer.fused_attn for layer in layers) else "plain"
-
-
-def _with_fused_attention(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "fused_attn")]
 
 
 def _workers(config: Config, world: World) -> int:

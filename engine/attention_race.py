@@ -1,0 +1,146 @@
+"""Which kind of attention is the fastest on this GPU, at this model's own shape, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention import CUDNN, EFFICIENT, FLASH, FUSED, PLAIN, Attention, attention_layers, backends_of
+from engine.precision import Precision
+from utils.errors import UserError
+
+ROUNDS, WARM_UPS = 5, 2
+CALLS = 4
+"""In a row between two looks at the clock."""
+LEAD = 1.02
+"""By so much torch's own choice has to be beaten."""
+MOST_TOKENS_OF_PLAIN = 64
+"""With more, plain attention keeps matrices that a batch, found to fit without them, may leave no room for."""
+
+Timer = Callable[[Callable[[], None]], float]
+
+
+class _Seen(Exception):
+    """The layer was reached; the rest of the model need not run."""
+
+
+@dataclass
+class Call:
+    """One call of an attention layer, as the model makes it."""
+
+    layer: Any
+    inputs: tuple[Any, ...]
+    named: dict[str, Any]
+    precision: Precision
+
+    @property
+    def tokens(self) -> int:
+        return self.inputs[0].shape[-2]
+
+    def run(self, kind: str) -> None:
+        """Forward and backward by this kind alone. A RuntimeError where there is none of it for such a call."""
+        from torch.nn.attention import sdpa_kernel
+
+        low = self.precision.level not in ("O0", "O3")
+        dtype = self.precision.choice.dtype
+        before, self.layer.fused_attn = self.layer.fused_attn, kind != PLAIN
+        backends = backends_of(kind, strictly=True)
+        try:
+            with sdpa_kernel(backends) if backends else nullcontext():
+                with torch.autocast(self.precision.device.type, dtype if low else None, enabled=low):
+                    found: Tensor = self.layer(*self.inputs, **self.named)
+                leaves = [*self.layer.parameters(), *(t for t in self.inputs if isinstance(t, Tensor))]
+                wanted = [leaf for leaf in leaves if leaf.requires_grad]
+                torch.autograd.grad(found, wanted, torch.ones_like(found), allow_unused=True)
+        finally:
+            self.layer.fused_attn = before
+
+
+def raced_attention(wanted: str, model: nn.Module, images: Tensor, precision: Precision) -> Attention:
+    """The fastest kind; or the one asked for, if there is such a thing here."""
+    with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
+        call = first_call(model, images, precision)
+        kinds = [kind for kind in (FUSED, PLAIN, FLASH, EFFICIENT, CUDNN) if _exists(call, kind)]
+        if wanted != "auto":
+            if wanted not in kinds:
+                raise UserError(
+                    f"MODEL.ATTENTION {wanted}: torch has none for this GPU, model and precision "
+                    f"({precision.name}), only {', '.join(kinds)}; or leave it auto."
+                )
+            return Attention(wanted, "as asked for")
+        if call.tokens > MOST_TOKENS_OF_PLAIN and PLAIN in kinds:
+            kinds.remove(PLAIN)
+        return winner(race(call.run, kinds, _by_events))
+
+
+def first_call(model: nn.Module, images: Tensor, precision: Precision) -> Call:
+    """What the first attention layer is called with. The largest there is: where sizes differ, they shrink."""
+    calls: list[Call] = []
+
+    def note(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> NoReturn:
+        calls.append(Call(layer, tuple(_as_leaf(value) for value in inputs), named, precision))
+        raise _Seen
+
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in attention_layers(model)]
+    training = model.training
+    model.eval()  # what stands before attention is not to learn from these images
+    try:
+        with torch.no_grad(), precision.autocast():
+            model(images)
+    except _Seen:
+        pass
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return calls[0]
+
+
+def race(run: Callable[[str], None], kinds: list[str], seconds_of: Timer) -> dict[str, float]:
+    """Seconds of each kind: medians of runs that take turns."""
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for nth in range(WARM_UPS + ROUNDS):
+        for kind in kinds:
+            seconds = seconds_of(lambda kind=kind: run(kind))
+            if nth >= WARM_UPS:
+                found[kind].append(seconds)
+    return {kind: median(times) for kind, times in found.items()}
+
+
+def winner(seconds: dict[str, float]) -> Attention:
+    fastest = min(seconds, key=lambda kind: seconds[kind])
+    if FUSED not in seconds:
+        return Attention(fastest, "the only one here")
+    gain = seconds[FUSED] / seconds[fastest]
+    if gain < LEAD:
+        return Attention(FUSED, f"torch's choice; raced against {', '.join(kind for kind in seconds if kind != FUSED)}")
+    return Attention(fastest, f"{gain:.2f}x fused in a race of {', '.join(seconds)}")
+
+
+def _exists(call: Call, kind: str) -> bool:
+    try:
+        call.run(kind)
+    except RuntimeError:  # torch has no such kernel, or no memory for it
+        return False
+    return True
+
+
+def _as_leaf(value: Any) -> Any:
+    grows = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().clone().requires_grad_() if grows else value
+
+
+def _by_events(work: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(CALLS):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / CALLS

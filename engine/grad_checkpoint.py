@@ -1,0 +1,73 @@
+"""TRAIN.GRAD_CHECKPOINT: blocks whose backward pass computes their forward pass again, and so keeps little of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from engine.half_copy import BATCH_NORM
+from engine.mixed_in import mix_in
+from engine.sharding import blocks_of
+from utils.errors import UserError
+
+
+class Recomputed(nn.Module):
+    """A block that keeps its input alone. Dropout draws the same numbers in both passes."""
+
+    recomputed: bool
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if not (self.recomputed and self.training and torch.is_grad_enabled()):
+            return super().forward(*inputs, **named)
+        if any(isinstance(module, BATCH_NORM) for module in self.modules()):
+            named["context_fn"] = self._contexts
+        return checkpoint(self._as_written, *inputs, use_reentrant=False, **named)
+
+    def _as_written(self, *inputs: Any, **named: Any) -> Any:
+        return super().forward(*inputs, **named)
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _running_statistics_kept(self)
+
+
+def which_blocks(model: nn.Module, wanted: str | int) -> str:
+    """In words; nothing where none are asked for."""
+    if wanted == "none":
+        return ""
+    count = len(list(blocks_of(model)))
+    if not count:
+        raise UserError(
+            f"TRAIN.GRAD_CHECKPOINT {wanted}: {type(model).__name__} has no row of like blocks to recompute; set none."
+        )
+    return f"{len(range(0, count, _every(wanted)))} of {count} blocks"
+
+
+def checkpoint_blocks(model: nn.Module, wanted: str | int) -> None:
+    """`blocks`: all of them; N: the first of every N."""
+    if wanted == "none":
+        return
+    for number, (_, block) in enumerate(list(blocks_of(model))):
+        mix_in(block, Recomputed)  # all of them: a row stays one of like blocks
+        block.recomputed = number % _every(wanted) == 0  # pyright: ignore[reportArgumentType]
+
+
+def _every(wanted: str | int) -> int:
+    return 1 if wanted == "blocks" else int(wanted)
+
+
+@contextmanager
+def _running_statistics_kept(block: nn.Module) -> Iterator[None]:
+    """A batch's statistics go into the running ones once, not again when it is computed again."""
+    following = [m for m in block.modules() if isinstance(m, BATCH_NORM) and m.track_running_stats]
+    for norm in following:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in following:
+            norm.track_running_stats = True

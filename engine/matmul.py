@@ -1,0 +1,101 @@
+"""CPU_FP32: which library multiplies fp32 matrices on a CPU.
+
+On AMD's CPUs, MKL leaves half of the vector units idle that come with Zen 5; oneDNN uses them. Smaller matrices lose
+more by oneDNN's way of being called than they gain.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from utils.errors import UserError
+
+MKL, ONEDNN = "mkl", "onednn"
+ZEN_5 = 26
+"""The first family of AMD's CPUs whose vector units are as wide as AVX-512's registers."""
+SMALLEST = 2**16
+"""Values that a layer hands on: with fewer, MKL was the faster one."""
+LARGEST_ERROR = 1e-5
+"""Of a product, against its largest value; fp32 stays under 2e-6, bf16 comes to 3e-3."""
+
+
+@dataclass(frozen=True)
+class Products:
+    library: str
+    reason: str
+
+
+def choose_products(wanted: str, device: torch.device, fp32: bool, values: int, kept: str | None) -> Products:
+    """`fp32`: whether the run computes in it. `values`: what a layer hands on. `kept`: what a resumed run had."""
+    if wanted != "auto":
+        if device.type == "cpu" and wanted == ONEDNN and (why := _what_is_wrong_with_onednn()):
+            raise UserError(f"CPU_FP32 onednn: {why}; use mkl.")
+        return Products(wanted, "as asked for")
+    here = _by_machine(device, fp32, values)
+    if kept is None or kept == here.library:
+        return here
+    if kept == ONEDNN and (device.type != "cpu" or (why := _what_is_wrong_with_onednn())):
+        return here
+    return Products(kept, f"as this run began; by itself it would be {here.library} here: {here.reason}")
+
+
+def put_products_in_force(library: str) -> None:
+    """Set either way: a former run's must not leak into this one."""
+    # To oneDNN `bf16` is leave to use it, not an order. Where a CPU would, `choose_products` does not come here.
+    precision = "bf16" if library == ONEDNN else "ieee"
+    torch.backends.mkldnn.matmul.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _by_machine(device: torch.device, fp32: bool, values: int) -> Products:
+    """By what the machine is, never by a clock: the same command is to give the same bits."""
+    if device.type != "cpu":
+        return Products(MKL, "on a CPU only")
+    if not fp32:
+        return Products(MKL, "products are in half precision")
+    vendor, family = processor_kind()
+    if vendor != "AuthenticAMD" or family < ZEN_5:
+        return Products(MKL, "oneDNN gains on AMD's Zen 5 and later")
+    if values < SMALLEST:
+        return Products(MKL, "small matrices")
+    if why := _what_is_wrong_with_onednn():
+        return Products(MKL, why)
+    return Products(ONEDNN, "Zen 5 or later")
+
+
+@cache
+def processor_kind() -> tuple[str, int]:
+    """Vendor and family as Linux tells them; nothing where it does not."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return "", 0
+    vendor = re.search(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)
+    family = re.search(r"^cpu family\s*:\s*(\d+)", text, re.MULTILINE)
+    return vendor[1] if vendor else "", int(family[1]) if family else 0
+
+
+def _what_is_wrong_with_onednn() -> str:
+    if not torch.backends.mkldnn.is_available():
+        return "this torch was built without oneDNN"
+    error = _error_of_onednn()
+    return f"on this CPU oneDNN is less exact than fp32 (relative error {error:.0e})" if error > LARGEST_ERROR else ""
+
+
+@cache
+def _error_of_onednn() -> float:
+    """Of one product against fp64: with leave to use bf16, a CPU with units for it (AMX) may do so."""
+    random = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(256, 256, generator=random) for _ in range(2))
+    before = torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
+    put_products_in_force(ONEDNN)
+    try:
+        found = left @ right
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before  # pyright: ignore[reportAttributeAccessIssue]
+    exact = left.double() @ right.double()
+    return float((found.double() - exact).abs().max() / exact.abs().max())

@@ -1,0 +1,120 @@
+"""What the model is told so that it computes faster, or in less memory: the same mathematics, but for the last bits.
+
+Rank 0 decides for all. It is told in the banner and in run.json, saved, and decided alike when a run is gone on with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.attention import FUSED, Attention, put_attention_in_force, settled_attention
+from engine.attention_race import raced_attention
+from engine.grad_checkpoint import checkpoint_blocks, which_blocks
+from engine.inputs import Inputs
+from engine.layout import channels_go_last, put_channels_last
+from engine.matmul import Products, choose_products, put_products_in_force
+from engine.patches import patches_are_linear, use_linear_patches
+from engine.precision import Precision
+from engine.residual import narrow_stream, stream_is_narrow
+from utils.config import Config
+from utils.world import World, from_first, together
+
+
+@dataclass(frozen=True)
+class Tuning:
+    attention: Attention
+    products: Products
+    linear_patches: bool
+    channels_last: bool
+    computed_in: str
+    """Device and precision: under others, a resumed run decides anew."""
+    recomputed: str
+    """Which blocks are, in words."""
+    narrow: bool
+
+    def choices(self) -> dict[str, Any]:
+        """For run.json, and for the checkpoints that a resumed run takes them from."""
+        return {
+            "attention": self.attention.kind,
+            "cpu_fp32": self.products.library,
+            "linear_patches": self.linear_patches,
+            "channels_last": self.channels_last,
+            "computed_in": self.computed_in,
+        }
+
+    def words(self) -> str:
+        """One line for the banner."""
+        parts = [f"attention {self.attention.words()}"]
+        if self.computed_in.startswith("cpu"):
+            parts.append(f"fp32 products by {self.products.library} ({self.products.reason})")
+        parts += ["patches by a matrix product"] * self.linear_patches
+        parts += ["channels last"] * self.channels_last
+        parts += ["residual stream as autocast has it"] * self.narrow
+        parts += [f"{self.recomputed} recomputed in the backward pass"] * bool(self.recomputed)
+        return "; ".join(parts)
+
+
+def tune(
+    config: Config, model: nn.Module, inputs: Inputs, precision: Precision, world: World, kept: dict[str, Any]
+) -> Tuning:
+    """Decide and do it. `kept`: the choices of the run that is gone on with. A collective call."""
+    tuning = from_first(together(world, lambda: _decide(config, model, inputs, precision, world, kept)), world)
+    put_products_in_force(tuning.products.library)
+    put_attention_in_force(tuning.attention.kind, model)
+    if tuning.linear_patches:
+        use_linear_patches(model)
+    if tuning.channels_last:
+        put_channels_last(model, inputs)
+    if tuning.narrow:
+        narrow_stream(model, precision)
+    checkpoint_blocks(model, config.TRAIN.GRAD_CHECKPOINT)
+    return tuning
+
+
+def _decide(
+    config: Config, model: nn.Module, inputs: Inputs, precision: Precision, world: World, kept: dict[str, Any]
+) -> Tuning:
+    device, fp32, train = precision.device, precision.level == "O0", config.TRAIN
+    computed_in = f"{device.type} {precision.name}"
+    if kept.get("computed_in") != computed_in:
+        kept = {}
+    listed = (*config.AMP.CUSTOM_WHITE_LIST, *config.AMP.CUSTOM_BLACK_LIST)
+    values = _values_handed_on(model, config.DATA.BATCH_SIZE)
+    products = choose_products(config.CPU_FP32, device, fp32, values, kept.get("cpu_fp32"))
+    wanted, had = config.MODEL.ATTENTION, kept.get("attention")
+    attention = settled_attention(wanted, model, precision, products.library, listed, had)
+    if attention is None:
+        attention = _raced(config, model, inputs, precision, world)
+    return Tuning(
+        attention=attention,
+        products=products,
+        linear_patches=patches_are_linear(config.MODEL.LINEAR_PATCHES, model, precision, listed),
+        channels_last=channels_go_last(train.CHANNELS_LAST, model, precision, config.DIST.STRATEGY == "fsdp"),
+        computed_in=computed_in,
+        recomputed=which_blocks(model, train.GRAD_CHECKPOINT),
+        narrow=stream_is_narrow(train.RESIDUAL_DTYPE, model, precision),
+    )
+
+
+def _raced(config: Config, model: nn.Module, inputs: Inputs, precision: Precision, world: World) -> Attention:
+    """On rank 0, whose answer all take. Not while the batch is being looked for: its size is part of the question."""
+    wanted, data = config.MODEL.ATTENTION, config.DATA
+    if not world.first or not isinstance(data.BATCH_SIZE, int):
+        return Attention(FUSED if wanted == "auto" else wanted, "")
+    device = precision.device
+    random = torch.Generator(device).manual_seed(config.SEED)
+    size = (data.BATCH_SIZE, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
+    images = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=random)
+    return raced_attention(wanted, model, inputs(images), precision)
+
+
+def _values_handed_on(model: nn.Module, batch: int) -> int:
+    """What a block of a transformer gives to the next one; 0 for other models, and while the batch is looked for."""
+    patches = getattr(getattr(model, "patch_embed", None), "num_patches", 0)
+    width = getattr(model, "embed_dim", 0)
+    known = all(isinstance(number, int) for number in (patches, width, batch))
+    return patches * width * batch if known else 0

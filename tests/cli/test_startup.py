@@ -1,0 +1,139 @@
+"""From the command to the first update: only what this run needs is imported before it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from tests.program import ROOT
+from utils.late_compiler import compiler_is_imported, import_compiler_late
+
+LATE = {
+    *("tensorboard", "matplotlib", "torchao", "sklearn", "pandas", "pyarrow", "fsspec", "onnx", "scipy", "sympy"),
+    *("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "timm.optim"),
+}
+MOST_MODULES = 2400
+"""2,130 when this was written; 3,300 with what is late now."""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """What a run with `-X importtime` tells before its first update is told, and after."""
+    from tests.program import TINY_DIGITS
+
+    place = tmp_path_factory.mktemp("startup")
+    (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+    words = ["-cfg", place / "tiny.yaml", "-output", place / "run", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=1"]
+    command = [sys.executable, "-u", "-X", "importtime", ROOT / "main_single_gpu.py", *words]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    before, first, after = done.stdout.partition("Step[0001/")
+    assert first
+    return before, after
+
+
+def imported(text: str) -> set[str]:
+    return set(re.findall(r"^import time:.*\|\s+(\S+)$", text, re.MULTILINE))
+
+
+def test_what_the_first_update_does_not_need_comes_later(told: tuple[str, str]) -> None:
+    before, after = map(imported, told)
+    assert {"torch", "timm", "torchvision"} <= before
+    assert not before & LATE
+    assert {"tensorboard", "matplotlib"} <= after, "and comes where it is needed"
+
+
+def test_a_first_update_takes_no_more_modules_than_it_did(told: tuple[str, str]) -> None:
+    assert len(imported(told[0])) < MOST_MODULES
+
+
+def in_python(code: str) -> str:
+    """What a fresh Python prints that runs this in the project's folder."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_settings_are_judged_without_torch() -> None:
+    code = """
+import sys
+from utils.config import load_config
+load_config("configs/vit_digits.yaml", words={"TRAIN.TOKEN_DROP": "0.5"})
+import engine.entry
+print(sorted(name for name in ("torch", "numpy", "timm") if name in sys.modules))
+"""
+    assert in_python(code).strip() == "[]"
+
+
+LATE_COMPILER = """
+from utils.late_compiler import compiler_is_imported, import_compiler_late
+import_compiler_late()
+import torch, torchvision, timm
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+weight.sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+
+@torch.compiler.disable
+def left_alone(x):
+    return x + torch.compiler.is_compiling()
+
+assert left_alone(torch.ones(2)).tolist() == [1, 1]
+assert not compiler_is_imported()
+
+@torch.compile(backend="eager")
+def doubled(x):
+    return left_alone(x * 2) + torch.compiler.is_compiling()
+
+assert doubled(torch.ones(2)).tolist() == [3, 3], "compiled but for what is to be left alone"
+assert compiler_is_imported()
+import torch._dynamo.utils
+assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
+try:
+    torch.compile(doubled, backend="eager", fullgraph=True)(torch.ones(3))
+except torch._dynamo.exc.Unsupported:
+    print("a graph break, as ever")
+weight.sum().backward()
+optimizer.step()
+"""
+
+
+def test_the_compiler_comes_when_something_is_compiled() -> None:
+    assert in_python(LATE_COMPILER).strip() == "a graph break, as ever"
+
+
+@pytest.mark.slow
+def test_a_submodule_of_the_compiler_brings_it() -> None:
+    code = """
+from utils.late_compiler import compiler_is_imported, import_compiler_late
+import_compiler_late()
+import torch
+import torch._dynamo.config
+assert compiler_is_imported()
+print(torch._dynamo.config.suppress_errors)
+"""
+    assert in_python(code).strip() == "False"
+
+
+def test_where_it_is_imported_already_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ModuleType("torch._dynamo")
+    monkeypatch.setitem(sys.modules, "torch._dynamo", real)
+    import_compiler_late()
+    assert sys.modules["torch._dynamo"] is real
+    assert compiler_is_imported()

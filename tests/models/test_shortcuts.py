@@ -1,0 +1,150 @@
+"""Models that leave patches out, and that take images of several sizes: their weights are those of the plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from timm.layers.patch_dropout import PatchDropout
+from torch import Tensor, nn
+
+from engine.token_drop import TokenDrop, shortcut_words
+from models import Shortcuts, build_model, check_model
+from utils.config.schema import ModelConfig, TrainConfig
+from utils.errors import UserError
+
+TINY: dict[str, Any] = {"NUM_CLASSES": 10, "PATCH_SIZE": 4, "EMBED_DIM": 16, "DEPTH": 2, "NUM_HEADS": 2}
+SIDE, PATCHES = 32, 64
+
+
+def tiny(shortcuts: Shortcuts, name: str = "tiny", **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return build_model(ModelConfig(**{"NAME": name, **TINY, **settings}), SIDE, 3, shortcuts)
+
+
+def tokens_of(model: Any, images: Tensor) -> Tensor:
+    """What reaches the first block."""
+    seen: list[Tensor] = []
+    handle = model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    model(images)
+    handle.remove()
+    return seen[0]
+
+
+def images(count: int = 4, side: int = SIDE) -> Tensor:
+    return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(1))
+
+
+def training(**settings: Any) -> TrainConfig:
+    return TrainConfig(**{"NUM_EPOCHS": 10, **settings})
+
+
+def kept_patches(model: Any) -> list[set[int]]:
+    """For each sample, which patches are among its tokens: those of its row in the plain model's tokens."""
+    plain = tokens_of(tiny(Shortcuts()).eval(), images())
+    found = tokens_of(model, images())
+    return [
+        {patch for patch in range(PATCHES) if any(torch.equal(token, row[patch + 1]) for token in sample[1:])}
+        for sample, row in zip(found, plain, strict=True)
+    ]
+
+
+def test_a_share_of_the_patches_is_left_out_others_for_each_sample() -> None:
+    model = tiny(Shortcuts(token_drop=0.25)).train()
+    TokenDrop(training(TOKEN_DROP=0.25)).set(1, model)
+    kept = kept_patches(model)
+    assert [len(patches) for patches in kept] == [48] * 4
+    assert len({frozenset(patches) for patches in kept}) == 4
+
+
+def test_the_class_token_stays() -> None:
+    model = tiny(Shortcuts(token_drop=0.5)).train()
+    TokenDrop(training(TOKEN_DROP=0.5)).set(1, model)
+    first = tokens_of(model, images())[:, 0]
+    assert torch.equal(first, tokens_of(tiny(Shortcuts()).eval(), images())[:, 0])
+
+
+def test_so_does_a_distillation_token() -> None:
+    model = tiny(Shortcuts(token_drop=0.5), "deit_tiny_distilled_patch16_224").train()
+    TokenDrop(training(TOKEN_DROP=0.5)).set(1, model)
+    plain = tiny(Shortcuts(), "deit_tiny_distilled_patch16_224").eval()
+    found, expected = tokens_of(model, images()), tokens_of(plain, images())
+    assert found.shape[1] == 2 + PATCHES // 2
+    assert torch.equal(found[:, :2], expected[:, :2])
+
+
+def test_validation_sees_all() -> None:
+    model = tiny(Shortcuts(token_drop=0.5))
+    TokenDrop(training(TOKEN_DROP=0.5)).set(1, model)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(images()), tiny(Shortcuts()).eval()(images()))
+
+
+def test_the_last_epochs_see_all() -> None:
+    model = tiny(Shortcuts(token_drop=0.5)).train()
+    drop = TokenDrop(training(TOKEN_DROP=0.5, TOKEN_DROP_TAIL=2))
+    counts = []
+    for epoch in (8, 9, 10, 1):
+        drop.set(epoch, model)
+        counts.append(tokens_of(model, images()).shape[1] - 1)
+    assert counts == [32, 64, 64, 32]
+
+
+def test_all_are_shown_until_an_epoch_begins() -> None:
+    """What is tried before training, such as how much memory a batch takes, is the dearest that is to come."""
+    assert tokens_of(tiny(Shortcuts(token_drop=0.5)).train(), images()).shape[1] == 1 + PATCHES
+
+
+def test_weights_are_those_of_the_plain_model() -> None:
+    plain, other = tiny(Shortcuts()), tiny(Shortcuts(token_drop=0.5, sizes=(16,)))
+    assert list(plain.state_dict()) == list(other.state_dict())
+    assert all(torch.equal(plain.state_dict()[name], weight) for name, weight in other.state_dict().items())
+
+
+def test_smaller_images_are_taken_by_the_same_weights() -> None:
+    model = tiny(Shortcuts(sizes=(16,))).eval()
+    with torch.no_grad():
+        assert model(images(side=16)).shape == (4, 10)
+        torch.testing.assert_close(model(images()), tiny(Shortcuts()).eval()(images()), rtol=1e-6, atol=1e-6)
+    loss = model.train()(images(side=16)).sum()
+    loss.backward()
+    assert model.pos_embed.grad.abs().sum(-1).count_nonzero() == 1 + PATCHES, "all positions learn from small images"
+
+
+def test_without_a_schedule_another_size_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        tiny(Shortcuts())(images(side=16))
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "resnet18"])
+@pytest.mark.parametrize(
+    ("key", "shortcuts"), [("TOKEN_DROP", Shortcuts(token_drop=0.5)), ("SIZE_SCHEDULE", Shortcuts(sizes=(112,)))]
+)
+def test_other_kinds_of_models_are_refused(name: str, key: str, shortcuts: Shortcuts) -> None:
+    with pytest.raises(UserError, match=rf"TRAIN\.{key}: (SwinTransformer|ResNet) cannot; it needs .*ViT") as error:
+        check_model(ModelConfig(NAME=name), 224, 3, shortcuts)
+    assert len(str(error.value).splitlines()) == 2, "and nothing else is said"
+
+
+def test_sizes_must_be_made_of_whole_patches() -> None:
+    with pytest.raises(UserError, match=r"TRAIN\.SIZE_SCHEDULE: images of 150 are not divisible by the patches of 16"):
+        check_model(ModelConfig(NAME="vit_tiny_patch16_224"), 224, 3, Shortcuts(sizes=(150, 160)))
+
+
+def test_the_banner_tells() -> None:
+    train = training(TOKEN_DROP=0.25, TOKEN_DROP_TAIL=2, SIZE_SCHEDULE=[[0, 16], [0.75, 32]])
+    assert shortcut_words(train) == (
+        "25 % of the patches left out, all shown in the last 2 epochs; images of 16 from epoch 1, 32 from epoch 9"
+    )
+    assert shortcut_words(training()) == ""
+
+
+def test_the_first_epoch_told_is_the_first_of_that_size() -> None:
+    train = training(SIZE_SCHEDULE=[[0, 16], [3, 24], [0.75, 32]])
+    assert [train.size_in(epoch, 32) for epoch in range(1, 11)] == [16] * 3 + [24] * 5 + [32] * 2
+
+
+def test_a_plain_model_has_nothing_of_it() -> None:
+    assert not any(isinstance(part, PatchDropout) for part in tiny(Shortcuts()).modules())
+    assert isinstance(tiny(Shortcuts()).patch_drop, nn.Identity)

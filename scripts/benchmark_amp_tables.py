@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scripts.benchmark_amp_frame import Table
 from scripts.benchmark_amp_modes import TABLE as MODES
+from scripts.benchmark_amp_peers import TABLE as PEERS
 from scripts.benchmark_amp_scaling import TABLE as SCALING
 from scripts.benchmark_amp_simplenet import TABLE as SIMPLENET
 from scripts.benchmark_amp_startup import TABLE as STARTUP
@@ -16,6 +17,7 @@ TABLES: dict[str, Table] = {
         MODES,
         SIMPLENET,
         SCALING,
+        PEERS,
         STARTUP,
     )
 }

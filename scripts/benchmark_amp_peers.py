@@ -1,0 +1,227 @@
+"""`peers`: this program's update against timm's training loop and the loop that one would write with torch alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.benchmark_amp_frame import (
+    AGAIN,
+    Chart,
+    Contender,
+    Found,
+    Plan,
+    Section,
+    Table,
+    control_line,
+    middle,
+    shown,
+    shown_ratio,
+    subject,
+    times_as_much,
+)
+from scripts.benchmark_amp_settings import MODEL, settings_of, told
+from utils.cli import Flag
+from utils.errors import TrainingError, UserError
+from utils.log import log
+from utils.script import ToolLine
+
+if TYPE_CHECKING:
+    from scripts.benchmark_amp_peers_seat import Seat
+    from scripts.benchmark_amp_peers_start import Way
+
+ABOUT = """Our update, timm's loop as it comes and with its best flags, and a plain PyTorch loop, in turns.
+
+    python scripts/benchmark_amp.py peers -image_size 224 -batch_size 8 -threads 1
+    python scripts/benchmark_amp.py peers -image_size 32 -compile
+    python scripts/benchmark_amp.py peers -model vit_small_patch16_224 -batch_size 256 -timm_train train.py -compile
+
+The same model, first weights, batches, AdamW, cosine, clipping and moving average for all. First their losses are
+compared over 5 updates; where they do not agree, nothing is measured. The loop of timm is in train.py of its
+repository and in no package: -timm_train names that file; without it, the loop is put together here of the package's
+parts. Its best flags are the fused AdamW and, with -compile, --torchcompile."""
+FLAGS = (
+    MODEL,
+    Flag("updates", "updates of a turn (default 50; on a CPU 5)", "N", ("UPDATES",)),
+    Flag("rounds", "turns of each (default 7)", "N", ("ROUNDS",)),
+    Flag("precisions", "of fp32, bf16, fp16 (default fp32,bf16)", "A,B", ("PRECISIONS",)),
+    Flag("compile", "our update and timm's compiled, too", "", ("WITH_COMPILE",)),
+    Flag("timm_train", "train.py of timm's repository, whose own loop then runs", "FILE", ("TIMM_TRAIN",)),
+)
+PRECISIONS = ("fp32", "bf16", "fp16")
+FIXED: dict[str, Any] = {
+    "TRAIN.NUM_EPOCHS": 10,
+    "TRAIN.WARMUP_EPOCHS": 1,
+    "TRAIN.BASE_LR": 1e-3,
+    "TRAIN.WEIGHT_DECAY": 0.05,
+    "TRAIN.GRAD_CLIP": 1.0,
+    "TRAIN.MODEL_EMA": True,
+    "TRAIN.MODEL_EMA_DECAY": 0.9998,
+    "TRAIN.MODEL_EMA_WARMUP": False,
+}
+AGREE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
+"""How far a loss may be from timm's in fp32, against its size: fp32 rounds to 6e-8, and does so many times."""
+OURS, TIMM, BEST, COMPILED_TIMM, PLAIN = "ours", "timm", "timm, fused", "timm, fused, compiled", "plain loop"
+COMPILED = "ours, compiled"
+
+
+def plan(line: ToolLine) -> Plan:
+    precisions, rounds = _precisions(line), line.whole("ROUNDS", 7)
+    train_py = line.file("TIMM_TRAIN", ".py").resolve() if "TIMM_TRAIN" in line.own else None
+    if train_py is not None and not train_py.is_file():
+        raise UserError(f"-timm_train {train_py}: no such file; give train.py of timm's repository.")
+    loaded, device, remarks = settings_of(line, fixed=FIXED)
+    config, compiled = loaded.config, "WITH_COMPILE" in line.own
+    updates = line.whole("UPDATES", 5 if device.type == "cpu" else 50)
+
+    from scripts.benchmark_amp_peers_seat import Job, Seat
+    from scripts.benchmark_amp_training import device_in_words, gpu_of
+
+    ways = {_name(who, p): way for p in precisions for who, way in _ways(p, compiled, train_py).items()}
+    first = _name(TIMM, precisions[0])
+    ways[first + AGAIN] = ways[first]
+    seats = {name: Seat(Job(way, config, updates)) for name, way in ways.items()}
+    left_out = _compare(seats, first)
+    contenders = [Contender(name, seat.turn, seat.close) for name, seat in seats.items() if name not in left_out]
+    wishes = {
+        "updates": updates,
+        "precisions": ",".join(precisions),
+        "compiled": compiled,
+        "timm_loop": "its own train.py" if train_py else "parts of its package",
+        **told(config),
+    }
+    words, gpu = device_in_words(config, device), gpu_of(device)
+    return Plan(contenders, rounds, wishes, words, gpu, left_out, remarks)
+
+
+def _precisions(line: ToolLine) -> list[str]:
+    asked = str(line.own.get("PRECISIONS", ("fp32,bf16", ""))[0]).split(",")
+    if unknown := [name for name in asked if name not in PRECISIONS]:
+        raise UserError(f"-precisions {','.join(unknown)}: takes some of {','.join(PRECISIONS)}.")
+    return sorted(set(asked), key=PRECISIONS.index)
+
+
+def _ways(precision: str, compiled: bool, train_py: Path | None) -> dict[str, Way]:
+    from scripts.benchmark_amp_peers_start import BEST as best
+    from scripts.benchmark_amp_peers_start import OURS as ours
+    from scripts.benchmark_amp_peers_start import PLAIN as plain
+    from scripts.benchmark_amp_peers_start import STOCK as stock
+    from scripts.benchmark_amp_peers_start import Way
+
+    ways = {
+        TIMM: Way(stock, precision, train_py=train_py),
+        BEST: Way(best, precision, train_py=train_py),
+        PLAIN: Way(plain, precision),
+        OURS: Way(ours, precision),
+    }
+    if compiled:
+        ways[COMPILED_TIMM] = Way(best, precision, compiled=True, train_py=train_py)
+        ways[COMPILED] = Way(ours, precision, compiled=True)
+    return ways
+
+
+def _name(who: str, precision: str) -> str:
+    return f"{who}, {precision}"
+
+
+def _compare(seats: dict[str, Seat], first: str) -> dict[str, str]:
+    """Whoever cannot train, and why. An error where losses are not alike: such loops are not to be compared."""
+    losses: dict[str, list[float]] = {}
+    left_out: dict[str, str] = {}
+    try:
+        for name, seat in seats.items():
+            log.info("building, and the first losses: %s", name)
+            answer = seat.losses()
+            if isinstance(answer, str):
+                left_out[name] = answer
+                seat.close()
+            else:
+                losses[name] = answer
+        if first in left_out:
+            raise TrainingError(f"{first}, which the others are compared to: {left_out[first]}")
+        if problems := disagreements(losses, first):
+            raise TrainingError("the losses do not agree, so nothing is measured:\n" + "\n".join(problems))
+    except BaseException:
+        for seat in seats.values():
+            seat.close()
+        raise
+    for name, why in left_out.items():
+        log.warning("%s: %s", name, why)
+    return left_out
+
+
+def disagreements(losses: dict[str, list[float]], first: str) -> list[str]:
+    """A line for each whose losses are not those of `first`, up to what its precision rounds."""
+    found: list[str] = []
+    for name, own in losses.items():
+        difference, limit = apart(own, losses[first]), AGREE[_precision_of(name)]
+        if not difference <= limit:
+            figures = ", ".join(f"{loss:.7f}" for loss in own)
+            found.append(f"  {name}: {figures}; apart from {first} by {difference:.1e}, more than {limit:.0e}")
+    if found:
+        found.append(f"  {first}: " + ", ".join(f"{loss:.7f}" for loss in losses[first]))
+    return found
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    """The greatest difference of two curves, against the size of the loss."""
+    return max(abs(a - b) / max(abs(b), 1.0) for a, b in zip(one, other, strict=True))
+
+
+def _precision_of(name: str) -> str:
+    return name.removesuffix(AGAIN).rpartition(", ")[2]
+
+
+def sections(found: Found) -> list[Section]:
+    precisions = found["settings"]["precisions"].split(",")
+    first = _name(TIMM, precisions[0])
+    updates = found["settings"]["updates"]
+    rows = [["", "ms an update", "images/s", f"against {first}", "against timm", "CPU ms", "against timm", "GB"]]
+    for name in _names(found):
+        same = _name(TIMM, _precision_of(name))
+        rows.append(
+            [
+                name,
+                shown(_milliseconds(found, name, "seconds", updates), 4),
+                shown(middle(found, name, "images_per_second")),
+                shown_ratio(times_as_much(found, first, name, "seconds")),
+                shown_ratio(times_as_much(found, same, name, "seconds")),
+                shown(_milliseconds(found, name, "cpu_seconds", updates), 4),
+                shown_ratio(times_as_much(found, same, name, "cpu_seconds")),
+                shown(middle(found, name, "peak_memory_gb")),
+            ]
+        )
+    notes = [
+        control_line(found, first, "seconds"),
+        f"`against timm`: as timm is in the same precision, by the clock and by the time on CPUs; the loop of timm: "
+        f"{found['settings']['timm_loop']}",
+        _agreement(found, precisions, first),
+    ]
+    return [Section(f"An update, {subject(found)}, moving average and clipping on", rows, notes)]
+
+
+def _names(found: Found) -> list[str]:
+    return [name for name in found["turns"] if not name.endswith(AGAIN) and middle(found, name, "seconds") is not None]
+
+
+def _milliseconds(found: Found, name: str, key: str, updates: int) -> float | None:
+    seconds = middle(found, name, key)
+    return None if seconds is None else 1000 * seconds / updates
+
+
+def _agreement(found: Found, precisions: list[str], first: str) -> str:
+    """How far the losses were apart at most, a precision each."""
+    curves = {name: found["turns"][name][0]["losses"] for name in _names(found)}
+    told_of = []
+    for precision in precisions:
+        own = [apart(c, curves[first]) for n, c in curves.items() if _precision_of(n) == precision and first in curves]
+        told_of.append(f"{precision} {max(own, default=0.0):.1e}")
+    return f"losses of the first updates, apart from {first} by at most (of the loss): {', '.join(told_of)}"
+
+
+def charts(found: Found) -> list[Chart]:
+    speeds = {name: speed for name in _names(found) if (speed := middle(found, name, "images_per_second")) is not None}
+    return [Chart(sections(found)[0].title, "images/s", bars=speeds)]
+
+
+TABLE = Table("peers", ABOUT, FLAGS, plan, sections, charts)

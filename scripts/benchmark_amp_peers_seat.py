@@ -1,0 +1,141 @@
+"""A loop of `peers` in a process of its own, which stays: its first losses, and its turns."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from datasets import Batch
+from engine.device import pick_device, prepare
+from engine.pace import peak_memory_gb
+from scripts.benchmark_amp_frame import Figures
+from scripts.benchmark_amp_peers_loops import loop_of
+from scripts.benchmark_amp_peers_start import Loop, Way
+from scripts.own_training import NO_ROOM, own_processes, warmup_updates
+from utils.config import Config
+from utils.errors import TrainingError, UserError
+from utils.log import start_log
+from utils.world import ALONE
+
+COMPARED = 5
+"""Updates whose losses are compared."""
+BATCHES = 16
+"""Different ones; then the first comes again."""
+
+
+@dataclass(frozen=True)
+class Job:
+    way: Way
+    config: Config
+    updates: int
+    """Of a turn."""
+
+
+class Seat:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._pool: ProcessPoolExecutor | None = None
+
+    def losses(self) -> list[float] | str:
+        """Of the first updates; or why there are none."""
+        self._pool = own_processes()
+        return self._ask(_sit_down, self._job)
+
+    def turn(self) -> Figures:
+        answer = self._ask(_turn)
+        return {"failed": answer} if isinstance(answer, str) else answer
+
+    def _ask(self, *work: Any) -> Any:
+        assert self._pool is not None
+        try:
+            return self._pool.submit(_or_why_not, *work).result()
+        except BrokenProcessPool:
+            return NO_ROOM
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+class _Course:
+    def __init__(self, job: Job) -> None:
+        self._device = pick_device(job.config.DEVICE, ALONE)
+        prepare(job.config, self._device, ALONE)
+        self._loop: Loop = loop_of(job.way, job.config, self._device)
+        self._batches = _batches(job.config, self._device)
+        self._job, self._done = job, 0
+        self.losses = [self._loop.train_one(batch) for batch in self._next(COMPARED)]
+        self._loop.train(self._next(warmup_updates(job.updates)))
+
+    def _next(self, count: int) -> list[Batch]:
+        coming = [self._batches[n % BATCHES] for n in range(self._done, self._done + count)]
+        self._done += count
+        return coming
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+    def turn(self) -> Figures:
+        updates, batches = self._job.updates, self._next(self._job.updates)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._loop.train(batches[:1])  # what others did meanwhile is out of the caches again
+        self._wait()
+        began, on_cpu = time.perf_counter(), time.process_time()
+        self._loop.train(batches)
+        self._wait()
+        seconds, on_cpu = time.perf_counter() - began, time.process_time() - on_cpu
+        figures = {
+            "seconds": seconds,
+            "images_per_second": updates * self._job.config.DATA.BATCH_SIZE / seconds,
+            "cpu_seconds": on_cpu,
+            "peak_memory_gb": peak_memory_gb(self._device),
+            "losses": self.losses,
+        }
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the others are on the same device
+        return figures
+
+
+def _batches(config: Config, device: torch.device) -> list[Batch]:
+    """Random images and labels, the same in every process, on the device."""
+    data, generator = config.DATA, torch.Generator().manual_seed(config.SEED)
+    size = (data.BATCH_SIZE, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
+    made = []
+    for _ in range(BATCHES):
+        images = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+        labels = torch.randint(0, config.MODEL.NUM_CLASSES, (data.BATCH_SIZE,), generator=generator)
+        made.append(Batch(images.to(device), labels.to(device), torch.arange(data.BATCH_SIZE)))
+    return made
+
+
+_course: _Course | None = None
+"""In the process of a seat, what its turns go on with."""
+
+
+def _sit_down(job: Job) -> list[float]:
+    global _course
+    _course = _Course(job)
+    return _course.losses
+
+
+def _turn() -> Figures:
+    assert _course is not None
+    return _course.turn()
+
+
+def _or_why_not(work: Any, *given: Any) -> Any:
+    """What torch cannot run, or what does not fit in memory, is an answer too: a text."""
+    start_log(speaks=False)
+    try:
+        return work(*given)
+    except torch.OutOfMemoryError:
+        return "out of memory"
+    except (RuntimeError, UserError, TrainingError) as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -26,6 +26,7 @@ from scripts.benchmark_amp_frame import (
 from scripts.benchmark_amp_settings import MODEL, changed, settings_of, synthetic, told
 from utils.cli import Flag
 from utils.config import Config
+from utils.errors import UserError
 from utils.script import ToolLine
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ def plan(line: ToolLine) -> Plan:
     left_out: dict[str, str] = {}
     for mode in asked if asked is not None else MODES[1:]:
         reason = _why_not(mode, config, device, asked is not None)
+        if reason and asked is not None:
+            raise UserError(f"-modes {mode.name}: {reason}")
         if reason:
             left_out[mode.name] = reason
     taken = [MODES[0], *(mode for mode in (asked or MODES[1:]) if mode.name not in left_out)]

@@ -1,0 +1,196 @@
+"""benchmark_amp.py: contenders take turns, a file is gone on from, and what cannot be measured is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import benchmark_amp_run
+from scripts.benchmark_amp import main
+from scripts.benchmark_amp_frame import AGAIN, Contender, Figures, Found, Plan, Section, Table, control_line, middle
+from scripts.benchmark_amp_run import lines, markdown, measure
+from scripts.benchmark_data_measure import Budget
+from utils.errors import TrainingError, UserError
+
+
+class Clock:
+    """Time that passes only where a turn takes some."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(benchmark_amp_run.time, "monotonic", made.monotonic)
+    return made
+
+
+class Turns:
+    """Contenders of given durations, and the order in which they came."""
+
+    def __init__(self, clock: Clock, **seconds: float) -> None:
+        self.came: list[str] = []
+        self.closed: list[str] = []
+        self._clock = clock
+        self.contenders = [
+            Contender(n, self._turn(n, s), lambda n=n: self.closed.append(n)) for n, s in seconds.items()
+        ]
+
+    def _turn(self, name: str, seconds: float) -> Callable[[], Figures]:
+        def turn() -> Figures:
+            self.came.append(name)
+            self._clock.now += seconds
+            return {"seconds": seconds + 0.1 * len(self.came)}
+
+        return turn
+
+    def plan(self, rounds: int, **settings: Any) -> Plan:
+        return Plan(self.contenders, rounds, settings or {"size": 3}, "a device")
+
+
+def _sections(found: Found) -> list[Section]:
+    rows = [["", "seconds"], *([name, f"{middle(found, name, 'seconds'):.2f}"] for name in found["turns"])]
+    return [Section("How long", rows, [control_line(found, "a", "seconds")])]
+
+
+TABLE = Table("windows", "", (), lambda _line: Plan([], 0, {}, ""), _sections, lambda _found: [])
+
+
+def test_contenders_come_there_and_back(clock: Clock) -> None:
+    turns = Turns(clock, a=1, b=2, c=3)
+    found = measure(TABLE, turns.plan(3), Budget(100), None)
+    assert turns.came == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
+    assert turns.closed == ["a", "b", "c"]
+    assert [len(figures) for figures in found["turns"].values()] == [3, 3, 3]
+    assert not found["cut"]
+
+
+def test_what_the_time_cut_off_is_gone_on_with(clock: Clock, tmp_path: Path) -> None:
+    path, first, second = tmp_path / "f.json", Turns(clock, a=1, b=2, c=3), Turns(clock, a=1, b=2, c=3)
+    cut = measure(TABLE, first.plan(3), Budget(13.5), path)
+    assert first.came == ["a", "b", "c", "c", "b", "a", "a"]
+    assert cut["cut"]
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    assert kept == cut
+
+    whole = measure(TABLE, second.plan(3), Budget(100), path)
+    assert second.came == ["b", "c"]
+    assert all(whole["turns"][name][: len(figures)] == figures for name, figures in kept["turns"].items())
+    assert not whole["cut"]
+    third = Turns(clock, a=1, b=2, c=3)
+    assert measure(TABLE, third.plan(3), Budget(100), path) == whole
+    assert third.came == []
+
+
+def test_a_round_that_was_cut_in_its_middle_is_ended_first(clock: Clock, tmp_path: Path) -> None:
+    path, first, second = tmp_path / "f.json", Turns(clock, a=1, b=2), Turns(clock, a=1, b=2)
+    measure(TABLE, first.plan(2), Budget(5.5), path)
+    assert first.came == ["a", "b", "b"]
+    measure(TABLE, second.plan(2), Budget(100), path)
+    assert second.came == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"loss": 3}', ["was not written by benchmark_amp.py"]),
+        ("{", ["was not written by benchmark_amp.py"]),
+        (None, ["another measurement", "with size 3, not 4"]),
+    ],
+)
+def test_another_file_is_left_as_it_is(clock: Clock, tmp_path: Path, text: str | None, said: list[str]) -> None:
+    path = tmp_path / "f.json"
+    if text is None:
+        measure(TABLE, Turns(clock, a=1).plan(1), Budget(100), path)
+    else:
+        path.write_text(text, encoding="utf-8")
+    before = path.read_text(encoding="utf-8")
+    with pytest.raises(UserError) as refused:
+        measure(TABLE, Turns(clock, a=1).plan(1, size=4), Budget(100), path)
+    assert all(word in str(refused.value) for word in ["-json", *said])
+    assert path.read_text(encoding="utf-8") == before
+
+
+def test_who_fails_is_not_tried_again_and_is_named(clock: Clock) -> None:
+    turns, tried = Turns(clock, a=1), []
+    failing = Contender("b", lambda: tried.append(1) or {"failed": "out of memory"})
+    found = measure(TABLE, Plan([*turns.contenders, failing], 3, {}, "a device"), Budget(100), None)
+    assert (len(tried), turns.came) == (1, ["a", "a", "a"])
+    with pytest.raises(TrainingError, match="out of memory"):
+        measure(TABLE, Plan([failing], 3, {}, "a device"), Budget(100), None)
+    found["left_out"] = {"c": "this CPU has none", "d": "this CPU has none"}
+    found["turns"].pop("b")
+    told = "\n".join(lines(TABLE, found))
+    assert "not measured: c, d: this CPU has none" in told
+
+
+def test_no_time_at_all(clock: Clock) -> None:
+    with pytest.raises(TrainingError, match="-budget_min"):
+        measure(TABLE, Turns(clock, a=1).plan(1), Budget(-1), None)
+
+
+def test_every_turn_is_in_the_file_when_it_is_interrupted(clock: Clock, tmp_path: Path) -> None:
+    path, turns = tmp_path / "f.json", Turns(clock, a=1)
+
+    def interrupted() -> Figures:
+        raise KeyboardInterrupt
+
+    plan = Plan([*turns.contenders, Contender("b", interrupted)], 2, {}, "a device")
+    with pytest.raises(KeyboardInterrupt):
+        measure(TABLE, plan, Budget(100), path)
+    assert len(json.loads(path.read_text(encoding="utf-8"))["turns"]["a"]) == 1
+    assert turns.closed == ["a"]
+
+
+def test_the_report_says_where_and_when_and_what_chance_is(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["benchmark_amp.py", "windows", "-iters", "3", "-json", "f.json", "--budget_min=4", "DATA.CACHE=/x", "-amp"]
+    monkeypatch.setattr(benchmark_amp_run.sys, "argv", words)
+    found = measure(TABLE, Turns(clock, **{"a": 1, "a" + AGAIN: 2}).plan(1), Budget(100), None)
+    for told in ("\n".join(lines(TABLE, found)), markdown(TABLE, found, "LINK/f.json")):
+        assert "python scripts/benchmark_amp.py windows -iters 3 -amp" in told
+        assert "-json" not in told
+        assert f"a device, clock {found['clock_mhz'][0]} to" in told or "clock unknown" in told
+        assert f"torch {found['versions']['torch']}" in told
+        assert found["date"] in told
+        assert "a second time: 2.00 (2.00 to 2.00)" in told  # 2.2 / 1.1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["window"], ["window", "Did you mean windows?"]),
+        (["windows", "-iters", "0"], ["-iters 0", "from 1"]),
+        (["windows", "-budget_min", "no"], ["-budget_min no", "above 0"]),
+        (["windows", "-json", "a.txt"], ["-json a.txt", "a.json"]),
+        (["windows", "-eval"], ["-eval", "it measures training"]),
+        (["modes", "-modes", "bf17"], ["'bf17'", "Did you mean bf16"]),
+        (["modes", "-modes", "tf32"], ["-modes tf32", "Ampere"]),
+        (["scaling", "-axes", "batch,images"], ["'images'", "Did you mean image"]),
+        (["scaling", "-batches", "1,b"], ["-batches 1,b", "1,2,4"]),
+        (["scaling", "-model", "vit_huge_patch14_224", "-image_size", "32"], ["not divisible"]),
+        (["startup", "-cfg", "nowhere.yaml"], ["nowhere.yaml"]),
+    ],
+    ids=lambda value: " ".join(value[:3]),
+)
+def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], words: list[str], said: list[str]) -> None:
+    assert main([*words, *(["-device", "cpu"] if "-cfg" not in words else [])]) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in said), told
+
+
+def test_help_names_tables_and_their_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in ((["-h"], ["windows", "startup"]), (["scaling", "-h"], ["-axes A,B", "-budget_min M"])):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        assert left.value.code == 0
+        told = capsys.readouterr().out
+        assert all(word in told for word in said), told

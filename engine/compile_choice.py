@@ -66,7 +66,10 @@ def _by_gain(config: Config, parts: Parts, updates: int) -> tuple[str, str]:
     bare = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
     flops = training_flops(bare, data.IMAGE_CHANNELS, data.IMAGE_SIZE)
     found = gain(flops, data.BATCH_SIZE, config.TRAIN.ACCUM_ITER, updates, parts.precision.level != "O0")
-    return WHOLE if found.pays else NONE, f"auto: {found.words()}"
+    if not found.pays:
+        return NONE, f"auto: {found.words()}"
+    in_blocks = config.TRAIN.GRAD_CHECKPOINT != "none" and has_blocks(parts.model)
+    return BLOCKS if in_blocks else WHOLE, f"auto: {found.words()}"
 
 
 def has_blocks(model: nn.Module) -> bool:

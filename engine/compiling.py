@@ -131,9 +131,11 @@ class Compiled:
             if not from_bytes:
                 with precision.autocast():
                     images, targets, labels = parts.change(inputs(images), labels)
-            if self.choice.mode == CUDA_GRAPHS:
-                _make_way(forward)
-            return Computed(*graph(images, targets), labels)
+            if self.choice.mode != CUDA_GRAPHS:
+                return Computed(*graph(images, targets), labels)
+            _make_way(forward)
+            loss, logits = graph(images, targets)
+            return Computed(loss.clone(), logits.clone(), labels)
 
         return compute
 
@@ -143,7 +145,7 @@ def _computing(parts: Parts) -> nn.Module:
 
 
 def _make_way(model: nn.Module) -> None:
-    """CUDA graphs write where they wrote before: gradients of earlier micro-batches must lie elsewhere by then."""
+    """CUDA graphs write where they wrote before: what is still needed of earlier micro-batches must lie elsewhere."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()

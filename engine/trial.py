@@ -53,8 +53,8 @@ def largest_that_fits(fits: Callable[[int], bool], most: int, enough: Callable[[
         if bad > most:
             size = min(2 * good, most)
         else:
-            step = STEP if good else 1
-            size = (good + bad) // 2 // step * step
+            step = STEP if good >= STEP else 1
+            size = (good // step + -(-bad // step)) // 2 * step
     return good
 
 
@@ -104,7 +104,8 @@ class Trial:
         began = time.perf_counter()
         done = self._try(batch)
         self._seconds = time.perf_counter() - began
-        gc.collect()  # what an error left behind
+        if not done:
+            gc.collect()  # what an error left behind
         self.peaks[batch] = self._take_peak()
         return done
 

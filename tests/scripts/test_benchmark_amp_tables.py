@@ -1,0 +1,182 @@
+"""The tables of benchmark_amp.py, each measured once in a small size: real processes, real updates."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from scripts.benchmark_amp import main
+from scripts.benchmark_amp_frame import AGAIN
+from scripts.benchmark_amp_training import Job, _Course
+from scripts.benchmark_amp_windows import OFF, ON
+from scripts.own_training import opened, own_processes
+from tests.program import Result
+from utils.config import load_config
+from utils.seeding import seed_all
+from utils.world import BY_HAND, World
+
+Found = dict[str, Any]
+
+
+@pytest.fixture
+def measured(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Found, str]]:
+    """`measured("windows", "-iters", 2)`: what the file holds, and what was told."""
+    monkeypatch.setattr("engine.flops.measured_tflops", lambda *_: 0.05)
+
+    def call(table: str, *words: object) -> tuple[Found, str]:
+        files = ["-json", tmp_path / "t.json", "-out", tmp_path / "t.png"]
+        assert main([str(word) for word in (table, "-cfg", tiny, *words, *files)]) == 0
+        with Image.open(tmp_path / "t.png") as picture:
+            assert picture.format == "PNG"
+        told = capsys.readouterr().out
+        found = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
+        assert not any("failed" in turn for turns in found["turns"].values() for turn in turns)
+        assert found["versions"]["torch"] in told
+        assert found["device"] in told
+        return found, told
+
+    return call
+
+
+def test_windows(measured: Callable[..., tuple[Found, str]]) -> None:
+    first, _ = measured("windows", "-iters", 2, "-windows", 1)
+    found, told = measured("windows", "-iters", 2, "-windows", 2)
+    off, on, again = ([turn["seconds"] for turn in found["turns"][name]] for name in (OFF, ON, OFF + AGAIN))
+    assert [len(off), len(on), len(again)] == [2, 2, 2]
+    assert first["turns"][OFF] == found["turns"][OFF][:1], "the file is gone on from"
+    rows = {line.strip().partition("  ")[0]: line.split() for line in told.splitlines()}
+    assert rows[ON][2:6] == [f"{value:.4g}" for value in (*on, sum(on) / 2, sum(off) / sum(on))]
+    assert rows[OFF][2:5] == [f"{value:.4g}" for value in (*off, sum(off) / 2)]
+    assert [found["turns"][name][0]["precision"] for name in (OFF, ON)] == ["fp32", "bf16"]
+    assert all(turn["images_per_second"] * turn["seconds"] == pytest.approx(64) for turn in found["turns"][ON])
+
+
+def test_modes(measured: Callable[..., tuple[Found, str]]) -> None:
+    found, told = measured("modes", "-modes", "O2-bf16", "-iters", 1, "-rounds", 1)
+    assert list(found["turns"]) == [
+        "fp32, synthetic", "O2-bf16, synthetic", "fp32, synthetic, again", "fp32, files", "O2-bf16, files"
+    ]  # fmt: skip
+    assert {name: turns[0]["precision"] for name, turns in found["turns"].items()} == {
+        name: "O2 bf16" if name.startswith("O2") else "fp32" for name in found["turns"]
+    }
+    assert all(0.1 < turns[0]["peak_memory_gb"] < 3 for turns in found["turns"].values())
+    (row,) = [line.split() for line in told.splitlines() if line.strip().startswith("O2-bf16")][-1:]
+    fast, base = (found["turns"][f"{mode}, synthetic"][0]["images_per_second"] for mode in ("O2-bf16", "fp32"))
+    assert f"{fast / base:.2f}" in row
+
+
+def test_simplenet_trains_what_it_says(measured: Callable[..., tuple[Found, str]]) -> None:
+    """The same losses as a loop by hand over the same numbers."""
+    words = ("-width", 16, "-batches", 4, "-epochs", 2, "-accumulated", 2, "-batch_size", 8, "-rounds", 1, "SEED=3")
+    found, told = measured("simplenet", *words)
+    assert "AMP on, 2 batches an update" in told
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randn(2, 8, 16, generator=generator) for _ in range(4)]
+    losses = {together: _loss_by_hand(batches, together) for together in (1, 2)}
+    assert found["turns"][OFF][0]["loss"] == pytest.approx(losses[1], abs=1e-6)
+    assert found["turns"][OFF][0]["loss"] == found["turns"][OFF + AGAIN][0]["loss"]
+    assert found["turns"]["AMP on, 2 batches an update"][0]["loss"] == pytest.approx(losses[2], abs=0.01)
+
+
+def _loss_by_hand(batches: list[torch.Tensor], together: int) -> float:
+    seed_all(3, "init")
+    layers = [torch.nn.Linear(16, 16) for _ in range(3)]
+    net = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    losses: list[float] = []
+    for _ in range(2):
+        for number, (data, target) in enumerate(batches, 1):
+            loss = torch.nn.functional.mse_loss(net(data), target)
+            (loss / together).backward()
+            losses.append(loss.item())
+            if number % together == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return sum(losses[-together:]) / together
+
+
+def test_scaling(measured: Callable[..., tuple[Found, str]]) -> None:
+    found, told = measured("scaling", "-axes", "batch", "-batches", "32,64", "-iters", 1, "-rounds", 1)
+    small, large = "tiny, 8 pixels, batch 32", "tiny, 8 pixels, batch 64"
+    assert list(found["turns"]) == [small, large, small + AGAIN]
+    work = found["settings"]["work"]
+    assert work[small]["gflop_per_image"] == work[large]["gflop_per_image"] > 0
+    seconds = found["turns"][small][0]["seconds"]
+    (row,) = [line.split() for line in told.splitlines() if line.strip().startswith("64 ")]
+    assert row[3] == "2", "twice the work"
+    assert float(row[5].replace(",", "")) == pytest.approx(2000 * seconds, rel=0.01), "predicted: twice the time"
+
+
+def test_scaling_with_processes(measured: Callable[..., tuple[Found, str]]) -> None:
+    found, told = measured("scaling", "-axes", "processes", "-processes", "2", "-iters", 1, "-rounds", 1)
+    assert list(found["turns"]) == ["2 processes", "2 processes, no exchange", "2 processes" + AGAIN]
+    both = found["turns"]["2 processes"][0]["images_per_second"]
+    (row,) = [line.split() for line in told.splitlines() if line.strip().startswith("2 ")]
+    assert float(row[1].replace(",", "")) == pytest.approx(2 * both, rel=0.01), "of both processes"
+
+
+@pytest.mark.slow
+def test_without_exchange_each_process_goes_its_own_way(tiny: Path) -> None:
+    config = load_config(str(tiny)).config
+    for exchange, alike in ((True, True), (False, False)):
+        first, second = _in_two_processes(Job(config, 1, exchange))
+        assert (first == second) == alike
+
+
+def _in_two_processes(job: Job) -> list[float]:
+    from scripts.benchmark_amp_training import _free_port
+
+    meeting = ("127.0.0.1", _free_port())
+    with own_processes(2) as pool:
+        answers = [pool.submit(_weights, job, World(rank, 2, rank, 2, BY_HAND, meeting)) for rank in range(2)]
+        return [answer.result() for answer in answers]
+
+
+def _weights(job: Job, world: World) -> float:
+    with opened(job.config, world) as training:
+        _Course(job, training).turn()
+        return sum(float(weight.detach().double().sum()) for weight in training.ready.model.parameters())
+
+
+def test_the_probe_finds_the_parts_of_starting_up(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    result, began = tmp_path / "parts.json", time.monotonic()
+    script = ("main_single_gpu.py", "-cfg", tiny, "-output", tmp_path / "run")
+    done = vitamp(result, began, *script, script="scripts/benchmark_amp_startup_probe.py")
+    passed = time.monotonic() - began
+    assert done.code == 0, done.text
+    found = json.loads(result.read_text(encoding="utf-8"))
+    assert {"python", "import vitamp", "model", "data index", "compiling", "first update", "rest"} <= set(
+        found["parts"]
+    )
+    assert all(seconds >= 0 for seconds in found["parts"].values())
+    assert found["parts"]["model"] > 0.001
+    assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
+    assert found["seconds"] < passed
+    assert "Epoch[001" not in done.out, "it ends after a few updates"
+
+
+@pytest.mark.slow
+def test_startup(measured: Callable[..., tuple[Found, str]]) -> None:
+    found, told = measured("startup", "-rounds", 1)
+    assert list(found["turns"]) == ["vitamp", "import torch, timm", "vitamp" + AGAIN]
+    assert found["turns"]["vitamp"][0]["parts"]["import torch"] > 0.1
+    assert "import torch " in told
+    assert "to the first update" in told
+
+
+@pytest.mark.slow
+def test_modes_with_jpegs_that_it_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-iters", "1", "-rounds", "1", "-modes", "bf16", "-image_size", "32", "-made", "24", "-batch_size", "4"]
+    assert main(["modes", *words, "-device", "cpu", f"DATA.CACHE={tmp_path}"]) == 0
+    assert len(list((tmp_path / "made").rglob("*.jpg"))) == 24
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("bf16 ")]
+    assert row[-1] == "%"

@@ -1,0 +1,147 @@
+"""Whether, and what of, an update is compiled: by the settings, the device, the run's length, and the run before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from engine import compile_choice
+from engine.compile_choice import CompileChoice, choose_compiling
+from engine.compile_gain import gain
+from tests.engine.small import OFF, parts_of
+from utils.config import Config, TrainConfig, load_config
+from utils.errors import UserError
+from utils.world import ALONE, World
+
+Settings = dict[str, object]
+TWO = World(rank=0, size=2, local_rank=0, local_size=2)
+LONG, SHORT = 500_000, 100
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that agree in everything."""
+    monkeypatch.setattr(compile_choice, "together", lambda _, work: work())
+    monkeypatch.setattr(compile_choice, "from_first", lambda value, _: value)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr(compile_choice.shutil, "which", lambda name: f"/usr/bin/{name}")
+
+
+def choose(
+    model: nn.Module | None = None,
+    world: World = ALONE,
+    updates: int = LONG,
+    kept: str | None = None,
+    device: str = "cpu",
+    **train: object,
+) -> CompileChoice:
+    model = model or timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=32)
+    parts = parts_of(model, torch.optim.SGD(model.parameters()), OFF)
+    parts.precision.device = torch.device(device)
+    return choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, kept)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_cpu_compiles_what_it_is_asked_to_and_no_more() -> None:
+    assert choose().how == "none"
+    assert "on cpu" in choose().reason
+    assert choose(COMPILE="whole") == CompileChoice("whole", "default", "as asked for")
+    assert choose(COMPILE="blocks").how == "blocks"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_compiles_where_it_repays() -> None:
+    assert choose(device="cuda", updates=SHORT).how == "none"
+    assert "too little" in choose(device="cuda", updates=SHORT).reason
+    assert choose(device="cuda", updates=LONG).how == "whole"
+    assert choose(device="cuda", updates=LONG, GRAD_CHECKPOINT="blocks").how == "blocks"
+    assert "500,000 updates" in choose(device="cuda", updates=LONG).reason
+
+
+@pytest.mark.usefixtures("gpu", "two")
+def test_many_processes_compile_blocks_so_that_gradients_travel_early() -> None:
+    assert choose(device="cuda", world=TWO).how == "blocks"
+    asked = choose(device="cuda", world=TWO, COMPILE="whole")
+    assert asked.how == "blocks"
+    assert "exchange gradients" in asked.reason
+    assert choose(nn.Linear(2, 2), device="cuda", world=TWO).how == "none", "there are no blocks in it"
+
+
+def test_a_run_that_is_gone_on_with_keeps_its_choice_unless_told_otherwise() -> None:
+    assert choose(kept="whole") == CompileChoice("whole", "default", "as this run had it")
+    assert choose(kept="whole", COMPILE="none").how == "none"
+    assert choose(kept="none", COMPILE="blocks").how == "blocks"
+
+
+@pytest.mark.parametrize(
+    ("train", "device", "words"),
+    [
+        ({"COMPILE": "whole", "COMPILE_MODE": "reduce-overhead"}, "cpu", "CUDA graphs are for GPUs"),
+        ({"COMPILE": "blocks", "COMPILE_MODE": "reduce-overhead"}, "cuda", "TRAIN.COMPILE whole in one process"),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_cuda_graphs_hold_the_whole_of_one_process_on_a_gpu(train: Settings, device: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        choose(device=device, **train)
+
+
+def test_max_autotune_does_not_bring_cuda_graphs_along() -> None:
+    modes = {mode: CompileChoice("whole", mode, "").torch_mode for mode in ("default", "max-autotune")}
+    assert modes == {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+    assert CompileChoice("whole", "reduce-overhead", "").torch_mode == "reduce-overhead"
+
+
+def test_a_model_without_blocks_is_not_compiled_by_blocks() -> None:
+    with pytest.raises(UserError, match="Linear has no row of like blocks; use whole or none"):
+        choose(nn.Linear(2, 2), COMPILE="blocks")
+
+
+def test_without_a_compiler_there_is_one_clear_error(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.COMPILE=whole", env={"CXX": "no-such-compiler"})
+    assert done.code == 2, done.text
+    assert "TRAIN.COMPILE whole: torch.compile needs a compiler, and here is no no-such-compiler" in done.text
+    assert "set TRAIN.COMPILE=none" in done.text
+    assert "Traceback" not in done.text
+
+
+def test_what_is_saved_is_larger_for_larger_work() -> None:
+    small = gain(1e9, samples=32, accumulated=1, updates=1000, half=False)
+    large = gain(1e11, samples=256, accumulated=4, updates=1000, half=False)
+    assert small.seconds == pytest.approx(2.0), "the least there is: 2 ms an update"
+    assert large.seconds == pytest.approx(0.2 * 1e11 * 256 * 4 * 1000 / 4e13)
+    assert gain(1e11, 256, 4, 1000, half=True).seconds < large.seconds
+    assert large.pays
+    assert not small.pays
+    assert not gain(None, 256, 1, 1000, half=True).pays
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ({"DIST.STATIC_GRAPH": "true", "TRAIN.ACCUM_ITER": "2"}, "DIST.STATIC_GRAPH: true works only without accum"),
+        ({"DIST.BF16_GRADIENTS": "true", "AMP.ENABLED": "true", "AMP.LEVEL": "O2"}, "has no place at AMP.LEVEL O2"),
+        ({"DIST.BF16_GRADIENTS": "true", "DIST.STRATEGY": "fsdp"}, "has no place with DIST.STRATEGY fsdp"),
+    ],
+)
+def test_settings_of_ddp_go_with_ddp_alone(tiny: Path, words: dict[str, str], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        load_config(str(tiny), words=words)
+
+
+def test_the_choice_is_saved_with_the_run(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2", "TRAIN.NUM_EPOCHS=1")
+    assert done.code == 0, done.text
+    assert "compile    none (auto: on cpu compiling takes longer than it saves)" in done.text
+    assert '"compile": "none"' in (run / "run.json").read_text()
+    (meta,) = run.glob("checkpoints/step-*/meta.json")
+    assert '"compile": "none"' in meta.read_text()

@@ -1,0 +1,306 @@
+"""DATA.BATCH_SIZE auto: what is found fits, and nothing of the search is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from engine import batch_size, memory, trial
+from engine.batch_size import settle_batch, share_of
+from engine.memory import GIB, LiveMemory, free_memory, limited
+from engine.trial import Trial, largest_that_fits
+from tests.engine.small import CPU
+from tests.program import Result, metrics
+from utils.config import Config, load_config
+from utils.errors import UserError
+from utils.seeding import seed_host
+from utils.world import ALONE, World
+
+AUTO = ("-batch_size", "auto")
+O2 = {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": "O2"}
+HALF_A_MIB = "TRAIN.MEMORY_LIMIT=0.0005"
+
+
+def settings(tiny: Path, **words: object) -> Config:
+    given = {key.replace("__", "."): str(value) for key, value in words.items()}
+    return load_config(str(tiny), words={"DATA.BATCH_SIZE": "auto", **given}).config
+
+
+def found(config: Config) -> tuple[int, int]:
+    """Batch and accumulation."""
+    settled, _ = settle_batch(config, None, ALONE, CPU)
+    return settled.DATA.BATCH_SIZE, settled.TRAIN.ACCUM_ITER
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let the machine have so many MiB left."""
+
+    def set_to(mib: float) -> None:
+        monkeypatch.setattr(batch_size, "free_memory", lambda *_: int(mib * 2**20))
+
+    return set_to
+
+
+@pytest.mark.parametrize("most", [1, 5, 8, 100, 1024])
+@pytest.mark.parametrize("room", [0, 1, 3, 7, 8, 15, 16, 99, 100, 517, 1023, 5000])
+def test_the_search_finds_the_largest(most: int, room: int) -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= room
+
+    answer = largest_that_fits(fits, most)
+    largest = min(room, most)
+    assert answer == (largest if largest < 8 or largest == most else largest // 8 * 8)
+    assert len(tried) == len(set(tried)) <= 15
+    assert max(tried) <= most
+
+
+def test_the_search_ends_where_that_is_enough() -> None:
+    tried: list[int] = []
+    assert largest_that_fits(lambda size: not tried.append(size), 1024, lambda: len(tried) == 3) == 32
+
+
+@pytest.mark.parametrize(
+    ("target", "fitting", "share"),
+    [(528, 184, 176), (512, 184, 128), (512, 5000, 512), (500, 184, 125), (1000, 184, 125), (7, 4, 1), (48, 47, 24)],
+)
+def test_a_share_of_the_global_batch(target: int, fitting: int, share: int) -> None:
+    assert share_of(target, fitting) == share
+
+
+def test_what_is_found_fits_and_eight_more_do_not(tiny: Path, memory_of: Callable[[float], None]) -> None:
+    config, sizes = settings(tiny), []
+    for mib in (0.4, 0.8):
+        memory_of(mib)
+        size, _ = found(config)
+        sizes.append(size)
+        with limited(CPU, int(mib * 2**20 * (1 - batch_size.MARGIN))) as peak:
+            again = Trial(config, False, CPU, peak)
+            assert again.fits(size)
+            assert not again.fits(size + 8)
+            assert again.fits(size), "a try that failed leaves nothing behind"
+    assert sizes == sorted(set(sizes)), "more memory, more images"
+    assert all(size % 8 == 0 for size in sizes)
+
+
+def test_all_that_a_run_keeps_counts(tiny: Path) -> None:
+    peaks = []
+    for words in ({}, {"TRAIN__ACCUM_ITER": 2}, {"TRAIN__MODEL_EMA": "true"}, O2):
+        with limited(CPU, GIB) as peak:
+            attempt = Trial(settings(tiny, MODEL__EMBED_DIM=128, **words), False, CPU, peak)
+            assert attempt.fits(8)
+            peaks.append(attempt.peaks[8])
+            weights = 4 * sum(p.numel() for p in attempt._computing[0].parameters())
+    assert min(peaks[1:]) > peaks[0] + weights / 3, "beside weights, gradients and the optimiser's state"
+
+
+def test_small_data_and_cpus_set_limits(tiny: Path, memory_of: Callable[[float], None]) -> None:
+    memory_of(1000)
+    assert found(settings(tiny)) == (176, 1), "8 updates an epoch of 1,437 images"
+    assert found(settings(tiny, TRAIN__GLOBAL_BATCH=1200)) == (600, 2), "of which a CPU is not to try all"
+    two = World(0, 2, 0, 2)
+    with limited(CPU, GIB) as peak:
+        assert Trial(settings(tiny), False, CPU, peak).most(None, two).batch == 88
+
+
+def test_a_cpu_that_is_slow_is_not_kept_busy(
+    tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_of(1000)
+    monkeypatch.setattr(trial, "SECONDS_A_TRY_ON_CPU", 0.0)
+    assert found(settings(tiny)) == (8, 1)
+
+
+def test_all_ranks_take_what_fits_on_each(
+    tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_of(1000)
+    monkeypatch.setattr(batch_size, "all_of", lambda items, _: [*items, 24])
+    assert found(settings(tiny, TRAIN__GLOBAL_BATCH=120)) == (24, 5)
+
+
+def test_too_little_for_one_image_is_refused(
+    tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_of(0.05)
+    with pytest.raises(UserError, match=r"not even a batch of 1 fits into 51\.2 KiB"):
+        found(settings(tiny))
+    monkeypatch.setattr(Trial, "fits", lambda _, batch: batch == 1)  # none to mix it with
+    with pytest.raises(UserError, match="not even a batch of 2"):
+        found(settings(tiny, TRAIN__MIXUP_ALPHA=0.8))
+
+
+def test_an_unknown_memory_asks_for_the_setting(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_size, "free_memory", lambda *_: None)
+    with pytest.raises(UserError, match=r"TRAIN\.MEMORY_LIMIT"):
+        found(settings(tiny))
+    assert found(settings(tiny, TRAIN__MEMORY_LIMIT=1))[0] == 176
+
+
+def test_random_numbers_stand_where_they_stood(tiny: Path, memory_of: Callable[[float], None]) -> None:
+    memory_of(0.5)
+    seed_host("here")
+    found(settings(tiny, MODEL__DROPOUT=0.1))
+    drawn = random.random(), np.random.random(), float(torch.rand(()))
+    seed_host("here")
+    assert drawn == (random.random(), np.random.random(), float(torch.rand(())))
+
+
+@pytest.mark.parametrize(
+    ("words", "accumulated"), [({"TRAIN.GLOBAL_BATCH": "96"}, 3), ({"TRAIN.GLOBAL_BATCH": "32"}, 1)]
+)
+def test_a_global_batch_decides_the_accumulation(tiny: Path, words: dict[str, str], accumulated: int) -> None:
+    config = load_config(str(tiny), words={**words, "TRAIN.ACCUM_ITER": "7"}).config
+    settled, choice = settle_batch(config, None, ALONE, CPU)
+    assert (settled.DATA.BATCH_SIZE, settled.TRAIN.ACCUM_ITER, choice) == (32, accumulated, {})
+
+
+def test_a_global_batch_that_cannot_be_is_refused_with_those_near_it(tiny: Path) -> None:
+    config = load_config(str(tiny), words={"TRAIN.GLOBAL_BATCH": "100"}).config
+    with pytest.raises(UserError, match=r"100 is no multiple of the 32 images .* near it: 96 or 128"):
+        settle_batch(config, None, ALONE, CPU)
+
+
+def test_the_run_is_that_of_the_number_and_keeps_it(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    words = ["TRAIN.MODEL_EMA=true", "MODEL.DROPOUT=0.1", "TRAIN.NUM_EPOCHS=1", "SAVE_EVERY_UPDATES=4"]
+    auto = tmp_path / "auto"
+    done = vitamp("-cfg", tiny, *AUTO, HALF_A_MIB, *words, "-output", auto)
+    assert done.code == 0, done.text
+    size = json.loads((auto / "run.json").read_text())["choices"]["batch_size"]
+    assert size % 8 == 0
+    assert f"DATA.BATCH_SIZE auto: {size} fits (" in done.out
+    assert f"of 0.5 MiB); {size} x 1 process x 1 accumulated = {size} images an update." in done.out
+    data = yaml.safe_load((auto / "config.yaml").read_text())["DATA"]
+    assert (data["BATCH_SIZE"], data["BATCH_SIZE_EVAL"]) == (size, None), "validation follows"
+
+    named = tmp_path / "named"
+    assert vitamp("-cfg", tiny, "-batch_size", size, *words, "-output", named).code == 0
+    assert metrics(auto) == metrics(named)
+    last = sorted(path.name for path in (auto / "checkpoints").glob("step-*"))[-1]
+    for file in ("model.safetensors", "ema.safetensors"):
+        saved = [(run / "checkpoints" / last / file).read_bytes() for run in (auto, named)]
+        assert saved[0] == saved[1], file
+
+    # The same command again, as a cluster gives it to a run it had stopped: on a machine that has more room now.
+    for path in sorted((auto / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(path)
+    (auto / "checkpoints" / "index.json").unlink()
+    again = vitamp("-cfg", tiny, *AUTO, *words, "-output", auto, "-resume", "auto")
+    assert again.code == 0, again.text
+    assert f"DATA.BATCH_SIZE auto: {size}, as this run found when it began." in again.out
+    assert (auto / "checkpoints" / last / file).read_bytes() == saved[0]
+    meta = json.loads((auto / "checkpoints" / last / "meta.json").read_text())
+    assert (meta["batch"]["per_process"], meta["choices"]["batch_size"]) == (size, size)
+
+
+def test_a_run_of_another_number_keeps_its_global_batch(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-batch_size", 96, "TRAIN.MAX_UPDATES=3", "-output", run).code == 0
+    done = vitamp("-resume", run, *AUTO, HALF_A_MIB, "TRAIN.MAX_UPDATES=5", "DATA.BATCH_SIZE_EVAL=null")
+    assert done.code == 0, done.text
+    (told,) = [line for line in done.out.splitlines() if line.startswith("DATA.BATCH_SIZE auto")]
+    assert told.endswith("= 96 images an update.")
+    assert "x 1 accumulated" not in told
+
+
+def test_a_dry_run_and_a_validation_tell_what_fits(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", tiny, *AUTO, HALF_A_MIB, "-dry_run")
+    assert done.code == 0, done.text
+    assert "DATA.BATCH_SIZE auto: " in done.out
+    done = vitamp("-cfg", tiny, *AUTO, HALF_A_MIB, "-eval", "-output", tmp_path / "eval")
+    assert done.code == 0, done.text
+    fits = json.loads((tmp_path / "eval" / "run.json").read_text())["choices"]["batch_size"]
+    assert f"DATA.BATCH_SIZE auto: {fits} fits (" in done.out
+    assert fits > 40, "without a backward pass more fit"
+
+
+def test_tools_and_fsdp_take_a_number(vitamp: Callable[..., Result], tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, *AUTO, script="scripts/doctor.py")
+    assert (done.code, done.err.count("auto is for a run")) == (2, 1), done.text
+    with pytest.raises(UserError, match=r"auto does not try with DIST\.STRATEGY fsdp"):
+        settings(tiny, DIST__STRATEGY="fsdp")
+
+
+def test_live_memory_counts_what_lives() -> None:
+    with LiveMemory(CPU, 1000) as live:
+        kept = torch.zeros(100)
+        kept[:50].add_(1)
+        assert live.take_peak() == 400
+        gone = torch.zeros(50)
+        del gone
+        assert live.take_peak() == 600
+        assert live.take_peak() == 400
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 0\.7 KiB"):
+            torch.zeros(175)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    root = tmp_path / ("memory" if version == 1 else "")
+    own = root / "jobs" / "mine"
+    own.mkdir(parents=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    limit, used, cache = names if version == 1 else ("memory.max", "memory.current", "inactive_file")
+    for folder, most in ((own, "max" if version == 2 else str(2**63)), (own.parent, str(3 * GIB))):
+        (folder / limit).write_text(f"{most}\n")
+        (folder / used).write_text(f"{2 * GIB}\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{cache} {GIB}\n")
+    groups, meminfo = tmp_path / "cgroup", tmp_path / "meminfo"
+    groups.write_text("5:cpu:/x\n4:memory:/jobs/mine\n" if version == 1 else "0::/jobs/mine\n")
+    meminfo.write_text("MemTotal:  33554432 kB\nMemAvailable:  16777216 kB\n")
+    for name, path in (("CGROUPS", tmp_path), ("OWN_GROUPS", groups), ("MEMINFO", meminfo)):
+        monkeypatch.setattr(memory, name, path)
+    assert free_memory(CPU, 1) == 2 * GIB, "3 GiB, of which 2 are in use, 1 by files that can be read again"
+    assert free_memory(CPU, 2) == GIB
+    groups.write_text("")
+    assert free_memory(CPU, 1) == 16 * GIB
+    meminfo.unlink()
+    assert free_memory(CPU, 1) is None
+
+
+class FakeGpu:
+    """What torch.cuda is asked and told, on a machine without one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fractions: list[float] = []
+        self.total_memory = 16 * GIB
+        answers: dict[str, Any] = {
+            "get_device_properties": lambda _: self,
+            "set_per_process_memory_fraction": lambda fraction, _: self.fractions.append(fraction),
+            "max_memory_reserved": lambda _: 3 * GIB,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda _: None,
+            "mem_get_info": lambda _: (7 * GIB, 16 * GIB),
+            "memory_reserved": lambda _: GIB,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def test_a_gpus_limit_is_set_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, device = FakeGpu(monkeypatch), torch.device("cuda", 0)
+    assert free_memory(device, 4) == 8 * GIB, "a GPU is nobody else's"
+    with contextlib.suppress(RuntimeError), limited(device, 4 * GIB) as peak:
+        assert peak() == 3 * GIB
+        raise RuntimeError("in the middle of it")
+    assert gpu.fractions == [0.25, 1.0]

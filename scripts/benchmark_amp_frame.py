@@ -6,7 +6,7 @@ Only light imports here: a table is made into a page of the docs without torch.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,19 @@ def subject(found: Found) -> str:
 def precision_of(found: Found, name: str) -> str:
     """What a contender computed in."""
     return next((turn["precision"] for turn in found["turns"].get(name, []) if "precision" in turn), "-")
+
+
+NOT_SHOWN = ("computed_in", "compile_why")
+
+
+def choices_lines(found: Found, names: Iterable[str]) -> list[str]:
+    """What was chosen by the device or by measurement, a line for those that were alike in it."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        chosen = next((turn["choices"] for turn in found["turns"].get(name, []) if "choices" in turn), {})
+        words = [f"{key} {value}" for key, value in chosen.items() if key not in NOT_SHOWN and value is not False]
+        alike.setdefault(", ".join(words), []).append(name)
+    return [f"chosen for {', '.join(who)}: {words}" for words, who in alike.items() if words]
 
 
 def failure(found: Found, name: str) -> str | None:

@@ -16,6 +16,7 @@ from scripts.benchmark_amp_frame import (
     Plan,
     Section,
     Table,
+    choices_lines,
     control_line,
     middle,
     shown,
@@ -140,6 +141,7 @@ def sections(found: Found) -> list[Section]:
         )
     notes = [
         ceiling_line(found),
+        *choices_lines(found, (_name(mode, SYNTHETIC) for mode in _modes(found))),
         control_line(found, _name(REFERENCE, SYNTHETIC), "images_per_second"),
         "from files: images/s of JPEGs that are read, decoded and augmented; waited: how much of it the model waited",
     ]

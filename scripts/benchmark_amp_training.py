@@ -88,10 +88,7 @@ class _Course:
         """One update; how many images of this process it took."""
         parts, window = self._training.ready.parts, next(self._windows)
         self._update += 1
-        alone = contextlib.nullcontext()
-        if not self._job.exchange and isinstance(parts.forward, DistributedDataParallel):
-            alone = parts.forward.no_sync()
-        with alone:
+        with contextlib.nullcontext() if self._job.exchange else _no_exchange(parts.forward):
             train_update(parts, window, self._update)
         return sum(len(share.indices) for share in window.shares)
 
@@ -110,7 +107,14 @@ class _Course:
             "data_wait_percent": 100 * min(loader.take_wait() / seconds, 1.0),
             "peak_memory_gb": peak_memory_gb(self._training.device),
             "precision": self._training.ready.precision.name,
+            "choices": self._training.ready.choices,
         }
+
+
+def _no_exchange(forward: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    if not isinstance(forward, DistributedDataParallel):
+        raise UserError("these settings have gradients exchanged by other means than DDP, which cannot be left out")
+    return forward.no_sync()
 
 
 def _turn_alone(job: Job, world: World) -> Figures:

@@ -13,6 +13,7 @@ from scripts.benchmark_amp_frame import (
     Plan,
     Section,
     Table,
+    choices_lines,
     control_line,
     precision_of,
     shown,
@@ -71,7 +72,11 @@ def sections(found: Found) -> list[Section]:
     title = (
         f"Seconds of {found['settings']['iterations']} iterations, {subject(found)}, AMP on: {precision_of(found, ON)}"
     )
-    return [Section(title, rows, [control_line(found, OFF, "seconds"), ceiling_line(found)])]
+    return [
+        Section(
+            title, rows, [control_line(found, OFF, "seconds"), ceiling_line(found), *choices_lines(found, (OFF, ON))]
+        )
+    ]
 
 
 def _ordinal(number: int) -> str:

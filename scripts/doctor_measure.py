@@ -91,7 +91,7 @@ class _Notes(logging.Handler):
 
 def _measure(job: Job, result: Measured) -> None:
     config = job.config
-    with opened(config) as training:
+    with opened(config, compiled=False) as training:  # numbers are the same, and every layer can be looked into
         ready, device = training.ready, training.device
         if job.samples_seed is not None:
             training.take_samples_of(config.model_copy(update={"SEED": job.samples_seed}))

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from datasets import Window
+from engine.compile_choice import choose_compiling
+from engine.compiling import compile_update
 from engine.device import pick_device, prepare
 from engine.environment import enter
 from engine.exchange import join_gradients
@@ -68,8 +70,11 @@ def _endless(ready: ReadyToTrain) -> Iterator[Window]:
 
 
 @contextlib.contextmanager
-def opened(config: Config, world: World = ALONE) -> Iterator[Training]:
-    """Everything that a run builds before its first update."""
+def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Iterator[Training]:
+    """Everything that a run builds before its first update.
+
+    `compiled`: as TRAIN.COMPILE says for a run as long as the settings make it; else as it is written.
+    """
     device = pick_device(config.DEVICE, world)
     threads = prepare(config, device, world)
     enter(config, world, device, threads)
@@ -80,6 +85,11 @@ def opened(config: Config, world: World = ALONE) -> Iterator[Training]:
             ready = together(world, lambda: build_for_training(config, world, device, None, sharding))
             training = Training(ready, device)
             join_gradients(ready.parts, world, config)
+            if compiled:
+                updates = config.TRAIN.NUM_EPOCHS * ready.train_loader.order.updates
+                compiling = choose_compiling(config, ready.parts, world, updates, None)
+                ready.choices |= compiling.as_noted()
+                compile_update(ready.parts, compiling, config)
             yield training
     finally:
         if training is not None:

@@ -172,6 +172,7 @@ def test_the_report_says_where_and_when_and_what_chance_is(clock: Clock, monkeyp
         (["windows", "-budget_min", "no"], ["-budget_min no", "above 0"]),
         (["windows", "-json", "a.txt"], ["-json a.txt", "a.json"]),
         (["windows", "-eval"], ["-eval", "it measures training"]),
+        (["windows", "-batch_size", "auto"], ["BATCH_SIZE auto", "give a tool a number"]),
         (["modes", "-modes", "bf17"], ["'bf17'", "Did you mean bf16"]),
         (["modes", "-modes", "tf32"], ["-modes tf32", "Ampere"]),
         (["scaling", "-axes", "batch,images"], ["'images'", "Did you mean image"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +52,9 @@ FLAGS = (
 PRECISIONS = ("fp32", "bf16", "fp16")
 FIXED: dict[str, Any] = {
     "TRAIN.NUM_EPOCHS": 10,
-    "TRAIN.WARMUP_EPOCHS": 1,
+    "TRAIN.WARMUP_EPOCHS": 0.1,
     "TRAIN.BASE_LR": 1e-3,
-    "TRAIN.WEIGHT_DECAY": 0.05,
+    "TRAIN.WEIGHT_DECAY": 0.3,
     "TRAIN.GRAD_CLIP": 1.0,
     "TRAIN.MODEL_EMA": True,
     "TRAIN.MODEL_EMA_DECAY": 0.9998,
@@ -70,6 +71,10 @@ def plan(line: ToolLine) -> Plan:
     train_py = line.file("TIMM_TRAIN", ".py").resolve() if "TIMM_TRAIN" in line.own else None
     if train_py is not None and not train_py.is_file():
         raise UserError(f"-timm_train {train_py}: no such file; give train.py of timm's repository.")
+    if train_py is not None:
+        from scripts.benchmark_amp_peers_timm import import_train_py
+
+        import_train_py(train_py)
     loaded, device, remarks = settings_of(line, fixed=FIXED)
     config, compiled = loaded.config, "WITH_COMPILE" in line.own
     updates = line.whole("UPDATES", 5 if device.type == "cpu" else 50)
@@ -155,7 +160,7 @@ def disagreements(losses: dict[str, list[float]], first: str) -> list[str]:
     found: list[str] = []
     for name, own in losses.items():
         difference, limit = apart(own, losses[first]), AGREE[_precision_of(name)]
-        if not difference <= limit:
+        if difference > limit:
             figures = ", ".join(f"{loss:.7f}" for loss in own)
             found.append(f"  {name}: {figures}; apart from {first} by {difference:.1e}, more than {limit:.0e}")
     if found:
@@ -165,7 +170,8 @@ def disagreements(losses: dict[str, list[float]], first: str) -> list[str]:
 
 def apart(one: list[float], other: list[float]) -> float:
     """The greatest difference of two curves, against the size of the loss."""
-    return max(abs(a - b) / max(abs(b), 1.0) for a, b in zip(one, other, strict=True))
+    differences = [abs(a - b) / max(abs(b), 1.0) for a, b in zip(one, other, strict=True)]
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
 def _precision_of(name: str) -> str:

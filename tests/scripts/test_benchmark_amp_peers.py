@@ -1,0 +1,199 @@
+"""benchmark_amp.py peers: loops that train alike are measured against each other, and others are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts import benchmark_amp_peers_seat
+from scripts.benchmark_amp import main
+from scripts.benchmark_amp_peers import FIXED, apart, disagreements
+from scripts.benchmark_amp_peers_loops import loop_of
+from scripts.benchmark_amp_peers_seat import COMPARED, _batches
+from scripts.benchmark_amp_peers_start import Loop, Way
+from scripts.benchmark_amp_settings import changed
+from tests.engine.small import CPU
+from tests.program import Result
+from utils.config import Config, load_config
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+
+TRAIN_PY = '''
+"""What a train.py has that matters here: a parser, and a loop that takes a model or a task."""
+import argparse
+from contextlib import suppress
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--clip-grad", type=float, default=None)
+parser.add_argument("--model-ema", action="store_true")
+CALLS = []
+
+
+def train_one_epoch(epoch, model, loader, optimizer, loss_fn, args, device, lr_scheduler, amp_autocast=suppress,
+                    loss_scaler=None, model_ema=None):
+    import torch
+
+    CALLS.append(len(loader))
+    total, number = 0.0, 0
+    for images, targets in loader:
+        with amp_autocast():
+            loss = loss_fn(model(images), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        number += 1
+        model_ema.update(model, step=number)
+        lr_scheduler.step_update(num_updates=number, metric=0.0)
+        total += loss.item()
+    return {"loss": total / number}
+'''
+
+
+@pytest.fixture
+def config(tiny: Path) -> Config:
+    torch.set_num_threads(1)
+    return load_config(str(tiny), words={key: str(value) for key, value in FIXED.items()}).config
+
+
+def losses(config: Config, way: Way, updates: int = COMPARED) -> list[float]:
+    loop = loop_of(way, config, CPU)
+    return [loop.train_one(batch) for batch in _batches(config, CPU)[:updates]]
+
+
+def check_table(path: Path, out: str, precisions: tuple[str, ...], rounds: int) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    loops = [f"{who}, {p}" for p in precisions for who in ("timm", "timm, fused", "plain loop", "ours")]
+    assert list(found["turns"]) == [*loops, "timm, fp32, again"]
+    for name, turns in found["turns"].items():
+        assert len(turns) == rounds, name
+        for turn in turns:
+            assert turn["images_per_second"] == pytest.approx(2 * 32 / turn["seconds"])
+            assert len(turn["losses"]) == COMPARED
+            assert 0 < turn["cpu_seconds"] < 1.5 * turn["seconds"] + 0.1
+    rows = {line.strip().split("  ")[0]: line for line in out.splitlines()}
+    assert all(name in rows for name in loops), out
+    assert "1.00 (1.00 to 1.00)" in rows["timm, fp32"]
+    assert "the loop of timm: parts of its package" in out
+
+
+def test_the_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "peers.json"
+    flags = ["-updates", "2", "-rounds", "1", "-precisions", "fp32", "-json", str(path)]
+    assert main(["peers", "-cfg", str(tiny), *flags]) == EXIT_DONE
+    check_table(path, capsys.readouterr().out, ("fp32",), 1)
+
+
+@pytest.mark.slow
+def test_the_table_of_two_precisions_in_a_process_of_its_own(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    path, picture = tmp_path / "peers.json", tmp_path / "peers.png"
+    flags = ("-updates", 2, "-rounds", 2, "-precisions", "bf16,fp32", "-json", path, "-out", picture)
+    done = vitamp("peers", "-cfg", tiny, *flags, script="scripts/benchmark_amp.py", timeout=280)
+    assert done.code == EXIT_DONE, done.text
+    check_table(path, done.out, ("fp32", "bf16"), 2)
+    assert picture.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("kind", ["ours", "best", "plain"])
+def test_all_loops_train_as_timms(config: Config, kind: str) -> None:
+    """Far beyond the warm-up, so that the schedule is the same all along."""
+    config = changed(config, "TRAIN", NUM_EPOCHS=0.16, WARMUP_EPOCHS=0.05)
+    own, timms = (losses(config, Way(who, "fp32"), 16) for who in (kind, "stock"))
+    assert abs(timms[0] - timms[-1]) > 0.01, "nothing was learned, or equality says nothing"
+    assert apart(own, timms) < 2e-6
+
+
+def test_bf16_is_autocast_in_all_loops(config: Config) -> None:
+    curves = [losses(config, Way(kind, "bf16")) for kind in ("stock", "best", "plain", "ours")]
+    exact = losses(config, Way("stock", "fp32"))
+    for curve in curves:
+        assert 1e-6 < apart(curve, exact) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"BASE_LR": 1.01e-3}, {"SMOOTHING": 0.1}],
+)
+def test_one_that_trains_otherwise_is_refused(
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wrong: dict[str, float],
+) -> None:
+    def broken(way: Way, config: Config, device: torch.device) -> Loop:
+        return loop_of(way, changed(config, "TRAIN", **wrong) if way.kind == "ours" else config, device)
+
+    monkeypatch.setattr(benchmark_amp_peers_seat, "own_processes", Here)
+    monkeypatch.setattr(benchmark_amp_peers_seat, "start_log", lambda **_: None)
+    monkeypatch.setattr(benchmark_amp_peers_seat, "loop_of", broken)
+    code = main(["peers", "-cfg", str(tiny), "-precisions", "fp32", "-updates", "1", "-rounds", "1"])
+    told = capsys.readouterr()
+    assert code == EXIT_FAILED
+    assert "the losses do not agree, so nothing is measured" in told.err
+    assert "  ours, fp32: " in told.err
+    assert "plain loop, fp32: " not in told.err.partition("do not agree")[2]
+    assert "images/s" not in told.out
+
+
+class Here:
+    """Processes that are none."""
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*given))
+        return done
+
+    def shutdown(self) -> None: ...
+
+
+def test_not_a_number_is_no_agreement() -> None:
+    found = disagreements({"timm, fp32": [1.0, 2.0], "ours, fp32": [1.0, float("nan")]}, "timm, fp32")
+    assert "ours, fp32" in found[0]
+
+
+def test_the_loop_of_a_train_py_runs(config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN_PY, encoding="utf-8")
+    way = Way("stock", "fp32", train_py=path)
+    config = changed(config, "TRAIN", WARMUP_EPOCHS=0.05)
+    loop, batches = loop_of(way, config, CPU), _batches(config, CPU)
+    assert [loop.train_one(batch) for batch in batches[:COMPARED]] == losses(config, Way("stock", "fp32"))
+    loop.train(batches[:3])
+    calls = vars(loop)["_loop"].__globals__["CALLS"]
+    assert calls == [1] * COMPARED + [3], "the warm-up's updates and a turn's are one call each"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import nothing_of_that_name", "cannot be imported"),
+        ("x = 1", "has no train_one_epoch"),
+        (None, "no such file"),
+    ],
+)
+def test_a_file_that_is_no_train_py_is_refused(
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
+    told: str,
+) -> None:
+    monkeypatch.setattr(benchmark_amp_peers_seat, "own_processes", Here)
+    path = tmp_path / "train.py"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    assert main(["peers", "-cfg", str(tiny), "-timm_train", str(path), "-updates", "1"]) == EXIT_USAGE
+    assert told in capsys.readouterr().err
+
+
+def test_precisions_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["peers", "-cfg", str(tiny), "-precisions", "fp32,int4"]) == EXIT_USAGE
+    assert "-precisions int4: takes some of fp32,bf16,fp16" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from engine.banner import banner
+from engine.batch_norm import join_statistics
 from engine.batch_size import settle_batch
 from engine.checkpoint import EMA, Checkpoint
 from engine.choose import chosen_checkpoint
@@ -136,6 +137,7 @@ def _train(
     if _finished(config, ready.position, ready.best, folder):
         return EXIT_DONE
     peak = write_down(config, ready, world, device, threads, folder)
+    join_statistics(ready.parts, world, config)
     join_gradients(ready.parts, world, config)
     compile_update(ready.parts, compiling, config)
     return _fit(config, ready, world, folder, peak)

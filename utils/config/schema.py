@@ -223,6 +223,9 @@ class DistConfig(Section):
     BF16_GRADIENTS: bool = Field(
         default=False, description="ddp: send gradients in bf16: half the traffic, and fewer digits of each."
     )
+    SYNC_BATCHNORM: bool = Field(
+        default=True, description="ddp on GPUs: batch norm takes its statistics from the images of all processes."
+    )
     HOST: str | None = Field(default=None, description="Machine of rank 0, by hand or where a launcher tells no other.")
     PORT: int | None = Field(default=None, ge=1, le=65535, description="The port it listens at.")
     RANK: Count | None = Field(default=None, description="This process's rank, when ranks are started by hand.")

@@ -1,0 +1,111 @@
+"""Batch norm over several processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.layers.norm_act import BatchNormAct2d
+from torch import nn
+
+from engine.batch_norm import join_statistics
+from engine.overflow import OverflowWatch
+from engine.update import Parts
+from tests.engine.small import FP16, parts_of
+from tests.program import Result
+from utils.config import Config
+from utils.log import log
+from utils.world import ALONE, World
+
+TWO = World(rank=0, size=2)
+GPU = torch.device("cuda", 0)
+OWN_IMAGES = "Batch norm takes its statistics from each process's own images"
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(log, "propagate", True)
+    with caplog.at_level(logging.INFO, "vitamp"):
+        yield caplog
+
+
+def parts_with(model: nn.Module, device: torch.device = GPU) -> Parts:
+    parts = parts_of(model, torch.optim.SGD(model.parameters(), 1.0))
+    parts.precision.device = device
+    return parts
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), BatchNormAct2d(4), nn.Flatten(), nn.Linear(4, 2))
+
+
+def kinds(model: nn.Module) -> list[str]:
+    return [type(module).__name__ for module in model.modules() if "BatchNorm" in type(module).__name__]
+
+
+def test_on_gpus_statistics_are_joined_and_nothing_else_changes(said: pytest.LogCaptureFixture) -> None:
+    model = plain()
+    before, weights = {name: id(value) for name, value in model.named_parameters()}, list(model.state_dict())
+    buffers = {name: id(value) for name, value in model.named_buffers()}
+    join_statistics(parts_with(model), TWO, Config())
+    assert kinds(model) == ["SyncBatchNorm", "SyncBatchNormAct"]
+    assert isinstance(model[2].act, nn.ReLU)  # pyright: ignore[reportIndexIssue]
+    assert {name: id(value) for name, value in model.named_parameters()} == before, "the optimiser holds these"
+    assert {name: id(value) for name, value in model.named_buffers()} == buffers, "the average follows these"
+    assert list(model.state_dict()) == weights
+    assert "from the images of all 2 processes" in said.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "why"),
+    [
+        ({}, "cpu", "on GPUs only"),
+        ({"DIST": {"SYNC_BATCHNORM": False}}, "cuda", "DIST.SYNC_BATCHNORM false"),
+        ({"TRAIN": {"OOM": "split"}}, "cuda", "TRAIN.OOM split"),
+    ],
+)
+def test_where_they_cannot_be_it_is_said_once(
+    settings: dict[str, object], device: str, why: str, said: pytest.LogCaptureFixture
+) -> None:
+    model = plain()
+    join_statistics(parts_with(model, torch.device(device)), TWO, Config.model_validate(settings))
+    assert kinds(model) == ["BatchNorm2d", "BatchNormAct2d"]
+    assert said.text.count(OWN_IMAGES) == 1
+    assert why in said.text
+
+
+def test_alone_and_without_batch_norm_nothing_is_said(said: pytest.LogCaptureFixture) -> None:
+    model = plain()
+    join_statistics(parts_with(model), ALONE, Config())
+    assert kinds(model) == ["BatchNorm2d", "BatchNormAct2d"]
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, num_heads=1)
+    join_statistics(parts_with(vit), TWO, Config())
+    assert not said.records
+
+
+def test_a_replay_by_one_rank_would_hang(said: pytest.LogCaptureFixture) -> None:
+    model = plain()
+    parts = parts_of(model, torch.optim.SGD(model.parameters(), 1.0), amp=FP16)
+    parts.start_computing()
+    assert isinstance(parts.watch, OverflowWatch)
+    parts.precision.device = GPU
+    join_statistics(parts, TWO, Config())
+    assert parts.watch is None
+    assert "skipped updates are not replayed" in said.text
+
+
+@pytest.mark.slow
+def test_two_processes_on_a_cpu(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    done = vitamp(
+        *("-cfg", tiny, "-dataset", "synthetic", "-output", tmp_path / "run", "-ngpus", 2, "MODEL.TYPE=other"),
+        *("MODEL.NAME=resnet10t", "DATA.IMAGE_SIZE=32", "DATA.IMAGE_CHANNELS=3", "-batch_size", 4),
+        *("MODEL.PATCH_SIZE=null", "MODEL.EMBED_DIM=null", "MODEL.DEPTH=null", "MODEL.NUM_HEADS=null"),
+        *("DATA.SYNTHETIC_TRAIN=16", "DATA.SYNTHETIC_VAL=8", "TRAIN.NUM_EPOCHS=1"),
+        script="main_multi_gpu.py",
+    )
+    assert done.code == 0, done.text
+    assert done.out.count(OWN_IMAGES) == 1

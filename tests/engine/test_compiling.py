@@ -1,0 +1,175 @@
+"""Compiled updates are those that are written: same weights, same names, same random numbers.
+
+But for the slow ones, these tests compile as far as the graphs of forward and backward; machine code takes minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import compiling
+from engine.compile_choice import BLOCKS, WHOLE, CompileChoice
+from engine.compiling import compile_update, uncompiled
+from engine.evaluate import evaluate
+from engine.setup import ReadyToTrain
+from tests.engine.small import build, train, windows
+from utils.config import Config
+from utils.config.schema import DataConfig
+from utils.errors import UserError
+from utils.world import ALONE
+
+RANDOM = {"MODEL__DEPTH": 2, "MODEL__DROPOUT": 0.1, "MODEL__DROPPATH": 0.2, "DATA__BATCH_SIZE": 16}
+PRECISIONS = {
+    "fp32": {},
+    "O1": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__FP32_MODULES": "[blocks.1.attn]"},
+    "O1 fp16": {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 1024},
+    "O2": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": "O2"},
+    "NAIVE": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": "NAIVE"},
+    "O3": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": "O3"},
+}
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Quick, and as it was before once the test is over."""
+    import torch._dynamo.config as tracing
+    import torch._functorch.config as autograd
+    import torch._inductor.config as inductor
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would keep all of it
+    monkeypatch.setenv(compiling.CACHE, str(tmp_path / "compiled"))
+    torch.compiler.reset()
+    counters.clear()
+    with ExitStack() as former:
+        for settings, names in (
+            (tracing, ("recompile_limit", "optimize_ddp")),
+            (autograd, ("force_non_lazy_backward_lowering", "backward_pass_autocast")),
+            (inductor, ("fallback_random",)),
+        ):
+            former.enter_context(settings.patch({name: getattr(settings, name) for name in names}))
+        yield
+    torch.compiler.reset()
+
+
+def compiled(ready: ReadyToTrain, how: str, samples: int = 16) -> ReadyToTrain:
+    compile_update(ready.parts, CompileChoice(how, "default", "a test"), Config(DATA=DataConfig(BATCH_SIZE=samples)))
+    return ready
+
+
+def weights(ready: ReadyToTrain) -> torch.Tensor:
+    return torch.cat([value.detach().flatten().float() for value in ready.parts.model.state_dict().values()])
+
+
+def graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+QUICK = ((WHOLE, "O1"), (BLOCKS, "O2"))
+CASES = [(how, precision) for precision in PRECISIONS for how in (BLOCKS, WHOLE)]
+
+
+@pytest.mark.parametrize(
+    ("how", "precision"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
+)
+def test_compiled_updates_are_those_that_are_written(tiny: Path, how: str, precision: str) -> None:
+    words = {**RANDOM, **PRECISIONS[precision], "TRAIN__ACCUM_ITER": 2, "TRAIN__MODEL_EMA": "true"}
+    written, ours = build(tiny, **words), compiled(build(tiny, **words), how)
+    before = weights(ours)
+    for ready in (written, ours):
+        train(ready, 2)
+    assert graphs() == (2 if how == BLOCKS else 1), "blocks of other drop paths are two graphs"
+    moved = (weights(written) - before).norm()
+    assert moved > 0
+    # Compiled code casts to 16 bits in other places, and Adam's first steps are large for the smallest gradients too.
+    assert (weights(ours) - weights(written)).norm() <= (1e-6 if precision == "fp32" else 0.1) * moved
+    ema = ours.parts.ema
+    assert ema is not None
+    assert [*ours.parts.model.state_dict()] == [*ema.module.state_dict()] == [*written.parts.model.state_dict()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [BLOCKS, WHOLE])
+def test_images_changed_on_the_host_s_numbers_are_changed_alike(tiny: Path, how: str) -> None:
+    words = {**RANDOM, "TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__CUTMIX_ALPHA": 1.0, "TRAIN__RANDOM_ERASE_PROB": 0.25}
+    written, ours = build(tiny, **words), compiled(build(tiny, **words), how)
+    for ready in (written, ours):
+        train(ready, 3)
+    assert graphs() > 0
+    assert torch.allclose(weights(ours), weights(written), atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [BLOCKS, WHOLE])
+def test_what_is_smaller_than_the_others_or_validated_is_not_compiled(tiny: Path, how: str) -> None:
+    ready = compiled(build(tiny, MODEL__DEPTH=2, DATA__BATCH_SIZE=16), how)
+    source = windows(ready)
+    train(ready, 1, source)
+    before = graphs()
+    evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE)
+    sizes = []
+    for window in source:
+        _, batch = next(iter(window))
+        sizes.append(len(batch.images))
+        loss, _, _ = ready.parts.compute(batch)
+        loss.backward()
+        if sizes[-1] < 16:
+            break
+    assert sizes[-1] == 1437 % 16
+    assert set(sizes[:-1]) == {16}
+    assert graphs() == before
+
+
+@pytest.mark.slow
+def test_modules_forced_to_fp32_on_the_way_are_compiled_so(tiny: Path) -> None:
+    words = {"MODEL__DEPTH": 2, "DATA__BATCH_SIZE": 16, **PRECISIONS["O2"]}
+    written, ours = build(tiny, **words), compiled(build(tiny, **words), WHOLE)
+    for ready in (written, ours):
+        source = windows(ready)
+        train(ready, 1, source)
+        ready.parts.force_fp32(["blocks.0.mlp"])
+        train(ready, 1, source, done=1)
+    assert torch.allclose(weights(ours), weights(written), atol=1e-4)
+    assert ours.parts.half_copy is not None
+    half = ours.parts.half_copy.model.get_submodule("blocks.0.mlp.fc1").weight
+    assert half.dtype is torch.float32
+
+
+@pytest.mark.slow
+def test_a_skipped_update_is_replayed_as_it_is_written(tiny: Path) -> None:
+    ready = compiled(build(tiny, MODEL__DEPTH=2, DATA__BATCH_SIZE=16, **PRECISIONS["O1 fp16"]), BLOCKS)
+    with torch.no_grad():
+        dict(ready.model.named_parameters())["blocks.1.mlp.fc1.bias"].fill_(7e4)
+    train(ready, 1)
+    assert ready.parts.watch is not None
+    (blame,) = ready.parts.watch.take()
+    assert (blame.operation, blame.module) == ("linear", "blocks.1.mlp.fc1")
+
+
+def test_what_cannot_be_compiled_is_an_error_that_says_what_to_do(tiny: Path) -> None:
+    ready = build(tiny, DATA__BATCH_SIZE=16)
+
+    def curious(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+    ready.parts.criterion = curious
+    with pytest.raises(UserError, match=r"TRAIN.COMPILE whole: torch cannot compile .* TRAIN.COMPILE=none, or blocks"):
+        train(compiled(ready, WHOLE), 1)
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_inside(tiny: Path) -> None:
+    ready = compiled(build(tiny, DATA__BATCH_SIZE=16), BLOCKS)
+    with uncompiled():
+        train(ready, 1)
+    assert graphs() == 0

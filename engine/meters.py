@@ -20,9 +20,13 @@ NEVER = -1
 
 def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Whether the label is the first guess, and whether it is among the first five; one value a sample."""
-    guesses = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
-    hits = guesses == labels.unsqueeze(-1)
+    hits = _hits(logits, labels)
     return hits[:, 0], hits.any(dim=-1)
+
+
+def _hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Which of a sample's first five guesses is its label: one of them, or none."""
+    return logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class TrainMeters:
         self._sum_type = torch.float32 if device.type == "mps" else torch.float64
         self._update, self._epoch = (torch.zeros(4, dtype=self._sum_type, device=device) for _ in range(2))
         self._finished_update = torch.zeros_like(self._update)
+        self._one = torch.ones((), dtype=self._sum_type, device=device)
+        self._known_factors: dict[tuple[float, float], Tensor] = {}
         self._norm = torch.zeros((), device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._in_a_row = torch.zeros_like(self._skipped)
@@ -64,20 +70,26 @@ class TrainMeters:
         """Count one micro-batch; one of weight 0 only keeps this rank in step with the others."""
         if weight == 0.0:
             return
-        first, five = correct(logits, labels)
         n = float(len(labels))
-        top = torch.stack((first.sum(), five.sum())).to(self._sum_type)
+        hits = _hits(logits, labels).sum(0).to(self._sum_type)
         loss = loss.to(self._sum_type)
-        self._update += torch.cat(((loss * weight).reshape(1), top, top.new_full((1,), n)))
+        row = torch.stack((loss, hits[0], hits.sum(), self._one))
+        self._update += row * self._factors(weight, n)
         # One overflowed forward pass must not turn the whole epoch's mean into NaN.
-        kept = torch.isfinite(loss)
-        self._epoch += torch.cat(((loss * n).reshape(1), top, top.new_full((1,), n))).where(kept, 0.0)
+        self._epoch += (row * self._factors(n, n)).where(torch.isfinite(loss), 0.0)
+
+    def _factors(self, of_loss: float, samples: float) -> Tensor:
+        """What a row is multiplied by; made on the device, once for each kind of micro-batch."""
+        known = self._known_factors.get((of_loss, samples))
+        if known is None:
+            known = torch.stack([torch.full_like(self._one, value) for value in (of_loss, 1.0, 1.0, samples)])
+            self._known_factors[of_loss, samples] = known
+        return known
 
     @torch.no_grad()
     def close_update(self, update: int, norm: Tensor, moved: bool | Tensor, scaled: bool) -> None:
         """`update` counts from 1. A skipped update is the scaler's work, anything else not finite is a fault."""
-        self._finished_update.copy_(self._update)
-        self._update.zero_()
+        self._finished_update, self._update = self._update, self._finished_update.zero_()
         self._norm.copy_(norm)
         if scaled:
             stood = 1 - (moved.long().reshape(()) if isinstance(moved, Tensor) else int(moved))

@@ -17,8 +17,25 @@ PROBED = 8
 """Images of a list that the check before the run looks for: enough to find a list made for another folder."""
 
 
+_read: dict[tuple[str, int, int, int], tuple[PathTable, np.ndarray]] = {}
+"""Lists that were checked, until they are opened: to read a million lines twice would delay the first update."""
+
+
 def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
-    """Paths and labels of a list file, each line checked."""
+    """Paths and labels of a list file, each line checked; if that was just done, what came of it."""
+    return _read.pop(_as_it_is(file, num_classes), None) or _read_all(file, num_classes)
+
+
+def _as_it_is(file: Path, num_classes: int) -> tuple[str, int, int, int]:
+    """A list that was written anew is another one."""
+    try:
+        found = file.stat()
+    except OSError:
+        return str(file), num_classes, 0, 0  # told where it is opened
+    return str(file), num_classes, found.st_size, found.st_mtime_ns
+
+
+def _read_all(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     labels = array("q")
     paths = PathTable(_paths(file, num_classes, labels))
     if not labels:
@@ -37,7 +54,8 @@ def _paths(file: Path, num_classes: int, labels: array[int]) -> Iterator[str]:
 
 def check_list(file: Path, num_classes: int) -> None:
     """Everything `read_list` checks, and that the first images are where the list says."""
-    paths, labels = read_list(file, num_classes)
+    paths, labels = _read_all(file, num_classes)
+    _read[_as_it_is(file, num_classes)] = paths, labels
     check_first_files(file, paths)
     classes = int(labels.max()) + 1
     tell_spare_classes(classes, num_classes, f"The list {file}")

@@ -29,7 +29,8 @@ class TokenDrop:
                 part.prob = share
 
     def words(self) -> str:
-        tail = f", all shown in the last {self.tail} epochs" if self.tail else ""
+        epochs = f"{self.tail} epochs" if self.tail > 1 else "epoch"
+        tail = f", all shown in the last {epochs}" if self.tail else ""
         return f"{100 * self.share:g} % of the patches left out{tail}"
 
 

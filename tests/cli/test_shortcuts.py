@@ -1,0 +1,103 @@
+"""Token dropping and growing images as a user meets them: what is told, what is refused, and runs that go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.program import TINY_DIGITS, Result, metrics, run_program
+
+BOTH = [
+    *("TRAIN.TOKEN_DROP=0.5", "TRAIN.TOKEN_DROP_TAIL=1", "TRAIN.SIZE_SCHEDULE=[[0,8],[0.5,16]]", "DATA.IMAGE_SIZE=16"),
+    *("DATA.SHIFT=0.1", "MODEL.DROPOUT=0.1", "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=4", "REPORT_FREQ=1"),
+]
+PER_EPOCH = 44
+
+
+def told(run: Path) -> list[dict[str, object]]:
+    return [line for line in metrics(run) if line["event"] in ("train", "epoch")]
+
+
+def weights(run: Path) -> list[bytes]:
+    folder = run / "checkpoints" / f"step-{4 * PER_EPOCH:09d}"
+    return [(folder / name).read_bytes() for name in ("model.safetensors", "ema.safetensors")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    place = tmp_path_factory.mktemp("whole")
+    (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *BOTH, streams=place, timeout=300)
+    assert done.code == 0, done.text
+    return place / "run", done
+
+
+def test_the_run_says_so(whole: tuple[Path, Result]) -> None:
+    assert (
+        "50 % of the patches left out, all shown in the last 1 epochs; images of 8 from epoch 1, 16 from epoch 3"
+        in (whole[1].out)
+    )
+
+
+# Within small images, where they grow, and within the epochs that show all.
+@pytest.mark.parametrize("stop", [PER_EPOCH + 9, 2 * PER_EPOCH, 3 * PER_EPOCH + 5])
+def test_stopped_and_resumed(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: tuple[Path, Result], stop: int
+) -> None:
+    run = tmp_path / "run"
+    first = vitamp("-cfg", tiny, "-output", run, *BOTH, f"TRAIN.MAX_UPDATES={stop}", timeout=300)
+    assert first.code == 0, first.text
+    again = vitamp("-cfg", tiny, "-output", run, *BOTH, "-resume", "auto", timeout=300)
+    assert again.code == 0, again.text
+    assert told(run) == told(whole[0])
+    assert weights(run) == weights(whole[0])
+
+
+def test_two_processes_see_what_one_does(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: tuple[Path, Result]
+) -> None:
+    """Which tokens go depends on the place of a micro-batch in the run, not on who computes it."""
+    runs = {"one": ("main_single_gpu.py", "TRAIN.ACCUM_ITER=2"), "two": ("main_multi_gpu.py", "-ngpus=2")}
+    for name, (script, word) in runs.items():
+        words = [*BOTH, word, "TRAIN.MAX_UPDATES=50", "DATA.BATCH_SIZE=16"]
+        done = vitamp("-cfg", tiny, "-output", tmp_path / name, *words, script=script, timeout=300)
+        assert done.code == 0, done.text
+    assert told(tmp_path / "one") == told(tmp_path / "two")
+    assert told(tmp_path / "one") != told(whole[0])[: len(told(tmp_path / "one"))]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["TRAIN.TOKEN_DROP=1"], "TRAIN.TOKEN_DROP: 1 is not what it takes: number >= 0 and < 1"),
+        (["TRAIN.TOKEN_DROP=-0.1"], "TRAIN.TOKEN_DROP: -0.1 is not what it takes"),
+        (["TRAIN.TOKEN_DROP=0.5", "TRAIN.TOKEN_DROP_TAIL=2"], "TRAIN.TOKEN_DROP_TAIL: 2 leaves TRAIN.TOKEN_DROP none"),
+        (["TRAIN.SIZE_SCHEDULE=[[0,6],[0.5,8]]"], "TRAIN.SIZE_SCHEDULE: [6]: not divisible by MODEL.PATCH_SIZE 4"),
+        (["TRAIN.SIZE_SCHEDULE=[[0.1,4],[0.5,8]]"], "must begin at 0"),
+        (["TRAIN.SIZE_SCHEDULE=[[0,4],[2,8]]"], "before TRAIN.NUM_EPOCHS 2"),
+        (["TRAIN.SIZE_SCHEDULE=[[0,4],[0,8]]"], "each start after the one before"),
+        (["TRAIN.SIZE_SCHEDULE=[[0,4]]"], "ends with 4; it must end with DATA.IMAGE_SIZE 8"),
+        (["TRAIN.SIZE_SCHEDULE=[[0,4,8]]"], "list of lists of two numbers"),
+        (["TRAIN.SIZE_SCHEDULE=4"], "list of lists of two numbers"),
+    ],
+)
+def test_wrong_settings_are_refused(vitamp: Callable[..., Result], tiny: Path, words: list[str], answer: str) -> None:
+    done = vitamp("-cfg", tiny, "-dry_run", *words)
+    assert done.code == 2, done.text
+    assert answer in done.err
+    assert "Traceback" not in done.text
+
+
+@pytest.mark.parametrize("word", ["TRAIN.TOKEN_DROP=0.5", "TRAIN.SIZE_SCHEDULE=[[0,112],[0.5,224]]"])
+def test_models_that_cannot_are_refused(vitamp: Callable[..., Result], tmp_path: Path, word: str) -> None:
+    recipe = tmp_path / "swin.yaml"
+    recipe.write_text(
+        "DATA: {DATASET: synthetic}\nMODEL: {TYPE: swin, NAME: swin_tiny_patch4_window7_224}\n"
+        "TRAIN: {NUM_EPOCHS: 2, WARMUP_EPOCHS: 0}\nDEVICE: cpu\n",
+        encoding="utf-8",
+    )
+    done = vitamp("-cfg", recipe, "-dry_run", word)
+    assert done.code == 2, done.text
+    assert f"{word.partition('=')[0]}: SwinTransformer cannot" in done.err

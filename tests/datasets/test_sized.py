@@ -1,0 +1,89 @@
+"""TRAIN.SIZE_SCHEDULE: the size of training images follows from the epoch, and nothing else changes with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from datasets import Batch, EpochOrder, ImageDataset, Sized, TrainLoader, open_dataset, samples_of
+from datasets.repeated import Repeated
+from tests.program import save_image
+from utils.config.schema import DataConfig, TrainConfig
+
+CPU = torch.device("cpu")
+TRAIN = TrainConfig(NUM_EPOCHS=4, SIZE_SCHEDULE=((0.0, 8), (0.5, 12), (0.75, 16)))
+SIZES = {1: 8, 2: 8, 3: 12, 4: 16}
+
+
+def data_of(imagenet: Path, name: str, **settings: Any) -> DataConfig:
+    path = None if name in ("digits", "synthetic") else str(imagenet)
+    return DataConfig(**{"DATASET": name, "DATA_PATH": path, "IMAGE_SIZE": 16, **settings})
+
+
+def opened(data: DataConfig, train: TrainConfig = TRAIN) -> ImageDataset:
+    return open_dataset(data, True, 10, 0, CPU).augment(train)
+
+
+def batch(dataset: ImageDataset, epoch: int) -> Batch:
+    return dataset.__getitems__([(epoch, index) for index in (3, 0, 7)])
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic", "imagenet2012"])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_the_epoch_tells_the_size(imagenet: Path, name: str, copies: int) -> None:
+    samples = opened(data_of(imagenet, name, SHIFT=0.1))
+    grown = Sized(Repeated(samples, copies) if copies > 1 else samples, TRAIN, 16)
+    assert {epoch: batch(grown, epoch).images.shape[-2:] for epoch in SIZES} == {e: (s, s) for e, s in SIZES.items()}
+
+
+@pytest.mark.parametrize("name", ["digits", "imagenet2012"])
+@pytest.mark.parametrize("changes", [{}, {"RAND_AUGMENT": True, "COLOR_JITTER": 0.4}], ids=["plain", "augmented"])
+def test_images_are_those_of_a_set_of_that_size(imagenet: Path, name: str, changes: dict[str, Any]) -> None:
+    """Whatever was asked for before: epochs may be visited in any order, as a resumed run does."""
+    train = TRAIN.model_copy(update=changes)
+    grown = Sized(opened(data_of(imagenet, name, SHIFT=0.1, ROTATE=10), train), train, 16)
+    for epoch in (4, 1, 3, 2, 1):
+        alone = opened(data_of(imagenet, name, SHIFT=0.1, ROTATE=10, IMAGE_SIZE=SIZES[epoch]), train)
+        for ours, theirs in zip(batch(grown, epoch), batch(alone, epoch), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_memory_is_shared(imagenet: Path) -> None:
+    digits = opened(data_of(imagenet, "digits"))
+    other: Any = digits.at_size(8)
+    assert other.images.data_ptr() == vars(digits)["images"].data_ptr()
+    folder = opened(data_of(imagenet, "imagenet2012"))
+    assert samples_of(folder.at_size(8)) is samples_of(folder) is samples_of(Sized(folder, TRAIN, 16))
+
+
+def epochs(dataset: ImageDataset, workers: int) -> list[Batch]:
+    order = EpochOrder(len(dataset), 4, 1, 0, 1, seed=5, drop_last=True)
+    loader = TrainLoader(dataset, order, 0, workers, CPU)
+    try:
+        return [b for epoch in SIZES for window in loader.epoch(epoch) for _, b in window]
+    finally:
+        loader.close()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_loading_processes_change_nothing(imagenet: Path) -> None:
+    found = [epochs(Sized(opened(data_of(imagenet, "imagenet2012")), TRAIN, 16), workers) for workers in (0, 2)]
+    assert [b.images.shape[-1] for b in found[0]] == [size for size in SIZES.values() for _ in range(6)]
+    for ours, theirs in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_broken_images_of_all_sizes_are_told(tmp_path: Path) -> None:
+    for number in range(6):
+        save_image(tmp_path / f"train/n{number % 2}/{number}.JPEG", seed=number)
+    (tmp_path / "train/n0/0.JPEG").write_bytes(b"no image")
+    lines = "".join(f"train/n{number % 2}/{number}.JPEG {number % 2}\n" for number in range(6))
+    (tmp_path / "train_list.txt").write_text(lines, encoding="utf-8")
+    data = data_of(tmp_path, "imagenet2012", MAX_BAD=1)
+    grown = Sized(opened(data), TRAIN, 16)
+    for epoch in (1, 4):
+        grown.__getitems__([(epoch, 0)])
+        assert [broken[0] for broken in grown.take_broken()] == [0]

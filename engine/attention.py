@@ -53,9 +53,7 @@ def settled_attention(
             raise UserError(f"MODEL.ATTENTION {wanted}: {type(model).__name__} computes it its own way; leave it auto.")
         return Attention(OWN, "")
     if wanted not in (*kinds, "auto"):
-        raise UserError(
-            f"MODEL.ATTENTION {wanted}: not on {device}, which has {' and '.join(kinds)}; or leave it auto."
-        )
+        raise UserError(f"MODEL.ATTENTION {wanted}: {device} has only {' and '.join(kinds)}; or leave it auto.")
     reached = INSIDE.intersection(listed)
     if reached and wanted not in ("auto", PLAIN):
         raise UserError(

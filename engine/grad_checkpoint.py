@@ -62,12 +62,13 @@ def _every(wanted: str | int) -> int:
 
 @contextmanager
 def _running_statistics_kept(block: nn.Module) -> Iterator[None]:
-    """A batch's statistics go into the running ones once, not again when it is computed again."""
-    following = [m for m in block.modules() if isinstance(m, BATCH_NORM) and m.track_running_stats]
-    for norm in following:
-        norm.track_running_stats = False
+    """A batch's statistics go into the running ones once; when it is computed again, into copies."""
+    norms = [module for module in block.modules() if isinstance(module, BATCH_NORM)]
+    real = [dict(norm._buffers) for norm in norms]
+    for norm, buffers in zip(norms, real, strict=True):
+        norm._buffers.update({name: value if value is None else value.clone() for name, value in buffers.items()})
     try:
         yield
     finally:
-        for norm in following:
-            norm.track_running_stats = True
+        for norm, buffers in zip(norms, real, strict=True):
+            norm._buffers.update(buffers)

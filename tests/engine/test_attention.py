@@ -1,0 +1,208 @@
+"""MODEL.ATTENTION: who decides how attention is computed, and the race that decides it on a GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.models import create_model
+from torch import nn
+
+import engine.attention_race as attention_race
+from engine.attention import attention_layers, put_attention_in_force, settled_attention
+from engine.attention_race import Call, first_call, race, raced_attention, winner
+from engine.precision import Precision
+from tests.engine.small import BF16, CPU, OFF, build, train
+from tests.program import metrics
+from utils.errors import UserError
+
+
+class OnGpu:
+    """As much of a precision as a decision asks for."""
+
+    device, level, name = torch.device("cuda", 0), "O1", "bf16"
+
+
+def kinds_of(model: nn.Module) -> set[str]:
+    return {"fused" if layer.fused_attn else "plain" for layer in attention_layers(model)}
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_choice():
+    yield
+    put_attention_in_force("fused", nn.Identity())
+
+
+@pytest.fixture
+def vit() -> nn.Module:
+    return create_model("test_vit", num_classes=3, drop_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, "fused"),
+        ({"AMP__ENABLED": "true", "AMP__DTYPE": "bf16"}, "plain"),
+        ({"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__LEVEL": "O2"}, "plain"),
+        ({"MODEL__ATTENTION": "plain"}, "plain"),
+        ({"MODEL__ATTENTION": "fused", "AMP__ENABLED": "true", "AMP__DTYPE": "bf16"}, "fused"),
+        ({"CPU_FP32": "onednn"}, "plain"),
+        ({"AMP__CUSTOM_BLACK_LIST": "softmax"}, "plain"),
+    ],
+)
+def test_a_cpu_goes_by_a_rule_unless_told_otherwise(tiny: Path, settings: dict[str, str], kind: str) -> None:
+    ready = build(tiny, **settings)
+    assert ready.tuning.attention.kind == ready.choices["attention"] == kind
+    computing = ready.parts.forward  # a half-precision copy where there is one
+    assert kinds_of(computing) == {kind}
+    calls: list[int] = []
+    seen = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = lambda *a, **k: calls.append(1) or seen(*a, **k)
+    try:
+        train(ready, 1)
+    finally:
+        F.scaled_dot_product_attention = seen
+    assert bool(calls) == (kind == "fused")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"MODEL__ATTENTION": "flash"}, "cpu has only fused and plain"),
+        ({"MODEL__ATTENTION": "fused", "AMP__CUSTOM_BLACK_LIST": "softmax"}, "name softmax"),
+    ],
+)
+def test_what_cannot_be_is_refused(tiny: Path, settings: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build(tiny, **settings)
+
+
+def test_a_kind_of_the_gpus_is_refused_on_a_cpu_before_the_run(vitamp, tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, "-output", tiny.parent / "run", "MODEL.ATTENTION=cudnn")
+    assert done.code == 2
+    assert "MODEL.ATTENTION cudnn: cpu has only fused and plain" in done.err
+
+
+def test_a_model_without_attention_layers_has_no_choice() -> None:
+    model = create_model("test_resnet", num_classes=3)
+    with pytest.raises(UserError, match="its own way"):
+        settled_attention("plain", model, Precision(OFF, CPU), "mkl", (), None)
+    found = settled_attention("auto", model, Precision(OFF, CPU), "mkl", (), None)
+    assert found is not None
+    assert found.kind == "the model's own"
+
+
+def test_a_resumed_run_computes_as_it_began(vitamp, tiny: Path, tmp_path: Path) -> None:
+    """fp32 on a CPU would be fused by itself; a run begun with plain attention goes on with it, bit for bit."""
+    flags = ("-cfg", tiny, "REPORT_FREQ=1", "SAVE_EVERY_UPDATES=3")
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    for folder, updates in ((whole, 6), (parted, 3)):
+        done = vitamp(*flags, "-output", folder, "MODEL.ATTENTION=plain", f"TRAIN.MAX_UPDATES={updates}")
+        assert done.code == 0, done.text
+    done = vitamp(*flags, "-output", parted, "-resume", "auto", "TRAIN.MAX_UPDATES=6")
+    assert "attention plain (as this run began)" in done.text, done.text
+    assert json.loads((parted / "run.json").read_text())["choices"]["attention"] == "plain"
+    assert [line["loss"] for line in metrics(parted, "train")] == [line["loss"] for line in metrics(whole, "train")]
+    fused = tmp_path / "fused"
+    shutil.copytree(parted / "checkpoints" / "step-000000003", tmp_path / "kept")
+    again = vitamp(*flags, "-output", fused, "-resume", tmp_path / "kept", "-amp", "bf16", "TRAIN.MAX_UPDATES=4")
+    assert "attention plain (half precision on a CPU)" in again.text, "under another precision it decides anew"
+
+
+@pytest.mark.parametrize(("wanted", "kept", "kind"), [("auto", None, None), ("auto", "cudnn", "cudnn")])
+def test_a_gpu_races_once_and_remembers(vit: nn.Module, wanted: str, kept: str | None, kind: str | None) -> None:
+    precision: Any = OnGpu()
+    found = settled_attention(wanted, vit, precision, "mkl", (), kept)
+    assert (found and found.kind) == kind
+    assert settled_attention("flash", vit, precision, "mkl", (), None) is None, (
+        "it is tried whether there is such a one"
+    )
+    listed = settled_attention("auto", vit, precision, "mkl", ("bmm",), None)
+    assert listed is not None
+    assert listed.kind == "plain"
+
+
+def test_the_race_sees_the_call_that_the_model_makes_and_leaves_no_trace(vit: nn.Module) -> None:
+    images, before = torch.randn(2, 3, 160, 160), torch.get_rng_state()
+    call = first_call(vit.train(), images, Precision(BF16, CPU))
+    assert call.layer is vit.blocks[0].attn
+    assert call.inputs[0].shape[0] == 2
+    assert call.tokens == 101
+    for kind in ("fused", "plain"):
+        call.run(kind)
+    assert vit.training
+    assert not any(layer._forward_pre_hooks for layer in attention_layers(vit))
+    assert all(parameter.grad is None for parameter in vit.parameters())
+    raced_attention("plain", vit, images, Precision(BF16, CPU))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_only_kinds_that_run_are_raced_and_taken(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has no kernel of cuDNN's, and torch says so as it does on a GPU that lacks one."""
+    raced: list[str] = []
+    monkeypatch.setattr(attention_race, "_by_events", lambda work: work() or 1.0)
+    monkeypatch.setattr(
+        attention_race, "race", lambda run, kinds, clock: raced.extend(kinds) or race(run, kinds, clock)
+    )
+    images = torch.randn(2, 3, 160, 160)
+    raced_attention("auto", vit, images, Precision(OFF, CPU))
+    assert "fused" in raced
+    assert "cudnn" not in raced
+    assert "plain" not in raced, "101 tokens: its matrices may not fit where a batch was found to"
+    with pytest.raises(UserError, match=r"MODEL\.ATTENTION cudnn: torch has none.*only fused, plain"):
+        raced_attention("cudnn", vit, images, Precision(OFF, CPU))
+
+
+def test_a_race_takes_turns_and_judges_by_medians() -> None:
+    turns: list[str] = []
+    seconds = {"fused": 2.0, "plain": 1.0, "flash": 1.5}
+
+    def clock(work: Any) -> float:
+        work()
+        slow_once = 100.0 if turns.count(turns[-1]) == 4 else 0.0
+        return seconds[turns[-1]] + slow_once
+
+    assert race(turns.append, list(seconds), clock) == seconds
+    assert turns[:6] == ["fused", "plain", "flash"] * 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kind", "words"),
+    [
+        ({"fused": 1.31, "plain": 1.0}, "plain", "1.31x fused"),
+        ({"fused": 1.01, "flash": 1.0}, "fused", "torch's choice"),
+        ({"flash": 1.0}, "flash", "only one"),
+    ],
+)
+def test_the_winner_has_to_win_clearly(seconds: dict[str, float], kind: str, words: str) -> None:
+    found = winner(seconds)
+    assert found.kind == kind
+    assert words in found.reason
+
+
+def test_a_kind_of_the_gpus_is_put_first_with_others_behind_it_and_taken_back(vit: nn.Module) -> None:
+    flags = torch.backends.cuda
+    own = torch._C._get_sdp_priority_order()  # pyright: ignore[reportAttributeAccessIssue]
+    put_attention_in_force("efficient", vit)
+    assert flags.mem_efficient_sdp_enabled()
+    assert flags.math_sdp_enabled()
+    assert not flags.flash_sdp_enabled()
+    assert kinds_of(vit) == {"fused"}
+    put_attention_in_force("plain", vit)
+    assert flags.flash_sdp_enabled()
+    assert kinds_of(vit) == {"plain"}
+    assert torch._C._get_sdp_priority_order() == own  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_what_is_timed_is_what_the_precision_computes(vit: nn.Module) -> None:
+    precision = Precision(BF16, CPU)
+    call = Call(vit.blocks[0].attn, (torch.randn(1, 5, 64, requires_grad=True),), {}, precision)  # type: ignore[index, union-attr]
+    seen: list[torch.dtype] = []
+    call.layer.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    call.run("plain")
+    assert seen == [torch.bfloat16]

@@ -1,0 +1,149 @@
+"""TRAIN.GRAD_CHECKPOINT: less is kept for the backward pass, and the same comes of it, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from timm.models import create_model
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from engine.fp32_modules import force_fp32
+from engine.grad_checkpoint import checkpoint_blocks, which_blocks
+from engine.op_lists import OpLists
+from engine.setup import ReadyToTrain
+from engine.sharding import blocks_of
+from tests.engine.small import build, train, windows
+from tests.engine.test_no_host_copies import read_backs
+from tests.program import metrics
+from utils.errors import UserError
+
+RANDOM = {"MODEL__DEPTH": 3, "MODEL__DROPOUT": 0.2, "MODEL__ATTENTION_DROPOUT": 0.1, "MODEL__DROPPATH": 0.3}
+AMP = {"AMP__ENABLED": "true", "AMP__INIT_LOSS_SCALING": 1024}
+
+
+def trained(ready: ReadyToTrain) -> list[Tensor]:
+    train(ready, 3)
+    return list(ready.model.state_dict().values())
+
+
+def bytes_kept(model: nn.Module, images: Tensor) -> int:
+    """For the backward pass, parameters among them."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        model(images).sum()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {**AMP, "AMP__DTYPE": "bf16"},
+        {**AMP, "AMP__DTYPE": "fp16", "TRAIN__ACCUM_ITER": 2},
+        {**AMP, "AMP__DTYPE": "bf16", "AMP__LEVEL": "O2"},
+        {**AMP, "AMP__DTYPE": "bf16", "AMP__LEVEL": "NAIVE"},
+        {**AMP, "AMP__DTYPE": "bf16", "AMP__FP32_MODULES": "blocks.1.mlp.*,blocks.2"},
+        {**AMP, "AMP__DTYPE": "bf16", "TRAIN__RESIDUAL_DTYPE": "autocast"},
+    ],
+    ids=["fp32", "bf16", "fp16", "O2", "NAIVE", "some modules in fp32", "narrow stream"],
+)
+def test_weights_are_bit_for_bit_those_without_it(tiny: Path, how: dict[str, object]) -> None:
+    """With dropout and stochastic depth, which draw anew what they drew."""
+    plain = trained(build(tiny, **how, **RANDOM))
+    for wanted in ("blocks", 2):
+        ready = build(tiny, **how, **RANDOM, TRAIN__GRAD_CHECKPOINT=wanted)
+        assert all(map(torch.equal, trained(ready), plain))
+        assert f"{3 if wanted == 'blocks' else 2} of 3 blocks recomputed" in ready.tuning.words()
+
+
+def test_operator_lists_hold_in_what_is_computed_again(tiny: Path) -> None:
+    with OpLists("cpu", [], ["softmax", "gelu", "linear"]):
+        how = {**AMP, "AMP__DTYPE": "bf16", "AMP__CUSTOM_BLACK_LIST": "softmax,gelu,linear"}
+        plain, again = (trained(build(tiny, **how, **RANDOM, TRAIN__GRAD_CHECKPOINT=w)) for w in ("none", "blocks"))
+    assert all(map(torch.equal, plain, again))
+
+
+def test_the_more_is_recomputed_the_less_is_kept() -> None:
+    kept = {}
+    for wanted in ("none", 3, 2, "blocks"):
+        model = create_model("test_vit", num_classes=3, depth=6, proj_drop_rate=0.1)
+        checkpoint_blocks(model, wanted)
+        kept[wanted] = bytes_kept(model, torch.randn(8, 3, 160, 160))
+        model.eval()
+        assert bytes_kept(model, torch.randn(8, 3, 160, 160)) > 0.5 * kept["none"], "only training recomputes"
+    assert kept["blocks"] < kept[2] < kept[3] < kept["none"]
+    assert kept["blocks"] < 0.35 * kept["none"]
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "test_resnet", "test_convnext"])
+def test_other_models_too_and_running_statistics_count_a_batch_once(name: str) -> None:
+    found = []
+    for wanted in ("none", "blocks"):
+        torch.manual_seed(0)
+        model = create_model(name, num_classes=3, **({"img_size": 56, "window_size": 7} if "swin" in name else {}))
+        checkpoint_blocks(model, wanted)
+        images = torch.randn(4, 3, 56, 56)
+        torch.manual_seed(1)
+        model(images).square().sum().backward()
+        found.append([*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
+        again = bytes_kept(model, images)
+        found[-1].append(torch.tensor(again))
+    (*plain, kept), (*recomputed, kept_then) = found
+    assert len(plain) == len(recomputed)
+    assert all(map(torch.equal, plain, recomputed))
+    assert kept_then < 0.8 * kept
+
+
+def test_blocks_stay_a_row_and_keep_their_names(tiny: Path) -> None:
+    ready = build(tiny, MODEL__DEPTH=3, TRAIN__GRAD_CHECKPOINT=2)
+    assert [name for name, _ in blocks_of(ready.model)] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert force_fp32(ready.model, ["Block"], "cpu") == ["blocks.0", "blocks.1", "blocks.2"]
+    assert which_blocks(ready.model, "none") == ""
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(UserError, match=r"TRAIN\.GRAD_CHECKPOINT blocks: Linear has no row of like blocks"):
+        which_blocks(nn.Linear(2, 2), "blocks")
+
+
+def test_it_reads_nothing_back(tiny: Path) -> None:
+    assert read_backs(build(tiny, TRAIN__GRAD_CHECKPOINT="blocks", **RANDOM)) == set()
+
+
+def test_an_overflow_is_still_named(tiny: Path) -> None:
+    """The replay of a skipped update goes through the blocks as they are, recomputing among them."""
+    named = []
+    for wanted in ("none", "blocks"):
+        ready = build(tiny, **AMP, AMP__DTYPE="fp16", TRAIN__GRAD_CHECKPOINT=wanted)
+        with torch.no_grad():
+            ready.model.get_parameter("blocks.0.mlp.fc1.bias").fill_(7e4)
+        train(ready, 1, windows(ready))
+        assert ready.parts.watch is not None
+        named.append([(blame.module, blame.direction, blame.operation) for blame in ready.parts.watch.take()])
+    assert named[0]
+    assert named[0][0][0] == "blocks.0.mlp.fc1"
+    assert named[0] == named[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_train_the_same_with_it(vitamp, tiny: Path, tmp_path: Path, strategy: str) -> None:
+    losses = []
+    for wanted in ("none", "blocks"):
+        words = (f"TRAIN.GRAD_CHECKPOINT={wanted}", f"DIST.STRATEGY={strategy}", "MODEL.DROPOUT=0.1", "MODEL.DEPTH=2")
+        more = ("-ngpus", 2, "-amp", "bf16", "TRAIN.MAX_UPDATES=4", "REPORT_FREQ=1", "-accum_iter", 2)
+        flags = ("-cfg", tiny, "-output", tmp_path / wanted, *more, *words)
+        done = vitamp(*flags, script="main_multi_gpu.py", timeout=400)
+        assert done.code == 0, done.text
+        losses.append([line["loss"] for line in metrics(tmp_path / wanted, "train")])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4

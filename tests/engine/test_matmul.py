@@ -1,0 +1,98 @@
+"""CPU_FP32: which library multiplies fp32 matrices, and when it is oneDNN by itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import engine.matmul as matmul
+from engine.matmul import choose_products, put_products_in_force
+from tests.engine.small import CPU, build
+from utils.errors import UserError
+
+ZEN_5, ZEN_4, INTEL = ("AuthenticAMD", 26), ("AuthenticAMD", 25), ("GenuineIntel", 6)
+LARGE = 8 * 196 * 192
+
+
+@pytest.fixture(autouse=True)
+def mkl_again() -> Iterator[None]:
+    yield
+    put_products_in_force("mkl")
+
+
+def on(monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float = 1e-6) -> None:
+    monkeypatch.setattr(matmul, "processor_kind", lambda: machine)
+    monkeypatch.setattr(matmul, "_error_of_onednn", lambda: error)
+
+
+@pytest.mark.parametrize(
+    ("machine", "error", "fp32", "values", "library"),
+    [
+        (ZEN_5, 1e-6, True, LARGE, "onednn"),
+        (ZEN_5, 1e-6, True, 1000, "mkl"),
+        (ZEN_5, 1e-6, False, LARGE, "mkl"),
+        (ZEN_5, 3e-3, True, LARGE, "mkl"),
+        (ZEN_4, 1e-6, True, LARGE, "mkl"),
+        (INTEL, 1e-6, True, LARGE, "mkl"),
+    ],
+)
+def test_auto_goes_by_the_machine_and_the_sizes(
+    monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float, fp32: bool, values: int, library: str
+) -> None:
+    on(monkeypatch, machine, error)
+    assert choose_products("auto", CPU, fp32, values, None).library == library
+    assert choose_products("auto", torch.device("cuda"), fp32, values, None).library == "mkl"
+
+
+def test_a_resumed_run_keeps_its_library_and_says_what_this_machine_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, ZEN_4)
+    found = choose_products("auto", CPU, True, LARGE, "onednn")
+    assert found.library == "onednn"
+    assert "by itself it would be mkl here" in found.reason
+    on(monkeypatch, ZEN_5, error=3e-3)
+    assert choose_products("auto", CPU, True, LARGE, "onednn").library == "mkl", "it cannot compute in fp32 by it"
+    assert choose_products("mkl", CPU, True, LARGE, "onednn").library == "mkl", "asked for"
+
+
+def test_onednn_is_refused_where_it_would_compute_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, INTEL, error=3e-3)
+    with pytest.raises(UserError, match=r"CPU_FP32 onednn: .*less exact than fp32.*use mkl"):
+        choose_products("onednn", CPU, True, LARGE, None)
+
+
+def test_the_probe_tells_fp32_from_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul._error_of_onednn.cache_clear()
+    assert matmul._error_of_onednn() < matmul.LARGEST_ERROR
+    matmul._error_of_onednn.cache_clear()
+    product = torch.Tensor.__matmul__
+    rounded = lambda a, b: product(a.bfloat16(), b.bfloat16()).float() if a.dtype is torch.float32 else product(a, b)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
+    assert matmul._error_of_onednn() > matmul.LARGEST_ERROR
+    matmul._error_of_onednn.cache_clear()
+
+
+@pytest.mark.parametrize("library", ["mkl", "onednn"])
+def test_the_library_asked_for_multiplies(vitamp, tiny: Path, library: str) -> None:
+    """oneDNN itself tells what it computes."""
+    out = tiny.parent / "run"
+    words = (f"CPU_FP32={library}", "TRAIN.MAX_UPDATES=1", "MODEL.EMBED_DIM=64", "MODEL.LINEAR_PATCHES=true")
+    done = vitamp("-cfg", tiny, "-output", out, *words, env={"ONEDNN_VERBOSE": "1"})
+    assert done.code == 0, done.text
+    products = [line for line in done.out.splitlines() if ",exec,cpu,matmul," in line and "src:f32" in line]
+    assert bool(products) == (library == "onednn")
+    assert f"fp32 products by {library} (as asked for)" in done.text
+    assert json.loads((out / "run.json").read_text())["choices"]["cpu_fp32"] == library
+
+
+def test_a_later_run_in_the_process_does_not_inherit_it(tiny: Path) -> None:
+    def setting() -> str:
+        return torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
+
+    build(tiny, CPU_FP32="onednn")
+    assert setting() == "bf16"
+    build(tiny)
+    assert setting() == "ieee"

@@ -1,0 +1,95 @@
+"""MODEL.LINEAR_PATCHES: a convolution whose windows lie side by side, as a matrix product."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from timm.models import create_model
+from torch import Tensor, nn
+
+from engine.fp32_modules import force_fp32
+from engine.mixed_in import mix_in
+from engine.patches import LinearPatches, patches_are_linear, use_linear_patches
+from engine.precision import Precision
+from tests.engine.small import BF16, CPU, OFF, build, train
+from utils.errors import UserError
+
+
+def gradients(convolution: nn.Conv2d, images: Tensor) -> tuple[Tensor, ...]:
+    images = images.clone().requires_grad_()
+    out = convolution(images)
+    return out, *torch.autograd.grad((out * out.cos()).sum(), [images, *convolution.parameters()])
+
+
+@pytest.mark.parametrize(("channels", "patch", "bias"), [(3, 4, True), (1, 2, False), (3, (2, 4), True)])
+def test_the_product_is_the_convolution_to_rounding(channels: int, patch: int, bias: bool) -> None:
+    convolution = nn.Conv2d(channels, 24, patch, patch, bias=bias)
+    images = torch.randn(2, channels, 16, 8)
+    expected = gradients(convolution, images)
+    mix_in(convolution, LinearPatches)
+    for found, wanted in zip(gradients(convolution, images), expected, strict=True):
+        assert found.shape == wanted.shape
+        assert torch.allclose(found, wanted, atol=2e-5)
+    odd = torch.randn(1, channels, 17, 9)
+    assert convolution(odd).shape == nn.Conv2d(channels, 24, patch, patch)(odd).shape, "as a convolution leaves it over"
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_models_keep_their_weights_and_their_outputs(name: str) -> None:
+    model = create_model(name, img_size=112, num_classes=3).eval()
+    images, before = torch.randn(1, 3, 112, 112), {key: value.shape for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(images)
+        use_linear_patches(model)
+        assert isinstance(model.patch_embed.proj, LinearPatches)
+        found = model(images)
+    assert {key: value.shape for key, value in model.state_dict().items()} == before
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_nothing_is_copied_on_the_way_to_the_tokens() -> None:
+    model = create_model("test_vit", num_classes=3)
+    use_linear_patches(model)
+    tokens = model.patch_embed(torch.randn(2, 3, 160, 160))  # type: ignore[operator]
+    assert tokens.is_contiguous()
+    assert "LinearPatches" not in repr(model)
+
+
+@pytest.mark.parametrize(
+    ("amp", "patch", "listed", "linear"),
+    [(OFF, 4, (), True), (OFF, 16, (), False), (BF16, 16, (), True), (BF16, 16, ("conv2d",), False)],
+)
+def test_auto_is_where_it_was_measured_to_be_faster(amp, patch: int, listed: tuple[str, ...], linear: bool) -> None:
+    model = create_model("vit_tiny_patch16_224", img_size=32, patch_size=patch, embed_dim=16, num_heads=2, depth=1)
+    assert patches_are_linear("auto", model, Precision(amp, CPU), listed) is linear
+    assert patches_are_linear(True, model, Precision(amp, CPU), listed) is True
+    assert patches_are_linear(False, model, Precision(amp, CPU), listed) is False
+
+
+def test_a_model_without_patches_has_nothing_to_make_linear() -> None:
+    model = create_model("test_resnet", num_classes=3)
+    assert patches_are_linear("auto", model, Precision(OFF, CPU), ()) is False
+    with pytest.raises(UserError, match=r"MODEL\.LINEAR_PATCHES true: ResNet"):
+        patches_are_linear(True, model, Precision(OFF, CPU), ())
+
+
+def test_training_follows_the_convolution(tiny: Path) -> None:
+    weights = []
+    for linear in ("true", "false"):
+        ready = build(tiny, MODEL__LINEAR_PATCHES=linear)
+        assert isinstance(ready.model.get_submodule("patch_embed.proj"), LinearPatches) == (linear == "true")
+        train(ready, 3)
+        weights.append(ready.model.state_dict())
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*(w.values() for w in weights), strict=True))
+
+
+def test_it_can_be_kept_in_fp32_by_name_and_by_class() -> None:
+    for pattern in ("patch_embed.proj", "Conv2d"):
+        model = create_model("test_vit", num_classes=3)
+        use_linear_patches(model)
+        assert force_fp32(model, [pattern], "cpu") == ["patch_embed.proj"]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model.patch_embed.proj(torch.randn(1, 3, 160, 160))  # type: ignore[operator, union-attr]
+        assert out.dtype is torch.float32

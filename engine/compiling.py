@@ -153,14 +153,16 @@ def _make_way(model: nn.Module) -> None:
 
 
 def _prepare_compiler(data: DataConfig, device: torch.device) -> None:
-    if CACHE not in os.environ:  # before torch's compiler is imported, which would write its own choice there
-        # A folder of the user's own, because what lies there is run; and of this kind of processor.
-        kind = re.sub(r"\W+", "-", f"{processor()} {torch.backends.cpu.get_cpu_capability()}")
-        os.environ[CACHE] = str(cache_folder(data, f"compiled/{kind}"))
     import torch._dynamo.config as tracing
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+    # Importing the compiler may already have written torch's own choice there.
+    if os.environ.get(CACHE, default_cache_dir()) == default_cache_dir():
+        # A folder of the user's own, because what lies there is run; and of this kind of processor.
+        kind = re.sub(r"\W+", "-", f"{processor()} {torch.backends.cpu.get_cpu_capability()}")
+        os.environ[CACHE] = str(cache_folder(data, f"compiled/{kind}"))
     tracing.recompile_limit = MOST_GRAPHS
     tracing.optimize_ddp = False  # it cuts graphs where DDP's messages end; blocks are cut already
     autograd.force_non_lazy_backward_lowering = True  # or the backward pass is compiled when it is first called

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,14 @@ from torch import nn
 import engine.attention_race as attention_race
 from engine.attention import attention_layers, put_attention_in_force, settled_attention
 from engine.attention_race import Call, first_call, race, raced_attention, winner
+from engine.inputs import Inputs
 from engine.precision import Precision
+from engine.tuning import tune
 from tests.engine.small import BF16, CPU, OFF, build, train
 from tests.program import metrics
+from utils.config import load_config
 from utils.errors import UserError
+from utils.world import ALONE
 
 
 class OnGpu:
@@ -108,10 +111,15 @@ def test_a_resumed_run_computes_as_it_began(vitamp, tiny: Path, tmp_path: Path) 
     assert "attention plain (as this run began)" in done.text, done.text
     assert json.loads((parted / "run.json").read_text())["choices"]["attention"] == "plain"
     assert [line["loss"] for line in metrics(parted, "train")] == [line["loss"] for line in metrics(whole, "train")]
-    fused = tmp_path / "fused"
-    shutil.copytree(parted / "checkpoints" / "step-000000003", tmp_path / "kept")
-    again = vitamp(*flags, "-output", fused, "-resume", tmp_path / "kept", "-amp", "bf16", "TRAIN.MAX_UPDATES=4")
-    assert "attention plain (half precision on a CPU)" in again.text, "under another precision it decides anew"
+
+
+def test_under_another_precision_a_resumed_run_decides_anew(tiny: Path) -> None:
+    ready = build(tiny, MODEL__ATTENTION="plain")
+    config, inputs = load_config(str(tiny)).config, Inputs(load_config(str(tiny)).config.DATA)
+    for precision, kind, words in ((OFF, "plain", "as this run began"), (BF16, "plain", "half precision on a CPU")):
+        amp = config.model_copy(update={"AMP": precision})
+        found = tune(amp, ready.model, inputs, Precision(precision, CPU), ALONE, ready.choices)
+        assert (found.attention.kind, found.attention.reason) == (kind, words)
 
 
 @pytest.mark.parametrize(("wanted", "kept", "kind"), [("auto", None, None), ("auto", "cudnn", "cudnn")])
@@ -130,7 +138,7 @@ def test_a_gpu_races_once_and_remembers(vit: nn.Module, wanted: str, kept: str |
 def test_the_race_sees_the_call_that_the_model_makes_and_leaves_no_trace(vit: nn.Module) -> None:
     images, before = torch.randn(2, 3, 160, 160), torch.get_rng_state()
     call = first_call(vit.train(), images, Precision(BF16, CPU))
-    assert call.layer is vit.blocks[0].attn
+    assert call.layer is vit.get_submodule("blocks.0.attn")
     assert call.inputs[0].shape[0] == 2
     assert call.tokens == 101
     for kind in ("fused", "plain"):
@@ -201,7 +209,7 @@ def test_a_kind_of_the_gpus_is_put_first_with_others_behind_it_and_taken_back(vi
 
 def test_what_is_timed_is_what_the_precision_computes(vit: nn.Module) -> None:
     precision = Precision(BF16, CPU)
-    call = Call(vit.blocks[0].attn, (torch.randn(1, 5, 64, requires_grad=True),), {}, precision)  # type: ignore[index, union-attr]
+    call = Call(vit.get_submodule("blocks.0.attn"), (torch.randn(1, 5, 64, requires_grad=True),), {}, precision)
     seen: list[torch.dtype] = []
     call.layer.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
     call.run("plain")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from timm.models import create_model
+from torch import Tensor, nn
 
 from engine.layout import channels_go_last
 from engine.precision import Precision
@@ -66,14 +67,15 @@ def test_weights_and_images_lie_so_and_training_is_the_same_to_rounding(convolvi
     weights = []
     for last in ("true", "false"):
         ready = build(convolving, TRAIN__CHANNELS_LAST=last, TRAIN__MODEL_EMA="true")
-        seen: list[bool] = []
-        ready.model.get_submodule("conv1.3").register_forward_pre_hook(
-            lambda conv, x, seen=seen: seen.append(
-                x[0].is_contiguous(memory_format=LAST) and conv.weight.is_contiguous(memory_format=LAST)
-            )
-        )
+        seen: set[bool] = set()
+
+        def note(convolution: nn.Module, images: tuple[Tensor], seen: set[bool] = seen) -> None:
+            both = (images[0], convolution.get_parameter("weight"))
+            seen |= {tensor.is_contiguous(memory_format=LAST) for tensor in both}
+
+        ready.model.get_submodule("conv1.3").register_forward_pre_hook(note)
         train(ready, 2)
-        assert set(seen) == {last == "true"}
+        assert seen == {last == "true"}
         assert ready.choices["channels_last"] == (last == "true")
         weights.append(ready.model.state_dict())
     assert all(

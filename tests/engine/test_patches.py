@@ -43,7 +43,7 @@ def test_models_keep_their_weights_and_their_outputs(name: str) -> None:
     with torch.no_grad():
         expected = model(images)
         use_linear_patches(model)
-        assert isinstance(model.patch_embed.proj, LinearPatches)
+        assert isinstance(model.get_submodule("patch_embed.proj"), LinearPatches)
         found = model(images)
     assert {key: value.shape for key, value in model.state_dict().items()} == before
     assert torch.allclose(found, expected, atol=1e-5)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from timm.models import create_model
-from torch import nn
+from torch import Tensor, nn
 
 from engine.precision import Precision
 from engine.residual import narrow_stream, stream_is_narrow
@@ -46,7 +47,11 @@ def test_the_setting_reaches_the_model_and_its_average(tiny: Path) -> None:
     assert ready.parts.ema is not None
     for model in (ready.model, ready.parts.ema.module):
         seen: list[torch.dtype] = []
-        model.get_submodule("blocks.0").register_forward_hook(lambda _m, _i, out, seen=seen: seen.append(out.dtype))
+
+        def note(_block: nn.Module, _inputs: Any, out: Tensor, seen: list[torch.dtype] = seen) -> None:
+            seen.append(out.dtype)
+
+        model.get_submodule("blocks.0").register_forward_hook(note)
         with torch.no_grad(), ready.precision.autocast():
             model(torch.randn(2, 1, 8, 8))
         assert seen == [torch.bfloat16]

@@ -14,6 +14,7 @@ import torch
 from datasets import Batch, Share, Window
 from engine.compile_choice import NONE, WHOLE, choose_compiling
 from engine.compiling import compile_update
+from engine.device import prepare
 from engine.setup import model_in_precision, update_parts
 from engine.update import train_update
 from scripts.benchmark_amp_peers_start import OURS, PLAIN, UPDATES_AN_EPOCH, Loop, Made, Way
@@ -38,6 +39,7 @@ class Ours:
         amp = {"ENABLED": way.precision != "fp32"} | ({"DTYPE": way.precision} if way.precision != "fp32" else {})
         config = changed(config, "AMP", **amp)
         config = changed(config, "TRAIN", COMPILE=WHOLE if way.compiled else NONE)
+        prepare(config, device, ALONE)
         in_precision = model_in_precision(config, device)
         in_precision[0].train()
         self._parts = update_parts(config, ALONE, device, in_precision, UPDATES_AN_EPOCH)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from datasets import Batch
-from engine.device import pick_device, prepare
+from engine.device import pick_device
 from engine.pace import peak_memory_gb
 from scripts.benchmark_amp_frame import Figures
 from scripts.benchmark_amp_peers_loops import loop_of
@@ -65,7 +65,6 @@ class Seat:
 class _Course:
     def __init__(self, job: Job) -> None:
         self._device = pick_device(job.config.DEVICE, ALONE)
-        prepare(job.config, self._device, ALONE)
         self._loop: Loop = loop_of(job.way, job.config, self._device)
         self._batches = _batches(job.config, self._device)
         self._job, self._done = job, 0

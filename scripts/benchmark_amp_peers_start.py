@@ -16,6 +16,7 @@ from engine.inputs import per_channel
 from models import build_model
 from utils.config import Config
 from utils.seeding import seed_all
+from utils.world import cores
 
 OURS, STOCK, BEST, PLAIN = "ours", "stock", "best", "plain"
 UPDATES_AN_EPOCH = 100
@@ -52,6 +53,8 @@ class Made:
 
     def __post_init__(self) -> None:
         data, train = self.config.DATA, self.config.TRAIN
+        # As many threads for all; what else is set for a whole process, only our own run sets.
+        torch.set_num_threads(self.config.THREADS or cores())
         seed_all(self.config.SEED, "init")
         self.model = build_model(self.config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS).to(self.device).train()
         self.criterion = nn.CrossEntropyLoss()

@@ -46,6 +46,16 @@ def fit(trainer: Trainer) -> int:
         ) from None
 
 
+def before_training(error: BaseException, config: Config, device: torch.device) -> str:
+    """Where not even what a run begins with fits, or the validation that is all there is to do."""
+    validating = IN_VALIDATION in getattr(error, "__notes__", ())
+    ways = ways_out(config, validating) if validating else ["-amp", "a smaller MODEL.NAME or -batch_size"]
+    if not validating:
+        ways.append("DIST.STRATEGY=fsdp, which deals the weights out over several devices")
+    where = IN_VALIDATION if validating else "before the first update"
+    return "\n".join([f"out of memory {where}: {_taken(error, device)}.", "Ways out:", *(f"  {way}" for way in ways)])
+
+
 def describe(error: BaseException, config: Config, parts: Parts, update: int) -> str:
     """Where it was, the peak, what is large, and ways out. While `error` lives, so do the tensors it met."""
     validating = IN_VALIDATION in getattr(error, "__notes__", ())

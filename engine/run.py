@@ -24,9 +24,10 @@ from engine.flops import Peak, Utilisation
 from engine.folder import folder_of, lock_what_is_there, write_down
 from engine.fp32_modules import force_fp32, forced
 from engine.half_copy import HalfCopy
+from engine.memory import is_out_of_memory
 from engine.meters import Means
 from engine.op_lists import OpLists
-from engine.out_of_memory import fit
+from engine.out_of_memory import before_training, fit
 from engine.pace import Pace, clock
 from engine.precision import check_precision
 from engine.prepare import hint
@@ -74,8 +75,10 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
                 _evaluate_only(config, world, device, threads, checkpoint, dry)
                 return EXIT_DONE
             return _train(config, world, device, threads, checkpoint, None if dry else lock)
-    except Exception:
+    except Exception as error:
         signals.patient = True  # the reason is told before anybody ends this process because another went first
+        if is_out_of_memory(error):
+            raise (UserError if world.size == 1 else TrainingError)(before_training(error, config, device)) from None
         raise
     finally:
         leave(world)

@@ -179,6 +179,19 @@ def test_what_is_said_to_help_helps(small_device: Callable[..., Result], tmp_pat
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-4)
 
 
+def test_what_does_not_even_begin_is_a_mistake_in_the_command(
+    small_device: Callable[..., Result], tmp_path: Path
+) -> None:
+    done = small_device("-dry_run", ABOVE=16, FROM=1)
+    assert done.code == 2, done.text
+    assert "out of memory before the first update" in done.err
+    done = small_device("-eval", "-output", tmp_path / "run", ABOVE_EVAL=16, FROM=0)
+    assert done.code == 2, done.text
+    assert f"out of memory {IN_VALIDATION}: " in done.err
+    assert "-batch_size_eval 16" in done.err
+    assert "Traceback" not in done.text
+
+
 @pytest.mark.slow  # a run; how it is told is tested below
 def test_a_validation_names_its_own_batch(small_device: Callable[..., Result], tmp_path: Path) -> None:
     done = small_device("-output", tmp_path / "run", "-batch_size_eval", 100, ABOVE_EVAL=60)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import check_dataset, names, open_dataset
+from datasets import check_dataset, lists, names, open_dataset
 from datasets.digits import read_digits
 from datasets.split import split
 from utils.config.schema import DataConfig
@@ -195,3 +195,23 @@ def test_names() -> None:
     torchvisions = {"caltech101", "caltech256", "cifar10", "cifar100", "flowers102", "food101", "pets"}
     assert {"csv", "digits", "imagefolder", "imagenet2012", "synthetic"} | torchvisions <= set(names())
     assert names() == sorted(names())
+
+
+def test_a_list_is_read_once_for_its_check_and_the_run(imagenet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+    lines = lists._lines
+    monkeypatch.setattr(lists, "_lines", lambda file: reads.append(file) or lines(file))
+    data = DataConfig(DATASET="imagenet2012", DATA_PATH=str(imagenet), IMAGE_SIZE=16)
+    for _ in range(2):
+        check_dataset(data, 4)
+        assert len(open_dataset(data, True, 4, 0, torch.device("cpu"))) == 24
+    assert [file.name for file in reads].count("train_list.txt") == 2, "once a run, and anew for another one"
+
+
+def test_a_list_that_was_changed_since_its_check_is_read_again(imagenet: Path, tmp_path: Path) -> None:
+    shutil.copytree(imagenet, tmp_path / "data")
+    data = DataConfig(DATASET="imagenet2012", DATA_PATH=str(tmp_path / "data"), IMAGE_SIZE=16)
+    check_dataset(data, 4)
+    with (tmp_path / "data" / "train_list.txt").open("a", encoding="utf-8") as file:
+        file.write("train/n00000000/train_0.JPEG 0\n")
+    assert len(open_dataset(data, True, 4, 0, torch.device("cpu"))) == 25

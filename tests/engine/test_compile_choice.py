@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -18,7 +19,7 @@ from utils.config import Config, TrainConfig, load_config
 from utils.errors import UserError
 from utils.world import ALONE, World
 
-Settings = dict[str, object]
+Settings = dict[str, Any]
 TWO = World(rank=0, size=2, local_rank=0, local_size=2)
 LONG, SHORT = 500_000, 100
 
@@ -42,12 +43,12 @@ def choose(
     updates: int = LONG,
     kept: str | None = None,
     device: str = "cpu",
-    **train: object,
+    **train: Any,
 ) -> CompileChoice:
     model = model or timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=32)
     parts = parts_of(model, torch.optim.SGD(model.parameters()), OFF)
     parts.precision.device = torch.device(device)
-    return choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, kept)  # pyright: ignore[reportArgumentType]
+    return choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, kept)
 
 
 def test_a_cpu_compiles_what_it_is_asked_to_and_no_more() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.program import metrics
+from tests.program import Result, metrics
 
-Vitamp = Callable
+Vitamp = Callable[..., Result]
 
 RANDOM = ("MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.1", "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=1")
 FILES = ("model.safetensors", "ema.safetensors")

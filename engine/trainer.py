@@ -146,12 +146,14 @@ class Trainer:
         self.reporter.epoch(position, reading.epoch, seconds, self.judge.first_epoch(self.pace.tally))
         finished, improved = position.epoch, False
         last = finished == config.TRAIN.NUM_EPOCHS
-        if (finished % config.VALIDATE_FREQ == 0 or last) and position.validated != position.update:
+        due = finished % config.VALIDATE_FREQ == 0 or last or self._comes_round(config.VALIDATE_EVERY_UPDATES)
+        if due and position.validated != position.update:
             improved = self._validate()
         position.epoch, position.step = finished + 1, 0
         self.parts.meters.start_epoch()
         kept = bool(config.KEEP_EVERY) and finished % (config.KEEP_EVERY or 1) == 0
-        if self._minutes_are_up() or finished % config.SAVE_FREQ == 0 or kept or last or improved:
+        due = finished % config.SAVE_FREQ == 0 or self._comes_round(config.SAVE_EVERY_UPDATES)
+        if self._minutes_are_up() or due or kept or last or improved:
             self._save(finished)
         self.train_loader.broken.share(self.world)
         self._draw()
@@ -162,12 +164,15 @@ class Trainer:
         position, config = self.position, self.config
         if position.step == self.per_epoch:
             return
-        due = config.VALIDATE_EVERY_UPDATES and position.update % config.VALIDATE_EVERY_UPDATES == 0
+        due = self._comes_round(config.VALIDATE_EVERY_UPDATES)
         improved = due and position.validated != position.update and self._validate()
-        due = config.SAVE_EVERY_UPDATES and position.update % config.SAVE_EVERY_UPDATES == 0
+        due = self._comes_round(config.SAVE_EVERY_UPDATES)
         if improved or (due and self._saved_at != position.update) or (reported and self._minutes_are_up()):
             self._save()
             self._leave_out_pause()
+
+    def _comes_round(self, every: int | None) -> bool:
+        return every is not None and self.position.update % every == 0
 
     def _minutes_are_up(self) -> bool:
         """Whether SAVE_EVERY_MINUTES have passed since the last save, by the clock of rank 0."""

@@ -165,3 +165,12 @@ def test_keep_last_spares_the_best(vitamp: Callable[..., Result], tiny: Path, tm
     figures = {line["update"]: line["acc1"] for line in metrics(tmp_path / "run", "val")}
     assert list(figures) == [13, 26, 39, 44]
     assert index["best"] == f"step-{max(figures, key=lambda update: figures[update]):09d}"
+
+
+def test_updates_that_end_an_epoch_count_too(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    rarely = ("SAVE_FREQ=100", "VALIDATE_FREQ=100", "TRAIN.NUM_EPOCHS=2", "KEEP_LAST=0")
+    often = ("SAVE_EVERY_UPDATES=22", "VALIDATE_EVERY_UPDATES=44")
+    assert vitamp("-cfg", tiny, "-output", tmp_path / "run", *rarely, *often).code == 0
+    saved = {int(folder.name.removeprefix("step-")) for folder in (tmp_path / "run" / "checkpoints").glob("step-*")}
+    assert saved == {22, 44, 66, 88}
+    assert [line["update"] for line in metrics(tmp_path / "run", "val")] == [44, 88]

@@ -69,7 +69,7 @@ class _Course:
         self._batches = _batches(job.config, self._device)
         self._job, self._done = job, 0
         self.losses = [self._loop.train_one(batch) for batch in self._next(COMPARED)]
-        self._loop.train(self._next(warmup_updates(job.updates)))
+        self._loop.train(self._next(max(0, warmup_updates(job.updates) - COMPARED)))
 
     def _next(self, count: int) -> list[Batch]:
         coming = [self._batches[n % BATCHES] for n in range(self._done, self._done + count)]
@@ -84,7 +84,6 @@ class _Course:
         updates, batches = self._job.updates, self._next(self._job.updates)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._loop.train(batches[:1])  # what others did meanwhile is out of the caches again
         self._wait()
         began, on_cpu = time.perf_counter(), time.process_time()
         self._loop.train(batches)

@@ -30,6 +30,8 @@ def ceiling(config: Config, device: torch.device, precisions: Iterable[AmpConfig
         kind = precision.name.split()[-1]
         if kind not in peaks and (peak := peak_of(precision, torch.get_num_threads(), True, nowhere)) is not None:
             peaks[kind] = {"tflops": peak.tflops, "how": peak.how}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what is measured next may need all of it
     return {"gflop_per_image": flops / 1e9 if flops else None, "peaks": peaks}
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from datasets import Window
 from engine.device import describe
+from engine.memory import is_out_of_memory
 from engine.pace import peak_memory_gb
 from engine.update import train_update
 from scripts.benchmark_amp_frame import Figures
@@ -24,6 +25,8 @@ from utils.config import Config
 from utils.errors import TrainingError, UserError
 from utils.log import start_log
 from utils.world import ALONE, BY_HAND, World
+
+OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,30 @@ def one_turn(job: Job, processes: int = 1) -> Figures:
 
 
 class Seat:
-    """A training in a process that stays, so that turns follow each other without building and warming up anew."""
+    """A training in a process that stays, so that turns follow each other without building and warming up anew.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    Where the device has no room for those `beside` it, too, each leaves for the next.
+    """
+
+    def __init__(self, job: Job, beside: list[Seat]) -> None:
+        self._job, self._beside = job, beside
         self._pool: ProcessPoolExecutor | None = None
+        beside.append(self)
 
     def turn(self) -> Figures:
+        figures = self._try()
+        others = [seat for seat in self._beside if seat is not self and seat.taken]
+        if figures.get("failed") not in (OUT_OF_MEMORY, NO_ROOM) or not others:
+            return figures
+        for seat in [self, *others]:
+            seat.close()
+        return self._try()
+
+    @property
+    def taken(self) -> bool:
+        return self._pool is not None
+
+    def _try(self) -> Figures:
         try:
             if self._pool is None:
                 self._pool = own_processes()
@@ -70,6 +90,7 @@ class Seat:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+            self._pool = None
 
 
 class _Course:
@@ -151,9 +172,9 @@ def _or_why_not(work: Callable[[], Figures]) -> Figures:
     start_log(speaks=False)
     try:
         return work()
-    except torch.OutOfMemoryError:
-        return {"failed": "out of memory"}
-    except (RuntimeError, UserError, TrainingError) as error:
+    except (MemoryError, RuntimeError, UserError, TrainingError) as error:
+        if is_out_of_memory(error):
+            return {"failed": OUT_OF_MEMORY}
         return {"failed": str(error).strip().partition("\n")[0] or type(error).__name__}
 
 

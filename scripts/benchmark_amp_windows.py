@@ -52,8 +52,9 @@ def plan(line: ToolLine) -> Plan:
 
     amps = {name: config.AMP.model_copy(update={"ENABLED": name == ON}) for name in (OFF, ON, OFF + AGAIN)}
     contenders: list[Contender] = []
+    seats: list[Seat] = []
     for name, amp in amps.items():
-        seat = Seat(Job(config.model_copy(update={"AMP": amp}), updates))
+        seat = Seat(Job(config.model_copy(update={"AMP": amp}), updates), seats)
         contenders.append(Contender(name, seat.turn, seat.close))
     wishes = {"iterations": updates, **told(changed(config, "AMP", ENABLED=True))}
     words, most = device_in_words(config, device), ceiling(config, device, (amps[OFF], amps[ON]))

@@ -14,11 +14,11 @@ from PIL import Image
 
 from scripts.benchmark_amp import main
 from scripts.benchmark_amp_frame import AGAIN
-from scripts.benchmark_amp_training import Job, _Course
+from scripts.benchmark_amp_training import OUT_OF_MEMORY, Job, Seat, _Course
 from scripts.benchmark_amp_windows import OFF, ON
 from scripts.own_training import opened, own_processes
 from tests.program import Result
-from utils.config import load_config
+from utils.config import Config, load_config
 from utils.seeding import seed_all
 from utils.world import BY_HAND, World
 
@@ -58,6 +58,22 @@ def test_windows(measured: Callable[..., tuple[Found, str]]) -> None:
     assert rows[OFF][2:5] == [f"{value:.4g}" for value in (*off, sum(off) / 2)]
     assert [found["turns"][name][0]["precision"] for name in (OFF, ON)] == ["fp32", "bf16"]
     assert all(turn["images_per_second"] * turn["seconds"] == pytest.approx(64) for turn in found["turns"][ON])
+
+
+def test_trainings_leave_for_each_other_where_there_is_no_room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[Seat] = []
+    seats = [Seat(Job(Config(), 1), beside) for _ in range(2)]
+
+    def room_for_one(seat: Seat) -> dict[str, Any]:
+        seat._pool = own_processes()
+        return {"failed": OUT_OF_MEMORY} if sum(other.taken for other in beside) > 1 else {"seconds": 1.0}
+
+    monkeypatch.setattr(Seat, "_try", room_for_one)
+    for seat in (*seats, *seats):
+        assert seat.turn() == {"seconds": 1.0}
+        assert [other.taken for other in seats] == [other is seat for other in seats]
+    monkeypatch.setattr(Seat, "_try", lambda _: {"failed": OUT_OF_MEMORY})
+    assert seats[0].turn() == {"failed": OUT_OF_MEMORY}, "room for none"
 
 
 def test_modes(measured: Callable[..., tuple[Found, str]]) -> None:

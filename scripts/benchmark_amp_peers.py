@@ -199,6 +199,7 @@ def sections(found: Found) -> list[Section]:
         )
     notes = [
         control_line(found, first, "seconds"),
+        f"by the time on CPUs, {control_line(found, first, 'cpu_seconds')}",
         f"`against timm`: as timm is in the same precision, by the clock and by the time on CPUs; the loop of timm: "
         f"{found['settings']['timm_loop']}",
         _agreement(found, precisions, first),

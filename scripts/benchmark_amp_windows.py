@@ -62,22 +62,19 @@ def plan(line: ToolLine) -> Plan:
 
 
 def sections(found: Found) -> list[Section]:
-    heading = ["", *(_ordinal(n) for n in range(1, found["rounds"] + 1)), "average", "speed-up", "of peak"]
-    rows = [heading]
-    averages = {name: statistics.fmean(values(found, name, "seconds") or [0.0]) for name in (OFF, ON)}
-    for name in (OFF, ON):
-        seconds = values(found, name, "seconds")
-        cells = [shown(s, 4) for s in seconds] + ["-"] * (found["rounds"] - len(seconds))
-        speedup = averages[OFF] / averages[ON] if name == ON and averages[ON] else None
-        rows.append([name, *cells, shown(averages[name], 4), shown(speedup, 4), of_peak(found, name)])
-    title = (
-        f"Seconds of {found['settings']['iterations']} iterations, {subject(found)}, AMP on: {precision_of(found, ON)}"
-    )
-    return [
-        Section(
-            title, rows, [control_line(found, OFF, "seconds"), ceiling_line(found), *choices_lines(found, (OFF, ON))]
-        )
-    ]
+    windows = {name: values(found, name, "seconds") for name in (OFF, ON)}
+    # Where the time was up, one may have had a window more: averages are of those that both had.
+    both = min(map(len, windows.values()))
+    averages = {name: statistics.fmean(seconds[:both]) for name, seconds in windows.items()} if both else {}
+    rows = [["", *(_ordinal(n) for n in range(1, found["rounds"] + 1)), "average", "speed-up", "of peak"]]
+    for name, seconds in windows.items():
+        cells = [shown(second, 4) for second in seconds[:both]] + ["-"] * (found["rounds"] - both)
+        speedup = averages[OFF] / averages[ON] if name == ON and both else None
+        rows.append([name, *cells, shown(averages.get(name), 4), shown(speedup, 4), of_peak(found, name)])
+    iterations = found["settings"]["iterations"]
+    title = f"Seconds of {iterations} iterations, {subject(found)}, AMP on: {precision_of(found, ON)}"
+    notes = [control_line(found, OFF, "seconds"), ceiling_line(found), *choices_lines(found, (OFF, ON))]
+    return [Section(title, rows, notes)]
 
 
 def _ordinal(number: int) -> str:

@@ -62,7 +62,7 @@ class Trial:
     """Updates, or the batches of a validation, on made-up images."""
 
     def __init__(self, config: Config, accumulates: bool, device: torch.device, take_peak: Callable[[], int]) -> None:
-        """`accumulates`: the run will, though ACCUM_ITER does not say so yet."""
+        """`accumulates`: gradients will be there in the forward pass, though ACCUM_ITER does not say so."""
         # Weights take as much room whatever they are.
         self._config = config.model_copy(update={"MODEL": config.MODEL.model_copy(update={"PRETRAINED": None})})
         self._device, self._take_peak = device, take_peak

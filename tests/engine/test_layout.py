@@ -10,10 +10,12 @@ import torch
 from timm.models import create_model
 from torch import Tensor, nn
 
-from engine.layout import channels_go_last
+from engine.inputs import Inputs
+from engine.layout import channels_go_last, put_channels_last
 from engine.precision import Precision
 from tests.engine.small import CPU, OFF, build, train
 from tests.program import metrics
+from utils.config.schema import DataConfig
 from utils.errors import UserError
 
 LAST = torch.channels_last
@@ -81,6 +83,18 @@ def test_weights_and_images_lie_so_and_training_is_the_same_to_rounding(convolvi
     assert all(
         torch.allclose(a.float(), b.float(), atol=1e-4) for a, b in zip(*(w.values() for w in weights), strict=True)
     )
+
+
+@pytest.mark.parametrize("by_pixel", [False, True])
+def test_images_come_as_the_model_wants_them_however_their_bytes_lie(by_pixel: bool) -> None:
+    images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    inputs = Inputs(DataConfig())
+    wanted = inputs(images)
+    put_channels_last(nn.Conv2d(3, 4, 3), inputs)
+    found = inputs(images.contiguous(memory_format=LAST) if by_pixel else images)
+    assert wanted.is_contiguous()
+    assert found.is_contiguous(memory_format=LAST)
+    assert torch.equal(found, wanted)
 
 
 def test_a_run_in_that_layout_is_saved_and_gone_on_with_bit_for_bit(vitamp, convolving: Path, tmp_path: Path) -> None:

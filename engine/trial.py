@@ -101,9 +101,7 @@ class Trial:
         return min(limits, key=lambda limit: limit.batch)
 
     def fits(self, batch: int) -> bool:
-        began = time.perf_counter()
         done = self._try(batch)
-        self._seconds = time.perf_counter() - began
         if not done:
             gc.collect()  # what an error left behind
         self.peaks[batch] = self._take_peak()
@@ -118,12 +116,15 @@ class Trial:
 
     def _try(self, batch: int) -> bool:
         try:
-            if self._parts is None:
-                self._validate(batch)
-            else:
-                self._train(self._parts, batch)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            for number in range(1, UPDATES_A_TRY + 1):
+                began = time.perf_counter()
+                if self._parts is None:
+                    self._validate(batch)
+                else:
+                    self._train(self._parts, batch, number)
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                self._seconds = UPDATES_A_TRY * (time.perf_counter() - began)  # of the last: the first may import much
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -134,11 +135,10 @@ class Trial:
                 self._parts.forward.zero_grad(set_to_none=True)
         return True
 
-    def _train(self, parts: Parts, batch: int) -> None:
-        for update in range(1, UPDATES_A_TRY + 1):
-            weight = 1 / self._micro_batches
-            shares = tuple(Share(number, np.arange(batch), weight) for number in range(self._micro_batches))
-            train_update(parts, Window(shares, (self._batch(batch) for _ in shares)), update)
+    def _train(self, parts: Parts, batch: int, update: int) -> None:
+        weight = 1 / self._micro_batches
+        shares = tuple(Share(number, np.arange(batch), weight) for number in range(self._micro_batches))
+        train_update(parts, Window(shares, (self._batch(batch) for _ in shares)), update)
 
     @torch.no_grad()
     def _validate(self, batch: int) -> None:

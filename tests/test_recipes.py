@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ALL = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 RECIPES = [name for name in ALL if not name.startswith("_")]
-OWN_SIZES = {"vit_digits", "vit_cifar10", "vit_synthetic", "fleet_amp", "paddle_amp"}
+SHOWN_LESS = {f"vit_digits_16{how}" for how in ("", "_drop25", "_drop50", "_growing")}
+OWN_SIZES = {"vit_digits", "vit_cifar10", "vit_synthetic", "fleet_amp", "paddle_amp", *SHOWN_LESS}
 TIMM_SIZES = [name for name in RECIPES if name not in OWN_SIZES]
 
 # Width, depth and heads of the ViT paper's sizes (Ti is AugReg's); patch and image size stand in the name.

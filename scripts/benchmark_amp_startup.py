@@ -44,8 +44,8 @@ FLAGS = (Flag("rounds", "turns of each (default 5)", "N", ("ROUNDS",)),)
 COMMAND, FLOOR = "vitamp", "import torch, timm"
 DIGITS = "configs/vit_digits.yaml"
 LONGEST_SECONDS = 600
-LEAST_SHOWN = 0.05
-"""Packages that take less are summed up."""
+LEAST_SHOWN = 0.02
+"""Of the whole; packages that take less are summed up."""
 OTHERS = "import of others"
 
 
@@ -132,7 +132,8 @@ def _parts(found: Found) -> dict[str, list[float]]:
     turns = [turn["parts"] for turn in found["turns"][COMMAND] if "parts" in turn]
     names = dict.fromkeys(name for turn in turns for name in turn)
     parts = {name: [turn.get(name, 0.0) for turn in turns] for name in names}
-    small = [n for n, seconds in parts.items() if n.startswith("import ") and statistics.median(seconds) < LEAST_SHOWN]
+    least = LEAST_SHOWN * (middle(found, COMMAND, "seconds") or 0.0)
+    small = [n for n, seconds in parts.items() if n.startswith("import ") and statistics.median(seconds) < least]
     if small:
         parts[OTHERS] = [sum(turn) for turn in zip(*(parts.pop(name) for name in small), strict=True)]
     return dict(sorted(parts.items(), key=lambda part: -statistics.median(part[1])))

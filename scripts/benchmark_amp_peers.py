@@ -182,7 +182,7 @@ def sections(found: Found) -> list[Section]:
     precisions = found["settings"]["precisions"].split(",")
     first = _name(TIMM, precisions[0])
     updates = found["settings"]["updates"]
-    rows = [["", "ms an update", "images/s", f"against {first}", "against timm", "CPU ms", "against timm", "GB"]]
+    rows = [["", "ms an update", "images/s", f"to {first}", "to timm", "CPU ms", f"to {first}", "to timm", "GB"]]
     for name in _names(found):
         same = _name(TIMM, _precision_of(name))
         rows.append(
@@ -193,6 +193,7 @@ def sections(found: Found) -> list[Section]:
                 shown_ratio(times_as_much(found, first, name, "seconds")),
                 shown_ratio(times_as_much(found, same, name, "seconds")),
                 shown(_milliseconds(found, name, "cpu_seconds", updates), 4),
+                shown_ratio(times_as_much(found, first, name, "cpu_seconds")),
                 shown_ratio(times_as_much(found, same, name, "cpu_seconds")),
                 shown(middle(found, name, "peak_memory_gb")),
             ]
@@ -200,7 +201,7 @@ def sections(found: Found) -> list[Section]:
     notes = [
         control_line(found, first, "seconds"),
         f"by the time on CPUs, {control_line(found, first, 'cpu_seconds')}",
-        f"`against timm`: as timm is in the same precision, by the clock and by the time on CPUs; the loop of timm: "
+        f"`to timm`: to timm's loop in the same precision; first by the clock, then by the time on CPUs; the loop of timm: "
         f"{found['settings']['timm_loop']}",
         _agreement(found, precisions, first),
     ]

@@ -201,8 +201,8 @@ def sections(found: Found) -> list[Section]:
     notes = [
         control_line(found, first, "seconds"),
         f"by the time on CPUs, {control_line(found, first, 'cpu_seconds')}",
-        f"`to timm`: to timm's loop in the same precision; first by the clock, then by the time on CPUs; the loop of timm: "
-        f"{found['settings']['timm_loop']}",
+        f"`to timm`: to timm's loop in the same precision; first by the clock, then by the time on CPUs; "
+        f"the loop of timm: {found['settings']['timm_loop']}",
         _agreement(found, precisions, first),
     ]
     return [Section(f"An update, {subject(found)}, moving average and clipping on", rows, notes)]

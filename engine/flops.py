@@ -85,8 +85,6 @@ class Peak:
 def listed_tflops(name: str, kind: str) -> float | None:
     """By the driver's name of a GPU. A part of one (MIG) or a sister model is not listed."""
     name = name.removeprefix("NVIDIA ").strip()
-    if "MIG" in name:
-        return None
     return next((peaks.get(kind) for pattern, peaks in LISTED if re.fullmatch(pattern, name)), None)
 
 

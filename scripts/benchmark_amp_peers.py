@@ -228,8 +228,12 @@ def _agreement(found: Found, precisions: list[str], first: str) -> str:
 
 
 def charts(found: Found) -> list[Chart]:
+    updates = found["settings"]["updates"]
     speeds = {name: speed for name in _names(found) if (speed := middle(found, name, "images_per_second")) is not None}
-    return [Chart(sections(found)[0].title, "images/s", bars=speeds)]
+    busy = {
+        name: ms for name in _names(found) if (ms := _milliseconds(found, name, "cpu_seconds", updates)) is not None
+    }
+    return [Chart(subject(found), "images/s", bars=speeds), Chart("time on CPUs", "ms an update", bars=busy)]
 
 
 TABLE = Table("peers", ABOUT, FLAGS, plan, sections, charts)

@@ -228,11 +228,9 @@ def _agreement(found: Found, precisions: list[str], first: str) -> str:
 
 
 def charts(found: Found) -> list[Chart]:
-    updates = found["settings"]["updates"]
-    speeds = {name: speed for name in _names(found) if (speed := middle(found, name, "images_per_second")) is not None}
-    busy = {
-        name: ms for name in _names(found) if (ms := _milliseconds(found, name, "cpu_seconds", updates)) is not None
-    }
+    names, updates = _names(found), found["settings"]["updates"]
+    speeds = {name: middle(found, name, "images_per_second") or 0.0 for name in names}
+    busy = {name: _milliseconds(found, name, "cpu_seconds", updates) or 0.0 for name in names}
     return [Chart(subject(found), "images/s", bars=speeds), Chart("time on CPUs", "ms an update", bars=busy)]
 
 

@@ -180,7 +180,7 @@ def test_a_global_batch_that_cannot_be_is_refused_with_those_near_it(tiny: Path)
 
 
 def test_the_run_is_that_of_the_number_and_keeps_it(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    words = ["TRAIN.MODEL_EMA=true", "MODEL.DROPOUT=0.1", "TRAIN.NUM_EPOCHS=1", "SAVE_EVERY_UPDATES=4"]
+    words = ["TRAIN.MODEL_EMA=true", "MODEL.DROPOUT=0.1", "TRAIN.MAX_UPDATES=12", "SAVE_EVERY_UPDATES=8"]
     auto = tmp_path / "auto"
     done = vitamp("-cfg", tiny, *AUTO, HALF_A_MIB, *words, "-output", auto)
     assert done.code == 0, done.text

@@ -218,11 +218,11 @@ def test_a_slow_source_is_found_out(
 
 
 def test_a_source_that_keeps_up_is_not_blamed(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    words = ("DATA.IMAGE_SIZE=32", "MODEL.EMBED_DIM=64", "MODEL.DEPTH=4", "-batch_size", 64, "REPORT_STAGES=true")
+    words = ("DATA.IMAGE_SIZE=32", "MODEL.EMBED_DIM=64", "MODEL.DEPTH=4", "-batch_size", 32, "REPORT_STAGES=true")
     run = tmp_path / "run"
     done = vitamp(
         *("-cfg", tiny, "-dataset", "synthetic", "-output", run, *words),
-        *("DATA.SYNTHETIC_TRAIN=1024", "DATA.SYNTHETIC_VAL=32", "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=4"),
+        *("DATA.SYNTHETIC_TRAIN=512", "DATA.SYNTHETIC_VAL=32", "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=4"),
     )
     assert done.code == 0, done.text
     (sentence,) = told(done)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from timm.optim import create_optimizer_v2
+from timm.optim._optim_factory import create_optimizer_v2
 from torch import nn
 
 from engine.optim import build_optimizer, optimizer_name

@@ -71,7 +71,8 @@ class Orders:
     def write(self, folder: Path, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         """Write with all; raises what the disk refused to any of them, once none of them writes any more."""
         self._number += 1
-        self._store.set(f"{self._number}/order", str(folder.resolve()))
+        order = {"update": state["position"]["update"], "folder": str(folder.resolve())}
+        self._store.set(f"{self._number}/order", json.dumps(order))
         problem: Exception | None = None
         try:
             write_files(folder, tensors, state)
@@ -134,7 +135,7 @@ class Helper:
         self.prepared = True
         rows, self._update = self._copy.take(tensors), meta["update"]
         self._over.clear()
-        self._thread = threading.Thread(target=self._obey, args=(rows,), name="saver", daemon=True)
+        self._thread = threading.Thread(target=self._obey, args=(rows, self._update), name="saver", daemon=True)
         self._thread.start()
 
     def look(self) -> None:
@@ -150,14 +151,18 @@ class Helper:
         while self._thread is not None and not done.exists() and time.monotonic() < end:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    def _obey(self, rows: dict[str, dict[str, Tensor]]) -> None:
+    def _obey(self, rows: dict[str, dict[str, Tensor]], update: int) -> None:
         """In the thread: until the next checkpoint takes this one's place."""
         try:
             while not self._over.wait(SECONDS_BETWEEN_LOOKS):
-                if self._store.check([f"{self._obeyed + 1}/order"]):
-                    self._obeyed += 1
-                    folder = Path(self._store.get(f"{self._obeyed}/order").decode())
-                    self._store.set(f"{self._obeyed}/{self._rank}", json.dumps(self._written(folder, rows)))
+                if not self._store.check([f"{self._obeyed + 1}/order"]):
+                    continue
+                order = json.loads(self._store.get(f"{self._obeyed + 1}/order"))
+                if order["update"] != update:
+                    continue  # rank 0 is ahead: that one is for the thread that comes after this
+                self._obeyed += 1
+                answer = self._written(Path(order["folder"]), rows)
+                self._store.set(f"{self._obeyed}/{self._rank}", json.dumps(answer))
         except RuntimeError:  # the store has gone, and the run with it
             log.debug("No more orders from rank 0.", exc_info=True)
 

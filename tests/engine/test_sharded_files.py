@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from engine.resume import Best
 from engine.sharding import blocks_of
 from engine.shards import Joined, files_of, shard_name
-from engine.writers import Helper, Orders
+from engine.writers import SECONDS_BETWEEN_LOOKS, Helper, Orders
 
 ROWS = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(1)}
 
@@ -68,8 +69,9 @@ class Writing:
         self.helper.wait_for_writer()
         self.helper.save(tensors, {}, {"update": update}, Best(), 0.0)
 
-    def write(self, folder: Path) -> None:
-        self.orders.write(folder, {"model.shard-1-of-2.safetensors": {"a": torch.zeros(3)}}, {"plain": 1})
+    def write(self, folder: Path, update: int = 1) -> None:
+        state = {"position": {"update": update}}
+        self.orders.write(folder, {"model.shard-1-of-2.safetensors": {"a": torch.zeros(3)}}, state)
 
 
 @pytest.fixture
@@ -84,9 +86,23 @@ def test_all_have_written_when_rank_0_returns(writing: Writing, tmp_path: Path) 
         folder = tmp_path / f".tmp-{update}"
         folder.mkdir()
         writing.snapshot(update, value)
-        writing.write(folder)
+        writing.write(folder, update)
         assert len(list(folder.iterdir())) == 3
         assert safetensors.torch.load_file(folder / "model.shard-2-of-2.safetensors")["a"].tolist() == [value, value]
+
+
+def test_a_rank_that_is_behind_does_not_write_what_it_held_before(writing: Writing, tmp_path: Path) -> None:
+    """Rank 0 may have copied an update that another has yet to copy."""
+    folder = tmp_path / ".tmp-2"
+    folder.mkdir()
+    writing.snapshot(1, 5.0)
+    ahead = threading.Thread(target=writing.write, args=(folder, 2))
+    ahead.start()
+    ahead.join(3 * SECONDS_BETWEEN_LOOKS)
+    assert ahead.is_alive(), "it waits for the other"
+    writing.snapshot(2, 7.0)
+    ahead.join(10)
+    assert safetensors.torch.load_file(folder / "model.shard-2-of-2.safetensors")["a"].tolist() == [7.0, 7.0]
 
 
 def test_what_another_rank_could_not_write_is_told_and_tried_again(writing: Writing, tmp_path: Path) -> None:

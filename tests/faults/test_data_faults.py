@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,27 +101,13 @@ def test_a_list_that_does_not_exist(train: Callable[..., Result], tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-@pytest.fixture
-def start(tiny: Path, photos: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def call(*words: object) -> Run:
-        runs.append(Run(tiny, tmp_path / "killed", *MODEL, "-data_path", photos, *words, ngpus=0))
-        return runs[-1]
-
-    yield call
-    for run in runs:
-        for pid in run.alive():
-            os.kill(pid, signal.SIGKILL)
-
-
 @pytest.mark.slow  # tests/datasets/test_loading_deaths.py shows the same of the batches, in a tenth of the time
 def test_killed_loading_processes_change_nothing(
-    start: Callable[..., Run], train: Callable[..., Result], tmp_path: Path
+    start: Callable[..., Run], train: Callable[..., Result], photos: Path, tmp_path: Path
 ) -> None:
     words = ("DATA.NUM_WORKERS=2", "TRAIN.NUM_EPOCHS=12", "REPORT_FREQ=1", "VALIDATE_FREQ=100", "SAVE_FREQ=100")
     assert train("-output", tmp_path / "left", *words).code == 0
-    run = start(*words)
+    run = start(*MODEL, "-data_path", photos, *words, folder=tmp_path / "killed", ngpus=0)
     run.wait_for_updates()
     children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
     first = set(children.read_text().split())

@@ -77,10 +77,12 @@ class Shape:
 
     processes: int
     accumulated: int
+    strategy: str = "ddp"
 
     def words(self, workers: int) -> list[object]:
         batch = WINDOW // self.processes // self.accumulated
-        return ["-batch_size", batch, "-accum_iter", self.accumulated, f"DATA.NUM_WORKERS={workers}"]
+        spread = f"DATA.NUM_WORKERS={workers}", f"DIST.STRATEGY={self.strategy}"
+        return ["-batch_size", batch, "-accum_iter", self.accumulated, *spread]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,8 @@ def outcome(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """All that a run leaves, but for its times and for the lines about its starts and ends."""
     last = max((folder / "checkpoints").glob("step-*"))
     assert last.name == f"step-{UPDATES:09d}"
-    kept = {name: (last / name).read_bytes() for name in ("model.safetensors", "ema.safetensors")}
+    kept = {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
+    assert {name.partition(".")[0] for name in kept} >= {"model", "ema"}
     state = torch.load(last / "state.pt", weights_only=True)
     curves = {f"curve {name}": points for name, points in drawn_curves(folder).items()}
     return {**kept, **flat(state), **curves}, [line for line in metrics(folder) if line["event"] != "run"]
@@ -240,3 +243,8 @@ def test_killed_twenty_times(begin: Callable[..., Run], tmp_path: Path) -> None:
 def test_killed_and_moved_between_two_processes_and_one(begin: Callable[..., Run], tmp_path: Path) -> None:
     """Two ranks, or one process that accumulates what they had."""
     compared(begin, tmp_path, [Shape(2, 1), Shape(1, 2)], WAYS, 10)
+
+
+@pytest.mark.slow
+def test_killed_while_the_weights_are_dealt_out(begin: Callable[..., Run], tmp_path: Path) -> None:
+    compared(begin, tmp_path, [Shape(2, 2, "fsdp")], WAYS, 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import pytest
 
 from tests.program import TINY_DIGITS, Result, run_program, save_image
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell's background job is deaf to Ctrl-C, and so would be every run that is interrupted here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

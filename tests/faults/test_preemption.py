@@ -118,7 +118,7 @@ def test_before_the_first_update_there_is_nothing_to_save(begin: Callable[..., S
 
 def test_a_second_ctrl_c_leaves_at_once(begin: Callable[..., Started], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = begin("-output", run, *SLOW_UPDATES, "DATA.SYNTHETIC_TRAIN=25600", "TRAIN.ACCUM_ITER=24")
+    process = begin("-output", run, *SLOW_UPDATES, "DATA.SYNTHETIC_TRAIN=25600", "TRAIN.ACCUM_ITER=8")
     until(lambda: reported(run) >= 1, 90)
     # Python hears of one signal where two come within one long call of torch's; an update is many such calls.
     end = time.monotonic() + 20

@@ -74,8 +74,8 @@ def test_each_flag_reaches_its_setting() -> None:
         6,
     )
     by_hand = {"HOST": "h", "PORT": 1234, "RANK": 0, "WORLD_SIZE": 2}
-    by_hand_over_gloo = DistConfig(BACKEND="gloo", **by_hand)
-    assert config.DIST == by_hand_over_gloo
+    expected = DistConfig(BACKEND="gloo", **by_hand)
+    assert expected == config.DIST
     assert (config.TRAIN.LAST_EPOCH, config.TRAIN.ACCUM_ITER, config.EVAL) == (5, 7, True)
     assert (config.MODEL.RESUME, config.MODEL.NUM_CLASSES, config.MODEL.PRETRAINED) == ("r", 10, "p")
     data = config.DATA

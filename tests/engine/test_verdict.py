@@ -86,13 +86,15 @@ def test_the_devices_own_time_counts_before_the_hosts() -> None:
     [
         (Setting("cuda", False, False, 8), "-amp (scripts/doctor.py tells what it brings) and TRAIN.COMPILE"),
         (Setting("cuda", True, False, 8), "Faster may be: TRAIN.COMPILE;"),
+        (Setting("cpu", False, False, 8), "Faster may be: -amp (scripts/doctor.py tells what it brings);"),
         (Setting("cuda", False, True, 8), "Faster may be: -amp"),
         (Setting("cuda", True, True, 8), "a smaller model, or more devices"),
     ],
 )
 def test_advice_for_what_computes_all_the_time(setting: Setting, advice: str) -> None:
     made = verdict(tally(waited=2.0), setting)
-    assert made.text.startswith("compute-bound: the GPU waited for data 2 % of the time.")
+    who = "CPU" if setting.device == "cpu" else "GPU"
+    assert made.text.startswith(f"compute-bound: the {who} waited for data 2 % of the time.")
     assert advice in made.text
     assert made.percent == pytest.approx(98)
     assert "forward 30 % and backward 68 %" in verdict(tally(data=2.0, forward=30.0), setting).text

@@ -126,7 +126,7 @@ def leave(world: World) -> None:
 def lost_another(error: BaseException) -> bool:
     """Whether this rank, one of several, only failed because another had gone."""
     text = f"{type(error).__name__} {error}"
-    marks = ("Connection closed by peer", "Connection reset", "DistBackendError", "gloo")
+    marks = ("Connection closed by peer", "Connection reset", "DistBackendError", "DistNetworkError", "gloo")
     return _watch is not None and any(mark in text for mark in marks)
 
 

@@ -221,16 +221,23 @@ def test_a_split_run_goes_on_split(small_device: Callable[..., Result], tmp_path
     assert (last / "model.safetensors").read_bytes() == weights
 
 
+@pytest.fixture
+def small_on_rank_1(tmp_path: Path) -> dict[str, str]:
+    """The environment in which rank 1 of two, from its 13th update on, has room for 8 images."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(SMALL_DEVICE.partition("if __name__")[0])
+    return {"PYTHONPATH": str(hook), "ABOVE": "8", "FROM": "13", "ON_RANK": "1"}
+
+
 def test_of_two_processes_one_that_has_too_little_stops_both_with_all_saved(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, small_on_rank_1: dict[str, str]
 ) -> None:
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(SMALL_DEVICE.partition("if __name__")[0])
     run = tmp_path / "run"
     done = vitamp(
         *("-cfg", tiny, "-ngpus", 2, "-output", run, "TRAIN.OOM=split", "-batch_size", 16, "REPORT_FREQ=5"),
         script="main_multi_gpu.py",
-        env={"PYTHONPATH": str(tmp_path / "hook"), "ABOVE": "8", "FROM": "13", "ON_RANK": "1"},
+        env=small_on_rank_1,
     )
     assert done.code == 1, done.text
     assert done.err.count("out of memory in update 13") == 1
@@ -245,14 +252,12 @@ def test_of_two_processes_one_that_has_too_little_stops_both_with_all_saved(
 
 @pytest.mark.slow  # two processes, and only what one of them says is new
 def test_a_rank_that_stops_is_named_and_ends_the_others(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, small_on_rank_1: dict[str, str]
 ) -> None:
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(SMALL_DEVICE.partition("if __name__")[0])
     done = vitamp(
         *("-cfg", tiny, "-ngpus", 2, "-output", tmp_path / "run", "-batch_size", 16, "REPORT_FREQ=5"),
         script="main_multi_gpu.py",
-        env={"PYTHONPATH": str(tmp_path / "hook"), "ABOVE": "8", "FROM": "13", "ON_RANK": "1"},
+        env=small_on_rank_1,
     )
     assert done.code == 1, done.text
     assert done.err.count("out of memory in update 13") == 1

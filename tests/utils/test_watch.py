@@ -6,7 +6,9 @@ import threading
 from typing import Any
 
 import pytest
+from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
 
+from utils import group
 from utils.watch import Watch
 from utils.world import World
 
@@ -55,3 +57,12 @@ def test_a_store_that_is_gone_after_the_end_is_no_failure() -> None:
     watch = Watch(NoStore(), World(1, 2, 1, 2, "SLURM"), ["a", "b"], 600)  # pyright: ignore[reportArgumentType]
     watch.part(1)
     assert "watch" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_store_that_is_gone_is_not_this_ranks_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lay with the launcher or with rank 0, and ended with them."""
+    gone = DistNetworkError("Broken pipe")
+    assert not group.lost_another(gone), "a process by itself has nobody to lose"
+    monkeypatch.setattr(group, "_watch", object())
+    assert group.lost_another(gone)
+    assert not group.lost_another(RuntimeError("Broken pipe of one's own"))

@@ -9,7 +9,8 @@ from PIL import Image, ImageOps
 from timm.data import auto_augment as timm_augment
 from torchvision.transforms import InterpolationMode, v2
 
-from utils.config.schema import DataConfig, TrainConfig
+from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
 
 ImageChange = Callable[[Image.Image], Image.Image]
 

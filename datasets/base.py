@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from utils.config.schema import DataConfig, TrainConfig
+from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
 from utils.log import log
 
 from .augment import keys_set

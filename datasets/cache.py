@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
 

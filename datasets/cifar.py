@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 from .base import ImageDataset, Source

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 TRIES = 10
 """Random shapes drawn before the middle is taken, as torchvision and timm have it."""

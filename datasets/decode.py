@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 from .base import Source

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 
 from .files import FileSamples, PathTable, data_folder

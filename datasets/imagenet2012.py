@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 from .base import ImageDataset, Source

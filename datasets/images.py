@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from utils.config.schema import DataConfig, TrainConfig
+from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
 from utils.errors import TrainingError
 from utils.seeding import host_generators_kept
 

@@ -14,7 +14,8 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from utils.config.schema import DataConfig, TrainConfig
+from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
 
 from .augment import keys_set
 from .base import PADDING, Batch, ImageDataset, Key

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from utils.config.schema import DataConfig, TrainConfig
+from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
 
 from .augment import ImageChange, image_changes
 from .crops import View, training_views, validation_views

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from utils.config.schema import TrainConfig
+from utils.config.train import TrainConfig
 
 from .base import Batch, ImageDataset, Key
 from .broken import Broken

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 from .base import Source

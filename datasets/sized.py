@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from utils.config.schema import TrainConfig
+from utils.config.train import TrainConfig
 
 from .base import Batch, ImageDataset, Key
 from .broken import Broken

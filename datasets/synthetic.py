@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import torch
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.seeding import key
 
 from .base import PADDING, Batch, ImageDataset, Key, Source

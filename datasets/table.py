@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 
 from .base import Source

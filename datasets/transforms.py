@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 from .augment import ImageChange

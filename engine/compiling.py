@@ -27,7 +27,7 @@ from engine.mixing import unchanged
 from engine.sharding import blocks_of
 from engine.update import Computed, Parts
 from utils.config import Config
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.late_compiler import compiler_is_imported
 from utils.log import log

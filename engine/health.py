@@ -12,7 +12,7 @@ from engine.replay import FORWARD
 from engine.report import Reporter
 from engine.resume import Position
 from engine.update import Parts
-from utils.config.schema import AmpConfig
+from utils.config.amp import AmpConfig
 from utils.errors import CommonError
 from utils.log import log
 from utils.world import World, all_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 
 def per_channel(values: tuple[float, ...], channels: int) -> list[float]:

@@ -15,7 +15,7 @@ from timm.data.mixup import Mixup, cutmix_bbox_and_lam, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from utils.config.schema import TrainConfig
+from utils.config.train import TrainConfig
 
 CLEAN_PART = 2
 """RANDOM_ERASE_SPLIT leaves the first 1 / CLEAN_PART of a micro-batch alone."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from engine.sharding import is_dealt
-from utils.config.schema import TrainConfig
+from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
 
 # Kernels that do the whole step at once; GradScaler hands them its flag on the device, so nothing waits.

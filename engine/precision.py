@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from engine.fp8 import check_fp8
 from engine.op_lists import check_names
 from engine.scaler import LossScaler
-from utils.config.schema import AmpConfig, TrainConfig
+from utils.config.amp import AmpConfig
+from utils.config.train import TrainConfig
 from utils.errors import UserError
 
 # Around its 8-bit matrix products, fp8 is bf16.

@@ -8,7 +8,7 @@ from engine.fp8 import convert
 from engine.fp32_modules import force_fp32, forced
 from engine.half_copy import hold_in_half
 from engine.precision import Precision
-from utils.config.schema import AmpConfig
+from utils.config.amp import AmpConfig
 from utils.log import log
 
 TILE = 8

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from utils.config.schema import AmpConfig
+from utils.config.amp import AmpConfig
 
 SMALLEST_SCALE = 1.0
 

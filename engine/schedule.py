@@ -15,7 +15,7 @@ from timm.scheduler.step_lr import StepLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 
-from utils.config.schema import TrainConfig
+from utils.config.train import TrainConfig
 
 
 def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float, float, float], per_epoch: int):

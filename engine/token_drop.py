@@ -6,7 +6,8 @@ from timm.layers.patch_dropout import PatchDropout
 from torch import nn
 
 from models import Shortcuts
-from utils.config.schema import Config, TrainConfig
+from utils.config.schema import Config
+from utils.config.train import TrainConfig
 
 
 def shortcuts_of(config: Config) -> Shortcuts:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from utils.config.schema import ModelConfig
+from utils.config.model import ModelConfig
 from utils.errors import UserError
 
 from .names import RECIPES, Base, family_problem, resolve

@@ -8,7 +8,7 @@ from typing import Any
 import timm
 from timm.models.vision_transformer import VisionTransformer
 
-from utils.config.schema import ModelConfig
+from utils.config.model import ModelConfig
 from utils.errors import UserError, nearest
 
 # What a TYPE stands for where NAME says nothing. PaddleViT's default for NAME is the TYPE's own word.

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from utils.config.schema import ModelConfig
+from utils.config.model import ModelConfig
 
 
 def rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, float], list[str]]:

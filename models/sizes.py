@@ -9,7 +9,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from utils.config.schema import ModelConfig
+from utils.config.model import ModelConfig
 
 # Key of the MODEL section -> timm's argument.
 COMMON_ARGUMENTS = {

@@ -14,7 +14,7 @@ from datasets import EpochOrder, TrainLoader
 from datasets.images import Images
 from scripts.benchmark_data_measure import OURS, TIMM, Contender
 from scripts.benchmark_data_paths import PerSample, timm_transform
-from utils.config.schema import TrainConfig
+from utils.config.train import TrainConfig
 
 
 def loader_name(name: str, workers: int) -> str:

@@ -13,7 +13,8 @@ import torch
 from datasets import ImageDataset, open_dataset
 from datasets.images import Images
 from scripts import pack_images
-from utils.config.schema import DataConfig, TrainConfig
+from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
 from utils.errors import TrainingError
 
 QUALITY = 90

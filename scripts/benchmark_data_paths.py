@@ -19,7 +19,8 @@ from datasets.augment import image_changes
 from datasets.images import Images
 from datasets.samples import Encoded, Samples
 from scripts.benchmark_data_measure import BOUND, OURS, TIMM, TORCHVISION, TORCHVISION_FLOAT, Contender
-from utils.config.schema import DataConfig, TrainConfig
+from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
 
 Transform = Callable[[Image.Image], Any]
 

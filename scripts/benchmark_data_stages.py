@@ -16,7 +16,7 @@ from datasets.randomness import seed_sample
 from datasets.samples import Encoded
 from scripts.benchmark_data_measure import Contender, Rates
 from scripts.benchmark_data_paths import InMemory, ours
-from utils.config.schema import TrainConfig
+from utils.config.train import TrainConfig
 
 READ, DECODE, CROP, CHANGE, WHOLE = "read", "decode", "crop and resize", "augment", "collate"
 """Each is the name of a stage, and of the part of the path that ends with it."""

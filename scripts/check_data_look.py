@@ -19,7 +19,7 @@ from datasets.pixels import Pixels
 from datasets.reading import failure_of
 from datasets.samples import Encoded, Samples
 from datasets.watch import WatchedIterator, WatchedLoader, WorkerDied
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import TrainingError
 
 AT_ONCE = 32

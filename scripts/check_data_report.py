@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets.exclude import line_of
 from scripts.check_data_find import DUPLICATES, LABELS, MODES, OVERLAP, SMALL, UNREADABLE, Classes, Findings, Found
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 SHOWN = 10
 TABLE = 40

@@ -15,7 +15,7 @@ from datasets.parquet import kind_of
 from datasets.pixels import Unreadable
 from datasets.samples import Encoded
 from datasets.tars import IMAGE_KINDS
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 
 class Packed(NamedTuple):

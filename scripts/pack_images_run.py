@@ -28,7 +28,7 @@ from datasets.shard_set import MADE_BY, MANIFEST, ShardSet, finish_set
 from datasets.stores import Folder, Found
 from datasets.tars import TarSamples
 from scripts.pack_images_shard import RECORDS, Record, Shard, Stopped, Work, make_shard, start_process
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.seeding import key

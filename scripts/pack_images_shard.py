@@ -21,7 +21,7 @@ from datasets.reading import failure_of
 from datasets.samples import Samples
 from datasets.tars import TarWriter
 from scripts.pack_images_encode import Encoder, Packed
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import TrainingError
 
 PR_SET_PDEATHSIG = 1

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from datasets import EpochOrder, TrainLoader, open_dataset
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.log import log
 
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]

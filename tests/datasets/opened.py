@@ -8,7 +8,7 @@ from datasets import open_dataset
 from datasets.base import ImageDataset
 from datasets.images import Images
 from datasets.samples import Samples
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 
 def part(data: DataConfig, train: bool = True, num_classes: int = 3) -> Samples:

@@ -12,7 +12,7 @@ import torch
 from datasets import check_dataset, open_dataset
 from datasets.images import Images
 from tests.datasets.tar_files import picture
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
 pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from datasets.pixels import Pixels
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

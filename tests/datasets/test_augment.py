@@ -16,7 +16,8 @@ from datasets import Batch, EpochOrder, Repeated, TrainLoader, open_dataset
 from datasets.augment import image_changes
 from datasets.pixels import Pixels
 from datasets.randomness import seed_sample
-from utils.config.schema import DataConfig, TrainConfig
+from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
 
 Settings = Callable[..., DataConfig]
 POLICIES = ["RAND_AUGMENT", "AUTO_AUGMENT", "TRIVIAL_AUGMENT", "THREE_AUGMENT"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from datasets import PADDING, EpochOrder, Repeated, open_dataset
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 Settings = Callable[..., DataConfig]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from datasets import check_dataset, open_dataset
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 Settings = Callable[..., DataConfig]

@@ -18,7 +18,7 @@ from datasets import PADDING, Batch, EpochOrder, Repeated, TrainLoader, ValLoade
 from datasets.broken import allowed
 from datasets.images import Images
 from datasets.samples import Samples
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import TrainingError
 from utils.world import ALONE, World
 

@@ -13,7 +13,7 @@ import torch
 from datasets import check_dataset, open_dataset, samples_of, tell_unmatched
 from datasets.exclude import Remaining
 from datasets.samples import Samples
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 Settings = Callable[..., DataConfig]

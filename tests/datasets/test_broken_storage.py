@@ -15,7 +15,7 @@ from datasets.broken import Broken, BrokenImages
 from datasets.images import Images
 from datasets.pixels import Pixels
 from tests.datasets.test_broken import Flaky, epoch
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import TrainingError
 from utils.world import ALONE, World
 

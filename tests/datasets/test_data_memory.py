@@ -16,7 +16,7 @@ from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, open_dataset
 from datasets.images import Images
 from datasets.lists import read_list
 from tests.program import save_image
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 IMAGES, CLASSES = 1_281_167, 1000
 PER_FOLDER = -(-IMAGES // CLASSES)

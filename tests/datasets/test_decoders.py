@@ -22,7 +22,7 @@ from datasets.decode import decoder_of
 from datasets.jpeg import JpegStored
 from tests.datasets.pictures import apart, encoded, picture, square
 from tests.program import Result
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 Settings = Callable[..., DataConfig]

@@ -18,7 +18,7 @@ from datasets import check_dataset, open_dataset
 from datasets.download import fetch_once
 from tests.datasets.published import FETCHERS, FOLDERS, MAKERS
 from tests.program import Result
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 FORK = multiprocessing.get_context("fork")

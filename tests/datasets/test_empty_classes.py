@@ -11,7 +11,7 @@ import pytest
 from datasets import check_dataset
 from tests.datasets.published import MAKERS
 from tests.datasets.tar_files import samples, write_tar
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 Settings = Callable[..., DataConfig]
 

@@ -11,7 +11,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from tests.datasets.pictures import encoded, picture, square
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 Settings = Callable[..., DataConfig]
 XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>"""

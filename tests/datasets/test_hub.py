@@ -14,7 +14,7 @@ import torch
 from datasets import check_dataset, open_dataset
 from tests.datasets.parquet_files import content, part, write
 from tests.datasets.tar_files import picture
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.log import start_log
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 
 from datasets import check_dataset
 from tests.datasets.parquet_files import content, pa, part, pq, write
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 

@@ -15,7 +15,7 @@ from datasets import check_dataset
 from tests.datasets.parquet_files import content, part, write
 from tests.datasets.serving import serving
 from tests.datasets.tar_files import picture
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 

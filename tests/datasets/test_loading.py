@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from datasets import Batch, TrainLoader, ValLoader, auto_workers, open_dataset
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.seeding import seed_all
 
 ROOT = Path(__file__).parents[2]

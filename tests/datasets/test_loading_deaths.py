@@ -16,7 +16,7 @@ import torch
 
 from datasets import Batch, ImageDataset, TrainLoader, ValLoader, open_dataset
 from tests.datasets.processes import children, gone, in_order
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import TrainingError
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def test_workers_ignore_a_groups_signals_and_die_with_their_parent(listed: Path)
     script = f"""
 import sys, time, torch
 from datasets import *
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 cpu = torch.device("cpu")
 dataset = open_dataset(DataConfig(DATA_PATH={str(listed)!r}, IMAGE_SIZE=8), True, 3, 0, cpu)
 loader = TrainLoader(dataset, EpochOrder(12, 4, 1, 0, 1, 0, True), 0, 2, cpu)
@@ -65,7 +65,7 @@ def test_a_process_that_never_closes_its_loader_ends_all_the_same(listed: Path) 
     script = f"""
 import torch
 from datasets import *
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 cpu = torch.device("cpu")
 dataset = open_dataset(DataConfig(DATA_PATH={str(listed)!r}, IMAGE_SIZE=8), True, 3, 0, cpu)
 loader = TrainLoader(dataset, EpochOrder(12, 4, 1, 0, 1, 0, True), 0, 2, cpu)

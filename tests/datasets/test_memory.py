@@ -15,7 +15,8 @@ from datasets import PADDING, Repeated
 from datasets.images import Images
 from datasets.memory import ArraySamples, InMemory, open_arrays
 from datasets.randomness import sample_table
-from utils.config.schema import DataConfig, TrainConfig
+from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
 
 Settings = Callable[..., DataConfig]
 CPU = torch.device("cpu")

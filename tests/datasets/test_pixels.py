@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from datasets.pixels import Pixels, Unreadable
 from tests.datasets.pictures import apart, encoded, picture, square
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 Settings = Callable[..., DataConfig]
 Kind = Callable[[Image.Image], bytes | np.ndarray]

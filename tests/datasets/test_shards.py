@@ -22,7 +22,7 @@ from datasets.stores import MOST_OPEN
 from tests.datasets.opened import part, pixels
 from tests.datasets.tar_files import picture, samples, write_set, write_tar
 from tests.program import Result
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 CPU = torch.device("cpu")
 Settings = Callable[..., DataConfig]

@@ -18,7 +18,7 @@ from datasets import check_dataset, open_dataset
 from datasets.images import Images
 from tests.datasets.tar_files import Member, picture, samples, write_set, write_tar
 from tests.program import Result
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
 

@@ -13,7 +13,7 @@ import pytest
 from datasets import check_dataset
 from tests.datasets.opened import part
 from tests.datasets.tar_files import picture, samples, write_set, write_tar
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 
 def test_the_index_is_made_once_and_anew_when_a_tar_changes(

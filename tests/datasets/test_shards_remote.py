@@ -16,7 +16,7 @@ from datasets.images import Images
 from tests.datasets.opened import pixels
 from tests.datasets.serving import serving
 from tests.datasets.tar_files import write_set
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,8 @@ import torch
 from datasets import Batch, EpochOrder, ImageDataset, Sized, TrainLoader, open_dataset, samples_of
 from datasets.repeated import Repeated
 from tests.program import save_image
-from utils.config.schema import DataConfig, TrainConfig
+from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
 
 CPU = torch.device("cpu")
 TRAIN = TrainConfig(NUM_EPOCHS=4, SIZE_SCHEDULE=((0.0, 8), (0.5, 12), (0.75, 16)))

@@ -14,7 +14,7 @@ import torch
 from datasets import check_dataset, lists, names, open_dataset
 from datasets.digits import read_digits
 from datasets.split import split
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_digits_do_not_import_scikit_learn() -> None:
     script = """
 import sys, torch
 from datasets import open_dataset
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 dataset = open_dataset(DataConfig(DATASET="digits", IMAGE_SIZE=8), True, 10, 0, torch.device("cpu"))
 print(len(dataset), "sklearn" in sys.modules)
 """

@@ -13,7 +13,7 @@ import torch
 from datasets import check_dataset, open_dataset
 from tests.datasets.published import image
 from tests.program import Result
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 Settings = Callable[..., DataConfig]

@@ -14,7 +14,7 @@ from datasets import check_dataset, open_dataset
 from datasets.images import Images
 from datasets.split import split
 from tests.datasets.published import image
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 Settings = Callable[..., DataConfig]

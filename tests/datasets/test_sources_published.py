@@ -18,7 +18,7 @@ from datasets import check_dataset, open_dataset
 from datasets.images import Images
 from tests.datasets.published import FOLDERS, MAKERS, cifar10, cifar100, python_two, torchvisions
 from tests.program import Result
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 Settings = Callable[..., DataConfig]

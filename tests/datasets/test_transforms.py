@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from datasets.crops import Box, training_views, validation_views
 from datasets.pixels import Pixels
 from datasets.transforms import BatchAffine
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 Settings = Callable[..., DataConfig]
 

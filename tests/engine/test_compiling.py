@@ -20,7 +20,7 @@ from engine.evaluate import evaluate
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows
 from utils.config import Config
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.world import ALONE
 

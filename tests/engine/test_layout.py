@@ -15,7 +15,7 @@ from engine.layout import channels_go_last, put_channels_last
 from engine.precision import Precision
 from tests.engine.small import CPU, OFF, build, train
 from tests.program import metrics
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 LAST = torch.channels_last

@@ -20,7 +20,7 @@ from engine.mixing import Mixing, Seen, batch_change, unchanged
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.program import Result, metrics
-from utils.config.schema import TrainConfig
+from utils.config.train import TrainConfig
 from utils.seeding import seed_all
 from utils.world import ALONE
 

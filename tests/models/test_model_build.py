@@ -12,7 +12,7 @@ from torch import nn
 
 import models
 from models import build_model, check_model, count_parameters, describe, list_models
-from utils.config.schema import ModelConfig
+from utils.config.model import ModelConfig
 
 VIT_B16 = {
     "TYPE": "vit",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from models import build_model, check_model
-from utils.config.schema import ModelConfig
+from utils.config.model import ModelConfig
 from utils.errors import UserError
 
 

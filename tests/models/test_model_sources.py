@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from models import build_model, check_pretrained, load_pretrained, sources
-from utils.config.schema import ModelConfig
+from utils.config.model import ModelConfig
 from utils.errors import UserError
 
 HUB_NAME = "vit_tiny_patch16_224.augreg_in21k"

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from models import build_model, load_pretrained
-from utils.config.schema import ModelConfig
+from utils.config.model import ModelConfig
 from utils.errors import UserError
 
 TINY = {"NAME": "tiny", "EMBED_DIM": 16, "DEPTH": 2, "NUM_HEADS": 2, "PATCH_SIZE": 8, "NUM_CLASSES": 5}

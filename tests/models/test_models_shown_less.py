@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from engine.token_drop import TokenDrop, shortcut_words
 from models import Shortcuts, build_model, check_model
-from utils.config.schema import ModelConfig, TrainConfig
+from utils.config.model import ModelConfig
+from utils.config.train import TrainConfig
 from utils.errors import UserError
 
 TINY: dict[str, Any] = {"NUM_CLASSES": 10, "PATCH_SIZE": 4, "EMBED_DIM": 16, "DEPTH": 2, "NUM_HEADS": 2}

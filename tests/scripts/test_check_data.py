@@ -19,7 +19,7 @@ from PIL import Image
 from datasets.samples import Samples
 from scripts.check_data_look import look_at
 from tests.program import Result, save_image
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 from utils.errors import TrainingError
 
 SCRIPT = "scripts/check_data.py"

@@ -22,7 +22,7 @@ from PIL import Image
 from datasets import check_dataset, open_dataset
 from scripts.pack_images import main
 from tests.scripts.packing import Pack, all_bytes, members, photograph
-from utils.config.schema import DataConfig
+from utils.config.data import DataConfig
 
 CPU = torch.device("cpu")
 

@@ -1,17 +1,12 @@
 """The run's settings: schema, loading, checking, writing. `load_config` is the door."""
 
+from .amp import AmpConfig
 from .checks import check_available
+from .data import DataConfig
 from .load import Loaded, load_config
-from .schema import (
-    AmpConfig,
-    Config,
-    DataConfig,
-    DistConfig,
-    ModelConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-    TrainConfig,
-)
+from .model import ModelConfig
+from .schema import Config, DistConfig
+from .train import OptimizerConfig, SchedulerConfig, TrainConfig
 from .write import config_hash, differences, format_config, to_yaml
 
 __all__ = [

@@ -9,9 +9,10 @@ from typing import Any
 
 from utils.errors import UserError
 
+from .data import DataConfig
 from .keys import default_of, settings, value_of
 from .kinds import AUTO
-from .schema import Config, DataConfig
+from .schema import Config
 
 POLICIES = ("TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.TRIVIAL_AUGMENT", "TRAIN.THREE_AUGMENT")
 """Each changes an image in its own way, and they were never meant to act together."""

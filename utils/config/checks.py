@@ -12,6 +12,7 @@ from utils.errors import UserError
 from .data import DataConfig
 from .keys import default_of, settings, value_of
 from .kinds import AUTO
+from .model_checks import Problem, misfits_of_model
 from .schema import Config
 
 POLICIES = ("TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.TRIVIAL_AUGMENT", "TRAIN.THREE_AUGMENT")
@@ -21,9 +22,6 @@ OUTDOES = {
     "TRAIN.AUTO_AUGMENT": ("TRAIN.COLOR_JITTER",),
     "TRAIN.TRIVIAL_AUGMENT": ("TRAIN.COLOR_JITTER",),
 }
-
-Problem = tuple[str, str]
-"""(the key to change, what is wrong with its value)"""
 
 AUGMENTATION = {
     "TRAIN.SMOOTHING": "label smoothing",
@@ -40,7 +38,7 @@ def misfits(config: Config) -> list[Problem]:
     """Everything that does not fit together, so that all of it can be reported at once."""
     return [
         *_data(config.DATA),
-        *_model(config),
+        *misfits_of_model(config),
         *_train(config),
         *_shortcuts(config),
         *_augmentation(config),
@@ -72,21 +70,6 @@ def _data(data: DataConfig) -> Iterator[Problem]:
             "DATA.CROP_RATIO",
             f"{_shown(data.CROP_RATIO)} must be the least and the greatest ratio, 0 < least <= greatest",
         )
-
-
-def _model(config: Config) -> Iterator[Problem]:
-    model, size = config.MODEL, config.DATA.IMAGE_SIZE
-    if model.PATCH_SIZE and size % model.PATCH_SIZE:
-        below = size - size % model.PATCH_SIZE
-        near = f"{below} or {below + model.PATCH_SIZE}" if below else str(model.PATCH_SIZE)
-        yield "DATA.IMAGE_SIZE", f"{size} is not divisible by MODEL.PATCH_SIZE {model.PATCH_SIZE}; near it: {near}"
-    heads, width = model.NUM_HEADS, model.EMBED_DIM
-    if isinstance(heads, int) and width and model.ATTN_HEAD_SIZE is None and width % heads:
-        fitting = [n for n in range(1, width + 1) if width % n == 0]
-        near = sorted(sorted(fitting, key=lambda n: abs(n - heads))[:2])
-        yield "MODEL.NUM_HEADS", f"{heads} does not divide MODEL.EMBED_DIM {width}; near it: {_either(near)}"
-    if model.RESUME == "auto" and config.OUTPUT is None:
-        yield "MODEL.RESUME", "auto looks in the run's own folder; name it with -output"
 
 
 def _train(config: Config) -> Iterator[Problem]:
@@ -292,7 +275,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(str(number) for number in numbers)

@@ -14,6 +14,7 @@ Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 AboveZero = Annotated[float, Field(gt=0)]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from .fields import Section
-from .kinds import AboveZero, Integers, Positive, Rate, folded
+from .kinds import AboveZero, Integers, Names, Positive, Rate, folded
 
 
 class ModelConfig(Section):
@@ -20,6 +20,17 @@ class ModelConfig(Section):
     RESUME: str | None = Field(default=None, description="Run, checkpoint or file to go on from; 'auto' needs -output.")
     PRETRAINED: str | None = Field(
         default=None, description="Weights to start from: .safetensors, .pth, .npz, a run, or a timm name."
+    )
+    RESUME_EMA: bool | None = Field(
+        default=False, description="Take the average for the weights, of the run that PRETRAINED or RESUME names."
+    )
+    NEW_CLASSIFIER: bool = Field(
+        default=False,
+        description="PRETRAINED: begin with a fresh classifier, also where the number of classes is ours.",
+    )
+    FREEZE: Names = Field(
+        default=(),
+        description="What is not trained: backbone (all but the classifier), or globs over weights and modules.",
     )
     NUM_CLASSES: Positive = Field(default=1000, description="Classes of the classifier.")
     DROPOUT: Rate = Field(default=0.0, description="Dropout after position embedding, projections and MLPs.")

@@ -16,6 +16,7 @@ from .kinds import (
     Pair,
     Positive,
     Rate,
+    Share,
     SizeSteps,
     as_word_or_integer,
     folded,
@@ -50,6 +51,10 @@ class TrainConfig(Section):
     LINEAR_SCALED_LR: AboveZero | bool | None = Field(
         default=None, description="Scale the three rates by global batch / this number (true: 512)."
     )
+    LAYER_DECAY: Share | None = Field(
+        default=None, description="Each layer's learning rate is this much of the next one's; null: all have the same."
+    )
+    HEAD_LR: AboveZero = Field(default=1.0, description="Factor of the classifier's learning rate.")
     WEIGHT_DECAY: NonNegative = Field(default=0.3, description="Decoupled weight decay.")
     WEIGHT_DECAY_ALL: bool = Field(default=False, description="Decay biases, norms, position and class embedding too.")
     GRAD_CLIP: AboveZero | None = Field(

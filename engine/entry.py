@@ -15,7 +15,7 @@ from typing import NoReturn
 from engine.stopping import signals
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, check_available, format_config, load_config
-from utils.config.keys import default_of
+from utils.config.keys import OF_ONE_START, default_of
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -33,10 +33,6 @@ from utils.world import ALONE, World, check_alone, launched, read_world
 
 SECONDS_TO_FIND_OUT = 12
 SECONDS_TO_SPEAK = 5
-OF_ONE_START = (
-    *("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "NGPUS"),
-    *("DIST.HOST", "DIST.PORT", "DIST.RANK", "DIST.WORLD_SIZE"),
-)
 
 
 def main(script: str, many: bool) -> NoReturn:
@@ -121,7 +117,6 @@ def _load(command: CommandLine) -> Loaded:
         return load_config(command.cfg, command.flags, command.words)
     saved, flags = _config_of_resumed_run(command), command.flags
     if saved is not None:
-        # These belong to one start of the run, not to the run: where it lay, who started it, and for how long.
         flags = {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
     return load_config(saved, flags, command.words)
 

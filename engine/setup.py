@@ -40,6 +40,7 @@ from engine.update import Parts
 from engine.verdict import Setting
 from models import build_model, load_pretrained
 from utils.config import Config
+from utils.config.keys import values_to_keep
 from utils.log import log
 from utils.seeding import seed_all
 from utils.world import ALONE, World, together
@@ -79,9 +80,11 @@ def build_for_evaluation(
     return Ready(model, inputs, precision, val_set, val_loader, tuning, tuning.choices())
 
 
-def model_in_precision(config: Config, device: torch.device) -> tuple[nn.Module, nn.Module, Precision]:
-    """The model as it will compute, what prepares its inputs, and the precision of both."""
-    return _tuned_model(config, device, ALONE, {})[0]
+def model_in_precision(
+    config: Config, device: torch.device, kept: dict[str, Any] | None = None
+) -> tuple[nn.Module, nn.Module, Precision]:
+    """The model as it will compute, what prepares its inputs, and the precision of both. `kept`: choices of its run."""
+    return _tuned_model(config, device, ALONE, kept or {})[0]
 
 
 def _tuned_model(
@@ -227,12 +230,13 @@ def setting_of(ready: ReadyToTrain) -> Setting:
 def checkpoint_meta(
     config: Config, ready: ReadyToTrain, processes: int, hash_of: Callable[[Config], str]
 ) -> dict[str, Any]:
-    """What a checkpoint tells whoever uses the weights: classes, and how the inputs were prepared."""
+    """What a checkpoint tells whoever uses the weights: all settings, classes, and how the inputs were prepared."""
     data = config.DATA
     return {
         "config_hash": hash_of(config),
         "batch": {"per_process": data.BATCH_SIZE, "accumulated": config.TRAIN.ACCUM_ITER, "processes": processes},
         "choices": ready.choices,
+        "settings": values_to_keep(config),
         "model": config.MODEL.NAME,
         "classes": ready.train_set.classes,
         "num_classes": config.MODEL.NUM_CLASSES,

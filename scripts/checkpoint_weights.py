@@ -13,12 +13,27 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint import EMA, MODEL, Checkpoint, naming_the_fault, read_index
+from engine.trained import MADE_BY, Saved
 from scripts.checkpoint_files import folders_of, verified
 from utils.errors import EXIT_DONE, UserError
 from utils.log import log
 
-TOLD = ("model", "classes", "num_classes", "input", "epoch", "update", "metrics", "config_hash")
+TOLD = ("model", "classes", "num_classes", "input", "choices", "epoch", "update", "metrics", "config_hash")
 """What of meta.json goes into the header of the file."""
+SECTIONS = (
+    "MODEL.",
+    "DATA.",
+    "TRAIN.",
+    "AMP.",
+    "SEED",
+    "DEVICE",
+    "THREADS",
+    "CPU_FP32",
+    "DETERMINISTIC",
+    "DIST.STRATEGY",
+)
+OWN = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "TRAIN.TEACHER_MODEL")
+"""Settings with paths in them, which are nobody else's business."""
 
 
 def strip(path: Path, out: Path, weights: str | None) -> int:
@@ -100,9 +115,17 @@ def _mean_of(tensors: list[Tensor]) -> Tensor:
 def _header(source: Checkpoint, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
     """safetensors keeps texts only; what is not one is JSON."""
     known = {key: source.meta[key] for key in TOLD if key in source.meta and not (averaged and key == "metrics")}
-    content = {**known, **origin, "made_by": "vitamp"}
+    saved = Saved(source.folder, source.meta, source)
+    if settings := saved.settings():
+        known["settings"] = {key: value for key, value in settings.items() if _is_told(key)}
+        known["fp32_modules"] = saved.fp32_modules()
+    content = {**known, **origin, "made_by": MADE_BY}
     plain = {key: value if isinstance(value, str) else json.dumps(value) for key, value in content.items()}
     return {"format": "pt", **plain}
+
+
+def _is_told(key: str) -> bool:
+    return key.startswith(SECTIONS) and key not in OWN
 
 
 def _write(out: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:

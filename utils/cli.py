@@ -191,14 +191,15 @@ def _may_be_value(flag: Flag, text: str) -> bool:
 def _settings_of(flag: Flag, value: Any, before: dict[str, tuple[Any, str]]) -> dict[str, tuple[Any, str]]:
     source = f"-{flag.name}"
     if flag.name == "amp":
-        chosen = _amp_settings(value)
+        chosen = amp_settings(value)
         return {key: (setting, source) for key, setting in chosen.items()}
     # What -batch_size says about validation gives way to -batch_size_eval, whichever comes first.
     keys = [key for key in flag.keys if key == flag.keys[0] or before.get(key, ("", source))[1] == source]
     return dict.fromkeys(keys, (value if flag.value else True, source))
 
 
-def _amp_settings(value: str | None) -> dict[str, Any]:
+def amp_settings(value: str | None) -> dict[str, Any]:
+    """The settings that -amp stands for, with `value` behind it or alone."""
     if value is None:
         return {"AMP.ENABLED": True}
     if value.casefold() not in AMP_VALUES:

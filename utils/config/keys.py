@@ -22,6 +22,11 @@ RENAMED = {
 # The first ViT files gave the MLP's width itself; it becomes MODEL.MLP_RATIO with the width beside it.
 MLP_WIDTH = "MODEL.MLP_DIM"
 NESTED = "MODEL.TRANS"
+OF_ONE_START = (
+    *("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "NGPUS"),
+    *("DIST.HOST", "DIST.PORT", "DIST.RANK", "DIST.WORLD_SIZE"),
+)
+"""These belong to one start of a run, not to the run: where it lay, who started it, and for how long."""
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
@@ -73,6 +78,11 @@ def value_of(config: Config, key: str) -> Any:
 
 def default_of(key: str) -> Any:
     return value_of(_defaults(), key)
+
+
+def values_to_keep(config: Config) -> dict[str, Any]:
+    """The settings of a run, by dotted key, as a checkpoint keeps them."""
+    return {key: value_of(config, key) for key in settings() if key not in OF_ONE_START}
 
 
 @cache

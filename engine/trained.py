@@ -1,0 +1,244 @@
+"""A trained model, ready to be asked: from a run, from one checkpoint wherever it lies, or from weights alone.
+
+One at a time: how attention and fp32 products are computed are switches of the process.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from engine.checkpoint import EMA, META, MODEL, STATE, WEIGHTS, Checkpoint, inspect, read_index, verify
+from engine.device import pick_device, prepare
+from engine.fp32_modules import force_fp32
+from engine.op_lists import OpLists
+from engine.precision import Precision, check_amp, check_precision
+from engine.resume import load_weights
+from engine.setup import model_in_precision
+from engine.shards import files_of
+from utils.cli import CommandLine, amp_settings
+from utils.config import Config, load_config
+from utils.config.keys import settings, values_to_keep
+from utils.errors import UserError
+from utils.run_folder import run_of
+from utils.world import ALONE
+
+Which = Literal["model", "ema"]
+Wanted = Literal["auto", "model", "ema"]
+FILES: dict[Which, str] = {"model": MODEL, "ema": EMA}
+MADE_BY = "vitamp"
+
+
+@dataclass
+class Trained:
+    """A model in evaluation mode on its device, and what belongs to it."""
+
+    model: nn.Module
+    inputs: nn.Module
+    """uint8 images to what the model sees"""
+    precision: Precision
+    config: Config
+    classes: list[str] | None
+    """Names in the order of the labels, where the training data had names."""
+    source: Path
+    """The checkpoint's folder, or the file of weights."""
+    weights: Which
+    saved: Saved
+
+    @torch.no_grad()  # not inference mode: fp8 layers do not run in it
+    def logits(self, images: Tensor) -> Tensor:
+        """What the model says of uint8 images (B x C x S x S), in fp32, computed as validation computes it."""
+        amp, device = self.config.AMP, self.precision.device
+        with (
+            OpLists(device.type, amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST),
+            self.precision.autocast(training=False),
+        ):
+            return self.model(self.inputs(images.to(device))).float()
+
+    def name_of(self, label: int) -> str:
+        """A class's name; its number where there are no names, or more outputs than names."""
+        named = self.classes is not None and label < len(self.classes)
+        return self.classes[label] if named and self.classes else str(label)
+
+    def has(self, which: Which) -> bool:
+        return self.saved.has(which)
+
+    def take(self, which: Which) -> None:
+        """Exchange the weights for those of the model, or of its moving average."""
+        tensors = self.saved.tensors(which)
+        load_weights(self.model, tensors, f"{self.saved.where(which)}")
+        self.weights = which
+
+    def words(self) -> str:
+        """Which weights of which model these are."""
+        which = "the moving average" if self.weights == "ema" else "the model's weights"
+        return f"{self.config.MODEL.NAME}, {which} of {self.source}, in {self.precision.name}"
+
+
+def load_trained(
+    path: Path | str,
+    weights: Wanted = "auto",
+    device: str | None = None,
+    amp: str | None = None,
+    given: CommandLine | None = None,
+) -> Trained:
+    """The model that `path` means: a run's best checkpoint (else its last), a checkpoint, a file in one, or weights
+    that scripts/checkpoint.py wrote.
+
+    `weights` auto: the moving average where there is one. `device` None: the run's, if it is here. `amp` None: as the
+    run validates; else a word of -amp's, or `on`. `given`: settings that take the place of the run's.
+    """
+    saved, which = _find(Path(path).expanduser(), weights)
+    config = _config(saved, _flags(device, amp, given), given)
+    check_amp(config.AMP, config.TRAIN)
+    place = _device(device or (given.flags.get("DEVICE", (None,))[0] if given else None), config)
+    check_precision(config.AMP, place)
+    prepare(config, place, ALONE)
+    model, inputs, precision = model_in_precision(config, place, saved.meta.get("choices", {}))
+    if precision.level in ("O1", "O2") and (moved := saved.fp32_modules()):
+        force_fp32(model, moved, place.type)
+    model.eval()
+    classes = saved.meta.get("classes")
+    trained = Trained(model, inputs, precision, config, classes, saved.path, which, saved)
+    trained.take(which)
+    return trained
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What lies at a path, looked at and not loaded."""
+
+    path: Path
+    meta: dict[str, Any]
+    checkpoint: Checkpoint | None = None
+    """None: a file of weights alone."""
+    only: Which | None = None
+    """Which weights such a file holds."""
+
+    def has(self, which: Which) -> bool:
+        return self.checkpoint.has(FILES[which]) if self.checkpoint else which == self.only
+
+    def where(self, which: Which) -> Path:
+        return self.path / FILES[which] if self.checkpoint else self.path
+
+    def tensors(self, which: Which) -> dict[str, Tensor]:
+        """Hashed before they are used."""
+        if self.checkpoint is None:
+            with safe_open(str(self.path), framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        files = self.checkpoint.meta["files"]
+        wanted = {name: files[name] for name in files_of(FILES[which], files)}
+        verify(replace(self.checkpoint, meta={**self.checkpoint.meta, "files": wanted}))
+        return self.checkpoint.tensors(FILES[which])
+
+    def settings(self) -> dict[str, Any] | None:
+        """Those of the run, by dotted key; of an older checkpoint from where its run keeps them."""
+        run = run_of(self.path) if self.checkpoint and "settings" not in self.meta else None
+        if run is None or not (run / "config.yaml").exists():
+            return self.meta.get("settings")
+        return values_to_keep(load_config(str(run / "config.yaml")).config)
+
+    def fp32_modules(self) -> list[str]:
+        """What AMP.AUTO_FP32 had moved to fp32 by then."""
+        if self.checkpoint is None:
+            return self.meta.get("fp32_modules", [])
+        state = self.path / STATE
+        try:  # mapped, since nearly all of it is the optimiser's
+            return torch.load(state, map_location="cpu", weights_only=True, mmap=True)["fp32_modules"]
+        except Exception as error:  # whatever the unpickler stumbles over, the file is what is wrong
+            raise UserError(f"{state}: cannot be read ({type(error).__name__}).") from None
+
+
+def _find(path: Path, weights: Wanted) -> tuple[Saved, Which]:
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file or folder; name a run, a checkpoint, or its weights.")
+    folder = path.parent if path.is_file() else path
+    if path.is_file() and not (folder / META).exists():
+        saved = _weights_alone(path)
+    else:
+        checkpoint = inspect(_checkpoint_of(folder))
+        saved = Saved(checkpoint.folder, checkpoint.meta, checkpoint)
+    named: Which | None = next((which for which, file in FILES.items() if path.name == file), None)
+    either: Which = "ema" if saved.has("ema") else "model"
+    which: Which = weights if weights != "auto" else named or either
+    if not saved.has(which):
+        lacks, instead = ("moving average (TRAIN.MODEL_EMA)", "model") if which == "ema" else ("model's own", "ema")
+        raise UserError(f"-weights {which}: {saved.path} holds no {lacks} weights; take -weights {instead}.")
+    return saved, which
+
+
+def _checkpoint_of(folder: Path) -> Path:
+    """A checkpoint is itself; of a run, the best one, else the last."""
+    if (folder / META).exists() or folder.name.startswith("step-"):
+        return folder
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    there = {found.name: found for found in sorted(root.glob("step-*"))}
+    if not there:
+        raise UserError(f"{folder}: no checkpoint lies there (looked for {root}/step-*).")
+    index = read_index(root)
+    return there.get(index["best"] or "") or there.get(index["last"] or "") or there[max(there)]
+
+
+def _weights_alone(path: Path) -> Saved:
+    if path.suffix != ".safetensors":
+        what = "weights that do not say what they are of" if path.name.endswith(WEIGHTS) else "no weights of vitamp's"
+        raise UserError(f"{path}: {what}. Name a run, a checkpoint, or a file that scripts/checkpoint.py strip wrote.")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            header = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors ({error}).") from None
+    if header.get("made_by") != MADE_BY or "settings" not in header:
+        missing = "has no settings: it was written by an older vitamp" if "made_by" in header else "is not vitamp's"
+        raise UserError(
+            f"{path}: its header {missing}, so nothing tells which model these weights are of. Write it by "
+            "scripts/checkpoint.py strip from the run, or validate it by main_single_gpu.py -cfg FILE -eval -pretrained"
+        )
+    try:
+        meta = {key: json.loads(header[key]) for key in ("settings", "classes", "choices", "fp32_modules")}
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{path}: its header cannot be read ({error!r}).") from None
+    return Saved(path, meta, only="ema" if "moving average" in header.get("weights", "") else "model")
+
+
+def _flags(device: str | None, amp: str | None, given: CommandLine | None) -> dict[str, tuple[Any, str]]:
+    flags = dict(given.flags) if given else {}
+    if device is not None:
+        flags["DEVICE"] = (device, "-device")
+    if amp is not None:
+        flags |= {key: (value, "-amp") for key, value in amp_settings(None if amp == "on" else amp).items()}
+    if flags.get("AMP.ENABLED", (False,))[0]:  # asked for here, it holds here
+        flags.setdefault("AMP.EVAL", (True, "-amp"))
+    return flags
+
+
+def _config(saved: Saved, flags: dict[str, tuple[Any, str]], given: CommandLine | None) -> Config:
+    """The run's settings, with what is given here in their place."""
+    kept = saved.settings()
+    if kept is None:
+        raise UserError(
+            f"{saved.path / META}: has no settings, as checkpoints of older versions have not, and no config.yaml of "
+            "its run lies two folders above: put the checkpoint back into RUN/checkpoints, beside RUN/config.yaml."
+        )
+    if unknown := sorted(set(kept) - settings().keys()):
+        names = ", ".join(unknown)
+        raise UserError(f"{saved.path}: has settings unknown here, {names}; use the version of vitamp that trained it.")
+    base = {key: (value, f"{saved.path}") for key, value in kept.items()}
+    fresh = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED"), (None, ""))
+    return load_config(None, {**base, **fresh, **flags}, given.words if given else {}).config
+
+
+def _device(asked: str | None, config: Config) -> torch.device:
+    """The one asked for; else the run's own, if this machine has such a one; else the best there is."""
+    if asked is None and config.DEVICE is not None:
+        try:
+            return pick_device(config.DEVICE, ALONE)
+        except UserError:
+            pass
+    return pick_device(asked, ALONE)

@@ -16,6 +16,8 @@ from engine.trained import Trained
 from utils.config.kinds import AUTO
 from utils.world import ALONE
 
+FIRST = 5
+"""Guesses that validation looks at."""
 BATCH = 64
 """Where the run's own is not known."""
 
@@ -35,6 +37,10 @@ class Predictions:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def guesses(self, count: int = 1) -> Tensor:
+        """N x count labels, the most likely first."""
+        return guesses(self.logits, count)
+
     def name(self, row: int) -> str:
         """The file of an image, or its number where it is no file."""
         return name_of(self.dataset, int(self.indices[row]))
@@ -44,6 +50,19 @@ class Predictions:
         batch = self.dataset.__getitems__([(0, int(self.indices[row]))])
         pixels = batch.images[0].cpu().permute(1, 2, 0).numpy()
         return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+
+
+def guesses(logits: Tensor, count: int = 1) -> Tensor:
+    """The labels of the `count` highest logits, in order, chosen as validation chooses them.
+
+    In half precision logits are often equal; argmax then takes another one than validation does.
+    """
+    classes = logits.shape[-1]
+    first = logits.topk(min(FIRST, classes), dim=-1).indices
+    if count <= FIRST:
+        return first[:, :count]
+    above = logits.amax(dim=-1, keepdim=True).double() + torch.arange(FIRST, 0, -1, device=logits.device)
+    return logits.double().scatter(-1, first, above[:, : first.shape[1]]).topk(min(count, classes), dim=-1).indices
 
 
 def validation_predictions(

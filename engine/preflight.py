@@ -10,6 +10,7 @@ from engine.optim import optimizer_name
 from engine.precision import check_amp
 from engine.sharding import check_sharding
 from engine.token_drop import shortcuts_of
+from engine.wandb_board import check_wandb
 from models import check_model, check_pretrained
 from utils.config import Config
 from utils.run_folder import check_output, holds_a_run, run_of
@@ -48,7 +49,9 @@ def check(config: Config) -> None:
     check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)
     optimizer_name(config.TRAIN.OPTIMIZER.NAME)
     check_sharding(config)
+    if not config.EVAL:
+        check_wandb(config.WANDB)
     check_amp(config.AMP, config.TRAIN)
     if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
-        check_pretrained(config.MODEL.PRETRAINED)
+        check_pretrained(config.MODEL.PRETRAINED, bool(config.MODEL.RESUME_EMA))
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))

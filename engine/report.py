@@ -17,6 +17,7 @@ from engine.pace import Perf, clock
 from engine.resume import Position
 from engine.stages import STAGES
 from engine.verdict import Verdict
+from engine.wandb_board import WandbBoard
 from utils.config.schema import Config
 from utils.line_file import LineFile
 from utils.log import log
@@ -31,11 +32,20 @@ DRAWN = (
 
 
 class Reporter:
-    def __init__(self, config: Config, per_epoch: int, folder: Path | None, speaks: bool, start: Position) -> None:
+    def __init__(
+        self,
+        config: Config,
+        per_epoch: int,
+        folder: Path | None,
+        speaks: bool,
+        start: Position,
+        wandb: WandbBoard | None = None,
+    ) -> None:
         """`folder` None: nothing is written (another rank, a dry run). `start`: where the run begins or goes on."""
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
         self._metrics: LineFile | None = None
         self._board: Board | None = None
+        self._wandb = wandb
         self._told: Verdict | None = None
         if folder:
             with nothing_trained_yet(folder):
@@ -153,6 +163,8 @@ class Reporter:
             for name, value in figures.items():
                 # As metrics.jsonl has it, of which a resumed run draws it again.
                 self._board.add(f"{group}/{name}", value if math.isfinite(value) else math.nan, update)
+        if self._wandb:
+            self._wandb.add(group, figures, update)
 
     def close(self) -> None:
         self._bar.close()
@@ -160,6 +172,8 @@ class Reporter:
             self._metrics.close()
         if self._board:
             self._board.close()
+        if self._wandb:
+            self._wandb.close()
 
 
 def _fleet_line(position: Position, reading: Reading) -> str:

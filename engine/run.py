@@ -32,7 +32,7 @@ from engine.pace import Pace, clock
 from engine.precision import check_precision
 from engine.prepare import hint
 from engine.print_amp import amp_table
-from engine.report import Reporter
+from engine.report import METRICS, Reporter
 from engine.resume import Best, Position, load_weights, say_what_changed
 from engine.setup import (
     ReadyToTrain,
@@ -46,6 +46,7 @@ from engine.sharding import sharding_of
 from engine.stopping import signals
 from engine.trainer import Trainer
 from engine.verdict import Judge
+from engine.wandb_board import open_board
 from utils.config import Config, Loaded, config_hash
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.group import leave
@@ -147,8 +148,9 @@ def _train(
 
 
 def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path, peak: Peak | None) -> int:
+    wandb = open_board(config, folder, ready.precision.name, folder / METRICS) if world.first else None
     reporter = Reporter(
-        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position
+        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position, wandb
     )
     trainer = Trainer(
         config=config,
@@ -172,6 +174,8 @@ def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path, peak: 
     )
     try:
         code = fit(trainer)
+        if wandb is not None:
+            wandb.ended(trainer.best)
     finally:
         reporter.close()
     if broken := ready.train_loader.broken.summary():

@@ -86,6 +86,9 @@ class Config(Section):
         default=False, description="Only deterministic kernels; an operation without one is an error."
     )
     EVAL: bool = Field(default=False, description="Validate once and end.")
+    WANDB: str | None = Field(
+        default=None, description="Project of Weights & Biases that gets the figures, too; see docs/wandb.md."
+    )
     LOG_STYLE: Literal["paddlevit", "fleet"] = Field(default="paddlevit", description="Form of the training log lines.")
     DEVICE: Literal["cpu", "cuda", "mps"] | None = Field(default=None, description="null: the best there is.")
     NGPUS: int = Field(default=-1, ge=-1, description="Processes main_multi_gpu.py starts; -1: one a visible GPU.")

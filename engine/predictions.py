@@ -61,8 +61,8 @@ def guesses(logits: Tensor, count: int = 1) -> Tensor:
     first = logits.topk(min(FIRST, classes), dim=-1).indices
     if count <= FIRST:
         return first[:, :count]
-    above = logits.amax(dim=-1, keepdim=True).double() + torch.arange(FIRST, 0, -1, device=logits.device)
-    return logits.double().scatter(-1, first, above[:, : first.shape[1]]).topk(min(count, classes), dim=-1).indices
+    above = logits.amax(dim=-1, keepdim=True) + torch.arange(FIRST, 0, -1, device=logits.device)
+    return logits.scatter(-1, first, above[:, : first.shape[1]]).topk(min(count, classes), dim=-1).indices
 
 
 def validation_predictions(

@@ -132,7 +132,7 @@ def test_stripped_weights_start_a_run_and_load_into_timm(
     newest = run / "checkpoints" / NAMES[3]
     done = tool("strip", newest, "-out", out)
     assert done.code == 0, done.text
-    assert out.stat().st_size < 1.2 * (newest / EMA).stat().st_size
+    assert out.stat().st_size < (newest / EMA).stat().st_size + 16_000, "the weights, and a header that explains them"
     told = header(out)
     meta = json.loads((newest / "meta.json").read_text())
     assert json.loads(told["classes"]) == [str(digit) for digit in range(10)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from engine.device import describe as describe_device
+from engine.distillation import teacher_of
 from engine.environment import arguments, libraries
 from engine.optim import scaled_rates
 from engine.setup import Ready, ReadyToTrain, global_batch
@@ -31,6 +32,8 @@ def banner(config: Config, ready: Ready, world: World, device: torch.device, thr
         rows.append(("compile", "{compile} ({compile_why})".format(**ready.choices)))
         if words := shortcut_words(config.TRAIN):
             rows.append(("shortcuts", words))
+        if teacher := teacher_of(ready.parts.change):
+            rows.append(("teacher", teacher.words()))
         rows += [("batch", _batch(config, ready, world)), ("training", _training(config, world))]
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:

@@ -25,7 +25,8 @@ def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Which of a sample's first five guesses is its label: one of them, or none."""
+    """Which of a sample's first five guesses is its label: one of them, or none. Two classifiers guess together."""
+    logits = logits.mean(1) if logits.ndim == 3 else logits
     return logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
 
 

@@ -9,6 +9,7 @@ from engine.checkpoint import check_resumable
 from engine.optim import optimizer_name
 from engine.precision import check_amp
 from engine.sharding import check_sharding
+from engine.teacher import check_teacher
 from engine.token_drop import shortcuts_of
 from engine.wandb_board import check_wandb
 from models import check_model, check_pretrained
@@ -52,6 +53,7 @@ def check(config: Config) -> None:
     if not config.EVAL:
         check_wandb(config.WANDB)
     check_amp(config.AMP, config.TRAIN)
+    check_teacher(config)
     if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
         check_pretrained(config.MODEL.PRETRAINED, bool(config.MODEL.RESUME_EMA))
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))

@@ -15,7 +15,7 @@ from engine.meters import Means, Reading
 from engine.overflow import Blame
 from engine.pace import Perf, clock
 from engine.resume import Position
-from engine.stages import STAGES
+from engine.stages import STAGES, TEACHER
 from engine.verdict import Verdict
 from engine.wandb_board import WandbBoard
 from utils.config.schema import Config
@@ -27,7 +27,7 @@ METRICS = "metrics.jsonl"
 FIGURES = ("loss", "acc1", "acc5")
 DRAWN = (
     *(*FIGURES, *(f"ema_{name}" for name in FIGURES), "lr", "grad_norm", "scale", "skipped", "images_per_second"),
-    *(*(f"{stage}_ms" for stage in STAGES), "mfu"),
+    *(*(f"{stage}_ms" for stage in (*STAGES, TEACHER)), "mfu"),
 )
 
 

@@ -23,6 +23,7 @@ from datasets import (
     tell_unmatched,
 )
 from engine.checkpoint import Checkpoint
+from engine.distillation import distil, teacher_of
 from engine.ema import Ema
 from engine.inputs import Inputs, per_channel
 from engine.meters import TrainMeters
@@ -34,6 +35,7 @@ from engine.resume import Best, Position, restore
 from engine.schedule import Schedule, build_scheduler
 from engine.sharding import Sharding
 from engine.stages import DATA, stages_of
+from engine.teacher import check_fits
 from engine.token_drop import shortcuts_of, token_drop_of
 from engine.tuning import Tuning, tune
 from engine.update import Parts
@@ -110,6 +112,9 @@ def build_for_training(
     train, updates = config.TRAIN, loader.order.updates
     parts = update_parts(config, world, device, (ready.model, ready.inputs, ready.precision), updates, sharding)
     loader.on_arrival(partial(parts.stages.lap, DATA))
+    if teacher := teacher_of(parts.change):
+        check_fits(teacher, train_set.classes, checkpoint.meta.get("choices", {}) if checkpoint else {})
+        ready.choices.update(teacher.as_noted())
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         position, best = restore(parts, checkpoint, global_batch(config, world), updates)
@@ -171,6 +176,8 @@ def update_parts(
 ) -> Parts:
     """What an update touches, around a model, what prepares its inputs, and the precision of both."""
     train, (model, inputs, precision) = config.TRAIN, in_precision
+    stages = stages_of(config.REPORT_STAGES, device)
+    change, criterion = distil(config, model, precision, stages, batch_change(train, config.MODEL.NUM_CLASSES, device))
     ema = _average(config, device, model)
     if sharding is not None:
         _deal_out(model, ema, precision, sharding)
@@ -187,7 +194,7 @@ def update_parts(
         model=model,
         forward=model,
         inputs=inputs,
-        criterion=nn.CrossEntropyLoss(label_smoothing=train.SMOOTHING),
+        criterion=criterion,
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
@@ -196,9 +203,9 @@ def update_parts(
         grad_clip=train.GRAD_CLIP,
         seed=config.SEED,
         world=world,
-        change=batch_change(train, config.MODEL.NUM_CLASSES, device),
+        change=change,
         sharding=sharding,
-        stages=stages_of(config.REPORT_STAGES, device),
+        stages=stages,
         token_drop=token_drop_of(train),
     )
 

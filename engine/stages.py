@@ -17,6 +17,8 @@ import torch
 
 DATA, COPY, FORWARD, BACKWARD, OPTIMISER, OTHER = "data", "copy", "forward", "backward", "optimiser", "other"
 STAGES = (DATA, COPY, FORWARD, BACKWARD, OPTIMISER, OTHER)
+TEACHER = "teacher"
+"""A stage of distillation alone: where there is no teacher, it is not spoken of."""
 MOST_EVENTS = 4096
 """Of those the GPU has not come to. A host this far ahead leaves updates unmeasured rather than memory unbounded."""
 
@@ -34,15 +36,18 @@ class StageTimes:
 
     def percent(self) -> dict[str, float]:
         whole = max(self.total, 1e-12)
-        return {stage: 100 * self.seconds[stage] / whole for stage in STAGES}
+        return {stage: 100 * self.seconds[stage] / whole for stage in self._told()}
 
     def milliseconds(self) -> dict[str, float]:
         """Of one update."""
-        return {stage: 1000 * self.seconds[stage] / max(self.updates, 1) for stage in STAGES}
+        return {stage: 1000 * self.seconds[stage] / max(self.updates, 1) for stage in self._told()}
 
     def __add__(self, other: StageTimes) -> StageTimes:
-        sums = {stage: self.seconds[stage] + other.seconds[stage] for stage in STAGES}
-        return StageTimes(self.updates + other.updates, sums)
+        sums = {stage: time + other.seconds.get(stage, 0.0) for stage, time in self.seconds.items()}
+        return StageTimes(self.updates + other.updates, {**other.seconds, **sums})
+
+    def _told(self) -> tuple[str, ...]:
+        return (*STAGES, TEACHER) if self.seconds.get(TEACHER) else STAGES
 
 
 class Stages:
@@ -147,7 +152,7 @@ class EventStages(Stages):
 
 
 def _nothing() -> dict[str, float]:
-    return dict.fromkeys(STAGES, 0.0)
+    return dict.fromkeys((*STAGES, TEACHER), 0.0)
 
 
 def stages_of(wanted: bool, device: torch.device) -> Stages:

@@ -94,8 +94,8 @@ def load_trained(
     `weights` auto: the moving average where there is one. `device` None: the run's, if it is here. `amp` None: as the
     run validates; else a word of -amp's, or `on`. `given`: settings that take the place of the run's.
     """
-    saved, which = _find(Path(path).expanduser(), weights)
-    config = _config(saved, _flags(device, amp, given), given)
+    saved, which = find_saved(Path(path).expanduser(), weights)
+    config = config_of(saved, _flags(device, amp, given), given)
     check_amp(config.AMP, config.TRAIN)
     place = _device(device or (given.flags.get("DEVICE", (None,))[0] if given else None), config)
     check_precision(config.AMP, place)
@@ -155,7 +155,8 @@ class Saved:
             raise UserError(f"{state}: cannot be read ({type(error).__name__}).") from None
 
 
-def _find(path: Path, weights: Wanted) -> tuple[Saved, Which]:
+def find_saved(path: Path, weights: Wanted) -> tuple[Saved, Which]:
+    """What lies there, and which of its weights are meant."""
     if not path.exists():
         raise UserError(f"{path}: there is no such file or folder; name a run, a checkpoint, or its weights.")
     folder = path.parent if path.is_file() else path
@@ -218,7 +219,9 @@ def _flags(device: str | None, amp: str | None, given: CommandLine | None) -> di
     return flags
 
 
-def _config(saved: Saved, flags: dict[str, tuple[Any, str]], given: CommandLine | None) -> Config:
+def config_of(
+    saved: Saved, flags: dict[str, tuple[Any, str]] | None = None, given: CommandLine | None = None
+) -> Config:
     """The run's settings, with what is given here in their place."""
     kept = saved.settings()
     if kept is None:
@@ -231,7 +234,7 @@ def _config(saved: Saved, flags: dict[str, tuple[Any, str]], given: CommandLine 
         raise UserError(f"{saved.path}: has settings unknown here, {names}; use the version of vitamp that trained it.")
     base = {key: (value, f"{saved.path}") for key, value in kept.items()}
     fresh = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED"), (None, ""))
-    return load_config(None, {**base, **fresh, **flags}, given.words if given else {}).config
+    return load_config(None, {**base, **fresh, **(flags or {})}, given.words if given else {}).config
 
 
 def _device(asked: str | None, config: Config) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.stages import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, StageTimes
+from engine.stages import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, TEACHER, StageTimes
 from utils.world import World, all_of
 
 LEAST_UPDATES = 10
@@ -90,7 +90,7 @@ def judge(tally: Tally, setting: Setting, waited: list[float] | None = None) -> 
         text = _compute(who, most, shares, setting)
     else:
         text = _of_the_rest(bound, found[bound], who)
-    computed = shares[FORWARD] + shares[BACKWARD] if shares else 100 - most
+    computed = shares[FORWARD] + shares[BACKWARD] + shares.get(TEACHER, 0.0) if shares else 100 - most
     return Verdict(bound, found.get(bound, computed), rate, could, text)
 
 

@@ -82,7 +82,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "Model": (
         Flag("num_classes", "classes of the classifier", "N", ("MODEL.NUM_CLASSES",)),
         Flag("pretrained", "weights to start from: a file, a run or a timm name", "FROM", ("MODEL.PRETRAINED",)),
-        Flag("teacher_model", "distillation: timm name or file of the teacher", "FROM", ("TRAIN.TEACHER_MODEL",)),
+        Flag("teacher_model", "distillation: a timm name, a run, or NAME=FILE", "FROM", ("TRAIN.TEACHER_MODEL",)),
     ),
     "The run": (
         Flag("output", "the run's own folder; otherwise one is made in ./output", "DIR", ("OUTPUT",)),

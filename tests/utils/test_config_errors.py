@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from utils.config import check_available, load_config
+from utils.config.keys import settings
 from utils.errors import UserError
 
 
@@ -212,7 +213,9 @@ def test_misfits_are_reported_together_each_with_its_place(tmp_path: Path) -> No
     assert "  run.yaml:2: DATA.CROP_RATIO: [2, 1] must" in text
 
 
-def test_what_is_not_available_yet_loads_but_does_not_run() -> None:
+def test_what_is_not_available_yet_loads_but_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("TRAIN.DISTILLATION_TYPE", "TRAIN.TEACHER_MODEL"):
+        monkeypatch.setattr(settings()[key], "json_schema_extra", {"not_available_yet": True})
     words = {"TRAIN.DISTILLATION_TYPE": "soft", "TRAIN.TEACHER_MODEL": "regnety_160"}
     config = load_config(None, None, words).config
     with pytest.raises(UserError) as caught:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .fields import Section, later
+from .fields import Section
 from .kinds import (
     AboveZero,
     Count,
@@ -142,12 +142,14 @@ class TrainConfig(Section):
             "of 1 or more counts epochs."
         ),
     )
-    DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(folded)] = later(
-        None, "Distillation as in DeiT; null or none: off."
+    DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(folded)] = Field(
+        default=None, description="Distillation: learn the teacher's first guess, or all its probabilities; null: off."
     )
     DISTILLATION_ALPHA: Fraction = Field(default=0.5, description="Distillation: weight of the teacher.")
     DISTILLATION_TAU: AboveZero = Field(default=1.0, description="Distillation: temperature of the soft kind.")
-    TEACHER_MODEL: str | None = later(None, "Distillation: timm name or file of the teacher.")
+    TEACHER_MODEL: str | None = Field(
+        default=None, description="Distillation: the teacher, a timm name, a run or checkpoint, or NAME=FILE."
+    )
 
     def size_in(self, epoch: int, full: int) -> int:
         """The side of training images in an epoch, where they are `full` in the end."""

@@ -9,6 +9,7 @@ import torch
 from engine.device import describe as describe_device
 from engine.distillation import teacher_of
 from engine.environment import arguments, libraries
+from engine.fine_tuning import fine_tuning_words
 from engine.optim import scaled_rates
 from engine.setup import Ready, ReadyToTrain, global_batch
 from engine.token_drop import shortcut_words
@@ -30,6 +31,9 @@ def banner(config: Config, ready: Ready, world: World, device: torch.device, thr
         if ready.parts.sharding is not None:
             rows.append(("strategy", ready.parts.sharding.words()))
         rows.append(("compile", "{compile} ({compile_why})".format(**ready.choices)))
+        rate = scaled_rates(config.TRAIN, global_batch(config, world))[0]
+        if words := fine_tuning_words(config, ready.model, ready.parts.optimizer, rate):
+            rows.append(("trained", words))
         if words := shortcut_words(config.TRAIN):
             rows.append(("shortcuts", words))
         if teacher := teacher_of(ready.parts.change):

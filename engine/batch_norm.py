@@ -15,7 +15,8 @@ def join_statistics(parts: Parts, world: World, config: Config) -> None:
     From then on a forward pass in training is something all ranks do together. Replaying a skipped update is not, so
     that is left out.
     """
-    if world.size == 1 or not any(isinstance(module, BATCH_NORM) for module in parts.model.modules()):
+    norms = [module for module in parts.model.modules() if isinstance(module, BATCH_NORM)]
+    if world.size == 1 or not any(norm.training for norm in norms):  # frozen ones stand still
         return
     if why := _why_not(parts, config):
         log.info(

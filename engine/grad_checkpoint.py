@@ -20,9 +20,11 @@ class Recomputed(nn.Module):
     """A block that keeps its input alone. Dropout draws the same numbers in both passes."""
 
     recomputed: bool
+    frozen: bool
+    """It is in the state of evaluation in training, too; and may have to hand gradients on."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if not (self.recomputed and self.training and torch.is_grad_enabled()):
+        if not (self.recomputed and (self.training or self.frozen) and torch.is_grad_enabled()):
             return super().forward(*inputs, **named)
         if any(isinstance(module, BATCH_NORM) for module in self.modules()):
             named["context_fn"] = self._contexts
@@ -54,6 +56,7 @@ def checkpoint_blocks(model: nn.Module, wanted: str | int) -> None:
     for number, (_, block) in enumerate(list(blocks_of(model))):
         mix_in(block, Recomputed)  # all of them: a row stays one of like blocks
         block.recomputed = number % _every(wanted) == 0  # pyright: ignore[reportArgumentType]
+        block.frozen = not any(weight.requires_grad for weight in block.parameters())  # pyright: ignore[reportArgumentType]
 
 
 def _every(wanted: str | int) -> int:

@@ -41,7 +41,8 @@ class HalfCopy:
                 continue
             half = nn.Parameter(parameter.detach().to(self.dtype), requires_grad=parameter.requires_grad)
             ours._parameters[name] = half
-            self._pairs.append((parameter, half))
+            if parameter.requires_grad:
+                self._pairs.append((parameter, half))
         for name in dict(theirs.named_buffers(recurse=False)):
             ours._buffers[name] = theirs._buffers[name]
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from engine.fine_tuning import SCALE, rate_scales
 from engine.sharding import is_dealt
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
@@ -67,7 +68,7 @@ def build_optimizer(model: nn.Module, train: TrainConfig, base_lr: float, device
 
 
 def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
-    """What is trained, those that do not decay first: biases, norms, and what the model itself names."""
+    """What is trained, by its learning rate; those that do not decay first: biases, norms, what the model names."""
     trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     named: Any = getattr(model, "no_weight_decay", set)()
 
@@ -75,13 +76,15 @@ def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
         free = weight.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, pattern) for pattern in named)
         return train.WEIGHT_DECAY_ALL or not free
 
-    if not train.WEIGHT_DECAY:
-        return [{"params": [weight for _, weight in trained], "weight_decay": 0.0}]
-    parts = [
-        ([weight for name, weight in trained if not decays(name, weight)], 0.0),
-        ([weight for name, weight in trained if decays(name, weight)], train.WEIGHT_DECAY),
+    scales = rate_scales(model, train)
+    groups: dict[tuple[float, float], list[torch.Tensor]] = {}
+    for name, weight in trained:
+        decay = train.WEIGHT_DECAY if decays(name, weight) else 0.0
+        groups.setdefault((scales.get(name, 1.0), decay), []).append(weight)
+    return [
+        {"params": weights, "weight_decay": decay} | ({SCALE: scale} if scales else {})
+        for (scale, decay), weights in sorted(groups.items(), key=lambda item: item[0])
     ]
-    return [{"params": weights, "weight_decay": decay} for weights, decay in parts if weights]
 
 
 def _of_torch(

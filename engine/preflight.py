@@ -30,6 +30,10 @@ def resumed_run(config: Config) -> Path | None:
     return Path(config.OUTPUT) if holds_a_run(Path(config.OUTPUT)) else None
 
 
+def _starts_by_auto(config: Config) -> bool:
+    return config.MODEL.RESUME == AUTO and resumed_run(config) is None
+
+
 def target_folder(config: Config) -> str | None:
     """-output; else, when going on with a run, that run's folder; else None, and one is made in SAVE.
 
@@ -54,6 +58,6 @@ def check(config: Config) -> None:
         check_wandb(config.WANDB)
     check_amp(config.AMP, config.TRAIN)
     check_teacher(config)
-    if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
+    if config.MODEL.PRETRAINED and (config.MODEL.RESUME is None or _starts_by_auto(config)):
         check_pretrained(config.MODEL.PRETRAINED, bool(config.MODEL.RESUME_EMA))
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))

@@ -6,21 +6,23 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from engine.checkpoint import EMA, MODEL, STATE, Checkpoint
 from engine.layout import lay_out_alike
 from engine.meters import Means
+from engine.optimizer_state import load_optimizer, trained_weights
 from engine.overflow import SkipRecord
 from engine.sharding import Sharding, is_dealt, own_part, own_parts
-from engine.shards import OPTIMIZER, put_in
+from engine.shards import OPTIMIZER
 from engine.update import Parts
+from models import frozen_weights
 from utils.config import Config, differences, load_config
 from utils.errors import UserError
 from utils.log import log
@@ -103,6 +105,7 @@ def state_of(parts: Parts, position: Position, best: Best, global_batch: int, me
     return {
         "optimizer": _plain(parts.optimizer.state_dict()),
         "optimizer_name": type(parts.optimizer).__name__,
+        "trained": trained_weights(parts.model, parts.optimizer),
         "fp32_modules": list(parts.moved_to_fp32),
         "moved": parts.schedule.moved,
         "scaler": _plain(parts.precision.scaler.state_dict()),
@@ -128,21 +131,28 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def restore(parts: Parts, checkpoint: Checkpoint, global_batch: int, per_epoch: int) -> tuple[Position, Best]:
-    """Put everything back as it was saved. The settings of the optimiser are those of the present config."""
+def restore(
+    parts: Parts, checkpoint: Checkpoint, global_batch: int, per_epoch: int, average: bool = False
+) -> tuple[Position, Best]:
+    """Put everything back as it was saved. The settings of the optimiser are those of the present config.
+
+    `average`: go on with the saved average as the weights.
+    """
+    if average and not checkpoint.has(EMA):
+        raise UserError(f"MODEL.RESUME_EMA: {checkpoint.folder} has no {EMA}; the run kept no average. Leave it out.")
     try:
-        return _restore(parts, checkpoint, checkpoint.state(), global_batch, per_epoch)
+        return _restore(parts, checkpoint, checkpoint.state(), global_batch, per_epoch, EMA if average else MODEL)
     except (KeyError, TypeError) as error:
         raise UserError(f"{checkpoint.folder / STATE}: does not hold what vitamp saves ({error!r}).") from None
 
 
 def _restore(
-    parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], global_batch: int, per_epoch: int
+    parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], global_batch: int, per_epoch: int, weights: str
 ) -> tuple[Position, Best]:
     sharding = parts.sharding
-    load_weights(parts.model, checkpoint.one_by_one(MODEL), f"{checkpoint.folder / MODEL}", sharding)
+    load_weights(parts.model, checkpoint.one_by_one(weights), f"{checkpoint.folder / weights}", sharding)
     moments = checkpoint.one_by_one(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
-    _load_optimizer(parts.optimizer, state, moments, sharding)
+    load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
     lay_out_alike(parts.optimizer)
     parts.schedule.restore(state["moved"])
     if state["fp32_modules"] and sharding is not None and parts.precision.level == "O2":
@@ -213,29 +223,6 @@ def _differs(own: dict[str, Tensor], saved: Mapping[str, Tensor], name: str) -> 
     return name in saved and saved[name].shape != own[name].shape
 
 
-def _load_optimizer(
-    optimizer: Optimizer, state: dict[str, Any], moments: Mapping[str, Tensor], sharding: Sharding | None
-) -> None:
-    if state["optimizer_name"] != type(optimizer).__name__:
-        raise UserError(
-            f"TRAIN.OPTIMIZER.NAME: the run was trained with {state['optimizer_name']}, now it is "
-            f"{type(optimizer).__name__}; keep it, or start a new run by -pretrained."
-        )
-    now = optimizer.state_dict()
-    saved = state["optimizer"]
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved["param_groups"], now["param_groups"])]
-    if sizes[0] != sizes[1]:
-        raise UserError(
-            f"the optimiser's groups hold {sizes[0]} tensors in the checkpoint and {sizes[1]} now; was "
-            "TRAIN.WEIGHT_DECAY or TRAIN.WEIGHT_DECAY_ALL changed between zero and not?"
-        )
-    put_in(saved, moments, [p for group in optimizer.param_groups for p in group["params"]], sharding)
-    groups = zip(saved["param_groups"], now["param_groups"], strict=True)
-    # Settings are the present ones; what a fresh group lacks is not a setting: LAMB counts its steps there.
-    merged = [{**old, **new} for old, new in groups]
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": merged})
-
-
 def finite(tensors: dict[str, Tensor]) -> bool:
     """Whether all weights are numbers; one answer from the device."""
     floats = [t for t in own_parts(tensors).values() if t.is_floating_point() and t.numel()]
@@ -254,6 +241,14 @@ def _all_finite(tensors: list[Tensor], order: float) -> bool:
     return bool(torch.isfinite(torch.stack([n.float() for n in norms])).all())
 
 
+def _say_what_is_trained(checkpoint: Checkpoint, parts: Parts) -> None:
+    now, before = set(frozen_weights(parts.model)), set(checkpoint.meta.get("frozen", ()))
+    for names, what in ((now - before, "frozen from here on"), (before - now, "trained from here on")):
+        if names:
+            shown = ", ".join(name for name, _ in parts.model.named_parameters() if name in names)
+            log.info("  %s (MODEL.FREEZE): %d tensors: %s", what, len(names), textwrap.shorten(shown, 200))
+
+
 def say_what_changed(checkpoint: Checkpoint, config: Config, parts: Parts, position: Position) -> None:
     """Where the run goes on, what differs from its saved settings, and what that does to the schedule."""
     log.info("Going on from %s: epoch %d, %d updates done.", checkpoint.folder, position.epoch, position.update)
@@ -265,6 +260,7 @@ def say_what_changed(checkpoint: Checkpoint, config: Config, parts: Parts, posit
     except UserError as error:
         log.warning("The settings saved with it cannot be compared: %s", error)
         return
+    _say_what_is_trained(checkpoint, parts)
     changed = [line for line in differences(old, config) if not line.startswith(("MODEL.RESUME:", "OUTPUT:"))]
     for line in changed:
         log.info("  changed since: %s", line)

@@ -50,6 +50,9 @@ class Schedule:
         self._moved: int | Tensor = 0
         self._table: Tensor | None = None
         self._last: float | Tensor = 0.0
+        scales = [float(group.get("lr_scale", 1.0)) for group in optimizer.param_groups]
+        self._told = scales.index(1.0) if 1.0 in scales else 0
+        self._told_scale = scales[self._told]
         self._first = self._left = 0
         if on_device is not None:
             self._keep_on_device(on_device)
@@ -76,35 +79,35 @@ class Schedule:
             self._moved += moved
             self._left -= 1
             if self._left == 0:  # the one wait in thousands of updates
-                rate = self._optimizer.param_groups[0]["lr"]
+                rate = self._optimizer.param_groups[self._told]["lr"]
                 self._fill_table(int(self._moved), self._moved.device)
-                self._optimizer.param_groups[0]["lr"].copy_(rate)
+                self._optimizer.param_groups[self._told]["lr"].copy_(rate)
         else:
             self._moved += int(moved)
         self._apply()
 
     def _apply(self) -> None:
         """Set the rates of the coming update, and remember the one that the last was made with."""
-        first = self._optimizer.param_groups[0]
+        told = self._optimizer.param_groups[self._told]
         if self._table is None:
-            self._last = first["lr"]
+            self._last = told["lr"]
             self._scheduler.step_update(int(self._moved))
             return
         assert isinstance(self._moved, Tensor)
-        self._last = first["lr"].clone()
+        self._last = told["lr"].clone()
         row = self._table.index_select(0, (self._moved - self._first).reshape(1))[0]
         for group, rate in zip(self._optimizer.param_groups, row, strict=True):
             group["lr"].copy_(rate)
 
     def last_rate(self) -> float | Tensor:
-        """The first group's rate in the update just made; a tensor where it lives on the device."""
-        return self._last
+        """That of the update just made, before a layer's own factor; a tensor where it lives on the device."""
+        return self._last if self._told_scale == 1.0 else self._last / self._told_scale
 
     def rate_at(self, moved: int) -> float:
-        """The first group's rate after `moved` updates; for messages, not for training."""
+        """The same after `moved` updates; for messages, not for training."""
         groups = self._optimizer.param_groups
         now = [group["lr"] for group in groups]
-        rate = self._rates(moved)[0]
+        rate = self._rates(moved)[self._told] / self._told_scale
         for group, lr in zip(groups, now, strict=True):
             group["lr"] = lr
         return rate

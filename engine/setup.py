@@ -25,6 +25,7 @@ from datasets import (
 from engine.checkpoint import Checkpoint
 from engine.distillation import distil, teacher_of
 from engine.ema import Ema
+from engine.fine_tuning import tell_parameters
 from engine.inputs import Inputs, per_channel
 from engine.meters import TrainMeters
 from engine.mixing import batch_change
@@ -40,9 +41,10 @@ from engine.token_drop import shortcuts_of, token_drop_of
 from engine.tuning import Tuning, tune
 from engine.update import Parts
 from engine.verdict import Setting
-from models import build_model, load_pretrained
+from models import build_model, frozen_weights, load_pretrained
 from utils.config import Config
 from utils.config.keys import values_to_keep
+from utils.config.kinds import AUTO
 from utils.log import log
 from utils.seeding import seed_all
 from utils.world import ALONE, World, together
@@ -75,7 +77,7 @@ def build_for_evaluation(
     config: Config, world: World, device: torch.device, checkpoint: Checkpoint | None = None
 ) -> Ready:
     data, kept = config.DATA, checkpoint.meta.get("choices", {}) if checkpoint else {}
-    (model, inputs, precision), tuning = _tuned_model(config, device, world, kept)
+    (model, inputs, precision), tuning = _tuned_model(config, device, world, kept, afresh=checkpoint is None)
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
@@ -90,10 +92,10 @@ def model_in_precision(
 
 
 def _tuned_model(
-    config: Config, device: torch.device, world: World, kept: dict[str, Any]
+    config: Config, device: torch.device, world: World, kept: dict[str, Any], afresh: bool = True
 ) -> tuple[tuple[nn.Module, nn.Module, Precision], Tuning]:
-    """A collective call, since ranks take rank 0's choices."""
-    model, precision = together(world, lambda: (_model(config, device), Precision(config.AMP, device)))
+    """A collective call, since ranks take rank 0's choices. `afresh`: no checkpoint's weights will take the place."""
+    model, precision = together(world, lambda: (_model(config, device, afresh), Precision(config.AMP, device)))
     inputs = Inputs(config.DATA).to(device)
     together(world, lambda: prepare_model(model, config.AMP, precision))
     return (model, inputs, precision), tune(config, model, inputs, precision, world, kept)
@@ -107,6 +109,7 @@ def build_for_training(
     sharding: Sharding | None = None,
 ) -> ReadyToTrain:
     ready = build_for_evaluation(config, world, device, checkpoint)
+    log.info(tell_parameters(ready.model))
     train_set, loader = training_data(config, world, device)
     tell_unmatched(config.DATA, map(samples_of, (train_set, ready.val_set)))
     train, updates = config.TRAIN, loader.order.updates
@@ -117,7 +120,8 @@ def build_for_training(
         ready.choices.update(teacher.as_noted())
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
-        position, best = restore(parts, checkpoint, global_batch(config, world), updates)
+        average = bool(config.MODEL.RESUME_EMA) and config.MODEL.RESUME != AUTO
+        position, best = restore(parts, checkpoint, global_batch(config, world), updates, average)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
     parts.start_computing()
@@ -152,12 +156,13 @@ def global_batch(config: Config, world: World) -> int:
     return config.DATA.BATCH_SIZE * world.size * config.TRAIN.ACCUM_ITER
 
 
-def _model(config: Config, device: torch.device) -> nn.Module:
+def _model(config: Config, device: torch.device, afresh: bool) -> nn.Module:
     """The same weights on every rank: they follow from the seed."""
     seed_all(config.SEED, "init")
     model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
-    if config.MODEL.PRETRAINED and not config.MODEL.RESUME:
-        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME))
+    if config.MODEL.PRETRAINED and afresh:
+        wanted = bool(config.MODEL.RESUME_EMA), config.MODEL.NEW_CLASSIFIER
+        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *wanted))
     return model.to(device)
 
 
@@ -247,6 +252,7 @@ def checkpoint_meta(
         "model": config.MODEL.NAME,
         "classes": ready.train_set.classes,
         "num_classes": config.MODEL.NUM_CLASSES,
+        **({"frozen": frozen} if (frozen := frozen_weights(ready.model)) else {}),
         "input": {
             "image_size": data.IMAGE_SIZE,
             "channels": data.IMAGE_CHANNELS,

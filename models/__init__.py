@@ -1,6 +1,7 @@
 """What is trained: settings in, `torch.nn.Module` out; and the way weights come in."""
 
-from .build import build_model, build_without_weights, check_model, count_parameters, describe, list_models
+from .build import build_model, build_without_weights, check_model, count_parameters, describe, list_models, timm_call
+from .freeze import classifiers, frozen_weights, lies_in
 from .shortcuts import Shortcuts
 from .sources import check_pretrained
 from .weights import load_pretrained
@@ -11,8 +12,12 @@ __all__ = [
     "build_without_weights",
     "check_model",
     "check_pretrained",
+    "classifiers",
     "count_parameters",
     "describe",
+    "frozen_weights",
+    "lies_in",
     "list_models",
     "load_pretrained",
+    "timm_call",
 ]

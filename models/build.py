@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from utils.config.model import ModelConfig
 from utils.errors import UserError
 
+from .freeze import freeze
 from .names import RECIPES, Base, family_problem, resolve
 from .rates import rate_arguments
 from .shortcuts import NONE, Shortcuts
@@ -46,6 +47,7 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
     module = timm.create_model(plan.timm_name, **plan.arguments)
     vars(module)[LABEL] = model.NAME.strip()
     shortcuts.finish(module)
+    freeze(module, model.FREEZE)
     log.info("Model %s: timm's %s, freshly initialised", model.NAME, type(module).__name__)
     return module
 
@@ -55,12 +57,21 @@ def build_without_weights(model: ModelConfig, image_size: int, channels: int, sh
     plan = _plan(model, image_size, channels, shortcuts)
     module = _without_weights(plan.timm_name, plan.arguments)
     shortcuts.finish(module)
+    freeze(module, model.FREEZE)
     return module
 
 
 def check_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> None:
     """Raise what `build_model` would raise, without making any weights."""
     _plan(model, image_size, channels, shortcuts)
+    if model.FREEZE:
+        build_without_weights(model, image_size, channels, shortcuts)
+
+
+def timm_call(model: ModelConfig, image_size: int, channels: int) -> tuple[str, dict[str, Any]]:
+    """timm's name and arguments for the same weights, for who uses them without us: no rates, which only train."""
+    plan = _plan(model, image_size, channels, NONE)
+    return plan.timm_name, {name: value for name, value in plan.arguments.items() if not name.endswith("_rate")}
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
@@ -85,7 +96,7 @@ def describe(module: nn.Module) -> str:
     kind = type(module).__name__.removeprefix("FSDP")  # so does torch rename what it deals out over ranks
     parts = [kind, *(text.format(as_text(sizes[key])) for key, text in words.items() if key in sizes)]
     total, trained = count_parameters(module)
-    share = "all trainable" if trained == total else f"{trained:,} trainable"
+    share = "all trainable" if trained == total else f"{trained:,} trainable, {100 * trained / total:.1f} %"
     return f"{vars(module).get(LABEL, kind)} ({', '.join(parts)}), {total:,} parameters ({share})"
 
 

@@ -24,6 +24,7 @@ from .names import is_timm_name
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".pth.tar")
 ENDINGS = (".safetensors", *TORCH_ENDINGS, ".npz")
+AVERAGE = "ema.safetensors"
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 PROBE_SECONDS = 4.0  # the hub's own client tries for more than 20 s before it gives up
 
@@ -36,18 +37,21 @@ class Source:
     label_offset: int = 0
 
 
-def check_pretrained(source: str) -> None:
+def check_pretrained(source: str, average: bool = False) -> None:
     """Raise what can be known about `source` without a model: there is such a thing, and it can be read."""
-    path = _local(source)
+    path = _local(source, average)
     if path is not None:
         check_file(path)
     else:
         _on_hub(_timm_config(source), source, fetch=False)
 
 
-def locate(source: str) -> Source:
-    """The file that `source` means; downloaded where it is a timm name that is not in the cache yet."""
-    path = _local(source)
+def locate(source: str, average: bool = False) -> Source:
+    """The file that `source` means; downloaded where it is a timm name that is not in the cache yet.
+
+    `average`: of a run's weights, their average.
+    """
+    path = _local(source, average)
     if path is not None:
         check_file(path)
         return Source(path)
@@ -84,17 +88,21 @@ def unreadable(path: Path, reason: object) -> str:
     return f"Pretrained weights {path}: the file is damaged or not of the kind its ending says ({reason})."
 
 
-def _local(source: str) -> Path | None:
+def _local(source: str, average: bool) -> Path | None:
     """The file that a path means; None where `source` is a timm name."""
     path = Path(source).expanduser()
     if path.name.endswith(".pdparams"):
         _require(path)
         raise UserError(f"Pretrained weights {path}: PaddlePaddle's .pdparams files are not available yet.")
     if path.is_dir():
-        return _in_folder(path)
+        return _average_beside(_in_folder(path)) if average else _in_folder(path)
     if path.exists():
-        return path
+        return _average_beside(path) if average else path
     if is_timm_name(source):
+        if average:
+            raise UserError(
+                f"MODEL.RESUME_EMA: true, but '{source}' is a name of timm's, without an average; name a run."
+            )
         return None
     beside = [path.with_name(path.name + ending) for ending in (".pdparams", *ENDINGS)]
     for candidate in beside:
@@ -140,6 +148,17 @@ def _in_folder(folder: Path) -> Path:
     raise UserError(
         f"Pretrained weights {folder}: no {' or '.join(HUB_FILES)} in this folder, nor checkpoints/index.json of a run."
     )
+
+
+def _average_beside(weights: Path) -> Path:
+    """The average that was saved with these weights."""
+    found = weights.with_name(AVERAGE)
+    if not found.is_file():
+        raise UserError(
+            f"MODEL.RESUME_EMA: no {AVERAGE} lies beside {weights}; it needs a run that kept an average "
+            "(TRAIN.MODEL_EMA), or leave it out."
+        )
+    return found
 
 
 def _timm_config(name: str) -> Any:

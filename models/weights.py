@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from utils.errors import UserError
 
+from .freeze import classifiers, lies_in
 from .sources import locate, unreadable
 
 SHOWN = 5  # tensors named in an error, of each kind
@@ -21,15 +22,26 @@ SHOWN = 5  # tensors named in an error, of each kind
 Weights = dict[str, Tensor]
 
 
-def load_pretrained(module: nn.Module, source: str, name: str) -> str:
-    """Fill the model called `name` from `source`; returns a sentence for the log: what was used and changed."""
-    found = locate(source)
+def load_pretrained(
+    module: nn.Module, source: str, name: str, average: bool = False, new_classifier: bool = False
+) -> str:
+    """Fill the model called `name` from `source`; returns a sentence for the log: what was used and changed.
+
+    `average`: of a run or checkpoint, that of its weights. `new_classifier`: keep the model's own, whatever is there.
+    """
+    found = locate(source, average)
+    fresh = classifiers(module) if new_classifier else ()
     if found.file.suffix == ".npz":
-        return _load_npz(module, found.file, name)
-    return _load_tensors(module, _read(found.file), found.file, name, found.label_offset)
+        own = {key: value.clone() for key, value in module.state_dict().items() if lies_in(key, fresh)}
+        said = _load_npz(module, found.file, name)
+        module.load_state_dict(own, strict=False)
+        return said + (f"; {', '.join(fresh)} left as freshly initialised" if own else "")
+    return _load_tensors(module, _read(found.file), found.file, name, found.label_offset, fresh)
 
 
-def _load_tensors(module: nn.Module, weights: Weights, file: Path, name: str, label_offset: int) -> str:
+def _load_tensors(
+    module: nn.Module, weights: Weights, file: Path, name: str, label_offset: int, fresh_modules: tuple[str, ...]
+) -> str:
     before = {key: tuple(value.shape) for key, value in weights.items()}
     weights = _adapt_channels(module, _filter(module, weights, file, name))
     target = module.state_dict()
@@ -38,7 +50,7 @@ def _load_tensors(module: nn.Module, weights: Weights, file: Path, name: str, la
         for key, value in weights.items()
         if key in before and before[key] != tuple(value.shape)
     ]
-    fresh, exchanges = _exchange_classifier(module, weights, target, label_offset)
+    fresh, exchanges = _exchange_classifier(module, weights, target, label_offset, fresh_modules)
     _require_fit(weights, target, fresh, file, name)
     module.load_state_dict(weights, strict=False)
     return _summary(f"{len(weights)} of {len(target)} tensors", file, [*changes, *exchanges])
@@ -94,14 +106,19 @@ def _adapt_channels(module: nn.Module, weights: Weights) -> Weights:
 
 
 def _exchange_classifier(
-    module: nn.Module, weights: Weights, target: Weights, label_offset: int
+    module: nn.Module, weights: Weights, target: Weights, label_offset: int, unwanted: tuple[str, ...]
 ) -> tuple[set[str], list[str]]:
-    """Drop a classifier of another number of classes: the tensors that stay fresh, and words for the log."""
-    fresh: set[str] = set()
-    words = []
+    """Drop a classifier that is unwanted or of another number of classes.
+
+    Gives the tensors that stay fresh, and words for the log.
+    """
+    fresh = {key for key in target if lies_in(key, unwanted)}
+    for key in [key for key in weights if lies_in(key, unwanted)]:
+        del weights[key]
+    words = [f"{prefix} left as freshly initialised (MODEL.NEW_CLASSIFIER)" for prefix in unwanted]
     for prefix in _named(module, "classifier"):
         keys = [key for key in (f"{prefix}.weight", f"{prefix}.bias") if key in target]
-        if not keys:
+        if not keys or fresh.issuperset(keys):
             continue
         given, own = weights.get(keys[0]), target[keys[0]]
         if given is None:

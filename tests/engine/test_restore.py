@@ -153,8 +153,27 @@ def test_another_optimiser_is_told(tiny: Path, tmp_path: Path) -> None:
     checkpoint = save(build(tiny), tmp_path, 1)
     with pytest.raises(UserError, match=r"trained with AdamW, now it is SGD"):
         restore(build(tiny, TRAIN__OPTIMIZER__NAME="SGD").parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+    state = torch.load(checkpoint.folder / "state.pt", weights_only=True)
+    del state["trained"]  # as in checkpoints of before it was kept
+    torch.save(state, checkpoint.folder / "state.pt")
     with pytest.raises(UserError, match="WEIGHT_DECAY_ALL"):
         restore(build(tiny, TRAIN__WEIGHT_DECAY_ALL="true").parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+
+
+def test_weights_in_other_groups_find_their_moments(tiny: Path, tmp_path: Path) -> None:
+    ready = build(tiny)
+    train(ready, 3)
+    checkpoint = save(ready, tmp_path, 3)
+    resumed = build(tiny, TRAIN__WEIGHT_DECAY_ALL="true", TRAIN__LAYER_DECAY=0.5)
+    restore(resumed.parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+    for name, moments in moments_of(ready).items():
+        assert all(torch.equal(value, moments_of(resumed)[name][key]) for key, value in moments.items()), name
+    train(resumed, 1, done=3)
+
+
+def moments_of(ready: ReadyToTrain) -> dict[str, dict[str, Tensor]]:
+    state = ready.parts.optimizer.state
+    return {name: state[weight] for name, weight in ready.model.named_parameters() if weight in state}
 
 
 def test_another_global_batch_is_told_within_an_epoch_only(tiny: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from utils.errors import UserError
 from .data import DataConfig
 from .keys import default_of, settings, value_of
 from .kinds import AUTO
-from .model_checks import Problem, misfits_of_model
+from .model_checks import Problem, misfits_of_model, remarks_on_model
 from .schema import Config
 
 POLICIES = ("TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.TRIVIAL_AUGMENT", "TRAIN.THREE_AUGMENT")
@@ -234,8 +234,7 @@ def remarks(config: Config, given: Mapping[str, str]) -> list[str]:
     idle = [key for key in given if key.startswith("AMP.") and key not in AMP_ALONE]
     if idle and not config.AMP.ENABLED and any(value_of(config, key) != default_of(key) for key in idle):
         notes.append(f"AMP is off (-amp turns it on), so these have no effect: {', '.join(sorted(idle))}")
-    if config.MODEL.RESUME and "MODEL.PRETRAINED" in given and config.MODEL.PRETRAINED:
-        notes.append("MODEL.PRETRAINED has no effect where a run is gone on with: its own weights are taken")
+    notes += remarks_on_model(config, given)
     return notes
 
 

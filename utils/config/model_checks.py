@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from .schema import Config
 
@@ -26,11 +26,18 @@ def misfits_of_model(config: Config) -> Iterator[Problem]:
         yield "MODEL.NUM_HEADS", f"{heads} does not divide MODEL.EMBED_DIM {width}; near it: {_either(near)}"
     if model.RESUME == AUTO and config.OUTPUT is None:
         yield "MODEL.RESUME", "auto looks in the run's own folder; name it with -output"
-    source = model.PRETRAINED or (model.RESUME if model.RESUME != AUTO else None)
-    if model.RESUME_EMA and source is None:
-        yield "MODEL.RESUME_EMA", "true takes the average of a run for the weights; name the run by -pretrained"
-    if model.NEW_CLASSIFIER and not (model.PRETRAINED or model.RESUME):
-        yield "MODEL.NEW_CLASSIFIER", "true, but all of the model is new without weights to start from (-pretrained)"
+
+
+def remarks_on_model(config: Config, given: Mapping[str, str]) -> Iterator[str]:
+    """What of these settings has no effect."""
+    model = config.MODEL
+    goes_on = model.RESUME is not None and model.RESUME != AUTO
+    if goes_on and "MODEL.PRETRAINED" in given and model.PRETRAINED:
+        yield "MODEL.PRETRAINED has no effect where a run is gone on with: its own weights are taken"
+    if model.RESUME_EMA and not (model.PRETRAINED or goes_on):
+        yield "MODEL.RESUME_EMA has no effect without a run to take the average from (-pretrained RUN)"
+    if model.NEW_CLASSIFIER and not model.PRETRAINED:
+        yield "MODEL.NEW_CLASSIFIER has no effect without weights to start from (-pretrained)"
 
 
 def _either(numbers: list[int]) -> str:

@@ -17,6 +17,7 @@ from utils.log import log
 
 from .augment import keys_set
 from .broken import Broken
+from .samples import Encoded
 
 Key = tuple[int, int]
 """(epoch, sample index): all that the content of a training sample depends on, besides the seed."""
@@ -83,5 +84,7 @@ class Source:
     its labels are not checked"""
     check: Callable[[DataConfig, int, bool], None]
     """(data, num_classes, train): raise UserError for what can be seen without opening an image"""
+    single: Callable[[DataConfig], Callable[[Encoded, torch.Tensor], None]] | None = None
+    """What writes the pixels of one image as validation does, where that is not the way of files"""
     fetches: bool = False
     """With DATA.DOWNLOAD, `check` gets what is not there"""

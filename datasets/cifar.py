@@ -15,7 +15,7 @@ from utils.errors import UserError
 
 from .base import ImageDataset, Source
 from .labels import check_class_count, tell_spare_classes
-from .memory import ArraySamples, open_arrays
+from .memory import ArrayPixels, ArraySamples, open_arrays
 from .published import Published
 
 SHAPE = (3, 32, 32)
@@ -107,7 +107,7 @@ def _cifar(classes: int, folder: str, megabytes: int, **files: Any) -> Source:
         page="https://www.cs.toronto.edu/~kriz/cifar.html (the python version)",
     )
     cifar = _Cifar(published, **files)
-    return Source(cifar.open, cifar.check, fetches=True)
+    return Source(cifar.open, cifar.check, single=ArrayPixels, fetches=True)
 
 
 CIFAR10 = _cifar(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import logging
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from utils.errors import UserError
 
 from .base import Source
 from .labels import check_class_count, tell_spare_classes
-from .memory import ArraySamples, InMemory
+from .memory import ArrayPixels, ArraySamples, InMemory
 from .split import split
 
 CLASSES = [str(digit) for digit in range(10)]
@@ -64,4 +65,4 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: AR
         log.info("DATA.DATA_PATH is not used: the data set digits comes with scikit-learn.")
 
 
-SOURCE = Source(_open, _check)
+SOURCE = Source(_open, _check, single=partial(ArrayPixels, cropped=False))

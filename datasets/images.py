@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from .pixels import Pixels
 from .randomness import seed_sample
 from .reading import Failure, failure_of
 from .repeated import Repeated
-from .samples import Samples
+from .samples import Encoded, Samples
 from .sized import Sized
 
 FAILURES_OF_STORAGE = 8
@@ -35,7 +36,7 @@ class Images(ImageDataset):
         self.classes = samples.classes
         self.data, self.seed, self.train = data, seed, train
         self.changes: TrainConfig | None = None
-        self.pixels = Pixels(data, train)
+        self.pixels: Callable[[Encoded, torch.Tensor], None] = Pixels(data, train)
         self.max_bad = allowed(data.MAX_BAD, len(self.samples))
         self._known: dict[int, Failure] = {}  # broken ones: to read them anew in every epoch would be in vain
         self._met: dict[int, Broken] = {}

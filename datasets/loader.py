@@ -91,10 +91,18 @@ class ValLoader:
     """This process's share of the validation part, in batches of one shape on the device."""
 
     def __init__(
-        self, dataset: ImageDataset, batch_size: int, rank: int, world: int, workers: int, device: torch.device
+        self,
+        dataset: ImageDataset,
+        batch_size: int,
+        rank: int,
+        world: int,
+        workers: int,
+        device: torch.device,
+        broken: BrokenInValidation | None = None,
     ) -> None:
+        """`broken`: what keeps the images that cannot be read, where that is not the validation's own."""
         self._batches = validation_batches(len(dataset), batch_size, rank, world)
-        self.broken = BrokenInValidation()
+        self.broken = BrokenInValidation() if broken is None else broken
         self._feed = _Feed(dataset, min(workers, len(self._batches)), 0, device, self.broken)
 
     def __len__(self) -> int:

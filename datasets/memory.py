@@ -19,9 +19,12 @@ from utils.config.train import TrainConfig
 
 from .augment import keys_set
 from .base import PADDING, Batch, ImageDataset, Key
+from .crops import Box
+from .decode import Reader, reason
 from .images import Images
+from .pixels import Unreadable
 from .randomness import sample_table
-from .samples import Samples
+from .samples import Encoded, Samples
 from .transforms import BatchAffine, moves
 
 
@@ -102,7 +105,7 @@ class InMemory(ImageDataset):
     def __getitems__(self, keys: list[Key]) -> Batch:
         indices = torch.tensor([index for _, index in keys]).to(self.device, non_blocking=True)
         chosen = indices.clamp(min=0)
-        labels, images = self.labels[chosen], self._resized(self.images[chosen])
+        labels, images = self.labels[chosen], resized(self.images[chosen], self.data, self.squeezed)
         if self.train:
             images = self._moved(images, self._drawn(keys[0][0]), chosen)
         images = images.expand(-1, self.data.IMAGE_CHANNELS, -1, -1).contiguous()
@@ -112,17 +115,6 @@ class InMemory(ImageDataset):
             real = indices != PADDING
             images, labels = images * real[:, None, None, None], labels * real
         return Batch(images, labels, indices)
-
-    def _resized(self, images: torch.Tensor) -> torch.Tensor:
-        size, mode = self.data.IMAGE_SIZE, InterpolationMode(self.data.INTERPOLATION)
-        if self.squeezed:
-            if images.shape[-2:] == (size, size):
-                return images
-            return functional.resize(images, [size, size], mode, antialias=True)
-        short_side = math.floor(size / self.data.CROP_PCT)
-        if short_side != min(images.shape[-2:]):
-            images = functional.resize(images, [short_side], mode, antialias=True)
-        return functional.center_crop(images, [size, size])
 
     def _moved(self, images: torch.Tensor, draw: _Draw, chosen: torch.Tensor) -> torch.Tensor:
         if draw.taken is not None:
@@ -152,6 +144,38 @@ class InMemory(ImageDataset):
             numbers = torch.from_numpy(np.c_[edges, uniform[:, columns + 2] < self.flip])
             draw.taken = numbers.to(self.device, non_blocking=True)
         return draw
+
+
+def resized(images: torch.Tensor, data: DataConfig, squeezed: bool) -> torch.Tensor:
+    """B x C x H x W of one size, as the square that the model sees: squeezed into it, or resized and cropped."""
+    size, mode = data.IMAGE_SIZE, InterpolationMode(data.INTERPOLATION)
+    if squeezed:
+        if images.shape[-2:] == (size, size):
+            return images
+        return functional.resize(images, [size, size], mode, antialias=True)
+    short_side = math.floor(size / data.CROP_PCT)
+    if short_side != min(images.shape[-2:]):
+        images = functional.resize(images, [short_side], mode, antialias=True)
+    return functional.center_crop(images, [size, size])
+
+
+class ArrayPixels:
+    """Writes the pixels of a single image as validation makes those of images in memory."""
+
+    def __init__(self, data: DataConfig, cropped: bool = True) -> None:
+        self.data, self.reader = data, Reader(data)
+        self.squeezed = not cropped or data.CROP == "none"
+
+    def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:
+        """Raises Unreadable for what is no image."""
+        try:
+            stored = self.reader.open(encoded)
+            pixels = stored.cut(Box(0, 0, stored.width, stored.height))
+        except MemoryError:
+            raise  # no fault of the file
+        except Exception as error:  # a damaged file can raise nearly anything in its decoder
+            raise Unreadable(reason(error, encoded)) from None
+        out.copy_(resized(_planes(pixels[None], self.data.IMAGE_CHANNELS), self.data, self.squeezed)[0])
 
 
 def _taken(images: torch.Tensor, margin: int, numbers: torch.Tensor) -> torch.Tensor:

@@ -63,8 +63,12 @@ class Trained:
 
     def name_of(self, label: int) -> str:
         """A class's name; its number where there are no names, or more outputs than names."""
-        named = self.classes is not None and label < len(self.classes)
-        return self.classes[label] if named and self.classes else str(label)
+        names = self.classes or []
+        return names[label] if label < len(names) else str(label)
+
+    def names(self) -> list[str]:
+        """Of all the model's classes."""
+        return [self.name_of(label) for label in range(self.config.MODEL.NUM_CLASSES)]
 
     def has(self, which: Which) -> bool:
         return self.saved.has(which)

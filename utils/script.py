@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from utils.cli import CommandLine, Flag, parse
+from utils.cli import AMP_VALUES, CommandLine, Flag, parse
 from utils.config import Loaded, check_available, load_config
 from utils.config.kinds import AUTO
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
@@ -95,6 +95,21 @@ def read_line(argv: list[str], tool: str, about: str | None, own: tuple[Flag, ..
     keys = {key for flag in own for key in flag.keys}
     given = {key: value for key, value in command.flags.items() if key in keys}
     return ToolLine(given, replace(command, flags={k: v for k, v in command.flags.items() if k not in keys}))
+
+
+def amp_in_one_word(argv: list[str]) -> list[str]:
+    """The command line with `-amp bf16` as `-amp=bf16`, and -amp alone as `-amp=on`.
+
+    For argparse, which would take any word behind -amp for its value.
+    """
+    words, rest = [], list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word in ("-amp", "--amp"):
+            valued = bool(rest) and rest[0].casefold() in AMP_VALUES
+            word = f"{word}={rest.pop(0) if valued else 'on'}"
+        words.append(word)
+    return words
 
 
 def check_one_training(loaded: Loaded, tool: str) -> None:

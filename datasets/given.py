@@ -1,0 +1,53 @@
+"""Images that a person names, without labels, made into pixels exactly as validation makes those of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from utils.config.data import DataConfig
+
+from .broken import Broken, BrokenInValidation
+from .files import PathTable
+from .images import Images
+from .registry import SOURCES
+from .samples import Samples
+
+
+class GivenSamples(Samples):
+    """Files anywhere. All have the label 0, which means nothing."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths, self.labels = PathTable(paths), np.zeros(len(paths), dtype=np.int64)
+
+    def read(self, index: int) -> bytes:
+        with open(self.paths[index], "rb") as file:
+            return file.read()
+
+    def name(self, index: int) -> str:
+        return self.paths[index]
+
+
+def open_given(paths: Sequence[str], data: DataConfig) -> Images:
+    """Those files, in their order."""
+    images = Images(GivenSamples(paths), data.model_copy(update={"EXCLUDE": None}), train=False, seed=0)
+    source = SOURCES.get(data.DATASET)
+    if source is not None and source.single is not None:
+        images.pixels = source.single(data)
+    return images
+
+
+class Unread(BrokenInValidation):
+    """The images that could not be read, by number, for as long as nobody has asked for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reasons: dict[int, str] = {}
+
+    def met(self, found: Iterable[Broken]) -> None:
+        self._reasons |= {broken.sample: broken.reason for broken in found}
+
+    def take(self, index: int) -> str:
+        """Why it could not be read."""
+        return self._reasons.pop(index)

@@ -68,6 +68,8 @@ def write_down(
         **ready.choices,
     }
     about = describe_run(describe(device, world, threads), choices, config.TAG) | as_noted(peak)
+    parts = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
+    about["samples"] = {name: len(part) for name, part in parts.items() if part is not None}
     with nothing_trained_yet(folder):
         replace_text(folder / "config.yaml", to_yaml(config))
         write_json(folder / "run.json", about)

@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Which precision? Train with each, with several seeds, and say what is faster, smaller, and as good.
+
+    python scripts/compare.py -cfg configs/vit_digits.yaml -modes fp32,bf16 -seeds 3
+    python scripts/compare.py -cfg mine.yaml -modes fp32,fp16,bf16,O2-bf16 -seeds 3 -out runs/compared -ngpus 4
+
+The other modes are compared with the first one. Every run is a process of its own, in turns there and back, in a folder
+of its own: DIR/bf16-0 is bf16 with seed 0. What is finished is not trained again, and what was interrupted goes on, by
+the same command; more modes and seeds may be named then. At the end: a verdict, the table behind it, all figures in
+DIR/compare.json, and DIR/report.html. docs/compare.md tells how the verdict is reached.
+
+Modes: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16; O2, O3 and NAIVE
+alone, in what -amp makes of them on this device. O2:bf16 is O2-bf16.
+
+Exit codes: 0 done, 1 a run failed (the others are compared), 2 anything wrong that can be found before training,
+130 interrupted.
+
+The flags and settings of main_single_gpu.py hold (with -ngpus those of main_multi_gpu.py). Flags of its own:
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from utils.cli import Flag  # noqa: E402
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, UserError  # noqa: E402
+from utils.log import log  # noqa: E402
+from utils.run_folder import git_state, write_json  # noqa: E402
+from utils.script import read_line, run_tool  # noqa: E402
+
+if TYPE_CHECKING:
+    from scripts.compare_plan import Plan
+
+OWN = (
+    Flag("modes", "what to compare (default fp32,auto)", "A,B", ("MODES",)),
+    Flag("seeds", "how many, or which: 3 or 0,1,5 (default 3)", "N", ("SEEDS",)),
+    Flag("out", "folder of all the runs (default output/compare)", "DIR", ("OUT",)),
+)
+
+
+def main(argv: list[str]) -> int:
+    return run_tool(_compare, argv)
+
+
+def _compare(argv: list[str]) -> int:
+    line = read_line(argv, "compare.py", __doc__, OWN)
+    out = Path(line.own["OUT"][0] if "OUT" in line.own else "output/compare").expanduser()
+    if out.is_file():
+        raise UserError(f"-out {out}: this is a file; name a folder.")
+
+    from scripts.compare_plan import plan
+    from scripts.compare_train import Ended, train_all
+
+    asked = plan(line, out)
+    for remark in asked.remarks:
+        log.info("%s", remark)
+    log.info(
+        "%d runs: %s, each with %s; in %s",
+        len(asked.runs),
+        ", ".join(mode.name for mode in asked.modes),
+        f"seed {asked.seeds[0]}" if len(asked.seeds) == 1 else f"the seeds {', '.join(map(str, asked.seeds))}",
+        out,
+    )
+    try:
+        failed = train_all(asked, lambda failed: _write_down(asked, failed, out))
+    except (KeyboardInterrupt, Ended) as error:
+        log.warning("interrupted; all that was trained is in %s, and the same command goes on from there", out)
+        return EXIT_STOPPED if isinstance(error, Ended) else EXIT_INTERRUPTED
+    _report(_write_down(asked, failed, out), out)
+    return EXIT_FAILED if failed else EXIT_DONE
+
+
+def _write_down(asked: Plan, failed: dict[str, str], out: Path) -> dict[str, Any]:
+    """compare.json: all there is so far."""
+    from engine.device import describe_one
+    from scripts.compare_figures import figures_of, is_finished
+    from scripts.compare_plan import in_words
+    from scripts.compare_verdict import by_mode, judge, troubles
+
+    modes = [mode.name for mode in asked.modes]
+    rows = [
+        {"mode": run.mode, "seed": run.seed, "folder": run.folder.name, **figures_of(run.folder)}
+        for run in asked.runs
+        if is_finished(run.folder)
+    ]
+    found = by_mode(rows)
+    why = {
+        mode: [failed[run.folder.name] for run in asked.runs if run.mode == mode and run.folder.name in failed]
+        for mode in modes
+    }
+    about = {
+        "compared": modes,
+        "seeds": list(asked.seeds),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", "scripts/compare.py", *sys.argv[1:]]),
+        "device": next((row["device"] for row in rows), describe_one(asked.device)),
+        "versions": next((row["versions"] for row in rows), {}),
+        "git": git_state(),
+        "settings": in_words(asked.runs[0].config),
+        "runs": [{key: value for key, value in row.items() if key not in ("device", "versions")} for row in rows],
+        "failed": failed,
+        "verdicts": judge(found, modes),
+        "troubles": troubles(found, why, modes),
+    }
+    write_json(out / "compare.json", about)
+    return about
+
+
+def _report(about: dict[str, Any], out: Path) -> None:
+    from scripts.compare_table import notes, sentences, table
+    from scripts.compare_verdict import by_mode
+    from scripts.tables import in_columns
+
+    print("\n".join(["", *in_columns(table(by_mode(about["runs"]), about["compared"])), ""]))
+    for note in notes(about):
+        print(f"  {note}")
+    print("\n".join(["", *sentences(about), ""]))
+    log.info("all figures: %s", out / "compare.json")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""What a run of compare.py says of itself, read from its folder: speed, memory, accuracy, health."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from utils.config import load_config
+
+Lines = list[dict[str, Any]]
+Figures = dict[str, Any]
+
+
+def read_lines(folder: Path) -> Lines:
+    """All whole lines of metrics.jsonl; a run that was killed may have cut the last one short."""
+    found: Lines = []
+    try:
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+            found.append(json.loads(line))
+    except (OSError, ValueError):
+        return found
+    return found
+
+
+def is_finished(folder: Path) -> bool:
+    last = next(reversed(read_lines(folder)), {})
+    return last.get("event") == "run" and last.get("what") == "end"
+
+
+def share_done(folder: Path, epochs: int, updates: int | None) -> float:
+    """How much of a run is behind it, by what it told last."""
+    last: dict[str, Any] = next(reversed(read_lines(folder)), {})
+    if not last:
+        return 0.0
+    whole = last["epoch"] - (last["event"] not in ("epoch", "val"))
+    return min(1.0, max(whole / epochs, last.get("update", 0) / updates if updates else 0.0))
+
+
+def figures_of(folder: Path) -> Figures:
+    """Of a run that has ended."""
+    lines = read_lines(folder)
+    about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    config = load_config(str(folder / "config.yaml")).config
+    train, val = ([line for line in lines if line["event"] == kind] for kind in ("train", "val"))
+    rates = _warm(lines, "train", "images_per_second")
+    seconds = _warm(lines, "epoch", "seconds")
+    at_once = config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER * about["choices"]["world_size"]
+    middle = statistics.median(rates) if rates else None
+    return {
+        "precision": about["choices"]["precision"],
+        "images_per_second": middle,
+        "images_per_second_quartiles": statistics.quantiles(rates, n=4)[::2] if len(rates) > 3 else None,
+        "seconds_per_update": at_once / middle if middle else None,
+        "seconds_per_epoch": statistics.median(seconds) if seconds else None,
+        "start_up_counted": not _warm(lines, "train", "images_per_second", strictly=True),
+        "peak_memory_gb": max((line["perf"]["peak_memory_gb"] for line in train), default=None),
+        "updates": max((line["update"] for line in lines), default=0),
+        "skipped": train[-1]["skipped"] if train else 0,
+        "diverged": _diverged(train),
+        "last_acc1": val[-1]["acc1"] if val else None,
+        "best_acc1": max(
+            (line[key] for line in val for key in ("acc1", "ema_acc1") if line.get(key) is not None), default=None
+        ),
+        "last_loss": val[-1]["loss"] if val else None,
+        "seconds": sum(line["perf"].get("seconds", 0) for line in lines if line["event"] == "run"),
+        "starts": sum(line["event"] == "run" and line["what"] in ("start", "resume") for line in lines),
+        "validation_images": about.get("samples", {}).get("val"),
+        "device": about["device"],
+        "versions": about["versions"],
+        "date": about["started"][:10],
+    }
+
+
+def _warm(lines: Lines, event: str, figure: str, strictly: bool = False) -> list[float]:
+    """A figure of all lines of a kind but the first after every start, which sets things up; of that if it is all."""
+    cold, warm, fresh = list[float](), list[float](), True
+    for line in lines:
+        if line["event"] == "run" and line["what"] in ("start", "resume"):
+            fresh = True
+        if line["event"] == event and line["perf"].get(figure):
+            (cold if fresh else warm).append(line["perf"][figure])
+            fresh = False
+    return warm or ([] if strictly else cold)
+
+
+def _diverged(train: Lines) -> bool:
+    """Whether the loss is no number in the end, or more than it was in the beginning."""
+    if not train:
+        return False
+    first, last = train[0]["loss"], train[-1]["loss"]
+    return last is None or (len(train) > 1 and first is not None and last > first)

@@ -1,0 +1,224 @@
+"""Weights & Biases: what is sent there, once, and that its troubles are never training's. No network is needed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import runpy
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine import preflight, wandb_board
+from engine.resume import Best
+from engine.wandb_board import WandbBoard, open_board
+from tests.program import ROOT, Result, metrics
+from utils.config import Config, load_config
+from utils.errors import UserError
+from utils.log import log
+
+
+def records(file: Path) -> Iterator[Any]:
+    """What an offline run wrote down: LevelDB's log format, behind a header of seven bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left_of_block = 32768 - at % 32768
+        if left_of_block < 7:
+            at += left_of_block
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def kept(run: Path) -> list[list[Any]]:
+    """The records of each offline run in the folder, the first one first."""
+    return [list(records(file)) for file in sorted(run.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def points(found: list[Any], name: str) -> dict[int, float]:
+    """Update -> value of a figure."""
+    drawn: dict[int, float] = {}
+    for record in found:
+        if record.WhichOneof("record_type") == "history":
+            items = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            if name in items:
+                assert items["update"] not in drawn, "sent twice"
+                drawn[items["update"]] = items[name]
+    return drawn
+
+
+def only(found: list[Any], kind: str) -> Any:
+    (record,) = (getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind)
+    return record
+
+
+def test_a_resumed_run_goes_on_there_and_sends_nothing_twice(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    words = ("-cfg", tiny, "-amp", "bf16", "TAG=mine", "REPORT_FREQ=5", "SAVE_EVERY_UPDATES=10", "TRAIN.MAX_UPDATES=30")
+    sent, env = ("-output", run, "WANDB=digits"), {"WANDB_MODE": "offline"}
+    first = vitamp(*words, *sent, "TRAIN.NUM_EPOCHS=2", "TRAIN.MAX_UPDATES=25", env=env)
+    assert first.code == 0, first.text
+    second = vitamp(*words, *sent, "-resume", run / "checkpoints" / "step-000000010", env=env)
+    assert second.code == 0, second.text
+    assert vitamp(*words, "-output", plain).code == 0
+    assert metrics(run, "train") == metrics(plain, "train")
+
+    before, after = kept(run)
+    assert only(before, "run").run_id == only(after, "run").run_id == json.loads((run / "wandb.json").read_text())["id"]
+    assert only(before, "run").project == "digits"
+    assert list(only(before, "run").tags) == ["bf16", "mine"]
+    config = {item.key: json.loads(item.value_json) for item in only(before, "run").config.update}
+    assert config["precision"] == "bf16"
+    assert config["TRAIN"]["MAX_UPDATES"] == 25
+    told = {line["update"]: line["loss"] for line in metrics(plain, "train")}
+    assert points(before, "train/loss") == {update: told[update] for update in (5, 10, 15, 20, 25)}
+    assert points(after, "train/loss") == {30: told[30]}
+    assert list(points(before, "val/acc1")) == [25]
+    assert points(after, "val/acc1") == {30: metrics(run, "val")[-1]["acc1"]}
+    summary = {
+        item.key: json.loads(item.value_json)
+        for record in after
+        if record.WhichOneof("record_type") == "summary"
+        for item in record.summary.update
+    }
+    assert summary["best/acc1"] == max(line["acc1"] for line in metrics(run, "val"))
+    assert only(after, "exit").exit_code == 0
+
+
+class Service:
+    """Stands in for the package; `troubles` are the calls that fail."""
+
+    def __init__(self, *troubles: str) -> None:
+        self.troubles, self.calls, self.modes = troubles, list[str](), list[Any]()
+        self.summary, self.url, self.disabled = {}, "there", False
+        self.Settings = SimpleNamespace
+
+    def _do(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.troubles:
+            raise ConnectionResetError("Connection lost")
+
+    def init(self, mode: str | None, **_: Any) -> Service:
+        self.modes.append(mode)
+        self._do(f"init {mode}")
+        return self
+
+    def teardown(self) -> None:
+        self._do("teardown")
+
+    def define_metric(self, *_: Any, **__: Any) -> None: ...
+
+    def log(self, _: dict[str, Any]) -> None:
+        self._do("log")
+
+    def finish(self, exit_code: int) -> None:
+        self._do(f"finish {exit_code}")
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(log, "propagate", True)
+    with caplog.at_level(logging.WARNING, "vitamp"):
+        yield caplog
+
+
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Service], WandbBoard]:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+    def make(service: Service) -> WandbBoard:
+        monkeypatch.setitem(sys.modules, "wandb", service)
+        found = open_board(Config(WANDB="mine"), tmp_path, "fp32", tmp_path / "metrics.jsonl")
+        assert found is not None
+        return found
+
+    return make
+
+
+def test_a_service_that_dies_is_told_of_once(
+    board: Callable[[Service], WandbBoard], said: pytest.LogCaptureFixture
+) -> None:
+    service = Service("log")
+    run = board(service)
+    for update in (1, 2, 3):
+        run.add("train", {"loss": 1.0}, update)
+    run.ended(Best())
+    run.close()
+    assert service.calls == ["init online", "log"]
+    assert [record.getMessage() for record in said.records] == [
+        "Weights & Biases does not answer any more (Connection lost); training goes on without it."
+    ]
+
+
+def test_what_cannot_be_sent_is_kept(board: Callable[[Service], WandbBoard], said: pytest.LogCaptureFixture) -> None:
+    service = Service("init online")
+    run = board(service)
+    run.add("train", {"loss": 1.0}, 1)
+    assert service.calls == ["init online", "teardown", "init offline", "log"]
+    (warning,) = (record.getMessage() for record in said.records)
+    assert "cannot be reached (Connection lost)" in warning
+    assert "`wandb sync`" in warning
+
+
+def test_nothing_at_all_can_be_had_of_it(
+    board: Callable[[Service], WandbBoard], said: pytest.LogCaptureFixture
+) -> None:
+    run = board(Service("init online", "init offline"))
+    run.add("train", {"loss": 1.0}, 1)
+    run.close()
+    assert "training goes on without it" in said.records[-1].getMessage()
+    assert len(said.records) == 2
+
+
+def test_a_run_that_failed_is_a_failed_one_there(board: Callable[[Service], WandbBoard]) -> None:
+    service = Service()
+    run = board(service)
+    run.close()
+    assert service.calls[-1] == "finish 1"
+    run = board(service)
+    run.ended(Best(97.5, "ema_acc1", 440, 10))
+    run.close()
+    assert service.calls[-1] == "finish 0"
+    assert service.summary == {"best/ema_acc1": 97.5, "best/epoch": 10, "best/update": 440}
+
+
+def test_the_mode_of_the_environment_is_left_alone(
+    board: Callable[[Service], WandbBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service()
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    board(service)
+    assert service.modes == [None]
+
+
+def test_off_it_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
+    module = runpy.run_path(str(ROOT / "engine" / "wandb_board.py"))
+    assert module["open_board"](Config(), tmp_path, "fp32", tmp_path / "metrics.jsonl") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_package_nothing_begins(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(wandb_board, "version", missing)
+    preflight.check(load_config(str(tiny)).config)
+    preflight.check(load_config(str(tiny), words={"WANDB": "mine", "EVAL": "true"}).config)
+    with pytest.raises(UserError, match=r"WANDB mine: .* missing\. Run: pip install wandb"):
+        preflight.check(load_config(str(tiny), words={"WANDB": "mine"}).config)

@@ -31,6 +31,7 @@ from utils.world import ALONE
 
 Which = Literal["model", "ema"]
 Wanted = Literal["auto", "model", "ema"]
+BOTH: tuple[Which, ...] = ("model", "ema")
 FILES: dict[Which, str] = {"model": MODEL, "ema": EMA}
 MADE_BY = "vitamp"
 
@@ -75,8 +76,8 @@ class Trained:
 
     def take(self, which: Which) -> None:
         """Exchange the weights for those of the model, or of its moving average."""
-        tensors = self.saved.tensors(which)
-        load_weights(self.model, tensors, f"{self.saved.where(which)}")
+        self.saved.require(which)
+        load_weights(self.model, self.saved.tensors(which), f"{self.saved.where(which)}")
         self.weights = which
 
     def words(self) -> str:
@@ -128,6 +129,11 @@ class Saved:
     def has(self, which: Which) -> bool:
         return self.checkpoint.has(FILES[which]) if self.checkpoint else which == self.only
 
+    def require(self, which: Which) -> None:
+        if not self.has(which):
+            lacks, instead = ("moving average (TRAIN.MODEL_EMA)", "model") if which == "ema" else ("plain", "ema")
+            raise UserError(f"-weights {which}: {self.path} holds no {lacks} weights; take -weights {instead}.")
+
     def where(self, which: Which) -> Path:
         return self.path / FILES[which] if self.checkpoint else self.path
 
@@ -172,9 +178,7 @@ def find_saved(path: Path, weights: Wanted) -> tuple[Saved, Which]:
     named: Which | None = next((which for which, file in FILES.items() if path.name == file), None)
     either: Which = "ema" if saved.has("ema") else "model"
     which: Which = weights if weights != "auto" else named or either
-    if not saved.has(which):
-        lacks, instead = ("moving average (TRAIN.MODEL_EMA)", "model") if which == "ema" else ("model's own", "ema")
-        raise UserError(f"-weights {which}: {saved.path} holds no {lacks} weights; take -weights {instead}.")
+    saved.require(which)
     return saved, which
 
 

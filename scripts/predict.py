@@ -54,12 +54,8 @@ def _work(argv: list[str]) -> int:
     with _opened(asked.out) as stream:
         form = FORMATS[_format(asked)](stream, trained.names(), asked.topk, paths)
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
-        try:
-            unread = predict(trained, paths, form, asked.topk, asked.batch_size, asked.num_workers, progress)
-            stream.flush()
-        except BrokenPipeError:  # `| head` has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return EXIT_DONE
+        unread = predict(trained, paths, form, asked.topk, asked.batch_size, asked.num_workers, progress)
+        stream.flush()
     return EXIT_FAILED if unread else EXIT_DONE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,6 +29,9 @@ def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
     except TrainingError as error:
         log.error("%s", error)
         return EXIT_FAILED
+    except BrokenPipeError:  # `| head` has seen enough; what python still wants to write goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
     except KeyboardInterrupt:
         log.warning("interrupted; nothing was written")
         return EXIT_INTERRUPTED

@@ -21,10 +21,11 @@ class Recomputed(nn.Module):
 
     recomputed: bool
     frozen: bool
-    """It is in the state of evaluation in training, too; and may have to hand gradients on."""
+    """In training it is in the state of evaluation all the same, and may have gradients to hand on."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if not (self.recomputed and (self.training or self.frozen) and torch.is_grad_enabled()):
+        trains = self.training or (self.frozen and inputs[0].requires_grad)
+        if not (self.recomputed and trains and torch.is_grad_enabled()):
             return super().forward(*inputs, **named)
         if any(isinstance(module, BATCH_NORM) for module in self.modules()):
             named["context_fn"] = self._contexts

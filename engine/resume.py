@@ -252,6 +252,7 @@ def _say_what_is_trained(checkpoint: Checkpoint, parts: Parts) -> None:
 def say_what_changed(checkpoint: Checkpoint, config: Config, parts: Parts, position: Position) -> None:
     """Where the run goes on, what differs from its saved settings, and what that does to the schedule."""
     log.info("Going on from %s: epoch %d, %d updates done.", checkpoint.folder, position.epoch, position.update)
+    _say_what_is_trained(checkpoint, parts)
     run = run_of(checkpoint.folder)
     if run is None or not (run / "config.yaml").exists():
         return
@@ -260,7 +261,6 @@ def say_what_changed(checkpoint: Checkpoint, config: Config, parts: Parts, posit
     except UserError as error:
         log.warning("The settings saved with it cannot be compared: %s", error)
         return
-    _say_what_is_trained(checkpoint, parts)
     changed = [line for line in differences(old, config) if not line.startswith(("MODEL.RESUME:", "OUTPUT:"))]
     for line in changed:
         log.info("  changed since: %s", line)

@@ -1,0 +1,298 @@
+"""MODEL.FREEZE: what is frozen does not move, learns nothing by the way, and keeps nothing for the backward pass."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from engine.compile_choice import training_flops
+from engine.evaluate import evaluate
+from engine.resume import restore, say_what_changed
+from engine.setup import ReadyToTrain
+from models import build_without_weights, classifiers, frozen_weights
+from models.freeze import freeze
+from tests.engine.small import build, train, windows
+from tests.engine.test_restore import GLOBAL_BATCH, PER_EPOCH, everything, save
+from utils.config import load_config
+from utils.config.model import ModelConfig
+from utils.errors import UserError
+from utils.world import ALONE
+
+BACKBONE = {"MODEL__FREEZE": "backbone"}
+RANDOM = {"MODEL__DEPTH": 3, "MODEL__DROPOUT": 0.2, "MODEL__ATTENTION_DROPOUT": 0.1, "MODEL__DROPPATH": 0.3}
+EMA = {"TRAIN__MODEL_EMA": "true"}
+AMP = {"AMP__ENABLED": "true", "AMP__INIT_LOSS_SCALING": 1024}
+HOW = {
+    "fp32": {},
+    "bf16": {**AMP, "AMP__DTYPE": "bf16"},
+    "fp16, accumulated": {**AMP, "AMP__DTYPE": "fp16", "TRAIN__ACCUM_ITER": 2},
+    "O2": {**AMP, "AMP__DTYPE": "bf16", "AMP__LEVEL": "O2"},
+    "NAIVE": {**AMP, "AMP__DTYPE": "bf16", "AMP__LEVEL": "NAIVE"},
+    "recomputed blocks": {"TRAIN__GRAD_CHECKPOINT": "blocks"},
+    "narrow stream": {**AMP, "AMP__DTYPE": "bf16", "TRAIN__RESIDUAL_DTYPE": "autocast"},
+    "a block in fp32": {**AMP, "AMP__DTYPE": "bf16", "AMP__FP32_MODULES": "blocks.1"},
+    "plain attention": {"MODEL__ATTENTION": "plain"},
+    "patches by a product": {"MODEL__LINEAR_PATCHES": "true"},
+}
+
+
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def moved(model: nn.Module, before: dict[str, Tensor]) -> set[str]:
+    return {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+
+
+def kept_for_backward(ready: ReadyToTrain) -> int:
+    """Bytes of what is computed; the weights and statistics themselves are there anyway."""
+    parts = ready.parts
+    _, batch = next(iter(next(windows(ready))))
+    there = [tensor for model in (parts.model, parts.forward) for tensor in (*model.parameters(), *model.buffers())]
+    known = {tensor.untyped_storage().data_ptr() for tensor in there}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        parts.compute(batch)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_a_frozen_backbone_stays_and_keeps_nothing_for_the_backward_pass(tiny: Path, how: dict[str, object]) -> None:
+    ready = build(tiny, **how, **RANDOM, **EMA, **BACKBONE)
+    assert ready.parts.ema is not None
+    assert kept_for_backward(ready) < 0.1 * kept_for_backward(build(tiny, TRAIN__GRAD_CHECKPOINT="none", **RANDOM))
+    before = copies(ready.model)
+    train(ready, 3)
+    assert moved(ready.model, before) == {"head.weight", "head.bias"}
+    assert moved(ready.parts.ema.module, before) == {"head.weight", "head.bias"}
+    groups = ready.parts.optimizer.param_groups
+    assert sum(weight.numel() for group in groups for weight in group["params"]) == 16 * 10 + 10
+    assert all(weight.grad is None for weight in ready.model.parameters())
+
+
+def test_the_whole_backward_pass_is_that_of_the_classifier(tiny: Path) -> None:
+    """Its gradient and its norm are what a model has of which everything is trained."""
+    norms = []
+    for words in ({}, BACKBONE):
+        ready = build(tiny, **words)
+        _, batch = next(iter(next(windows(ready))))
+        ready.parts.compute(batch).loss.backward()
+        norms.append([ready.model.get_parameter(name).grad for name in ("head.weight", "head.bias")])
+        last = ready.parts.gradients.clip(None)
+    assert all(map(torch.equal, *norms))
+    head = torch.cat([gradient.flatten() for gradient in norms[1] if gradient is not None])
+    assert last.item() == pytest.approx(head.norm().item(), rel=1e-6)
+
+
+def resnet(tiny: Path, **words: object) -> ReadyToTrain:
+    return build(
+        tiny,
+        **{
+            **dict.fromkeys(("MODEL__PATCH_SIZE", "MODEL__EMBED_DIM", "MODEL__DEPTH", "MODEL__NUM_HEADS"), "null"),
+            "MODEL__TYPE": "resnet",
+            "MODEL__NAME": "test_resnet",
+            "DATA__IMAGE_SIZE": 32,
+            **words,
+        },
+    )
+
+
+def test_statistics_of_frozen_norms_stand_still_also_after_a_validation(tiny: Path) -> None:
+    ready, whole = resnet(tiny, **BACKBONE, **EMA), resnet(tiny)
+    before = copies(ready.model)
+    for updates in (2, 1):
+        train(ready, updates)
+        train(whole, updates)
+        loader, parts = ready.val_loader, ready.parts
+        evaluate(ready.model, loader, len(ready.val_set), parts.inputs, parts.precision, ALONE)
+        assert ready.model.training
+    assert moved(ready.model, before) == {"fc.weight", "fc.bias"}
+    assert any(name.endswith("running_mean") for name in moved(whole.model, before)), "others do move"
+    assert "num_batches_tracked" in str(moved(whole.model, before))
+
+
+def test_norms_that_are_trained_go_on_counting(tiny: Path) -> None:
+    ready = resnet(tiny, MODEL__FREEZE="layer[12].*")
+    before = copies(ready.model)
+    train(ready, 1)
+    assert {name.partition(".")[0] for name in moved(ready.model, before)} == {"conv1", "bn1", "layer3", "layer4", "fc"}
+
+
+def training_parts(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if name and module.training}
+
+
+def test_dropout_is_off_in_what_is_frozen_and_on_before_the_classifier() -> None:
+    model = timm.create_model("test_vit", num_classes=3, drop_rate=0.5, proj_drop_rate=0.1, drop_path_rate=0.1)
+    freeze(model, ["backbone"])
+    for _ in range(2):
+        model.eval()
+        assert training_parts(model) == set()
+        model.train()
+        assert training_parts(model) == {"fc_norm", "head_drop", "head"}
+    images = torch.randn(2, 3, 160, 160)
+    features: Any = model.forward_features
+    assert torch.equal(features(images), features(images))
+    assert not torch.equal(model(images), model(images)), "the classifier's own dropout"
+
+
+def test_leaving_out_patches_is_not_dropout(tiny: Path) -> None:
+    """TOKEN_DROP is asked for to save time."""
+    ready = build(tiny, **BACKBONE, TRAIN__TOKEN_DROP=0.5)
+    assert "patch_drop" in training_parts(ready.model)
+    assert "pos_drop" not in training_parts(ready.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "trained"),
+    [
+        ("vit_tiny_patch16_224", ("head",), 192 * 256 + 256),
+        ("deit_tiny_distilled_patch16_224", ("head", "head_dist"), 2 * (192 * 256 + 256)),
+        ("swin_tiny_patch4_window7_224", ("head.fc",), 768 * 256 + 256),
+        ("resnet50", ("fc",), 524_544),
+        ("convnext_atto", ("head.fc",), 320 * 256 + 256),
+    ],
+)
+def test_of_each_family_the_classifier_is_left(name: str, heads: tuple[str, ...], trained: int) -> None:
+    model = build_without_weights(ModelConfig(TYPE="timm", NAME=name, NUM_CLASSES=256, FREEZE=("backbone",)), 224, 3)
+    assert classifiers(model) == heads
+    assert sum(weight.numel() for weight in model.parameters() if weight.requires_grad) == trained
+    frozen = {id(module) for part in model.frozen_parts for module in model.get_submodule(part).modules()}  # type: ignore
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert all(id(norm) in frozen for norm in norms)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "trained"),
+    [
+        ("patch_embed.*,pos_embed,cls_token,blocks.*,norm*", {"head.weight", "head.bias"}),
+        ("patch_embed,blocks,*_*,norm", {"head.weight", "head.bias"}),
+        ("blocks.[0-1].*", None),
+        ("LayerNorm", None),
+        ("*.bias", None),
+    ],
+)
+def test_globs_name_weights_modules_and_classes(tiny: Path, patterns: str, trained: set[str] | None) -> None:
+    model = build(tiny, MODEL__FREEZE=patterns, MODEL__DEPTH=3).model
+    frozen = set(frozen_weights(model))
+    everything = {name for name, _ in model.named_parameters()}
+    if trained is None:
+        wanted = {
+            "blocks.[0-1].*": lambda name: name.startswith(("blocks.0.", "blocks.1.")),
+            "LayerNorm": lambda name: "norm" in name,
+            "*.bias": lambda name: name.endswith(".bias"),
+        }[patterns]
+        trained = {name for name in everything if not wanted(name)}
+    assert everything - frozen == trained
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        ("blocks.7.*", "'blocks.7.*' names no weight"),
+        ("pos_embd", "Did you mean pos_embed?"),
+        ("backbones", "Did you mean backbone?"),
+        ("pos_drop", "'pos_drop' names no weight"),
+        ("*", "leaves nothing of VisionTransformer to be trained"),
+        ("backbone,head", "leaves nothing"),
+    ],
+)
+def test_what_cannot_be_frozen_is_told(tiny: Path, patterns: str, said: str) -> None:
+    with pytest.raises(UserError, match=r"MODEL\.FREEZE") as error:
+        build(tiny, MODEL__FREEZE=patterns)
+    assert said in str(error.value)
+
+
+def test_no_value_and_no_names_freeze_nothing() -> None:
+    for word in ("null", "none", "[]"):
+        assert load_config(None, words={"MODEL.FREEZE": word}).config.MODEL.FREEZE == ()
+
+
+def test_frozen_blocks_between_trained_ones_may_be_recomputed(tiny: Path) -> None:
+    found, kept = [], []
+    for wanted in ("none", "blocks"):
+        ready = build(tiny, **RANDOM, MODEL__FREEZE="blocks.1", TRAIN__GRAD_CHECKPOINT=wanted)
+        kept.append(kept_for_backward(ready))
+        train(ready, 3)
+        found.append(list(ready.model.state_dict().values()))
+    assert all(map(torch.equal, *found))
+    assert kept[1] < 0.35 * kept[0]
+
+
+def test_operations_are_counted_as_they_are_made() -> None:
+    """They are what MFU is made of. A frozen backbone's are forward alone: a third of a training's."""
+    flops = []
+    for patterns in ((), ("backbone",)):
+        bare = build_without_weights(ModelConfig(NAME="test_vit", FREEZE=patterns), 160, 3)
+        flops.append(training_flops(bare, 3, 160))
+    whole, frozen = flops
+    assert whole
+    assert frozen
+    assert frozen / whole == pytest.approx(1 / 3, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {**BACKBONE, **EMA, **RANDOM, **AMP, "AMP__DTYPE": "fp16"},
+        {"MODEL__FREEZE": "patch_embed,blocks.0", **RANDOM, "TRAIN__LAYER_DECAY": 0.6, "TRAIN__HEAD_LR": 5},
+        {"MODEL__FREEZE": "*norm*", "TRAIN__OPTIMIZER__NAME": "SGD", "TRAIN__LAYER_DECAY": 0.6},
+    ],
+    ids=["backbone", "some, in layers", "norms"],
+)
+def test_going_on_is_as_never_having_stopped(tiny: Path, tmp_path: Path, words: dict[str, object]) -> None:
+    whole = build(tiny, **words)
+    source = windows(whole)
+    train(whole, 4, source)
+    checkpoint = save(whole, tmp_path, 4, (1, 4))
+    train(whole, 4, source, done=4)
+    resumed = build(tiny, **words)
+    restore(resumed.parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+    train(resumed, 4, islice(resumed.train_loader.epoch(1, start=4), 4), done=4)
+    ended, expected = everything(resumed), everything(whole)
+    assert {key for key in expected if expected[key] != ended.get(key)} == set()
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "LAMB"])
+def test_thawed_and_frozen_again_what_stays_keeps_its_moments(
+    tiny: Path, tmp_path: Path, optimizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = {"TRAIN__OPTIMIZER__NAME": optimizer, "MODEL__DEPTH": 2, "TRAIN__WARMUP_EPOCHS": 0}
+    head = build(tiny, **words, **BACKBONE)
+    train(head, 3)
+    checkpoint = save(head, tmp_path / "a", 3)
+    checkpoint.meta["frozen"] = frozen_weights(head.model)
+    thawed = build(tiny, **words, MODEL__FREEZE="patch_embed")
+    position, _ = restore(thawed.parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+    assert equal_moments(head, thawed, "head.weight")
+    with caplog.at_level("INFO", "vitamp"):
+        say_what_changed(checkpoint, load_config(str(tiny)).config, thawed.parts, position)
+    assert "trained from here on (MODEL.FREEZE): 28 tensors: cls_token, pos_embed, blocks.0.norm1.weight" in caplog.text
+    before = copies(thawed.model)
+    train(thawed, 2, done=3)
+    assert moved(thawed.model, before) == set(before) - {"patch_embed.proj.weight", "patch_embed.proj.bias"}
+    again = build(tiny, **words, MODEL__FREEZE="blocks.*")
+    restore(again.parts, save(thawed, tmp_path / "b", 5), GLOBAL_BATCH, PER_EPOCH)
+    assert equal_moments(thawed, again, "head.weight")
+    assert equal_moments(thawed, again, "norm.bias")
+    train(again, 1, done=5)
+
+
+def equal_moments(one: ReadyToTrain, other: ReadyToTrain, name: str) -> bool:
+    states = [ready.parts.optimizer.state[ready.model.get_parameter(name)] for ready in (one, other)]
+    tensors = [{key: value for key, value in state.items() if isinstance(value, Tensor)} for state in states]
+    return bool(tensors[0]) and all(torch.equal(value, tensors[1][key]) for key, value in tensors[0].items())

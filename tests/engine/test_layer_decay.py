@@ -1,0 +1,119 @@
+"""TRAIN.LAYER_DECAY and TRAIN.HEAD_LR: which weight learns how fast."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.optim._param_groups import param_groups_layer_decay
+from torch import nn
+
+from engine.fine_tuning import fine_tuning_words
+from engine.optim import build_optimizer
+from engine.schedule import Schedule, build_scheduler
+from tests.engine.small import CPU, build, train
+from tests.engine.test_freeze import copies
+from utils.config import TrainConfig, load_config
+
+SWIN: dict[str, Any] = {"img_size": 56, "depths": (2, 2), "num_heads": (2, 4), "embed_dim": 16}
+MODELS = {"test_vit": {}, "deit_tiny_distilled_patch16_224": {"depth": 2}, "swin_tiny_patch4_window7_224": SWIN}
+MODELS |= {"test_resnet": {}, "test_convnext": {}, "eva02_tiny_patch14_224": {"depth": 2}}
+
+
+def grouped(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Factor of the learning rate and weight decay of each weight."""
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    return {names[id(w)]: (group["lr_scale"], group["weight_decay"]) for group in groups for w in group["params"]}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_are_those_of_timm(name: str) -> None:
+    model = timm.create_model(name, num_classes=3, **MODELS[name])
+    ours = build_optimizer(model, TrainConfig(LAYER_DECAY=0.65, WEIGHT_DECAY=0.05), 1e-3, CPU).param_groups
+    excluded: Any = getattr(model, "no_weight_decay", set)()
+    theirs = param_groups_layer_decay(model, 0.05, excluded, layer_decay=0.65)
+    assert grouped(model, ours) == grouped(model, theirs)
+    assert len({scale for scale, _ in grouped(model, ours).values()}) > 2
+
+
+def test_what_is_frozen_takes_no_part_and_changes_no_layer(tiny: Path) -> None:
+    words = {"MODEL__DEPTH": 3, "TRAIN__LAYER_DECAY": 0.5}
+    whole, some = build(tiny, **words), build(tiny, **words, MODEL__FREEZE="patch_embed,pos_embed,cls_token,blocks.0")
+    rates, left = (grouped(ready.model, ready.parts.optimizer.param_groups) for ready in (whole, some))
+    assert left == {
+        name: value for name, value in rates.items() if name.startswith(("blocks.1", "blocks.2", "norm", "h"))
+    }
+    assert rates["patch_embed.proj.weight"][0] == 0.5**4
+    assert rates["blocks.2.attn.qkv.weight"] == (0.5, 0.05)
+    assert rates["head.weight"][0] == 1.0
+
+
+def rates(ready: Any) -> dict[float, float]:
+    """Learning rate by factor, as it is in the optimiser now."""
+    return {group["lr_scale"]: float(group["lr"]) for group in ready.parts.optimizer.param_groups}
+
+
+def test_the_schedule_moves_all_rates_and_tells_the_base(tiny: Path) -> None:
+    words = {"TRAIN__WARMUP_EPOCHS": 0, "TRAIN__NUM_EPOCHS": 1, "MODEL__DEPTH": 2}
+    plain, decayed = build(tiny, **words), build(tiny, **words, TRAIN__LAYER_DECAY=0.5, TRAIN__HEAD_LR=10)
+    base = 2e-3
+    for _ in range(3):
+        base = float(plain.parts.optimizer.param_groups[0]["lr"])
+        assert rates(decayed) == pytest.approx({scale: scale * base for scale in (0.125, 0.25, 0.5, 10.0)}, rel=1e-12)
+        train(plain, 1)
+        train(decayed, 1)
+        assert decayed.parts.schedule.last_rate() == plain.parts.schedule.last_rate() == base
+        assert decayed.parts.schedule.rate_at(20) == plain.parts.schedule.rate_at(20)
+    assert base < 2e-3, "the cosine has begun to fall"
+
+
+def test_also_where_rates_live_on_the_device() -> None:
+    model = timm.create_model("test_vit", num_classes=3)
+    train_config = TrainConfig(NUM_EPOCHS=1, WARMUP_EPOCHS=0, BASE_LR=1e-2, LAYER_DECAY=0.5)
+    told = []
+    for device in (None, CPU):
+        optimizer = build_optimizer(model, train_config, 1e-2, CPU)
+        schedule = Schedule(build_scheduler(optimizer, train_config, (1e-2, 0, 0), 10), optimizer, 10, device)
+        for moved in (True, False, True, True):
+            schedule.advance(moved if device is None else torch.tensor(moved))
+        told.append([float(schedule.last_rate()), *(float(group["lr"]) for group in optimizer.param_groups)])
+    assert told[1] == pytest.approx(told[0], rel=1e-6)
+    assert min(told[0]) < 0.1 * max(told[0])
+
+
+def test_a_classifier_of_its_own_rate_beside_a_frozen_backbone(tiny: Path) -> None:
+    """No group has the base rate; it is told all the same."""
+    ready = build(tiny, MODEL__FREEZE="backbone", TRAIN__HEAD_LR=4, TRAIN__WARMUP_EPOCHS=0)
+    assert set(rates(ready).values()) == {8e-3}
+    train(ready, 1)
+    assert ready.parts.schedule.last_rate() == pytest.approx(2e-3, rel=1e-12)
+
+
+def test_small_rates_move_little(tiny: Path) -> None:
+    """With Adam the first step is the learning rate, whatever the gradient."""
+    ready = build(tiny, MODEL__DEPTH=2, TRAIN__LAYER_DECAY=0.1, TRAIN__WARMUP_EPOCHS=0, TRAIN__WEIGHT_DECAY=0)
+    before = copies(ready.model)
+    train(ready, 1)
+    steps = {
+        name: (ready.model.state_dict()[name] - before[name]).abs().max().item()
+        for name in ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "blocks.1.mlp.fc1.weight", "head.weight")
+    }
+    assert list(steps.values()) == pytest.approx([2e-6, 2e-5, 2e-4, 2e-3], rel=0.02)
+
+
+def test_the_banner_tells_least_and_greatest_rate(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = {"MODEL.FREEZE": "pos_embed,*.norm1.*", "TRAIN.LAYER_DECAY": "0.5", "TRAIN.HEAD_LR": "10"}
+    with caplog.at_level(logging.INFO, "vitamp"):
+        ready = build(tiny, **{key.replace(".", "__"): value for key, value in words.items()})
+    config = load_config(str(tiny), words=words).config
+    assert fine_tuning_words(config, ready.model, ready.parts.optimizer, 2e-3) == (
+        "3 of 20 tensors frozen (pos_embed, *.norm1.*); "
+        "learning rates from 0.0005 to 0.02 (layer decay 0.5, the classifier's times 10)"
+    )
+    plain = build(tiny)
+    assert not fine_tuning_words(load_config(str(tiny)).config, plain.model, plain.parts.optimizer, 2e-3)
+    assert "Parameters: 3,850, trainable 3,738 (97.1 %)" in caplog.text

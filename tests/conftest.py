@@ -47,3 +47,14 @@ def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
             lines.append(f"{name} {number % 4}")
         (root / f"{part}_list.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return root
+
+
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two epochs on the digits, in bf16 and with a moving average. Not to be changed: tests share it."""
+    place = tmp_path_factory.mktemp("digits_run")
+    (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+    words = ("TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "-amp", "bf16")
+    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place)
+    assert done.code == 0, done.text
+    return place / "run"

@@ -1,0 +1,222 @@
+"""A trained model out of a run, a checkpoint alone, or stripped weights: the same model, and what is wrong is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+
+from engine.checkpoint import EMA, MODEL, save_checkpoint
+from engine.fp32_modules import forced
+from engine.predictions import Predictions, guesses, validation_predictions
+from engine.shards import shard_name
+from engine.trained import load_trained
+from scripts import checkpoint
+from tests.program import Result, metrics
+from utils.errors import UserError
+
+BEST = "step-000000088"
+
+
+def share(predictions: Predictions) -> float:
+    hits = predictions.guesses()[:, 0] == predictions.labels
+    return 100 * int(hits.sum()) / len(predictions)
+
+
+def logits(path: Path, **how: Any) -> torch.Tensor:
+    return validation_predictions(load_trained(path, **how), workers=0).logits
+
+
+def alone(run: Path, place: Path) -> Path:
+    """A checkpoint copied out of its run, under another name."""
+    shutil.copytree(run / "checkpoints" / BEST, place)
+    return place
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8")) | changes
+    kept = {key: value for key, value in meta.items() if value is not None}
+    (folder / "meta.json").write_text(json.dumps(kept), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def stripped(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stripped") / "mine.safetensors"
+    assert checkpoint.main(["strip", str(digits_run), "-out", str(path)]) == 0
+    return path
+
+
+@pytest.mark.parametrize(("weights", "prefix"), [("model", ""), ("ema", "ema_")])
+def test_it_says_what_validation_saw(digits_run: Path, weights: Any, prefix: str) -> None:
+    validated = metrics(digits_run, "val")[-1]
+    found = validation_predictions(load_trained(digits_run, weights), workers=0)
+    assert share(found) == validated[f"{prefix}acc1"]
+    five = (found.guesses(5) == found.labels[:, None]).any(1)
+    assert 100 * int(five.sum()) / len(found) == validated[f"{prefix}acc5"]
+    loss = F.cross_entropy(found.logits, found.labels, reduction="none").double().mean()
+    assert float(loss) == pytest.approx(validated[f"{prefix}loss"], rel=1e-12)
+    assert found.indices.tolist() == list(range(len(found)))
+
+
+def test_a_special_model_too(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    """Dropped tokens, modules in fp32, and black-listed operators are as in training's own validation."""
+    special = ("-amp", "fp16", "AMP.FP32_MODULES=blocks.0.mlp", "AMP.CUSTOM_BLACK_LIST=matmul,softmax")
+    words = (*special, "TRAIN.TOKEN_DROP=0.25", "MODEL.TYPE=deit", "MODEL.NAME=deit_tiny_distilled_patch16_224")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
+    assert done.code == 0, done.text
+    trained = load_trained(tmp_path / "run")
+    assert trained.weights == "model"
+    assert type(trained.model).__name__ == "VisionTransformerDistilled"
+    assert forced(trained.model) == ["blocks.0.mlp"]
+    found = validation_predictions(trained, workers=0)
+    validated = metrics(tmp_path / "run", "val")[-1]
+    loss = F.cross_entropy(found.logits, found.labels, reduction="none").double().mean()
+    assert (share(found), float(loss)) == (validated["acc1"], pytest.approx(validated["loss"], rel=1e-12))
+
+
+def test_the_average_is_taken_where_there_is_one(digits_run: Path) -> None:
+    assert load_trained(digits_run).weights == "ema"
+    folder = digits_run / "checkpoints" / BEST
+    assert load_trained(folder / MODEL).weights == "model", "a file that is named is the one meant"
+    assert load_trained(folder / "meta.json").weights == "ema"
+    trained = load_trained(folder, "model")
+    before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
+    trained.take("ema")
+    saved = safetensors.torch.load_file(folder / EMA)
+    for name, tensor in trained.model.state_dict().items():
+        assert torch.equal(tensor, saved[name])
+    assert any(not torch.equal(before[name], saved[name]) for name in saved)
+
+
+def test_a_run_means_its_best(digits_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(digits_run, run)
+    index = run / "checkpoints" / "index.json"
+    index.write_text(json.dumps({"last": BEST, "best": "step-000000044"}), encoding="utf-8")
+    assert load_trained(run).source.name == "step-000000044"
+    assert load_trained(run / "checkpoints").source.name == "step-000000044"
+    index.write_text(json.dumps({"last": BEST, "best": None}), encoding="utf-8")
+    assert load_trained(run).source.name == BEST
+
+
+def test_a_checkpoint_alone_is_enough(digits_run: Path, stripped: Path, tmp_path: Path) -> None:
+    inside = logits(digits_run)
+    outside = load_trained(alone(digits_run, tmp_path / "mine"))
+    assert outside.classes == [str(digit) for digit in range(10)]
+    assert torch.equal(validation_predictions(outside, workers=0).logits, inside)
+    weights = load_trained(stripped)
+    assert (weights.weights, weights.classes) == ("ema", outside.classes)
+    assert torch.equal(validation_predictions(weights, workers=0).logits, inside)
+
+
+def test_stripped_weights_tell_no_paths(digits_run: Path, tmp_path: Path) -> None:
+    folder = alone(digits_run, tmp_path / "mine")
+    settings = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["settings"]
+    secrets = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "TRAIN.TEACHER_MODEL", "SAVE", "TAG")
+    rewrite(folder, settings=settings | dict.fromkeys(secrets, "/home/me"))
+    assert checkpoint.main(["strip", str(folder), "-out", str(tmp_path / "w.safetensors")]) == 0
+    with safetensors.safe_open(str(tmp_path / "w.safetensors"), framework="pt") as file:
+        header = file.metadata()
+    assert "MODEL.NAME" in header["settings"]
+    assert "/home/me" not in str(header)
+
+
+def test_an_older_checkpoint_takes_the_settings_of_its_run(digits_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(digits_run, run)
+    folder = run / "checkpoints" / BEST
+    rewrite(folder, settings=None)
+    assert torch.equal(logits(run), logits(digits_run))
+    assert checkpoint.main(["strip", str(run), "-out", str(tmp_path / "w.safetensors")]) == 0
+    assert torch.equal(logits(tmp_path / "w.safetensors"), logits(digits_run))
+    shutil.move(folder, tmp_path / "mine")
+    with pytest.raises(UserError, match=r"has no settings.*put the checkpoint back into RUN/checkpoints"):
+        load_trained(tmp_path / "mine")
+
+
+def test_shards_are_joined(digits_run: Path, tmp_path: Path) -> None:
+    source = digits_run / "checkpoints" / BEST
+    tensors = safetensors.torch.load_file(source / MODEL)
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for nth in range(2):
+        halves = {name: tensor.tensor_split(2)[nth] for name, tensor in tensors.items() if tensor.ndim}
+        parts[shard_name(MODEL, nth, 2)] = {name: half for name, half in halves.items() if len(half)}
+    meta = json.loads((source / "meta.json").read_text(encoding="utf-8"))
+    state = {"fp32_modules": []}
+    folder = save_checkpoint(
+        tmp_path, 88, parts, state, {key: meta[key] for key in meta if key not in ("format", "files")}
+    )
+    assert torch.equal(logits(folder), logits(digits_run, weights="model"))
+
+
+def test_what_was_moved_to_fp32_while_training(digits_run: Path, tmp_path: Path) -> None:
+    source = digits_run / "checkpoints" / BEST
+    meta = json.loads((source / "meta.json").read_text(encoding="utf-8"))
+    tensors = {MODEL: safetensors.torch.load_file(source / MODEL)}
+    more = {key: meta[key] for key in meta if key not in ("format", "files")}
+    folder = save_checkpoint(tmp_path, 88, tensors, {"fp32_modules": ["blocks.0.attn"]}, more)
+    assert forced(load_trained(folder).model) == ["blocks.0.attn"]
+    assert forced(load_trained(folder, amp="off").model) == [], "nothing is in low precision there"
+    assert checkpoint.main(["strip", str(folder), "-out", str(tmp_path / "w.safetensors")]) == 0
+    assert forced(load_trained(tmp_path / "w.safetensors").model) == ["blocks.0.attn"]
+
+
+def test_precision_is_the_runs_or_the_one_asked_for(digits_run: Path) -> None:
+    names = [load_trained(digits_run, amp=amp).precision.name for amp in (None, "off", "fp16", "on")]
+    assert names == ["bf16", "fp32", "fp16", "bf16"]
+    images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
+    low, full = (load_trained(digits_run, amp=amp).logits(images) for amp in ("bf16", "off"))
+    assert low.dtype == torch.float32
+    assert not torch.equal(low, full)
+    assert torch.allclose(low, full, atol=0.05)
+
+
+def test_guesses_are_validations() -> None:
+    equal = torch.zeros(1, 12)
+    equal[0, 7] = 1.0
+    five = equal.topk(5).indices
+    assert guesses(equal, 3).tolist() == five[:, :3].tolist()
+    assert guesses(equal, 9)[:, :5].tolist() == five.tolist()
+    assert sorted(guesses(equal, 99)[0].tolist()) == list(range(12))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_cannot_be_loaded_is_said(digits_run: Path, tmp_path: Path) -> None:
+    damaged = alone(digits_run, tmp_path / "damaged")
+    flip(damaged / EMA)
+    newer = alone(digits_run, tmp_path / "newer")
+    rewrite(newer, settings={"MODEL.NAME": "tiny", "MODEL.WARP": 9})
+    without = alone(digits_run, tmp_path / "without")
+    files = json.loads((without / "meta.json").read_text(encoding="utf-8"))["files"]
+    rewrite(without, files={name: seal for name, seal in files.items() if name != EMA})
+    safetensors.torch.save_file({"head.weight": torch.ones(3)}, tmp_path / "foreign.safetensors")
+    (tmp_path / "short.safetensors").write_bytes(b"abc")
+    torch.save({}, tmp_path / "x.pth")
+    (tmp_path / "empty").mkdir()
+    wrong: tuple[tuple[Path, dict[str, Any], str], ...] = (
+        (tmp_path / "nothing", {}, "no such file or folder"),
+        (tmp_path / "empty", {}, "no checkpoint lies there"),
+        (damaged, {}, f"the contents of {EMA} are not what was written"),
+        (newer, {}, "MODEL.WARP; use the version of vitamp that trained it"),
+        (without, {"weights": "ema"}, r"no moving average \(TRAIN.MODEL_EMA\) weights; take -weights model"),
+        (tmp_path / "foreign.safetensors", {}, "its header is not vitamp's"),
+        (tmp_path / "short.safetensors", {}, "cannot be read as safetensors"),
+        (tmp_path / "x.pth", {}, "weights that do not say what they are of"),
+        (digits_run, {"amp": "fp7"}, "the values of -amp are"),
+    )
+    for path, how, said in wrong:
+        with pytest.raises(UserError, match=said):
+            load_trained(path, **how)
+    assert load_trained(damaged, "model").weights == "model", "what is not used is not in the way"

@@ -1,0 +1,259 @@
+"""scripts/predict.py: the classes of given images, as validation would find them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from engine.checkpoint import MODEL, save_checkpoint
+from engine.predictions import validation_part, validation_predictions
+from engine.setup import model_in_precision
+from engine.trained import load_trained
+from scripts import predict
+from tests.program import ROOT, metrics, save_image
+from utils.config import load_config
+from utils.config.keys import values_to_keep
+
+Row = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def digits(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The validation images of the run, as files called NUMBER_LABEL.png."""
+    folder = tmp_path_factory.mktemp("digits")
+    part = validation_part(load_trained(digits_run))
+    images, labels, _ = part.__getitems__([(0, index) for index in range(len(part))])
+    for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+        Image.fromarray(image[0].numpy()).save(folder / f"{number:03d}_{label}.png")
+    return folder
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
+    """Run the tool in this process: code, standard output, standard error."""
+
+    def call(*words: object) -> SimpleNamespace:
+        capsys.readouterr()
+        code = predict.main([str(word) for word in words])
+        said = capsys.readouterr()
+        return SimpleNamespace(code=code, out=said.out, err=said.err)
+
+    return call
+
+
+def lines_of(text: str) -> list[Row]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(("weights", "prefix"), [("model", ""), ("ema", "ema_")])
+def test_on_validations_images_it_is_as_good_as_validation(
+    say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path, weights: str, prefix: str
+) -> None:
+    done = say(digits_run, digits, "-weights", weights, "-topk", 1, "-out", tmp_path / "found.csv")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    with (tmp_path / "found.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["image"] for row in rows] == [str(path) for path in sorted(digits.iterdir())]
+    right = sum(row["class"] == Path(row["image"]).stem[-1] for row in rows)
+    assert 100 * right / len(rows) == metrics(digits_run, "val")[-1][f"{prefix}acc1"]
+
+
+def test_how_it_is_loaded_changes_nothing(say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path) -> None:
+    words = (digits_run, digits, "-format", "jsonl", "-amp", "off", "-batch_size", 50)
+    here, elsewhere = (say(*words, "-num_workers", workers) for workers in (0, 2))
+    assert here.code == 0
+    assert len(lines_of(here.out)) == 360
+    assert here.out == elsewhere.out
+
+
+@pytest.mark.parametrize("settings", [{}, {"DATA.EXIF_ROTATE": "true", "DATA.CROP_PCT": "1.0"}, {"DATA.CROP": "none"}])
+def test_photographs_are_cropped_as_in_validation(
+    say: Callable[..., SimpleNamespace], tmp_path: Path, settings: dict[str, str]
+) -> None:
+    """Bit for bit, for every way of preparing them; no training needed for that."""
+    val = tmp_path / "data" / "val"
+    for number in range(6):
+        path = val / "ab"[number % 2] / f"{number}.JPEG"
+        save_image(path, seed=number, size=(40 + 7 * number, 36))
+        exif = Image.Exif()
+        exif[0x0112] = 1 + number  # how the camera was held
+        Image.open(path).save(path, exif=exif, quality=95)
+    checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder", "DATA.DATA_PATH": f"{val.parent}", **settings})
+    validated = validation_predictions(load_trained(checkpoint), workers=0)
+    done = say(checkpoint, val, "-format", "jsonl", "-topk", 2)
+    assert done.code == 0, done.err
+    rows = lines_of(done.out)
+    assert [row["image"] for row in rows] == [validated.name(row) for row in range(6)]
+    for row, shares, best in zip(rows, validated.logits.softmax(-1), validated.guesses(2).tolist(), strict=True):
+        assert [guess["label"] for guess in row["guesses"]] == best
+        assert [guess["probability"] for guess in row["guesses"]] == [round(float(shares[n]), 6) for n in best]
+
+
+def untrained(place: Path, settings: dict[str, str], classes: tuple[str, ...] = ("a", "b")) -> Path:
+    """A checkpoint of a model with fresh weights."""
+    sizes = {"DATA.IMAGE_SIZE": "16", "MODEL.NUM_CLASSES": f"{len(classes)}", "THREADS": "1", "DEVICE": "cpu"}
+    vit = {"MODEL.NAME": "vit", "MODEL.PATCH_SIZE": "8", "MODEL.EMBED_DIM": "16", "MODEL.DEPTH": "1"}
+    config = load_config(None, {}, {**sizes, **vit, "MODEL.NUM_HEADS": "2", **settings}).config
+    model, _, _ = model_in_precision(config, torch.device("cpu"))
+    with torch.no_grad():  # timm's fresh classifier says next to nothing
+        model.get_parameter("head.weight").normal_()
+    meta = {"epoch": 1, "update": 1, "settings": values_to_keep(config), "classes": list(classes)}
+    return save_checkpoint(place / "checkpoints", 1, {MODEL: model.state_dict()}, {"fp32_modules": []}, meta)
+
+
+def test_all_kinds_of_words(
+    say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("b.png", "deep/er/z.PNG", "deep/a.png", ".hidden.png", "deep/notes.txt", "odd[1].png", "line\nfeed.png")
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.zeros((8, 8), dtype=np.uint8)).save(path, format="PNG")
+
+    def found(*words: object, given: bytes = b"") -> list[str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        done = say(digits_run, *words, "-format=json", "-num_workers=0")
+        assert done.code == 0, done.err
+        return [os.path.relpath(row["image"], tmp_path) for row in json.loads(done.out)]
+
+    monkeypatch.chdir(tmp_path)
+    assert found(".") == ["b.png", "line\nfeed.png", "odd[1].png", "deep/a.png", "deep/er/z.PNG"]
+    assert found("deep", "b.png", "deep/../b.png") == ["deep/a.png", "deep/er/z.PNG", "b.png", "b.png"]
+    assert found("*.png") == ["b.png", "line\nfeed.png", "odd[1].png"]
+    assert found("**/*.png") == ["b.png", "deep/a.png", "line\nfeed.png", "odd[1].png"]
+    assert found("odd[1].png", "deep/notes.txt") == ["odd[1].png", "deep/notes.txt"], "what is named is tried"
+    assert found("-", "b.png", given=b"deep/a.png\r\n\nodd[1].png\n") == ["deep/a.png", "odd[1].png", "b.png"]
+    assert found("-", given=b"line\nfeed.png\0b.png\0") == ["line\nfeed.png", "b.png"]
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_predicted(
+    say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = sorted(digits.iterdir())[:3]
+    bad = tmp_path / "bad.png"
+    bad.write_text("no image")
+    listed = f"{good[1]}\n{tmp_path}/gone.png".encode()
+    for workers in (0, 2):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(listed)))
+        words = ("-format", "jsonl", "-batch_size", 2, "-num_workers", workers)
+        done = say(digits_run, good[0], bad, "-", good[2], *words)
+        assert done.code == 1
+        rows = lines_of(done.out)
+        assert [row["image"] for row in rows] == [
+            f"{p}" for p in (good[0], bad, good[1], tmp_path / "gone.png", good[2])
+        ]
+        assert [row.get("error") for row in rows] == [
+            None,
+            "it is no image of a kind that is known",
+            None,
+            "it does not exist",
+            None,
+        ]
+        assert f"warning: {bad} cannot be read: it is no image of a kind that is known" in done.err
+        assert f"{tmp_path}/gone.png cannot be read: it does not exist" in done.err
+        assert "2 of 5 images could not be read" in done.err
+        alone = say(digits_run, *good, *words)
+        assert lines_of(alone.out) == [rows[0], rows[2], rows[4]]
+
+
+def test_a_table_fits_the_terminal(
+    say: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = ("ant", "a class with quite a long name, and a comma", "蚂蚁", "\x1b[31mred")
+    checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder"}, classes)
+    long = tmp_path / f"{'long' * 20}.png"
+    for path in (long, tmp_path / "short.png"):
+        save_image(path, seed=1)
+    for columns in (40, 60, 100, 300):
+        monkeypatch.setenv("COLUMNS", f"{columns}")
+        done = say(checkpoint, long, tmp_path / "short.png", "-topk", 9)
+        assert done.code == 0, done.err
+        head, *rows = done.out.splitlines()
+        assert head.startswith("image ")
+        assert len(rows) == (2 if columns == 300 else 8)
+        assert all(len(row) + row.count("蚂") + row.count("蚁") <= columns for row in rows)
+        assert "\x1b" not in done.out
+        assert done.out.count("%") == 8
+        assert "short.png" in done.out
+    assert "a class with quite a long name, and a comma" in done.out
+    assert "\\x1b[31mred" in done.out
+
+
+def test_names_survive_csv_and_json(say: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
+    classes = ('comma, "quote"', "line\nfeed")
+    checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder"}, classes)
+    odd = os.fsencode(tmp_path) + b"/latin-\xe9, x.png"
+    save_image(tmp_path / "plain.png", seed=1)
+    os.rename(tmp_path / "plain.png", odd)
+    assert say(checkpoint, os.fsdecode(odd), "-out", tmp_path / "o.csv").code == 0
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "o.csv").read_bytes().decode("utf-8", "surrogateescape"))))
+    assert {row["class"] for row in rows} == set(classes)
+    assert {os.fsencode(row["image"]) for row in rows} == {odd}
+    assert sum(float(row["probability"]) for row in rows) == pytest.approx(1, abs=1e-5)
+    for kind in ("json", "jsonl"):
+        assert say(checkpoint, os.fsdecode(odd), "-out", tmp_path / f"o.{kind}").code == 0
+        found = json.loads((tmp_path / f"o.{kind}").read_bytes().decode("utf-8"))
+        row = found[0] if kind == "json" else found
+        assert os.fsencode(row["image"]) == odd
+        assert {guess["class"] for guess in row["guesses"]} == set(classes)
+
+
+def test_what_cannot_be_done_is_said(
+    say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    image = next(digits.iterdir())
+    for words, said in (
+        ((), "-h shows what there is"),
+        ((digits_run,), "IMAGE"),
+        ((image, digits_run), "weights of vitamp's"),
+        ((tmp_path / "none", image), "there is no such run, checkpoint or file"),
+        ((digits_run, tmp_path / "none.png"), "none.png: there is no such file or folder"),
+        ((digits_run, tmp_path / "*.jpg"), "*.jpg: nothing matches it"),
+        ((digits_run, tmp_path / "empty"), "no image lies there"),
+        ((digits_run, "-"), "standard input named no image"),
+        ((digits_run, image, "-topk", 0), "-topk 0: takes a whole number from 1 on"),
+        ((digits_run, image, "-format", "xml"), "xml"),
+        ((digits_run, image, "-amp=fp7"), "fp7"),
+        ((digits_run, image, "-out", tmp_path / "no" / "x.csv"), "does not exist"),
+        ((digits_run, image, "-out", tmp_path / "empty"), "is a folder"),
+        ((digits_run, image, "-cfg", "x.yaml"), "-cfg"),
+    ):
+        done = say(*words)
+        assert done.code == 2, (words, done.err)
+        assert said in done.err, (words, done.err)
+        assert not done.out
+    assert not list(tmp_path.glob("*x*")), "nothing is left behind"
+
+
+def test_amp_takes_no_image_for_its_value(say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path) -> None:
+    image = min(digits.iterdir())
+    rows = [
+        say(digits_run, *words, "-format", "jsonl").out for words in (("-amp", image), (image,), ("-amp", "off", image))
+    ]
+    assert rows[0] == rows[1], "in bf16, as the run"
+    assert rows[0] != rows[2]
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough(digits_run: Path, digits: Path) -> None:
+    tool = f'"{sys.executable}" scripts/predict.py "{digits_run}" "{digits}" -topk 10 -format csv'
+    line = f"{tool} | head -3; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    assert len(done.stdout.splitlines()) == 4
+    assert done.stdout.endswith("\n0\n")
+    assert done.stderr == ""

@@ -6,17 +6,20 @@ torch's own way is a handler of SIGCHLD that raises an error at any point of the
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 SECONDS_BETWEEN_LOOKS = 0.25
+SECONDS_TO_BEGIN = 60.0
+"""A process is born as a copy of one with many threads. What one of them held at that moment is held for ever in it."""
 
 
 class WorkerDied(Exception):
@@ -25,6 +28,12 @@ class WorkerDied(Exception):
 
 class WatchedLoader(DataLoader[Any]):
     """torch's loader, whose processes are watched."""
+
+    def __init__(self, *words: Any, worker_init_fn: Callable[[int], None], num_workers: int, **names: Any) -> None:
+        self.begun = multiprocessing.RawArray("b", max(num_workers, 1))
+        """Which of the processes have begun; shared with them."""
+        begin = _Begin(worker_init_fn, self.begun)
+        super().__init__(*words, worker_init_fn=begin, num_workers=num_workers, **names)
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if not self.num_workers:
@@ -35,10 +44,23 @@ class WatchedLoader(DataLoader[Any]):
             raise WorkerDied(f"loading processes could not be started: {error.strerror or error}") from None
 
 
+class _Begin:
+    """What a process does first, and then says that it has."""
+
+    def __init__(self, work: Callable[[int], None], begun: Any) -> None:
+        self._work, self._begun = work, begun
+
+    def __call__(self, number: int) -> None:
+        self._work(number)
+        self._begun[number] = 1
+
+
 class WatchedIterator(_MultiProcessingDataLoaderIter):
     """Batches from loading processes. Raises WorkerDied where one of them is waited for in vain."""
 
     def __init__(self, loader: WatchedLoader) -> None:
+        self._begun, self._until = loader.begun, time.monotonic() + SECONDS_TO_BEGIN
+        self._begun[:] = bytes(len(self._begun))
         with _born_deaf():
             super().__init__(loader)
 
@@ -57,6 +79,9 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
         dead = [worker for worker in self._workers if not worker.is_alive()]
         if dead:
             raise WorkerDied(", ".join(f"the loading process {worker.pid} {_how(worker.exitcode)}" for worker in dead))
+        idle = [w for w, begun in zip(self._workers, self._begun, strict=False) if not begun]
+        if idle and time.monotonic() > self._until:
+            raise WorkerDied(f"the loading process {idle[0].pid} did not begin in {SECONDS_TO_BEGIN:.0f} s")
         if self._pin_memory and not self._pin_memory_thread.is_alive():
             raise WorkerDied("what a loading process sent could not be received")
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from datasets import Batch, ImageDataset, TrainLoader, ValLoader, open_dataset
+from datasets.loader import start_worker
 from tests.datasets.processes import children, gone, in_order
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
@@ -132,6 +133,28 @@ def test_a_killed_loading_process_changes_nothing(
     assert signal.getsignal(signal.SIGCHLD) is before, "no handler may raise wherever the program happens to be"
     assert "was killed by SIGKILL: out of memory?" in caplog.text
     assert "no sample is lost" in caplog.text
+
+
+def test_a_loading_process_that_never_begins_is_replaced(training, caplog, monkeypatch, tmp_path: Path) -> None:
+    """One is born while some thread holds a lock that it will need: in it, nobody ever lets go of that."""
+    monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
+    (tmp_path / "held").touch()
+
+    def stuck_once(number: int) -> None:
+        if number == 1 and (tmp_path / "held").exists():
+            (tmp_path / "held").unlink()
+            time.sleep(600)
+        start_worker(number)
+
+    monkeypatch.setattr("datasets.loader.start_worker", stuck_once)
+    monkeypatch.setattr("datasets.watch.SECONDS_TO_BEGIN", 1.0)
+    expected = in_order(training(batch=2), 1)
+    before = set(children(os.getpid()))
+    loader = training(batch=2, workers=2)
+    assert in_order(loader, 1) == expected
+    assert "did not begin in 1 s. New ones are started" in caplog.text
+    assert len(set(children(os.getpid())) - before) == 2, "the stuck one is gone"
+    loader.close()
 
 
 def test_loading_processes_killed_between_batches_and_between_epochs(training) -> None:

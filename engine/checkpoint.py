@@ -257,8 +257,8 @@ def _places(path: Path) -> tuple[Path | None, Path]:
     prefix = path.with_name(f"{path.name}.pdparams")  # as PaddleViT names two files at once
     if path.suffix in PADDLES or (not path.exists() and prefix.exists()):
         raise UserError(
-            f"-resume {path}: a checkpoint of PaddleViT's, which vitamp does not read yet. -resume goes on with runs "
-            "of vitamp's own."
+            f"-resume {path}: a checkpoint of PaddleViT's, and -resume goes on with runs of vitamp's own. Start a new "
+            f"run from its weights by -pretrained {path.with_suffix('.pdparams') if path.suffix in PADDLES else prefix}."
         )
     if not path.exists():
         raise UserError(f"-resume {path}: there is no such file or folder.")

@@ -23,7 +23,8 @@ from utils.errors import UserError, nearest
 from .names import is_timm_name
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".pth.tar")
-ENDINGS = (".safetensors", *TORCH_ENDINGS, ".npz")
+PADDLE = ".pdparams"
+ENDINGS = (".safetensors", *TORCH_ENDINGS, ".npz", PADDLE)
 AVERAGE = "ema.safetensors"
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 PROBE_SECONDS = 4.0  # the hub's own client tries for more than 20 s before it gives up
@@ -91,9 +92,6 @@ def unreadable(path: Path, reason: object) -> str:
 def _local(source: str, average: bool) -> Path | None:
     """The file that a path means; None where `source` is a timm name."""
     path = Path(source).expanduser()
-    if path.name.endswith(".pdparams"):
-        _require(path)
-        raise UserError(f"Pretrained weights {path}: PaddlePaddle's .pdparams files are not available yet.")
     if path.is_dir():
         return _average_beside(_in_folder(path)) if average else _in_folder(path)
     if path.exists():
@@ -104,11 +102,12 @@ def _local(source: str, average: bool) -> Path | None:
                 f"MODEL.RESUME_EMA: true, but '{source}' is a name of timm's, without an average; name a run."
             )
         return None
-    beside = [path.with_name(path.name + ending) for ending in (".pdparams", *ENDINGS)]
-    for candidate in beside:
+    paddles = path.with_name(path.name + PADDLE)
+    if paddles.exists():  # PaddleViT's command lines leave the ending out
+        return paddles
+    for candidate in (path.with_name(path.name + ending) for ending in ENDINGS):
         if candidate.exists():
-            later = " PaddlePaddle's files are not available yet." if candidate.suffix == ".pdparams" else ""
-            raise UserError(f"Pretrained weights {path}: no such file, but there is {candidate.name}.{later}")
+            raise UserError(f"Pretrained weights {path}: no such file, but there is {candidate.name}.")
     if path.name != source or path.name.endswith(ENDINGS):
         _require(path)
     hint = nearest(source, [*timm.list_models(), *timm.list_pretrained()])

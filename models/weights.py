@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
 from utils.errors import UserError
 
 from .freeze import classifiers, lies_in
-from .sources import locate, unreadable
+from .paddle_file import read_pdparams
+from .paddle_names import convert
+from .sources import PADDLE, locate, unreadable
 
 SHOWN = 5  # tensors named in an error, of each kind
 
@@ -58,6 +61,10 @@ def _load_tensors(
 
 def _read(file: Path) -> Weights:
     """The tensors of a .safetensors or torch file, without the wrappings of DDP, torch.compile and training scripts."""
+    if file.suffix == PADDLE:
+        found = convert(arrays := read_pdparams(file))
+        # What has no place in the model is told with all else that does not fit.
+        return found.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in found.left_over}
     try:
         weights: Any = load_state_dict(str(file), weights_only=True)
     except RuntimeError as error:

@@ -39,7 +39,7 @@ OWN = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "TRAI
 def strip(path: Path, out: Path, weights: str | None) -> int:
     source = verified(_one(path))
     name = _file([source], weights)
-    _write(out, source.tensors(name), _header(source, {"weights": _words(name), "from": source.folder.name}))
+    write_weights(out, source.tensors(name), _header(source, {"weights": _words(name), "from": source.folder.name}))
     log.info("%s: %s of %s, without optimiser and position", out, _words(name), source.folder)
     return EXIT_DONE
 
@@ -49,7 +49,8 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str | None)
     name = _file(sources, weights)
     mean = _mean(sources, name)
     names = [source.folder.name if last else f"{source.folder}" for source in sources]
-    _write(out, mean, _header(sources[-1], {"weights": f"average of {_words(name)}", "from": names}, averaged=True))
+    header = _header(sources[-1], {"weights": f"average of {_words(name)}", "from": names}, averaged=True)
+    write_weights(out, mean, header)
     log.info("%s: uniform average of %s of %d checkpoints:", out, _words(name), len(sources))
     for source in sources:
         log.info("  %s", source.folder)
@@ -128,7 +129,7 @@ def _is_told(key: str) -> bool:
     return key.startswith(SECTIONS) and key not in OWN
 
 
-def _write(out: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
+def write_weights(out: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
     """Under its name only once it is whole."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:

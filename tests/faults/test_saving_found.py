@@ -80,8 +80,8 @@ def test_only_rank_0_hashes(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("vit.pdparams", "a checkpoint of PaddleViT's, which vitamp does not read yet"),
-        ("vit", "a checkpoint of PaddleViT's, which vitamp does not read yet"),
+        ("vit.pdparams", "a checkpoint of PaddleViT's, and -resume goes on with runs of vitamp's own"),
+        ("vit", "/vit.pdparams"),
         ("deit.pth", "Start a new run from these weights by -pretrained"),
         ("mine.safetensors", "Start a new run from these weights by -pretrained"),
     ],

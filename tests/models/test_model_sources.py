@@ -57,12 +57,12 @@ def test_a_missing_file_is_told_with_the_nearest_name(tmp_path: Path) -> None:
     assert "no such file" in refusal("surely-not-here.safetensors")
 
 
-def test_pdparams_are_not_available_yet(tmp_path: Path) -> None:
-    (tmp_path / "vit.pdparams").touch()
-    assert "not available yet" in refusal(tmp_path / "vit.pdparams")
-    said = refusal(tmp_path / "vit")  # as PaddleViT's command lines have it
-    assert "there is vit.pdparams" in said
-    assert "not available yet" in said
+def test_pdparams_are_opened_with_or_without_their_ending(tmp_path: Path) -> None:
+    (tmp_path / "vit.pdparams").write_bytes(b"no pickle")
+    for name in ("vit.pdparams", "vit"):  # the latter is how PaddleViT's command lines have it
+        assert "vit.pdparams: the file is damaged" in refusal(tmp_path / name)
+    (tmp_path / "vit.pdparams").write_bytes(b"\x80\x04}.")
+    check_pretrained(str(tmp_path / "vit"))
 
 
 def test_a_path_without_its_ending_is_told(tmp_path: Path) -> None:

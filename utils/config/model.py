@@ -19,7 +19,7 @@ class ModelConfig(Section):
     NAME: str = Field(default="vit_base_patch16_224", description="A timm model, or a label where sizes are given.")
     RESUME: str | None = Field(default=None, description="Run, checkpoint or file to go on from; 'auto' needs -output.")
     PRETRAINED: str | None = Field(
-        default=None, description="Weights to start from: .safetensors, .pth, .npz, a run, or a timm name."
+        default=None, description="Weights to start from: .safetensors, .pth, .npz, .pdparams, a run, or a timm name."
     )
     RESUME_EMA: bool | None = Field(
         default=False, description="Take the average for the weights, of the run that PRETRAINED or RESUME names."

@@ -1,0 +1,185 @@
+"""Weights of PaddleViT's ViT, DeiT and Swin under timm's names and in torch's layout; and which model they are of."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .names import is_timm_name
+
+Rules = tuple[tuple[str, str], ...]
+
+# Of all its generations: the first ViT nested everything in `transformer`, the first DeiT had names much like timm's.
+BLOCK = r"(?:transformer\.)?(?:encoder\.)?layers\.(\d+)\."
+VIT: Rules = (
+    (r"(?:(?:transformer\.embeddings|patch_embedding)\.)?(?:cls_token|class_token)", "cls_token"),
+    (r"(?:(?:transformer\.embeddings|patch_embedding)\.)?(?:position_embeddings?|pos_embed)", "pos_embed"),
+    (r"dist_token|distill_token", "dist_token"),
+    (
+        r"(?:transformer\.embeddings\.patch_embeddings|patch_embedding\.patch_embedding|patch_embed\.proj)\.(\w+)",
+        r"patch_embed.proj.\1",
+    ),
+    (BLOCK + r"(?:attn_norm|norm1)\.(\w+)", r"blocks.\1.norm1.\2"),
+    (BLOCK + r"(?:mlp_norm|norm2)\.(\w+)", r"blocks.\1.norm2.\2"),
+    (BLOCK + r"attn\.(?:out|proj)\.(\w+)", r"blocks.\1.attn.proj.\2"),
+    (BLOCK + r"(attn\.qkv|mlp\.fc1|mlp\.fc2)\.(\w+)", r"blocks.\1.\2.\3"),
+    (r"(?:(?:transformer\.)?encoder\.encoder_norm|norm)\.(\w+)", r"norm.\1"),
+    (r"(?:classifier|head)\.(weight|bias)", r"head.\1"),
+    (r"(?:classifier_dist|head_distill)\.(\w+)", r"head_dist.\1"),
+)
+SWIN: Rules = (
+    (r"patch_embedding\.patch_embed\.(\w+)", r"patch_embed.proj.\1"),
+    (r"patch_embedding\.norm\.(\w+)", r"patch_embed.norm.\1"),
+    (
+        r"stages\.(\d+)\.blocks\.(\d+)\.((?:norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.\w+)",
+        r"layers.\1.blocks.\2.\3",
+    ),
+    (
+        r"stages\.(\d+)\.blocks\.(\d+)\.attn\.relative_position_bias_table",
+        r"layers.\1.blocks.\2.attn.relative_position_bias_table",
+    ),
+    (r"norm\.(\w+)", r"norm.\1"),
+    (r"fc\.(\w+)", r"head.fc.\1"),
+)
+MERGING = r"stages\.(\d+)\.downsample\.(reduction\.weight|norm\.\w+)"
+"""Patches are merged at the end of a stage there, and at the beginning of the next one in timm."""
+COMPUTED = re.compile(r"stages\.\d+\.blocks\.\d+\.(?:attn\.relative_position_index|attn_mask)")
+"""Follows from the sizes."""
+CLASSIFIERS = ("head.", "head_dist.")
+OF_A_CLASSIFIER = ("classifier.", "classifier_dist.", "pre_logits.", "head.", "head_distill.", "fc.")
+"""As PaddleViT calls it: without it the rest is whole."""
+
+VIT_SIZES = {
+    (192, 12): ("tiny", 3),
+    (384, 12): ("small", 6),
+    (768, 12): ("base", 12),
+    (1024, 24): ("large", 16),
+    (1280, 32): ("huge", 16),
+    (1408, 40): ("giant", 16),
+}
+"""(width, depth) -> timm's word and the heads, which no shape tells."""
+SWIN_SIZES = {
+    (96, (2, 2, 6, 2)): "tiny",
+    (96, (2, 2, 18, 2)): "small",
+    (128, (2, 2, 18, 2)): "base",
+    (192, (2, 2, 18, 2)): "large",
+}
+
+
+@dataclass
+class Converted:
+    """Weights for timm's model, and what became of each tensor of the file."""
+
+    family: str
+    """vit, deit or swin"""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    used: dict[str, str] = field(default_factory=dict)
+    """Name there -> timm's."""
+    unused: list[str] = field(default_factory=list)
+    computed: list[str] = field(default_factory=list)
+    """Not taken, since timm computes it itself."""
+
+    @property
+    def left_over(self) -> list[str]:
+        """What timm's model has no place for, so that it would not be the model that was trained."""
+        return [name for name in self.unused if not name.startswith(OF_A_CLASSIFIER)]
+
+
+def convert(arrays: dict[str, np.ndarray]) -> Converted:
+    """Rename, and transpose what Paddle stores the other way round: the weights of linear layers."""
+    swin = any(name.startswith("stages.") for name in arrays)
+    taught = any(name in ("dist_token", "distill_token", "class_token") for name in arrays)
+    found = Converted("swin" if swin else "deit" if taught else "vit")
+    for name, array in arrays.items():
+        if swin and COMPUTED.fullmatch(name):
+            found.computed.append(name)
+            continue
+        new = _renamed(name, SWIN if swin else VIT)
+        if new is None or new in found.tensors:
+            found.unused.append(name)
+            continue
+        found.used[name] = new
+        found.tensors[new] = _tensor(array, transposed=is_transposed(name, array))
+    return found
+
+
+def is_transposed(name: str, array: np.ndarray) -> bool:
+    return name.endswith(".weight") and array.ndim == 2
+
+
+def _renamed(name: str, rules: Rules) -> str | None:
+    if rules is SWIN and (merging := re.fullmatch(MERGING, name)):
+        return f"layers.{int(merging[1]) + 1}.downsample.{merging[2]}"
+    for pattern, new in rules:
+        if found := re.fullmatch(pattern, name):
+            return found.expand(new)
+    return None
+
+
+def _tensor(array: np.ndarray, transposed: bool) -> Tensor:
+    if array.dtype == np.uint16:  # so Paddle hands bfloat16 to numpy: the upper half of a float
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    numbers = np.array(array.T if transposed else array, dtype=array.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(numbers)
+
+
+def sizes_of_weights(found: Converted) -> dict[str, Any]:
+    """MODEL's sizes, with IMAGE_SIZE and IMAGE_CHANNELS of DATA. KeyError where the first tensors are missing."""
+    tensors = found.tensors
+    patches = tensors["patch_embed.proj.weight"]
+    width, channels, patch = patches.shape[0], patches.shape[1], patches.shape[-1]
+    head = tensors.get("head.fc.weight" if found.family == "swin" else "head.weight")
+    about: dict[str, Any] = {
+        "EMBED_DIM": width,
+        "PATCH_SIZE": patch,
+        "IMAGE_CHANNELS": channels,
+        "NUM_CLASSES": None if head is None else head.shape[0],
+    }
+    first = "layers.0.blocks.0" if found.family == "swin" else "blocks.0"
+    about["MLP_RATIO"] = tensors[f"{first}.mlp.fc1.weight"].shape[0] / width
+    about["QKV_BIAS"] = f"{first}.attn.qkv.bias" in tensors
+    return about | (_of_swin(tensors, patch) if found.family == "swin" else _of_vit(tensors, width, patch))
+
+
+def _of_vit(tensors: dict[str, Tensor], width: int, patch: int) -> dict[str, Any]:
+    depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
+    tokens = tensors["pos_embed"].shape[1] - 1 - ("dist_token" in tensors)
+    _, heads = VIT_SIZES.get((width, depth), ("", None))
+    return {"DEPTH": depth, "NUM_HEADS": heads, "IMAGE_SIZE": math.isqrt(tokens) * patch}
+
+
+def _of_swin(tensors: dict[str, Tensor], patch: int) -> dict[str, Any]:
+    tables = {
+        (int(name.split(".")[1]), int(name.split(".")[3])): value.shape
+        for name, value in tensors.items()
+        if name.endswith("relative_position_bias_table")
+    }
+    stages = 1 + max(stage for stage, _ in tables)
+    depths = [1 + max(block for at, block in tables if at == stage) for stage in range(stages)]
+    windows = [(math.isqrt(tables[stage, 0][0]) + 1) // 2 for stage in range(stages)]
+    return {
+        "STAGE_DEPTHS": depths,
+        "NUM_HEADS": [tables[stage, 0][1] for stage in range(stages)],
+        "WINDOW_SIZE": windows[0],
+        # The last stage's window is all it sees, in every published size.
+        "IMAGE_SIZE": windows[-1] * patch * 2 ** (stages - 1),
+    }
+
+
+def timm_name(found: Converted, sizes: dict[str, Any]) -> str | None:
+    """timm's name of a model of these sizes, if it is one of the published ones."""
+    width, patch, side = sizes["EMBED_DIM"], sizes["PATCH_SIZE"], sizes["IMAGE_SIZE"]
+    if found.family == "swin":
+        word = SWIN_SIZES.get((width, tuple(sizes["STAGE_DEPTHS"])))
+        name = f"swin_{word}_patch{patch}_window{sizes['WINDOW_SIZE']}_{side}"
+    else:
+        word, _ = VIT_SIZES.get((width, sizes["DEPTH"]), (None, None))
+        distilled = "_distilled" if "dist_token" in found.tensors else ""
+        name = f"{found.family}_{word}{distilled}_patch{patch}_{side}"
+    return name if word and is_timm_name(name) else None

@@ -1,0 +1,272 @@
+"""scripts/evaluate.py: its figures are those of scikit-learn and of validation, on the run's data and on other data."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn import metrics as sklearn
+
+from datasets.base import Batch, ImageDataset, Key
+from engine.predictions import validation_part, validation_predictions
+from engine.trained import load_trained
+from scripts import checkpoint, evaluate
+from scripts.evaluate_data import Part
+from scripts.evaluate_figures import Figures, figures_of
+from tests.program import Result, metrics
+
+CLASSES = 7
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
+    """Run the tool in this process: code, standard output, standard error."""
+
+    def call(*words: object) -> SimpleNamespace:
+        capsys.readouterr()
+        code = evaluate.main([str(word) for word in words])
+        said = capsys.readouterr()
+        return SimpleNamespace(code=code, out=said.out, err=said.err)
+
+    return call
+
+
+class Said(ImageDataset):
+    """Samples whose pixels are their numbers."""
+
+    in_memory = True
+
+    def __init__(self, labels: torch.Tensor) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, keys: list[Key]) -> Batch:
+        indices = torch.tensor([index for _, index in keys])
+        return Batch(indices.clamp(min=0)[:, None], self.labels[indices.clamp(min=0)], indices)
+
+
+def of_logits(logits: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> Figures:
+    """The figures of a model that says these logits."""
+    data = SimpleNamespace(NUM_WORKERS=0, BATCH_SIZE_EVAL=32, BATCH_SIZE=32)
+    config = SimpleNamespace(DATA=data, MODEL=SimpleNamespace(NUM_CLASSES=logits.shape[1]))
+    trained: Any = SimpleNamespace(
+        config=config,
+        precision=SimpleNamespace(device=torch.device("cpu")),
+        logits=lambda numbers: logits[numbers[:, 0]],
+    )
+    return figures_of(trained, Part(Said(labels), "", None), bins)
+
+
+@pytest.fixture(scope="module")
+def answers() -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits that are right more often than not; class 5 is never guessed, and class 6 has no image."""
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, CLASSES - 1, (333,), generator=generator)
+    logits = torch.randn(333, CLASSES, generator=generator)
+    logits[torch.arange(333), labels] += 1.5
+    logits[:, 5] -= 20
+    return logits, labels
+
+
+def test_figures_are_those_of_scikit_learn(answers: tuple[torch.Tensor, torch.Tensor]) -> None:
+    logits, labels = answers
+    found, guess, shares = of_logits(logits, labels), logits.argmax(1), logits.double().softmax(1).numpy()
+    assert found.acc1 == pytest.approx(100 * sklearn.accuracy_score(labels, guess))
+    among = sklearn.top_k_accuracy_score(labels, shares, k=5, labels=range(CLASSES))
+    assert found.acc5 == pytest.approx(100 * among)
+    present = sorted(set(labels.tolist()))
+    for average, mean in (("macro", found.macro), ("weighted", found.weighted)):
+        wanted: Any = sklearn.precision_recall_fscore_support(
+            labels, guess, labels=present, average=average, zero_division=0
+        )
+        values = [mean(values) for values in (found.precision, found.recall, found.f1)]
+        assert values == pytest.approx([100 * float(value) for value in wanted[:3]])
+    each: Any = sklearn.precision_recall_fscore_support(labels, guess, labels=range(CLASSES), zero_division=0)
+    for values, of_class in zip((found.precision, found.recall, found.f1), each, strict=False):
+        assert values.tolist() == pytest.approx((100 * of_class).tolist())
+    assert found.support.tolist() == each[3].tolist()
+    assert found.confusion().tolist() == sklearn.confusion_matrix(labels, guess, labels=range(CLASSES)).tolist()
+    assert found.nll == pytest.approx(sklearn.log_loss(labels, shares, labels=range(CLASSES)), rel=1e-6)
+    assert found.brier == pytest.approx(((shares - np.eye(CLASSES)[labels.numpy()]) ** 2).sum(1).mean())
+
+
+@pytest.mark.parametrize("bins", [1, 10, 15])
+def test_calibration_error(answers: tuple[torch.Tensor, torch.Tensor], bins: int) -> None:
+    logits, labels = answers
+    found = of_logits(logits, labels, bins)
+    confidence, guess = (values.numpy() for values in logits.double().softmax(1).max(1))
+    right, error = guess == labels.numpy(), 0.0
+    for number in range(bins):
+        inside = (confidence > number / bins) & (confidence <= (number + 1) / bins)
+        assert found.bins[number].images == inside.sum()
+        if inside.any():
+            error += inside.mean() * abs(confidence[inside].mean() - right[inside].mean())
+            assert found.bins[number].accuracy == pytest.approx(100 * right[inside].mean())
+    assert found.ece == pytest.approx(100 * error)
+    assert found.ece > 1
+
+
+def test_a_certain_model_and_a_broken_one() -> None:
+    labels = torch.arange(5)
+    certain = of_logits(200 * torch.eye(5), labels)
+    assert (certain.acc1, certain.ece, certain.brier) == pytest.approx((100, 0, 0))
+    assert certain.bins[-1].images == 5
+    broken = of_logits(torch.full((5, 5), torch.nan), labels)
+    assert broken.not_finite == 5
+
+
+def test_on_the_runs_own_data(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
+    files = ("-out", tmp_path / "eval.json", "-confusion", tmp_path / "matrix.csv")
+    done = say(digits_run, "-weights", "both", *files)
+    assert done.code == 0, done.err
+    validated = metrics(digits_run, "val")[-1]
+    told = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
+    assert told["classes"] == [str(digit) for digit in range(10)]
+    assert told["precision"] == "bf16"
+    for which, prefix in (("model", ""), ("ema", "ema_")):
+        found = told["figures"][which]
+        assert (found["acc1"], found["acc5"]) == (validated[f"{prefix}acc1"], validated[f"{prefix}acc5"])
+        assert found["nll"] == pytest.approx(validated[f"{prefix}loss"], rel=1e-12)
+        assert f"{found['acc1']:.2f} %" in done.out
+        assert sum(map(sum, found["confusion"])) == found["images"] == 360
+        with (tmp_path / f"matrix_{which}.csv").open(newline="") as file:
+            rows = list(csv.reader(file))
+        assert rows[0][1:] == told["classes"]
+        assert [list(map(int, row[1:])) for row in rows[1:]] == found["confusion"]
+    assert done.out.count("\n  9 ") == 1, "a line a class"
+
+
+def test_it_is_what_eval_says(
+    vitamp: Callable[..., Result], say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path
+) -> None:
+    """Of other settings than the run's too: another precision, other batches."""
+    words = ("-amp", "off", "-batch_size", 100)
+    validated = vitamp("-eval", "-resume", digits_run, "-output", tmp_path / "eval", *words)
+    assert validated.code == 0, validated.text
+    (wanted,) = metrics(tmp_path / "eval", "val")
+    done = say(digits_run, "-weights", "both", "-out", tmp_path / "eval.json", *words)
+    assert done.code == 0, done.err
+    told = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
+    assert told["precision"] == "fp32"
+    assert (told["figures"]["model"]["acc1"], told["figures"]["ema"]["acc1"]) == (wanted["acc1"], wanted["ema_acc1"])
+    assert told["figures"]["model"]["nll"] == pytest.approx(wanted["loss"], rel=1e-12)
+
+
+@pytest.fixture
+def tree(digits_run: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The run's validation images in class folders called as `names` says, a digit each."""
+
+    def make(names: dict[int, str]) -> Path:
+        part = validation_part(load_trained(digits_run))
+        images, labels, _ = part.__getitems__([(0, index) for index in range(len(part))])
+        for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+            if label in names:
+                path = tmp_path / "tree" / "val" / names[label] / f"{number:03d}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image[0].numpy()).save(path)
+        return tmp_path / "tree"
+
+    return make
+
+
+OTHER = ("-dataset", "imagefolder", "DATA.CROP=none")
+
+
+def test_classes_of_other_data_are_matched_by_name(
+    say: Callable[..., SimpleNamespace], digits_run: Path, tree: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Folders 3, 4 and 8 are the labels 0, 1 and 2 of that data set, and the model's 3, 4 and 8."""
+    root = tree({3: "3", 4: "4", 8: "8"})
+    done = say(digits_run, *OTHER, "-data_path", root, "-out", tmp_path / "eval.json", "-confusion", tmp_path / "m.png")
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))["figures"]["ema"]
+    own = validation_predictions(load_trained(digits_run), workers=0)
+    chosen = torch.isin(own.labels, torch.tensor([3, 4, 8]))
+    guess, labels = own.guesses()[chosen, 0], own.labels[chosen]
+    assert found["images"] == len(labels)
+    assert found["confusion"] == sklearn.confusion_matrix(labels, guess, labels=range(10)).tolist()
+    assert found["recall_macro"] == pytest.approx(100 * sklearn.balanced_accuracy_score(labels, guess))
+    assert "images of 3 classes" in done.out
+    with Image.open(tmp_path / "m.png") as picture:
+        assert min(picture.size) > 300
+
+
+@pytest.mark.parametrize("more", [{}, {label: f"{label}" for label in range(10) if label != 7}])
+def test_classes_the_model_does_not_know_are_named(
+    say: Callable[..., SimpleNamespace], digits_run: Path, tree: Callable[..., Path], more: dict[int, str]
+) -> None:
+    root = tree({1: "1", 7: "seven", **more})
+    if more:  # eleven classes are more than the model has
+        (root / "val" / "six").mkdir()
+        save = next((root / "val" / "1").iterdir()).read_bytes()
+        (root / "val" / "six" / "x.png").write_bytes(save)
+    done = say(digits_run, *OTHER, "-data_path", root)
+    assert done.code == 2
+    assert (
+        "the model knows 2 of its 11 classes not: seven, six." if more else "1 of its 2 classes not: seven."
+    ) in done.err
+    assert "The model was trained on 0, 1, 2" in done.err
+
+
+def test_the_training_part_without_augmentation(
+    say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path
+) -> None:
+    words = ("-part", "train", "DATA.SHIFT=0.5", "DATA.ROTATE=180")
+    twice = [say(digits_run, *words, "-out", tmp_path / f"{n}.json") for n in range(2)]
+    assert [done.code for done in twice] == [0, 0], twice[0].err
+    assert "digits, training: 1437 images" in twice[0].out
+    plain = say(digits_run, "-part", "train")
+    assert twice[0].out.partition("top-1")[2].splitlines()[:20] == plain.out.partition("top-1")[2].splitlines()[:20]
+
+
+def test_stripped_weights_take_data_from_the_command_line(
+    say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path
+) -> None:
+    assert checkpoint.main(["strip", str(digits_run), "-out", str(tmp_path / "w.safetensors")]) == 0
+    done = say(tmp_path / "w.safetensors", "-out", tmp_path / "eval.json")
+    assert done.code == 0, done.err
+    told = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
+    assert told["figures"]["ema"]["acc1"] == metrics(digits_run, "val")[-1]["ema_acc1"]
+
+
+def test_an_image_that_cannot_be_read(
+    say: Callable[..., SimpleNamespace], digits_run: Path, tree: Callable[..., Path]
+) -> None:
+    root = tree({3: "3", 4: "4"})
+    (root / "val" / "3" / "bad.png").write_text("no image")
+    done = say(digits_run, *OTHER, "-data_path", root)
+    assert done.code == 1
+    assert "bad.png (it is no image of a kind that is known)" in done.err
+    assert "top-1" not in done.out, "figures of other images than asked for are none"
+
+
+def test_what_cannot_be_done_is_said(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
+    for words, said in (
+        ((), "the model comes first"),
+        (("-weights", "ema", digits_run), "what is"),
+        ((tmp_path / "none",), "no such file or folder"),
+        ((digits_run, "-weights", "best"), "takes auto, model, ema or both"),
+        ((digits_run, "-part", "test"), "takes val or train"),
+        ((digits_run, "-bins", "0"), "-bins 0: takes a whole number from 1 to 1000"),
+        ((digits_run, "-out", tmp_path / "x.txt"), "name a file that ends in .json"),
+        ((digits_run, "-confusion", tmp_path / "no" / "x.png"), "does not exist"),
+        ((digits_run, "-cfg", "x.yaml"), "the settings are those of the run"),
+        ((digits_run, "-pretrained", "x.pth"), "the model is the one named first"),
+        ((digits_run, "-dataset", "imagefolder"), "needs DATA.DATA_PATH"),
+        ((digits_run, "-dataset", "imagefoldr"), "Did you mean imagefolder?"),
+        ((digits_run, "MODEL.DEPTH=3"), "weights of another architecture"),
+    ):
+        done = say(*words)
+        assert done.code == 2, (words, done.err)
+        assert said in done.err, (words, done.err)
+        assert "Traceback" not in done.err

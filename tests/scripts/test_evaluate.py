@@ -24,6 +24,7 @@ from scripts.evaluate_figures import Figures, figures_of
 from tests.program import Result, metrics
 
 CLASSES = 7
+SCORES: Any = sklearn.precision_recall_fscore_support  # its type stubs do not know the values it takes
 
 
 @pytest.fixture
@@ -86,12 +87,10 @@ def test_figures_are_those_of_scikit_learn(answers: tuple[torch.Tensor, torch.Te
     assert found.acc5 == pytest.approx(100 * among)
     present = sorted(set(labels.tolist()))
     for average, mean in (("macro", found.macro), ("weighted", found.weighted)):
-        wanted: Any = sklearn.precision_recall_fscore_support(
-            labels, guess, labels=present, average=average, zero_division=0
-        )
+        wanted: Any = SCORES(labels, guess, labels=present, average=average, zero_division=0)
         values = [mean(values) for values in (found.precision, found.recall, found.f1)]
         assert values == pytest.approx([100 * float(value) for value in wanted[:3]])
-    each: Any = sklearn.precision_recall_fscore_support(labels, guess, labels=range(CLASSES), zero_division=0)
+    each: Any = SCORES(labels, guess, labels=range(CLASSES), zero_division=0)
     for values, of_class in zip((found.precision, found.recall, found.f1), each, strict=False):
         assert values.tolist() == pytest.approx((100 * of_class).tolist())
     assert found.support.tolist() == each[3].tolist()

@@ -151,6 +151,8 @@ def _restore(
 ) -> tuple[Position, Best]:
     sharding = parts.sharding
     load_weights(parts.model, checkpoint.one_by_one(weights), f"{checkpoint.folder / weights}", sharding)
+    if weights == EMA:
+        log.info("MODEL.RESUME_EMA: the weights it goes on with are those of the average.")
     moments = checkpoint.one_by_one(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
     load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
     lay_out_alike(parts.optimizer)

@@ -296,3 +296,21 @@ def equal_moments(one: ReadyToTrain, other: ReadyToTrain, name: str) -> bool:
     states = [ready.parts.optimizer.state[ready.model.get_parameter(name)] for ready in (one, other)]
     tensors = [{key: value for key, value in state.items() if isinstance(value, Tensor)} for state in states]
     return bool(tensors[0]) and all(torch.equal(value, tensors[1][key]) for key, value in tensors[0].items())
+
+
+def test_going_on_from_the_average(tiny: Path, tmp_path: Path) -> None:
+    trained = build(tiny, **EMA)
+    train(trained, 3)
+    assert trained.parts.ema is not None
+    average = trained.parts.ema.module.state_dict()
+    resumed = build(tiny, **EMA, **BACKBONE)
+    restore(resumed.parts, save(trained, tmp_path / "a", 3), GLOBAL_BATCH, PER_EPOCH, average=True)
+    assert resumed.parts.ema is not None
+    assert not moved(resumed.model, average)
+    assert not moved(resumed.parts.ema.module, average)
+    assert moved(trained.model, average)
+    train(resumed, 1, done=3)
+    assert moved(resumed.model, average) == {"head.weight", "head.bias"}
+    without = build(tiny)
+    with pytest.raises(UserError, match=r"MODEL\.RESUME_EMA.*kept no average"):
+        restore(without.parts, save(without, tmp_path / "b", 1), GLOBAL_BATCH, PER_EPOCH, average=True)

@@ -191,6 +191,8 @@ def _parts(wanted: str) -> tuple[str | None, str]:
     if separator and is_timm_name(name):
         return name, str(Path(file).expanduser())
     path = Path(wanted).expanduser()
+    if path.name == "regnety_160.pdparams":  # PaddleViT's default
+        raise UserError(f"{KEY} {wanted}: of PaddleViT's RegNets no weights are read; timm's {EXAMPLE} is that model.")
     if path.is_file() and "settings" not in (header := _header(path)) and not (path.parent / META).exists():
         named = [str(header.get("model", "")), path.name.partition(".")[0], path.stem]
         found = next(filter(is_timm_name, filter(None, named)), None)
@@ -202,8 +204,7 @@ def _parts(wanted: str) -> tuple[str | None, str]:
     if is_timm_name(wanted):
         return wanted, wanted
     hint = nearest(wanted, timm.list_pretrained())
-    paddles = f" PaddleViT's RegNetY-16GF is timm's {EXAMPLE}." if "regnety_160" in wanted else ""
-    raise UserError(f"{KEY} {wanted}: there is no such file, folder, or model of timm's.{hint}{paddles} {FORMS}")
+    raise UserError(f"{KEY} {wanted}: there is no such file, folder, or model of timm's.{hint} {FORMS}")
 
 
 def _header(file: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ALL = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 RECIPES = [name for name in ALL if not name.startswith("_")]
 SHOWN_LESS = {f"vit_digits_16{how}" for how in ("", "_drop25", "_drop50", "_growing")}
-OWN_SIZES = {"vit_digits", "vit_cifar10", "vit_synthetic", "fleet_amp", "paddle_amp", *SHOWN_LESS}
+OWN_SIZES = {"vit_digits", "vit_cifar10", "vit_synthetic", "fleet_amp", "paddle_amp", "vit_digits_distilled", *SHOWN_LESS}
 TIMM_SIZES = [name for name in RECIPES if name not in OWN_SIZES]
 
 # Width, depth and heads of the ViT paper's sizes (Ti is AugReg's); patch and image size stand in the name.

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.compile_choice import training_flops
+from engine.batch_norm import join_statistics
 from engine.evaluate import evaluate
+from engine.flops import training_flops
 from engine.resume import restore, say_what_changed
 from engine.setup import ReadyToTrain
 from models import build_without_weights, classifiers, frozen_weights
 from models.freeze import freeze
 from tests.engine.small import build, train, windows
+from tests.engine.test_batch_norm import TWO, parts_with
 from tests.engine.test_restore import GLOBAL_BATCH, PER_EPOCH, everything, save
-from utils.config import load_config
+from utils.config import Config, load_config
 from utils.config.model import ModelConfig
 from utils.errors import UserError
 from utils.world import ALONE
@@ -70,7 +72,10 @@ def kept_for_backward(ready: ReadyToTrain) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+FP8 = pytest.param({**AMP, "AMP__DTYPE": "fp8", "MODEL__EMBED_DIM": 32}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("how", [*HOW.values(), FP8], ids=[*HOW, "fp8"])
 def test_a_frozen_backbone_stays_and_keeps_nothing_for_the_backward_pass(tiny: Path, how: dict[str, object]) -> None:
     ready = build(tiny, **how, **RANDOM, **EMA, **BACKBONE)
     assert ready.parts.ema is not None
@@ -80,7 +85,8 @@ def test_a_frozen_backbone_stays_and_keeps_nothing_for_the_backward_pass(tiny: P
     assert moved(ready.model, before) == {"head.weight", "head.bias"}
     assert moved(ready.parts.ema.module, before) == {"head.weight", "head.bias"}
     groups = ready.parts.optimizer.param_groups
-    assert sum(weight.numel() for group in groups for weight in group["params"]) == 16 * 10 + 10
+    head = [ready.model.get_parameter(name) for name in ("head.bias", "head.weight")]
+    assert [id(weight) for group in groups for weight in group["params"]] == [id(weight) for weight in head]
     assert all(weight.grad is None for weight in ready.model.parameters())
 
 
@@ -130,6 +136,15 @@ def test_norms_that_are_trained_go_on_counting(tiny: Path) -> None:
     before = copies(ready.model)
     train(ready, 1)
     assert {name.partition(".")[0] for name in moved(ready.model, before)} == {"conv1", "bn1", "layer3", "layer4", "fc"}
+
+
+def test_frozen_norms_have_no_statistics_to_join() -> None:
+    for frozen in (True, False):
+        model = timm.create_model("test_resnet", num_classes=3)
+        freeze(model, ["backbone"] if frozen else [])
+        join_statistics(parts_with(model), TWO, Config())
+        joined = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+        assert bool(joined) is not frozen
 
 
 def training_parts(model: nn.Module) -> set[str]:

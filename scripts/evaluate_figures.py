@@ -102,7 +102,11 @@ def figures_of(trained: Trained, part: Part, bins: int) -> Figures:
     """Memory for a few numbers an image, however many classes there are."""
     rows = [Rows.of(logits, part.labels(labels)) for logits, labels, _ in _with_bar(trained, part)]
     seen = Rows(*(torch.cat(column) for column in zip(*rows, strict=True)))
-    classes, images = trained.config.MODEL.NUM_CLASSES, len(seen.label)
+    return figures_from(seen, trained.config.MODEL.NUM_CLASSES, bins)
+
+
+def figures_from(seen: Rows, classes: int, bins: int) -> Figures:
+    images = len(seen.label)
     ece, found = calibration(seen.confidence, seen.label == seen.guess, bins)
     return Figures(
         images=images,

@@ -78,9 +78,10 @@ def test_the_interval_is_that_of_the_paired_t_test() -> None:
 def test_a_seed_counts_only_with_its_partner() -> None:
     """What a seed does to a run it does to both: seeds that one mode lacks would be taken for a difference."""
     found = runs(fp32={"last_acc1": [90.0, 95.0, 99.0]}, bf16={"last_acc1": [90.0, 95.0]})
-    difference = points_of_accuracy(found["bf16"], found["fp32"], 1)
-    assert difference is not None
-    assert (difference.value, difference.runs) == (0.0, 2)
+    for mode, base in (MODES, MODES[::-1]):
+        difference = points_of_accuracy(found[mode], found[base], 1)
+        assert difference is not None
+        assert (difference.value, difference.runs) == (0.0, 2)
 
 
 def test_a_clear_loss_is_told_as_one() -> None:

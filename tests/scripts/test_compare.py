@@ -1,0 +1,280 @@
+"""compare.py: what it trains, what it does not train twice, and what it finds wrong before it trains anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from scripts import compare_train
+from scripts.compare import main
+from scripts.compare_plan import read_modes, read_seeds
+from tests.program import ROOT, Started, metrics
+from utils.config import Config
+from utils.errors import UserError
+
+Call = Callable[..., int]
+
+
+class FromServer:
+    """A run's process, from the server that has imported torch already."""
+
+    def __init__(self, command: list[str], output: IO[bytes], streams: Path) -> None:
+        script, *words = command
+        self._started, self._output = Started(str(ROOT / script), words, Path.cwd(), {}, streams), output
+
+    def wait(self, timeout: float | None = None) -> int:
+        del timeout
+        done = self._started.end(120)
+        self._output.write(done.text.encode())
+        return done.code
+
+
+class Trainings:
+    """Which processes were started."""
+
+    def __init__(self, streams: Path) -> None:
+        self.streams, self.started = streams, list[str]()
+
+    def start(self, command: list[str], output: IO[bytes]) -> FromServer:
+        self.started.append(Path(command[command.index("-output") + 1]).name)
+        return FromServer(command, output, self.streams)
+
+
+@pytest.fixture
+def trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
+    made = Trainings(tmp_path)
+    monkeypatch.setattr(compare_train, "start", made.start)
+    return made
+
+
+@pytest.fixture
+def compare(tiny: Path, tmp_path: Path) -> Call:
+    """A few updates of each."""
+
+    def call(*words: object) -> int:
+        small = ("TRAIN.MAX_UPDATES=6", "REPORT_FREQ=2", "DATA.BATCH_SIZE_EVAL=360")
+        return main(["-cfg", str(tiny), "-out", str(tmp_path / "out"), *map(str, words), *small])
+
+    return call
+
+
+def figures(out: Path) -> dict[str, Any]:
+    return json.loads((out / "compare.json").read_text(encoding="utf-8"))
+
+
+def test_two_modes_from_settings_to_verdict_and_no_training_twice(
+    compare: Call, trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert compare("-modes", "fp32,O1:bf16", "-seeds", "0,") == 0
+    assert trainings.started == ["fp32-0", "bf16-0"]
+    found = figures(out)
+    assert [(row["mode"], row["seed"], row["precision"]) for row in found["runs"]] == [
+        ("fp32", 0, "fp32"),
+        ("bf16", 0, "bf16"),
+    ]
+    (_, row), (val,) = found["runs"], metrics(out / "bf16-0", "val")
+    assert (row["last_acc1"], row["updates"], row["validation_images"]) == (val["acc1"], 6, 360)
+    assert found["compared"] == ["fp32", "bf16"]
+    assert found["settings"]["TRAIN.MAX_UPDATES"] == "6"
+    assert found["versions"]["torch"]
+    printed = capsys.readouterr().out
+    assert found["verdicts"][0]["text"] in printed
+    assert "one seed is no ground for a claim" in printed
+    assert "2 of 2: bf16, seed 0: top-1" in printed
+
+    trainings.started.clear()
+    assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 0
+    assert trainings.started == []
+    assert figures(out)["runs"] == found["runs"]
+    assert "trained before" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_is_told_and_the_others_are_compared(
+    compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Processes that fail, or die without a word; one that says it is done and is not."""
+
+    class Fails:
+        def __init__(self, command: list[str], output: IO[bytes]) -> None:
+            name = Path(command[command.index("-output") + 1]).name
+            self.code = {"fp32-0": 1, "bf16-0": -9, "fp32-1": 0, "bf16-1": 1}[name]
+            if name == "fp32-0":
+                output.write(b"Epoch 1\nwarning: hm\nerror: the gradients stopped being numbers\nand so on\n")
+
+        def wait(self, timeout: float) -> int:
+            del timeout
+            return self.code
+
+    monkeypatch.setattr(compare_train, "start", Fails)
+    assert compare("-modes", "fp32,bf16", "-seeds", "2") == 1
+    assert figures(tmp_path / "out")["failed"] == {
+        "fp32-0": "exit code 1: the gradients stopped being numbers",
+        "bf16-0": "exit code -9: it said nothing",
+        "bf16-1": "exit code 1: it said nothing",
+        "fp32-1": "exit code 0: it said nothing",
+    }
+    said = capsys.readouterr()
+    assert "1 of 4: fp32, seed 0 failed: exit code 1: the gradients stopped being numbers" in said.err
+    assert "fp32: 2 of 2 runs failed: exit code 1: the gradients stopped being numbers" in said.out
+    assert "bf16: no verdict" in said.out
+
+
+def test_the_order_goes_there_and_back(compare: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Fails:
+        def __init__(self, command: list[str], _output: IO[bytes]) -> None:
+            order.append(Path(command[command.index("-output") + 1]).name)
+
+        def wait(self, timeout: float) -> int:
+            del timeout
+            return 1
+
+    monkeypatch.setattr(compare_train, "start", Fails)
+    assert compare("-modes", "bf16,fp32,O2", "-seeds", "3") == 1
+    assert order == [
+        *("bf16-0", "fp32-0", "O2-bf16-0"),
+        *("O2-bf16-1", "fp32-1", "bf16-1"),
+        *("bf16-2", "fp32-2", "O2-bf16-2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-modes", "fp32,tf32"], "-modes tf32: TF32 is a feature of NVIDIA GPUs"),
+        (["-modes", "fp32,bf61"], "there is no 'bf61'. Did you mean bf16? Known are fp32, tf32, bf16"),
+        (["-modes", "bf16"], "name two or more"),
+        (["-modes", "fp32,bf16,auto"], "bf16 and auto are both bf16 here"),
+        (["-modes", "fp32,O3:fp16"], "-modes O3-fp16: AMP.LEVEL O3 in fp16: squared gradients round to zero"),
+        (["-seeds", "many"], "-seeds many: takes how many"),
+        (["-seeds", "0"], "-seeds 0: takes how many"),
+        (["-seeds", "1,1"], "the same seed twice"),
+        (["-amp"], "AMP.ENABLED (-amp) cannot be given; the modes are compared"),
+        (["SEED=3"], "SEED (on the command line) cannot be given; the seeds are given by -seeds"),
+        (["-output", "x"], "OUTPUT (-output) cannot be given; -out DIR"),
+        (["-resume", "x"], "compare.py has no MODEL.RESUME"),
+        (["TRAIN.OPTIMIZER.NAME=Adamm"], "Adamm"),
+        (["-batch_size", "auto"], "give a tool a number"),
+        (["-dry_run"], "compare.py has no -dry_run"),
+    ],
+)
+def test_what_is_wrong_is_found_before_anything_is_trained(
+    words: list[str],
+    told: str,
+    compare: Call,
+    trainings: Trainings,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert compare(*words) == 2
+    assert told in capsys.readouterr().err
+    assert trainings.started == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_settings_in_the_same_folder_are_an_error_that_names_them(
+    compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fails:
+        def __init__(self, command: list[str], _output: IO[bytes]) -> None:
+            del command
+
+        def wait(self, timeout: float) -> int:
+            del timeout
+            return 1
+
+    monkeypatch.setattr(compare_train, "start", Fails)
+    assert compare("-modes", "fp32,bf16", "-seeds", "1") == 1
+    capsys.readouterr()
+    assert compare("-modes", "fp32,bf16", "-seeds", "2", "TRAIN.BASE_LR=0.5", "TAG=mine") == 2
+    said = capsys.readouterr().err
+    assert "fp32-0: was trained with other settings: TRAIN.BASE_LR: 0.002 -> 0.5; TAG: null -> mine" in said
+    assert "another -out" in said
+    assert compare("-modes", "fp32,O2", "-seeds", "2") == 1, "more modes and seeds are no other settings"
+    assert sorted(path.stem for path in (tmp_path / "out").glob("*.yaml")) == [
+        *("O2-bf16-0", "O2-bf16-1", "bf16-0", "fp32-0", "fp32-1"),
+    ]
+
+
+def test_names_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    cpu = torch.device("cpu")
+    names = "off, O2:bf16,naive-FP16,O3,auto,fp16,fp8,O2-fp16,NAIVE"
+    assert [mode.name for mode in read_modes(names, Config(), cpu)] == [
+        *("fp32", "O2-bf16", "NAIVE-fp16", "O3-bf16", "bf16", "fp16", "fp8", "O2-fp16", "NAIVE-bf16"),
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    on_gpu = read_modes("tf32,auto,O2", Config(), torch.device("cuda"))
+    assert [mode.name for mode in on_gpu] == ["tf32", "fp16", "O2-fp16"]
+    with pytest.raises(UserError, match="off and fp32 are both fp32 here"):
+        read_modes("off,fp32", Config(), cpu)
+
+
+def test_seeds() -> None:
+    assert read_seeds("3") == (0, 1, 2)
+    assert read_seeds("0,1,5") == (0, 1, 5)
+    assert read_seeds("7,") == (7,)
+
+
+def processes_of(out: Path) -> list[str]:
+    """Command lines of living processes that name the folder."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(out) in words and int(place.name) != os.getpid():
+            found.append(words)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_it_keeps_what_is_done_and_goes_on(
+    number: int, code: int, vitamp: Callable[..., Any], tiny: Path, tmp_path: Path
+) -> None:
+    out, words = tmp_path / "out", ["-cfg", str(tiny), "TRAIN.NUM_EPOCHS=6"]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/compare.py"),
+        *words,
+        "-modes",
+        "fp32,bf16",
+        "-seeds",
+        "2",
+        "-out",
+        str(out),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
+        end = time.monotonic() + 120
+        while not (out / "bf16-0" / "metrics.jsonl").exists() or not metrics(out / "bf16-0", "epoch"):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        first.send_signal(number)
+        said, _ = first.communicate(timeout=60)
+    assert first.returncode == code, said
+    assert "the same command goes on from there" in said
+    assert processes_of(out) == []
+    assert [row["folder"] for row in figures(out)["runs"]] == ["fp32-0"]
+    assert metrics(out / "bf16-0")[-1]["what"] == "paused"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [row["folder"] for row in figures(out)["runs"]] == ["fp32-0", "bf16-0", "bf16-1", "fp32-1"]
+    assert figures(out)["runs"][1]["starts"] == 2
+    assert "2 seeds are few" in done.stdout
+    plain = vitamp(*words, "-amp", "bf16", "-output", tmp_path / "plain")
+    assert plain.code == 0, plain.text
+    assert metrics(out / "bf16-0", "train") == metrics(tmp_path / "plain", "train")

@@ -84,8 +84,10 @@ class _Whereabouts:
     the modules' tensors would lose their way at modules that hand their input on, and a ViT has many.)
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, teacher: nn.Module | None) -> None:
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        if teacher is not None:
+            self._names |= {id(module): f"teacher.{name}" for name, module in teacher.named_modules() if name}
         self._stack = [LOSS]
         self._function = ""
         self._numbers: list[int] = []
@@ -241,7 +243,8 @@ class Replay:
 
     def watch(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Finding | None:
         """One micro-batch, forward and backward."""
-        where = _Whereabouts(self._model)
+        teacher = getattr(self._change, "teacher", None)  # of a distillation
+        where = _Whereabouts(self._model, teacher and teacher.model)
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         measure = _Measure(where, names, len(images))
         # Compiled parts run as they are written: inside a compiled graph there is nothing to name.

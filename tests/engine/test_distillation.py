@@ -218,6 +218,15 @@ def test_a_skipped_update_is_replayed_with_the_teacher(student: Callable[..., Re
     assert "replay failed" not in blame.words()
 
 
+def test_a_teacher_that_overflows_is_named(student: Callable[..., ReadyToTrain]) -> None:
+    ready = student("soft", AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=1)
+    teacher_in(ready).model.get_parameter("blocks.0.mlp.fc2.weight").fill_(1e5)
+    losses_of(ready, 1)
+    assert ready.parts.watch is not None
+    (blame,) = ready.parts.watch.take()
+    assert blame.module == "teacher.blocks.0.mlp.fc2"
+
+
 def test_labels_alone_can_be_asked_for(student: Callable[..., ReadyToTrain]) -> None:
     """As -dry_run does with its one batch."""
     ready = student(**DISTILLED)

@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""A page about a run, or about several beside each other: figures, curves, confusion, mistakes, precision, time.
+
+    python scripts/report.py runs/a
+    python scripts/report.py runs/amp runs/fp32 -out compared.html
+    python scripts/report.py runs/a -no_predictions
+
+It is one HTML file for any browser, light or dark, wide or narrow, that needs no network and runs no script. Without
+-out it is report.html in the run's folder, or in the one that holds all of them. A run that still trains, or was cut
+off, can be looked at too. Flags:
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from utils.errors import EXIT_DONE, UserError  # noqa: E402
+from utils.log import log  # noqa: E402
+from utils.script import run_tool  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    return run_tool(_report, argv)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise UserError(f"{message}; -h shows what there is.")
+
+
+def _report(argv: list[str]) -> int:
+    parser = _Parser(
+        prog="scripts/report.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder")
+    parser.add_argument("-out", "--out", type=Path, metavar="FILE.html", help="where to write the page")
+    parser.add_argument(
+        "-no_predictions", "--no_predictions", action="store_true", help="do not load the weights and the images"
+    )
+    asked = parser.parse_args(argv)
+    out: Path | None = asked.out
+    if out is not None and (out.suffix.lower() not in (".html", ".htm") or not out.parent.is_dir()):
+        what = f"the folder {out.parent} does not exist" if out.suffix else "name a file that ends in .html"
+        raise UserError(f"-out {out}: {what}.")
+
+    from scripts.report_page import write_report
+
+    log.info("Report: %s", write_report(asked.runs, out, predictions=not asked.no_predictions))
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

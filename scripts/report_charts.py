@@ -1,0 +1,209 @@
+"""scripts/report.py: charts as SVG inside the page. Colours are the page's, so that they follow light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scripts.report_runs import Run, points
+
+COLOURS = 8
+MOST_POINTS = 300
+"""Of a line; more would be seen by nobody."""
+WIDTH, HEIGHT = 460, 260
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 34
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    points: Points
+    label: str
+    colour: int
+    """0 to COLOURS - 1"""
+    faint: bool = False
+    """Training beside validation: thin and pale"""
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture: the page's template draws what is here."""
+
+    title: str
+    curves: list[Curve]
+    marks: list[tuple[Points, str, int]] = field(default_factory=list)
+    """(where, what it means, colour): crosses"""
+    logarithmic: bool = False
+    note: str = ""
+
+    @property
+    def empty(self) -> bool:
+        return not any(curve.points for curve in self.curves)
+
+    def lines(self) -> list[tuple[Curve, str]]:
+        """Each curve as the path of an SVG."""
+        return [(curve, self._path(thinned(curve.points))) for curve in self.curves if curve.points]
+
+    def dots(self) -> list[tuple[float, float, Curve, str]]:
+        """Where a curve has few points, each by itself: (x, y, curve, what it says)."""
+        few = [curve for curve in self.curves if not curve.faint and 0 < len(curve.points) <= 60]
+        return [
+            (*self._place(point), curve, f"{curve.label}, update {point[0]:,.0f}: {short(point[1])}")
+            for curve in few
+            for point in curve.points
+        ]
+
+    def crosses(self) -> list[tuple[float, float, int, str]]:
+        return [
+            (*self._place(point), colour, f"{what}, update {point[0]:,.0f}")
+            for where, what, colour in self.marks
+            for point in thinned(where)
+        ]
+
+    def x_ticks(self) -> list[tuple[float, str]]:
+        low, high = self._x_range
+        return [(self._place((tick, 0))[0], short(tick)) for tick in nice(low, high, 5)]
+
+    def y_ticks(self) -> list[tuple[float, str]]:
+        low, high = self._y_range
+        ticks = _powers(low, high) if self.logarithmic else nice(low, high, 5)
+        return [(self._place((0, tick if not self.logarithmic else 2.0**tick))[1], _of(tick, self)) for tick in ticks]
+
+    def words(self) -> str:
+        """For those who do not see it."""
+        told = [f"{curve.label} ends at {short(curve.points[-1][1])}" for curve in self.curves if curve.points]
+        return f"{self.title}: {'; '.join(told)}"
+
+    @property
+    def _x_range(self) -> tuple[float, float]:
+        found = [x for curve in self.curves for x, _ in curve.points]
+        return (min(0.0, *found), max(1.0, *found)) if found else (0.0, 1.0)
+
+    @property
+    def _y_range(self) -> tuple[float, float]:
+        found = [self._scaled(y) for curve in self.curves for _, y in curve.points]
+        if not found:
+            return 0.0, 1.0
+        low, high = min(found), max(found)
+        room = (high - low) * 0.06 or max(abs(high) * 0.05, 0.5)
+        return (0.0 if 0 <= low < 0.3 * high and not self.logarithmic else low - room), high + room
+
+    def _scaled(self, y: float) -> float:
+        return math.log2(max(y, 1e-12)) if self.logarithmic else y
+
+    def _place(self, point: tuple[float, float]) -> tuple[float, float]:
+        (x0, x1), (y0, y1) = self._x_range, self._y_range
+        across = (point[0] - x0) / ((x1 - x0) or 1)
+        up = (self._scaled(point[1]) - y0) / ((y1 - y0) or 1)
+        return (
+            round(LEFT + across * (WIDTH - LEFT - RIGHT), 1),
+            round(HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1),
+        )
+
+    def _path(self, found: Points) -> str:
+        return "M" + " ".join(f"{x},{y}" for x, y in map(self._place, found))
+
+
+def thinned(found: Points) -> Points:
+    """At most MOST_POINTS of them, the last one always."""
+    step = -(-len(found) // MOST_POINTS) if found else 1
+    return [point for number, point in enumerate(found) if number % step == 0 or number == len(found) - 1]
+
+
+def nice(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers from low to high."""
+    span = (high - low) or 1
+    rough = span / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
+    first = math.ceil(low / step - 1e-9)
+    return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _powers(low: float, high: float) -> list[float]:
+    first, last = math.ceil(low), math.floor(high)
+    step = max(1, -(-(last - first) // 5))
+    return [float(number) for number in range(first, last + 1, step)]
+
+
+def _of(tick: float, chart: Chart) -> str:
+    return short(2.0**tick) if chart.logarithmic else short(tick)
+
+
+def short(value: float) -> str:
+    """12345 -> 12k, 0.00012 -> 1.2e-4."""
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value / 1e6:.4g}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.4g}k"
+    if size and size < 1e-3:
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def colours_of(runs: Sequence[Run]) -> list[int]:
+    """Runs of one precision share a colour where there are several of each, as with several seeds."""
+    kinds = list(dict.fromkeys(run.precision for run in runs))
+    grouped = 1 < len(kinds) < len(runs)
+    return [(kinds.index(run.precision) if grouped else number) % COLOURS for number, run in enumerate(runs)]
+
+
+def charts(runs: Sequence[Run]) -> list[Chart]:
+    """Loss, accuracy, speed, and what mixed precision did; those that would be empty are left out."""
+    all_of_them = [
+        _two_parts("Loss", runs, "loss"),
+        _two_parts("Accuracy, top-1 (%)", runs, "acc1"),
+        _trained("Speed (images/s)", runs, "images_per_second"),
+        _trained("Learning rate", runs, "lr"),
+        _trained("Gradient norm, unscaled", runs, "grad_norm"),
+        _scale(runs),
+    ]
+    return [chart for chart in all_of_them if chart is not None and not chart.empty]
+
+
+def _two_parts(title: str, runs: Sequence[Run], key: str) -> Chart:
+    curves = []
+    for run, colour in zip(runs, colours_of(runs), strict=True):
+        curves += [
+            Curve(points(run.of("epoch") or run.of("train"), key), f"{run.name}, training", colour, faint=True),
+            Curve(points(run.of("val"), key), f"{run.name}, validation", colour),
+            Curve(points(run.of("val"), f"ema_{key}"), f"{run.name}, validation of the average", colour, dashed=True),
+        ]
+    dashes = any(curve.dashed and curve.points for curve in curves)
+    note = "pale: training; strong: validation" + ("; dashed: validation of the average" if dashes else "")
+    return Chart(title, curves, note=note)
+
+
+def _trained(title: str, runs: Sequence[Run], key: str) -> Chart:
+    return Chart(
+        title, [Curve(points(r.of("train"), key), r.name, c) for r, c in zip(runs, colours_of(runs), strict=True)]
+    )
+
+
+def _scale(runs: Sequence[Run]) -> Chart | None:
+    """Only where a loss was scaled: without scaling it is 1 all the time."""
+    curves, marks = [], []
+    for run, colour in zip(runs, colours_of(runs), strict=True):
+        found = points(run.of("train"), "scale")
+        if any(scale != 1 for _, scale in found):
+            curves.append(Curve(found, run.name, colour))
+            marks.append((skips(run), f"{run.name}: updates skipped", colour))
+    return (
+        Chart("Loss scale", curves, marks, logarithmic=True, note="crosses: updates were skipped") if curves else None
+    )
+
+
+def skips(run: Run) -> Points:
+    """Where updates were skipped since the report before, at the scale of then."""
+    found: Points = []
+    before = 0
+    for line in run.of("train"):
+        if (line.get("skipped") or 0) > before and line.get("scale"):
+            found.append((float(line["update"]), float(line["scale"])))
+        before = line.get("skipped") or before
+    return found

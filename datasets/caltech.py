@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from utils.config.data import DataConfig
@@ -21,8 +23,20 @@ from .split import split_files
 log = logging.getLogger("vitamp")
 
 
+class Tree(NamedTuple):
+    """What lies in one of the two, clutter left out."""
+
+    folder: Path
+    """The one with the folders of classes"""
+    classes: list[str]
+    """Names of these, in order"""
+    paths: list[str]
+    """Of the images, below `folder`"""
+    labels: np.ndarray
+
+
 @dataclass(frozen=True)
-class _Caltech:
+class Caltech:
     """One of the two."""
 
     published: Published
@@ -32,33 +46,31 @@ class _Caltech:
     """As published, without that folder"""
 
     def open(self, data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG002 - files are read on the host
-        folder = self._folder(self.published.found(data))
-        classes = self._classes(folder, data, num_classes)
-        paths, labels = class_files(folder, classes)
+        folder, classes, paths, labels = self.tree(self.published.found(data), data, num_classes)
         return Images(split_files(folder, paths, labels, classes, data, train), data, train, seed)
 
     def check(self, data: DataConfig, num_classes: int, train: bool) -> None:
-        folder = self._folder(self.published.prepare(data))
-        classes = self._classes(folder, data, num_classes)
+        folder, classes, paths, labels = self.tree(self.published.prepare(data), data, num_classes)
         tell_spare_classes(len(classes), num_classes, f"The data set {data.DATASET}")
-        paths, labels = class_files(folder, classes)
         # Nothing lists the images, so their number is all one can go by.
         if len(paths) < self.images:
             log.warning("%s has %s images; %s were published.", folder, f"{len(paths):,}", f"{self.images:,}")
         split_files(folder, paths, labels, classes, data, train)
 
-    def _folder(self, found: Path) -> Path:
-        return found / self.published.marks[0]
-
-    def _classes(self, folder: Path, data: DataConfig, num_classes: int) -> list[str]:
+    def tree(self, found: Path, data: DataConfig, num_classes: int) -> Tree:
+        """`found`: the data set's folder, as `published` finds or fetches it."""
+        folder = found / self.published.marks[0]
         classes = [name for name in subfolders(folder) if name != self.clutter]
         if not classes:
             raise UserError(self.published.broken(folder.parent, f"{folder.name} has no folder of a class"))
         check_class_count(len(classes), num_classes, f"The data set {data.DATASET}")
-        return classes
+        return Tree(folder, classes, *class_files(folder, classes))
+
+    def source(self) -> Source:
+        return Source(self.open, self.check, fetches=True)
 
 
-def _caltech(classes: int, clutter: str, images: int, example: str, megabytes: int, record: str) -> Source:
+def _caltech(classes: int, clutter: str, images: int, example: str, megabytes: int, record: str) -> Caltech:
     inner = f"{classes}_ObjectCategories"
     published = Published(
         folder=f"caltech{classes}",
@@ -68,8 +80,7 @@ def _caltech(classes: int, clutter: str, images: int, example: str, megabytes: i
         megabytes=megabytes,
         page=f"https://data.caltech.edu/records/{record}",
     )
-    caltech = _Caltech(published, clutter, images)
-    return Source(caltech.open, caltech.check, fetches=True)
+    return Caltech(published, clutter, images)
 
 
 CALTECH101 = _caltech(101, "BACKGROUND_Google", 8677, "accordion/image_0001.jpg", 137, "20086")

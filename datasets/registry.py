@@ -28,8 +28,8 @@ from .exclude import check_exclude
 from .transforms import check_ranges
 
 SOURCES: dict[str, Source] = {
-    "caltech101": caltech.CALTECH101,
-    "caltech256": caltech.CALTECH256,
+    "caltech101": caltech.CALTECH101.source(),
+    "caltech256": caltech.CALTECH256.source(),
     "cifar10": cifar.CIFAR10,
     "cifar100": cifar.CIFAR100,
     "csv": table.SOURCE,

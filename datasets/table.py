@@ -22,6 +22,8 @@ from .split import split_files
 
 PATHS = ("path", "image_path", "image", "file", "filename")
 TARGETS = ("target", "label", "class")
+NAMES = "class_name"
+"""A column that says what numbered targets are called"""
 PARTS = ("train.csv", "val.csv")
 LAYOUT = """Expected layout:
   {root}/train.csv    a header, as in path,target and lines like: images/cat 1.jpg,cat
@@ -37,6 +39,8 @@ class _Table:
     file: Path
     paths: list[str]
     targets: list[str]
+    names: list[str]
+    """Of the targets, where there is a column of them"""
     numbers: list[int]
     """Of the lines in the file"""
 
@@ -88,20 +92,23 @@ def _files(data: DataConfig) -> list[Path]:
 
 
 def _read(file: Path) -> _Table:
-    table = _Table(file, [], [], [])
+    table = _Table(file, [], [], [], [])
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:
             rows = csv.reader(opened, strict=True)
             header = next(rows, [])
             path, target = _column(file, header, PATHS), _column(file, header, TARGETS)
+            name = next((place for place, text in enumerate(header) if text.strip().casefold() == NAMES), None)
             for row in rows:
                 if not any(field.strip() for field in row):
                     continue
                 where = f"{file}:{rows.line_num}"
-                if len(row) <= max(path, target):
+                if len(row) <= max(path, target, name or 0):
                     raise UserError(f"{where} has {len(row)} fields; the header has {len(header)}.")
                 table.paths.append(check_path(row[path].strip(), where))
                 table.targets.append(row[target].strip())
+                if name is not None:
+                    table.names.append(row[name].strip())
                 table.numbers.append(rows.line_num)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"The table {file} cannot be read: {error}.") from None
@@ -125,7 +132,7 @@ def _column(file: Path, header: list[str], names: tuple[str, ...]) -> int:
 def _labels(table: _Table, training: _Table, num_classes: int) -> tuple[list[str] | None, np.ndarray]:
     """Names of the classes, if they have any, and the labels of `table`. Classes are those of the training part."""
     if _whole(training.targets[0]) is not None:
-        return None, _numbered(table, num_classes)
+        return _named(training, num_classes), _numbered(table, num_classes)
     classes = sorted(set(training.targets))
     check_class_count(len(classes), num_classes, f"The table {training.file}")
     numbers = {name: label for label, name in enumerate(classes)}
@@ -154,6 +161,18 @@ def _numbered(table: _Table, num_classes: int) -> np.ndarray:
         check_label(label, num_classes, table.where(row))
         labels.append(label)
     return np.array(labels, dtype=np.int64)
+
+
+def _named(table: _Table, num_classes: int) -> list[str] | None:
+    """What the numbers are called, in order; None where nothing says so."""
+    if not table.names:
+        return None
+    labels = _numbered(table, num_classes)
+    names = {}
+    for row, (label, name) in enumerate(zip(labels.tolist(), table.names, strict=True)):
+        if names.setdefault(label, name) != name:
+            raise UserError(f"{table.where(row)}: class {label} is called {name!r} here and {names[label]!r} above.")
+    return [names.get(label, str(label)) for label in range(int(labels.max()) + 1)]
 
 
 def _whole(text: str) -> int | None:

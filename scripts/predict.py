@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.predict_show import ENDINGS, FORMATS  # noqa: E402
 from utils.cli import AMP_WORDS  # noqa: E402
-from utils.errors import EXIT_DONE, EXIT_FAILED, UserError  # noqa: E402
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
 from utils.script import amp_in_one_word, run_tool  # noqa: E402
 
@@ -54,8 +54,14 @@ def _work(argv: list[str]) -> int:
     with _opened(asked.out) as stream:
         form = FORMATS[_format(asked)](stream, trained.names(), asked.topk, paths)
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
-        unread = predict(trained, paths, form, asked.topk, asked.batch_size, asked.num_workers, progress)
-        stream.flush()
+        try:
+            unread = predict(trained, paths, form, asked.topk, asked.batch_size, asked.num_workers, progress)
+            stream.flush()
+        except KeyboardInterrupt:
+            if asked.out is not None:
+                raise
+            log.warning("interrupted")  # what has been written stands
+            return EXIT_INTERRUPTED
     return EXIT_FAILED if unread else EXIT_DONE
 
 

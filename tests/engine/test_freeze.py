@@ -246,6 +246,7 @@ def test_frozen_blocks_between_trained_ones_may_be_recomputed(tiny: Path) -> Non
         found.append(list(ready.model.state_dict().values()))
     assert all(map(torch.equal, *found))
     assert kept[1] < 0.35 * kept[0]
+    assert kept[1] <= kept_for_backward(build(tiny, **RANDOM, TRAIN__GRAD_CHECKPOINT="blocks"))
 
 
 def test_operations_are_counted_as_they_are_made() -> None:

@@ -96,7 +96,7 @@ class Health:
             return "The scale is fixed (AMP.USE_DYNAMIC_LOSS_SCALING false): set a smaller AMP.INIT_LOSS_SCALING."
         blame = self._last
         if blame is not None and blame.module.startswith("teacher."):
-            return "It is the teacher that overflows, whatever the loss scale: use bf16, or another TRAIN.TEACHER_MODEL."
+            return "The teacher overflows, whatever the loss scale: use bf16, or another TRAIN.TEACHER_MODEL."
         if blame is not None and blame.direction == FORWARD and blame.module:
             return (
                 f"Keep that module in fp32 (AMP.FP32_MODULES=['{blame.module}'], or AMP.AUTO_FP32=true), or use bf16."

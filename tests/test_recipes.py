@@ -21,7 +21,15 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ALL = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 RECIPES = [name for name in ALL if not name.startswith("_")]
 SHOWN_LESS = {f"vit_digits_16{how}" for how in ("", "_drop25", "_drop50", "_growing")}
-OWN_SIZES = {"vit_digits", "vit_cifar10", "vit_synthetic", "fleet_amp", "paddle_amp", "vit_digits_distilled", *SHOWN_LESS}
+OWN_SIZES = {
+    "vit_digits",
+    "vit_cifar10",
+    "vit_synthetic",
+    "fleet_amp",
+    "paddle_amp",
+    "vit_digits_distilled",
+    *SHOWN_LESS,
+}
 TIMM_SIZES = [name for name in RECIPES if name not in OWN_SIZES]
 
 # Width, depth and heads of the ViT paper's sizes (Ti is AugReg's); patch and image size stand in the name.
@@ -83,7 +91,7 @@ def test_the_command_line_in_a_recipe_names_that_recipe(name: str) -> None:
     assert words[1] in {"main_single_gpu.py", "main_multi_gpu.py"}
     assert words[words.index("-cfg") + 1] == f"configs/{name}.yaml"
     assert "-amp" in words
-    assert ("-data_path" in words) == (settings(name).DATA.DATASET in {"imagenet2012", "cifar10"})
+    assert ("-data_path" in words) == (settings(name).DATA.DATASET in {"imagenet2012", "cifar10", "caltech101", "csv"})
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -132,11 +140,23 @@ def test_a_recipe_builds_timms_model_of_its_name(name: str) -> None:
     import torch
 
     ours, parameters = built(name)
+    model = settings(name).MODEL
+    timms = model.NAME if name.startswith("caltech") else name
     with torch.device("meta"):
         # Some of timm's names stand for weights without a classifier: the number of classes has to be said.
-        theirs = timm.create_model(name, num_classes=1000)
+        theirs = timm.create_model(timms, num_classes=model.NUM_CLASSES if name.startswith("caltech") else 1000)
     assert ours == shapes(theirs)
     assert f"{parameters:,} parameters" in header(name)
+
+
+def test_four_precisions_of_one_training_differ_in_their_amp_lines_only() -> None:
+    names = [f"caltech101_vit_{how}" for how in ("fp32", "torch_amp", "naive", "apex_o1")]
+    written = [yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")) for name in names]
+    loaded = [settings(name).model_dump() for name in names]
+    assert len({str(one.pop("AMP")) for one in written}) == 4
+    assert len({str(one.pop("AMP")) for one in loaded}) == 4
+    assert all(one == written[0] for one in written)
+    assert all(one == loaded[0] for one in loaded)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -12,7 +12,7 @@ COLOURS = 8
 MOST_POINTS = 300
 """Of a line; more would be seen by nobody."""
 WIDTH, HEIGHT = 460, 260
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 34
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 40
 
 Points = list[tuple[float, float]]
 

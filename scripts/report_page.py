@@ -64,7 +64,7 @@ def _page(runs: Sequence[Run], verdict: str | None, seen: Sequence[Any]) -> str:
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     rows = summary(runs)
     by_name = dict(rows)
-    tiles = [(name, by_name[name][0]) for name in IN_TILES if by_name.get(name, [NOTHING])[0] != NOTHING]
+    tiles = [(name, *_in_brackets(by_name[name][0])) for name in IN_TILES if by_name.get(name, [NOTHING])[0] != NOTHING]
     readable = all(run.config is not None for run in runs)
     return pages.get_template(TEMPLATE).render(
         title=_title(runs),
@@ -88,6 +88,12 @@ def _page(runs: Sequence[Run], verdict: str | None, seen: Sequence[Any]) -> str:
         bottom=BOTTOM,
         made=time.strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def _in_brackets(text: str) -> tuple[str, str]:
+    """'98.61 % (epoch 29)' -> '98.61 %', 'epoch 29'."""
+    value, _, more = text.partition(" (")
+    return value, more.removesuffix(")")
 
 
 def _title(runs: Sequence[Run]) -> str:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from engine.predictions import Predictions, validation_predictions
-from engine.trained import Trained, load_trained
+from engine.trained import Trained, Which, load_trained
 from scripts.evaluate_figures import Figures, Rows, figures_from
 from utils.errors import TrainingError, UserError
 
@@ -73,6 +73,7 @@ def look(folder: Path) -> Seen | str:
     """Or why nothing can be seen."""
     try:
         trained = load_trained(folder)
+        trained.take(_better(trained))
         found = validation_predictions(trained)
     except (UserError, TrainingError) as error:
         return str(error)
@@ -91,6 +92,15 @@ def look(folder: Path) -> Seen | str:
         pairs=_pairs(trained, figures),
         mistakes=_mistakes(trained, found, rows),
     )
+
+
+def _better(trained: Trained) -> Which:
+    """Of the checkpoint's weights and their average, those that validated better; the page tells of the best figure."""
+    found = trained.saved.meta.get("metrics", {})
+    plain, average = found.get("acc1"), found.get("ema_acc1")
+    if plain is None or average is None:
+        return trained.weights
+    return "ema" if average > plain else "model"
 
 
 def _of_classes(trained: Trained, figures: Figures) -> list[OfClass]:

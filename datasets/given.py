@@ -7,8 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from utils.config.data import DataConfig
+from utils.errors import UserError
+from utils.log import log
 
 from .broken import Broken, BrokenInValidation
+from .decode import check_decoder
 from .files import PathTable
 from .images import Images
 from .registry import SOURCES
@@ -31,11 +34,22 @@ class GivenSamples(Samples):
 
 def open_given(paths: Sequence[str], data: DataConfig) -> Images:
     """Those files, in their order."""
-    images = Images(GivenSamples(paths), data.model_copy(update={"EXCLUDE": None}), train=False, seed=0)
+    data = data.model_copy(update={"EXCLUDE": None, "DECODER": _decoder(data)})
+    images = Images(GivenSamples(paths), data, train=False, seed=0)
     source = SOURCES.get(data.DATASET)
     if source is not None and source.single is not None:
         images.pixels = source.single(data)
     return images
+
+
+def _decoder(data: DataConfig) -> str:
+    """The one of training, or what there is: elsewhere than where the model was trained, it may not be installed."""
+    try:
+        check_decoder(data)
+    except UserError as error:
+        log.warning("%s Until then the pixels differ a little from those of training.", error)
+        return "auto"
+    return data.DECODER
 
 
 class Unread(BrokenInValidation):

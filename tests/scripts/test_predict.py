@@ -257,3 +257,15 @@ def test_a_reader_that_has_seen_enough(digits_run: Path, digits: Path) -> None:
     assert len(done.stdout.splitlines()) == 4
     assert done.stdout.endswith("\n0\n")
     assert done.stderr == ""
+
+
+def test_without_the_decoder_of_training(
+    say: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_image(tmp_path / "a.jpg", seed=1)
+    checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder", "DATA.DECODER": "simplejpeg"})
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    done = say(checkpoint, tmp_path / "a.jpg", "-format", "jsonl")
+    assert (done.code, len(lines_of(done.out))) == (0, 1)
+    assert "simplejpeg cannot be loaded" in done.err
+    assert "the pixels differ a little" in done.err

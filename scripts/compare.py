@@ -118,11 +118,28 @@ def _report(about: dict[str, Any], out: Path) -> None:
     from scripts.compare_verdict import by_mode
     from scripts.tables import in_columns
 
+    page = _page(about, sentences(about), out)
     print("\n".join(["", *in_columns(table(by_mode(about["runs"]), about["compared"])), ""]))
     for note in notes(about):
         print(f"  {note}")
     print("\n".join(["", *sentences(about), ""]))
     log.info("all figures: %s", out / "compare.json")
+    if page is not None:
+        log.info("the page: %s", page)
+
+
+def _page(about: dict[str, Any], verdict: list[str], out: Path) -> Path | None:
+    """The runs side by side; what goes wrong with it is not to cost the verdict."""
+    if not about["runs"]:
+        return None
+    from scripts.report_page import write_report
+
+    rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), row["seed"]))
+    try:
+        return write_report([out / row["folder"] for row in rows], out / "report.html", verdict="\n".join(verdict))
+    except UserError as error:
+        log.warning("%s", error)
+        return None
 
 
 if __name__ == "__main__":

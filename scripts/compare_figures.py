@@ -11,6 +11,8 @@ from utils.config import load_config
 
 Lines = list[dict[str, Any]]
 Figures = dict[str, Any]
+MUCH_MORE = 1.1
+"""Times the first loss: what the last ones are where training diverged; less may be a matter of the batch."""
 
 
 def read_lines(folder: Path) -> Lines:
@@ -86,8 +88,11 @@ def _warm(lines: Lines, event: str, figure: str, strictly: bool = False) -> list
 
 
 def _diverged(train: Lines) -> bool:
-    """Whether the loss is no number in the end, or more than it was in the beginning."""
+    """Whether the loss is no number in the end, or clearly more than it was in the beginning."""
     if not train:
         return False
-    first, last = train[0]["loss"], train[-1]["loss"]
-    return last is None or (len(train) > 1 and first is not None and last > first)
+    first, last = train[0]["loss"], [line["loss"] for line in train[-3:]]
+    if last[-1] is None:
+        return True
+    known = [loss for loss in last if loss is not None]
+    return first is not None and statistics.fmean(known) > MUCH_MORE * first

@@ -136,7 +136,7 @@ def _tell(nth: int, total: int, run: Run, why: str | None, seconds: float, left:
 
 
 def _bar(total: int) -> tqdm:
-    form = "{l_bar}{bar}| {postfix}"
+    form = "{percentage:3.0f}%|{bar}| {desc}"
     return tqdm(total=total, bar_format=form, dynamic_ncols=True, disable=not sys.stderr.isatty(), leave=False)
 
 
@@ -144,7 +144,7 @@ def _show(bar: tqdm, nth: int, run: Run, ahead: list[Run], times: Clock, share: 
     bar.n = nth - 1 + share
     left = times.left(ahead, run.mode, share, passed)
     rest = "" if left is None else f", about {clock(left)} left"
-    bar.set_postfix_str(f"run {nth} of {bar.total}: {run.name}, {100 * share:.0f} %{rest}")
+    bar.set_description_str(f"run {nth} of {bar.total}: {run.name}, {100 * share:.0f} %{rest}")
 
 
 @contextlib.contextmanager

@@ -129,7 +129,7 @@ def troubles(found: ByMode, failed: dict[str, list[str]], modes: Sequence[str]) 
         if failed.get(mode):
             told.append(f"{mode}: {len(failed[mode])} of {count} runs failed: {failed[mode][0]}")
         if diverged := [seed for seed, row in rows.items() if row["diverged"]]:
-            told.append(f"{mode}: diverged with {_seeds(diverged)}: the loss ended higher than it began")
+            told.append(f"{mode}: diverged with {_seeds(diverged)}: the loss ended above where it began")
         for seed, row in rows.items():
             share = row["skipped"] / max(row["updates"], 1)
             if share > MANY_SKIPPED:

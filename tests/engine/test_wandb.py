@@ -8,6 +8,7 @@ import runpy
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +27,7 @@ from utils.log import log
 
 def records(file: Path) -> Iterator[Any]:
     """What an offline run wrote down: LevelDB's log format, behind a header of seven bytes."""
-    from wandb.proto import wandb_internal_pb2
-
+    protocol = import_module("wandb.proto.wandb_internal_pb2")
     data, at, whole = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         left_of_block = 32768 - at % 32768
@@ -37,7 +37,7 @@ def records(file: Path) -> Iterator[Any]:
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
         whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
         if kind in (1, 4):  # whole, or the last part
-            record = wandb_internal_pb2.Record()
+            record = protocol.Record()
             record.ParseFromString(whole)
             yield record
             whole = b""

@@ -91,6 +91,7 @@ def test_two_modes_from_settings_to_verdict_and_no_training_twice(
     assert found["verdicts"][0]["text"] in printed
     assert "one seed is no ground for a claim" in printed
     assert "2 of 2: bf16, seed 0: top-1" in printed
+    assert (out / "report.html").exists()
 
     trainings.started.clear()
     assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 0
@@ -278,3 +279,4 @@ def test_interrupted_it_keeps_what_is_done_and_goes_on(
     plain = vitamp(*words, "-amp", "bf16", "-output", tmp_path / "plain")
     assert plain.code == 0, plain.text
     assert metrics(out / "bf16-0", "train") == metrics(tmp_path / "plain", "train")
+    assert (out / "report.html").exists()

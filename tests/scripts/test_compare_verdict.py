@@ -166,7 +166,7 @@ def test_trouble_is_told() -> None:
     told = troubles(found, {"bf16": ["exit code 1: the gradients stopped being numbers"]}, MODES)
     assert told == [
         "bf16: 1 of 3 runs failed: exit code 1: the gradients stopped being numbers",
-        "bf16: diverged with seed 1: the loss ended higher than it began",
+        "bf16: diverged with seed 1: the loss ended above where it began",
         "bf16: with seed 0 40 of 400 updates were skipped (10 %); docs/amp.md says what to do",
     ]
 

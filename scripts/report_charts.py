@@ -65,12 +65,13 @@ class Chart:
 
     def x_ticks(self) -> list[tuple[float, str]]:
         low, high = self._x_range
-        return [(self._place((tick, 0))[0], short(tick)) for tick in nice(low, high, 5)]
+        return [(self._place((tick, 0))[0], text) for tick, text in told(nice(low, high, 5))]
 
     def y_ticks(self) -> list[tuple[float, str]]:
         low, high = self._y_range
-        ticks = _powers(low, high) if self.logarithmic else nice(low, high, 5)
-        return [(self._place((0, tick if not self.logarithmic else 2.0**tick))[1], _of(tick, self)) for tick in ticks]
+        if self.logarithmic:
+            return [(self._place((0, 2.0**power))[1], f"2^{power}") for power in _powers(low, high)]
+        return [(self._place((0, tick))[1], text) for tick, text in told(nice(low, high, 5))]
 
     def words(self) -> str:
         """For those who do not see it."""
@@ -123,19 +124,25 @@ def nice(low: float, high: float, count: int) -> list[float]:
     return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _powers(low: float, high: float) -> list[float]:
+def told(ticks: list[float]) -> list[tuple[float, str]]:
+    """Each with as many digits as tell it from the next one."""
+    texts = [short(tick) for tick in ticks]
+    if len(set(texts)) < len(texts):
+        digits = max(0, 1 - math.floor(math.log10(ticks[1] - ticks[0])))
+        texts = [f"{tick:.{digits}f}" for tick in ticks]
+    return list(zip(ticks, texts, strict=True))
+
+
+def _powers(low: float, high: float) -> list[int]:
     first, last = math.ceil(low), math.floor(high)
-    step = max(1, -(-(last - first) // 5))
-    return [float(number) for number in range(first, last + 1, step)]
-
-
-def _of(tick: float, chart: Chart) -> str:
-    return short(2.0**tick) if chart.logarithmic else short(tick)
+    return list(range(first, last + 1, max(1, -(-(last - first) // 5))))
 
 
 def short(value: float) -> str:
-    """12345 -> 12k, 0.00012 -> 1.2e-4."""
+    """12345 -> 12.35k, 0.00012 -> 1.2e-4."""
     size = abs(value)
+    if size >= 1e10:
+        return f"{value:.2e}".replace("e+", "e")
     if size >= 1e6:
         return f"{value / 1e6:.4g}M"
     if size >= 1e4:

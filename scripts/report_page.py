@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -21,12 +21,20 @@ IN_TILES = ("best top-1", "precision", "images/s", "peak memory", "training time
 MOST_SKIPS = 20
 
 
+class Skip(NamedTuple):
+    at: str
+    """The update"""
+    what: str
+    """What overflowed"""
+    scale: str
+
+
 @dataclass(frozen=True)
 class Amp:
     """How a run fared in its precision."""
 
     words: str
-    skips: list[dict[str, Any]]
+    skips: list[Skip]
     more: int
 
 
@@ -128,7 +136,7 @@ def _amp(run: Run) -> Amp:
         words += f" {run.skipped} updates were skipped." if run.skipped else " No update was skipped."
     elif scales:
         words += " The loss needed no scaling, and no update was skipped."
-    found = [{"update": s.get("update"), "what": _overflowed(s), "scale": _scale(s)} for s in told]
+    found = [Skip(str(skip.get("update", NOTHING)), _overflowed(skip), _scale(skip)) for skip in told]
     return Amp(words, found[:MOST_SKIPS], max(0, len(found) - MOST_SKIPS))
 
 

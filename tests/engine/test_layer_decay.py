@@ -71,6 +71,12 @@ def test_the_schedule_moves_all_rates_and_tells_the_base(tiny: Path) -> None:
     assert base < 2e-3, "the cosine has begun to fall"
 
 
+def test_the_base_is_told_to_the_last_bit(tiny: Path) -> None:
+    """Multiplied by a factor and divided by it again it would not be."""
+    plain, decayed = (build(tiny, **words).parts.schedule for words in ({}, {"TRAIN__LAYER_DECAY": 0.7}))
+    assert [decayed.rate_at(moved) for moved in range(88)] == [plain.rate_at(moved) for moved in range(88)]
+
+
 def test_also_where_rates_live_on_the_device() -> None:
     model = timm.create_model("test_vit", num_classes=3)
     train_config = TrainConfig(NUM_EPOCHS=1, WARMUP_EPOCHS=0, BASE_LR=1e-2, LAYER_DECAY=0.5)

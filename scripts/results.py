@@ -5,7 +5,8 @@
     python scripts/results.py tables                         # rewrite the tables in README.md and docs/
     python scripts/results.py tables --check                 # exit 1 if a table is not what its JSON says
 
-What scripts/benchmark_data.py and scripts/benchmark_amp.py write (-json) is a result as it is.
+What scripts/benchmark_data.py and scripts/benchmark_amp.py write (-json), and the compare.json of scripts/compare.py,
+is a result as it is.
 
 A table stands between `<!-- results: digits -->` and `<!-- end -->` in a Markdown file.
 """
@@ -27,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.benchmark_amp_run import markdown as table_as_markdown  # noqa: E402
 from scripts.benchmark_amp_tables import TABLES  # noqa: E402
 from scripts.benchmark_data_report import markdown  # noqa: E402
+from scripts.compare_table import markdown as comparison_as_markdown  # noqa: E402
 from utils.config import load_config  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 
@@ -82,11 +84,13 @@ def collect(name: str, folders: Iterable[Path]) -> Path:
 def table(name: str) -> str:
     """One line a model and precision: mean and spread over the seeds, and where and when it was measured.
 
-    What benchmark_data.py and benchmark_amp.py wrote has tables of its own.
+    What benchmark_data.py, benchmark_amp.py and compare.py wrote has tables of its own.
     """
     found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     if "table" in found:
         return table_as_markdown(TABLES[found["table"]], found, f"LINK/{name}.json")
+    if "compared" in found:
+        return comparison_as_markdown(found, f"LINK/{name}.json")
     if "runs" not in found:
         return markdown(found, f"LINK/{name}.json")
     runs = found["runs"]

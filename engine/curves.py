@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from utils.log import log
@@ -14,6 +16,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Lines = list[dict[str, Any]]
+MOST_POINTS = 2000
+"""Of a curve; more are drawn for nobody and take their time."""
+SHARE = 0.03
+"""Of the time since the last drawing that the next may take: short epochs are not to wait for their picture."""
+SECONDS = 0.5
+"""That the first drawing is expected to take."""
+
+
+class Curves:
+    """Draws after each epoch, as far as that costs next to nothing beside training."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._drawn, self._took = perf_counter(), SECONDS
+
+    def draw(self, title: str, force: bool = False) -> None:
+        """`force`: however long it takes."""
+        began = perf_counter()
+        if force or self._took <= SHARE * (began - self._drawn):
+            draw_curves(self._folder, title)
+            self._drawn = perf_counter()
+            self._took = self._drawn - began
 
 
 def draw_curves(folder: Path, title: str) -> Path | None:
@@ -42,16 +66,24 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     _finish(rate, "learning rate")
     _curve(norm, train, "grad_norm", "gradient norm, unscaled")
     _finish(norm, "gradient norm")
-    _curve(scale, train, "scale", "loss scale")
-    _mark_skips(scale, train)
-    scale.set_yscale("log", base=2)
-    _finish(scale, "loss scale")
+    if any(line["scale"] not in (None, 1) for line in train):
+        _curve(scale, train, "scale", "loss scale")
+        _mark_skips(scale, train)
+        scale.set_yscale("log", base=2)
+        _finish(scale, "loss scale")
+    else:  # the loss is not scaled
+        _curve(scale, [{**line, **line["perf"]} for line in train], "data_wait_percent", "waiting for data")
+        _finish(scale, "time (%)")
     _curve(speed, [{**line, **line["perf"]} for line in train], "images_per_second", "images/s")
     _finish(speed, "images/s")
     path = folder / "curves.png"
+    whole = path.with_name(f".{path.name}.{os.getpid()}")  # whoever is killed here leaves the picture before
     try:
-        figure.savefig(path, dpi=110)
+        figure.savefig(whole, dpi=110, format="png")
+        whole.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            whole.unlink(missing_ok=True)
         _tell_once(path, str(error.strerror))
     plt.close(figure)
     return path
@@ -73,6 +105,7 @@ def _tell_once(path: Path, reason: str) -> None:
 
 def _curve(axes: Axes, lines: Lines, key: str, label: str) -> None:
     points = [(line["update"], line[key]) for line in lines if line.get(key) is not None]
+    points = points[:: -(-len(points) // MOST_POINTS) or 1]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, linewidth=1.4, marker="." if len(points) < 3 else None)
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from datasets import TrainLoader, ValLoader
-from engine.curves import draw_curves
+from engine.curves import Curves
 from engine.ema import on_its_device
 from engine.evaluate import evaluate
 from engine.health import Health
@@ -29,8 +29,6 @@ from utils.config import Config
 from utils.errors import EXIT_DONE, CommonError
 from utils.log import log
 from utils.world import World, buffers_from_first, from_first
-
-SECONDS_BETWEEN_CURVES = 60
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Trainer:
         self.per_epoch = self.train_loader.order.updates
         self.global_batch = self.config.DATA.BATCH_SIZE * self.config.TRAIN.ACCUM_ITER * self.world.size
         self._saved_at = self.position.update
-        self._drawn = perf_counter()
+        self._curves = Curves(self.folder)
         self.health = Health(self.config.AMP, self.parts, self.world, self.reporter)
         self._last_figures: dict[str, Means] = {}
         self.train_loader.broken.write_into(self.folder)
@@ -285,11 +283,8 @@ class Trainer:
             self._stopping.wait_for_all()
 
     def _draw(self, force: bool = False) -> None:
-        """curves.png at the end and now and then; drawing every short epoch would cost more than training it."""
-        if not self.world.first or not (force or perf_counter() - self._drawn > SECONDS_BETWEEN_CURVES):
-            return
-        draw_curves(self.folder, self.title + self.best_words(", best "))
-        self._drawn = perf_counter()
+        if self.world.first:
+            self._curves.draw(self.title + self.best_words(", best "), force)
 
     def best_words(self, before: str = "") -> str:
         return before + self.best.words() if self.best.figure is not None else ""

@@ -7,7 +7,7 @@ are looked at when a report is due, those that have happened by then.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -36,18 +36,15 @@ class StageTimes:
 
     def percent(self) -> dict[str, float]:
         whole = max(self.total, 1e-12)
-        return {stage: 100 * self.seconds[stage] / whole for stage in self._told()}
+        return {stage: 100 * time / whole for stage, time in self.seconds.items()}
 
     def milliseconds(self) -> dict[str, float]:
         """Of one update."""
-        return {stage: 1000 * self.seconds[stage] / max(self.updates, 1) for stage in self._told()}
+        return {stage: 1000 * time / max(self.updates, 1) for stage, time in self.seconds.items()}
 
     def __add__(self, other: StageTimes) -> StageTimes:
         sums = {stage: time + other.seconds.get(stage, 0.0) for stage, time in self.seconds.items()}
         return StageTimes(self.updates + other.updates, {**other.seconds, **sums})
-
-    def _told(self) -> tuple[str, ...]:
-        return (*STAGES, TEACHER) if self.seconds.get(TEACHER) else STAGES
 
 
 class Stages:
@@ -152,7 +149,7 @@ class EventStages(Stages):
 
 
 def _nothing() -> dict[str, float]:
-    return dict.fromkeys((*STAGES, TEACHER), 0.0)
+    return defaultdict(float, dict.fromkeys(STAGES, 0.0))
 
 
 def stages_of(wanted: bool, device: torch.device) -> Stages:

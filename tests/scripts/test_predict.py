@@ -18,6 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
+from datasets.given import open_given
+from datasets.memory import ArraySamples, open_arrays
 from engine.checkpoint import MODEL, save_checkpoint
 from engine.predictions import validation_part, validation_predictions
 from engine.setup import model_in_precision
@@ -25,6 +27,7 @@ from engine.trained import load_trained
 from scripts import predict
 from tests.program import ROOT, metrics, save_image
 from utils.config import load_config
+from utils.config.data import DataConfig
 from utils.config.keys import values_to_keep
 
 Row = dict[str, Any]
@@ -269,3 +272,18 @@ def test_without_the_decoder_of_training(
     assert (done.code, len(lines_of(done.out))) == (0, 1)
     assert "simplejpeg cannot be loaded" in done.err
     assert "the pixels differ a little" in done.err
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("crop", ["random", "none"])
+def test_images_of_a_set_in_memory_are_cropped_as_there(tmp_path: Path, channels: int, crop: str) -> None:
+    """CIFAR's way: a file with the same pixels becomes the same bytes, in colours or made grey."""
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    values = {"DATASET": "cifar10", "IMAGE_SIZE": 24, "IMAGE_CHANNELS": channels, "CROP": crop, "CROP_PCT": 0.8}
+    data = DataConfig.model_validate(values)
+    paths = [f"{tmp_path}/{number}.png" for number in range(3)]
+    for path, image in zip(paths, pixels, strict=True):
+        Image.fromarray(image).save(path)
+    keys = [(0, number) for number in range(3)]
+    there = open_arrays(ArraySamples(pixels, np.arange(3), [], "x"), data, False, 0, torch.device("cpu"))
+    assert torch.equal(open_given(paths, data).__getitems__(keys).images, there.__getitems__(keys).images)

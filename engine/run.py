@@ -17,6 +17,7 @@ from engine.choose import chosen_checkpoint
 from engine.compile_choice import choose_compiling
 from engine.compiling import compile_update
 from engine.device import pick_device, prepare
+from engine.dry_run import try_out
 from engine.environment import enter
 from engine.evaluate import evaluate
 from engine.exchange import join_gradients
@@ -132,11 +133,9 @@ def _train(
     if checkpoint:
         say_what_changed(checkpoint, config, ready.parts, ready.position)
     if folder is None:
-        try:
-            _first_batch(ready)
-        except TrainingError as error:
-            raise UserError(str(error)) from None
-        log.info("Dry run: everything up to the first update works; nothing was trained, nothing written.")
+        join_statistics(ready.parts, world, config)
+        join_gradients(ready.parts, world, config)
+        try_out(config, ready, world, _updates_left(config, ready))
         return EXIT_DONE
     if _finished(config, ready.position, ready.best, folder):
         return EXIT_DONE
@@ -184,17 +183,6 @@ def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path, peak: 
     best, total = trainer.best_words(": best "), clock(trainer.pace.total)
     log.info("%s%s; total time %s; everything lies in %s", words, best, total, folder)
     return code
-
-
-def _first_batch(ready: ReadyToTrain) -> None:
-    """Load one batch and let the model see it: what -dry_run promises."""
-    for window in ready.train_loader.epoch(1):
-        _, batch = next(iter(window))
-        with torch.no_grad(), ready.precision.autocast():
-            logits = ready.model(ready.inputs(batch.images))
-        loss = ready.parts.criterion(logits.float(), batch.labels)
-        log.info("First batch: %s, loss %.4f", tuple(batch.images.shape), float(loss))
-        return
 
 
 def _updates_left(config: Config, ready: ReadyToTrain) -> int:

@@ -85,7 +85,7 @@ def test_dry_run_writes_nothing(vitamp: Callable[..., Result], tiny: Path, tmp_p
     done = vitamp("-cfg", tiny, "-output", place / "run", "-dry_run", cwd=place)
     assert done.code == 0, done.text
     assert "First batch: (32, 1, 8, 8), loss 2." in done.out
-    assert "nothing was trained, nothing written" in done.out
+    assert "nothing was kept of them, nothing written" in done.out
     assert list(place.iterdir()) == []
 
 

@@ -1,0 +1,83 @@
+"""-dry_run: real updates that nobody keeps, and what they tell of memory, time and disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.dry_run_words import Costs, Memory, Speed, told
+from tests.program import Result
+from utils.config import load_config
+from utils.world import ALONE
+
+MIB = 2**20
+COSTS = Costs(
+    memory=Memory(peak=8 * MIB, weights=MIB, gradients=MIB, optimiser=2 * MIB, average=MIB),
+    total=10 * MIB,
+    speed=Speed(updates=[9.0, 2.0, 2.0], loading=0.5, in_memory=False, validation=100.0),
+    checkpoint=4_000_000,
+    place=Path("/"),
+    updates=1000,
+    per_epoch=100,
+)
+
+
+def words(tiny: Path, costs: Costs, device: str = "cuda", **settings: str) -> str:
+    config = load_config(str(tiny), words={key.replace("__", "."): value for key, value in settings.items()}).config
+    return "\n".join(told(config, costs, ALONE, torch.device(device)))
+
+
+def test_two_processes_make_updates_and_leave_nothing(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "empty"
+    place.mkdir()
+    more = ("-ngpus", 2, "-num_workers", 1, "-dry_run", "TRAIN.MODEL_EMA=true")
+    done = vitamp("-cfg", tiny, *more, script="main_multi_gpu.py", cwd=place)
+    assert done.code == 0, done.text
+    assert done.out.count("First batch: (32, 1, 8, 8), loss 2.") == 1
+    for part in ("weights", "gradients", "optimiser", "average", "activations and the rest"):
+        assert re.search(rf"{part} [\d.]+ [KM]iB", done.out), part
+    assert re.search(r"44 updates to go \(2.0 epochs\): about 0:\d\d:\d\d, until 20", done.out)
+    assert f"free in {place}" in done.out
+    assert list(place.iterdir()) == []
+
+
+def test_what_it_tells_adds_up(tiny: Path) -> None:
+    text = words(tiny, COSTS, TRAIN__NUM_EPOCHS="10")
+    assert "8.0 MiB of 10.0 MiB" in text
+    assert "activations and the rest 3.0 MiB" in text
+    assert "an epoch of 100 updates about 0:03:20" in text
+    # 1,000 updates of 2 s, and 10 validations of 100 s
+    assert "1,000 updates to go (10.0 epochs): about 0:50:00" in text
+    # three, the best, and the one being written
+    assert "4.00 MB a checkpoint, up to 20.00 MB in all (KEEP_LAST 3)" in text
+    assert "too little" not in text
+    assert "nearly all" not in text
+
+
+@pytest.mark.parametrize(
+    ("loading", "in_memory", "answer"),
+    [
+        (0.5, False, "bound by the model"),
+        (2.1, False, "bound by both"),
+        (4.0, False, "bound by data: more -num_workers"),
+        (4.0, True, "bound by data, though it lies in memory"),
+    ],
+)
+def test_what_holds_it_up(tiny: Path, loading: float, in_memory: bool, answer: str) -> None:
+    assert answer in words(tiny, replace(COSTS, speed=replace(COSTS.speed, loading=loading, in_memory=in_memory)))
+
+
+def test_on_a_cpu_loading_takes_from_the_same_cores(tiny: Path) -> None:
+    assert "an epoch of 100 updates about 0:04:10" in words(tiny, COSTS, "cpu")
+
+
+def test_too_little_memory_and_disk_are_told(tiny: Path) -> None:
+    assert "nearly all there is: a smaller -batch_size" in words(tiny, replace(COSTS, total=8 * MIB))
+    assert "too little: name another -output" in words(tiny, replace(COSTS, checkpoint=2**60))

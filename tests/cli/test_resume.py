@@ -58,7 +58,11 @@ def equal(run: Path, whole: Path) -> None:
     assert weights(run, 4 * PER_EPOCH) == weights(whole, 4 * PER_EPOCH)
 
 
-@pytest.mark.parametrize("stop", [2 * PER_EPOCH, PER_EPOCH + 9], ids=["between epochs", "within an epoch"])
+@pytest.mark.parametrize(
+    "stop",
+    [pytest.param(2 * PER_EPOCH, marks=pytest.mark.slow), PER_EPOCH + 9],
+    ids=["between epochs", "within an epoch"],
+)
 def test_stopped_and_resumed(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: Path, stop: int) -> None:
     run = tmp_path / "run"
     first = vitamp("-cfg", tiny, "-output", run, *ALL_ON, f"TRAIN.MAX_UPDATES={stop}")
@@ -73,6 +77,7 @@ def test_stopped_and_resumed(vitamp: Callable[..., Result], tiny: Path, tmp_path
     assert told[-2:] == ["resume", "end"]
 
 
+@pytest.mark.slow  # tests/faults kills runs every day
 def test_killed_and_resumed(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: Path) -> None:
     """SIGKILL gives no time to save anything: what the last checkpoint lacks is done again."""
     run, words = tmp_path / "run", [*ALL_ON, "SAVE_EVERY_UPDATES=5"]
@@ -128,7 +133,14 @@ def stopped(whole: Path, tmp_path: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize("part", ["", "checkpoints/step-000000044", "checkpoints/step-000000044/model.safetensors"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "",
+        pytest.param("checkpoints/step-000000044", marks=pytest.mark.slow),
+        "checkpoints/step-000000044/model.safetensors",
+    ],
+)
 def test_resume_takes_run_checkpoint_or_file(
     vitamp: Callable[..., Result], stopped: Path, whole: Path, part: str
 ) -> None:
@@ -149,7 +161,9 @@ def test_resume_into_a_folder_of_its_own(vitamp: Callable[..., Result], stopped:
     assert not (stopped / "checkpoints" / f"step-{4 * PER_EPOCH:09d}").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut short", "a bit flipped", "no meta.json"])
+@pytest.mark.parametrize(
+    "damage", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("cut short", "no meta.json")), "a bit flipped"]
+)
 def test_a_damaged_checkpoint_falls_back(
     vitamp: Callable[..., Result], stopped: Path, whole: Path, damage: str
 ) -> None:

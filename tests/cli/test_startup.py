@@ -114,6 +114,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.slow  # imports torch's compiler; that it comes late is tested beside
 def test_the_compiler_comes_when_something_is_compiled() -> None:
     assert in_python(LATE_COMPILER).strip() == "a graph break, as ever"
 

@@ -85,6 +85,7 @@ def test_what_cannot_be_is_refused(tiny: Path, settings: dict[str, str], words: 
         build(tiny, **settings)
 
 
+@pytest.mark.slow  # a process for a line of text
 def test_a_kind_of_the_gpus_is_refused_on_a_cpu_before_the_run(vitamp, tiny: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tiny.parent / "run", "MODEL.ATTENTION=cudnn")
     assert done.code == 2
@@ -100,6 +101,7 @@ def test_a_model_without_attention_layers_has_no_choice() -> None:
     assert found.kind == "the model's own"
 
 
+@pytest.mark.slow  # two runs; what a checkpoint keeps of choices is tested with tuning
 def test_a_resumed_run_computes_as_it_began(vitamp, tiny: Path, tmp_path: Path) -> None:
     """fp32 on a CPU would be fused by itself; a run begun with plain attention goes on with it, bit for bit."""
     flags = ("-cfg", tiny, "REPORT_FREQ=1", "SAVE_EVERY_UPDATES=3")

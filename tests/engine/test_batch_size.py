@@ -211,6 +211,7 @@ def test_the_run_is_that_of_the_number_and_keeps_it(vitamp: Callable[..., Result
     assert (meta["batch"]["per_process"], meta["choices"]["batch_size"]) == (size, size)
 
 
+@pytest.mark.slow  # two runs
 def test_a_run_of_another_number_keeps_its_global_batch(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:

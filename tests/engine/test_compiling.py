@@ -74,7 +74,7 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-QUICK = ((WHOLE, "O1"), (BLOCKS, "O2"))
+QUICK = ((BLOCKS, "O2"),)
 CASES = [(how, precision) for precision in PRECISIONS for how in (BLOCKS, WHOLE)]
 
 

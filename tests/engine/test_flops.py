@@ -245,6 +245,7 @@ def test_counting_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rates == [8.0, 8.0, 8.0]
 
 
+@pytest.mark.slow  # two runs that measure; what is remembered is tested above
 def test_run_json_keeps_the_peak(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     """And a run that goes on takes it from there."""
     run = tmp_path / "run"

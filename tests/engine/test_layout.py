@@ -97,6 +97,7 @@ def test_images_come_as_the_model_wants_them_however_their_bytes_lie(by_pixel: b
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow  # three runs
 def test_a_run_in_that_layout_is_saved_and_gone_on_with_bit_for_bit(vitamp, convolving: Path, tmp_path: Path) -> None:
     flags = ("-cfg", convolving, "REPORT_FREQ=1", "SAVE_EVERY_UPDATES=2", "TRAIN.CHANNELS_LAST=true")
     whole, parted = tmp_path / "whole", tmp_path / "parted"

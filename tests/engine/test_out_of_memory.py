@@ -186,7 +186,8 @@ def test_what_does_not_even_begin_is_a_mistake_in_the_command(
 ) -> None:
     done = small_device("-dry_run", ABOVE=16, FROM=1)
     assert done.code == 2, done.text
-    assert "out of memory before the first update" in done.err
+    assert "out of memory in update 1: " in done.err
+    assert "-batch_size 16 -accum_iter 2" in done.err
     done = small_device("-eval", "-output", tmp_path / "run", ABOVE_EVAL=16, FROM=0)
     assert done.code == 2, done.text
     assert f"out of memory {IN_VALIDATION}: " in done.err
@@ -230,6 +231,7 @@ def small_on_rank_1(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(hook), "ABOVE": "8", "FROM": "13", "ON_RANK": "1"}
 
 
+@pytest.mark.slow  # three runs of two processes
 def test_of_two_processes_one_that_has_too_little_stops_both_with_all_saved(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, small_on_rank_1: dict[str, str]
 ) -> None:

@@ -116,6 +116,7 @@ def test_before_the_first_update_there_is_nothing_to_save(begin: Callable[..., S
     assert "Traceback" not in done.text
 
 
+@pytest.mark.slow  # a run of long updates; one Ctrl-C is tested beside
 def test_a_second_ctrl_c_leaves_at_once(begin: Callable[..., Started], tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = begin("-output", run, *SLOW_UPDATES, "DATA.SYNTHETIC_TRAIN=25600", "TRAIN.ACCUM_ITER=8")

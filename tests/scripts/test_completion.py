@@ -138,6 +138,8 @@ def in_shell(command: list[str], env: dict[str, str]) -> list[str]:
 
 
 BASH = """
+others() { COMPREPLY=("what python's own completion offers"); }
+complete -F others python
 source "$HOME/vitamp.bash"
 offered() {
     COMP_LINE=$1 COMP_POINT=${#1} COMPREPLY=()
@@ -162,7 +164,7 @@ def test_bash(shells: dict[str, str], tmp_path: Path) -> None:
         "O0 O1 O2 O3",
         "vit_base_patch16_224 vit_tiny_patch16_224",
         f"{tmp_path}/a\\ b/",
-        "",
+        "what python's own completion offers",
     ]
 
 

@@ -1,0 +1,126 @@
+"""A real Chromium without a window, spoken to over its DevTools protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SECONDS_TO_START = 60
+
+
+@dataclass
+class View:
+    """A page as it was opened in a window of some width, light or dark."""
+
+    width: int
+    dark: bool
+    page_width: int = 0
+    text: str = ""
+    background: str = ""
+    complaints: list[str] = field(default_factory=list)
+    """What the console says, and what was not loaded"""
+    asked_for: list[str] = field(default_factory=list)
+    """All addresses but those of data: URIs"""
+    dialogs: int = 0
+    picture: bytes = b""
+
+
+def views_of(page: Path, folder: Path, views: list[View]) -> list[View]:
+    """Open `page` from the disk in each of them. Skipped without a browser, but in CI: there it fails."""
+    if PROGRAM is None:
+        if os.environ.get("CI"):
+            pytest.fail("no Chromium here, where the page must be tested: apt-get install chromium")
+        pytest.skip("no Chromium is installed (apt-get install chromium)")
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    command = [PROGRAM, *words, "--remote-debugging-port=0", f"--user-data-dir={folder / 'chromium'}", "about:blank"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
+        try:
+            asyncio.run(asyncio.wait_for(_look(page, _port(folder / "chromium"), views), 120))
+        finally:
+            browser.kill()
+    return views
+
+
+def _port(profile: Path) -> int:
+    end = time.monotonic() + SECONDS_TO_START
+    while time.monotonic() < end:
+        told = profile / "DevToolsActivePort"
+        if told.exists() and len(told.read_text().split()) > 1:
+            return int(told.read_text().split()[0])
+        time.sleep(0.1)
+    pytest.fail("Chromium did not start")
+
+
+async def _look(page: Path, port: int, views: list[View]) -> None:
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"http://127.0.0.1:{port}/json") as answer:
+            tabs = json.loads(await answer.text())
+        address = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
+        async with session.ws_connect(address, max_msg_size=0) as socket:
+            tab = _Tab(socket)
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                await tab.call(f"{domain}.enable")
+            for view in views:
+                await tab.show(page, view)
+
+
+class _Tab:
+    def __init__(self, socket: Any) -> None:
+        self._socket, self._number = socket, 0
+        self._events: list[dict[str, Any]] = []
+
+    async def call(self, method: str, **words: Any) -> dict[str, Any]:
+        self._number += 1
+        await self._socket.send_json({"id": self._number, "method": method, "params": words})
+        while True:
+            told = json.loads((await self._socket.receive()).data)
+            if told.get("id") == self._number:
+                return told.get("result", {})
+            self._events.append(told)
+
+    async def happens(self, method: str) -> None:
+        while not any(event.get("method") == method for event in self._events):
+            self._events.append(json.loads((await self._socket.receive()).data))
+
+    async def value(self, expression: str) -> Any:
+        return (await self.call("Runtime.evaluate", expression=expression, returnByValue=True))["result"]["value"]
+
+    async def show(self, page: Path, view: View) -> None:
+        self._events.clear()
+        size = {"width": view.width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if view.dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+        await self.call("Page.navigate", url=page.resolve().as_uri())
+        await self.happens("Page.loadEventFired")
+        view.page_width = await self.value("document.documentElement.scrollWidth")
+        view.text = await self.value("document.body.innerText")
+        view.background = await self.value("getComputedStyle(document.body).backgroundColor")
+        view.picture = base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"])
+        self._sort(view)
+
+    def _sort(self, view: View) -> None:
+        of: dict[str, Callable[[dict[str, Any]], None]] = {
+            "Log.entryAdded": lambda told: view.complaints.append(told["entry"]["text"]),
+            "Runtime.consoleAPICalled": lambda told: view.complaints.append(str(told["args"])),
+            "Runtime.exceptionThrown": lambda told: view.complaints.append(str(told["exceptionDetails"])),
+            "Network.requestWillBeSent": lambda told: view.asked_for.append(told["request"]["url"]),
+        }
+        for event in self._events:
+            of.get(event.get("method", ""), lambda _: None)(event.get("params", {}))
+            view.dialogs += event.get("method") == "Page.javascriptDialogOpening"
+        view.asked_for = [address for address in view.asked_for if not address.startswith("data:")]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from engine import no_gpu
 from engine.banner import banner
 from engine.batch_norm import join_statistics
 from engine.batch_size import settle_batch
@@ -63,6 +64,8 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
     threads = prepare(config, device, world)
     for note in loaded.notes:
         log.info(note)
+    if world.first and (advice := no_gpu.hint(config, device)):
+        log.info(advice)
     enter(config, world, device, threads)
     try:
         check_precision(config.AMP, device)

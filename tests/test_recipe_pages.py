@@ -1,0 +1,257 @@
+"""The pages in docs/recipes: their command lines, taken from the pages themselves, run on small made-up data."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests.program import Result, metrics, save_image
+
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "recipes"
+NAMES = ("caltech101_vit", "caltech256_resnet50", "fleet", "paddlevit", "simplenet")
+ONE_EPOCH = ["TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=0", "REPORT_FREQ=1", "THREADS=1", "DATA.NUM_WORKERS=1"]
+ON_CPU = ["-device", "cpu"]
+SMALL_VIT = ["MODEL.DEPTH=1", "MODEL.EMBED_DIM=32", "MODEL.NUM_HEADS=2", "-image_size", "32"]
+BRIEF = ["-iters", "1", "-threads", "1", *ON_CPU]
+
+
+class Command(NamedTuple):
+    """One line of a page."""
+
+    script: str
+    words: list[str]
+    env: dict[str, str]
+
+
+def commands(page: str, script: str = "") -> list[Command]:
+    """Those of a page's bash blocks, in order; of one script, or all."""
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if not words:
+                continue
+            start = words.index("python")
+            env = dict(word.split("=", 1) for word in words[:start])
+            found.append(Command(words[start + 1], words[start + 2 :], env))
+    return [one for one in found if script in one.script]
+
+
+def moved_to(command: Command, root: Path) -> Command:
+    """The same with the data below `root`, and what it writes beside them."""
+    words = re.sub(r"(?<=[= ])/data(set)?\b", f"{root}/data", " " + " ".join(command.words))
+    words = re.sub(r"(?<= )runs/", f"{root}/runs/", words)
+    words = re.sub(r"(?<= -output )log\b|(?<= -json )(?=\w)", f"{root}/out/", words)
+    return command._replace(words=words.split())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Made-up trees: Caltech-256 of three classes and clutter, Caltech-101 of three and clutter, lists of ImageNet."""
+    data = tmp_path / "data"
+    for label, name in enumerate(("001.ak47", "002.american-flag", "003.backpack", "257.clutter")):
+        for number in range(1, 11):
+            folder = data / "caltech256" / "256_ObjectCategories" / name
+            save_image(folder / f"{label + 1:03d}_{number:04d}.jpg", seed=100 * label + number)
+    for label, name in enumerate(("BACKGROUND_Google", "Faces", "accordion", "wild_cat")):
+        for number in range(1, 11):
+            folder = data / "caltech101" / "101_ObjectCategories" / name
+            save_image(folder / f"image_{number:04d}.jpg", seed=100 * label + number)
+    for part, count in (("train", 16), ("val", 4)):
+        lines = [f"{part}/n{number % 4:08d}/{number}.JPEG {number % 4}" for number in range(count)]
+        for number, line in enumerate(lines):
+            save_image(data / "imagenet" / line.split()[0], seed=number)
+        (data / "imagenet" / f"{part}_list.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def prepared(place: Path) -> Path:
+    """The folder with the table of the made-up Caltech-256."""
+    from scripts.prepare_caltech256 import main
+
+    (command,) = commands("caltech256_resnet50", "prepare_caltech256")
+    assert main([*moved_to(command, place).words, "-partial"]) == 0
+    return place
+
+
+def weights(place: Path, name: str) -> Path:
+    """Weights as they are fetched: of another number of classes."""
+    torch.manual_seed(0)
+    file = place / f"{name}.safetensors"
+    save_file(timm.create_model(name).state_dict(), file)
+    return file
+
+
+def stood_still(run: Path, before: Path) -> None:
+    """Every tensor but the classifier is what it was, statistics of batch norm among them."""
+    (newest,) = sorted((run / "checkpoints").glob("step-*"))[-1:]
+    after, first = load_file(newest / "model.safetensors"), load_file(before)
+    assert after["fc.weight"].shape[0] == 256
+    kept = [name for name in after if not name.startswith("fc.")]
+    assert len(kept) == len(after) - 2
+    assert all(torch.equal(after[name], first[name]) for name in kept)
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_a_page_is_linked_has_commands_and_a_result(page: str) -> None:
+    assert f"(recipes/{page}.md)" in (PAGES.parent / "recipes.md").read_text(encoding="utf-8")
+    assert commands(page)
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    assert "unmeasured" in text.casefold()
+    for link in re.findall(r"\]\(([^)#]+\.(?:md|yaml))", text):
+        assert (PAGES / link).is_file(), link
+
+
+def test_there_are_no_other_pages() -> None:
+    assert sorted(path.stem for path in PAGES.glob("*.md")) == sorted(NAMES)
+
+
+def test_a_frozen_backbone_stands_still_by_the_command_line(vitamp: Callable[..., Result], prepared: Path) -> None:
+    """The recipe from table to prediction of classes by their names, on a smaller ResNet."""
+    first = weights(prepared, "resnet10t")
+    command = moved_to(commands("caltech256_resnet50", "main_single")[1], prepared)
+    small = ["-pretrained", first, "MODEL.NAME=resnet10t", "-image_size", 64, "-batch_size", 9, *ONE_EPOCH, *ON_CPU]
+    done = vitamp(*command.words, *small, script=command.script)
+    assert done.code == 0, done.text
+    run = prepared / "runs" / "amp_yes"
+    stood_still(run, first)
+    trained = 512 * 256 + 256
+    assert f"trainable {trained:,} " in done.out
+    assert "csv: 27 training and 3 validation images of 64 x 64 x 3, 256 classes" in done.out
+    assert "bf16 by autocast" in done.out or "fp16 by autocast" in done.out
+    assert metrics(run, "train")[-1]["update"] == 3
+    with Image.open(run / "curves.png") as picture:
+        assert picture.format == "PNG"
+    meta = json.loads(next(run.glob("checkpoints/step-*/meta.json")).read_text(encoding="utf-8"))
+    assert meta["classes"] == ["001.ak47", "002.american-flag", "003.backpack"]
+
+
+@pytest.mark.slow
+def test_caltech256(vitamp: Callable[..., Result], prepared: Path) -> None:
+    """Every command of the page with the real ResNet-50: both precisions, the report, the largest batch."""
+    first = weights(prepared, "resnet50")
+    small = ["-pretrained", first, "-image_size", 64, *ONE_EPOCH, *ON_CPU]
+    page = commands("caltech256_resnet50")
+    for command in [moved_to(one, prepared) for one in page if "main_" in one.script]:
+        mine = [] if "-batch_size" in command.words else ["-batch_size", 9]
+        mine += [] if "-output" in command.words else ["-output", prepared / "runs" / f"more{len(command.words)}"]
+        mine += ["TRAIN.MEMORY_LIMIT=0.2"] if "auto" in command.words else []
+        done = vitamp(*command.words, *mine, *small, script=command.script, timeout=600)
+        assert done.code == 0, done.text
+        assert "24,032,576 parameters (524,544 trainable" in done.out
+        assert "total time" in done.out
+    for run in ("amp_no", "amp_yes"):
+        stood_still(prepared / "runs" / run, first)
+        assert (prepared / "runs" / run / "curves.png").is_file()
+    (report,) = [moved_to(one, prepared) for one in page if "report" in one.script]
+    done = vitamp(*report.words, script=report.script, timeout=600)
+    assert done.code == 0, done.text
+    assert "001.ak47" in (prepared / "runs" / "caltech256.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_activations_of_a_frozen_backbone_are_not_kept(vitamp: Callable[..., Result], prepared: Path) -> None:
+    first = weights(prepared, "resnet50")
+    command = moved_to(commands("caltech256_resnet50", "main_single")[0], prepared)
+    peaks = []
+    for how in ("backbone", ""):
+        same = ["-pretrained", first, "-image_size", 160, "-batch_size", 27, *ONE_EPOCH, *ON_CPU, "SAVE_FREQ=9"]
+        out = ["-output", prepared / f"peak_{how}", f"MODEL.FREEZE={how}"]
+        done = vitamp(*command.words, *same, *out, script=command.script, timeout=600)
+        assert done.code == 0, done.text
+        lines = (prepared / f"peak_{how}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        perfs = [json.loads(line)["perf"] for line in lines if json.loads(line)["event"] == "train"]
+        peaks.append(perfs[0]["peak_memory_gb"])
+    assert peaks[0] < peaks[1] - 0.5, peaks
+
+
+@pytest.mark.slow
+def test_caltech101_in_four_precisions(vitamp: Callable[..., Result], place: Path) -> None:
+    said = []
+    for command in [moved_to(one, place) for one in commands("caltech101_vit", "main_multi")]:
+        run = place / "runs" / f"{len(said)}"
+        # A CPU without fp16 arithmetic is very slow in it; the levels are what differs.
+        dtype = [] if "fp32" in " ".join(command.words) else ["AMP.DTYPE=bf16"]
+        small = ["-batch_size", 4, *SMALL_VIT, *ONE_EPOCH, *ON_CPU, *dtype, "-ngpus", 2, "-output", run]
+        done = vitamp(*command.words, *small, script=command.script, timeout=400)
+        assert done.code == 0, done.text
+        said.append(re.findall(r"precision +(.+)", done.out)[0])
+        assert metrics(run, "train")[-1]["update"] == 2, "27 images, 2 x 4 x 2 an update"
+    assert len(set(said)) >= 3, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands("fleet", "main_multi") + commands("paddlevit", "main_"))
+def test_imagenet(vitamp: Callable[..., Result], place: Path, command: Command) -> None:
+    """Fleet's and PaddleViT's command lines."""
+    moved = moved_to(command, place)
+    fleet = "fleet" in " ".join(command.words)
+    small = (
+        ["MODEL.NAME=resnet10t", "-image_size", 32, "AMP.DTYPE=bf16", "AMP.LOSS_SCALING=true"] if fleet else SMALL_VIT
+    )
+    out = [] if "-output" in command.words else ["-output", place / "runs" / "vit"]
+    many = ["-ngpus", 2] if "multi" in command.script else []
+    done = vitamp(
+        *moved.words, *small, *many, *out, "-batch_size", 4, *ONE_EPOCH, *ON_CPU, script=moved.script, env=moved.env
+    )
+    assert done.code == 0, done.text
+    run = place / "out" if fleet else place / "runs" / "vit"
+    assert (
+        "[Epoch 0, batch 1] loss: " in done.out if fleet else "Epoch[001/001], Step[0002/0002]" in done.out or not many
+    )
+    assert sorted(path.name for path in (run / "ranks").iterdir()) == (["0.log", "1.log"] if many else ["0.log"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [one for page in NAMES for one in commands(page, "benchmark_amp")],
+    ids=lambda command: " ".join(command.words[:4]),
+)
+def test_tables(vitamp: Callable[..., Result], place: Path, command: Command) -> None:
+    moved = moved_to(command, place)
+    small: dict[str, list[Any]] = {
+        "simplenet": [
+            "-width",
+            32,
+            "-batches",
+            2,
+            "-epochs",
+            1,
+            "-batch_size",
+            8,
+            "-rounds",
+            1,
+            "-threads",
+            1,
+            *ON_CPU,
+        ],
+        "windows": [*BRIEF, "-windows", 1, "-batch_size", 2, *SMALL_VIT],
+        "modes": [*BRIEF, "-rounds", 1, "-made", 4, "-batch_size", 2, "-image_size", 32, "-modes", "bf16"],
+        "scaling": [*BRIEF, "-rounds", 1, "-model", "vit_tiny_patch16_224", "-batch_size", 2, "-image_size", 32],
+    }
+    done = vitamp(*moved.words, *small[moved.words[0]], script=moved.script, timeout=600)
+    assert done.code == 0, done.text
+    assert "Control:" in done.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands("simplenet", "main_single"))
+def test_paddles_loss_scale(vitamp: Callable[..., Result], tmp_path: Path, command: Command) -> None:
+    small = [*ONE_EPOCH, *ON_CPU, "TRAIN.MAX_UPDATES=3", "-output", tmp_path / "run"]
+    done = vitamp(*command.words, *small, script=command.script, timeout=400)
+    assert done.code == 0, done.text
+    assert metrics(tmp_path / "run", "train")[0]["scale"] == 1024

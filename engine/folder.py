@@ -11,6 +11,7 @@ from engine.device import describe
 from engine.flops import Peak, as_noted, peak_of
 from engine.preflight import resumed_run, target_folder
 from engine.setup import Ready
+from models import count_parameters
 from utils.config import Config, to_yaml
 from utils.errors import UserError
 from utils.lock import FolderLock
@@ -70,6 +71,7 @@ def write_down(
     about = describe_run(describe(device, world, threads), choices, config.TAG) | as_noted(peak)
     parts = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
     about["samples"] = {name: len(part) for name, part in parts.items() if part is not None}
+    about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
     with nothing_trained_yet(folder):
         replace_text(folder / "config.yaml", to_yaml(config))
         write_json(folder / "run.json", about)

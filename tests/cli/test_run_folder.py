@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.program import Result, metrics
@@ -100,6 +101,9 @@ def test_run_json_tells_how_it_was_made(finished: tuple[Path, Result]) -> None:
     assert about["choices"]["precision"] == "fp16"
     assert about["tag"] == "night watch"
     assert "git" in about
+    assert about["samples"] == {"train": 1437, "val": 360}
+    stored = load_file(next(run.glob("checkpoints/*88/model.safetensors")))
+    assert about["parameters"] == dict.fromkeys(("all", "trainable"), sum(part.numel() for part in stored.values()))
 
 
 def test_checkpoints_carry_what_the_weights_need(finished: tuple[Path, Result]) -> None:

@@ -1,0 +1,69 @@
+"""The pages of README and docs: their blocks, the commands in them, their links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.program import ROOT
+
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/recipes/*.md")])
+MARK = re.compile(r"<!-- (runs|not checked)(?:: (.+?))? -->")
+SCRIPT = re.compile(r"(?:main_(?:single|multi)_gpu|scripts/\w+)\.(?:py|sh)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code between ``` and ```, and what the comment in the line before says of it."""
+
+    page: str
+    line: int
+    text: str
+    mark: str = ""
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks() -> Iterator[Block]:
+    for path in PAGES:
+        page, before, start, kept = str(path.relative_to(ROOT)), "", None, list[str]()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if not line.startswith("```"):
+                kept.append(line)
+                before = before if start is not None else line
+            elif start is None:
+                start, kept = number, []
+            else:
+                found = MARK.fullmatch(before.strip())
+                marks = (found[1], found[2] or "") if found else ("", "")
+                yield Block(page, start, "\n".join(kept), *marks)
+                start, before = None, ""
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The commands of ours in it, in words from the script's name on."""
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        if not SCRIPT.search(line):
+            continue
+        for piece in re.split(r"\s(?:\||&&|;)\s", line):
+            words = shlex.split(piece, comments=True)
+            at = next((n for n, word in enumerate(words) if SCRIPT.fullmatch(word.removeprefix("./"))), None)
+            # What is put behind a script's name in an output, or in a sentence, is no command.
+            if at is not None and at > 0 and _calls(words[:at]):
+                yield [words[at].removeprefix("./"), *words[at + 1 :]]
+
+
+def _calls(before: list[str]) -> bool:
+    caller = [word for word in before if not re.match(r"[A-Z_]+=", word)]
+    return bool(caller) and Path(caller[0]).name in {"python", "bash", "torchrun", "srun", "mpirun", "sbatch"}
+
+
+def spans(path: Path) -> Iterator[str]:
+    """`code` in running text and tables."""
+    outside = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    yield from re.findall(r"`([^`\n]+)`", outside)

@@ -1,0 +1,191 @@
+"""README and docs: every command in them is one that the program takes, those marked so run, links lead somewhere.
+
+A block that calls our scripts is checked by itself: scripts, flags, settings and recipes in it exist. The line before
+it may say more:
+
+    <!-- runs -->                 the block is run as it is printed, in an empty copy, with the slow tests
+    <!-- runs: quickly -->        in every test
+    <!-- not checked: reason -->  left alone
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents import PAGES, Block, blocks, commands, spans
+from tests.program import ROOT
+from utils.cli import BY_NAME, FLAG, WORD, parse
+from utils.config import load_config
+from utils.config.keys import settings
+from utils.errors import UserError
+
+BLOCKS = list(blocks())
+RUN = [block for block in BLOCKS if block.mark == "runs"]
+OTHERS = {"scripts/test.sh"}
+"""Their arguments go to a program that is not ours."""
+
+
+def problems_of(words: list[str]) -> list[str]:
+    script, args = words[0], ["1" if word == "N" else word for word in words[1:] if word != "..."]
+    if not (ROOT / script).is_file():
+        return [f"{script} does not exist"]
+    if script in OTHERS:
+        return []
+    try:
+        return problems_of_run(args, script) if script.startswith("main_") else problems_of_tool(script, args)
+    except UserError as error:
+        return [str(error)]
+    except SystemExit:  # -h
+        return []
+
+
+def problems_of_run(args: list[str], script: str) -> list[str]:
+    command = parse(args, script)
+    # Another name stands for the reader's own.
+    recipe = command.cfg if command.cfg and "configs/" in command.cfg else None
+    missing = [f"{recipe} does not exist"] if recipe and not (ROOT / recipe).is_file() else []
+    if not missing:
+        load_config(recipe and str(ROOT / recipe), command.flags, command.words)
+    return missing
+
+
+def problems_of_tool(script: str, args: list[str]) -> list[str]:
+    """Its flags are read in its own files, or are those of the entry scripts."""
+    stem = Path(script).stem
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob(f"{stem}*"))
+    wrong = []
+    for arg in args:
+        flag, word = FLAG.fullmatch(arg), WORD.fullmatch(arg)
+        if flag and flag[1] not in BY_NAME and not re.search(rf"""["']-{{0,2}}{re.escape(flag[1])}["']""", source):
+            wrong.append(f"{script} has no -{flag[1]}")
+        if word and word[1] not in settings() and not script.endswith(".sh"):
+            wrong.append(f"there is no setting {word[1]}")
+        if arg.startswith("configs/") and not (ROOT / arg).is_file():
+            wrong.append(f"{arg} does not exist")
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_those_the_program_takes(page: Path) -> None:
+    name = str(page.relative_to(ROOT))
+    texts = [block.text for block in BLOCKS if block.page == name and block.mark != "not checked"]
+    found = [words for text in (*texts, *spans(page)) for words in commands(text)]
+    wrong = {" ".join(words): problems for words in found if (problems := problems_of(words))}
+    assert not wrong
+
+
+def test_what_is_wrong_is_seen() -> None:
+    """Of the check above itself."""
+    text = (
+        "CUDA_VISIBLE_DEVICES=0 python main_single_gpu.py -cfg \\\n  configs/vit_digits.yaml -bach_size 4 # so\n"
+        "python scripts/doctor.py -cfg configs/none.yaml -updates 3 -nothing TRAIN.NO=1\n"
+        "python main_single_gpu.py -cfg configs/vit_digits.yaml TRAIN.BASE_LR=x\n"
+        "python scripts/none.py\n"
+    )
+    told = [problems_of(words) for words in commands(text)]
+    assert [len(problems) for problems in told] == [1, 3, 1, 1]
+    assert "-batch_size" in told[0][0]
+
+
+def test_a_block_that_is_not_checked_says_why() -> None:
+    assert [str(block) for block in BLOCKS if block.mark == "not checked" and not block.why] == []
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(block, id=str(block), marks=[pytest.mark.slow] * (block.why != "quickly")) for block in RUN],
+)
+def test_a_block_runs_as_it_is_printed(block: Block, tmp_path: Path) -> None:
+    place = tmp_path / "vitamp"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        if (ROOT / name).is_file() and not name.startswith("tests/"):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, place / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=place,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def anchors(path: Path) -> set[str]:
+    """As a page of Markdown is given them, from its headings."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:|mailto:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name) if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_page_is_named_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = [page for page in PAGES if page.parent == ROOT / "docs"]
+    assert [page.name for page in pages if f"(docs/{page.name})" not in text] == []
+
+
+def messages() -> set[str]:
+    """Every text in the program, with … where something is put in."""
+    found = set()
+    for path in [ROOT.joinpath(name) for name in ("engine", "datasets", "models", "utils", "scripts")]:
+        for file in path.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
+                    found.add("".join(parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(re.sub(r"%(?:\.\d)?[sdfg]", "…", node.value))
+    return found
+
+
+def test_messages_in_troubleshooting_are_the_programs_own() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [span for row in re.findall(r"^\| (`.+?`) \| ", page, flags=re.MULTILINE) for span in row.split("`")[1::2]]
+    known = messages()
+    strange = []
+    for quote in quoted:
+        pieces = [piece.strip() for piece in quote.split("…") if len(piece.strip()) > 2]
+        if not any(all(piece in message for piece in pieces) for message in known):
+            strange.append(quote)
+    assert not strange
+    assert len(quoted) >= 25
+
+
+def test_what_others_flags_are_here_exists() -> None:
+    """The second column of the tables of docs/migrating.md."""
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+?) \| (.*?) \|", page, flags=re.MULTILINE)
+    ours = [span for _, cell in rows for span in re.findall(r"`([^`]+)`", cell)]
+    known = {f"-{name}" for name in BY_NAME} | set(settings())
+    assert [name for name in ours if name not in known and not name.startswith("python ")] == []
+    timm = page[page.index("## timm's") : page.index("## torchvision's")]
+    assert len(re.findall(r"^\| `", timm, flags=re.MULTILINE)) >= 60

@@ -53,6 +53,7 @@ def _prepare(argv: list[str]) -> int:
 
     # Only now, with the command known to be right: importing torch takes seconds.
     from datasets.caltech import CALTECH256
+    from datasets.split import split
 
     data = DataConfig(DATASET="caltech256", DATA_PATH=str(asked.data_path), DOWNLOAD=asked.download)
     try:
@@ -66,8 +67,18 @@ def _prepare(argv: list[str]) -> int:
             f"{tree.folder} is not whole: {'; '.join(missing)}. No table was written. Unpack the archive anew "
             f"(or remove {found} and give -download), or take what there is by -partial."
         )
+    train, validation = split(tree.labels, VAL_FRACTION, SPLIT_SEED)
     _write(tree, out)
-    _tell(tree, out, missing)
+    if missing:
+        log.warning("Not the whole data set (-partial): %s.", "; ".join(missing))
+    log.info("%s: %s images of %d classes, clutter left out.", out, f"{len(tree.paths):,}", len(tree.classes))
+    log.info(
+        "DATA.VAL_FRACTION=%s DATA.SPLIT_SEED=%d: %s images for training, %s for validation.",
+        VAL_FRACTION,
+        SPLIT_SEED,
+        f"{len(train):,}",
+        f"{len(validation):,}",
+    )
     return EXIT_DONE
 
 
@@ -103,22 +114,6 @@ def _write(tree: Tree, out: Path) -> None:
         replace_text(out, text.getvalue())
     except OSError as error:
         raise UserError(f"-out {out} cannot be written: {error}.") from None
-
-
-def _tell(tree: Tree, out: Path, missing: list[str]) -> None:
-    from datasets.split import split
-
-    if missing:
-        log.warning("Not the whole data set (-partial): %s.", "; ".join(missing))
-    train, validation = split(tree.labels, VAL_FRACTION, SPLIT_SEED)
-    log.info("%s: %s images of %d classes, clutter left out.", out, f"{len(tree.paths):,}", len(tree.classes))
-    log.info(
-        "DATA.VAL_FRACTION=%s DATA.SPLIT_SEED=%d: %s images for training, %s for validation.",
-        VAL_FRACTION,
-        SPLIT_SEED,
-        f"{len(train):,}",
-        f"{len(validation):,}",
-    )
 
 
 class _Parser(argparse.ArgumentParser):

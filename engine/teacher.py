@@ -53,7 +53,7 @@ class Teacher:
     """Frozen. Asked with images as the student sees them: normalised its way, erased and mixed, of any size."""
 
     def __init__(self, origin: Origin, config: Config, precision: Precision) -> None:
-        self.origin, self._precision = origin, precision
+        self.origin, self._precision, self.asked = origin, precision, f"{config.TRAIN.TEACHER_MODEL}"
         self.model = origin.model.eval().requires_grad_(False).to(precision.device)
         self.fingerprint = _fingerprint(self.model)
         data, channels = config.DATA, config.DATA.IMAGE_CHANNELS
@@ -85,7 +85,7 @@ class Teacher:
 
     def as_noted(self) -> dict[str, str]:
         """For run.json and checkpoints."""
-        return {"teacher": self.origin.where, "teacher_sha256": self.fingerprint}
+        return {"teacher_model": self.asked, "teacher": self.origin.where, "teacher_sha256": self.fingerprint}
 
 
 def check_teacher(config: Config) -> None:
@@ -127,10 +127,10 @@ def load_teacher(config: Config, precision: Precision) -> Teacher:
 def check_fits(teacher: Teacher, names: list[str] | None, kept: dict[str, Any]) -> None:
     """Whether it means the data's classes, and is the one the run that is gone on with learned from (`kept`)."""
     origin = teacher.origin
-    if kept.get("teacher") == origin.where and kept.get("teacher_sha256") != teacher.fingerprint:
+    if kept.get("teacher_model") == teacher.asked and kept.get("teacher_sha256") != teacher.fingerprint:
         raise UserError(
-            f"{KEY} {origin.where}: its weights are no longer those this run began with. Put them back, or name "
-            "another teacher to go on with."
+            f"{KEY} {teacher.asked}: means {origin.where} now, whose weights are not those this run began with "
+            f"({kept.get('teacher')}). Put them back, or name the teacher to go on with in another way."
         )
     pairs = zip(origin.names or (), names or (), strict=False)
     odd = next((f"class {n} is '{a}' there and '{b}' in the data" for n, (a, b) in enumerate(pairs) if a != b), None)

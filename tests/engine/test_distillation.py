@@ -279,9 +279,9 @@ def test_a_run_is_gone_on_with_by_the_teacher_it_began_with(student: Callable[..
     teacher = teacher_in(student())
     kept = teacher.as_noted()
     check_fits(teacher, None, kept)
-    check_fits(teacher, None, {**kept, "teacher": "another", "teacher_sha256": "other"})
-    with pytest.raises(UserError, match="no longer those this run began with"):
-        check_fits(teacher, None, {**kept, "teacher_sha256": "other"})
+    check_fits(teacher, None, {**kept, "teacher_model": "another", "teacher_sha256": "other"})
+    with pytest.raises(UserError, match="not those this run began with"):
+        check_fits(teacher, None, {**kept, "teacher": "its checkpoint of then", "teacher_sha256": "other"})
 
 
 def test_resuming_changes_nothing(vitamp: Callable[..., Result], tiny: Path, teacher_run: Path, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_bash(shells: dict[str, str], tmp_path: Path) -> None:
 
 FISH = """
 source "$HOME/vitamp.fish"
-for line in "python main_single_gpu.py -dat" "./main_multi_gpu.py AMP.LEVEL=O" "python other.py -dat"
+for line in "python main_single_gpu.py -dat" "./main_multi_gpu.py AMP.LEVEL=O" "python other.py -dat" "python other.py REA"
     echo (string join -- " " (complete -C $line | string replace \\t ": "))
 end
 """
@@ -182,6 +182,7 @@ def test_fish(shells: dict[str, str]) -> None:
         "-data_path: the folder it lies in",
         "AMP.LEVEL=O0 AMP.LEVEL=O1 AMP.LEVEL=O2 AMP.LEVEL=O3",
         "",
+        "README.md",
     ]
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scripts.report_runs import Run, points
 
 COLOURS = 8
 MOST_POINTS = 300
 """Of a line; more would be seen by nobody."""
-WIDTH, HEIGHT = 460, 260
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 40
+WIDTH, HEIGHT = 360, 220
+MOST_SIDE_BY_SIDE = 6
+LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 36
 
 Points = list[tuple[float, float]]
 
@@ -38,6 +39,8 @@ class Chart:
     """(where, what it means, colour): crosses"""
     logarithmic: bool = False
     note: str = ""
+    beside: Sequence[Chart] = ()
+    """Those it stands beside, whose axes it shares"""
 
     @property
     def empty(self) -> bool:
@@ -79,13 +82,17 @@ class Chart:
         return f"{self.title}: {'; '.join(told)}"
 
     @property
+    def _measured(self) -> list[Curve]:
+        return [curve for chart in (self.beside or (self,)) for curve in chart.curves]
+
+    @property
     def _x_range(self) -> tuple[float, float]:
-        found = [x for curve in self.curves for x, _ in curve.points]
+        found = [x for curve in self._measured for x, _ in curve.points]
         return (min(0.0, *found), max(1.0, *found)) if found else (0.0, 1.0)
 
     @property
     def _y_range(self) -> tuple[float, float]:
-        found = [self._scaled(y) for curve in self.curves for _, y in curve.points]
+        found = [self._scaled(y) for curve in self._measured for _, y in curve.points]
         if not found:
             return 0.0, 1.0
         low, high = min(found), max(found)
@@ -173,17 +180,36 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     return [chart for chart in all_of_them if chart is not None and not chart.empty]
 
 
-def _two_parts(title: str, runs: Sequence[Run], key: str) -> Chart:
-    curves = []
-    for run, colour in zip(runs, colours_of(runs), strict=True):
-        curves += [
-            Curve(points(run.of("epoch") or run.of("train"), key), f"{run.name}, training", colour, faint=True),
-            Curve(points(run.of("val"), key), f"{run.name}, validation", colour),
-            Curve(points(run.of("val"), f"ema_{key}"), f"{run.name}, validation of the average", colour, dashed=True),
+def side_by_side(runs: Sequence[Run]) -> list[Chart]:
+    """Each run's loss and accuracy by itself, on axes that all of them share; only of a few runs."""
+    if not 1 < len(runs) <= MOST_SIDE_BY_SIDE:
+        return []
+    found: list[Chart] = []
+    for title, key in (("loss", "loss"), ("top-1 (%)", "acc1")):
+        each = [
+            Chart(f"{run.name}: {title}", _parts(run, colour, key))
+            for run, colour in zip(runs, colours_of(runs), strict=True)
         ]
+        found += [replace(chart, beside=each) for chart in each if not chart.empty]
+    return found
+
+
+def _two_parts(title: str, runs: Sequence[Run], key: str) -> Chart:
+    curves = [c for run, colour in zip(runs, colours_of(runs), strict=True) for c in _parts(run, colour, key)]
     dashes = any(curve.dashed and curve.points for curve in curves)
     note = "pale: training; strong: validation" + ("; dashed: validation of the average" if dashes else "")
     return Chart(title, curves, note=note)
+
+
+def _parts(run: Run, colour: int, key: str) -> list[Curve]:
+    """Training by epochs, or by reports where the epochs are too few for a line."""
+    epochs = points(run.of("epoch"), key)
+    trained = epochs if len(epochs) > 1 else points(run.of("train"), key)
+    return [
+        Curve(trained, f"{run.name}, training", colour, faint=True),
+        Curve(points(run.of("val"), key), f"{run.name}, validation", colour),
+        Curve(points(run.of("val"), f"ema_{key}"), f"{run.name}, validation of the average", colour, dashed=True),
+    ]
 
 
 def _trained(title: str, runs: Sequence[Run], key: str) -> Chart:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from scripts.report_charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, charts, colours_of, short
+from scripts.report_charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, charts, colours_of, short, side_by_side
 from scripts.report_runs import NOTHING, Run, differing_settings, read_runs, summary
 from utils.errors import UserError
 from utils.log import log
@@ -86,6 +86,7 @@ def _page(runs: Sequence[Run], verdict: str | None, seen: Sequence[Any]) -> str:
         settings=differing_settings(runs),
         no_settings="Nothing." if readable else "Not known: a config.yaml is missing or cannot be read.",
         charts=charts(runs),
+        side_by_side=side_by_side(runs),
         shares=[_shares(run) for run in runs],
         amp=[_amp(run) for run in runs],
         seen=seen,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from scripts.report import main
-from scripts.report_charts import MOST_POINTS, Chart, Curve, charts, colours_of, short, thinned
+from scripts.report_charts import MOST_POINTS, Chart, Curve, charts, colours_of, short, side_by_side, thinned
 from scripts.report_page import write_report
 from scripts.report_runs import read_runs
 from tests.scripts.made_runs import MISCHIEF, make_run
@@ -112,7 +112,8 @@ def test_nothing_of_a_name_is_run(page: Page, tmp_path: Path) -> None:
     assert seen.text.count(MISCHIEF) >= 2, "it is shown as it is written"
     assert not [a for _, a in seen.tags if any(name.startswith("on") for name in a)]
     policy = next(a for a in seen.named("meta") if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy["content"] == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    allowed = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    assert policy["content"] == allowed
 
 
 def test_nothing_comes_from_elsewhere(digits_run: Path, page: Page) -> None:
@@ -186,6 +187,23 @@ def test_any_curve_can_be_drawn(points: list[tuple[float, float]]) -> None:
         texts = [text for _, text in [*chart.x_ticks(), *chart.y_ticks()]]
         assert len(texts) > 1
         assert all(0 <= y <= 260 for _, path in chart.lines() for y in map(float, re.findall(r",(-?[\d.]+)", path)))
+
+
+def test_side_by_side_the_axes_are_the_same(tmp_path: Path) -> None:
+    runs = read_runs([make_run(tmp_path / "a", best=90), make_run(tmp_path / "b", best=50)])
+    found = [chart for chart in side_by_side(runs) if chart.title.endswith("top-1 (%)")]
+    assert [chart.title for chart in found] == ["a: top-1 (%)", "b: top-1 (%)"]
+    assert found[0].y_ticks() == found[1].y_ticks()
+    assert found[0].lines() != found[1].lines()
+    assert side_by_side(runs[:1]) == []
+
+
+def test_one_epoch_of_training_is_a_line(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "short")
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]))
+    [training, *_] = next(chart for chart in charts(read_runs([run])) if chart.title == "Loss").curves
+    assert [update for update, _ in training.points] == [10, 20]
 
 
 def test_seeds_of_a_precision_share_a_colour(tmp_path: Path) -> None:

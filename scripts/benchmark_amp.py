@@ -13,6 +13,7 @@ is. A file given by -json is written after every turn. All flags and settings of
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +26,7 @@ from scripts.benchmark_data_measure import Budget  # noqa: E402
 from utils.cli import Flag  # noqa: E402
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, nearest  # noqa: E402
 from utils.log import log  # noqa: E402
-from utils.script import read_line, run_tool  # noqa: E402
+from utils.script import WIDTH, about_tool, read_line, run_tool  # noqa: E402
 
 OWN = (
     Flag("budget_min", "minutes in all; the same call goes on from its -json (default 10)", "M", ("BUDGET_MIN",)),
@@ -59,9 +60,10 @@ def _benchmark(argv: list[str]) -> int:
 def _table(argv: list[str]) -> Table:
     asked = argv[0] if argv else "-h"
     if asked.lstrip("-") in ("h", "help"):
-        print(__doc__)
+        print(f"{about_tool(__doc__, 'benchmark_amp.py')}\n")
         for table in TABLES.values():
-            print(f"  {table.name:<11}{table.about.splitlines()[0]}")
+            line = f"  {table.name:<11}{table.about.splitlines()[0]}"
+            print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 13))
         sys.exit(EXIT_DONE)
     if asked not in TABLES:
         raise UserError(f"{asked}: there is no such table.{nearest(asked, TABLES)} First comes {' '.join(TABLES)}.")

@@ -2,7 +2,7 @@
 """What is wrong with a data set? Reads every image of it once, as training will.
 
     python scripts/check_data.py -dataset imagefolder -data_path /data/flowers -num_classes 102
-    python scripts/check_data.py -cfg configs/vit_base.yaml -data_path /data/imagenet -out broken.txt
+    python scripts/check_data.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -out broken.txt
 
 Defects: images that cannot be read, labels out of range, classes without training images, duplicates (the same bytes),
 images that training and validation share. Notes: images that are not stored as the model takes them, and small ones.

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
-from utils.script import run_tool  # noqa: E402
+from utils.script import about_tool, run_tool  # noqa: E402
 
 ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
 DTYPES = ("fp32", "fp16", "bf16")
@@ -104,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="scripts/export.py",
-        description=__doc__,
+        description=about_tool(__doc__, "export.py"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.errors import UserError  # noqa: E402
-from utils.script import run_tool  # noqa: E402
+from utils.script import about_tool, run_tool  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="scripts/import_paddle.py",
-        description=__doc__,
+        description=about_tool(__doc__, "import_paddle.py"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

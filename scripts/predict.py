@@ -32,7 +32,7 @@ from scripts.predict_show import ENDINGS, FORMATS  # noqa: E402
 from utils.cli import AMP_WORDS  # noqa: E402
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
-from utils.script import amp_in_one_word, run_tool  # noqa: E402
+from utils.script import about_tool, amp_in_one_word, run_tool  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="scripts/predict.py",
-        description=__doc__,
+        description=about_tool(__doc__, "predict.py"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -32,7 +32,7 @@ from utils.config.data import DataConfig  # noqa: E402
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
 from utils.run_folder import replace_text  # noqa: E402
-from utils.script import run_tool  # noqa: E402
+from utils.script import about_tool, run_tool  # noqa: E402
 
 if TYPE_CHECKING:
     from datasets.caltech import Tree
@@ -124,7 +124,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="scripts/prepare_caltech256.py",
-        description=__doc__,
+        description=about_tool(__doc__, "prepare_caltech256.py"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

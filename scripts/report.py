@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
-from utils.script import run_tool  # noqa: E402
+from utils.script import about_tool, run_tool  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 def _report(argv: list[str]) -> int:
     parser = _Parser(
         prog="scripts/report.py",
-        description=__doc__,
+        description=about_tool(__doc__, "report.py"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -11,21 +11,25 @@ it may say more:
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.documents import PAGES, Block, blocks, commands, spans
 from tests.program import ROOT
-from utils.cli import BY_NAME, FLAG, WORD, parse
+from utils.cli import BY_NAME, FLAG, WORD, parse, usage
 from utils.config import load_config
 from utils.config.keys import settings
 from utils.errors import UserError
+from utils.script import PAGES as PAGES_OF_TOOLS
 
 BLOCKS = list(blocks())
 RUN = [block for block in BLOCKS if block.mark == "runs"]
@@ -189,3 +193,33 @@ def test_what_others_flags_are_here_exists() -> None:
     assert [name for name in ours if name not in known and not name.startswith("python ")] == []
     timm = page[page.index("## timm's") : page.index("## torchvision's")]
     assert len(re.findall(r"^\| `", timm, flags=re.MULTILINE)) >= 60
+
+
+WITH_FLAGS = ["main_single_gpu.py", "main_multi_gpu.py", *(f"scripts/{name}" for name in PAGES_OF_TOOLS)]
+
+
+@pytest.mark.parametrize("script", WITH_FLAGS)
+def test_help_fits_a_terminal_and_leads_on(script: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Asked in this process: nothing heavy is imported for it."""
+    monkeypatch.setenv("COLUMNS", "100")
+    if script.startswith("main_"):
+        shown = usage(script)
+    else:
+        main = runpy.run_path(str(ROOT / script))["main"]
+        with contextlib.suppress(SystemExit):
+            assert main(["-h"]) == 0
+        shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert [line for line in lines if len(line) > 100] == []
+    assert sum(line.strip().startswith("python ") for line in lines) >= 2
+    assert [page for page in re.findall(r"docs/[\w/]+\.md", shown) if not (ROOT / page).is_file()] == []
+    assert re.search(r"docs/[\w/]+\.md", shown)
+    wrong = {" ".join(words): found for words in commands(shown) if (found := problems_of(words))}
+    assert not wrong
+
+
+def test_every_tool_is_asked_for_help() -> None:
+    """Those for the project's own use apart."""
+    own = {"make_config_docs.py", "results.py", "completion_table.py", "completion_words.py", "completion.py"}
+    tools = {p.name for p in (ROOT / "scripts").glob("*.py") if "__main__" in p.read_text(encoding="utf-8")}
+    assert tools - own - set(PAGES_OF_TOOLS) - {p for p in tools if p.startswith("benchmark_amp_")} == set()

@@ -51,7 +51,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "What to do": (
         Flag("cfg", "the YAML file with the run's settings", "FILE"),
         Flag("eval", "validate once and end", keys=("EVAL",)),
-        Flag("dry_run", "check everything that can be checked before training, and end", action="dry_run"),
+        Flag("dry_run", "a few real updates, and what a run takes of memory, time and disk", action="dry_run"),
         Flag("print_config", "show all settings and where each came from", action="print_config"),
         Flag("print_amp", "show which precision each part would run in", action="print_amp"),
         Flag("list_models", "names of timm's models, all or those like 'vit_*'", "[GLOB]", action="list_models"),
@@ -246,8 +246,10 @@ def usage(program: str) -> str:
         "Trains a Vision Transformer, in mixed precision with -amp. The usual command lines:",
         "",
         f"  python {program} -cfg configs/vit_digits.yaml -amp",
-        f"  python {program} -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -batch_size 64 -amp",
+        f"  python {program} -cfg configs/vit_small_patch16_224.yaml -data_path /data/imagenet -amp",
         f"  python {program} -cfg configs/vit_digits.yaml -output output/mine -resume auto",
+        f"  python {program} -eval -resume output/mine",
+        f"  python {program} -cfg configs/vit_digits.yaml -amp -dry_run TRAIN.BASE_LR=1e-3",
     ]
     for group, flags in FLAGS.items():
         lines += ["", f"{group}:"]
@@ -259,7 +261,8 @@ def usage(program: str) -> str:
 
 USAGE_END = (
     "-flag value, -flag=value and --flag value are alike, and so are - and _ inside a name. KEY=VALUE sets any "
-    "setting of docs/config.md and wins over files and flags: TRAIN.BASE_LR=1e-4."
+    "setting of docs/config.md and wins over files and flags: TRAIN.BASE_LR=1e-4. Read on: README.md, and "
+    "docs/troubleshooting.md where something goes wrong. Tools beside training are in scripts/, each with -h."
 )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,25 @@ from utils.config.kinds import AUTO
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
 from utils.log import log, start_log
 from utils.world import read_world
+
+WIDTH = 100
+PAGES = {
+    "benchmark_amp.py": "docs/performance.md",
+    "benchmark_data.py": "docs/data_speed.md",
+    "check_data.py": "docs/broken_images.md",
+    "checkpoint.py": "docs/checkpoints.md",
+    "compare.py": "docs/compare.md",
+    "doctor.py": "docs/doctor.md",
+    "evaluate.py": "docs/predict.md",
+    "export.py": "docs/export.md",
+    "import_paddle.py": "docs/paddlevit_weights.md",
+    "pack_images.py": "docs/shards.md",
+    "predict.py": "docs/predict.md",
+    "prepare_caltech256.py": "docs/recipes/caltech256_resnet50.md",
+    "report.py": "docs/report.md",
+    "show_batch.py": "docs/data.md",
+}
+"""Where to read on, by tool."""
 
 
 def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -85,13 +106,44 @@ class ToolLine:
         return path
 
 
+def about_tool(about: str | None, tool: str) -> str:
+    """A tool's docstring as -h shows it: no wider than a terminal, and with the page to read on."""
+    parts = (about or "").strip("\n").split("\n\n")
+    page = PAGES.get(tool)
+    if page and page not in (about or ""):
+        parts.insert(len(parts) - parts[-1].rstrip().endswith(":"), f"Read on: {page}.")  # its flags follow a colon
+    return "\n\n".join(_narrow(part) for part in parts)
+
+
+def _narrow(part: str) -> str:
+    """Sentences are wrapped anew; command lines, which are indented, are broken before a flag."""
+    lines = re.sub(r" *\\\n +", " ", part).splitlines()
+    if not any(line.startswith(" ") for line in lines):
+        return "\n".join(textwrap.wrap(" ".join(lines), WIDTH))
+    return "\n".join(piece for line in lines for piece in _broken(line))
+
+
+def _broken(line: str) -> list[str]:
+    if len(line) <= WIDTH:
+        return [line]
+    if line.lstrip().startswith("python ") and (at := line.rfind(" -", 20, WIDTH - 2)) > 0:
+        return [f"{line[:at].rstrip()} \\", *_broken(f"        {line[at:].lstrip()}")]
+    gap = re.match(r"\s+\S+\s{2,}", line)  # a word, and behind it what it means
+    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * (gap.end() if gap else 4))
+
+
+def _about_flag(flag: Flag) -> str:
+    name = f"  {f'-{flag.name} {flag.value}':<18}"
+    return textwrap.fill(name + flag.about, WIDTH, subsequent_indent=" " * 20, drop_whitespace=True)
+
+
 def read_line(argv: list[str], tool: str, about: str | None, own: tuple[Flag, ...]) -> ToolLine:
     """The command line of scripts/`tool`, whose flags `own` stand beside those of the entry scripts.
 
     -h prints `about` and these flags, and leaves with code 0.
     """
     if any(word.startswith("-") and word.lstrip("-") in ("h", "help") for word in argv):
-        print(f"{about}\n" + "\n".join(f"  {f'-{flag.name} {flag.value}':<18}{flag.about}" for flag in own))
+        print("\n".join([about_tool(about, tool), *map(_about_flag, own)]))
         sys.exit(EXIT_DONE)
     command = parse(argv, f"scripts/{tool}", own)
     if command.action != "train":

@@ -41,6 +41,9 @@ class TorchResize:
         if max(left, top) > size:
             return self.by_pil(pixels, view)  # a strip so long that most of the work would be thrown away
         shape = (top + size, left + size, pixels.shape[2])
+        scales = zip(shape, pixels.shape, (view.down, view.across), strict=False)
+        if any(made == stored and scale != 1 for made, stored, scale in scales):
+            return self.by_pil(pixels, view)  # the kernel takes an axis of the same length for one of the same scale
         made = place if place is not None and place.shape == shape else np.empty(shape, dtype=np.uint8)
         # Stored pixel by pixel, in and out, as the kernel works; asked for plane by plane it would add a slow pass.
         source, out = (torch.from_numpy(array).permute(2, 0, 1)[None] for array in (pixels, made))

@@ -98,6 +98,14 @@ def test_usual_crops_agree_with_pil(settings: Settings) -> None:
         assert np.mean(means) <= 0.05
 
 
+@pytest.mark.parametrize(("size", "side"), [(8, 8), (16, 17), (224, 253)])
+def test_a_side_as_long_as_what_is_made_of_it(settings: Settings, size: int, side: int) -> None:
+    """Resized all the same: these sides come to as many pixels as are needed to the edge of the middle square."""
+    ours, pils = (settings(IMAGE_SIZE=size, DECODER=decoder) for decoder in ("auto", "pil"))
+    image = encoded(picture(side, side, 1), "png")
+    assert apart(square(ours, False, image, 0), square(pils, False, image, 0))[0] <= 0.05
+
+
 @pytest.mark.parametrize("decoder", ["auto", "pil", "nvimgcodec"])
 @pytest.mark.parametrize("size", [(1, 1), (1, 50), (50, 1), (2, 700), (17, 3), (33, 16)])
 @pytest.mark.parametrize("train", [True, False])

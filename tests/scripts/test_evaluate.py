@@ -115,6 +115,11 @@ def test_calibration_error(answers: tuple[torch.Tensor, torch.Tensor], bins: int
     assert found.ece > 1
 
 
+def test_an_edge_belongs_to_the_bin_below() -> None:
+    unsure = of_logits(torch.zeros(4, 2), torch.tensor([0, 1, 1, 1]), bins=2)
+    assert [one.images for one in unsure.bins] == [4, 0]
+
+
 def test_a_certain_model_and_a_broken_one() -> None:
     labels = torch.arange(5)
     certain = of_logits(200 * torch.eye(5), labels)

@@ -258,7 +258,7 @@ def _places(path: Path) -> tuple[Path | None, Path]:
     if path.suffix in PADDLES or (not path.exists() and prefix.exists()):
         raise UserError(
             f"-resume {path}: a checkpoint of PaddleViT's, and -resume goes on with runs of vitamp's own. Start a new "
-            f"run from its weights by -pretrained {path.with_suffix('.pdparams') if path.suffix in PADDLES else prefix}."
+            f"run from its weights: -pretrained {path.with_suffix('.pdparams') if path.suffix in PADDLES else prefix}."
         )
     if not path.exists():
         raise UserError(f"-resume {path}: there is no such file or folder.")

@@ -105,7 +105,8 @@ def _tell_once(path: Path, reason: str) -> None:
 
 def _curve(axes: Axes, lines: Lines, key: str, label: str) -> None:
     points = [(line["update"], line[key]) for line in lines if line.get(key) is not None]
-    points = points[:: -(-len(points) // MOST_POINTS) or 1]
+    if len(points) > MOST_POINTS:
+        points = [*points[:: -(-len(points) // MOST_POINTS)], points[-1]]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, linewidth=1.4, marker="." if len(points) < 3 else None)
 

@@ -1,0 +1,157 @@
+"""curves.png: drawn of any run, whole or not at all, and no burden to training."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+from engine import curves
+from engine.curves import MOST_POINTS, Curves, draw_curves
+from utils.log import log
+
+Drawn = dict[str, dict[str, list[tuple[float, float]]]]
+
+
+def line(update: int, **fields: Any) -> dict[str, Any]:
+    figures = {"loss": 1.0, "acc1": 50.0, "lr": 1e-3, "grad_norm": 1.0, "scale": 65536.0, "skipped": 0}
+    perf = {"images_per_second": 100.0, "data_wait_percent": 7.0}
+    return {"event": "train", "epoch": 1, "step": update, "update": update, **figures, **fields, "perf": perf}
+
+
+def write(folder: Path, *lines: dict[str, Any]) -> None:
+    text = "".join(f"{json.dumps(one)}\n" for one in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"event": "train", "upd')  # being written just now
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Drawn]:
+    """Draw, and give back what is in the picture: axis -> curve -> points."""
+    found: Drawn = {}
+    save = Figure.savefig
+
+    def look(figure: Figure, *args: Any, **words: Any) -> None:
+        found["title"] = {figure.get_suptitle(): []}
+        for axes in figure.axes:
+            assert isinstance(axes, Axes)
+            found[axes.get_ylabel()] = {
+                str(one.get_label()): [(float(x), float(y)) for x, y in one.get_xydata().tolist()]  # pyright: ignore
+                for one in axes.lines
+            }
+        save(figure, *args, **words)
+
+    monkeypatch.setattr(Figure, "savefig", look)
+
+    def call(title: str = "title") -> Drawn:
+        found.clear()
+        assert draw_curves(tmp_path, title) == tmp_path / "curves.png"
+        with Image.open(tmp_path / "curves.png") as picture:
+            picture.load()  # to its last byte
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
+        return found
+
+    return call
+
+
+def test_training_and_validation_stand_in_the_picture(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+    val = {"event": "val", "epoch": 1, "update": 20, "loss": 0.5, "acc1": 80.0, "ema_acc1": 90.0, "perf": {}}
+    write(tmp_path, line(10, loss=2.0), line(20), val)
+    found = drawn("digits, AMP fp16, best top-1 80 %")
+    assert found["title"] == {"digits, AMP fp16, best top-1 80 %": []}
+    assert found["loss"] == {"train": [(10, 2.0), (20, 1.0)], "validation": [(20, 0.5)]}
+    assert found["accuracy (%)"]["validation top-1 (EMA)"] == [(20, 90.0)]
+    assert found["images/s"] == {"images/s": [(10, 100), (20, 100)]}
+
+
+def test_skips_are_marked_where_they_were(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+    skipped = (0, 1, 1, 3)
+    write(tmp_path, *(line(10 * n + 10, skipped=count, scale=2.0 ** (16 - n)) for n, count in enumerate(skipped)))
+    assert drawn()["loss scale"]["updates skipped"] == [(20, 2.0**15), (40, 2.0**13)]
+
+
+@pytest.mark.parametrize("scale", [1.0, None])
+def test_where_nothing_is_scaled_its_place_has_the_waiting(
+    drawn: Callable[..., Drawn], tmp_path: Path, scale: float | None
+) -> None:
+    write(tmp_path, line(10, scale=scale), line(20, scale=scale))
+    found = drawn()
+    assert "loss scale" not in found
+    assert found["time (%)"] == {"waiting for data": [(10, 7.0), (20, 7.0)]}
+
+
+def test_what_is_no_number_leaves_no_point(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+    write(tmp_path, line(10), line(20, loss=None, grad_norm=None, scale=None), line(30))
+    assert [update for update, _ in drawn()["loss"]["train"]] == [10, 30]
+
+
+def test_a_long_run_is_thinned_to_its_end(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+    count = 3 * MOST_POINTS + 7
+    write(tmp_path, *(line(n) for n in range(1, count + 1)))
+    shown = drawn()["loss"]["train"]
+    assert len(shown) <= MOST_POINTS + 1
+    assert (shown[0][0], shown[-1][0]) == (1, count)
+
+
+def test_one_point_and_none(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+    assert draw_curves(tmp_path, "") is None
+    write(tmp_path)
+    assert draw_curves(tmp_path, "") is None
+    write(tmp_path, line(1))
+    assert drawn()["loss"]["train"] == [(1, 1.0)]
+
+
+@pytest.mark.parametrize("trouble", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_the_picture_is_the_old_one_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: BaseException
+) -> None:
+    write(tmp_path, line(1))
+    draw_curves(tmp_path, "")
+    before = (tmp_path / "curves.png").read_bytes()
+
+    def half(_figure: Figure, path: Any, **_words: Any) -> None:
+        Path(path).write_bytes(before[:100])
+        raise trouble
+
+    monkeypatch.setattr(Figure, "savefig", half)
+    monkeypatch.setattr(log, "propagate", True)
+    with caplog.at_level(logging.WARNING, "vitamp"):
+        if isinstance(trouble, OSError):
+            draw_curves(tmp_path, "")
+            draw_curves(tmp_path, "")
+            assert caplog.text.count("cannot be written (No space left on device); training goes on") == 1
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                draw_curves(tmp_path, "")
+    assert (tmp_path / "curves.png").read_bytes() == before
+
+
+def test_short_epochs_do_not_wait_for_their_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, made = 0.0, []
+
+    def drawing(_folder: Path, _title: str) -> None:
+        nonlocal now
+        made.append(now)
+        now += 0.6
+
+    monkeypatch.setattr(curves, "perf_counter", lambda: now)
+    monkeypatch.setattr(curves, "draw_curves", drawing)
+    kept = Curves(tmp_path)
+    for _ in range(100):
+        now += 1.0
+        kept.draw("")
+    assert made[0] >= 0.5 / 0.03, "the first one, too"
+    assert 4 <= len(made) <= 6, "0.6 s each in 100 s: 3 %"
+    before = len(made)
+    now += 1.0
+    kept.draw("", force=True)
+    assert len(made) == before + 1, "the last one always"
+    now += 3600
+    kept.draw("")
+    assert len(made) == before + 2, "a long epoch has its own"

@@ -139,7 +139,7 @@ class Safetensors:
         state = task.plain.module.state_dict()
         tensors = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
         with naming_the_fault(file):
-            header = {"format": "pt", ABOUT: json.dumps(task.about)}
+            header = {ABOUT: json.dumps(task.about)}  # several keys would come in another order each time
             safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata=header)
         return "weights by timm's names"
 

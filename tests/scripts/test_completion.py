@@ -170,7 +170,9 @@ def test_bash(shells: dict[str, str], tmp_path: Path) -> None:
 
 FISH = """
 source "$HOME/vitamp.fish"
-for line in "python main_single_gpu.py -dat" "./main_multi_gpu.py AMP.LEVEL=O" "python other.py -dat" "python other.py REA"
+set lines "python main_single_gpu.py -dat" "./main_multi_gpu.py AMP.LEVEL=O"
+set lines $lines "python other.py -dat" "python other.py REA"
+for line in $lines
     echo (string join -- " " (complete -C $line | string replace \\t ": "))
 end
 """

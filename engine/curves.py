@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from utils.config import Config
 from utils.log import log
 
 if TYPE_CHECKING:
@@ -22,6 +23,12 @@ SHARE = 0.03
 """Of the time since the last drawing that the next may take: short epochs are not to wait for their picture."""
 SECONDS = 0.5
 """That the first drawing is expected to take."""
+
+
+def title_of(config: Config, precision: str, amp: bool) -> str:
+    """What the run is, and in which precision: 'vit_digits on digits, AMP bf16'."""
+    what = f"{config.MODEL.NAME} on {config.DATA.DATASET}, {f'AMP {precision}' if amp else f'{precision}, no AMP'}"
+    return f"{config.TAG}: {what}" if config.TAG else what
 
 
 class Curves:

@@ -17,6 +17,7 @@ from engine.checkpoint import EMA, Checkpoint
 from engine.choose import chosen_checkpoint
 from engine.compile_choice import choose_compiling
 from engine.compiling import compile_update
+from engine.curves import title_of
 from engine.device import pick_device, prepare
 from engine.dry_run import try_out
 from engine.environment import enter
@@ -172,7 +173,7 @@ def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path, peak: 
         position=ready.position,
         best=ready.best,
         meta=checkpoint_meta(config, ready, world.size, config_hash),
-        title=" ".join(filter(None, (config.TAG, config.MODEL.NAME, config.DATA.DATASET, ready.precision.name))),
+        title=title_of(config, ready.precision.name, ready.precision.level != "O0"),
     )
     try:
         code = fit(trainer)

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from engine import curves
-from engine.curves import MOST_POINTS, Curves, draw_curves
+from engine.curves import MOST_POINTS, Curves, draw_curves, title_of
+from utils.config import Config
 from utils.log import log
 
 Drawn = dict[str, dict[str, list[tuple[float, float]]]]
@@ -68,6 +69,15 @@ def test_training_and_validation_stand_in_the_picture(drawn: Callable[..., Drawn
     assert found["loss"] == {"train": [(10, 2.0), (20, 1.0)], "validation": [(20, 0.5)]}
     assert found["accuracy (%)"]["validation top-1 (EMA)"] == [(20, 90.0)]
     assert found["images/s"] == {"images/s": [(10, 100), (20, 100)]}
+
+
+@pytest.mark.parametrize(
+    ("amp", "tag", "said"),
+    [(True, None, "tiny on digits, AMP bf16"), (False, "night", "night: tiny on digits, bf16, no AMP")],
+)
+def test_the_title_tells_of_amp(amp: bool, tag: str | None, said: str) -> None:
+    config = Config(TAG=tag, MODEL={"NAME": "tiny"}, DATA={"DATASET": "digits"})  # pyright: ignore[reportArgumentType]
+    assert title_of(config, "bf16", amp) == said
 
 
 def test_skips_are_marked_where_they_were(drawn: Callable[..., Drawn], tmp_path: Path) -> None:

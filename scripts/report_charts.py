@@ -180,18 +180,18 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     return [chart for chart in all_of_them if chart is not None and not chart.empty]
 
 
-def side_by_side(runs: Sequence[Run]) -> list[Chart]:
-    """Each run's loss and accuracy by itself, on axes that all of them share; only of a few runs."""
+def side_by_side(runs: Sequence[Run]) -> list[list[Chart]]:
+    """A row of losses and one of accuracies, each run by itself on the axes of its row; only of a few runs."""
     if not 1 < len(runs) <= MOST_SIDE_BY_SIDE:
         return []
-    found: list[Chart] = []
+    found = []
     for title, key in (("loss", "loss"), ("top-1 (%)", "acc1")):
         each = [
             Chart(f"{run.name}: {title}", _parts(run, colour, key))
             for run, colour in zip(runs, colours_of(runs), strict=True)
         ]
-        found += [replace(chart, beside=each) for chart in each if not chart.empty]
-    return found
+        found.append([replace(chart, beside=each) for chart in each if not chart.empty])
+    return [row for row in found if row]
 
 
 def _two_parts(title: str, runs: Sequence[Run], key: str) -> Chart:

@@ -191,7 +191,8 @@ def test_any_curve_can_be_drawn(points: list[tuple[float, float]]) -> None:
 
 def test_side_by_side_the_axes_are_the_same(tmp_path: Path) -> None:
     runs = read_runs([make_run(tmp_path / "a", best=90), make_run(tmp_path / "b", best=50)])
-    found = [chart for chart in side_by_side(runs) if chart.title.endswith("top-1 (%)")]
+    losses, found = side_by_side(runs)
+    assert [chart.title for chart in losses] == ["a: loss", "b: loss"]
     assert [chart.title for chart in found] == ["a: top-1 (%)", "b: top-1 (%)"]
     assert found[0].y_ticks() == found[1].y_ticks()
     assert found[0].lines() != found[1].lines()

@@ -45,6 +45,8 @@ def test_two_processes_make_updates_and_leave_nothing(
         assert re.search(rf"{part} [\d.]+ [KM]iB", done.out), part
     assert re.search(r"44 updates to go \(2.0 epochs\): about 0:\d\d:\d\d, until 20", done.out)
     assert f"free in {place}" in done.out
+    assert done.err == "", "no library warns, in no rank and no loading process"
+    assert list(place.iterdir()) == []
     assert list(place.iterdir()) == []
 
 

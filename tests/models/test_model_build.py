@@ -227,8 +227,9 @@ def test_describe_names_sizes_and_parameters() -> None:
     )
     for parameter in vit.blocks.parameters():  # pyright: ignore
         parameter.requires_grad = False
-    assert count_parameters(vit)[1] < total
-    assert f"({count_parameters(vit)[1]:,} trainable)" in describe(vit)
+    trained = count_parameters(vit)[1]
+    assert trained < total
+    assert f"({trained:,} trainable, {100 * trained / total:.1f} %)" in describe(vit)
     assert "depths [1, 2], heads [2, 4]" in describe(build(**TINY_SWIN))
     assert "vit_base_patch16_224" not in describe(nn.Linear(2, 2))
 

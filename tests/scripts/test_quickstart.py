@@ -1,0 +1,93 @@
+"""scripts/quickstart.sh: after training comes the report, and signals and exit codes are the training's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.program import ROOT
+
+STAND_IN = """\
+#!/usr/bin/env bash
+# Stands in for Python: trains for nobody, and reports what it was asked for.
+if [[ $1 == */report.py ]]; then
+    echo "report of ${*:2}"
+    exit "${REPORT_CODE:-0}"
+fi
+for name in INT TERM USR1; do trap "echo heard $name; exit 143" "$name"; done
+echo "training with ${*:2}"
+if [[ -n ${WAIT:-} ]]; then
+    for _ in {1..600}; do sleep 0.05; done
+fi
+echo "Done: best top-1 99 %; everything lies in $RUN"
+exit "${TRAIN_CODE:-0}"
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """The script beside a setup that installs nothing, and a run's folder."""
+    scripts = tmp_path / "a house" / "scripts"
+    scripts.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "quickstart.sh", scripts)
+    (scripts / "setup.sh").write_text(f'ROOT="{scripts.parent}"\nPYTHON="$ROOT/python"\n')
+    (scripts.parent / "python").write_text(STAND_IN)
+    (scripts.parent / "python").chmod(0o755)
+    (tmp_path / "the run").mkdir()
+    return scripts.parent
+
+
+def start(house: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+    command = ["bash", str(house / "scripts" / "quickstart.sh"), *words]
+    env = {**os.environ, "RUN": str(house.parent / "the run"), "TMPDIR": str(house.parent), **env}
+    return subprocess.Popen(
+        command,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def test_it_ends_with_the_report_of_its_run(house: Path) -> None:
+    done = start(house, "-output", "some where", "TRAIN.NUM_EPOCHS=5")
+    told = done.communicate(timeout=60)[0].splitlines()
+    assert done.returncode == 0
+    assert told[0] == "training with -cfg configs/vit_digits.yaml -amp -output some where TRAIN.NUM_EPOCHS=5"
+    assert told[-1] == f"report of {house.parent / 'the run'}"
+    assert not list(house.parent.glob("tmp.*")), "what it kept for itself is gone"
+
+
+@pytest.mark.parametrize(
+    ("env", "code", "reported"),
+    [({"TRAIN_CODE": "1"}, 1, False), ({"RUN": "nowhere"}, 0, False), ({"REPORT_CODE": "2"}, 0, True)],
+    ids=["training failed", "nothing was written", "the report failed"],
+)
+def test_the_exit_code_is_the_trainings(house: Path, env: dict[str, str], code: int, reported: bool) -> None:
+    done = start(house, **env)
+    told = done.communicate(timeout=60)[0]
+    assert done.returncode == code
+    assert ("report of" in told) == reported
+    assert ("only its report could not be made" in told) == ("REPORT_CODE" in env)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("to_all", [False, True], ids=["to the script", "to its group, as a terminal does"])
+def test_signals_reach_the_training(house: Path, number: signal.Signals, to_all: bool) -> None:
+    script = start(house, WAIT="yes")
+    assert script.stdout is not None
+    assert script.stdout.readline().startswith("training with")
+    began = time.monotonic()
+    (os.killpg if to_all else os.kill)(script.pid, number)
+    told = script.communicate(timeout=60)[0]
+    assert f"heard {number.name.removeprefix('SIG')}" in told
+    assert script.returncode == 143
+    assert "report of" not in told
+    assert time.monotonic() - began < 20, "at once, not when training is over"

@@ -1,0 +1,111 @@
+"""What compare.py reads from a run's folder, and how it guesses the time that is left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.compare_figures import figures_of, is_finished, share_done
+from scripts.compare_plan import Run
+from scripts.compare_train import Clock
+from utils.config import Config, to_yaml
+
+
+def told(event: str, update: int, epoch: int = 1, perf: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    return {"event": event, "epoch": epoch, "update": update, **fields, "perf": perf or {}}
+
+
+def train(update: int, rate: float, loss: float | None = 1.0, memory: float = 2.0, epoch: int = 1) -> dict[str, Any]:
+    perf = {"images_per_second": rate, "peak_memory_gb": memory}
+    return told("train", update, epoch, perf, loss=loss, skipped=update // 10)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = Config.model_validate({"DATA": {"BATCH_SIZE": 50}, "TRAIN": {"ACCUM_ITER": 2}})
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    about = {
+        "choices": {"precision": "bf16", "world_size": 4},
+        "samples": {"train": 4000, "val": 360},
+        "device": "cpu: one",
+        "versions": {},
+        "started": "2026-01-02T03:04:05",
+    }
+    (tmp_path / "run.json").write_text(json.dumps(about), encoding="utf-8")
+    return tmp_path
+
+
+def write(folder: Path, *lines: dict[str, Any], rest: str = "") -> None:
+    text = "".join(f"{json.dumps(line)}\n" for line in lines) + rest
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+
+def test_starting_does_not_count_for_speed_however_often(folder: Path) -> None:
+    write(
+        folder,
+        told("run", 0, what="start"),
+        train(5, 1.0),
+        train(10, 800.0, memory=2.5),
+        told("epoch", 10, perf={"seconds": 90.0}),
+        told("val", 10, loss=0.5, acc1=90.0, ema_acc1=97.0),
+        told("run", 10, perf={"seconds": 100.0}, what="paused"),
+        told("run", 10, what="resume"),
+        train(15, 2.0, epoch=2),
+        train(20, 1000.0, epoch=2),
+        train(25, 1200.0, loss=0.5, epoch=2),
+        told("epoch", 25, 2, perf={"seconds": 95.0}),
+        told("epoch", 35, 3, perf={"seconds": 5.0}),
+        told("val", 35, 3, loss=0.4, acc1=95.0, ema_acc1=96.0),
+        told("run", 35, 3, perf={"seconds": 50.0}, what="end"),
+    )
+    found = figures_of(folder)
+    assert found["images_per_second"] == 1000.0
+    assert found["seconds_per_update"] == pytest.approx(50 * 2 * 4 / 1000)
+    assert found["seconds_per_epoch"] == 5.0
+    assert not found["start_up_counted"]
+    assert found["peak_memory_gb"] == 2.5
+    assert (found["last_acc1"], found["best_acc1"], found["last_loss"]) == (95.0, 97.0, 0.4)
+    assert (found["updates"], found["skipped"], found["starts"], found["seconds"]) == (35, 2, 2, 150.0)
+    assert (found["precision"], found["validation_images"]) == ("bf16", 360)
+    assert not found["diverged"]
+
+
+def test_a_run_of_one_report_says_that_its_start_is_in_it(folder: Path) -> None:
+    write(folder, told("run", 0, what="start"), train(5, 10.0), told("run", 5, perf={"seconds": 1.0}, what="end"))
+    found = figures_of(folder)
+    assert (found["images_per_second"], found["start_up_counted"]) == (10.0, True)
+    assert (found["seconds_per_epoch"], found["last_acc1"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("losses", "diverged"),
+    [((2.3, 0.5), False), ((2.3, 2.31, 2.29), False), ((2.3, 4.0, 6.0, 9.0), True), ((2.3, 1.0, None), True)],
+)
+def test_divergence(folder: Path, losses: tuple[float | None, ...], diverged: bool) -> None:
+    write(folder, *(train(nth, 10.0, loss) for nth, loss in enumerate(losses)))
+    assert figures_of(folder)["diverged"] is diverged
+
+
+def test_how_much_is_done(folder: Path) -> None:
+    assert share_done(folder, 4, None) == 0.0
+    write(folder, told("run", 0, what="start"), told("epoch", 10), train(15, 1.0, epoch=2), rest='{"event": "tra')
+    assert share_done(folder, 4, None) == 0.25
+    assert share_done(folder, 4, 20) == 0.75
+    assert not is_finished(folder)
+    write(folder, told("run", 40, 5, what="end"))
+    assert share_done(folder, 4, None) == 1.0
+    assert is_finished(folder)
+
+
+def test_the_time_left_goes_by_the_mode() -> None:
+    ahead = [Run("bf16", 1, Config(), Path("a")), Run("fp32", 1, Config(), Path("b"))]
+    times = Clock()
+    assert times.left(ahead, "fp32", 0.0, 3.0) is None
+    assert times.left(ahead, "fp32", 0.5, 10.0) == 10.0 + 2 * 20.0
+    times.add("fp32", 30.0)
+    assert times.left(ahead, "fp32", 0.5, 10.0) == 20.0 + 30.0 + 30.0
+    times.add("bf16", 12.0)
+    assert times.left(ahead, "bf16", 0.5, 20.0) == 0.0 + 12.0 + 30.0

@@ -72,15 +72,18 @@ class Costs:
 
 
 def told(config: Config, costs: Costs, world: World, device: torch.device) -> Iterator[str]:
-    yield from _memory(config, costs, device)
+    yield from _memory(config, costs, world, device)
     yield from _time(config, costs, world, device)
     yield from _disk(config, costs, world)
 
 
-def _memory(config: Config, costs: Costs, device: torch.device) -> Iterator[str]:
+def _memory(config: Config, costs: Costs, world: World, device: torch.device) -> Iterator[str]:
     memory = costs.memory
     of = f" of {in_gib(costs.total)}" if costs.total else ""
-    what = "for the tensors of each process" if device.type == "cpu" else "on each GPU"
+    # Where weights are dealt out, a CPU's tensors are not counted, but the process is (engine/dry_run.py).
+    whole = config.DIST.STRATEGY == "fsdp" and world.size > 1
+    on_cpu = "for each process, its libraries included" if whole else "for the tensors of each process"
+    what = on_cpu if device.type == "cpu" else "on each GPU"
     yield f"memory     {in_gib(memory.peak)}{of} at the peak of an update, {what}:"
     shares = {
         "weights": memory.weights,

@@ -109,7 +109,12 @@ def test_a_block_that_is_not_checked_says_why() -> None:
 )
 def test_a_block_runs_as_it_is_printed(block: Block, tmp_path: Path) -> None:
     place = tmp_path / "vitamp"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout
     for name in filter(None, listed.decode().split("\0")):
         if (ROOT / name).is_file() and not name.startswith("tests/"):
             (place / name).parent.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)  # a TAG may have dollars in it
     (loss, accuracy, rate), (norm, scale, speed) = axes
     _curve(loss, train, "loss", "train")
     _curve(loss, val, "loss", "validation")

@@ -80,6 +80,12 @@ def test_the_title_tells_of_amp(amp: bool, tag: str | None, said: str) -> None:
     assert title_of(config, "bf16", amp) == said
 
 
+def test_a_tag_is_drawn_as_it_is_written(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+    write(tmp_path, line(10))
+    title = r"$\no formula$: tiny on digits"
+    assert drawn(title)["title"] == {title: []}
+
+
 def test_skips_are_marked_where_they_were(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
     skipped = (0, 1, 1, 3)
     write(tmp_path, *(line(10 * n + 10, skipped=count, scale=2.0 ** (16 - n)) for n, count in enumerate(skipped)))

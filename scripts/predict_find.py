@@ -42,7 +42,13 @@ def _listed(content: bytes) -> list[str]:
 
 
 def _below(folder: str) -> Iterator[str]:
+    seen: set[tuple[int, int]] = set()
     for where, folders, files in os.walk(folder, followlinks=True):
+        place = os.stat(where)
+        if (place.st_dev, place.st_ino) in seen:  # a link led back
+            folders.clear()
+            continue
+        seen.add((place.st_dev, place.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             if name.lower().endswith(IMG_EXTENSIONS) and not name.startswith("."):

@@ -140,6 +140,8 @@ def test_all_kinds_of_words(
     assert found("odd[1].png", "deep/notes.txt") == ["odd[1].png", "deep/notes.txt"], "what is named is tried"
     assert found("-", "b.png", given=b"deep/a.png\r\n\nodd[1].png\n") == ["deep/a.png", "odd[1].png", "b.png"]
     assert found("-", given=b"line\nfeed.png\0b.png\0") == ["line\nfeed.png", "b.png"]
+    (tmp_path / "deep" / "round").symlink_to(tmp_path)
+    assert found("deep") == ["deep/a.png", "deep/er/z.PNG", *(f"deep/round/{name}" for name in found("*.png"))]
 
 
 def test_what_cannot_be_read_is_named_and_the_rest_predicted(

@@ -27,6 +27,7 @@ from utils.errors import (
 )
 from utils.group import find_out_who_is_gone, lost_another, refuse, this_rank
 from utils.late_compiler import import_compiler_late
+from utils.late_wandb import import_wandb_late
 from utils.log import is_heard, log, start_log
 from utils.run_folder import run_of
 from utils.world import ALONE, World, check_alone, launched, read_world
@@ -39,6 +40,7 @@ def main(script: str, many: bool) -> NoReturn:
     """Run the program and leave. `many`: it may start, or be, one process of several."""
     signals.listen()
     import_compiler_late()
+    import_wandb_late()
     code = _guarded(script, sys.argv[1:], many)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engine.resume import Best
 from utils.config import Config
 from utils.errors import UserError
+from utils.late_wandb import let_wandb_in
 from utils.log import log
 from utils.run_folder import replace_text
 
@@ -81,6 +82,7 @@ class WandbBoard:
             self._attempt("did not take the last figures", run.finish, 0 if self._went_well else 1)
 
     def _begin(self, about: dict[str, Any], tags: list[str]) -> None:
+        let_wandb_in()
         import wandb
 
         name = self._identity()

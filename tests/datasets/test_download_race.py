@@ -66,7 +66,7 @@ def test_four_processes_fetch_it_once(tmp_path: Path, monkeypatch: pytest.Monkey
                 all_here.wait(90)
                 self.wfile.write(content[half:])
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     with serving(Handler) as address:

@@ -68,6 +68,8 @@ def _evaluate(argv: list[str]) -> int:
     given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py")})
     both = weights == "both"
     trained = load_trained(argv[0], "auto" if both else cast(Wanted, weights), given=given)
+    for which in BOTH if both else ():
+        trained.saved.require(which)
     data = open_part(trained, part == "train")
     log.setLevel("INFO")
     found: dict[Which, Figures] = {}
@@ -82,7 +84,10 @@ def _evaluate(argv: list[str]) -> int:
             write_matrix(path, figures, trained.names())
             log.info("The confusion matrix lies in %s", path)
     if out is not None:
-        write_json(out, as_json(trained, data, found))
+        try:
+            write_json(out, as_json(trained, data, found))
+        except OSError as error:
+            raise UserError(f"-out {out}: cannot be written ({error.strerror}).") from None
         log.info("All figures lie in %s", out)
     return EXIT_DONE
 

@@ -87,11 +87,11 @@ def as_json(trained: Trained, part: Part, found: dict[Any, Figures]) -> dict[str
         "precision": trained.precision.name,
         "data": part.title,
         "classes": trained.names(),
-        "figures": {which: _figures_as_json(figures) for which, figures in found.items()},
+        "figures": {which: figures_as_json(figures) for which, figures in found.items()},
     }
 
 
-def _figures_as_json(one: Figures) -> dict[str, Any]:
+def figures_as_json(one: Figures) -> dict[str, Any]:
     of_class = {"precision": one.precision, "recall": one.recall, "f1": one.f1}
     means = {f"{name}_macro": one.macro(values) for name, values in of_class.items()}
     means |= {f"{name}_weighted": one.weighted(values) for name, values in of_class.items()}
@@ -99,11 +99,16 @@ def _figures_as_json(one: Figures) -> dict[str, Any]:
     plain = {"acc1": one.acc1, "acc5": one.acc5, **means, "nll": one.nll, "brier": one.brier, "ece": one.ece}
     return {
         "images": one.images,
-        **{name: value if math.isfinite(value) else None for name, value in plain.items()},
-        "bins": [bin._asdict() for bin in one.bins],
+        **_numbers(plain),
+        "bins": [_numbers(bin._asdict()) for bin in one.bins],
         "per_class": {"images": one.support.tolist(), **{name: values.tolist() for name, values in of_class.items()}},
         "confusion": one.confusion().tolist() if whole else None,
     }
+
+
+def _numbers(values: dict[str, float]) -> dict[str, float | None]:
+    """JSON knows no NaN; null stands for it."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def write_matrix(path: Path, figures: Figures, names: list[str]) -> None:

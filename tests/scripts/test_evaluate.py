@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from engine.trained import load_trained
 from scripts import checkpoint, evaluate
 from scripts.evaluate_data import Part
 from scripts.evaluate_figures import Figures, figures_of
+from scripts.evaluate_show import figures_as_json
 from tests.program import Result, metrics
 
 CLASSES = 7
@@ -127,6 +129,8 @@ def test_a_certain_model_and_a_broken_one() -> None:
     assert certain.bins[-1].images == 5
     broken = of_logits(torch.full((5, 5), torch.nan), labels)
     assert broken.not_finite == 5
+    told = json.dumps(figures_as_json(broken), allow_nan=False)
+    assert json.loads(told)["ece"] is None
 
 
 def test_on_the_runs_own_data(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
@@ -269,8 +273,34 @@ def test_what_cannot_be_done_is_said(say: Callable[..., SimpleNamespace], digits
         ((digits_run, "-dataset", "imagefolder"), "needs DATA.DATA_PATH"),
         ((digits_run, "-dataset", "imagefoldr"), "Did you mean imagefolder?"),
         ((digits_run, "MODEL.DEPTH=3"), "weights of another architecture"),
+        ((digits_run, "DEVICE=mps"), "-device mps: this machine has none"),
     ):
         done = say(*words)
         assert done.code == 2, (words, done.err)
         assert said in done.err, (words, done.err)
         assert "Traceback" not in done.err
+
+
+def test_what_cannot_end_well_is_not_begun(
+    say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a pass over all images, not after it."""
+    monkeypatch.setattr("scripts.evaluate_figures.batches_of", lambda *_: pytest.fail("it was evaluated"))
+    plain = tmp_path / "plain.safetensors"
+    assert checkpoint.main(["strip", str(digits_run), "-weights", "model", "-out", str(plain)]) == 0
+    done = say(plain, "-weights", "both")
+    assert done.code == 2
+    assert "holds no moving average (TRAIN.MODEL_EMA) weights; take -weights model" in done.err
+
+
+def test_a_disk_that_refuses_the_figures(
+    say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, _content: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(evaluate, "write_json", refuse)
+    done = say(digits_run, "-out", tmp_path / "eval.json")
+    assert done.code == 2
+    assert f"-out {tmp_path / 'eval.json'}: cannot be written (No space left on device)" in done.err
+    assert "top-1" in done.out, "what was found is not lost"

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.errors import UserError  # noqa: E402
-from utils.script import about_tool, run_tool  # noqa: E402
+from utils.script import run_tool, tool_parser  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -53,18 +53,8 @@ def _work(argv: list[str]) -> int:
     return checkpoint_weights.average(asked.path, asked.last, asked.out, asked.weights)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise UserError(f"{message}; -h shows what there is.")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="scripts/checkpoint.py",
-        description=about_tool(__doc__, "checkpoint.py"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("checkpoint.py", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|average|strip")
     for name, about, many in (
         ("list", "the checkpoints of a run", False),

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
-from utils.script import about_tool, run_tool  # noqa: E402
+from utils.script import run_tool, tool_parser  # noqa: E402
 
 ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
 DTYPES = ("fp32", "fp16", "bf16")
@@ -96,18 +96,8 @@ def _files(out: Path, formats: list[str]) -> dict[str, Path]:
     return files
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise UserError(f"{message}; -h shows what there is.")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="scripts/export.py",
-        description=about_tool(__doc__, "export.py"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("export.py", __doc__)
     add = parser.add_argument
     add("path", type=Path, metavar="RUN_or_CHECKPOINT")
     add("-to", "--to", required=True, metavar="FORMAT[,FORMAT]", help=f"{_named()}, or several with commas between")

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.errors import UserError  # noqa: E402
-from utils.script import about_tool, run_tool  # noqa: E402
+from utils.script import run_tool, tool_parser  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -50,18 +50,8 @@ def _work(argv: list[str]) -> int:
     return import_weights(file, out, asked.name)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise UserError(f"{message}; -h shows what there is.")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="scripts/import_paddle.py",
-        description=about_tool(__doc__, "import_paddle.py"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("import_paddle.py", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE.pdparams")
     parser.add_argument(
         "-out", "--out", type=Path, metavar="FILE.safetensors", help="default: the same name, another ending"

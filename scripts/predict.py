@@ -32,7 +32,7 @@ from scripts.predict_show import ENDINGS, FORMATS  # noqa: E402
 from utils.cli import AMP_WORDS  # noqa: E402
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
-from utils.script import about_tool, amp_in_one_word, run_tool  # noqa: E402
+from utils.script import amp_in_one_word, run_tool, tool_parser  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -65,18 +65,8 @@ def _work(argv: list[str]) -> int:
     return EXIT_FAILED if unread else EXIT_DONE
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise UserError(f"{message}; -h shows what there is.")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="scripts/predict.py",
-        description=about_tool(__doc__, "predict.py"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("predict.py", __doc__)
     parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="file, folder, glob, or - for a list on stdin")
 

@@ -32,7 +32,7 @@ from utils.config.data import DataConfig  # noqa: E402
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
 from utils.run_folder import replace_text  # noqa: E402
-from utils.script import about_tool, run_tool  # noqa: E402
+from utils.script import run_tool, tool_parser  # noqa: E402
 
 if TYPE_CHECKING:
     from datasets.caltech import Tree
@@ -116,18 +116,8 @@ def _write(tree: Tree, out: Path) -> None:
         raise UserError(f"-out {out} cannot be written: {error}.") from None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise UserError(f"{message}; -h shows what there is.")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="scripts/prepare_caltech256.py",
-        description=about_tool(__doc__, "prepare_caltech256.py"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("prepare_caltech256.py", __doc__)
     parser.add_argument("-data_path", "--data_path", type=Path, required=True, metavar="DIR", help="where it lies")
     parser.add_argument(
         "-out", "--out", type=Path, metavar="FILE.csv", help="the table (default DIR/caltech256.csv); replaced if there"

@@ -21,31 +21,25 @@ sys.path.insert(0, str(ROOT))
 
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
-from utils.script import about_tool, run_tool  # noqa: E402
+from utils.script import run_tool, tool_parser  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
     return run_tool(_report, argv)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise UserError(f"{message}; -h shows what there is.")
-
-
-def _report(argv: list[str]) -> int:
-    parser = _Parser(
-        prog="scripts/report.py",
-        description=about_tool(__doc__, "report.py"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> argparse.ArgumentParser:
+    parser = tool_parser("report.py", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder")
     parser.add_argument("-out", "--out", type=Path, metavar="FILE.html", help="where to write the page")
     parser.add_argument(
         "-no_predictions", "--no_predictions", action="store_true", help="do not load the weights and the images"
     )
-    asked = parser.parse_args(argv)
+    return parser
+
+
+def _report(argv: list[str]) -> int:
+    asked = _parser().parse_args(argv)
     out: Path | None = asked.out
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"-out {out}: name a file that ends in .html.")

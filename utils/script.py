@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import re
@@ -113,6 +114,21 @@ def about_tool(about: str | None, tool: str) -> str:
     if page and page not in (about or ""):
         parts.insert(len(parts) - parts[-1].rstrip().endswith(":"), f"Read on: {page}.")  # its flags follow a colon
     return "\n\n".join(_narrow(part) for part in parts)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise UserError(f"{message}; -h shows what there is.")
+
+
+def tool_parser(tool: str, about: str | None) -> argparse.ArgumentParser:
+    """For a tool that takes none of the entry scripts' flags; what is wrong with a command line is a UserError."""
+    return _Parser(
+        prog=f"scripts/{tool}",
+        description=about_tool(about, tool),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def _narrow(part: str) -> str:

@@ -17,6 +17,7 @@ from scripts import completion, completion_words
 from scripts.completion_table import ENTRIES, table
 from tests.program import ROOT
 from utils.cli import AMP_WORDS, FLAGS
+from utils.script import PAGES
 
 Offers = Callable[[str], list[str]]
 
@@ -92,6 +93,8 @@ def test_tools(offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "-dataset" in offers("python scripts/doctor.py -"), "it takes a run's flags too"
     assert "-print_config" not in offers("python scripts/doctor.py -"), "but not what the entry scripts do instead"
     assert offers("python scripts/completion.py ") == ["bash", "zsh", "fish"]
+    assert offers("python scripts/report.py runs -no") == ["-no_predictions"]
+    assert not [tool for tool in PAGES if offers(f"python scripts/{tool} -")[0][0] != "-"], "every tool has its flags"
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     assert "runs/" in offers("python scripts/export.py ")

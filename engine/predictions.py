@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from PIL import Image
@@ -47,9 +46,7 @@ class Predictions:
 
     def picture(self, row: int) -> Image.Image:
         """The image as the model saw it: cropped and resized, not normalised."""
-        batch = self.dataset.__getitems__([(0, int(self.indices[row]))])
-        pixels = batch.images[0].cpu().permute(1, 2, 0).numpy()
-        return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+        return picture_of(self.dataset, int(self.indices[row]))
 
 
 def guesses(logits: Tensor, count: int = 1) -> Tensor:
@@ -66,17 +63,13 @@ def guesses(logits: Tensor, count: int = 1) -> Tensor:
 
 
 def validation_predictions(
-    trained: Trained,
-    dataset: ImageDataset | None = None,
-    workers: int | None = None,
-    after_batch: Callable[[int], Any] = lambda images: None,  # noqa: ARG005
+    trained: Trained, dataset: ImageDataset | None = None, workers: int | None = None
 ) -> Predictions:
     """All of a part at once, as evaluating it would see it; by default of the run's own validation part."""
     dataset = validation_part(trained) if dataset is None else dataset
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     for logits, labels, indices in batches_of(trained, dataset, workers):
         rows.append((logits.cpu(), labels.cpu(), indices.cpu()))
-        after_batch(len(labels))
     logits, labels, indices = (torch.cat(column) for column in zip(*rows, strict=True))
     return Predictions(logits, labels, indices, dataset)
 
@@ -113,3 +106,8 @@ def batch_size(trained: Trained) -> int:
 def name_of(dataset: ImageDataset, index: int) -> str:
     samples = samples_of(dataset)
     return samples.name(index) if samples is not None else str(index)
+
+
+def picture_of(dataset: ImageDataset, index: int) -> Image.Image:
+    pixels = dataset.__getitems__([(0, index)]).images[0].cpu().permute(1, 2, 0).numpy()
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine.checkpoint import EMA, META, MODEL, STATE, WEIGHTS, Checkpoint, inspect, read_index, verify
 from engine.device import pick_device, prepare
 from engine.fp32_modules import force_fp32
+from engine.memory import is_out_of_memory
 from engine.op_lists import OpLists
 from engine.precision import Precision, check_amp, check_precision
 from engine.resume import load_weights
@@ -25,7 +26,7 @@ from engine.shards import files_of
 from utils.cli import CommandLine, amp_settings
 from utils.config import Config, load_config
 from utils.config.keys import settings, values_to_keep
-from utils.errors import UserError
+from utils.errors import TrainingError, UserError
 from utils.run_folder import run_of
 from utils.world import ALONE
 
@@ -60,7 +61,15 @@ class Trained:
             OpLists(device.type, amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST),
             self.precision.autocast(training=False),
         ):
-            return self.model(self.inputs(images.to(device))).float()
+            try:
+                return self.model(self.inputs(images.to(device))).float()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise TrainingError(
+                    f"out of memory with {len(images)} images at once on {device.type}: take less by -batch_size (in "
+                    "predict.py and evaluate.py), or -amp."
+                ) from None
 
     def name_of(self, label: int) -> str:
         """A class's name; its number where there are no names, or more outputs than names."""

@@ -51,7 +51,8 @@ def write_report(
         for run in read:
             log.info("%s: asking its best weights about the validation images ...", run.name)
             seen.append(look(run.folder))
-    text = _page(read, verdict, seen)
+    # Names of files may be bytes that are no text: they are shown as far as they are.
+    text = _page(read, verdict, seen).encode(errors="surrogateescape").decode(errors="replace")
     try:
         replace_text(out, text)
     except OSError as error:

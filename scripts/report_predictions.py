@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 
-from engine.predictions import Predictions, validation_predictions
+from datasets import ImageDataset
+from engine.predictions import batches_of, name_of, picture_of, validation_part
 from engine.trained import Trained, Which, load_trained
 from scripts.evaluate_figures import Figures, Rows, figures_from
 from utils.errors import TrainingError, UserError
@@ -74,10 +75,10 @@ def look(folder: Path) -> Seen | str:
     try:
         trained = load_trained(folder)
         trained.take(_better(trained))
-        found = validation_predictions(trained)
+        dataset = validation_part(trained)
+        rows, numbers = _rows(trained, dataset)
     except (UserError, TrainingError) as error:
         return str(error)
-    rows = Rows.of(found.logits, found.labels)
     figures = figures_from(rows, trained.config.MODEL.NUM_CLASSES, BINS)
     listed = _of_classes(trained, figures)
     chosen = _chosen(figures)
@@ -90,8 +91,15 @@ def look(folder: Path) -> Seen | str:
         matrix=_matrix(figures, chosen),
         whole=len(chosen) == figures.classes,
         pairs=_pairs(trained, figures),
-        mistakes=_mistakes(trained, found, rows),
+        mistakes=_mistakes(trained, dataset, rows, numbers),
     )
+
+
+def _rows(trained: Trained, dataset: ImageDataset) -> tuple[Rows, torch.Tensor]:
+    """What is kept of each image, and its number in the data set."""
+    found = [(Rows.of(logits, labels), indices.cpu()) for logits, labels, indices in batches_of(trained, dataset)]
+    rows, numbers = zip(*found, strict=True)
+    return Rows(*(torch.cat(column) for column in zip(*rows, strict=True))), torch.cat(numbers)
 
 
 def _better(trained: Trained) -> Which:
@@ -146,19 +154,18 @@ def _pairs(trained: Trained, figures: Figures) -> list[tuple[str, str, int, floa
     return found
 
 
-def _mistakes(trained: Trained, found: Predictions, rows: Rows) -> list[Mistake]:
+def _mistakes(trained: Trained, dataset: ImageDataset, rows: Rows, numbers: torch.Tensor) -> list[Mistake]:
     """Those of which the model was surest that they are something else."""
     wrong = (rows.label != rows.guess).nonzero()[:, 0]
     worst = wrong[rows.nll[wrong].argsort(descending=True, stable=True)][:MOST_MISTAKES]
-    shares = found.logits.double().softmax(-1)
     return [
         Mistake(
-            found.name(row),
+            name_of(dataset, int(numbers[row])),
             trained.name_of(int(rows.label[row])),
             trained.name_of(int(rows.guess[row])),
             100 * float(rows.confidence[row]),
-            100 * float(shares[row, rows.label[row]]),
-            data_uri(found.picture(row)),
+            100 * float(rows.nll[row].neg().exp()),
+            data_uri(picture_of(dataset, int(numbers[row]))),
         )
         for row in worst.tolist()
     ]

@@ -20,7 +20,7 @@ from engine.shards import shard_name
 from engine.trained import load_trained
 from scripts import checkpoint
 from tests.program import Result, metrics
-from utils.errors import UserError
+from utils.errors import TrainingError, UserError
 
 BEST = "step-000000088"
 
@@ -176,6 +176,17 @@ def test_precision_is_the_runs_or_the_one_asked_for(digits_run: Path) -> None:
     assert low.dtype == torch.float32
     assert not torch.equal(low, full)
     assert torch.allclose(low, full, atol=0.05)
+
+
+def test_memory_that_runs_out_is_told_with_what_helps(digits_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = load_trained(digits_run)
+
+    def fail(images: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {len(images)} GiB.")
+
+    monkeypatch.setattr(trained.model, "forward", fail)
+    with pytest.raises(TrainingError, match=r"out of memory with 2 images at once.*-batch_size"):
+        trained.logits(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
 
 
 def test_guesses_are_validations() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from scripts.evaluate_figures import Rows
 from scripts.report import main
 from scripts.report_charts import MOST_POINTS, Chart, Curve, charts, colours_of, short, side_by_side, thinned
 from scripts.report_page import write_report
@@ -132,6 +135,26 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     assert len(seen.named("figure")) == min(12, wrong)
     in_matrix = [int(a["title"].rpartition(" ")[2]) for a in seen.named("td") if "taken for" in a.get("title", "")]
     assert sum(in_matrix) == 360
+
+
+def test_equal_logits_count_as_in_validation(digits_run: Path, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them comes first, a GPU decides otherwise than a CPU: they are judged where they were computed."""
+    judged: list[bool] = []
+    rows = Rows.of
+
+    def look(logits: torch.Tensor, labels: torch.Tensor) -> Rows:
+        judged.append(len(logits) <= 64)
+        return rows(logits, labels)
+
+    monkeypatch.setattr(Rows, "of", look)
+    page(digits_run, predictions=True)
+    assert len(judged) > 1
+    assert all(judged), "batch by batch, as validation does"
+
+
+def test_names_that_are_no_text_are_shown_as_far_as_they_are(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / os.fsdecode(b"caf\xe9"))
+    assert "caf\N{REPLACEMENT CHARACTER}" in page(run, make_run(tmp_path / "other")).text
 
 
 def test_weights_that_are_gone_leave_the_rest(digits_run: Path, page: Page, tmp_path: Path) -> None:

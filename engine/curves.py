@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from utils.config import Config
+from utils.line_file import json_lines
 from utils.log import log
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Curves:
 
 def draw_curves(folder: Path, title: str) -> Path | None:
     """Loss, accuracy, learning rate, gradient norm, loss scale with skips, speed; None if there is nothing to draw."""
-    lines = _lines(folder / "metrics.jsonl")
+    lines = json_lines(folder / "metrics.jsonl")
     train, val = ([line for line in lines if line["event"] == kind] for kind in ("train", "val"))
     if not train and not val:
         return None
@@ -94,15 +94,6 @@ def draw_curves(folder: Path, title: str) -> Path | None:
         _tell_once(path, str(error.strerror))
     plt.close(figure)
     return path
-
-
-def _lines(metrics: Path) -> Lines:
-    """All whole lines; where the disk is full, the file may be missing or its last line be cut short."""
-    found: Lines = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            found.append(json.loads(line))
-    return found
 
 
 @cache

@@ -7,23 +7,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from scripts.run_lines import Lines, perf, read_lines, seconds, warm
 from utils.config import load_config
 
-Lines = list[dict[str, Any]]
 Figures = dict[str, Any]
 MUCH_MORE = 1.1
 """Times the first loss: what the last ones are where training diverged; less may be a matter of the batch."""
-
-
-def read_lines(folder: Path) -> Lines:
-    """All whole lines of metrics.jsonl; a run that was killed may have cut the last one short."""
-    found: Lines = []
-    try:
-        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-            found.append(json.loads(line))
-    except (OSError, ValueError):
-        return found
-    return found
 
 
 def is_finished(folder: Path) -> bool:
@@ -46,8 +35,8 @@ def figures_of(folder: Path) -> Figures:
     about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     config = load_config(str(folder / "config.yaml")).config
     train, val = ([line for line in lines if line["event"] == kind] for kind in ("train", "val"))
-    rates = _warm(lines, "train", "images_per_second")
-    seconds = _warm(lines, "epoch", "seconds")
+    rates = warm(lines, "train", "images_per_second")
+    epochs = warm(lines, "epoch", "seconds")
     at_once = config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER * about["choices"]["world_size"]
     middle = statistics.median(rates) if rates else None
     return {
@@ -55,9 +44,9 @@ def figures_of(folder: Path) -> Figures:
         "images_per_second": middle,
         "images_per_second_quartiles": statistics.quantiles(rates, n=4)[::2] if len(rates) > 3 else None,
         "seconds_per_update": at_once / middle if middle else None,
-        "seconds_per_epoch": statistics.median(seconds) if seconds else None,
-        "start_up_counted": not _warm(lines, "train", "images_per_second", strictly=True),
-        "peak_memory_gb": max((line["perf"]["peak_memory_gb"] for line in train), default=None),
+        "seconds_per_epoch": statistics.median(epochs) if epochs else None,
+        "start_up_counted": not warm(lines, "train", "images_per_second", strictly=True),
+        "peak_memory_gb": max(perf(lines, "train", "peak_memory_gb"), default=None),
         "updates": max((line["update"] for line in lines), default=0),
         "skipped": train[-1]["skipped"] if train else 0,
         "diverged": _diverged(train),
@@ -66,25 +55,13 @@ def figures_of(folder: Path) -> Figures:
             (line[key] for line in val for key in ("acc1", "ema_acc1") if line.get(key) is not None), default=None
         ),
         "last_loss": val[-1]["loss"] if val else None,
-        "seconds": sum(line["perf"].get("seconds", 0) for line in lines if line["event"] == "run"),
+        "seconds": seconds(lines),
         "starts": sum(line["event"] == "run" and line["what"] in ("start", "resume") for line in lines),
         "validation_images": about.get("samples", {}).get("val"),
         "device": about["device"],
         "versions": about["versions"],
         "date": about["started"][:10],
     }
-
-
-def _warm(lines: Lines, event: str, figure: str, strictly: bool = False) -> list[float]:
-    """A figure of all lines of a kind but the first after every start, which sets things up; of that if it is all."""
-    cold, warm, fresh = list[float](), list[float](), True
-    for line in lines:
-        if line["event"] == "run" and line["what"] in ("start", "resume"):
-            fresh = True
-        if line["event"] == event and line["perf"].get(figure):
-            (cold if fresh else warm).append(line["perf"][figure])
-            fresh = False
-    return warm or ([] if strictly else cold)
 
 
 def _diverged(train: Lines) -> bool:

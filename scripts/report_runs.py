@@ -6,12 +6,14 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from engine.pace import clock
+from scripts.run_lines import perf, read_lines, seconds, warm
 from utils.config import Config, load_config
 from utils.config.keys import settings, value_of
 from utils.config.write import one_line
@@ -53,13 +55,13 @@ class Run:
 
     @property
     def peak_memory(self) -> float | None:
-        return max((v for v in self.perf("peak_memory_gb") if v is not None), default=None)
+        return max(perf(self.lines, "train", "peak_memory_gb"), default=None)
 
     @property
     def speed(self) -> float | None:
-        """The middle of what was reported, in images a second; the first report, which warms up, left out."""
-        found = sorted(v for v in self.perf("images_per_second")[1:] if v is not None)
-        return found[len(found) // 2] if found else None
+        """The middle of what was reported, in images a second; the first report of each start, which warms up, not."""
+        found = warm(self.lines, "train", "images_per_second")
+        return median(found) if found else None
 
     @property
     def skipped(self) -> int:
@@ -67,16 +69,13 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        return max((v for v in self.perf("seconds", ("train", "run")) if v is not None), default=None)
+        return seconds(self.lines) or None
 
     @property
     def verdict(self) -> str:
         """Where the time went, in the run's own words; the last one counts."""
         told = [line["perf"]["verdict"]["text"] for line in self.lines if "verdict" in line.get("perf", {})]
         return str(told[-1]) if told else ""
-
-    def perf(self, key: str, events: Sequence[str] = ("train",)) -> list[float | None]:
-        return [line.get("perf", {}).get(key) for line in self.lines if line.get("event") in events]
 
     def best(self) -> tuple[float, str] | None:
         """The best validated top-1 in percent, and where it was found."""
@@ -89,24 +88,20 @@ class Run:
         return max(found, key=lambda pair: pair[0]) if found else None
 
     def stages(self) -> dict[str, float]:
-        """Milliseconds of an update by stage, with REPORT_STAGES; else percent by waiting and the rest."""
+        """Milliseconds of an update by stage; nothing without REPORT_STAGES."""
         of_last: dict[str, list[float]] = {}
         for line in self.of("train")[1:]:
             for key, value in line.get("perf", {}).items():
                 if key.endswith("_ms") and value is not None:
                     of_last.setdefault(key.removesuffix("_ms"), []).append(value)
-        return {stage: _middle(values) for stage, values in of_last.items() if _middle(values) > 0}
+        return {stage: median(values) for stage, values in of_last.items() if median(values) > 0}
 
     @property
     def waited(self) -> float | None:
         """Percent of the time that training waited for data."""
-        found = [v for v in self.perf("data_wait_percent") if v is not None]
-        return _middle(found) if found else None
-
-
-def _middle(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
+        found = [line.get("perf", {}).get("data_wait_percent") for line in self.of("train")]
+        known = [share for share in found if share is not None]
+        return median(known) if known else None
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -121,7 +116,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _read(folder: Path, name: str) -> Run:
-    return Run(folder, name, _config(folder), _json(folder / "run.json"), _lines(folder / "metrics.jsonl"))
+    return Run(folder, name, _config(folder), _json(folder / "run.json"), read_lines(folder))
 
 
 def _config(folder: Path) -> Config | None:
@@ -137,20 +132,6 @@ def _json(path: Path) -> Line:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _lines(path: Path) -> list[Line]:
-    found = []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # cut off in the middle
-            continue
-    return [line for line in found if isinstance(line, dict)]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger("vitamp")  # utils.log is made of this
 
@@ -81,3 +83,13 @@ class LineFile:
             rest = rest[os.write(file, rest) :]
         self._good = os.fstat(file).st_size
         self._waiting.clear()
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of such a file that are whole; it may be missing, or be written just now."""
+    found: list[Any] = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]

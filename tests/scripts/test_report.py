@@ -64,6 +64,19 @@ def test_figures_of_one_run(page: Page, tmp_path: Path) -> None:
     assert "finished" in text
 
 
+def test_time_and_speed_of_a_run_that_was_resumed(page: Page, tmp_path: Path) -> None:
+    """Each start has a clock of its own, and a first report that does not count for the speed."""
+    run = make_run(tmp_path / "resumed", seconds=3600)
+    metrics = run / "metrics.jsonl"
+    begun, *lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    half = next(number for number, line in enumerate(lines) if '"update": 50' in line)
+    again = json.dumps({"event": "run", "epoch": 3, "what": "resume", "update": 40, "perf": {"seconds": 0.1}})
+    metrics.write_text("".join([begun, *lines[:half], f"{again}\n", *lines[half:]]), encoding="utf-8")
+    assert "1:30:00 training time" in page(run).text
+    [read] = read_runs([run])
+    assert read.speed == 150.0, "the middle of 120 to 140 and 160 to 180"
+
+
 def test_two_runs_stand_beside_each_other(page: Page, tmp_path: Path) -> None:
     runs = make_run(tmp_path / "a", rate="1e-3"), make_run(tmp_path / "b", rate="2e-3", precision="fp32")
     seen = page(*runs, verdict="a is better\nby far")

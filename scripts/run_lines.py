@@ -1,0 +1,43 @@
+"""What metrics.jsonl of a run says of speed and time, however often the run was started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from utils.line_file import json_lines
+
+Lines = list[dict[str, Any]]
+
+
+def read_lines(folder: Path) -> Lines:
+    return json_lines(folder / "metrics.jsonl")
+
+
+def starts(lines: Lines) -> list[Lines]:
+    """The lines of each start of the run; every one has a clock of its own."""
+    found: list[Lines] = [[]]
+    for line in lines:
+        if line.get("event") == "run" and line.get("what") in ("start", "resume"):
+            found.append([])
+        found[-1].append(line)
+    return [each for each in found if each]
+
+
+def perf(lines: Lines, event: str, figure: str) -> list[float]:
+    """A figure of all lines of a kind that have it."""
+    values = [line.get("perf", {}).get(figure) for line in lines if line.get("event") == event]
+    return [value for value in values if value]
+
+
+def warm(lines: Lines, event: str, figure: str, strictly: bool = False) -> list[float]:
+    """A figure of all lines of a kind but the first after every start, which sets things up; of that if it is all."""
+    each = [perf(start, event, figure) for start in starts(lines)]
+    later = [value for values in each for value in values[1:]]
+    return later or ([] if strictly else [value for values in each for value in values])
+
+
+def seconds(lines: Lines) -> float:
+    """From each start to the last that is known of it, added up."""
+    each = [[*perf(start, "train", "seconds"), *perf(start, "run", "seconds")] for start in starts(lines)]
+    return sum(max(values, default=0.0) for values in each)

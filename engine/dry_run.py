@@ -18,6 +18,7 @@ from torch import Tensor
 from datasets import Batch, Window
 from engine.compile_choice import NONE
 from engine.compile_gain import SECONDS_TO_COMPILE
+from engine.distillation import teacher_of
 from engine.dry_run_words import Costs, Memory, Speed, told
 from engine.ema import on_its_device
 from engine.memory import LiveMemory, is_out_of_memory, total_memory
@@ -103,7 +104,10 @@ def _memory_of(ready: ReadyToTrain, update: Callable[[], object]) -> Memory:
     parts, device = ready.parts, ready.precision.device
     average = [] if parts.ema is None else list(parts.ema.module.state_dict().values())
     copies = [] if parts.half_copy is None else list(parts.half_copy.model.parameters())
-    standing = [*parts.model.state_dict().values(), *copies, *average, *tensors_in(parts.optimizer.state)]
+    teacher = teacher_of(parts.change)
+    taught = {} if teacher is None else dict(teacher.model.state_dict())
+    own = parts.model.state_dict().values()
+    standing = [*own, *copies, *average, *taught.values(), *tensors_in(parts.optimizer.state)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         update()
@@ -124,6 +128,7 @@ def _memory_of(ready: ReadyToTrain, update: Callable[[], object]) -> Memory:
         gradients=bytes_in(moved),
         optimiser=bytes_in(parts.optimizer.state),
         average=bytes_in([t for t in average if t.device.type == device.type]),
+        teacher=bytes_in(taught),
     )
 
 

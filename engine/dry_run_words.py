@@ -31,10 +31,11 @@ class Memory:
     gradients: int
     optimiser: int
     average: int
+    teacher: int = 0
 
     @property
     def rest(self) -> int:
-        return max(0, self.peak - self.weights - self.gradients - self.optimiser - self.average)
+        return max(0, self.peak - self.weights - self.gradients - self.optimiser - self.average - self.teacher)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def _memory(config: Config, costs: Costs, world: World, device: torch.device) ->
         "gradients": memory.gradients,
         "optimiser": memory.optimiser,
         "average": memory.average,
+        "teacher": memory.teacher,
         "activations and the rest": memory.rest,
     }
     yield "           " + ", ".join(f"{name} {in_gib(size)}" for name, size in shares.items() if size)

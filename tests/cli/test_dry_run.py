@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.dry_run_words import Costs, Memory, Speed, told
 from tests.program import Result
@@ -47,13 +48,13 @@ def test_two_processes_make_updates_and_leave_nothing(
     assert f"free in {place}" in done.out
     assert done.err == "", "no library warns, in no rank and no loading process"
     assert list(place.iterdir()) == []
-    assert list(place.iterdir()) == []
 
 
 def test_what_it_tells_adds_up(tiny: Path) -> None:
     text = words(tiny, COSTS, TRAIN__NUM_EPOCHS="10")
     assert "8.0 MiB of 10.0 MiB" in text
     assert "activations and the rest 3.0 MiB" in text
+    assert "teacher" not in text
     assert "an epoch of 100 updates about 0:03:20" in text
     # 1,000 updates of 2 s, and 10 validations of 100 s
     assert "1,000 updates to go (10.0 epochs): about 0:50:00" in text
@@ -61,6 +62,18 @@ def test_what_it_tells_adds_up(tiny: Path) -> None:
     assert "4.00 MB a checkpoint, up to 20.00 MB in all (KEEP_LAST 3)" in text
     assert "too little" not in text
     assert "nearly all" not in text
+
+
+def test_a_teachers_weights_are_a_share_of_their_own(
+    vitamp: Callable[..., Result], digits_run: Path, tiny: Path
+) -> None:
+    done = vitamp("-cfg", tiny, "-dry_run", "TRAIN.DISTILLATION_TYPE=soft", f"TRAIN.TEACHER_MODEL={digits_run}")
+    assert done.code == 0, done.text
+    weights = next(digits_run.glob("checkpoints/step-*/ema.safetensors"))
+    size = sum(4 * tensor.numel() for tensor in load_file(weights).values())
+    found = re.search(r"optimiser .*, teacher ([\d.]+) KiB, activations and the rest", done.out)
+    assert found, done.text
+    assert float(found[1]) == pytest.approx(size / 1024, abs=0.06)
 
 
 @pytest.mark.parametrize(

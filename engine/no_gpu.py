@@ -32,6 +32,8 @@ def _why(env: Mapping[str, str]) -> str:
             f"No GPU is seen, though an NVIDIA driver is here: torch {torch.__version__} is a build for CPUs alone "
             "(pip install -r requirements.txt in a new environment brings the other)"
         )
+    if driver and hidden is not None:
+        return f"No GPU is seen, for CUDA_VISIBLE_DEVICES is {hidden!r} (nvidia-smi -L lists those that are here)"
     if driver:
         return "No GPU is seen, though an NVIDIA driver is here (nvidia-smi tells whether it works)"
     return "No GPU is seen"

@@ -32,6 +32,12 @@ def test_a_hidden_gpu_is_told() -> None:
     assert told(CUDA_VISIBLE_DEVICES="0").startswith("No GPU is seen: ")
 
 
+def test_one_that_is_not_there_is_told(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.touch()
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    assert told(CUDA_VISIBLE_DEVICES="7").startswith("No GPU is seen, for CUDA_VISIBLE_DEVICES is '7' (nvidia-smi -L")
+
+
 def test_torch_for_cpus_beside_a_driver_is_told(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.touch()
     monkeypatch.setattr(torch.version, "cuda", "13.2")

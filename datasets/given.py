@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -15,7 +16,7 @@ from .decode import check_decoder
 from .files import PathTable
 from .images import Images
 from .registry import SOURCES
-from .samples import Samples
+from .samples import Encoded, Samples
 
 
 class GivenSamples(Samples):
@@ -36,10 +37,19 @@ def open_given(paths: Sequence[str], data: DataConfig) -> Images:
     """Those files, in their order."""
     data = data.model_copy(update={"EXCLUDE": None, "DECODER": _decoder(data)})
     images = Images(GivenSamples(paths), data, train=False, seed=0)
-    source = SOURCES.get(data.DATASET)
-    if source is not None and source.single is not None:
-        images.pixels = source.single(data)
+    images.pixels = _single(data) or images.pixels
     return images
+
+
+def squeezes(data: DataConfig) -> bool:
+    """Whether validation shows the whole of an image, squeezed, and not its middle."""
+    return getattr(_single(data), "squeezed", data.CROP == "none")
+
+
+def _single(data: DataConfig) -> Callable[[Encoded, Tensor], None] | None:
+    """What makes the pixels of an image of sets that lie in memory."""
+    source = SOURCES.get(data.DATASET)
+    return source.single(data) if source is not None and source.single is not None else None
 
 
 def _decoder(data: DataConfig) -> str:

@@ -31,8 +31,6 @@ class CheckImages:
     names: list[str]
     words: str
     """What they are"""
-    squeezed: bool
-    """Whether the run shows its model the whole of an image and not the middle"""
 
     def batches(self, trained: Trained, with_preprocess: bool) -> list[Tensor]:
         """As the file takes them. The first has one image: any number is promised."""
@@ -43,16 +41,15 @@ class CheckImages:
 
 def images_for_check(trained: Trained, folder: Path | None, most: int | None) -> CheckImages:
     """Evenly out of the folder, else of the validation part, else noise."""
-    squeezed = trained.config.DATA.CROP == "none"
     if folder is not None:
-        return _some(_folder(trained, folder), most, f"in {folder}", squeezed)
+        return _some(_folder(trained, folder), most, f"in {folder}")
     try:
         dataset = validation_part(trained)
     except UserError as error:
         log.warning("The run's validation images cannot be had: %s", error)
         log.warning("The check is made on generated noise. To have it made on real images, name a folder: -images DIR")
-        return _noise(trained, squeezed)
-    return _some(dataset, most, "of the run's validation part", getattr(dataset, "squeezed", squeezed))
+        return _noise(trained)
+    return _some(dataset, most, "of the run's validation part")
 
 
 def reference(trained: Trained, images: CheckImages) -> Tensor:
@@ -106,7 +103,7 @@ def _folder(trained: Trained, folder: Path) -> ImageDataset:
     return open_given([str(path) for path in found], trained.config.DATA)
 
 
-def _some(dataset: ImageDataset, most: int | None, where: str, squeezed: bool) -> CheckImages:
+def _some(dataset: ImageDataset, most: int | None, where: str) -> CheckImages:
     count = len(dataset) if most is None else min(most, len(dataset))
     chosen = np.linspace(0, len(dataset) - 1, count).round().astype(int).tolist()
     parts, read = [], []
@@ -119,12 +116,12 @@ def _some(dataset: ImageDataset, most: int | None, where: str, squeezed: bool) -
         log.warning("%d images cannot be read and are left out, such as %s", len(broken), broken[0].name)
     if not read:
         raise UserError(f"none of the {count} images {where} can be read; name others by -images DIR.")
-    return CheckImages(torch.cat(parts), [name_of(dataset, index) for index in read], where, squeezed)
+    return CheckImages(torch.cat(parts), [name_of(dataset, index) for index in read], where)
 
 
-def _noise(trained: Trained, squeezed: bool) -> CheckImages:
+def _noise(trained: Trained) -> CheckImages:
     data = trained.config.DATA
     size = (NOISE_IMAGES, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
     pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     names = [f"noise {number}" for number in range(NOISE_IMAGES)]
-    return CheckImages(pixels, names, "of generated noise, since no real one could be had", squeezed)
+    return CheckImages(pixels, names, "of generated noise, since no real one could be had")

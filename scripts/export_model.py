@@ -13,6 +13,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from datasets.given import squeezes
 from engine.inputs import Inputs, per_channel
 from engine.resume import load_weights
 from engine.trained import Trained
@@ -66,7 +67,7 @@ class Whole(nn.Module):
         return self.module(self.inputs(images).to(self.dtype)).float()
 
 
-def about(trained: Trained, plain: Plain, wishes: Wishes, squeezed: bool) -> dict[str, Any]:
+def about(trained: Trained, plain: Plain, wishes: Wishes) -> dict[str, Any]:
     """What goes into the file beside the weights. It tells nothing of the machine it was made on."""
     data, channels = trained.config.DATA, trained.config.DATA.IMAGE_CHANNELS
     return {
@@ -84,7 +85,7 @@ def about(trained: Trained, plain: Plain, wishes: Wishes, squeezed: bool) -> dic
         "channels": channels,
         "mean": per_channel(data.IMAGENET_MEAN, channels),
         "std": per_channel(data.IMAGENET_STD, channels),
-        "crop": "none" if squeezed else "middle",
+        "crop": "none" if squeezes(data) else "middle",
         "crop_pct": data.CROP_PCT,
         "interpolation": data.INTERPOLATION,
     }

@@ -30,9 +30,7 @@ def export_one(
     wanted = reference(trained, images)
     batches = images.batches(trained, wishes.with_preprocess)
     example = torch.cat([batches[-1], batches[-1]])[:2]
-    task = Task(
-        plain, Whole(trained, plain.module, wishes), example, about(trained, plain, wishes, images.squeezed), wishes
-    )
+    task = Task(plain, Whole(trained, plain.module, wishes), example, about(trained, plain, wishes), wishes)
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:

@@ -145,6 +145,7 @@ def test_images_of_a_folder(tool: Export, run: Path, tmp_path: Path) -> None:
     assert code == 0, said
     assert f"checked on 3 images in {pictures}" in said
     assert f"1 images cannot be read and are left out, such as {pictures}/broken.png" in said
+    assert about_of(tmp_path / "m.safetensors")["crop"] == "none", "digits are squeezed, whatever it is checked on"
 
 
 def test_where_the_data_is_gone_noise_is_called_noise(tool: Export, run: Path, tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_mistakes(
 
 
 def _images(count: int) -> CheckImages:
-    return CheckImages(torch.zeros(count, 1, 8, 8, dtype=torch.uint8), ["a", "b"][:count], "of a test", False)
+    return CheckImages(torch.zeros(count, 1, 8, 8, dtype=torch.uint8), ["a", "b"][:count], "of a test")
 
 
 class _Named:

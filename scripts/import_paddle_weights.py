@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
 
 OF_THE_IMAGE = ("IMAGE_SIZE", "IMAGE_CHANNELS")
+DISTILLED = "deit_tiny_distilled_patch16_224"
+"""Of any sizes, where they are given."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
         log.warning("There is no classifier in it: -pretrained will begin with a fresh one.")
     kept = {key: value.contiguous() for key, value in found.tensors.items() if key in model.shapes}
     write_weights(out, kept, _header(found, model, file))
-    log.info("%s: %d tensors. Use it by -pretrained %s%s", out, len(kept), out, _how(found, model))
+    log.info("%s: %d tensors. Use it by -pretrained %s", out, len(kept), shlex.join([str(out), *_how(found, model)]))
     return EXIT_DONE
 
 
@@ -101,7 +104,7 @@ def _model(file: Path, found: Converted, sizes: dict[str, Any], name: str | None
         fits = all(there.get(key) == shape for key, shape in shapes.items())
         if fits or guess == guesses[-1]:
             return Model(guess, sizes, there)
-    base = "deit_tiny_distilled_patch16_224" if "dist_token" in shapes else found.family
+    base = DISTILLED if "dist_token" in shapes else found.family
     parts = {key: value for key, value in sizes.items() if key not in OF_THE_IMAGE and value is not None}
     heads = {"NUM_HEADS": sizes["NUM_HEADS"] or 1}  # no tensor of a ViT's depends on them
     return Model(None, sizes, _shapes(found, {"NAME": base, **parts, **heads}, sizes))
@@ -120,15 +123,21 @@ def _words(found: Converted, model: Model) -> str:
     return f"{named} ({sizes})"
 
 
-def _how(found: Converted, model: Model) -> str:
+def _how(found: Converted, model: Model) -> list[str]:
     """The settings it goes with."""
     sizes = model.sizes
-    data = f" DATA.IMAGE_SIZE={sizes['IMAGE_SIZE']} MODEL.NUM_CLASSES={sizes['NUM_CLASSES'] or 'N'}"
+    # By its name alone a model is known to have a token for a teacher.
+    unnamed = DISTILLED if "dist_token" in found.tensors else "mine"
+    words = [
+        f"MODEL.TYPE={found.family}",
+        f"MODEL.NAME={model.name or unnamed}",
+        *(f"DATA.{key}={sizes[key]}" for key in OF_THE_IMAGE),
+        f"MODEL.NUM_CLASSES={sizes['NUM_CLASSES'] or 'N'}",
+    ]
     if model.name:
-        return f" MODEL.TYPE={found.family} MODEL.NAME={model.name}{data}"
+        return words
     rest = {key: value for key, value in sizes.items() if key not in (*OF_THE_IMAGE, "NUM_CLASSES")}
-    words = " ".join(f"MODEL.{key}={'N' if value is None else _text(value)}" for key, value in rest.items())
-    return f" MODEL.TYPE={found.family} MODEL.NAME=mine{data} {words}"
+    return [*words, *(f"MODEL.{key}={'N' if value is None else _text(value)}" for key, value in rest.items())]
 
 
 def _header(found: Converted, model: Model, file: Path) -> dict[str, str]:

@@ -109,7 +109,11 @@ def _write_down(asked: Plan, failed: dict[str, str], out: Path) -> dict[str, Any
         "verdicts": judge(found, modes),
         "troubles": troubles(found, why, modes),
     }
-    write_json(out / "compare.json", about)
+    try:
+        write_json(out / "compare.json", about)
+    except OSError as error:  # it is written anew after the next run, and the runs say all of it again
+        log.warning("%s: cannot be written (%s).", out / "compare.json", error.strerror)
+        return {**about, "unwritten": True}
     return about
 
 
@@ -123,7 +127,8 @@ def _report(about: dict[str, Any], out: Path) -> None:
     for note in notes(about):
         print(f"  {note}")
     print("\n".join(["", *sentences(about), ""]))
-    log.info("all figures: %s", out / "compare.json")
+    if "unwritten" not in about:
+        log.info("all figures: %s", out / "compare.json")
     if page is not None:
         log.info("the page: %s", page)
 

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from scripts.run_lines import Lines, perf, read_lines, seconds, warm
+from scripts.run_lines import Lines, last_line, perf, read_lines, seconds, warm
 from utils.config import load_config
 
 Figures = dict[str, Any]
@@ -16,13 +16,13 @@ MUCH_MORE = 1.1
 
 
 def is_finished(folder: Path) -> bool:
-    last = next(reversed(read_lines(folder)), {})
+    last = last_line(folder)
     return last.get("event") == "run" and last.get("what") == "end"
 
 
 def share_done(folder: Path, epochs: int, updates: int | None) -> float:
     """How much of a run is behind it, by what it told last."""
-    last: dict[str, Any] = next(reversed(read_lines(folder)), {})
+    last = last_line(folder)
     if not last:
         return 0.0
     whole = last["epoch"] - (last["event"] not in ("epoch", "val"))

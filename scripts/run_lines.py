@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-from utils.line_file import json_lines
+from utils.line_file import json_lines, whole_lines
 
+TAIL = 2**16
+"""Bytes at the end of the file, among which there are whole lines"""
 Lines = list[dict[str, Any]]
 
 
 def read_lines(folder: Path) -> Lines:
     return json_lines(folder / "metrics.jsonl")
+
+
+def last_line(folder: Path) -> dict[str, Any]:
+    """The last whole line, without reading a long file; nothing where there is none."""
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            tail = file.read().decode(errors="replace")
+    except OSError:
+        return {}
+    return next(reversed(whole_lines(tail)), {})
 
 
 def starts(lines: Lines) -> list[Lines]:

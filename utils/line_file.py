@@ -87,9 +87,15 @@ class LineFile:
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of such a file that are whole; it may be missing, or be written just now."""
+    try:
+        return whole_lines(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return []
+
+
+def whole_lines(text: str) -> list[dict[str, Any]]:
     found: list[Any] = []
-    with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
     return [line for line in found if isinstance(line, dict)]

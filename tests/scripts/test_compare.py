@@ -72,7 +72,11 @@ def figures(out: Path) -> dict[str, Any]:
 
 
 def test_two_modes_from_settings_to_verdict_and_no_training_twice(
-    compare: Call, trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compare: Call,
+    trainings: Trainings,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "out"
     assert compare("-modes", "fp32,O1:bf16", "-seeds", "0,") == 0
@@ -98,6 +102,17 @@ def test_two_modes_from_settings_to_verdict_and_no_training_twice(
     assert trainings.started == []
     assert figures(out)["runs"] == found["runs"]
     assert "trained before" in capsys.readouterr().out
+
+    def refuse(path: Path, _content: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("scripts.compare.write_json", refuse)
+    monkeypatch.setattr("scripts.report_page.replace_text", refuse)
+    assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 0
+    said = capsys.readouterr()
+    assert found["verdicts"][0]["text"] in said.out, "a full disk does not cost the verdict"
+    assert f"{out / 'compare.json'}: cannot be written (No space left on device)" in said.err
+    assert "all figures:" not in said.out
 
 
 def test_a_run_that_fails_is_told_and_the_others_are_compared(

@@ -95,6 +95,9 @@ def test_how_much_is_done(folder: Path) -> None:
     assert share_done(folder, 4, None) == 0.25
     assert share_done(folder, 4, 20) == 0.75
     assert not is_finished(folder)
+    many = [train(nth, 1.0) for nth in range(1000)]
+    write(folder, *many, told("epoch", 20, 2), rest="{")
+    assert share_done(folder, 4, None) == 0.5
     write(folder, told("run", 40, 5, what="end"))
     assert share_done(folder, 4, None) == 1.0
     assert is_finished(folder)

@@ -5,7 +5,10 @@ One at a time: how attention and fp32 products are computed are switches of the 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +30,7 @@ from utils.cli import CommandLine, amp_settings
 from utils.config import Config, load_config
 from utils.config.keys import settings, values_to_keep
 from utils.errors import TrainingError, UserError
+from utils.log import log
 from utils.run_folder import run_of
 from utils.world import ALONE
 
@@ -115,7 +119,8 @@ def load_trained(
     place = _device(device or (config.DEVICE if "DEVICE" in asked else None), config)
     check_precision(config.AMP, place)
     prepare(config, place, ALONE)
-    model, inputs, precision = model_in_precision(config, place, saved.meta.get("choices", {}))
+    with _quietly():
+        model, inputs, precision = model_in_precision(config, place, saved.meta.get("choices", {}))
     if precision.level in ("O1", "O2") and (moved := saved.fp32_modules()):
         force_fp32(model, moved, place.type)
     model.eval()
@@ -123,6 +128,17 @@ def load_trained(
     trained = Trained(model, inputs, precision, config, classes, saved.path, which, saved)
     trained.take(which)
     return trained
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """How a model is built was told when it was trained; that it has fresh weights would only be misunderstood now."""
+    before = log.level
+    log.setLevel(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 @dataclass(frozen=True)

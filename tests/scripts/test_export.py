@@ -144,6 +144,7 @@ def test_images_of_a_folder(tool: Export, run: Path, tmp_path: Path) -> None:
     code, said = tool(run, "-to", "safetensors", "-out", tmp_path / "m.safetensors", "-images", pictures)
     assert code == 0, said
     assert f"checked on 3 images in {pictures}" in said
+    assert "freshly initialised" not in said, "how the model was built was told when it was trained"
     assert f"1 images cannot be read and are left out, such as {pictures}/broken.png" in said
     assert about_of(tmp_path / "m.safetensors")["crop"] == "none", "digits are squeezed, whatever it is checked on"
 

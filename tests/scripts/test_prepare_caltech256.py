@@ -35,7 +35,7 @@ def tree(tmp_path: Path) -> Path:
 def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     monkeypatch.setattr("utils.script.start_log", lambda **_: None)
     monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, log.name)
     return caplog
 
 

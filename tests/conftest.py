@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.program import TINY_DIGITS, Result, run_program, save_image
+from utils.log import log
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell's background job is deaf to Ctrl-C, and so would be every run that is interrupted here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_at_first() -> Iterator[None]:
+    """Tools that are called in a test, or for several, begin logging anew; the next test finds nothing of it."""
+    yield
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    log.setLevel(logging.NOTSET)
+    log.propagate = True
 
 
 @pytest.fixture

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from utils.log import log, log_into, start_log
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    handlers, level, propagate = list(log.handlers), log.level, log.propagate
-    yield
-    for handler in list(log.handlers):
-        log.removeHandler(handler)
-        handler.close()
-    log.handlers, log.level, log.propagate = handlers, level, propagate
 
 
 def texts(path: Path) -> list[str]:

@@ -82,7 +82,8 @@ class Shape:
     def words(self, workers: int) -> list[object]:
         batch = WINDOW // self.processes // self.accumulated
         spread = f"DATA.NUM_WORKERS={workers}", f"DIST.STRATEGY={self.strategy}"
-        return ["-batch_size", batch, "-accum_iter", self.accumulated, *spread]
+        # Shorter than what is waited for here: a run that hangs is to say itself where.
+        return ["-batch_size", batch, "-accum_iter", self.accumulated, "DIST.TIMEOUT=1.0", *spread]
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,7 @@ FLAGS = (
     Flag("iters", "iterations of a turn (default 50; on a CPU 5)", "N", ("ITERS",)),
     Flag("rounds", "turns of each (default 3)", "N", ("ROUNDS",)),
     Flag("modes", "beside fp32: tf32 fp16 bf16 O2-fp16 ... (default: those that this device has)", "A,B", ("MODES",)),
+    Flag("no_files", "only on images made on the device", "", ("NO_FILES",)),
     Flag("made", "JPEGs to make (default 8000; on a CPU 200)", "N", ("MADE",)),
 )
 REFERENCE = "fp32"
@@ -74,12 +75,13 @@ def plan(line: ToolLine) -> Plan:
         if reason:
             left_out[mode.name] = reason
     taken = [MODES[0], *(mode for mode in (asked or MODES[1:]) if mode.name not in left_out)]
-    if loaded.sources["DATA.DATASET"] == "default" and config.DATA.DATA_PATH is None:
+    with_files = "NO_FILES" not in line.own
+    if with_files and loaded.sources["DATA.DATASET"] == "default" and config.DATA.DATA_PATH is None:
         from scripts.benchmark_data_run import on_made_images
 
         config = on_made_images(config, made, "small")
-    contenders = _contenders(taken, config, updates)
-    wishes = {"iterations": updates, "made": made, **told(config)}
+    contenders = _contenders(taken, config, updates, with_files)
+    wishes = {"iterations": updates, "made": made if with_files else 0, **told(config)}
     words, gpu = device_in_words(config, device), gpu_of(device)
     most = ceiling(config, device, (mode.amp(config.AMP) for mode in taken))
     return Plan(contenders, rounds, wishes, words, gpu, left_out, remarks, most)
@@ -98,7 +100,7 @@ def _why_not(mode: Mode, config: Config, device: torch.device, asked: bool) -> s
     return None if mode.usual else "keeps no fp32 masters (-modes measures it all the same)"
 
 
-def _contenders(modes: list[Mode], files: Config, updates: int) -> list[Contender]:
+def _contenders(modes: list[Mode], files: Config, updates: int, with_files: bool) -> list[Contender]:
     from scripts.benchmark_amp_training import Job, one_turn
 
     made = synthetic(files, updates)
@@ -108,6 +110,8 @@ def _contenders(modes: list[Mode], files: Config, updates: int) -> list[Contende
 
     contenders = [Contender(_name(mode.name, SYNTHETIC), turn(mode, made)) for mode in modes]
     contenders.append(Contender(_name(REFERENCE, SYNTHETIC) + AGAIN, turn(modes[0], made)))
+    if not with_files:
+        return contenders
     return contenders + [Contender(_name(mode.name, FILES), turn(mode, files)) for mode in modes]
 
 
@@ -121,10 +125,16 @@ def _modes(found: Found) -> list[str]:
 
 def sections(found: Found) -> list[Section]:
     first = ["mode", "memory (GB)", "to fp32", "iterations/s", "images/s", "of peak", "speed-up"]
-    rows = [[*first, "from files", "speed-up", "waited"]]
+    with_files = any(name.endswith(FILES) for name in found["turns"])
+    rows = [[*first, *(("from files", "speed-up", "waited") if with_files else ())]]
     for mode in _modes(found):
         made, files = _name(mode, SYNTHETIC), _name(mode, FILES)
         waited = middle(found, files, "data_wait_percent")
+        from_files = [
+            shown(middle(found, files, "images_per_second")),
+            shown_ratio(times_as_much(found, files, _name(REFERENCE, FILES), "images_per_second")),
+            "-" if waited is None else f"{waited:.0f} %",
+        ]
         rows.append(
             [
                 mode,
@@ -134,17 +144,18 @@ def sections(found: Found) -> list[Section]:
                 shown(middle(found, made, "images_per_second")),
                 of_peak(found, made),
                 shown_ratio(times_as_much(found, made, _name(REFERENCE, SYNTHETIC), "images_per_second")),
-                shown(middle(found, files, "images_per_second")),
-                shown_ratio(times_as_much(found, files, _name(REFERENCE, FILES), "images_per_second")),
-                "-" if waited is None else f"{waited:.0f} %",
+                *(from_files if with_files else ()),
             ]
         )
     notes = [
         ceiling_line(found),
         *choices_lines(found, (_name(mode, SYNTHETIC) for mode in _modes(found))),
         control_line(found, _name(REFERENCE, SYNTHETIC), "images_per_second"),
-        "from files: images/s of JPEGs that are read, decoded and augmented; waited: how much of it the model waited",
     ]
+    if with_files:
+        notes.append(
+            "from files: images/s of JPEGs that are read, decoded and augmented; waited: how much the model waited"
+        )
     if found["device"].startswith("cpu"):
         notes.append("memory: the most that the whole process took, with Python and its libraries")
     return [Section(f"Precisions, {subject(found)}, {found['settings']['iterations']} iterations a turn", rows, notes)]
@@ -166,7 +177,7 @@ def charts(found: Found) -> list[Chart]:
     return [
         Chart("peak memory", "GB", bars=bars("peak_memory_gb", SYNTHETIC)),
         Chart("images made on the device", "images/s", bars=bars("images_per_second", SYNTHETIC)),
-        Chart("images from files", "images/s", bars=bars("images_per_second", FILES)),
+        *([Chart("images from files", "images/s", bars=files)] if (files := bars("images_per_second", FILES)) else []),
     ]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.benchmark_amp_ceiling import ceiling, ceiling_line, of_peak
 from scripts.benchmark_amp_frame import (
     AGAIN,
     Chart,
@@ -46,10 +48,12 @@ FLAGS = (
     Flag("updates", "updates of a turn (default 50; on a CPU 5)", "N", ("UPDATES",)),
     Flag("rounds", "turns of each (default 7)", "N", ("ROUNDS",)),
     Flag("precisions", "of fp32, bf16, fp16 (default fp32,bf16)", "A,B", ("PRECISIONS",)),
+    Flag("loops", "beside timm's: of fused,plain,ours (default: all)", "A,B", ("LOOPS",)),
     Flag("compile", "our update and timm's compiled, too", "", ("WITH_COMPILE",)),
     Flag("timm_train", "train.py of timm's repository, whose own loop then runs", "FILE", ("TIMM_TRAIN",)),
 )
 PRECISIONS = ("fp32", "bf16", "fp16")
+LOOPS = ("fused", "plain", "ours")
 FIXED: dict[str, Any] = {
     "TRAIN.NUM_EPOCHS": 10,
     "TRAIN.WARMUP_EPOCHS": 0.1,
@@ -67,7 +71,8 @@ COMPILED = "ours, compiled"
 
 
 def plan(line: ToolLine) -> Plan:
-    precisions, rounds = _precisions(line), line.whole("ROUNDS", 7)
+    precisions, loops = _some_of(line, "PRECISIONS", PRECISIONS, "fp32,bf16"), _some_of(line, "LOOPS", LOOPS)
+    rounds = line.whole("ROUNDS", 7)
     train_py = line.file("TIMM_TRAIN", ".py").resolve() if "TIMM_TRAIN" in line.own else None
     if train_py is not None and not train_py.is_file():
         raise UserError(f"-timm_train {train_py}: no such file; give train.py of timm's repository.")
@@ -82,45 +87,54 @@ def plan(line: ToolLine) -> Plan:
     from scripts.benchmark_amp_peers_seat import Job, Seat
     from scripts.benchmark_amp_training import device_in_words, gpu_of
 
-    ways = {_name(who, p): way for p in precisions for who, way in _ways(p, compiled, train_py).items()}
+    ways = {_name(who, p): way for p in precisions for who, way in _ways(p, loops, compiled, train_py).items()}
     first = _name(TIMM, precisions[0])
     ways[first + AGAIN] = ways[first]
     seats = {name: Seat(Job(way, config, updates)) for name, way in ways.items()}
+    amps = [
+        config.AMP.model_copy(update={"ENABLED": p != "fp32"} | ({"DTYPE": p} if p != "fp32" else {}))
+        for p in precisions
+    ]
+    most = ceiling(config, device, amps)
     left_out = _compare(seats, first)
     contenders = [Contender(name, seat.turn, seat.close) for name, seat in seats.items() if name not in left_out]
     wishes = {
         "updates": updates,
         "precisions": ",".join(precisions),
+        "loops": ",".join(loops),
         "compiled": compiled,
         "timm_loop": "its own train.py" if train_py else "parts of its package",
         **told(config),
     }
     words, gpu = device_in_words(config, device), gpu_of(device)
-    return Plan(contenders, rounds, wishes, words, gpu, left_out, remarks)
+    return Plan(contenders, rounds, wishes, words, gpu, left_out, remarks, most)
 
 
-def _precisions(line: ToolLine) -> list[str]:
-    asked = str(line.own.get("PRECISIONS", ("fp32,bf16", ""))[0]).split(",")
-    if unknown := [name for name in asked if name not in PRECISIONS]:
-        raise UserError(f"-precisions {','.join(unknown)}: takes some of {','.join(PRECISIONS)}.")
-    return sorted(set(asked), key=PRECISIONS.index)
+def _some_of(line: ToolLine, key: str, known: tuple[str, ...], usual: str | None = None) -> list[str]:
+    text, flag = line.own.get(key, (usual or ",".join(known), ""))
+    asked = str(text).split(",")
+    if unknown := [name for name in asked if name not in known]:
+        raise UserError(f"{flag} {','.join(unknown)}: takes some of {','.join(known)}.")
+    return sorted(set(asked), key=known.index)
 
 
-def _ways(precision: str, compiled: bool, train_py: Path | None) -> dict[str, Way]:
+def _ways(precision: str, loops: list[str], compiled: bool, train_py: Path | None) -> dict[str, Way]:
     from scripts.benchmark_amp_peers_start import BEST as best
     from scripts.benchmark_amp_peers_start import OURS as ours
     from scripts.benchmark_amp_peers_start import PLAIN as plain
     from scripts.benchmark_amp_peers_start import STOCK as stock
     from scripts.benchmark_amp_peers_start import Way
 
-    ways = {
-        TIMM: Way(stock, precision, train_py=train_py),
-        BEST: Way(best, precision, train_py=train_py),
-        PLAIN: Way(plain, precision),
-        OURS: Way(ours, precision),
-    }
-    if compiled:
+    ways = {TIMM: Way(stock, precision, train_py=train_py)}
+    if "fused" in loops:
+        ways[BEST] = Way(best, precision, train_py=train_py)
+    if "plain" in loops:
+        ways[PLAIN] = Way(plain, precision)
+    if "ours" in loops:
+        ways[OURS] = Way(ours, precision)
+    if compiled and "fused" in loops:
         ways[COMPILED_TIMM] = Way(best, precision, compiled=True, train_py=train_py)
+    if compiled and "ours" in loops:
         ways[COMPILED] = Way(ours, precision, compiled=True)
     return ways
 
@@ -134,12 +148,10 @@ def _compare(seats: dict[str, Seat], first: str) -> dict[str, str]:
     losses: dict[str, list[float]] = {}
     left_out: dict[str, str] = {}
     try:
-        for name, seat in seats.items():
-            log.info("building, and the first losses: %s", name)
-            answer = seat.losses()
+        for name, answer in _first_losses(seats).items():
             if isinstance(answer, str):
                 left_out[name] = answer
-                seat.close()
+                seats[name].close()
             else:
                 losses[name] = answer
         if first in left_out:
@@ -153,6 +165,21 @@ def _compare(seats: dict[str, Seat], first: str) -> dict[str, str]:
     for name, why in left_out.items():
         log.warning("%s: %s", name, why)
     return left_out
+
+
+def _first_losses(seats: dict[str, Seat]) -> dict[str, list[float] | str]:
+    """Of each, or why it has none. Compilers work at once, since that takes cores and not the device."""
+    answers: dict[str, list[float] | str] = {}
+    for name, seat in seats.items():
+        log.info("building, and the first losses: %s", name)
+        if (problem := seat.build()) is not None:
+            answers[name] = problem
+        elif not seat.compiled:
+            answers[name] = seat.losses()
+    compiling = {name: seat for name, seat in seats.items() if name not in answers}
+    with ThreadPoolExecutor(max(1, len(compiling))) as threads:
+        answers |= zip(compiling, threads.map(lambda seat: seat.losses(), compiling.values()), strict=True)
+    return {name: answers[name] for name in seats}
 
 
 def disagreements(losses: dict[str, list[float]], first: str) -> list[str]:
@@ -182,7 +209,9 @@ def sections(found: Found) -> list[Section]:
     precisions = found["settings"]["precisions"].split(",")
     first = _name(TIMM, precisions[0])
     updates = found["settings"]["updates"]
-    rows = [["", "ms an update", "images/s", f"to {first}", "to timm", "CPU ms", f"to {first}", "to timm", "GB"]]
+    most = found.get("ceiling")  # files of former versions have none
+    peak = ["of peak"] if most else []
+    rows = [["", "ms an update", "images/s", *peak, f"to {first}", "to timm", "CPU ms", f"to {first}", "to timm", "GB"]]
     for name in _names(found):
         same = _name(TIMM, _precision_of(name))
         rows.append(
@@ -190,6 +219,7 @@ def sections(found: Found) -> list[Section]:
                 name,
                 shown(_milliseconds(found, name, "seconds", updates), 4),
                 shown(middle(found, name, "images_per_second")),
+                *([of_peak(found, name)] if most else []),
                 shown_ratio(times_as_much(found, first, name, "seconds")),
                 shown_ratio(times_as_much(found, same, name, "seconds")),
                 shown(_milliseconds(found, name, "cpu_seconds", updates), 4),
@@ -204,6 +234,7 @@ def sections(found: Found) -> list[Section]:
         f"`to timm`: to timm's loop in the same precision; first by the clock, then by the time on CPUs; "
         f"the loop of timm: {found['settings']['timm_loop']}",
         _agreement(found, precisions, first),
+        *([ceiling_line(found)] if most else []),
     ]
     return [Section(f"An update, {subject(found)}, moving average and clipping on", rows, notes)]
 

@@ -41,10 +41,18 @@ class Seat:
         self._job = job
         self._pool: ProcessPoolExecutor | None = None
 
-    def losses(self) -> list[float] | str:
-        """Of the first updates; or why there are none."""
+    @property
+    def compiled(self) -> bool:
+        return self._job.way.compiled
+
+    def build(self) -> str | None:
+        """Why it cannot be, if so."""
         self._pool = own_processes()
         return self._ask(_sit_down, self._job)
+
+    def losses(self) -> list[float] | str:
+        """Of the first updates; or why there are none."""
+        return self._ask(_first_losses)
 
     def turn(self) -> Figures:
         answer = self._ask(_turn)
@@ -68,13 +76,23 @@ class _Course:
         self._loop: Loop = loop_of(job.way, job.config, self._device)
         self._batches = _batches(job.config, self._device)
         self._job, self._done = job, 0
+        self.losses: list[float] = []
+
+    def begin(self) -> None:
         self.losses = [self._loop.train_one(batch) for batch in self._next(COMPARED)]
-        self._loop.train(self._next(max(0, warmup_updates(job.updates) - COMPARED)))
+        self._loop.train(self._next(max(0, warmup_updates(self._job.updates) - COMPARED)))
+        self._wait()
+        self._make_room()
 
     def _next(self, count: int) -> list[Batch]:
         coming = [self._batches[n % BATCHES] for n in range(self._done, self._done + count)]
         self._done += count
         return coming
+
+    def _make_room(self) -> None:
+        """The others are on the same device."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _wait(self) -> None:
         if self._device.type != "cpu":
@@ -94,22 +112,22 @@ class _Course:
             "images_per_second": updates * self._job.config.DATA.BATCH_SIZE / seconds,
             "cpu_seconds": on_cpu,
             "peak_memory_gb": peak_memory_gb(self._device),
+            "precision": self._job.way.precision,
             "losses": self.losses,
         }
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the others are on the same device
+        self._make_room()
         return figures
 
 
 def _batches(config: Config, device: torch.device) -> list[Batch]:
-    """Random images and labels, the same in every process, on the device."""
-    data, generator = config.DATA, torch.Generator().manual_seed(config.SEED)
+    """Random images and labels, the same in every process, made on the device."""
+    data, generator = config.DATA, torch.Generator(device).manual_seed(config.SEED)
     size = (data.BATCH_SIZE, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
     made = []
     for _ in range(BATCHES):
-        images = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-        labels = torch.randint(0, config.MODEL.NUM_CLASSES, (data.BATCH_SIZE,), generator=generator)
-        made.append(Batch(images.to(device), labels.to(device), torch.arange(data.BATCH_SIZE)))
+        images = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
+        labels = torch.randint(0, config.MODEL.NUM_CLASSES, size[:1], device=device, generator=generator)
+        made.append(Batch(images, labels, torch.arange(data.BATCH_SIZE)))
     return made
 
 
@@ -117,9 +135,14 @@ _course: _Course | None = None
 """In the process of a seat, what its turns go on with."""
 
 
-def _sit_down(job: Job) -> list[float]:
+def _sit_down(job: Job) -> None:
     global _course
     _course = _Course(job)
+
+
+def _first_losses() -> list[float]:
+    assert _course is not None
+    _course.begin()
     return _course.losses
 
 

@@ -55,6 +55,10 @@ class Made:
         data, train = self.config.DATA, self.config.TRAIN
         # As many threads for all; what else is set for a whole process, only our own run sets.
         torch.set_num_threads(self.config.THREADS or cores())
+        if self.device.type == "cuda":
+            # As timm's train.py has it; but fp32 is fp32 for all, though torch's convolutions would take TF32.
+            torch.backends.cudnn.benchmark = True
+            torch.backends.fp32_precision = "ieee"  # pyright: ignore[reportAttributeAccessIssue]
         seed_all(self.config.SEED, "init")
         self.model = build_model(self.config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS).to(self.device).train()
         self.criterion = nn.CrossEntropyLoss()

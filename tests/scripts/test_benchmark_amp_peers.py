@@ -13,7 +13,7 @@ import torch
 
 from scripts import benchmark_amp_peers_seat
 from scripts.benchmark_amp import main
-from scripts.benchmark_amp_peers import FIXED, apart, disagreements
+from scripts.benchmark_amp_peers import FIXED, apart, disagreements, sections
 from scripts.benchmark_amp_peers_loops import loop_of
 from scripts.benchmark_amp_peers_seat import COMPARED, _batches
 from scripts.benchmark_amp_peers_start import Loop, Way
@@ -87,6 +87,24 @@ def test_the_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     flags = ["-updates", "2", "-rounds", "1", "-precisions", "fp32", "-json", str(path)]
     assert main(["peers", "-cfg", str(tiny), *flags]) == EXIT_DONE
     check_table(path, capsys.readouterr().out, ("fp32",), 1)
+
+
+def test_some_loops_alone_and_what_they_use_of_the_device(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "peers.json"
+    flags = ["-updates", "1", "-rounds", "1", "-precisions", "fp32", "-loops", "ours", "-json", str(path)]
+    assert main(["peers", "-cfg", str(tiny), *flags]) == EXIT_DONE
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert list(found["turns"]) == ["timm, fp32", "ours, fp32", "timm, fp32, again"]
+    for turn in found["turns"]["ours, fp32"]:
+        turn["images_per_second"] = (
+            0.25 * 1000 * found["ceiling"]["peaks"]["fp32"]["tflops"] / found["ceiling"]["gflop_per_image"]
+        )
+    rows = sections(found)[0].rows
+    assert rows[2][0] == "ours, fp32"
+    assert rows[2][rows[0].index("of peak")] == "25 %"
+    assert "of peak" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -192,6 +210,11 @@ def test_a_file_that_is_no_train_py_is_refused(
         path.write_text(text, encoding="utf-8")
     assert main(["peers", "-cfg", str(tiny), "-timm_train", str(path), "-updates", "1"]) == EXIT_USAGE
     assert told in capsys.readouterr().err
+
+
+def test_loops_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["peers", "-cfg", str(tiny), "-loops", "ours,theirs"]) == EXIT_USAGE
+    assert "-loops theirs: takes some of fused,plain,ours." in capsys.readouterr().err
 
 
 def test_precisions_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

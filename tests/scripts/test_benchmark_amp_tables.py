@@ -90,6 +90,12 @@ def test_modes(measured: Callable[..., tuple[Found, str]]) -> None:
     assert f"{fast / base:.2f}" in row
 
 
+def test_modes_without_files(measured: Callable[..., tuple[Found, str]]) -> None:
+    found, told = measured("modes", "-modes", "bf16", "-iters", 1, "-rounds", 1, "-no_files")
+    assert list(found["turns"]) == ["fp32, synthetic", "bf16, synthetic", "fp32, synthetic, again"]
+    assert "from files" not in told
+
+
 def test_simplenet_trains_what_it_says(measured: Callable[..., tuple[Found, str]]) -> None:
     """The same losses as a loop by hand over the same numbers."""
     words = ("-width", 16, "-batches", 4, "-epochs", 2, "-accumulated", 2, "-batch_size", 8, "-rounds", 1, "SEED=3")

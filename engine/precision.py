@@ -114,8 +114,7 @@ class Precision:
         # bf16 has fp32's range: nothing underflows, so nothing needs scaling unless asked for.
         scaled = self.choice.dtype is torch.float16 if amp.LOSS_SCALING is None else amp.LOSS_SCALING
         self.scaler = LossScaler(device.type, amp, enabled=low and scaled, half_gradients=self.level == "O3")
-        # One switch of torch's, set either way: a former setting must not leak into this run.
-        torch.backends.fp32_precision = "tf32" if amp.TF32 else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
+        _switch_tf32(amp.TF32)
 
     @property
     def name(self) -> str:
@@ -176,6 +175,17 @@ class Precision:
         }[self.level]
         scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
         return f"{self.name} {how}, {scaling} ({self.choice.reason})"
+
+
+def _switch_tf32(on: bool) -> None:
+    """Set either way: a former setting must not leak into this run."""
+    # The older names first: torch's autotuning still asks for them, and raises where they contradict the newer ones.
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    backends, value = torch.backends, "tf32" if on else "ieee"
+    # By name what the first one stands for, too: compiling gives products a value of their own, and convolutions have
+    # one from the beginning in torch 2.11, which is TF32.
+    for place in (backends, backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):  # pyright: ignore[reportAttributeAccessIssue]
+        place.fp32_precision = value  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_amp(amp: AmpConfig, train: TrainConfig) -> None:

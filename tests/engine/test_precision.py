@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -134,11 +135,16 @@ def test_validation_under_autocast_is_a_setting() -> None:
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
 
 
-def test_tf32_is_set_and_taken_back() -> None:
-    Precision(AmpConfig(TF32=True), CPU)
-    assert torch.backends.fp32_precision == "tf32"  # pyright: ignore[reportAttributeAccessIssue]
+def test_tf32_is_set_everywhere_and_taken_back() -> None:
+    """Products, convolutions, and by the names of old: torch raises where those contradict."""
+    backends: Any = torch.backends
+    for on, value, former in ((True, "tf32", "high"), (False, "ieee", "highest"), (True, "tf32", "high")):
+        Precision(AmpConfig(TF32=on), CPU)
+        places = (backends, backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+        assert [place.fp32_precision for place in places] == [value] * 4
+        assert torch.get_float32_matmul_precision() == former
+        assert backends.cuda.matmul.allow_tf32 is on
     Precision(OFF, CPU)
-    assert torch.backends.fp32_precision == "ieee"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def sgd(amp: AmpConfig, clip: float | None = None, fused: bool = True, momentum: float = 0.0) -> Parts:

@@ -28,7 +28,9 @@ class AmpConfig(Section):
     FP8_RECIPE: Literal["tensorwise", "rowwise"] = Field(
         default="tensorwise", description="fp8: one scale a tensor, or one a row (more exact, slower)."
     )
-    TF32: bool = Field(default=False, description="Let fp32 matrix products run as TF32 on GPUs that have it.")
+    TF32: bool = Field(
+        default=False, description="Let fp32 matrix products and convolutions run as TF32 on GPUs that have it."
+    )
     EVAL: bool = Field(default=True, description="Validate under autocast as well.")
     LOSS_SCALING: bool | None = Field(default=None, description="Scale the loss; null: in fp16 only, which needs it.")
     INIT_LOSS_SCALING: AboveZero = Field(default=65536.0, description="Loss scale at the start.")

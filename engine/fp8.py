@@ -52,5 +52,7 @@ def convert(
 
     config = Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", emulated)
+    # A weight's gradient is summed over all tokens of a batch, and tensor cores ask the same of their number.
+    object.__setattr__(config, "pad_inner_dim", True)
     convert_to_float8_training(model, config=config, module_filter_fn=fits)
     return left_out

@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from datasets import Batch, Share, Window
+from engine import fp8
 from engine.checkpoint import MODEL, save_checkpoint
 from engine.evaluate import evaluate
 from engine.precision import Precision, check_amp
@@ -256,7 +258,7 @@ def test_o3_trains_in_bf16_and_warns(tiny: Path, said: pytest.LogCaptureFixture)
     ready = build(tiny, AMP__ENABLED="true", AMP__LEVEL="O3")
     assert ready.precision.name == "O3 bf16"
     assert not ready.precision.scaler.is_enabled()
-    (warning,) = [r.getMessage() for r in said.records if r.levelno == logging.WARNING]
+    (warning,) = [r.getMessage() for r in said.records if (r.name, r.levelno) == (log.name, logging.WARNING)]
     assert "O3 keeps no fp32 masters" in warning
     assert "O2" in warning
 
@@ -347,7 +349,7 @@ def test_fp8_takes_the_layers_that_fit_and_says_what_it_does(
     fitting = dict.fromkeys(["blocks.0.attn.qkv", "blocks.0.attn.proj"], "Float8Linear")
     others = dict.fromkeys(["blocks.0.mlp.fc1", "blocks.0.mlp.fc2", "head"], "Linear")
     assert linears(ready.model) == {**fitting, **others}
-    (warning,) = [r.getMessage() for r in said.records if r.levelno == logging.WARNING]
+    (warning,) = [r.getMessage() for r in said.records if (r.name, r.levelno) == (log.name, logging.WARNING)]
     assert "EMULATED" in warning
     assert "8.9" in warning
     (left,) = [r.getMessage() for r in said.records if "left in bf16" in r.getMessage()]
@@ -368,6 +370,22 @@ def test_fp8_is_fp8(tiny: Path) -> None:
     exact = changes["fp32"]
     error = {name: ((moved - exact).norm() / exact.norm()).item() for name, moved in changes.items()}
     assert 3 * error["bf16"] < error["fp8"] < 0.3
+
+
+def test_fp8_takes_any_number_of_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated products take all sizes; those of a GPU, of which torch knows the rules, only multiples of 16."""
+    monkeypatch.setattr(fp8, "hardware_has_fp8", lambda _: True)
+    for recipe in ("tensorwise", "rowwise"):
+        with FakeTensorMode():
+            model = nn.Sequential(nn.Linear(32, 64, bias=False, device="cuda", dtype=torch.bfloat16))
+            fp8.convert(model, recipe, torch.device("cuda"), None, [])
+            images = torch.empty(8, 197, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            node: Any = model(images).grad_fn
+            while "matmul_with_hp" not in node.name():
+                node = node.next_functions[0][0]
+            # The node alone: torch's engine would start a thread for a GPU that is not there.
+            _, of_weight, *_ = node.apply(torch.empty(8, 197, 64, device="cuda", dtype=torch.bfloat16))
+            assert of_weight.shape == (32, 64)
 
 
 def test_modules_kept_in_fp32_are_no_fp8(tiny: Path) -> None:

@@ -87,7 +87,9 @@ def _decide(
     products = choose_products(config.CPU_FP32, device, fp32, values, kept.get("cpu_fp32"))
     wanted, had = config.MODEL.ATTENTION, kept.get("attention")
     attention = settled_attention(wanted, model, precision, products.library, listed, had)
-    if attention is None:
+    if attention is None and wanted == "auto" and config.DETERMINISTIC:
+        attention = Attention(FUSED, "torch's choice; no race, whose winner may be another in the next run")
+    elif attention is None:
         attention = _raced(config, model, inputs, precision, world)
     return Tuning(
         attention=attention,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from timm.models import create_model
 from torch import nn
 
 import engine.attention_race as attention_race
-from engine.attention import attention_layers, put_attention_in_force, settled_attention
+from engine import tuning
+from engine.attention import Attention, attention_layers, put_attention_in_force, settled_attention
 from engine.attention_race import Call, first_call, race, raced_attention, winner
 from engine.inputs import Inputs
 from engine.precision import Precision
@@ -135,6 +136,17 @@ def test_a_gpu_races_once_and_remembers(vit: nn.Module, wanted: str, kept: str |
     listed = settled_attention("auto", vit, precision, "mkl", ("bmm",), None)
     assert listed is not None
     assert listed.kind == "plain"
+
+
+@pytest.mark.parametrize(("deterministic", "races"), [(True, 0), (False, 1)])
+def test_a_deterministic_run_takes_no_kind_by_the_clock(
+    tiny: Path, vit: nn.Module, monkeypatch: pytest.MonkeyPatch, deterministic: bool, races: int
+) -> None:
+    raced: list[Attention] = []
+    monkeypatch.setattr(tuning, "_raced", lambda *_: raced.append(Attention("flash", "")) or raced[0])
+    config, precision = load_config(str(tiny), words={"DETERMINISTIC": str(deterministic)}).config, cast(Any, OnGpu())
+    found = tuning._decide(config, vit, Inputs(config.DATA), precision, ALONE, {}).attention
+    assert (len(raced), found.kind) == (races, "flash" if races else "fused")
 
 
 def test_the_race_sees_the_call_that_the_model_makes_and_leaves_no_trace(vit: nn.Module) -> None:

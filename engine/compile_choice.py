@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -107,6 +109,9 @@ def _missing_tool(device: torch.device) -> str | None:
     names = (os.environ[variable],) if variable in os.environ else usual
     if not any(map(shutil.which, names)):
         return f"torch.compile needs a compiler, and here is no {' or '.join(names)}"
+    headers = Path(sysconfig.get_path("include", "posix_prefix"))  # not Debian's own scheme, which leads elsewhere
+    if sys.platform != "win32" and not (headers / "Python.h").is_file():
+        return f"torch.compile needs Python's headers (python3-dev), and here is no {headers / 'Python.h'}"
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

@@ -32,9 +32,13 @@ def two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """One with all that compiling takes; gives the folder of Python's headers."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(compile_choice.sysconfig, "get_path", lambda *_: str(tmp_path))
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     monkeypatch.setattr(compile_choice.shutil, "which", lambda name: f"/usr/bin/{name}")
+    return tmp_path
 
 
 def choose(
@@ -146,3 +150,12 @@ def test_the_choice_is_saved_with_the_run(vitamp: Callable, tiny: Path, tmp_path
     assert '"compile": "none"' in (run / "run.json").read_text()
     (meta,) = run.glob("checkpoints/step-*/meta.json")
     assert '"compile": "none"' in meta.read_text()
+
+
+def test_without_the_headers_of_python_nothing_is_compiled(gpu: Path) -> None:
+    """Which are not there where Python came without what programs in C need of it."""
+    assert choose(device="cuda").how == "whole"
+    (gpu / "Python.h").unlink()
+    assert "no " + str(gpu / "Python.h") in choose(device="cuda").reason
+    with pytest.raises(UserError, match=r"TRAIN\.COMPILE blocks: torch\.compile needs Python's headers"):
+        choose(device="cuda", COMPILE="blocks")

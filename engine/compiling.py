@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -29,11 +29,13 @@ from engine.update import Computed, Parts
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
-from utils.late_compiler import compiler_is_imported
+from utils.late_compiler import uncompiled
 from utils.log import log
 
 BACKEND = "inductor"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+ATTENTION = " attention="
+"""Where MODEL.ATTENTION begins in what torch's cache of graphs is asked by."""
 MOST_GRAPHS = 256
 """Of one function. Blocks with a rate of stochastic depth of their own make a graph each; so do sizes of images."""
 
@@ -43,11 +45,6 @@ def compile_update(parts: Parts, choice: CompileChoice, config: Config) -> None:
     if choice.how != NONE:
         _prepare_compiler(config.DATA, parts.precision.device)
         parts.compiled = Compiled(parts, choice, config.DATA.BATCH_SIZE)
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Inside, what was compiled runs as it is written."""
-    return torch.compiler.set_stance("force_eager") if compiler_is_imported() else nullcontext()
 
 
 class Compiled:
@@ -167,9 +164,21 @@ def _prepare_compiler(data: DataConfig, device: torch.device) -> None:
     tracing.optimize_ddp = False  # it cuts graphs where DDP's messages end; blocks are cut already
     autograd.force_non_lazy_backward_lowering = True  # or the backward pass is compiled when it is first called
     autograd.backward_pass_autocast = "off"  # as backward passes run that are not compiled
+    _tell_attention_apart()
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # AMP.TF32 is the switch, not the one it advises
     inductor.fallback_random = True  # the same dropout and stochastic depth as in code that is not compiled
     if device.type == "cpu":  # it misses a GPU beside the CUDA toolkit
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def _tell_attention_apart() -> None:
+    """A graph that was kept has one kernel of attention built in, and torch looks for it by the call alone."""
+    from torch.compiler import config
+
+    kinds = ("flash", "mem_efficient", "cudnn", "math")
+    allowed = [kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()]
+    others = config.cache_key_tag.partition(ATTENTION)[0]
+    config.cache_key_tag = f"{others}{ATTENTION}{','.join(allowed)}"
 
 
 def _first_line(error: Exception) -> str:

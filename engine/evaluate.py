@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datasets import ValLoader
-from engine.compiling import uncompiled
 from engine.memory import IN_VALIDATION, is_out_of_memory
 from engine.meters import Means, correct
 from engine.precision import Precision
 from utils.errors import CommonError
+from utils.late_compiler import uncompiled
 from utils.world import World, sum_over_ranks
 
 

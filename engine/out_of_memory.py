@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from datasets import Batch, Share, Window
 from engine.checkpoint import read_index
-from engine.compiling import uncompiled
 from engine.device import describe_one
 from engine.half_copy import sum_gradients
 from engine.memory import IN_VALIDATION, in_gib, is_out_of_memory, largest_blocks, total_memory
@@ -23,6 +22,7 @@ from engine.update import Computed, Parts
 from utils.config import Config
 from utils.errors import TrainingError
 from utils.group import this_rank
+from utils.late_compiler import uncompiled
 from utils.log import log
 from utils.seeding import seed_all
 from utils.world import World

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.mixing import BatchChange, unchanged
+from utils.late_compiler import uncompiled
 
 BATCH, INPUTS, LOSS = "batch", "inputs", "loss"
 """Where things happen outside the model."""
@@ -248,7 +249,7 @@ class Replay:
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         measure = _Measure(where, names, len(images))
         # Compiled parts run as they are written: inside a compiled graph there is nothing to name.
-        with torch.enable_grad(), torch.compiler.set_stance("force_eager"), measure:
+        with torch.enable_grad(), uncompiled(), measure:
             with where.following(measure.left), _Functions(where):
                 measure.given(images)
                 with self._autocast():

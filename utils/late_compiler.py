@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any
@@ -29,6 +30,13 @@ def import_compiler_late() -> None:
 
 def compiler_is_imported() -> bool:
     return COMPILER in sys.modules and not isinstance(sys.modules[COMPILER], _StandIn)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Inside, what was compiled runs as it is written."""
+    import torch  # not above: it is torch that is to find the stand-in
+
+    return torch.compiler.set_stance("force_eager") if compiler_is_imported() else nullcontext()
 
 
 class _StandIn(ModuleType):

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from engine import compiling
+from engine.attention import put_attention_in_force
 from engine.compile_choice import BLOCKS, WHOLE, CompileChoice
-from engine.compiling import compile_update, uncompiled
+from engine.compiling import compile_update
 from engine.evaluate import evaluate
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.late_compiler import uncompiled
 from utils.world import ALONE
 
 RANDOM = {"MODEL__DEPTH": 2, "MODEL__DROPOUT": 0.1, "MODEL__DROPPATH": 0.2, "DATA__BATCH_SIZE": 16}
@@ -53,6 +55,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
             (tracing, ("recompile_limit", "optimize_ddp")),
             (autograd, ("force_non_lazy_backward_lowering", "backward_pass_autocast")),
             (inductor, ("fallback_random",)),
+            (torch.compiler.config, ("cache_key_tag",)),
         ):
             former.enter_context(settings.patch({name: getattr(settings, name) for name in names}))
         yield
@@ -173,3 +176,25 @@ def test_nothing_is_compiled_inside(tiny: Path) -> None:
     with uncompiled():
         train(ready, 1)
     assert graphs() == 0
+
+
+@pytest.mark.slow  # machine code, if little of it
+def test_a_graph_with_another_kernel_of_attention_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps graphs by what is called, and which kernel is behind that it decides when it compiles."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", " lists")
+    values = torch.randn(2, 2, 16, 8)
+    kept: list[int] = []
+    try:
+        for kind in ("flash", "efficient", "flash"):
+            put_attention_in_force(kind, torch.nn.Identity())
+            compiling._prepare_compiler(DataConfig(), torch.device("cpu"))
+            torch.compiler.reset()
+            counters.clear()
+            torch.compile(torch.nn.functional.scaled_dot_product_attention)(values, values, values)
+            kept.append(counters["aot_autograd"]["autograd_cache_hit"])
+    finally:
+        put_attention_in_force("fused", torch.nn.Identity())
+    assert kept == [0, 0, 1]
+    assert torch.compiler.config.cache_key_tag.startswith(" lists attention=")

@@ -50,11 +50,14 @@ class HalfCopy:
     def collect_gradients(self) -> None:
         """Add the copy's gradients to the masters' in fp32, so that many micro-batches do not round each other away."""
         live = [(master, half) for master, half in self._pairs if half.grad is not None]
-        for master, _ in live:
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        masters: list[Tensor] = [master.grad for master, _ in live if master.grad is not None]
-        torch._foreach_add_(masters, [half.grad for _, half in live if half.grad is not None])
+        fresh = [(master, half.grad) for master, half in live if master.grad is None and half.grad is not None]
+        known = [(master.grad, half.grad) for master, half in live if master.grad is not None and half.grad is not None]
+        if known:
+            torch._foreach_add_([total for total, _ in known], [gradient for _, gradient in known])
+        if fresh:  # written, not added to zeros: of two precisions at once only copies are few kernels on a GPU
+            for master, _ in fresh:
+                master.grad = torch.empty_like(master)
+            torch._foreach_copy_([m.grad for m, _ in fresh if m.grad is not None], [gradient for _, gradient in fresh])
         for _, half in live:
             half.grad = None
 

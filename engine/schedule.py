@@ -5,6 +5,9 @@ of its warm-up. On a GPU only the device knows which were skipped, so there the 
 device too, and nothing waits for them.
 """
 
+# torch._foreach_* are what torch's own optimisers are made of; its type stubs call them private.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import torch
@@ -96,8 +99,8 @@ class Schedule:
         assert isinstance(self._moved, Tensor)
         self._last = told["lr"].clone()
         row = self._table.index_select(0, (self._moved - self._first).reshape(1))[0]
-        for group, rate in zip(self._optimizer.param_groups, row, strict=True):
-            group["lr"].copy_(rate)
+        # All at once: with a rate of its own each layer would ask the device for something of its own.
+        torch._foreach_copy_([group["lr"] for group in self._optimizer.param_groups], list(row.unbind()))
 
     def last_rate(self) -> float | Tensor:
         """That of the update just made, before a layer's own factor; a tensor where it lives on the device."""

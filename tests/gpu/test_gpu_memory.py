@@ -1,0 +1,111 @@
+"""The GPU's memory: what fits, what is told when it ends, and what makes a run take less of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.runs import Train, apart, far, on_a_gpu_alone
+from tests.program import ROOT
+
+# Eight tokens' worth of memory is nothing; sixty-five of them through twelve blocks are about 8 MB an image.
+DEEP = ("MODEL.PATCH_SIZE=1", "MODEL.EMBED_DIM=128", "MODEL.DEPTH=12", "MODEL.NUM_HEADS=4", "MODEL.ATTENTION=fused")
+DESCENT = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.05")
+
+# The entry script on a GPU of which torch may take so many GiB.
+LITTLE = f"""
+import os, runpy, sys, torch
+if __name__ == "__main__":
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(float(os.environ["GIB"]) * 2**30 / total, 0)
+    sys.path.insert(0, {str(ROOT)!r})
+    runpy.run_path({str(ROOT / "main_single_gpu.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.fixture
+def with_little(train: Train, tmp_path: Path) -> Callable[..., object]:
+    script = tmp_path / "little.py"
+    script.write_text(LITTLE, encoding="utf-8")
+    return lambda *words, gib, **more: train(*words, script=str(script), env={"GIB": str(gib)}, **more)
+
+
+@on_a_gpu_alone
+def test_where_memory_ends_it_is_told_what_helps(with_little: Train) -> None:
+    run = with_little("run", *DEEP, "-batch_size", 256, "SAVE_FREQ=1", gib=1, updates=5, code=1)
+    assert run.text.count("out of memory in update 1: ") == 1
+    assert "Traceback" not in run.text
+    for part in (
+        "was the peak on cuda:0 (",
+        "more were asked for",
+        "256 images at a time, of 8 x 8 x 1: with 65 tokens of width 128 each, one tensor of all tokens takes 8.1 MiB",
+        "Most of the memory is taken by ",
+        "-batch_size 128 -accum_iter 2",
+        "TRAIN.GRAD_CHECKPOINT=blocks",
+        "-batch_size auto",
+        "There is no checkpoint yet",
+    ):
+        assert part in run.text, part
+
+
+@on_a_gpu_alone
+def test_what_does_not_fit_is_repeated_in_parts(train: Train, with_little: Train) -> None:
+    words = (*DEEP, *DESCENT, "-batch_size", 256, "TRAIN.MODEL_EMA=true")
+    whole = train("whole", *words, updates=5)
+    split = with_little("split", *words, "TRAIN.OOM=split", gib=1, updates=5)
+    assert "Out of memory in update 1 with 256 images at a time" in split.text
+    assert apart(split.losses, whole.losses) < 1e-4
+    for file in ("model.safetensors", "ema.safetensors"):
+        assert far(split.weights(file), whole.weights(file)) < 1e-5
+    assert split.perf[-1]["peak_memory_gb"] < 2**30 / 1e9 < whole.perf[-1]["peak_memory_gb"]
+
+
+@on_a_gpu_alone
+def test_a_batch_is_found_that_fits(train: Train) -> None:
+    found = []
+    for gib in (0.25, 0.5):
+        words = ("-batch_size", "auto", f"TRAIN.MEMORY_LIMIT={gib}")
+        run = train(f"of{gib}", *DEEP, *words, "DATA.BATCH_SIZE_EVAL=8", updates=3)
+        size = run.choices["batch_size"]
+        assert f"DATA.BATCH_SIZE auto: {size} fits (" in run.text
+        assert "images, an epoch" not in run.text, "memory is to be the limit"
+        assert size % 8 == 0
+        assert 0.4 * gib < run.perf[-1]["peak_memory_gb"] * 1e9 / 2**30 <= gib
+        found.append(size)
+    assert found[0] < found[1]
+
+
+@on_a_gpu_alone
+def test_recomputed_blocks_take_less_and_give_the_same(train: Train) -> None:
+    kept, again = (
+        train(how, "-batch_size", 128, *DEEP, *DESCENT, "MODEL.DROPOUT=0.1", f"TRAIN.GRAD_CHECKPOINT={how}", updates=4)
+        for how in ("none", "blocks")
+    )
+    assert "12 of 12 blocks recomputed in the backward pass" in again.text
+    assert apart(again.losses, kept.losses) < 1e-5
+    assert again.perf[-1]["peak_memory_gb"] < 0.5 * kept.perf[-1]["peak_memory_gb"]
+
+
+def test_a_narrow_stream_takes_less_and_gives_nearly_the_same(train: Train) -> None:
+    words = ("-amp", "bf16", *DEEP[:-1], "MODEL.ATTENTION=fused", *DESCENT, "-batch_size", 64)
+    wide, narrow = (train(how, *words, f"TRAIN.RESIDUAL_DTYPE={how}", updates=3) for how in ("fp32", "autocast"))
+    assert "residual stream as autocast has it" in narrow.text
+    assert 0 < apart(narrow.losses, wide.losses) < 0.02
+    assert narrow.perf[-1]["peak_memory_gb"] < wide.perf[-1]["peak_memory_gb"] or narrow.choices[
+        "computed_in"
+    ].startswith("cpu")
+
+
+@pytest.mark.parametrize("amp", ["bf16", "off"])
+def test_convolutions_have_their_channels_last_in_half_precision(train: Train, amp: str) -> None:
+    words = ("MODEL.TYPE=resnet", "MODEL.NAME=test_resnet", "DATA.IMAGE_SIZE=32", "MODEL.PATCH_SIZE=8")
+    run = train("run", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "TRAIN.CHANNELS_LAST=auto")
+    last = run.choices["channels_last"]
+    assert last is (amp == "bf16" and not run.choices["computed_in"].startswith("cpu"))
+    assert ("channels last" in run.text) is last
+    rows = train("rows", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "TRAIN.CHANNELS_LAST=false")
+    assert apart(run.losses, rows.losses) < (0.05 if amp == "bf16" else 1e-5)
+    on = train("run", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "-resume", "auto", updates=14)
+    assert on.choices["channels_last"] is last

@@ -1,0 +1,46 @@
+"""One process on one GPU, whoever starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.runs import KIND, Run, Train
+from tests.launch.clusters import MULTI, Command, free_port, torchrun
+from tests.program import Result
+
+WORDS = ("-amp", "bf16", "TRAIN.MODEL_EMA=true", "MODEL.DROPOUT=0.1", "MODEL.ATTENTION=fused", "DETERMINISTIC=true")
+
+
+@pytest.fixture
+def alone(train: Train) -> Run:
+    return train("alone", *WORDS)
+
+
+def test_main_multi_gpu_with_one(train: Train, alone: Run) -> None:
+    run = train("multi", *WORDS, "-ngpus", 1, script="main_multi_gpu.py")
+    assert "One process: -ngpus 1." in run.text
+    assert run.of("train") == alone.of("train")
+    if KIND == "cuda" and torch.cuda.device_count() == 1:
+        one = train("all", *WORDS, script="main_multi_gpu.py")
+        assert "One process: one GPU is visible." in one.text
+
+
+def test_more_than_there_are_is_refused(vitamp: Callable[..., Result], small: Path) -> None:
+    if KIND != "cuda":
+        pytest.skip("a CPU takes any number of processes")
+    number = torch.cuda.device_count() + 1
+    done = vitamp("-cfg", small, "-ngpus", number, script="main_multi_gpu.py")
+    assert (done.code, f"only {number - 1} GPU(s) are visible" in done.err) == (2, True), done.text
+
+
+def test_torchrun_with_one_by_nccl(small: Path, alone: Run, tmp_path: Path) -> None:
+    start = torchrun("--nproc_per_node", 1, "--master_port", free_port())
+    backend = ["-backend", "nccl"] if KIND == "cuda" else []
+    words = ["-cfg", small, "-output", tmp_path / "run", *WORDS, *backend, "TRAIN.MAX_UPDATES=12"]
+    done = Command(*start, MULTI, *words, env={"OMP_NUM_THREADS": "1"}).end(180)
+    assert done.code == 0, done.text
+    assert Run(tmp_path / "run", done).of("train") == alone.of("train")

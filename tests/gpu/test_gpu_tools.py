@@ -1,0 +1,82 @@
+"""The tools around a run, on the GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from engine.predictions import validation_part
+from engine.trained import load_trained
+from tests.gpu.runs import KIND, SMALL, Run
+from tests.program import Result, run_program
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    place = tmp_path_factory.mktemp("trained")
+    (place / "small.yaml").write_text(SMALL, encoding="utf-8")
+    words = ("-amp", "bf16", "TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.9", "SAVE_FREQ=1")
+    done = run_program("-cfg", place / "small.yaml", "-output", place / "run", *words, streams=place, timeout=240)
+    assert done.code == 0, done.text
+    return Run(place / "run", done)
+
+
+def tool(vitamp: Callable[..., Result], name: str, *words: object) -> Result:
+    done = vitamp(*words, script=f"scripts/{name}.py", timeout=240)
+    assert done.code == 0, done.text
+    return done
+
+
+def test_evaluate(vitamp: Callable[..., Result], trained: Run, tmp_path: Path) -> None:
+    tool(vitamp, "evaluate", trained.folder, "-weights", "both", "-out", tmp_path / "here.json")
+    found, told = json.loads((tmp_path / "here.json").read_text())["figures"], trained.of("val")[-1]
+    assert found["model"]["acc1"] == told["acc1"]
+    assert found["ema"]["nll"] == pytest.approx(told["ema_loss"], rel=1e-6)
+    tool(vitamp, "evaluate", trained.folder, "-device", "cpu", "-amp", "off", "-out", tmp_path / "there.json")
+    exact = json.loads((tmp_path / "there.json").read_text())["figures"]["ema"]
+    assert exact["nll"] == pytest.approx(found["ema"]["nll"], rel=0.02)
+
+
+def test_predict(vitamp: Callable[..., Result], trained: Run, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    part = validation_part(load_trained(trained.folder, device="cpu"))
+    batch = part.__getitems__([(0, index) for index in range(24)])
+    for number, image in enumerate(batch.images):
+        Image.fromarray(image[0].numpy()).save(images / f"{number:02d}.png")
+    found = {}
+    for device in {KIND, "cpu"}:
+        said = tool(vitamp, "predict", trained.folder, images, "-device", device, "-amp", "off", "-format", "jsonl").out
+        found[device] = [json.loads(line)["guesses"] for line in said.splitlines()]
+        assert len(found[device]) == 24
+    for here, there in zip(found[KIND], found["cpu"], strict=True):
+        ours, theirs = ({guess["label"]: guess["probability"] for guess in row} for row in (here, there))
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_doctor(vitamp: Callable[..., Result], small: Path, tmp_path: Path) -> None:
+    modes = "tf32,fp16,bf16" if KIND == "cuda" else "bf16"
+    done = tool(vitamp, "doctor", "-cfg", small, "-updates", 12, "-modes", modes, "-output", tmp_path / "doctor")
+    found = json.loads((tmp_path / "doctor" / "doctor.json").read_text())
+    assert {mode["name"] for mode in found["modes"]} == set(modes.split(","))
+    assert found["recommendation"]["sentence"] in done.text
+    assert KIND != "cuda" or "the most the whole process took" not in done.text
+
+
+def test_export(vitamp: Callable[..., Result], trained: Run, tmp_path: Path) -> None:
+    formats = ["torch", "safetensors"]
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError:
+        pass
+    else:
+        formats.append("onnx")
+    done = tool(vitamp, "export", trained.folder, "-to", ",".join(formats), "-out", tmp_path / "m")
+    assert done.text.count("checked on ") == len(formats)
+    assert len(list(tmp_path.glob("m.*"))) == len(formats)

@@ -67,6 +67,8 @@ def raced_attention(wanted: str, model: nn.Module, images: Tensor, precision: Pr
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         call = first_call(model, images, precision)
         kinds = [kind for kind in (FUSED, PLAIN, FLASH, EFFICIENT, CUDNN) if _exists(call, kind)]
+        if not kinds:
+            call.run(FUSED)  # raises what stands in the way of all: too little memory
         if wanted != "auto":
             if wanted not in kinds:
                 raise UserError(

@@ -180,6 +180,16 @@ def test_only_kinds_that_run_are_raced_and_taken(vit: nn.Module, monkeypatch: py
         raced_attention("cudnn", vit, images, Precision(OFF, CPU))
 
 
+def test_where_no_kind_has_memory_enough_that_is_told(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Call, kind: str) -> None:
+        raise torch.OutOfMemoryError(f"no room for {kind}")
+
+    monkeypatch.setattr(Call, "run", full)
+    for wanted in ("auto", "flash"):
+        with pytest.raises(torch.OutOfMemoryError):
+            raced_attention(wanted, vit, torch.randn(2, 3, 160, 160), Precision(OFF, CPU))
+
+
 def test_a_race_takes_turns_and_judges_by_medians() -> None:
     turns: list[str] = []
     seconds = {"fused": 2.0, "plain": 1.0, "flash": 1.5}

@@ -33,7 +33,7 @@ def test_each_kind_is_the_same_mathematics(train: Train, kind: str) -> None:
     run = train(kind, "-amp", "bf16", f"MODEL.ATTENTION={kind}", *DESCENT)
     assert f"attention {kind} (as asked for)" in run.text
     assert 0 < apart(run.losses, expected.losses) < 2.0**-6
-    assert run.of("val")[-1]["acc1"] == pytest.approx(expected.of("val")[-1]["acc1"], abs=2.5)
+    assert run.of("val")[-1]["loss"] == pytest.approx(expected.of("val")[-1]["loss"], rel=2.0**-6)
 
 
 @pytest.mark.parametrize("kind", ["flash", "cudnn"])

@@ -70,7 +70,7 @@ def test_a_batch_is_found_that_fits(train: Train) -> None:
         run = train(f"of{gib}", *DEEP, *words, "DATA.BATCH_SIZE_EVAL=8", updates=3)
         size = run.choices["batch_size"]
         assert f"DATA.BATCH_SIZE auto: {size} fits (" in run.text
-        assert "images, an epoch" not in run.text, "memory is to be the limit"
+        assert "with more, an epoch of" not in run.text, "memory is to be the limit"
         assert size % 8 == 0
         assert 0.4 * gib < run.perf[-1]["peak_memory_gb"] * 1e9 / 2**30 <= gib
         found.append(size)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from datasets import Window
+from engine.op_lists import OpLists
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows
 from tests.gpu.runs import PLACE, on_a_gpu_alone
@@ -72,7 +73,6 @@ def test_an_update(small: Path, precision: Words, clip: str, more: Words) -> Non
         {"AMP__LEVEL": "NAIVE"},
         {"AMP__DECR_EVERY_N_NAN_OR_INF": 2},
         {"AMP__FP32_MODULES": "blocks.0.mlp"},
-        {"AMP__CUSTOM_BLACK_LIST": "softmax"},
         {"TRAIN__RESIDUAL_DTYPE": "autocast"},
         {"TRAIN__RANDOM_ERASE_PROB": 0.5},
         {"TRAIN__OPTIMIZER__NAME": "SGD"},
@@ -83,6 +83,12 @@ def test_an_update(small: Path, precision: Words, clip: str, more: Words) -> Non
 )
 def test_an_update_in_fp16_with(small: Path, more: Words) -> None:
     updates(build(small, PLACE, **{**FP16, **more}))
+
+
+def test_an_update_with_lists(small: Path) -> None:
+    lists: Words = {"AMP__CUSTOM_WHITE_LIST": "layer_norm", "AMP__CUSTOM_BLACK_LIST": "softmax"}
+    with OpLists("cuda", ["layer_norm"], ["softmax"]):
+        updates(build(small, PLACE, **FP16, **lists))
 
 
 def test_an_overflow_is_skipped_without_waiting_either(small: Path) -> None:

@@ -14,7 +14,8 @@ from tests.program import ROOT, Result
 
 # Plain descent: Adam would blow rounding up where gradients are nearly zero.
 DESCENT = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.1", "MODEL.ATTENTION=fused")
-LEARNS = ("TRAIN.NUM_EPOCHS=6", "TRAIN.BASE_LR=2e-3", "TRAIN.ACCUM_ITER=2", "TRAIN.MODEL_EMA=true")
+REST = "DATA.DROP_LAST=false"  # 29 images, whose tokens are no multiple of what the fp8 units take
+LEARNS = ("TRAIN.NUM_EPOCHS=6", "TRAIN.BASE_LR=2e-3", "TRAIN.ACCUM_ITER=2", "TRAIN.MODEL_EMA=true", REST)
 BF16 = 2.0**-8
 """What it rounds by."""
 
@@ -91,7 +92,7 @@ def test_fp32_is_that_of_the_cpu(train: Train) -> None:
     assert "\n  device     cpu" in there.text
     assert apart(here.losses[:1], there.losses[:1]) < 1e-6
     assert apart(here.losses, there.losses) < 1e-4
-    assert here.of("val")[-1]["acc1"] == pytest.approx(there.of("val")[-1]["acc1"], abs=0.6)
+    assert here.of("val")[-1]["loss"] == pytest.approx(there.of("val")[-1]["loss"], rel=1e-4)
 
 
 def rows(vitamp: Callable[..., Result], small: Path, *words: object) -> dict[str, list[str]]:

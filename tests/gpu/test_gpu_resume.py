@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.killing import reported, until
 from tests.gpu.runs import KIND, UPDATES, Run, Train, far
-from tests.program import ROOT, Started, metrics
+from tests.program import ROOT, Started
 
 # All that has a state or draws random numbers. Attention by name: two runs might race to two results.
 ALL_ON = [
@@ -25,9 +25,8 @@ FILES = ("model.safetensors", "ema.safetensors")
 
 def equal(run: Run, whole: Run) -> None:
     assert run.checkpoint.name == whole.checkpoint.name
-    assert [line for line in metrics(run.folder) if line["event"] != "run"] == [
-        line for line in metrics(whole.folder) if line["event"] != "run"
-    ]
+    for event in ("train", "epoch", "val"):  # when a skip is noticed, and so what its replay sees, is up to the GPU
+        assert run.of(event) == whole.of(event)
     for name in FILES:
         assert (run.checkpoint / name).read_bytes() == (whole.checkpoint / name).read_bytes(), name
 

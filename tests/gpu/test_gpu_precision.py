@@ -23,14 +23,13 @@ BF16 = 2.0**-8
 @on_a_gpu_alone
 def test_the_digits_are_learnt_in_what_the_gpu_gains_from(vitamp: Callable[..., Result], tmp_path: Path) -> None:
     """No device is named, and no precision but by -amp."""
-    words = ("-amp", "TRAIN.NUM_EPOCHS=15", "SAVE_FREQ=15", "REPORT_FREQ=45")
-    done = vitamp("-cfg", ROOT / "configs" / "vit_digits.yaml", "-output", tmp_path / "run", *words, timeout=240)
+    done = vitamp("-cfg", ROOT / "configs" / "vit_digits.yaml", "-amp", "-output", tmp_path / "run", timeout=240)
     assert done.code == 0, done.text
     run = Run(tmp_path / "run", done)
     capability = torch.cuda.get_device_capability()
     assert re.search(r"  device     cuda: .*compute capability {}\.{}".format(*capability), done.out)
     assert re.search(r"  precision  fp16 .*with loss scaling", done.out)
-    assert max(line["ema_acc1"] for line in run.of("val")) > 95
+    assert max(line["ema_acc1"] for line in run.of("val")) > 97
     assert run.of("train")[-1]["skipped"] < 20
     assert run.of("train")[-1]["scale"] >= 1024
 

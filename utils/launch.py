@@ -27,6 +27,8 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
 
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks set their own number; this only silences a warning
+    # Where a rank fails, the others save and leave. LaunchConfig of torch 2.11 knows no such argument, and waits 30 s.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
     # Its word for every rank that ends by another code than 0: the ranks say themselves what is to be said.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     passing = _Passing()
@@ -38,7 +40,6 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        shutdown_timeout=SECONDS_TO_SAVE,
         signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours
     )
     try:

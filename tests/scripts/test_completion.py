@@ -212,6 +212,7 @@ wait_for "lies in"
 """
 
 
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_zsh(shells: dict[str, str]) -> None:
     said = "\n".join(in_shell(["timeout", "-k", "5", "60", "zsh", "-f", "-c", ZSH], shells))
     assert "AMP.LEVEL=NAIVE" in said

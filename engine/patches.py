@@ -14,7 +14,8 @@ from utils.errors import UserError
 
 PLACE = "patch_embed.proj"
 LARGE_PATCH = 16
-"""From this side on, convolution and product take the same time in fp32; see docs/performance.md."""
+"""From this side on, convolution and product take the same time in a CPU's fp32; see docs/performance.md."""
+MEASURED = ("cpu", "cuda")
 LISTED = frozenset({"conv2d", "linear", "fc", "matmul_v2", "fused_gemm_epilogue"})
 
 
@@ -39,7 +40,7 @@ class LinearPatches(nn.Module):
 
 
 def patches_are_linear(wanted: Any, model: nn.Module, precision: Precision, listed: Iterable[str]) -> bool:
-    """auto: on a CPU, where it was measured to be faster. `listed`: AMP's lists, which may mean the convolution."""
+    """auto: where it was measured to be faster. `listed`: AMP's lists, which may mean the convolution."""
     found = list(_patch_convolutions(model))
     if wanted is True and not found:
         raise UserError(
@@ -47,9 +48,11 @@ def patches_are_linear(wanted: Any, model: nn.Module, precision: Precision, list
         )
     if wanted != "auto":
         return bool(wanted)
-    if not found or precision.device.type != "cpu" or LISTED.intersection(listed):
+    if not found or precision.device.type not in MEASURED or LISTED.intersection(listed):
         return False
-    return precision.level != "O0" or max(found[0].kernel_size) < LARGE_PATCH
+    if precision.level != "O0":
+        return True
+    return precision.device.type == "cpu" and max(found[0].kernel_size) < LARGE_PATCH
 
 
 def use_linear_patches(model: nn.Module) -> None:

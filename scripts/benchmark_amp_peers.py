@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from utils.script import ToolLine
 if TYPE_CHECKING:
     from scripts.benchmark_amp_peers_seat import Seat
     from scripts.benchmark_amp_peers_start import Way
+    from utils.config import Config
 
 ABOUT = """Our update, timm's loop as it comes and with its best flags, and a plain PyTorch loop, in turns.
 
@@ -49,6 +51,9 @@ FLAGS = (
     Flag("rounds", "turns of each (default 7)", "N", ("ROUNDS",)),
     Flag("precisions", "of fp32, bf16, fp16 (default fp32,bf16)", "A,B", ("PRECISIONS",)),
     Flag("loops", "beside timm's: of fused,plain,ours (default: all)", "A,B", ("LOOPS",)),
+    Flag(
+        "variants", "ours with other settings, too: A=1,B=2 each for itself, A=1+B=2 together", "A=1,B=2", ("VARIANTS",)
+    ),
     Flag("compile", "our update and timm's compiled, too", "", ("WITH_COMPILE",)),
     Flag("timm_train", "train.py of timm's repository, whose own loop then runs", "FILE", ("TIMM_TRAIN",)),
 )
@@ -87,7 +92,9 @@ def plan(line: ToolLine) -> Plan:
     from scripts.benchmark_amp_peers_seat import Job, Seat
     from scripts.benchmark_amp_training import device_in_words, gpu_of
 
+    variants = _variants(line)
     ways = {_name(who, p): way for p in precisions for who, way in _ways(p, loops, compiled, train_py).items()}
+    ways |= {_name(who, p): way for p in precisions for who, way in _varied(p, loops, compiled, variants).items()}
     first = _name(TIMM, precisions[0])
     ways[first + AGAIN] = ways[first]
     seats = {name: Seat(Job(way, config, updates)) for name, way in ways.items()}
@@ -102,6 +109,7 @@ def plan(line: ToolLine) -> Plan:
         "updates": updates,
         "precisions": ",".join(precisions),
         "loops": ",".join(loops),
+        "variants": ",".join(variants),
         "compiled": compiled,
         "timm_loop": "its own train.py" if train_py else "parts of its package",
         **told(config),
@@ -137,6 +145,29 @@ def _ways(precision: str, loops: list[str], compiled: bool, train_py: Path | Non
     if compiled and "ours" in loops:
         ways[COMPILED] = Way(ours, precision, compiled=True)
     return ways
+
+
+def _variants(line: ToolLine) -> dict[str, Config]:
+    """By how they differ, as the user wrote it."""
+    text, flag = line.own.get("VARIANTS", ("", "-variants"))
+    found: dict[str, Config] = {}
+    for words in filter(None, str(text).split(",")):
+        pairs = {key: value for key, _, value in (word.partition("=") for word in words.split("+"))}
+        if not all(pairs.values()):
+            raise UserError(f"{flag} {words}: takes settings with their values, such as TRAIN.RESIDUAL_DTYPE=autocast.")
+        varied = replace(line, run=replace(line.run, words={**line.run.words, **pairs}))
+        found[words] = settings_of(varied, fixed=FIXED)[0].config
+    return found
+
+
+def _varied(precision: str, loops: list[str], compiled: bool, variants: dict[str, Config]) -> dict[str, Way]:
+    from scripts.benchmark_amp_peers_start import OURS as ours
+    from scripts.benchmark_amp_peers_start import Way
+
+    if "ours" not in loops:
+        return {}
+    who = COMPILED if compiled else OURS
+    return {f"{who}, {words}": Way(ours, precision, compiled, settings=config) for words, config in variants.items()}
 
 
 def _name(who: str, precision: str) -> str:

@@ -37,7 +37,7 @@ class Ours:
 
     def __init__(self, way: Way, config: Config, device: torch.device) -> None:
         amp = {"ENABLED": way.precision != "fp32"} | ({"DTYPE": way.precision} if way.precision != "fp32" else {})
-        config = changed(config, "AMP", **amp)
+        config = changed(way.settings or config, "AMP", **amp)
         config = changed(config, "TRAIN", COMPILE=WHOLE if way.compiled else NONE)
         prepare(config, device, ALONE)
         in_precision = model_in_precision(config, device)

@@ -32,6 +32,8 @@ class Way:
     compiled: bool = False
     train_py: Path | None = None
     """timm's train.py, whose own loop is to run."""
+    settings: Config | None = None
+    """Of our own loop, where they are not those of all."""
 
 
 class Loop(Protocol):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +68,15 @@ def test_auto_is_where_it_was_measured_to_be_faster(amp, patch: int, listed: tup
     assert patches_are_linear("auto", model, Precision(amp, CPU), listed) is linear
     assert patches_are_linear(True, model, Precision(amp, CPU), listed) is True
     assert patches_are_linear(False, model, Precision(amp, CPU), listed) is False
+
+
+@pytest.mark.parametrize(
+    ("level", "kind", "linear"), [("O1", "cuda", True), ("O0", "cuda", False), ("O1", "mps", False)]
+)
+def test_auto_elsewhere(level: str, kind: str, linear: bool) -> None:
+    model = create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, embed_dim=16, num_heads=2, depth=1)
+    precision: Any = SimpleNamespace(level=level, device=torch.device(kind))
+    assert patches_are_linear("auto", model, precision, ()) is linear
 
 
 def test_a_model_without_patches_has_nothing_to_make_linear() -> None:

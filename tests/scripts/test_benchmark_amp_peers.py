@@ -212,6 +212,26 @@ def test_a_file_that_is_no_train_py_is_refused(
     assert told in capsys.readouterr().err
 
 
+def test_variants_of_ours(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, words = tmp_path / "peers.json", "CPU_FP32=mkl,MODEL.ATTENTION=fused+TRAIN.RESIDUAL_DTYPE=autocast"
+    flags = ["-updates", "1", "-rounds", "1", "-precisions", "bf16", "-loops", "ours", "-variants", words]
+    assert main(["peers", "-cfg", str(tiny), *flags, "-json", str(path)]) == EXIT_DONE
+    found = json.loads(path.read_text(encoding="utf-8"))
+    names = [f"ours, {one}, bf16" for one in words.split(",")]
+    assert list(found["turns"]) == ["timm, bf16", "ours, bf16", *names, "timm, bf16, again"]
+    by_default, _, fused = (found["turns"][name][0]["losses"] for name in ("ours, bf16", *names))
+    assert 0 < apart(fused, by_default) < 1e-2, "it rounds otherwise"
+    assert all(name in capsys.readouterr().out for name in names[:1])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [("MODEL.ATTENTION", "takes settings with their values"), ("MODEL.ATENTION=plain", "ATTENTION")]
+)
+def test_variants_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
+    assert main(["peers", "-cfg", str(tiny), "-variants", words]) == EXIT_USAGE
+    assert told in capsys.readouterr().err
+
+
 def test_loops_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["peers", "-cfg", str(tiny), "-loops", "ours,theirs"]) == EXIT_USAGE
     assert "-loops theirs: takes some of fused,plain,ours." in capsys.readouterr().err

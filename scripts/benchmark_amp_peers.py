@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,10 +175,13 @@ def _name(who: str, precision: str) -> str:
 
 def _compare(seats: dict[str, Seat], first: str) -> dict[str, str]:
     """Whoever cannot train, and why. An error where losses are not alike: such loops are not to be compared."""
+    from scripts.benchmark_amp_peers_seat import first_losses
+
     losses: dict[str, list[float]] = {}
     left_out: dict[str, str] = {}
+    log.info("building, and the first losses: %s", "; ".join(seats))
     try:
-        for name, answer in _first_losses(seats).items():
+        for name, answer in first_losses(seats).items():
             if isinstance(answer, str):
                 left_out[name] = answer
                 seats[name].close()
@@ -196,21 +198,6 @@ def _compare(seats: dict[str, Seat], first: str) -> dict[str, str]:
     for name, why in left_out.items():
         log.warning("%s: %s", name, why)
     return left_out
-
-
-def _first_losses(seats: dict[str, Seat]) -> dict[str, list[float] | str]:
-    """Of each, or why it has none. Compilers work at once, since that takes cores and not the device."""
-    answers: dict[str, list[float] | str] = {}
-    for name, seat in seats.items():
-        log.info("building, and the first losses: %s", name)
-        if (problem := seat.build()) is not None:
-            answers[name] = problem
-        elif not seat.compiled:
-            answers[name] = seat.losses()
-    compiling = {name: seat for name, seat in seats.items() if name not in answers}
-    with ThreadPoolExecutor(max(1, len(compiling))) as threads:
-        answers |= zip(compiling, threads.map(lambda seat: seat.losses(), compiling.values()), strict=True)
-    return {name: answers[name] for name in seats}
 
 
 def disagreements(losses: dict[str, list[float]], first: str) -> list[str]:

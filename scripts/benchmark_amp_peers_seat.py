@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,13 +16,14 @@ from engine.device import pick_device
 from engine.pace import peak_memory_gb
 from scripts.benchmark_amp_frame import Figures
 from scripts.benchmark_amp_peers_loops import loop_of
-from scripts.benchmark_amp_peers_start import Loop, Way
+from scripts.benchmark_amp_peers_start import OURS, Loop, Way
 from scripts.own_training import NO_ROOM, own_processes, warmup_updates
 from utils.config import Config
 from utils.errors import TrainingError, UserError
 from utils.log import start_log
 from utils.world import ALONE
 
+Answer = TypeVar("Answer")
 COMPARED = 5
 """Updates whose losses are compared."""
 BATCHES = 16
@@ -40,6 +42,10 @@ class Seat:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._pool: ProcessPoolExecutor | None = None
+
+    @property
+    def ours(self) -> bool:
+        return self._job.way.kind == OURS
 
     @property
     def compiled(self) -> bool:
@@ -68,6 +74,25 @@ class Seat:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def first_losses(seats: dict[str, Seat]) -> dict[str, list[float] | str]:
+    """Of each, or why it has none.
+
+    What takes cores and not the device is done at once: building, but for ours, which may race on it, and compiling.
+    """
+    built = _at_once(Seat.build, {name: seat for name, seat in seats.items() if not seat.ours})
+    built |= {name: seat.build() for name, seat in seats.items() if seat.ours}
+    answers: dict[str, list[float] | str] = {name: why for name, why in built.items() if why is not None}
+    ready = {name: seat for name, seat in seats.items() if name not in answers}
+    answers |= {name: seat.losses() for name, seat in ready.items() if not seat.compiled}
+    answers |= _at_once(Seat.losses, {name: seat for name, seat in ready.items() if seat.compiled})
+    return {name: answers[name] for name in seats}
+
+
+def _at_once(work: Callable[[Seat], Answer], seats: dict[str, Seat]) -> dict[str, Answer]:
+    with ThreadPoolExecutor(max(1, len(seats))) as threads:
+        return dict(zip(seats, threads.map(work, seats.values()), strict=True))
 
 
 class _Course:

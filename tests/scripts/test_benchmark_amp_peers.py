@@ -149,6 +149,9 @@ def test_one_that_trains_otherwise_is_refused(
         return loop_of(way, changed(config, "TRAIN", **wrong) if way.kind == "ours" else config, device)
 
     monkeypatch.setattr(benchmark_amp_peers_seat, "own_processes", Here)
+    monkeypatch.setattr(
+        benchmark_amp_peers_seat, "_at_once", lambda work, seats: {n: work(s) for n, s in seats.items()}
+    )
     monkeypatch.setattr(benchmark_amp_peers_seat, "start_log", lambda **_: None)
     monkeypatch.setattr(benchmark_amp_peers_seat, "loop_of", broken)
     code = main(["peers", "-cfg", str(tiny), "-precisions", "fp32", "-updates", "1", "-rounds", "1"])
@@ -205,6 +208,9 @@ def test_a_file_that_is_no_train_py_is_refused(
     told: str,
 ) -> None:
     monkeypatch.setattr(benchmark_amp_peers_seat, "own_processes", Here)
+    monkeypatch.setattr(
+        benchmark_amp_peers_seat, "_at_once", lambda work, seats: {n: work(s) for n, s in seats.items()}
+    )
     path = tmp_path / "train.py"
     if text is not None:
         path.write_text(text, encoding="utf-8")

@@ -48,7 +48,7 @@ FLAGS = (
     MODEL,
     Flag("updates", "updates of a turn (default 50; on a CPU 5)", "N", ("UPDATES",)),
     Flag("rounds", "turns of each (default 7)", "N", ("ROUNDS",)),
-    Flag("precisions", "of fp32, bf16, fp16 (default fp32,bf16)", "A,B", ("PRECISIONS",)),
+    Flag("precisions", "of fp32,bf16,fp16 (default fp32,bf16)", "A,B", ("PRECISIONS",)),
     Flag("loops", "beside timm's: of fused,plain,ours (default: all)", "A,B", ("LOOPS",)),
     Flag(
         "variants", "ours with other settings, too: A=1,B=2 each for itself, A=1+B=2 together", "A=1,B=2", ("VARIANTS",)
@@ -122,7 +122,7 @@ def _some_of(line: ToolLine, key: str, known: tuple[str, ...], usual: str | None
     asked = str(text).split(",")
     if unknown := [name for name in asked if name not in known]:
         raise UserError(f"{flag} {','.join(unknown)}: takes some of {','.join(known)}.")
-    return sorted(set(asked), key=known.index)
+    return sorted(dict.fromkeys(asked), key=lambda name: name != "fp32")  # which the others are compared to
 
 
 def _ways(precision: str, loops: list[str], compiled: bool, train_py: Path | None) -> dict[str, Way]:

@@ -100,12 +100,13 @@ def test_a_narrow_stream_takes_less_and_gives_nearly_the_same(train: Train) -> N
 @pytest.mark.parametrize("amp", ["bf16", "off"])
 def test_convolutions_have_their_channels_last_in_half_precision(train: Train, amp: str) -> None:
     sizes = [f"MODEL.{key}=null" for key in ("PATCH_SIZE", "EMBED_DIM", "DEPTH", "NUM_HEADS")]
+    # Small batches of batch norm blow rounding up, so the first losses alone are alike.
     words = (*sizes, "MODEL.TYPE=resnet", "MODEL.NAME=test_resnet", "DATA.IMAGE_SIZE=32")
     run = train("run", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "TRAIN.CHANNELS_LAST=auto")
     last = run.choices["channels_last"]
     assert last is (amp == "bf16" and KIND == "cuda")
     assert ("channels last" in run.text) is last
     rows = train("rows", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "TRAIN.CHANNELS_LAST=false")
-    assert apart(run.losses, rows.losses) < (0.1 if amp == "bf16" else 0.02), "cuDNN may choose anew"
+    assert apart(run.losses[:3], rows.losses[:3]) < (0.02 if amp == "bf16" else 1e-4), "cuDNN may choose anew"
     on = train("run", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "-resume", "auto", updates=14)
     assert on.choices["channels_last"] is last

@@ -114,7 +114,7 @@ class Precision:
         # bf16 has fp32's range: nothing underflows, so nothing needs scaling unless asked for.
         scaled = self.choice.dtype is torch.float16 if amp.LOSS_SCALING is None else amp.LOSS_SCALING
         self.scaler = LossScaler(device.type, amp, enabled=low and scaled, half_gradients=self.level == "O3")
-        _switch_tf32(amp.TF32)
+        switch_tf32(amp.TF32)
 
     @property
     def name(self) -> str:
@@ -177,15 +177,15 @@ class Precision:
         return f"{self.name} {how}, {scaling} ({self.choice.reason})"
 
 
-def _switch_tf32(on: bool) -> None:
-    """Set either way: a former setting must not leak into this run."""
-    # The older names first: torch's autotuning still asks for them, and raises where they contradict the newer ones.
+def switch_tf32(on: bool) -> None:
+    """Set either way, in all places: a former setting must not leak into this run."""
+    # By the older names as well, and first: torch's compiler and exporter still ask for them, and raise where they
+    # contradict the newer ones. They also reach what those leave alone: convolutions, whose own value is TF32 at first,
+    # and products, which compiling gives a value of their own. To cuDNN as a whole exporting gives one.
     torch.set_float32_matmul_precision("high" if on else "highest")
-    backends, value = torch.backends, "tf32" if on else "ieee"
-    # By name what the first one stands for, too: compiling gives products a value of their own, and convolutions have
-    # one from the beginning in torch 2.11, which is TF32.
-    for place in (backends, backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):  # pyright: ignore[reportAttributeAccessIssue]
-        place.fp32_precision = value  # pyright: ignore[reportAttributeAccessIssue]
+    torch.backends.cudnn.allow_tf32 = on
+    for place in (torch.backends, torch.backends.cudnn):
+        place.fp32_precision = "tf32" if on else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_amp(amp: AmpConfig, train: TrainConfig) -> None:

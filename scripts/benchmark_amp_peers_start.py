@@ -13,6 +13,7 @@ from torch import nn
 
 from datasets import Batch
 from engine.inputs import per_channel
+from engine.precision import switch_tf32
 from models import build_model
 from utils.config import Config
 from utils.seeding import seed_all
@@ -58,9 +59,8 @@ class Made:
         # As many threads for all; what else is set for a whole process, only our own run sets.
         torch.set_num_threads(self.config.THREADS or cores())
         if self.device.type == "cuda":
-            # As timm's train.py has it; but fp32 is fp32 for all, though torch's convolutions would take TF32.
-            torch.backends.cudnn.benchmark = True
-            torch.backends.fp32_precision = "ieee"  # pyright: ignore[reportAttributeAccessIssue]
+            torch.backends.cudnn.benchmark = True  # as timm's train.py has it
+            switch_tf32(self.config.AMP.TF32)  # as ours has it: torch's own convolutions would take TF32
         seed_all(self.config.SEED, "init")
         self.model = build_model(self.config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS).to(self.device).train()
         self.criterion = nn.CrossEntropyLoss()

@@ -157,9 +157,6 @@ FORMATS: dict[str, Format] = {kind.name: kind for kind in (Onnx(), Torch(), Safe
 @contextlib.contextmanager
 def _translating(what: str, model: str) -> Iterator[None]:
     """Without torch's remarks to those who work on it; where it gives up, the first line of why."""
-    before = torch.backends.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
-    # torch.export asks for the older switch of TF32, which must not contradict the newer ones; only GPUs heed either.
-    torch.backends.fp32_precision = "none"  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -167,8 +164,6 @@ def _translating(what: str, model: str) -> Iterator[None]:
     except Exception as error:  # torch has many kinds of its own, and passes on those of the model
         reason = _first(error.__cause__ or error)
         raise TrainingError(f"-to {what}: torch cannot translate the model {model}: {reason}") from None
-    finally:
-        torch.backends.fp32_precision = before  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _values(graph: Any) -> Iterator[Any]:

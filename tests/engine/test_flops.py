@@ -16,7 +16,7 @@ from torch import nn
 from engine import flops
 from engine.flops import Peak, Utilisation, listed_tflops, measured_tflops, peak_of, training_flops
 from engine.pace import Pace
-from engine.precision import Precision
+from engine.precision import Precision, switch_tf32
 from engine.resume import Position
 from engine.stages import FORWARD, HostStages
 from models import Shortcuts, build_without_weights
@@ -140,11 +140,10 @@ def test_a_listed_gpu_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, amp: AmpConfig, tflops: float
 ) -> None:
     monkeypatch.setattr(flops, "measured_tflops", lambda *_: pytest.fail("measured"))
-    before = torch.backends.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
     try:
         found = peak_of(precision_on_a_gpu(monkeypatch, "NVIDIA H200", amp), 4, False, tmp_path / "run.json")
     finally:
-        torch.backends.fp32_precision = before  # pyright: ignore[reportAttributeAccessIssue]
+        switch_tf32(False)
     assert found is not None
     assert (found.tflops, found.how) == (tflops, "its data sheet")
 

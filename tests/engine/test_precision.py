@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from engine import precision
 from engine.ema import Ema
-from engine.precision import Precision, check_precision, choose
+from engine.precision import Precision, check_precision, choose, switch_tf32
 from engine.update import Parts, train_update
 from tests.engine.small import BF16, CPU, FP16, OFF, Scale, flat, parts_of, window_of
 from utils.config import AmpConfig
@@ -135,16 +136,35 @@ def test_validation_under_autocast_is_a_setting() -> None:
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
 
 
+@pytest.mark.filterwarnings("error")
 def test_tf32_is_set_everywhere_and_taken_back() -> None:
-    """Products, convolutions, and by the names of old: torch raises where those contradict."""
+    """By the names of new and of old; torch raises where the two contradict, or those of cuDNN's parts."""
     backends: Any = torch.backends
+    places = (backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn)
     for on, value, former in ((True, "tf32", "high"), (False, "ieee", "highest"), (True, "tf32", "high")):
         Precision(AmpConfig(TF32=on), CPU)
-        places = (backends, backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
-        assert [place.fp32_precision for place in places] == [value] * 4
-        assert torch.get_float32_matmul_precision() == former
-        assert backends.cuda.matmul.allow_tf32 is on
-    Precision(OFF, CPU)
+        for _ in range(2):
+            assert [place.fp32_precision for place in places] == [value] * len(places)
+            assert torch.get_float32_matmul_precision() == former
+            assert [backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32] == [on, on]
+            with backends.cudnn.flags(enabled=True, allow_tf32=on, fp32_precision=value):
+                pass  # it notes the flags, and puts them back
+    switch_tf32(False)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_what_is_set_of_tf32_stops_neither_compiling_nor_exporting(on: bool) -> None:
+    """Both note torch's flags, and compiling gives products a value of their own."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 2)).eval()
+    images = torch.rand(2, 3, 4, 4)
+    for last in (not on, on):
+        switch_tf32(last)
+        torch.compiler.reset()
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager")(images), model(images))
+        torch.export.export(model, (images,))
+    assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if on else "ieee")  # pyright: ignore[reportAttributeAccessIssue]
+    assert torch.backends.cuda.matmul.allow_tf32 is on
+    switch_tf32(False)
 
 
 def sgd(amp: AmpConfig, clip: float | None = None, fused: bool = True, momentum: float = 0.0) -> Parts:

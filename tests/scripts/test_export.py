@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tool(capfd: pytest.CaptureFixture[str]) -> Iterator[Export]:
     """The program's own function: exit code, and what it said."""
-    precision, threads = torch.backends.fp32_precision, torch.get_num_threads()  # pyright: ignore[reportAttributeAccessIssue]
+    threads = torch.get_num_threads()
 
     def call(*words: object) -> tuple[int, str]:
         capfd.readouterr()
@@ -54,7 +54,6 @@ def tool(capfd: pytest.CaptureFixture[str]) -> Iterator[Export]:
         return code, "".join(capfd.readouterr())
 
     yield call
-    torch.backends.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
     torch.set_num_threads(threads)
 
 

@@ -18,7 +18,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 GIB = 2**30
 CGROUPS, OWN_GROUPS, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
 # What errors say that are not of torch.OutOfMemoryError: a CPU's, an Apple GPU's, and those of CUDA's libraries.
-MARKS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+MARKS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "_STATUS_ALLOC_FAILED",
+    "DEVICE_ALLOCATION_FAILED",
+)
 IN_VALIDATION = "in a validation"
 """The note that an error carries which was raised in one."""
 

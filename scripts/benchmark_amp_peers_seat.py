@@ -13,6 +13,7 @@ import torch
 
 from datasets import Batch
 from engine.device import pick_device
+from engine.memory import is_out_of_memory
 from engine.pace import peak_memory_gb
 from scripts.benchmark_amp_frame import Figures
 from scripts.benchmark_amp_peers_loops import loop_of
@@ -181,7 +182,7 @@ def _or_why_not(work: Any, *given: Any) -> Any:
     start_log(speaks=False)
     try:
         return work(*given)
-    except torch.OutOfMemoryError:
-        return "out of memory"
-    except (RuntimeError, UserError, TrainingError) as error:
+    except (MemoryError, RuntimeError, UserError, TrainingError) as error:
+        if is_out_of_memory(error):
+            return "out of memory"
         return str(error).strip().partition("\n")[0] or type(error).__name__

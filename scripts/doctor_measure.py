@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from datasets import TrainLoader, Window
+from engine.memory import is_out_of_memory
 from engine.meters import NEVER
 from engine.pace import peak_memory_gb
 from engine.setup import ReadyToTrain
@@ -69,10 +70,8 @@ def measure(job: Job) -> Measured:
     result = Measured()
     try:
         _measure(job, result)
-    except torch.OutOfMemoryError:
-        result.failed = "out of memory"
-    except RuntimeError as error:
-        result.failed = str(error).strip().partition("\n")[0]
+    except (MemoryError, RuntimeError) as error:
+        result.failed = "out of memory" if is_out_of_memory(error) else str(error).strip().partition("\n")[0]
     result.notes += notes.texts
     result.seconds = time.monotonic() - started
     return result

@@ -140,9 +140,23 @@ def test_other_errors_are_not_taken_for_it(tiny: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         train(ready, 1)
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
     assert is_out_of_memory(
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    ],
+)
+def test_what_the_libraries_of_cuda_say_of_it_is_known(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
 
 
 def test_one_image_that_does_not_fit_ends_it(tiny: Path) -> None:

@@ -242,6 +242,15 @@ def test_variants_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[s
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("cuDNN: CUDNN_STATUS_ALLOC_FAILED")])
+def test_a_loop_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    def full() -> None:
+        raise error
+
+    monkeypatch.setattr(benchmark_amp_peers_seat, "start_log", lambda **_: None)
+    assert benchmark_amp_peers_seat._or_why_not(full) == "out of memory"
+
+
 def test_loops_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["peers", "-cfg", str(tiny), "-loops", "ours,theirs"]) == EXIT_USAGE
     assert "-loops theirs: takes some of fused,plain,ours." in capsys.readouterr().err

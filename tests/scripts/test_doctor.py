@@ -99,6 +99,16 @@ def test_what_is_measured_and_from_which_seeds(tiny: Path, tmp_path: Path, monke
     assert not jobs[0].config.AMP.TF32
 
 
+def test_a_precision_that_does_not_fit_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+
+    monkeypatch.setattr(doctor_measure, "start_log", lambda **_: None)
+    monkeypatch.setattr(doctor_measure, "_train", full)
+    job = Job("fp32", load_config(str(tiny)).config, 1, 0.0)
+    assert doctor_measure.measure(job).failed == "out of memory"
+
+
 def test_a_scale_too_large_is_seen_and_not_recommended(examined: Any) -> None:
     _, result, found, _ = examined
     fp16 = next(mode for mode in found["modes"] if mode["name"] == "fp16")

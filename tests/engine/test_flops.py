@@ -179,6 +179,19 @@ def test_a_measured_peak_is_one() -> None:
     assert 1e-4 < measured_tflops(CPU, torch.float32, seconds=0.2) < 1000
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_is_that_of_numbers_as_training_has_them(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """And training's own random numbers stay what they would have been."""
+    seen: list[torch.Tensor] = []
+    product = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda left, right: seen.append(left) or product(left[:8], right))
+    before = torch.random.get_rng_state()
+    measured_tflops(CPU, dtype, seconds=0.02)
+    assert seen
+    assert all(matrix.dtype is dtype and matrix.float().std() == pytest.approx(1, abs=0.05) for matrix in seen)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_utilisation() -> None:
     config = Config(MODEL=ModelConfig(NAME="vit_tiny_patch16_224"))
     made = Utilisation(config, PEAK, 4, Position())

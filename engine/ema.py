@@ -9,6 +9,7 @@ The lists of tensors are made once; walking two state dicts at every update cost
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class Ema:
         self._sources = [own_part(p.detach()) for p in model.parameters()]
         self._averages = [own_part(p.detach()) for p in self.module.parameters()]
         # Running statistics are averages already; they are taken over as they are.
-        self._buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
+        self._buffers = _of_one_kind(zip(self.module.buffers(), model.buffers(), strict=True))
 
     @torch.no_grad()
     def update(self, moved: bool | Tensor) -> None:
@@ -45,7 +46,7 @@ class Ema:
         torch._foreach_lerp_(averages, sources, 1 - self._decay_at(self.updates))
         self.updates += 1
         for ours, theirs in self._buffers:
-            ours.copy_(theirs)
+            torch._foreach_copy_(ours, theirs)
 
     def _update_on_device(self, moved: Tensor, averages: list[Tensor], sources: list[Tensor]) -> None:
         """The same where only the device knows whether the weights moved: the step is multiplied by 0 or 1."""
@@ -59,12 +60,28 @@ class Ema:
         torch._foreach_add_(averages, steps)
         self.updates = self.updates + moved.reshape(()).long()
         for ours, theirs in self._buffers:
-            ours.copy_(torch.where(moved.reshape(()).bool(), theirs.to(self.device), ours))
+            chosen = torch.where(moved.reshape(()).bool(), _flat(theirs).to(self.device), _flat(ours))
+            parts = chosen.split([tensor.numel() for tensor in ours])
+            torch._foreach_copy_(ours, [part.view_as(tensor) for part, tensor in zip(parts, ours, strict=True)])
 
     def _decay_at(self, updates: int | Tensor) -> float:
         """A young average follows quickly, so that it is not made of the first, random weights."""
         count = int(updates)
         return min(self.decay, (1 + count) / (10 + count)) if self.warmup else self.decay
+
+
+def _of_one_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Buffers by their types: what is of one type is copied all at once, and a batch norm has two types."""
+    kinds: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for ours, theirs in pairs:
+        kind = kinds.setdefault((ours.dtype, theirs.dtype), ([], []))
+        kind[0].append(ours)
+        kind[1].append(theirs)
+    return list(kinds.values())
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def on_its_device(model: nn.Module, device: torch.device) -> nn.Module:

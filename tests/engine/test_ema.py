@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import trainer
 from engine.ema import Ema
@@ -90,6 +92,52 @@ def test_buffers_are_taken_over(as_tensor: bool) -> None:
     for ours, theirs in zip(ema.module.buffers(), model.buffers(), strict=True):
         assert torch.equal(ours, theirs)
         assert ours.data_ptr() != theirs.data_ptr()
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_buffers_of_all_types_and_shapes_are_taken_over_or_left_to_the_bit(as_tensor: bool) -> None:
+    model = Net().half()  # its average is in fp32
+    for name, buffer in {
+        "mask": torch.tensor([True, False]),
+        "table": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "columns": torch.randn(3, 4).T,
+        "none": torch.zeros(0),
+        "one": torch.tensor(0.1, dtype=torch.float64),
+    }.items():
+        model.register_buffer(name, buffer)
+    ema = Ema(model, 0.5, False, CPU)
+    taken = {name: buffer.clone() for name, buffer in ema.module.named_buffers()}
+    for moved in (True, False, True):
+        for buffer in model.buffers():
+            buffer.copy_(
+                torch.randn(buffer.shape) > 0 if buffer.dtype is torch.bool else 100 * torch.randn(buffer.shape)
+            )
+        if moved:
+            taken = {name: buffer.to(taken[name].dtype) for name, buffer in model.named_buffers()}
+        ema.update(torch.tensor(moved) if as_tensor else moved)
+        for name, buffer in ema.module.named_buffers():
+            assert torch.equal(buffer, taken[name]), name
+        taken = {name: buffer.clone() for name, buffer in taken.items()}
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_more_layers_are_no_more_calls(as_tensor: bool) -> None:
+    """Hundreds of small copies keep a GPU waiting for their launches."""
+
+    class Calls(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for layers in (2, 20):
+        ema = Ema(nn.Sequential(*(Net() for _ in range(layers))), 0.5, False, CPU)
+        with Calls() as calls:
+            ema.update(torch.tensor(True) if as_tensor else True)
+        counts.append(calls.count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_it_starts_as_the_model_is_and_is_no_part_of_training() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class Call:
 
 def raced_attention(wanted: str, model: nn.Module, images: Tensor, precision: Precision) -> Attention:
     """The fastest kind; or the one asked for, if there is such a thing here."""
+    _wake_autograd(images.device)
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         call = first_call(model, images, precision)
         kinds = [kind for kind in (FUSED, PLAIN, FLASH, EFFICIENT, CUDNN) if _exists(call, kind)]
@@ -125,9 +127,19 @@ def winner(seconds: dict[str, float]) -> Attention:
     return Attention(fastest, f"{gain:.2f}x fused in a race of {', '.join(seconds)}")
 
 
+def _wake_autograd(device: torch.device) -> None:
+    """Let something else than a product be the first in a backward pass; an attention layer's begins with one.
+
+    Autograd has a thread of its own for a GPU. CUDA sets it up with the first kernel there, and cuBLAS, which starts
+    none before it has looked, would warn of a thread that is not.
+    """
+    torch.ones((), device=device, requires_grad=True).square().backward()
+
+
 def _exists(call: Call, kind: str) -> bool:
     try:
-        call.run(kind)
+        with warnings.catch_warnings(action="ignore"):  # by which torch explains why there is none
+            call.run(kind)
     except RuntimeError:  # torch has no such kernel, or no memory for it
         return False
     return True

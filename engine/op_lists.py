@@ -8,6 +8,7 @@ eager and compiled models, in data parallel ones, under activation checkpointing
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
@@ -166,10 +167,13 @@ class OpLists:
         library = torch.library.Library("aten", "IMPL")
         self._undo.callback(library._destroy)
         key = f"Autocast{self.device_type.upper()}"
-        for operators, low in ((self.white, True), (self.black, False)):
-            for name, overloads in operators.items():
-                for overload in overloads:
-                    library.impl(overload, _kernel(name, overload, self.device_type, low), key)
+        with warnings.catch_warnings():
+            # To take the place of autocast's own kernels is what this is for.
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+            for operators, low in ((self.white, True), (self.black, False)):
+                for name, overloads in operators.items():
+                    for overload in overloads:
+                        library.impl(overload, _kernel(name, overload, self.device_type, low), key)
         # Compiled graphs are kept on disk: those made under other lists are not ours.
         tag = f"{compiler_config.cache_key_tag} {key} white={sorted(self.white)} black={sorted(self.black)}"
         self._undo.enter_context(compiler_config.patch(cache_key_tag=tag))  # pyright: ignore[reportAttributeAccessIssue]

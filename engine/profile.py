@@ -21,7 +21,12 @@ class UpdateProfiler:
         self._profiler: torch.profiler.profile | None = None
         if updates and world.first:
             plan = torch.profiler.schedule(wait=SKIPPED, warmup=WARMUP, active=updates, repeat=1)
-            self._profiler = torch.profiler.profile(schedule=plan, on_trace_ready=self._write, record_shapes=True)
+            self._profiler = torch.profiler.profile(
+                schedule=plan,
+                on_trace_ready=self._write,
+                record_shapes=True,
+                acc_events=True,  # there is one cycle; without this torch warns that others would be lost
+            )
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(self._trace))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from torch.compiler import config as compiler_config
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.op_lists import OPERATORS, PADDLE, OpLists, check_names
+from tests.program import ROOT
 from utils.errors import UserError
 
 LOW_ON_CPU = ("linear", "matmul", "conv2d", "scaled_dot_product_attention")
@@ -230,6 +234,16 @@ def test_removing_puts_torchs_behaviour_back() -> None:
     lists.install()
     assert not step(small_vit()).equals(before)
     lists.remove()
+
+
+def test_putting_kernels_where_autocast_has_its_own_is_no_matter_for_a_warning(tmp_path: Path) -> None:
+    """In a process of its own, since torch warns once in each."""
+    script = tmp_path / "lists.py"
+    script.write_text("from engine.op_lists import OpLists\nOpLists('cpu', ['softmax'], ['linear']).install()\n")
+    words = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", str(script)]
+    place = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, env=place, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_compiled_code_kept_on_disk_is_kept_by_lists() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from timm.models import create_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.attention_race as attention_race
 from engine import matmul, tuning
@@ -181,6 +183,43 @@ def test_only_kinds_that_run_are_raced_and_taken(vit: nn.Module, monkeypatch: py
     assert "plain" not in raced, "101 tokens: its matrices may not fit where a batch was found to"
     with pytest.raises(UserError, match=r"MODEL\.ATTENTION cudnn: torch has none.*only fused, plain"):
         raced_attention("cudnn", vit, images, Precision(OFF, CPU))
+
+
+def test_what_torch_warns_of_kinds_that_there_are_not_is_not_told(
+    vit: nn.Module, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def run(_: Call, kind: str) -> None:
+        warnings.warn(f"{kind} attention has been runtime disabled.", stacklevel=2)
+        raise RuntimeError("No available kernel.")
+
+    monkeypatch.setattr(Call, "run", lambda call, kind: None if kind == "fused" else run(call, kind))
+    found = raced_attention("fused", vit, torch.randn(2, 3, 160, 160), Precision(OFF, CPU))
+    assert found.kind == "fused"
+    assert not recwarn.list
+
+
+def test_the_first_backward_pass_of_a_race_does_not_begin_with_a_product(vit: nn.Module) -> None:
+    """A GPU's cuBLAS warns of that."""
+
+    class Backward(TorchDispatchMode):
+        seen: list[str]
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if torch._C._current_graph_task_id() != -1 and not func.is_view:
+                self.seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    first, images = [], torch.randn(2, 3, 160, 160)
+    for race_or_run in (
+        lambda: raced_attention("plain", vit, images, Precision(OFF, CPU)),
+        lambda: first_call(vit, images, Precision(OFF, CPU)).run("plain"),
+    ):
+        with Backward() as backward:
+            backward.seen = []
+            race_or_run()
+        first.append(backward.seen[0])
+    assert first[0] != "aten::mm"
+    assert first[1] == "aten::mm", "an attention layer alone does begin with one"
 
 
 def test_where_no_kind_has_memory_enough_that_is_told(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,3 +127,12 @@ def test_with_everything_listed_training_is_fp32(train: Train) -> None:
     listed = train("listed", "-amp", "bf16", *DESCENT[:2], black)
     assert "AMP's lists reach into it" in listed.text
     assert apart(listed.losses, exact.losses) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "words", [("-amp", "off"), ("-amp", "bf16", "AMP.CUSTOM_WHITE_LIST=layer_norm", "-profile", 2)]
+)
+def test_torchs_own_warnings_are_none_of_a_users_concern(train: Train, words: tuple[object, ...]) -> None:
+    """Of kinds of attention that there are not, of threads without CUDA, of kernels put in the place of others."""
+    run = train("run", *words)
+    assert "Warning" not in run.text, run.text

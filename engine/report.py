@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,12 @@ class Reporter:
             self._told = verdict
 
     def skip(self, position: Position, blame: Blame) -> None:
-        fields = {key: value for key, value in vars(blame).items() if key not in ("update", "sample_indices")}
-        self.event("skip", position, update=blame.update, samples=list(blame.sample_indices), **fields)
+        """By the epoch that was skipped in; a GPU may tell of it in the next, sooner or later by its own time."""
+        before = blame.update <= position.update - position.step
+        fields = {"update": blame.update, "samples": list(blame.sample_indices), **vars(blame)}
+        perf = {"noticed_at": fields.pop("noticed_at")}
+        del fields["sample_indices"]
+        self.event("skip", replace(position, epoch=position.epoch - before), perf, **fields)
 
     def moved(self, position: Position) -> None:
         """One update was made; costs nothing but the bar's own clock."""

@@ -24,7 +24,7 @@ FIELDS = {
     "epoch": {"epoch", "update", "loss", "acc1", "acc5"},
     "run": {"epoch", "update", "what"},
     "skip": {
-        *("epoch", "update", "noticed_at", "operation", "module", "direction", "dtype", "kernel", "parameter"),
+        *("epoch", "update", "operation", "module", "direction", "dtype", "kernel", "parameter"),
         *("samples", "bad_samples", "scale", "passed_over", "reason"),
     },
 }

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from engine import pace
 from engine.meters import Means, Reading
+from engine.overflow import Blame
 from engine.pace import Pace, Perf, clock, seconds_of
 from engine.report import Reporter
 from engine.resume import Position
@@ -103,6 +105,24 @@ def test_all_that_depends_on_time_stands_under_perf(tmp_path: Path) -> None:
     for line in first + second:
         del line["perf"]
     assert first == second
+
+
+def test_when_a_skip_was_noticed_is_a_matter_of_time(tmp_path: Path) -> None:
+    """At the end of its epoch, between that and the next, or in the next."""
+    found = Blame(100, 100, "linear", "head", "backward", "fp16", (3, 1, 2), 64.0, kernel="aten::mm")
+    for number, (noticed, position) in enumerate(
+        [(100, Position(1, 100, 100)), (100, Position(2, 0, 100)), (102, Position(2, 2, 102))]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        reporter(folder).skip(position, replace(found, noticed_at=noticed))
+    told = [lines(tmp_path / name)[0] for name in "012"]
+    assert [line.pop("perf") for line in told] == [{"noticed_at": noticed} for noticed in (100, 100, 102)]
+    assert told[0] == told[1] == told[2]
+    assert told[0]["epoch"] == 1
+    assert (told[0]["update"], told[0]["samples"], told[0]["module"]) == (100, [3, 1, 2], "head")
+    reporter(tmp_path).skip(Position(2, 1, 101), replace(found, update=101, noticed_at=101))
+    assert lines(tmp_path)[0]["epoch"] == 2
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -13,6 +13,7 @@ from torch import nn
 
 from engine.attention import FUSED, Attention, put_attention_in_force, settled_attention
 from engine.attention_race import raced_attention
+from engine.fused_mlp import fuse_mlps, mlps_are_fused
 from engine.grad_checkpoint import checkpoint_blocks, which_blocks
 from engine.inputs import Inputs
 from engine.layout import channels_go_last, put_channels_last
@@ -29,6 +30,7 @@ class Tuning:
     attention: Attention
     products: Products
     linear_patches: bool
+    fused_mlp: bool
     channels_last: bool
     computed_in: str
     """Device and precision: under others, a resumed run decides anew."""
@@ -42,6 +44,7 @@ class Tuning:
             "attention": self.attention.kind,
             "cpu_fp32": self.products.library,
             "linear_patches": self.linear_patches,
+            "fused_mlp": self.fused_mlp,
             "channels_last": self.channels_last,
             "computed_in": self.computed_in,
         }
@@ -52,6 +55,7 @@ class Tuning:
         if self.computed_in.startswith("cpu"):
             parts.append(f"fp32 products by {self.products.library} ({self.products.reason})")
         parts += ["patches by a matrix product"] * self.linear_patches
+        parts += ["bias and GELU in one kernel"] * self.fused_mlp
         parts += ["channels last"] * self.channels_last
         parts += ["residual stream as autocast has it"] * self.narrow
         parts += [f"{self.recomputed} recomputed in the backward pass"] * bool(self.recomputed)
@@ -67,6 +71,8 @@ def tune(
     put_attention_in_force(tuning.attention.kind, model)
     if tuning.linear_patches:
         use_linear_patches(model)
+    if tuning.fused_mlp:
+        fuse_mlps(model)
     if tuning.channels_last:
         put_channels_last(model, inputs)
     if tuning.narrow:
@@ -91,11 +97,13 @@ def _decide(
         attention = Attention(FUSED, "torch's choice; no race, whose winner may be another in the next run")
     elif attention is None:
         attention = _raced(config, model, inputs, precision, world)
+    dealt_out = config.DIST.STRATEGY == "fsdp"
     return Tuning(
         attention=attention,
         products=products,
         linear_patches=patches_are_linear(config.MODEL.LINEAR_PATCHES, model, precision, listed),
-        channels_last=channels_go_last(train.CHANNELS_LAST, model, precision, config.DIST.STRATEGY == "fsdp"),
+        fused_mlp=mlps_are_fused(config.MODEL.FUSED_MLP, model, precision, listed, dealt_out),
+        channels_last=channels_go_last(train.CHANNELS_LAST, model, precision, dealt_out),
         computed_in=computed_in,
         recomputed=which_blocks(model, train.GRAD_CHECKPOINT),
         narrow=stream_is_narrow(train.RESIDUAL_DTYPE, model, precision),

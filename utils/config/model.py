@@ -61,3 +61,7 @@ class ModelConfig(Section):
     LINEAR_PATCHES: Literal["auto"] | bool = Field(
         default="auto", description="Embed patches by a matrix product instead of a convolution; auto: where it pays."
     )
+    FUSED_MLP: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Bias and GELU of MLPs in one kernel, and their gradients; auto: NVIDIA GPUs in half precision.",
+    )

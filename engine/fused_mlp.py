@@ -1,0 +1,121 @@
+"""MODEL.FUSED_MLP: bias and GELU of a transformer's MLP in one kernel, and the bias's gradient with GELU's own.
+
+The products are the same. What lies between them only moves memory: torch reads there once more than it has to.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import activations
+from timm.layers.mlp import Mlp
+from torch import Tensor, nn
+
+from engine.fp32_modules import HALVES, is_forced
+from engine.mixed_in import mix_in
+from engine.precision import Precision
+from utils.errors import UserError
+from utils.log import log
+
+LISTED = frozenset({"gelu", "linear", "fc", "addmm", "mm", "matmul", "matmul_v2", "fused_gemm_epilogue"})
+"""Names on AMP's lists that mean the layer or its activation: neither could be told to compute otherwise."""
+FIRST_CAPABILITY = (8, 0)
+"""Where bf16 begins, and tensor cores so fast that memory is what an MLP waits for between its products."""
+
+
+class FusedMlp(nn.Module):
+    """timm's Mlp with its first bias and GELU as one operator; in fp32, or watched, as timm has it."""
+
+    fc1: nn.Linear
+    act: nn.Module
+    drop1: nn.Module
+    norm: nn.Module
+    fc2: nn.Module
+    drop2: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _in_half(x) or any(_is_another(part) for part in (self.fc1, self.act)):
+            return super().forward(x)
+        h = F.linear(x, self.fc1.weight)
+        y = torch.ops.vitamp.gelu_with_bias(h, self.fc1.bias)
+        return self.drop2(self.fc2(self.norm(self.drop1(y))))
+
+
+def mlps_are_fused(
+    wanted: Any, model: nn.Module, precision: Precision, listed: Iterable[str], dealt_out: bool = False
+) -> bool:
+    """auto: on a GPU in half precision, where the kernels are there and right. `dealt_out`: weights, over ranks."""
+    if wanted is False:
+        return False
+    if precision.level == "O0":
+        if wanted is True:
+            log.info("MODEL.FUSED_MLP true has no effect: AMP is off")
+        return False
+    obstacle = _obstacle(model, precision, listed, dealt_out)
+    if obstacle and wanted is True:
+        raise UserError(f"MODEL.FUSED_MLP true: {obstacle}; leave it auto.")
+    return not obstacle
+
+
+def fuse_mlps(model: nn.Module) -> None:
+    import engine.kernels.gelu  # noqa: F401
+
+    for mlp in _plain_mlps(model):
+        mix_in(mlp, FusedMlp)
+
+
+def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], dealt_out: bool) -> str:
+    reached = LISTED.intersection(listed)
+    if not any(True for _ in _plain_mlps(model)):
+        return f"{type(model).__name__} has no MLP of a linear layer with a bias and an exact GELU"
+    if precision.device.type != "cuda" or torch.version.hip is not None:
+        return f"its kernels are for GPUs of NVIDIA's, not for {precision.device.type}"
+    if precision.fp8:
+        return "fp8 has linear layers of its own"
+    if dealt_out:
+        return "it was not tried with DIST.STRATEGY fsdp"
+    if reached:
+        return f"AMP's lists name {', '.join(sorted(reached))}, which cannot be reached inside a fused operator"
+    return _kernels_fail(precision)
+
+
+def _kernels_fail(precision: Precision) -> str:
+    """By trying: Triton needs a driver, a compiler for C and headers that go with them, and says so only then."""
+    if torch.cuda.get_device_capability(precision.device) < FIRST_CAPABILITY:
+        return "this GPU is older than compute capability 8.0"
+    if importlib.util.find_spec("triton") is None:
+        return "it needs the package triton, which is not installed"
+    from engine.kernels.gelu import try_out
+
+    try:
+        try_out(precision.device, precision.choice.dtype)
+    except Exception as error:
+        log.debug("MODEL.FUSED_MLP", exc_info=True)
+        return f"its kernels fail here ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+    return ""
+
+
+def _plain_mlps(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if type(module) is Mlp and _is_plain(module):
+            yield module
+
+
+def _is_plain(mlp: Mlp) -> bool:
+    act, fc1 = mlp.act, mlp.fc1
+    exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
+    linear = type(fc1) is nn.Linear and fc1.bias is not None and type(mlp.fc2) is nn.Linear
+    return exact and linear and type(mlp.norm) is nn.Identity
+
+
+def _in_half(x: Tensor) -> bool:
+    return x.is_cuda and (x.dtype in HALVES or torch.is_autocast_enabled("cuda"))
+
+
+def _is_another(part: nn.Module) -> bool:
+    """Told to compute in fp32, or with hooks that wait for its call."""
+    return is_forced(part) or bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks)

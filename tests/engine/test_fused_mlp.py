@@ -1,0 +1,194 @@
+"""MODEL.FUSED_MLP: where bias and GELU of MLPs become one operator, and where they stay two."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from timm.layers import activations
+from timm.layers.mlp import Mlp
+from timm.models import create_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine import fused_mlp
+from engine.fused_mlp import FusedMlp, fuse_mlps, mlps_are_fused
+from tests.engine.small import build
+from tests.program import ROOT
+from utils.errors import UserError
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+def test_the_kernels_by_the_interpreter() -> None:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    tests = ROOT / "tests" / "engine" / "interpreted_gelu.py"
+    command = [sys.executable, "-m", "pytest", tests, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def on(device: str = "cuda", level: str = "O1", fp8: bool = False) -> Any:
+    """A precision, as far as is asked of it."""
+    return SimpleNamespace(device=torch.device(device), level=level, fp8=fp8, choice=SimpleNamespace(dtype=torch.half))
+
+
+@pytest.fixture
+def works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU on which the kernels work."""
+    monkeypatch.setattr(fused_mlp, "_kernels_fail", lambda _precision: "")
+
+
+@pytest.fixture(scope="module")
+def vit() -> nn.Module:
+    return create_model("test_vit", num_classes=3)
+
+
+@pytest.mark.usefixtures("works")
+@pytest.mark.parametrize("level", ["O1", "O2", "NAIVE", "O3"])
+def test_auto_is_a_gpu_in_half_precision(vit: nn.Module, level: str) -> None:
+    assert mlps_are_fused("auto", vit, on(level=level), ()) is True
+    assert mlps_are_fused(True, vit, on(level=level), ()) is True
+    assert mlps_are_fused(False, vit, on(level=level), ()) is False
+
+
+@pytest.mark.usefixtures("works")
+@pytest.mark.parametrize(
+    ("given", "listed", "dealt_out", "words"),
+    [
+        ({"device": "cpu"}, (), False, "for GPUs of NVIDIA's, not for cpu"),
+        ({"fp8": True}, (), False, "fp8 has linear layers of its own"),
+        ({}, (), True, "not tried with DIST.STRATEGY fsdp"),
+        ({}, ("gelu", "softmax"), False, "AMP's lists name gelu, which"),
+        ({}, ("fc",), False, "AMP's lists name fc, which"),
+        ({}, ("addmm", "matmul_v2"), False, "AMP's lists name addmm, matmul_v2, which"),
+    ],
+)
+def test_what_stands_in_the_way_is_told_to_who_asks(
+    vit: nn.Module, given: dict[str, Any], listed: tuple[str, ...], dealt_out: bool, words: str
+) -> None:
+    assert mlps_are_fused("auto", vit, on(**given), listed, dealt_out) is False
+    with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: .*" + words + ".*; leave it auto"):
+        mlps_are_fused(True, vit, on(**given), listed, dealt_out)
+
+
+@pytest.mark.usefixtures("works")
+def test_other_lists_are_no_obstacle(vit: nn.Module) -> None:
+    assert mlps_are_fused("auto", vit, on(), ("softmax", "layer_norm", "conv2d")) is True
+
+
+@pytest.mark.usefixtures("works")
+def test_in_fp32_it_is_nothing_to_complain_of(vit: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    assert mlps_are_fused("auto", vit, on(level="O0"), ()) is False
+    assert not caplog.text
+    assert mlps_are_fused(True, vit, on(level="O0"), ()) is False
+
+
+@pytest.mark.usefixtures("works")
+def test_a_model_without_such_mlps_is_refused_by_name() -> None:
+    model = create_model("test_resnet", num_classes=3)
+    assert mlps_are_fused("auto", model, on(), ()) is False
+    with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: ResNet has no MLP"):
+        mlps_are_fused(True, model, on(), ())
+
+
+def test_kernels_that_fail_are_an_obstacle(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+
+    def no_compiler(_device: torch.device, _dtype: torch.dtype) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    gelu = pytest.importorskip("engine.kernels.gelu")
+    monkeypatch.setattr(gelu, "try_out", no_compiler)
+    assert mlps_are_fused("auto", vit, on(), ()) is False
+    with pytest.raises(UserError, match=r"its kernels fail here \(RuntimeError: Failed to find C compiler\.\); leave"):
+        mlps_are_fused(True, vit, on(), ())
+    monkeypatch.setattr(gelu, "try_out", lambda _device, _dtype: None)
+    assert mlps_are_fused("auto", vit, on(), ()) is True
+    capability = (7, 5)
+    with pytest.raises(UserError, match=r"older than compute capability 8\.0"):
+        mlps_are_fused(True, vit, on(), ())
+
+
+class OwnMlp(Mlp):
+    pass
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("mlp", "fused"),
+    [
+        (Mlp(8), True),
+        (Mlp(8, act_layer=activations.GELU), True),
+        (Mlp(8, drop=0.5), True),
+        (Mlp(8, act_layer=nn.ReLU), False),
+        (Mlp(8, act_layer=lambda: nn.GELU("tanh")), False),  # type: ignore[arg-type]
+        (Mlp(8, act_layer=activations.GELUTanh), False),
+        (Mlp(8, bias=False), False),
+        (Mlp(8, norm_layer=nn.LayerNorm), False),
+        (Mlp(8, use_conv=True), False),
+        (OwnMlp(8), False),
+    ],
+)
+def test_only_mlps_that_are_understood_to_the_last_part_are_changed(mlp: Mlp, fused: bool) -> None:
+    model = nn.Sequential(copy.deepcopy(mlp))
+    keys = list(model.state_dict())
+    fuse_mlps(model)
+    assert isinstance(model[0], FusedMlp) is fused
+    assert list(model.state_dict()) == keys
+    assert "FusedMlp" not in repr(model)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("device", "dtype", "fused"),
+    [
+        ("cuda", torch.half, True),
+        ("cuda", torch.bfloat16, True),
+        ("cuda", torch.float, False),
+        ("cpu", torch.half, False),
+    ],
+)
+def test_the_operator_takes_part_on_a_gpu_in_half_precision(device: str, dtype: torch.dtype, fused: bool) -> None:
+    """Of tensors without values, which need no GPU."""
+    with FakeTensorMode():
+        mlp = Mlp(8, 20, device=device, dtype=dtype)
+        fuse_mlps(mlp)
+        x = torch.randn(2, 3, 8, device=device, dtype=dtype)
+        with Seen() as seen:
+            y = mlp(x)
+    assert (y.shape, y.dtype, y.device.type) == (x.shape, dtype, device)
+    assert seen.names.count("gelu_with_bias") == int(fused)
+    assert seen.names.count("gelu") == int(not fused)
+
+
+def test_what_was_chosen_is_noted_and_told(tiny: Path) -> None:
+    ready = build(tiny, MODEL__FUSED_MLP="auto", AMP__ENABLED="true", AMP__DTYPE="bf16")
+    assert ready.choices["fused_mlp"] is False
+    assert "one kernel" not in ready.tuning.words()
+    with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: its kernels are for GPUs"):
+        build(tiny, MODEL__FUSED_MLP="true", AMP__ENABLED="true", AMP__DTYPE="bf16")

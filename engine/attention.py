@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -16,12 +17,14 @@ from torch import nn
 from engine.precision import Precision
 from utils.errors import UserError
 
-FUSED, PLAIN, FLASH, EFFICIENT, CUDNN = "fused", "plain", "flash", "efficient", "cudnn"
+FUSED, PLAIN, FLASH, EFFICIENT, CUDNN, PACKED = "fused", "plain", "flash", "efficient", "cudnn", "packed"
 OWN = "the model's own"
-KINDS = {"cuda": (FUSED, PLAIN, FLASH, EFFICIENT, CUDNN)}
+KINDS = {"cuda": (FUSED, PLAIN, FLASH, EFFICIENT, CUDNN, PACKED)}
 KINDS_ELSEWHERE = (FUSED, PLAIN)
 INSIDE = frozenset({"softmax", "matmul", "matmul_v2", "bmm"})
 """Operators that a fused one holds, where no list of AMP's reaches them."""
+WHOLE = frozenset({"scaled_dot_product_attention", "fused_attention", "flash_attn"})
+"""The fused one of torch, by which lists do not reach our own."""
 _in_force = ExitStack()
 
 
@@ -60,11 +63,17 @@ def settled_attention(
             f"MODEL.ATTENTION {wanted}: AMP's lists name {', '.join(sorted(reached))}, which cannot be reached inside "
             "a fused operator; use plain, or leave it auto."
         )
+    if wanted == PACKED and not packed_is_possible(listed):
+        raise UserError(
+            f"MODEL.ATTENTION {wanted} needs Triton, and AMP's lists not to name {', '.join(sorted(WHOLE))}, which "
+            "reach torch's operators only; use fused, or leave it auto."
+        )
     if reached:
         return Attention(PLAIN, "AMP's lists reach into it")
     if wanted != "auto":  # a GPU has some kinds for some models only
-        return None if device == "cuda" and backends_of(wanted) else Attention(wanted, "as asked for")
-    if kept is not None and kept in kinds:
+        tried = device == "cuda" and (wanted == PACKED or backends_of(wanted))
+        return None if tried else Attention(wanted, "as asked for")
+    if kept is not None and kept in kinds and (kept != PACKED or packed_is_possible(listed)):
         return Attention(kept, "as this run began")
     return None if device == "cuda" else _by_rule(precision, library)
 
@@ -80,10 +89,20 @@ def _by_rule(precision: Precision, library: str) -> Attention:
     return Attention(FUSED, "fp32 on a CPU")
 
 
+def packed_is_possible(listed: Iterable[str]) -> bool:
+    return not WHOLE.intersection(listed) and find_spec("triton") is not None
+
+
 def put_attention_in_force(kind: str, model: nn.Module) -> None:
     """For all passes, those that recompute or validate too: the switches are the process's own."""
     for layer in attention_layers(model):
         layer.fused_attn = kind not in (PLAIN, OWN)
+        if kind == PACKED:
+            from engine.packed_attention import pack
+
+            pack(layer)
+        elif getattr(layer, "packed", False):
+            layer.packed = False
     _in_force.close()
     backends = backends_of(kind)
     if backends:

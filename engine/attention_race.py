@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NoReturn
@@ -12,7 +12,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from engine.attention import CUDNN, EFFICIENT, FLASH, FUSED, PLAIN, Attention, attention_layers, backends_of
+from engine.attention import (
+    FUSED,
+    KINDS,
+    PACKED,
+    PLAIN,
+    Attention,
+    attention_layers,
+    backends_of,
+    packed_is_possible,
+)
 from engine.precision import Precision
 from utils.errors import UserError
 
@@ -46,14 +55,11 @@ class Call:
 
     def run(self, kind: str) -> None:
         """Forward and backward by this kind alone. A RuntimeError where there is none of it for such a call."""
-        from torch.nn.attention import sdpa_kernel
-
         low = self.precision.level not in ("O0", "O3")
         dtype = self.precision.choice.dtype
         before, self.layer.fused_attn = self.layer.fused_attn, kind != PLAIN
-        backends = backends_of(kind, strictly=True)
         try:
-            with sdpa_kernel(backends) if backends else nullcontext():
+            with self._strictly(kind):
                 with torch.autocast(self.precision.device.type, dtype if low else None, enabled=low):
                     found: Tensor = self.layer(*self.inputs, **self.named)
                 leaves = [*self.layer.parameters(), *(t for t in self.inputs if isinstance(t, Tensor))]
@@ -62,13 +68,28 @@ class Call:
         finally:
             self.layer.fused_attn = before
 
+    def _strictly(self, kind: str) -> AbstractContextManager[Any]:
+        if kind == PACKED:
+            from engine.packed_attention import packed_alone
 
-def raced_attention(wanted: str, model: nn.Module, images: Tensor, precision: Precision) -> Attention:
-    """The fastest kind; or the one asked for, if there is such a thing here."""
+            x: Tensor = self.inputs[0]
+            low = self.precision.level not in ("O0", "O3")
+            return packed_alone(self.layer, self.tokens, self.precision.choice.dtype if low else x.dtype, x.device)
+        from torch.nn.attention import sdpa_kernel
+
+        backends = backends_of(kind, strictly=True)
+        return sdpa_kernel(backends) if backends else nullcontext()
+
+
+def raced_attention(
+    wanted: str, model: nn.Module, images: Tensor, precision: Precision, listed: Iterable[str] = ()
+) -> Attention:
+    """The fastest kind; or the one asked for, if there is such a thing here. `listed`: AMP's lists."""
     _wake_autograd(images.device)
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         call = first_call(model, images, precision)
-        kinds = [kind for kind in (FUSED, PLAIN, FLASH, EFFICIENT, CUDNN) if _exists(call, kind)]
+        known = [kind for kind in KINDS["cuda"] if kind != PACKED or packed_is_possible(listed)]
+        kinds = [kind for kind in known if _exists(call, kind)]
         if not kinds:
             call.run(FUSED)  # raises what stands in the way of all: too little memory
         if wanted != "auto":

@@ -115,11 +115,11 @@ def _raced(config: Config, model: nn.Module, inputs: Inputs, precision: Precisio
     wanted, data = config.MODEL.ATTENTION, config.DATA
     if not world.first or not isinstance(data.BATCH_SIZE, int):
         return Attention(FUSED if wanted == "auto" else wanted, "")
-    device = precision.device
+    device, listed = precision.device, (*config.AMP.CUSTOM_WHITE_LIST, *config.AMP.CUSTOM_BLACK_LIST)
     random = torch.Generator(device).manual_seed(config.SEED)
     size = (data.BATCH_SIZE, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
     images = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=random)
-    return raced_attention(wanted, model, inputs(images), precision)
+    return raced_attention(wanted, model, inputs(images), precision, listed)
 
 
 def _values_handed_on(model: nn.Module, batch: int) -> int:

@@ -36,14 +36,14 @@ def test_each_kind_is_the_same_mathematics(train: Train, kind: str) -> None:
     assert run.of("val")[-1]["loss"] == pytest.approx(expected.of("val")[-1]["loss"], rel=2.0**-6)
 
 
-@pytest.mark.parametrize("kind", ["flash", "cudnn"])
+@pytest.mark.parametrize("kind", ["flash", "cudnn", "packed"])
 def test_what_knows_no_fp32_validates_in_it_all_the_same(train: Train, kind: str) -> None:
     run = train("run", "-amp", "fp16", f"MODEL.ATTENTION={kind}", "AMP.EVAL=false")
     plain = train("eval", "-eval", "-resume", run.folder, "-amp", "off", "MODEL.ATTENTION=plain", updates=None)
     assert run.of("val")[-1]["loss"] == pytest.approx(plain.of("val")[-1]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["flash", "cudnn"])
+@pytest.mark.parametrize("kind", ["flash", "cudnn", "packed"])
 def test_in_fp32_they_are_refused_by_name(train: Train, tmp_path: Path, kind: str) -> None:
     refused = train("run", f"MODEL.ATTENTION={kind}", code=2)
     assert f"MODEL.ATTENTION {kind}: torch has none for this GPU, model and precision (fp32), only " in refused.text

@@ -52,11 +52,11 @@ class ModelConfig(Section):
     )
     APE: bool | None = Field(default=None, description="Swin: absolute position embedding.")
     PATCH_NORM: bool | None = Field(default=None, description="Swin: a norm after the patch embedding.")
-    ATTENTION: Annotated[Literal["auto", "fused", "plain", "flash", "efficient", "cudnn"], BeforeValidator(folded)] = (
-        Field(
-            default="auto",
-            description="How attention is computed: fused is torch's choice; auto: the fastest (docs/performance.md).",
-        )
+    ATTENTION: Annotated[
+        Literal["auto", "fused", "plain", "flash", "efficient", "cudnn", "packed"], BeforeValidator(folded)
+    ] = Field(
+        default="auto",
+        description="How attention is computed: fused is torch's choice; auto: the fastest (docs/performance.md).",
     )
     LINEAR_PATCHES: Literal["auto"] | bool = Field(
         default="auto", description="Embed patches by a matrix product instead of a convolution; auto: where it pays."

@@ -1,0 +1,132 @@
+"""Attention over few tokens, forward and backward, as Triton kernels: a program per head, whose keys are on the chip.
+
+A row holds one token: the queries, keys and values of all its heads, as one matrix product leaves them. Shapes are
+constants: a model calls with one or two, and masks that they make needless cost nothing.
+"""
+
+# Constants are plain numbers, and branches that hang on them are taken or left by Triton's compiler.
+# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load(place, start, N, ROW: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr):
+    rows = start + tl.arange(0, COUNT)
+    columns = tl.arange(0, D)
+    return tl.load(place + rows[:, None] * ROW + columns[None, :], mask=rows[:, None] < N, other=0.0)
+
+
+@triton.jit
+def _save(place, start, values, N: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr):
+    rows = start + tl.arange(0, COUNT)
+    columns = tl.arange(0, D)
+    values = values.to(place.dtype.element_ty)
+    tl.store(place + rows[:, None] * ROW + columns[None, :], values, mask=rows[:, None] < N)
+
+
+@triton.jit
+def _scores(q, k, FIRST: tl.constexpr, N: tl.constexpr, KEYS: tl.constexpr):
+    scores = tl.dot(q, tl.trans(k))
+    if FIRST + KEYS > N:
+        keys = FIRST + tl.arange(0, KEYS)
+        scores = tl.where(keys[None, :] < N, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def forward_kernel(
+    qkv, out, norms, scale,
+    N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr,
+):  # fmt: skip
+    """ROWS queries after the other, against the keys in up to three pieces, as their number is no power of two.
+
+    `scale` holds the change of the logarithms' base, too: exponents are of 2, of which there is an instruction.
+    """
+    WIDTH: tl.constexpr = H * D
+    head = tl.program_id(0)
+    place = qkv + (head // H).to(tl.int64) * (N * 3 * WIDTH) + head % H * D
+    out += (head // H).to(tl.int64) * (N * WIDTH) + head % H * D
+    norms += head.to(tl.int64) * N
+    k1 = _load(place + WIDTH, 0, N, 3 * WIDTH, D, K1)
+    v1 = _load(place + 2 * WIDTH, 0, N, 3 * WIDTH, D, K1)
+    if K2 > 0:
+        k2 = _load(place + WIDTH, K1, N, 3 * WIDTH, D, K2)
+        v2 = _load(place + 2 * WIDTH, K1, N, 3 * WIDTH, D, K2)
+    if K3 > 0:
+        k3 = _load(place + WIDTH, K1 + K2, N, 3 * WIDTH, D, K3)
+        v3 = _load(place + 2 * WIDTH, K1 + K2, N, 3 * WIDTH, D, K3)
+    for start in range(0, N, ROWS):
+        q = _load(place, start, N, 3 * WIDTH, D, ROWS)
+        s1 = _scores(q, k1, 0, N, K1)
+        top = tl.max(s1, 1)
+        if K2 > 0:
+            s2 = _scores(q, k2, K1, N, K2)
+            top = tl.maximum(top, tl.max(s2, 1))
+        if K3 > 0:
+            s3 = _scores(q, k3, K1 + K2, N, K3)
+            top = tl.maximum(top, tl.max(s3, 1))
+        top *= scale
+        p1 = tl.exp2(s1 * scale - top[:, None])
+        total = tl.sum(p1, 1)
+        found = tl.dot(p1.to(v1.dtype), v1)
+        if K2 > 0:
+            p2 = tl.exp2(s2 * scale - top[:, None])
+            total += tl.sum(p2, 1)
+            found = tl.dot(p2.to(v2.dtype), v2, found)
+        if K3 > 0:
+            p3 = tl.exp2(s3 * scale - top[:, None])
+            total += tl.sum(p3, 1)
+            found = tl.dot(p3.to(v3.dtype), v3, found)
+        _save(out, start, found / total[:, None], N, WIDTH, D, ROWS)
+        rows = start + tl.arange(0, ROWS)
+        tl.store(norms + rows, top + tl.log2(total), mask=rows < N)
+
+
+@triton.jit
+def backward_kernel(
+    qkv, out, norms, grad, dqkv, scale, log_scale,
+    N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """KEYS after the other, and for them ROWS queries after the other, whose gradients add up where they belong."""
+    WIDTH: tl.constexpr = H * D
+    head = tl.program_id(0)
+    place = qkv + (head // H).to(tl.int64) * (N * 3 * WIDTH) + head % H * D
+    dplace = dqkv + (head // H).to(tl.int64) * (N * 3 * WIDTH) + head % H * D
+    out += (head // H).to(tl.int64) * (N * WIDTH) + head % H * D
+    grad += (head // H).to(tl.int64) * (N * WIDTH) + head % H * D
+    norms += head.to(tl.int64) * N
+    for first in range(0, N, KEYS):
+        k = _load(place + WIDTH, first, N, 3 * WIDTH, D, KEYS)
+        v = _load(place + 2 * WIDTH, first, N, 3 * WIDTH, D, KEYS)
+        keys = first + tl.arange(0, KEYS)
+        dk = tl.zeros([KEYS, D], tl.float32)
+        dv = tl.zeros([KEYS, D], tl.float32)
+        for start in range(0, N, ROWS):
+            q = _load(place, start, N, 3 * WIDTH, D, ROWS)
+            do = _load(grad, start, N, WIDTH, D, ROWS)
+            o = _load(out, start, N, WIDTH, D, ROWS)
+            rows = start + tl.arange(0, ROWS)
+            norm = tl.load(norms + rows, mask=rows < N, other=float("inf"))  # so that rows beyond weigh nothing
+            delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+            p = tl.exp2(tl.dot(k, tl.trans(q)) * log_scale - tl.expand_dims(norm, 0))
+            p = tl.where(tl.expand_dims(keys, 1) < N, p, 0.0)
+            dp = tl.dot(v, tl.trans(do))
+            dv = tl.dot(p.to(do.dtype), do, dv)
+            ds = (p * (dp - tl.expand_dims(delta, 0))).to(q.dtype)
+            dk = tl.dot(ds, q, dk)
+            # Fewer rows than an instruction for a group of warps takes can still be its columns.
+            dq = tl.dot(tl.trans(ds), k) if ROWS >= 64 else tl.trans(tl.dot(tl.trans(k), ds))
+            dq *= scale
+            if KEYS < N:
+                seen = tl.where(first > 0, N, 0)  # none of the first keys' has any before it
+                dq += _load(dplace, start, seen, 3 * WIDTH, D, ROWS).to(tl.float32)
+            _save(dplace, start, dq, N, 3 * WIDTH, D, ROWS)
+        _save(dplace + WIDTH, first, dk * scale, N, 3 * WIDTH, D, KEYS)
+        _save(dplace + 2 * WIDTH, first, dv, N, 3 * WIDTH, D, KEYS)
+        if KEYS < N:
+            tl.debug_barrier()  # what the next keys add to, another thread may have written

@@ -36,8 +36,8 @@ class Tiles:
 
 
 FORWARD = Tiles(rows=4, step=4, columns=512, warps=4)
-BACKWARD = Tiles(rows=64, step=4, columns=512, warps=4)
-SUMS = Tiles(rows=64, step=64, columns=32, warps=4)
+BACKWARD = Tiles(rows=64, step=1, columns=512, warps=2)
+SUMS = Tiles(rows=256, step=256, columns=16, warps=8)
 
 
 @torch.library.custom_op("vitamp::gelu_with_bias", mutates_args=())

@@ -29,7 +29,7 @@ class Forward:
 
     rows: int = 64
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
 
     def options(self, tokens: int, heads: int, width: int) -> dict[str, Any]:
         first, second, third = key_blocks(tokens)
@@ -41,10 +41,10 @@ class Forward:
 class Backward:
     """A program takes `keys` of a head after the other, and for them `rows` queries after the other."""
 
-    rows: int = 64
-    keys: int = 128
+    rows: int = 32
+    keys: int = 256
     warps: int = 8
-    stages: int = 2
+    stages: int = 3
 
     def options(self, tokens: int, heads: int, width: int) -> dict[str, Any]:
         rows, keys = (min(most, _power_from(tokens)) for most in (self.rows, self.keys))

@@ -56,6 +56,8 @@ def mlps_are_fused(
             log.info("MODEL.FUSED_MLP true has no effect: AMP is off")
         return False
     obstacle = _obstacle(model, precision, listed, dealt_out)
+    if not obstacle and (obstacle := _kernels_fail(precision)) and wanted == "auto":
+        log.info("MODEL.FUSED_MLP auto has no effect: %s", obstacle)
     if obstacle and wanted is True:
         raise UserError(f"MODEL.FUSED_MLP true: {obstacle}; leave it auto.")
     return not obstacle
@@ -80,7 +82,7 @@ def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], dea
         return "it was not tried with DIST.STRATEGY fsdp"
     if reached:
         return f"AMP's lists name {', '.join(sorted(reached))}, which cannot be reached inside a fused operator"
-    return _kernels_fail(precision)
+    return ""
 
 
 def _kernels_fail(precision: Precision) -> str:

@@ -92,9 +92,11 @@ def test_other_lists_are_no_obstacle(vit: nn.Module) -> None:
 
 @pytest.mark.usefixtures("works")
 def test_in_fp32_it_is_nothing_to_complain_of(vit: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vitamp")
     assert mlps_are_fused("auto", vit, on(level="O0"), ()) is False
     assert not caplog.text
     assert mlps_are_fused(True, vit, on(level="O0"), ()) is False
+    assert "MODEL.FUSED_MLP true has no effect: AMP is off" in caplog.text
 
 
 @pytest.mark.usefixtures("works")
@@ -105,7 +107,10 @@ def test_a_model_without_such_mlps_is_refused_by_name() -> None:
         mlps_are_fused(True, model, on(), ())
 
 
-def test_kernels_that_fail_are_an_obstacle(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_fail_are_an_obstacle(
+    vit: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vitamp")
     capability = (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
 
@@ -115,6 +120,7 @@ def test_kernels_that_fail_are_an_obstacle(vit: nn.Module, monkeypatch: pytest.M
     gelu = pytest.importorskip("engine.kernels.gelu")
     monkeypatch.setattr(gelu, "try_out", no_compiler)
     assert mlps_are_fused("auto", vit, on(), ()) is False
+    assert "auto has no effect: its kernels fail here (RuntimeError: Failed to find C compiler.)" in caplog.text
     with pytest.raises(UserError, match=r"its kernels fail here \(RuntimeError: Failed to find C compiler\.\); leave"):
         mlps_are_fused(True, vit, on(), ())
     monkeypatch.setattr(gelu, "try_out", lambda _device, _dtype: None)

@@ -37,7 +37,7 @@ class Tiles:
 
 FORWARD = Tiles(rows=4, step=4, columns=512, warps=4)
 BACKWARD = Tiles(rows=64, step=1, columns=512, warps=2)
-SUMS = Tiles(rows=256, step=256, columns=16, warps=8)
+SUMS: dict[str, Any] = {"BLOCK_G": 256, "BLOCK_F": 16, "num_warps": 8}
 
 
 @torch.library.custom_op("vitamp::gelu_with_bias", mutates_args=())
@@ -59,13 +59,12 @@ def gelu_with_bias_backward(dy: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor
     groups = triton.cdiv(tokens, BACKWARD.rows)
     sums = torch.empty((groups, width), dtype=torch.float32, device=h.device)
     # Steps are compiled for: of powers of two there are few.
-    steps = triton.next_power_of_2(triton.cdiv(groups, SUMS.step))
-    adding: dict[str, Any] = {"STEPS": steps, "BLOCK_G": SUMS.step, "BLOCK_F": SUMS.columns, "num_warps": SUMS.warps}
+    adding: dict[str, Any] = {**SUMS, "STEPS": triton.next_power_of_2(triton.cdiv(groups, SUMS["BLOCK_G"]))}
     with torch.cuda.device_of(h):
         backward_kernel[BACKWARD.programs(tokens, width)](
             dy, h, bias, dh, sums, tokens, width, **BACKWARD.options(width)
         )
-        add_up_kernel[(triton.cdiv(width, SUMS.columns),)](sums, db, groups, width, **adding)
+        add_up_kernel[(triton.cdiv(width, SUMS["BLOCK_F"]),)](sums, db, groups, width, **adding)
     return dh, db
 
 

@@ -15,9 +15,9 @@ from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import engine.kernels.gelu  # noqa: F401
 from engine import fused_mlp
 from engine.fp32_modules import force_fp32
+from engine.kernels import gelu
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -57,6 +57,13 @@ def test_numbers_are_those_of_float64_but_for_the_last_digit(sizes: tuple[int, .
     assert torch.allclose(dh.double(), exact_dh, rtol=1.01 * last, atol=1e-5)
     # Summed before dh is rounded: as near in bf16 as in fp32.
     assert torch.allclose(db.double(), exact_db, rtol=1e-5, atol=2e-4)
+
+
+def test_more_sums_than_one_step_takes_are_all_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of many tokens are: here 5 sums, by 2 at a time, in 4 steps."""
+    monkeypatch.setitem(gelu.SUMS, "BLOCK_G", 2)
+    given = values(4 * gelu.BACKWARD.rows + 1, 5)
+    assert torch.allclose(both_passes(*given)[2].double(), exactly(*given)[2], rtol=1e-5, atol=2e-4)
 
 
 def test_the_tails_are_right_where_one_less_one_would_leave_nothing() -> None:

@@ -77,7 +77,7 @@ def build_for_evaluation(
     config: Config, world: World, device: torch.device, checkpoint: Checkpoint | None = None
 ) -> Ready:
     data, kept = config.DATA, checkpoint.meta.get("choices", {}) if checkpoint else {}
-    (model, inputs, precision), tuning = _tuned_model(config, device, world, kept, afresh=checkpoint is None)
+    (model, inputs, precision), tuning = tuned_model(config, device, world, kept, afresh=checkpoint is None)
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
@@ -88,10 +88,10 @@ def model_in_precision(
     config: Config, device: torch.device, kept: dict[str, Any] | None = None
 ) -> tuple[nn.Module, nn.Module, Precision]:
     """The model as it will compute, what prepares its inputs, and the precision of both. `kept`: choices of its run."""
-    return _tuned_model(config, device, ALONE, kept or {})[0]
+    return tuned_model(config, device, ALONE, kept or {})[0]
 
 
-def _tuned_model(
+def tuned_model(
     config: Config, device: torch.device, world: World, kept: dict[str, Any], afresh: bool = True
 ) -> tuple[tuple[nn.Module, nn.Module, Precision], Tuning]:
     """A collective call, since ranks take rank 0's choices. `afresh`: no checkpoint's weights will take the place."""

@@ -16,6 +16,7 @@ from scripts.benchmark_amp_frame import (
     Plan,
     Section,
     Table,
+    choices_lines,
     control_line,
     middle,
     shown,
@@ -253,6 +254,7 @@ def sections(found: Found) -> list[Section]:
         f"the loop of timm: {found['settings']['timm_loop']}",
         _agreement(found, precisions, first),
         *([ceiling_line(found)] if most else []),
+        *choices_lines(found, _names(found)),
     ]
     return [Section(f"An update, {subject(found)}, moving average and clipping on", rows, notes)]
 

@@ -15,7 +15,7 @@ from datasets import Batch, Share, Window
 from engine.compile_choice import NONE, WHOLE, choose_compiling
 from engine.compiling import compile_update
 from engine.device import prepare
-from engine.setup import model_in_precision, update_parts
+from engine.setup import tuned_model, update_parts
 from engine.update import train_update
 from scripts.benchmark_amp_peers_start import OURS, PLAIN, UPDATES_AN_EPOCH, Loop, Made, Way
 from scripts.benchmark_amp_peers_timm import Timm, TimmTrain
@@ -40,11 +40,13 @@ class Ours:
         config = changed(way.settings or config, "AMP", **amp)
         config = changed(config, "TRAIN", COMPILE=WHOLE if way.compiled else NONE)
         prepare(config, device, ALONE)
-        in_precision = model_in_precision(config, device)
+        in_precision, tuning = tuned_model(config, device, ALONE, {})
         in_precision[0].train()
         self._parts = update_parts(config, ALONE, device, in_precision, UPDATES_AN_EPOCH)
         self._parts.start_computing()
-        compile_update(self._parts, choose_compiling(config, self._parts, ALONE, 0, None), config)
+        compiling = choose_compiling(config, self._parts, ALONE, 0, None)
+        self.choices = tuning.choices() | compiling.as_noted()
+        compile_update(self._parts, compiling, config)
         self._done = 0
 
     def train(self, batches: list[Batch]) -> None:

@@ -139,6 +139,7 @@ class _Course:
             "cpu_seconds": on_cpu,
             "peak_memory_gb": peak_memory_gb(self._device),
             "precision": self._job.way.precision,
+            "choices": getattr(self._loop, "choices", {}),
             "losses": self.losses,
         }
         self._make_room()

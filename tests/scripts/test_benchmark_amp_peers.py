@@ -231,7 +231,9 @@ def test_variants_of_ours(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert list(found["turns"]) == ["timm, bf16", "ours, bf16", *names, "timm, bf16, again"]
     by_default, _, fused = (found["turns"][name][0]["losses"] for name in ("ours, bf16", *names))
     assert 0 < apart(fused, by_default) < 1e-2, "it rounds otherwise"
-    assert all(name in capsys.readouterr().out for name in names[:1])
+    told = capsys.readouterr().out
+    assert all(name in told for name in names)
+    assert f"chosen for {names[1]}: attention fused, cpu_fp32 mkl" in told
 
 
 @pytest.mark.parametrize(

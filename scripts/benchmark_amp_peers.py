@@ -102,6 +102,7 @@ def plan(line: ToolLine) -> Plan:
         config.AMP.model_copy(update={"ENABLED": p != "fp32"} | ({"DTYPE": p} if p != "fp32" else {}))
         for p in precisions
     ]
+    words, gpu = device_in_words(config, device), gpu_of(device)  # sets the threads, which the ceiling depends on
     most = ceiling(config, device, amps)
     left_out = _compare(seats, first)
     contenders = [Contender(name, seat.turn, seat.close) for name, seat in seats.items() if name not in left_out]
@@ -114,7 +115,6 @@ def plan(line: ToolLine) -> Plan:
         "timm_loop": "its own train.py" if train_py else "parts of its package",
         **told(config),
     }
-    words, gpu = device_in_words(config, device), gpu_of(device)
     return Plan(contenders, rounds, wishes, words, gpu, left_out, remarks, most)
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from engine.stopping import signals
 from utils.cli import CommandLine, parse, version_text
-from utils.config import Loaded, check_available, format_config, load_config
+from utils.config import Loaded, format_config, load_config
 from utils.config.keys import OF_ONE_START, default_of
 from utils.errors import (
     EXIT_DONE,
@@ -96,7 +96,6 @@ def _program(script: str, argv: list[str], many: bool) -> int:
     if command.action == "print_config":
         print(format_config(loaded), end="")
         return EXIT_DONE
-    check_available(loaded.config)
     if command.action == "print_amp":
         return _print_amp(loaded)
     world = read_world(loaded.config.DIST)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.cli import Flag  # noqa: E402
-from utils.config import Loaded, check_available  # noqa: E402
+from utils.config import Loaded  # noqa: E402
 from utils.errors import EXIT_DONE, UserError, nearest  # noqa: E402
 from utils.log import log  # noqa: E402
 from utils.script import ToolLine, read_line, run_tool  # noqa: E402
@@ -139,7 +139,6 @@ def _check(loaded: Loaded, line: ToolLine, wishes: Wishes) -> None:
         raise UserError(
             f"-made and -size are about JPEGs that are made; DATA.DATA_PATH {folder} names others. Give one."
         )
-    check_available(loaded.config)
 
 
 if __name__ == "__main__":

@@ -37,9 +37,6 @@ A run's settings come from five places, each overriding those before it:
 folder. A key that does not exist, a value of the wrong kind or out of range, and settings that do not fit together
 are errors, all reported at once.
 
-Settings and values marked *not available yet* load, so that existing files can be read and shown, but a run that asks
-for one stops and says so.
-
 ## PaddleViT's files
 
 They load as they are: `None`, `(0.9, 0.999)` and `1e-6` mean what they say, `AMP: true` is `AMP.ENABLED: true`, and
@@ -84,10 +81,6 @@ def _row(key: str) -> str:
     field = settings()[key]
     extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     about = field.description or ""
-    if extra.get("not_available_yet"):
-        about += " *Not available yet.*"
-    if values := extra.get("values_not_available_yet"):
-        about += f" *Not available yet: {', '.join(values)}.*"
     if why := extra.get("accepted_because"):
         about += f" Without effect: {why}."
     cells = [f"`{key}`", allowed(key), f"`{one_line(default_of(key))}`", about]
@@ -119,7 +112,7 @@ def _as_people_write(entry: dict[str, Any]) -> dict[str, Any]:
         more += [{"const": "None"}]
     if not more:
         return entry
-    about = {name: entry[name] for name in entry if name in ("default", "description", "not_available_yet")}
+    about = {name: entry[name] for name in entry if name in ("default", "description")}
     bare = [{name: kind[name] for name in kind if name not in (*about, "title")} for kind in kinds]
     return {"anyOf": [*bare, *more], **about}
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.cli import Flag  # noqa: E402
-from utils.config import Loaded, check_available  # noqa: E402
+from utils.config import Loaded  # noqa: E402
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
 from utils.script import read_line, run_tool  # noqa: E402
@@ -57,7 +57,6 @@ def _show(argv: list[str]) -> int:
 def _check(loaded: Loaded) -> None:
     if loaded.config.EVAL:
         raise UserError(f"{loaded.sources['EVAL']}: show_batch.py has no EVAL; it shows what training sees.")
-    check_available(loaded.config)
 
 
 if __name__ == "__main__":

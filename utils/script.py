@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.cli import AMP_VALUES, CommandLine, Flag, parse
-from utils.config import Loaded, check_available, load_config
+from utils.config import Loaded, load_config
 from utils.config.kinds import AUTO
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
 from utils.log import log, start_log
@@ -190,7 +190,6 @@ def check_one_training(loaded: Loaded, tool: str) -> None:
     for key, instead in (("EVAL", "it measures training"), ("MODEL.RESUME", "give -pretrained RUN to begin there")):
         if config.EVAL if key == "EVAL" else config.MODEL.RESUME:
             raise UserError(f"{loaded.sources[key]}: {tool} has no {key}; {instead}.")
-    check_available(config)
     world = read_world(config.DIST)
     if world is not None and world.size > 1:
         raise UserError(f"{tool} was started {world.size} times ({world.launcher}): start it once.")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.config import check_available, load_config
-from utils.config.keys import settings
+from utils.config import load_config
 from utils.errors import UserError
 
 
@@ -211,27 +210,3 @@ def test_misfits_are_reported_together_each_with_its_place(tmp_path: Path) -> No
     assert text.splitlines()[0] == "2 settings are wrong:"
     assert "  run.yaml:1: MAX_TIME: never is not" in text
     assert "  run.yaml:2: DATA.CROP_RATIO: [2, 1] must" in text
-
-
-def test_what_is_not_available_yet_loads_but_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in ("TRAIN.DISTILLATION_TYPE", "TRAIN.TEACHER_MODEL"):
-        monkeypatch.setattr(settings()[key], "json_schema_extra", {"not_available_yet": True})
-    words = {"TRAIN.DISTILLATION_TYPE": "soft", "TRAIN.TEACHER_MODEL": "regnety_160"}
-    config = load_config(None, None, words).config
-    with pytest.raises(UserError) as caught:
-        check_available(config)
-    lines = str(caught.value).splitlines()
-    assert lines[:3] == [
-        "These settings are not available yet:",
-        "  TRAIN.DISTILLATION_TYPE: soft, not available yet; what would run: null",
-        "  TRAIN.TEACHER_MODEL: regnety_160, not available yet; what would run: null",
-    ]
-    remedy = lines[-1].removeprefix("To run without them, add: ")
-    assert remedy == "TRAIN.DISTILLATION_TYPE=null TRAIN.TEACHER_MODEL=null"
-    without = {word.partition("=")[0]: word.partition("=")[2] for word in remedy.split()}
-    again = load_config(None, None, {**words, **without})
-    check_available(again.config)
-
-
-def test_the_defaults_are_available() -> None:
-    check_available(load_config().config)

@@ -1,7 +1,6 @@
 """The run's settings: schema, loading, checking, writing. `load_config` is the door."""
 
 from .amp import AmpConfig
-from .checks import check_available
 from .data import DataConfig
 from .load import Loaded, load_config
 from .model import ModelConfig
@@ -19,7 +18,6 @@ __all__ = [
     "OptimizerConfig",
     "SchedulerConfig",
     "TrainConfig",
-    "check_available",
     "config_hash",
     "differences",
     "format_config",

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from utils.errors import UserError
-
 from .data import DataConfig
 from .keys import default_of, settings, value_of
 from .kinds import AUTO
@@ -246,22 +244,6 @@ def _outdone(config: Config, given: Mapping[str, str]) -> Iterator[str]:
                 if value_of(config, key):
                     yield f"{given[key]}: {key} does not act beside {policy}"
             return
-
-
-def check_available(config: Config) -> None:
-    """Stop a run whose settings ask for something that is not built yet."""
-    missing, instead = [], []
-    for key, field in settings().items():
-        value, default = value_of(config, key), default_of(key)
-        extra = _extra(field.json_schema_extra)
-        if (extra.get("not_available_yet") and value != default) or value in extra.get("values_not_available_yet", ()):
-            missing.append(f"  {key}: {_shown(value)}, not available yet; what would run: {_shown(default)}")
-            instead.append(f"{key}={_shown(default)}")
-    if missing:
-        words = " ".join(f"'{word}'" if " " in word or "(" in word else word for word in instead)
-        raise UserError(
-            "\n".join(["These settings are not available yet:", *missing, f"To run without them, add: {words}"])
-        )
 
 
 def _extra(extra: Any) -> dict[str, Any]:

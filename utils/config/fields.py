@@ -1,4 +1,4 @@
-"""What every section of the schema shares: strictness, the values PyYAML leaves as strings, keys not available yet."""
+"""What every section of the schema shares: strictness, the values PyYAML leaves as strings, keys that mean nothing."""
 
 from __future__ import annotations
 
@@ -30,11 +30,6 @@ def revive(value: Any) -> Any:
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return value
     return value
-
-
-def later(default: Any, description: str, **limits: Any) -> Any:
-    """A key that is known and loads, but whose feature is not built: any value but the default stops the run."""
-    return Field(default, description=description, json_schema_extra={"not_available_yet": True}, **limits)
 
 
 def inert(default: Any, description: str, why: str) -> Any:

@@ -24,6 +24,7 @@ from datasets.cache import cache_folder
 from engine.compile_choice import BLOCKS, CUDA_GRAPHS, NONE, CompileChoice
 from engine.device import processor
 from engine.mixing import unchanged
+from engine.precision import Precision
 from engine.sharding import blocks_of
 from engine.update import Computed, Parts
 from utils.config import Config
@@ -35,7 +36,7 @@ from utils.log import log
 BACKEND = "inductor"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 ATTENTION = " attention="
-"""Where MODEL.ATTENTION begins in what torch's cache of graphs is asked by."""
+"""Where what is ours begins in what torch's cache of graphs is asked by."""
 MOST_GRAPHS = 256
 """Of one function. Blocks with a rate of stochastic depth of their own make a graph each; so do sizes of images."""
 
@@ -43,7 +44,7 @@ MOST_GRAPHS = 256
 def compile_update(parts: Parts, choice: CompileChoice, config: Config) -> None:
     """Let updates run by compiled code, if that was chosen. What is compiled is compiled by the first of them."""
     if choice.how != NONE:
-        _prepare_compiler(config.DATA, parts.precision.device)
+        _prepare_compiler(config.DATA, parts.precision)
         parts.compiled = Compiled(parts, choice, config.DATA.BATCH_SIZE)
 
 
@@ -149,7 +150,7 @@ def _make_way(model: nn.Module) -> None:
     torch.compiler.cudagraph_mark_step_begin()
 
 
-def _prepare_compiler(data: DataConfig, device: torch.device) -> None:
+def _prepare_compiler(data: DataConfig, precision: Precision) -> None:
     import torch._dynamo.config as tracing
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor
@@ -164,21 +165,25 @@ def _prepare_compiler(data: DataConfig, device: torch.device) -> None:
     tracing.optimize_ddp = False  # it cuts graphs where DDP's messages end; blocks are cut already
     autograd.force_non_lazy_backward_lowering = True  # or the backward pass is compiled when it is first called
     autograd.backward_pass_autocast = "off"  # as backward passes run that are not compiled
-    _tell_attention_apart()
+    _tell_graphs_apart(precision)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # AMP.TF32 is the switch, not the one it advises
     inductor.fallback_random = True  # the same dropout and stochastic depth as in code that is not compiled
-    if device.type == "cpu":  # it misses a GPU beside the CUDA toolkit
+    if precision.device.type == "cpu":  # it misses a GPU beside the CUDA toolkit
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
-def _tell_attention_apart() -> None:
-    """A graph that was kept has one kernel of attention built in, and torch looks for it by the call alone."""
+def _tell_graphs_apart(precision: Precision) -> None:
+    """A graph that was kept has more built in than torch looks for it by.
+
+    One kernel of attention; and where autocast is entered around it, as around blocks, autocast's dtype: torch 2.11
+    asks whether there is autocast alone, and would run in bf16 under that of fp16.
+    """
     from torch.compiler import config
 
     kinds = ("flash", "mem_efficient", "cudnn", "math")
     allowed = [kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()]
     others = config.cache_key_tag.partition(ATTENTION)[0]
-    config.cache_key_tag = f"{others}{ATTENTION}{','.join(allowed)}"
+    config.cache_key_tag = f"{others}{ATTENTION}{','.join(allowed)} precision={precision.name}"
 
 
 def _first_line(error: Exception) -> str:

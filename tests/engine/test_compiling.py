@@ -19,9 +19,11 @@ from engine.attention import put_attention_in_force
 from engine.compile_choice import BLOCKS, WHOLE, CompileChoice
 from engine.compiling import compile_update
 from engine.evaluate import evaluate
+from engine.precision import Precision
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows
 from utils.config import Config
+from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.late_compiler import uncompiled
@@ -66,6 +68,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def compiled(ready: ReadyToTrain, how: str, samples: int = 16) -> ReadyToTrain:
     compile_update(ready.parts, CompileChoice(how, "default", "a test"), Config(DATA=DataConfig(BATCH_SIZE=samples)))
     return ready
+
+
+def in_precision(level: str, dtype: str = "bf16") -> Precision:
+    return Precision(AmpConfig.model_validate({"ENABLED": True, "LEVEL": level, "DTYPE": dtype}), torch.device("cpu"))
 
 
 def weights(ready: ReadyToTrain) -> torch.Tensor:
@@ -191,7 +197,7 @@ def test_a_graph_with_another_kernel_of_attention_is_not_taken_for_ours() -> Non
     try:
         for kind in ("flash", "efficient", "flash"):
             put_attention_in_force(kind, torch.nn.Identity())
-            compiling._prepare_compiler(DataConfig(), torch.device("cpu"))
+            compiling._prepare_compiler(DataConfig(), in_precision("O0"))
             torch.compiler.reset()
             counters.clear()
             torch.compile(torch.nn.functional.scaled_dot_product_attention)(values, values, values)
@@ -200,3 +206,24 @@ def test_a_graph_with_another_kernel_of_attention_is_not_taken_for_ours() -> Non
         put_attention_in_force("fused", torch.nn.Identity())
     assert kept == [0, 0, 1]
     assert config.cache_key_tag.startswith(" lists attention=")
+
+
+def test_graphs_are_kept_by_precision() -> None:
+    config: Any = torch.compiler.config
+    tags = set()
+    for level, dtype in [("O0", "bf16"), ("O1", "bf16"), ("O1", "fp16"), ("O1", "bf16"), ("O2", "fp16")]:
+        compiling._prepare_compiler(DataConfig(), in_precision(level, dtype))
+        tags.add(config.cache_key_tag)
+    assert len(tags) == 4
+
+
+@pytest.mark.slow  # machine code, if little of it
+def test_a_graph_under_autocast_to_another_dtype_is_not_taken_for_ours() -> None:
+    """Of torch 2.11's cache: newer ones tell these apart themselves."""
+    layer, values = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    for dtype, expected in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        precision = in_precision("O1", dtype)
+        compiling._prepare_compiler(DataConfig(), precision)
+        torch.compiler.reset()
+        with precision.autocast():
+            assert torch.compile(layer)(values).dtype is expected

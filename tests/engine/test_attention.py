@@ -149,7 +149,8 @@ def test_a_deterministic_run_takes_no_kind_by_the_clock(
 ) -> None:
     raced: list[Attention] = []
     monkeypatch.setattr(tuning, "_raced", lambda *_: raced.append(Attention("flash", "")) or raced[0])
-    config, precision = load_config(str(tiny), words={"DETERMINISTIC": str(deterministic)}).config, cast(Any, OnGpu())
+    words = {"DETERMINISTIC": str(deterministic), "MODEL.FUSED_MLP": "false"}
+    config, precision = load_config(str(tiny), words=words).config, cast(Any, OnGpu())
     found = tuning._decide(config, vit, Inputs(config.DATA), precision, ALONE, {}).attention
     assert (len(raced), found.kind) == (races, "flash" if races else "fused")
 

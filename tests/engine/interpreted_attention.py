@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter
 
+import engine.kernels.attention as kernels
 import engine.packed_attention as packed_attention_module
 from engine.kernels.attention import packed_attention, takes
 from engine.packed_attention import pack
@@ -86,6 +88,8 @@ if __name__ == "__main__":
         for tokens, width in CASES
         for dtype, spread in KINDS
     }
+    kernels.BACKWARD = replace(kernels.BACKWARD, keys=64)
+    told["in blocks of keys"] = errors(197, 64, torch.float16, 1.0)
     sample = torch.randn(2, 5, 3 * 2 * 32, dtype=torch.float16, requires_grad=True)
     told["operator"] = torch.library.opcheck(packed_attention, (sample, 2))
     told["layer"] = layer_in_each_way()

@@ -60,6 +60,13 @@ def test_both_passes_are_near_to_fp64(
 
 
 @pytest.mark.slow
+def test_gradients_of_queries_add_up_over_blocks_of_keys(interpreted: dict[str, dict[str, Any]]) -> None:
+    """As they do where there are more keys than one block of the backward pass holds."""
+    errors = interpreted["in blocks of keys"]
+    assert max(errors.values()) < BOUNDS["float16"], errors
+
+
+@pytest.mark.slow
 def test_torch_takes_it_for_an_operator_of_its_own_kind(interpreted: dict[str, dict[str, Any]]) -> None:
     assert set(interpreted["operator"].values()) == {"SUCCESS"}
     assert interpreted["layer"] == {"compiled": True, "checkpointed": True}

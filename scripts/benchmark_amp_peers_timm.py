@@ -57,6 +57,8 @@ class Timm:
         self.average = timm.utils.ModelEmaV3(made.model, decay=train.MODEL_EMA_DECAY)
         scaled = way.precision == "fp16" and device.type == "cuda"
         self.scaler = timm.utils.NativeScaler(device.type) if scaled else None
+        if way.compiled:  # torch 2.11 would take a graph that was kept of fp16 for that of bf16
+            torch.compiler.config.cache_key_tag = f" precision={way.precision}"  # pyright: ignore[reportAttributeAccessIssue]
         self.model: Callable[[Tensor], Tensor] = torch.compile(made.model) if way.compiled else made.model
         self.done = 0
         self.optimizer.zero_grad()

@@ -173,7 +173,8 @@ def markdown(table: Table, found: Found, link: str) -> str:
         told += [f"{section.title}:", "", *in_markdown(section.rows), ""]
         told += [f"{'. '.join(note[0].upper() + note[1:] for note in section.notes)}.", ""] if section.notes else []
     told += [f"- {line}" for line in failures(found)] + [""] * bool(failures(found))
-    rounds = f"{found['rounds']} rounds" + (", fewer where the time was up" if found["cut"] else "")
+    rounds = f"{found['rounds']} round{'s' * (found['rounds'] != 1)}"
+    rounds += ", fewer where the time was up" if found["cut"] else ""
     told.append(
         f"Measured in turns, {rounds}, on {where(found)}: `{found['command']}`. "
         f"All figures: [{Path(link).name}]({link})."

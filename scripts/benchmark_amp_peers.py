@@ -164,8 +164,10 @@ def _varied(precision: str, loops: list[str], compiled: bool, variants: dict[str
     from scripts.benchmark_amp_peers_start import OURS as ours
     from scripts.benchmark_amp_peers_start import Way
 
-    if "ours" not in loops:
-        return {}
+    if variants and "ours" not in loops:
+        raise UserError(
+            f"-variants {','.join(variants)}: they are of our loop, which -loops {','.join(loops)} leaves out."
+        )
     who = COMPILED if compiled else OURS
     return {f"{who}, {words}": Way(ours, precision, compiled, settings=config) for words, config in variants.items()}
 

@@ -253,6 +253,11 @@ def test_a_loop_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch, error
     assert benchmark_amp_peers_seat._or_why_not(full) == "out of memory"
 
 
+def test_variants_of_a_loop_that_is_left_out(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["peers", "-cfg", str(tiny), "-loops", "plain", "-variants", "MODEL.ATTENTION=plain"]) == EXIT_USAGE
+    assert "-variants MODEL.ATTENTION=plain: they are of our loop, which -loops plain" in capsys.readouterr().err
+
+
 def test_loops_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["peers", "-cfg", str(tiny), "-loops", "ours,theirs"]) == EXIT_USAGE
     assert "-loops theirs: takes some of fused,plain,ours." in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from .base import PADDING, Batch, ImageDataset
 from .decode import decoder_of
 from .exclude import tell_unmatched
+from .identity import identity_of
 from .images import samples_of
 from .loader import TrainLoader, ValLoader, Window, auto_workers
 from .order import EpochOrder, Share, validation_batches
@@ -24,6 +25,7 @@ __all__ = [
     "auto_workers",
     "check_dataset",
     "decoder_of",
+    "identity_of",
     "names",
     "open_dataset",
     "samples_of",

@@ -53,10 +53,14 @@ class EpochOrder:
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[tuple[Share, ...]]:
         """One item an update, from update `start` (counted from 0) to the end of the epoch."""
-        generator = np.random.Generator(np.random.Philox(key=key(self.seed, "order", epoch)))
-        permutation = self._with_copies(self._shuffled(generator))
+        permutation = self.permutation(epoch)
         for update in range(start, self.updates):
             yield self._window(permutation, update * self._per_window)
+
+    def permutation(self, epoch: int) -> np.ndarray:
+        """The samples in the order of that epoch."""
+        generator = np.random.Generator(np.random.Philox(key=key(self.seed, "order", epoch)))
+        return self._with_copies(self._shuffled(generator))
 
     def _with_copies(self, permutation: np.ndarray) -> np.ndarray:
         """Each sample `copies` times in a row, as many as there were; copy c of sample i is i + c * samples."""

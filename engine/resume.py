@@ -187,6 +187,18 @@ def _restore(
     return position, best
 
 
+def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any]) -> None:
+    """What is left of an epoch is known for the samples and the order that it began with. `now`: identity_of these."""
+    saved = checkpoint.meta.get("samples", now)  # older checkpoints do not say
+    if not 0 < position.step < saved["updates"] or saved["order"] == now["order"]:
+        return
+    raise UserError(
+        f"{checkpoint.folder}: saved in the middle of epoch {position.epoch}, whose {saved['number']} training samples "
+        f"are not the {now['number']} of now, or stand in another order (SEED, DATA.EXCLUDE, DATA.VAL_FRACTION, the "
+        "files themselves). Go on with those it had, or go back to the end of an epoch that was saved, by -last_epoch."
+    )
+
+
 def _count_anew(parts: Parts, position: Position, state: dict[str, Any], global_batch: int, per_epoch: int) -> None:
     """Another global batch means other updates an epoch: the run stands where it stood by epochs, not by updates."""
     before, position.update = position.update, (position.epoch - 1) * per_epoch

@@ -18,6 +18,7 @@ from datasets import (
     TrainLoader,
     ValLoader,
     auto_workers,
+    identity_of,
     open_dataset,
     samples_of,
     tell_unmatched,
@@ -32,7 +33,7 @@ from engine.mixing import batch_change
 from engine.optim import build_optimizer, scaled_rates
 from engine.precision import Precision
 from engine.prepare import prepare_model
-from engine.resume import Best, Position, restore
+from engine.resume import Best, Position, check_samples, restore
 from engine.schedule import Schedule, build_scheduler
 from engine.sharding import Sharding
 from engine.stages import DATA, stages_of
@@ -122,6 +123,7 @@ def build_for_training(
     if checkpoint is not None:
         average = bool(config.MODEL.RESUME_EMA) and config.MODEL.RESUME != AUTO
         position, best = restore(parts, checkpoint, global_batch(config, world), updates, average)
+        check_samples(checkpoint, position, identity_of(train_set, loader.order))
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
     parts.start_computing()
@@ -248,6 +250,7 @@ def checkpoint_meta(
         "config_hash": hash_of(config),
         "batch": {"per_process": data.BATCH_SIZE, "accumulated": config.TRAIN.ACCUM_ITER, "processes": processes},
         "choices": ready.choices,
+        "samples": identity_of(ready.train_set, ready.train_loader.order),
         "settings": values_to_keep(config),
         "model": config.MODEL.NAME,
         "classes": ready.train_set.classes,

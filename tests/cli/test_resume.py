@@ -203,6 +203,34 @@ def test_last_epoch_picks_a_checkpoint(vitamp: Callable[..., Result], whole: Pat
     assert "no usable checkpoint of epoch 3" in refused.err
 
 
+def test_other_samples_are_refused_in_the_middle_of_an_epoch_only(
+    vitamp: Callable[..., Result], tiny: Path, imagenet: Path, tmp_path: Path
+) -> None:
+    place, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(imagenet, place)
+    lines = (place / "train_list.txt").read_text().splitlines()
+    (place / "train_list.txt").write_text("\n".join(sorted(lines)))
+    first, other = tmp_path / "first.txt", tmp_path / "other.txt"
+    first.write_text("train/n00000000/train_0.JPEG\n")
+    other.write_text("train/n00000000/train_4.JPEG\n")  # without it, the labels are the same
+    data = ("-dataset", "imagenet2012", "-data_path", place, "-batch_size", 4)
+    words = ("-cfg", tiny, "-output", run, *data, "-resume", "auto", "DATA.DROP_LAST=false", "TRAIN.NUM_EPOCHS=3")
+
+    def go_on(until: int, *more: object) -> Result:
+        return vitamp(*words, "DATA.NUM_WORKERS=0", f"TRAIN.MAX_UPDATES={until}", *more)
+
+    assert go_on(4, f"DATA.EXCLUDE={first}").code == 0
+    for changed in ((), (f"DATA.EXCLUDE={other}",), (f"DATA.EXCLUDE={first}", "SEED=1")):
+        refused = go_on(12, *changed)
+        assert refused.code == 2, refused.text
+        assert "saved in the middle of epoch 1, whose 23 training samples are not" in refused.err
+        assert newest(run) == 4
+    assert go_on(6, f"DATA.EXCLUDE={first}").code == 0
+    between = go_on(8)
+    assert between.code == 0, between.text
+    assert "changed since: DATA.EXCLUDE" in between.out
+
+
 def test_resuming_does_not_depend_on_where_one_stands(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:

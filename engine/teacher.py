@@ -189,6 +189,8 @@ def _parts(wanted: str) -> tuple[str | None, str]:
     """timm's name of the model and where its weights are: a file, or that name again; no name for a run of ours."""
     name, separator, file = wanted.partition("=")
     if separator and is_timm_name(name):
+        if not file:
+            raise UserError(f"{KEY} {wanted}: no file follows the =. {FORMS}")
         return name, str(Path(file).expanduser())
     path = Path(wanted).expanduser()
     if path.name == "regnety_160.pdparams":  # PaddleViT's default

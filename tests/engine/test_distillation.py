@@ -251,6 +251,7 @@ def test_a_teacher_that_cannot_teach_is_refused(student: Callable[..., ReadyToTr
         text = refused(student, TRAIN__TEACHER_MODEL=f"test_vit.r160_in1k={tmp_path / name}.safetensors")
         assert "10 classes" in text
     assert "NAME=FILE" in refused(student, TRAIN__TEACHER_MODEL=tmp_path / "seven.safetensors")
+    assert "test_vit.r160_in1k=: no file follows the =" in refused(student, TRAIN__TEACHER_MODEL="test_vit.r160_in1k=")
     assert "Did you mean" in refused(student, TRAIN__TEACHER_MODEL="regnety_16")
     assert "regnety_160.deit_in1k" in refused(student, TRAIN__TEACHER_MODEL="./regnety_160.pdparams")
 

@@ -64,7 +64,10 @@ class Caltech:
         if not classes:
             raise UserError(self.published.broken(folder.parent, f"{folder.name} has no folder of a class"))
         check_class_count(len(classes), num_classes, f"The data set {data.DATASET}")
-        return Tree(folder, classes, *class_files(folder, classes))
+        paths, labels = class_files(folder, classes)
+        if not paths:
+            raise UserError(self.published.broken(folder.parent, f"no folder of a class in {folder.name} has an image"))
+        return Tree(folder, classes, paths, labels)
 
     def source(self) -> Source:
         return Source(self.open, self.check, fetches=True)

@@ -58,9 +58,9 @@ def _prepare(argv: list[str]) -> int:
     data = DataConfig(DATASET="caltech256", DATA_PATH=str(asked.data_path), DOWNLOAD=asked.download)
     try:
         found = CALTECH256.published.prepare(data)
+        tree = CALTECH256.tree(found, data, num_classes=CLASSES)
     except UserError as error:
         raise UserError(f"{error}\nHere DATA.DOWNLOAD=true is -download.") from None
-    tree = CALTECH256.tree(found, data, num_classes=CLASSES)
     missing = _missing(tree, CALTECH256.images)
     if missing and not asked.partial:
         raise UserError(

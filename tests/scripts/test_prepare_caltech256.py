@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,20 @@ def test_a_tree_that_is_not_whole_is_refused(tmp_path: Path, tree: Path, heard: 
     ):
         assert words in heard.text
     assert [path.name for path in tmp_path.iterdir()] == ["caltech256"]
+
+
+@pytest.mark.parametrize("left", [(), CLASSES])
+def test_a_tree_without_an_image_is_refused_even_as_a_part(
+    tmp_path: Path, tree: Path, heard: pytest.LogCaptureFixture, left: tuple[str, ...]
+) -> None:
+    shutil.rmtree(tree)
+    for name in ("257.clutter", *left):
+        (tree / name).mkdir(parents=True)
+    assert prepare(tmp_path, "-partial") == 2
+    assert f"{tree.parent} is not whole: " in heard.text
+    assert ("has an image" if left else "has no folder of a class") in heard.text
+    assert "Here DATA.DOWNLOAD=true is -download" in heard.text
+    assert not (tmp_path / "caltech256.csv").exists()
 
 
 def test_a_tree_that_is_not_there_is_told(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:

@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "-weights",
                 "--weights",
-                choices=("model", "ema"),
+                choices=("auto", "model", "ema"),
+                default="auto",
                 help="the model's weights or their moving average (default: the average, where there is one)",
             )
         if name == "average":

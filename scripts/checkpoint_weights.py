@@ -36,7 +36,7 @@ OWN = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "TRAI
 """Settings with paths in them, which are nobody else's business."""
 
 
-def strip(path: Path, out: Path, weights: str | None) -> int:
+def strip(path: Path, out: Path, weights: str) -> int:
     source = verified(_one(path))
     name = _file([source], weights)
     write_weights(out, source.tensors(name), _header(source, {"weights": _words(name), "from": source.folder.name}))
@@ -44,7 +44,7 @@ def strip(path: Path, out: Path, weights: str | None) -> int:
     return EXIT_DONE
 
 
-def average(paths: list[Path], last: int | None, out: Path, weights: str | None) -> int:
+def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int:
     sources = [verified(folder) for folder in (_last(paths[0], last) if last else map(_one, paths))]
     name = _file(sources, weights)
     mean = _mean(sources, name)
@@ -78,7 +78,7 @@ def _last(path: Path, count: int) -> list[Path]:
     return folders[-count:]
 
 
-def _file(sources: list[Checkpoint], weights: str | None) -> str:
+def _file(sources: list[Checkpoint], weights: str) -> str:
     """Which of their files: the moving average where all have one, unless the other was asked for."""
     without = [source.folder for source in sources if not source.has(EMA)]
     if weights == "ema" and without:

@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     from scripts.evaluate_figures import Figures
 
 OWN = (
-    Flag("weights", "model, ema, or both side by side (default: the moving average)", "WHICH", ("WEIGHTS",)),
+    Flag(
+        "weights",
+        "auto, model, ema, or both side by side (auto: the average, where there is one)",
+        "WHICH",
+        ("WEIGHTS",),
+    ),
     Flag("part", "val, or train: its images without augmentation (default val)", "PART", ("PART",)),
     Flag("out", "write all figures for machines", "FILE.json", ("OUT",)),
     Flag("confusion", "write the confusion matrix", "FILE.csv|png", ("CONFUSION",)),

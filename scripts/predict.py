@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("topk", "classes shown of each image (default 5)", type=int, default=5, metavar="N")
     flag("format", "default: by the ending of -out, else table", choices=sorted(FORMATS))
     flag("out", "write there; only a whole result takes its name", type=Path, metavar="FILE")
-    flag("weights", "default: the moving average, where there is one", choices=("model", "ema"), default="auto")
+    flag("weights", "default: the moving average, where there is one", choices=("auto", "model", "ema"), default="auto")
     flag("amp", f"{AMP_WORDS}; alone: on (default: as the run validates)", metavar="HOW")
     flag("device", "default: the run's, if it is here, else the best", choices=("cpu", "cuda", "mps"))
     flag("batch_size", "images at a time (default: as the run validates)", type=int, metavar="N")

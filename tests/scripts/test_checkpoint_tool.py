@@ -85,7 +85,7 @@ def test_verify(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     assert one.out.count(": good, ") == 1
 
 
-@pytest.mark.parametrize(("flags", "file"), [((), EMA), (("-weights", "model"), MODEL)])
+@pytest.mark.parametrize(("flags", "file"), [((), EMA), (("-weights", "auto"), EMA), (("-weights", "model"), MODEL)])
 def test_average_of_the_last(
     tool: Callable[..., Result], run: Path, tmp_path: Path, flags: tuple[str, ...], file: str
 ) -> None:

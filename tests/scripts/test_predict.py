@@ -61,7 +61,7 @@ def lines_of(text: str) -> list[Row]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize(("weights", "prefix"), [("model", ""), ("ema", "ema_")])
+@pytest.mark.parametrize(("weights", "prefix"), [("model", ""), ("ema", "ema_"), ("auto", "ema_")])
 def test_on_validations_images_it_is_as_good_as_validation(
     say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path, weights: str, prefix: str
 ) -> None:

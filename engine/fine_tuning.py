@@ -64,5 +64,7 @@ def fine_tuning_words(config: Config, model: nn.Module, optimizer: Optimizer, ra
     if scales:
         why = [f"layer decay {train.LAYER_DECAY:g}"] if train.LAYER_DECAY is not None else []
         why += [f"the classifier's times {train.HEAD_LR:g}"] if train.HEAD_LR != 1 else []
-        parts.append(f"learning rates from {rate * min(scales):.3g} to {rate * max(scales):.3g} ({', '.join(why)})")
+        least, most = f"{rate * min(scales):.3g}", f"{rate * max(scales):.3g}"
+        rates = f"learning rate {most}" if least == most else f"learning rates from {least} to {most}"
+        parts.append(f"{rates} ({', '.join(why)})")
     return "; ".join(parts)

@@ -123,3 +123,11 @@ def test_the_banner_tells_least_and_greatest_rate(tiny: Path, caplog: pytest.Log
     plain = build(tiny)
     assert not fine_tuning_words(load_config(str(tiny)).config, plain.model, plain.parts.optimizer, 2e-3)
     assert "Parameters: 3,850, trainable 3,738 (97.1 %)" in caplog.text
+
+
+def test_the_banner_tells_a_single_rate_once(tiny: Path) -> None:
+    words = {"MODEL.FREEZE": "backbone", "TRAIN.HEAD_LR": "10"}
+    ready = build(tiny, **{key.replace(".", "__"): value for key, value in words.items()})
+    assert fine_tuning_words(load_config(str(tiny), words=words).config, ready.model, ready.parts.optimizer, 2e-3) == (
+        "18 of 20 tensors frozen (backbone); learning rate 0.02 (the classifier's times 10)"
+    )

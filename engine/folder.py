@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -27,6 +28,9 @@ from utils.run_folder import (
 )
 from utils.world import World, from_first, together
 
+WRITTEN_WHOLE = ("broken.txt", "config.yaml", "curves.png", "index.json", "metrics.jsonl", "run.json", "wandb.json")
+"""Of a run's files, those that get their names once they are whole: .NAME.PID until then."""
+
 
 def lock_what_is_there(config: Config, lock: FolderLock) -> None:
     """Before looking for a checkpoint: another run may be about to write one."""
@@ -43,12 +47,23 @@ def folder_of(config: Config, world: World, kind: str, lock: FolderLock | None =
         folder = make_folder(target_folder(config), config.SAVE, kind)
         if lock is not None and lock.take(folder) and holds_a_run(folder):
             raise UserError(f"{folder}: another run was started in this folder a moment ago; name another -output.")
+        if lock is not None:  # so whoever was at work here is dead
+            _remove_unfinished(folder)
         return folder
 
     folder = Path(from_first(str(together(world, made if world.first else Path)), world))
     with nothing_trained_yet(folder):
         log_into(folder, world.rank)
     return folder
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """What a run that was killed had not written to its end."""
+    for path in (*folder.glob(".*"), *(folder / "checkpoints").glob(".*")):
+        name, _, process = path.name[1:].rpartition(".")
+        if name in WRITTEN_WHOLE and process.isdecimal():
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def write_down(

@@ -203,6 +203,22 @@ def test_last_epoch_picks_a_checkpoint(vitamp: Callable[..., Result], whole: Pat
     assert "no usable checkpoint of epoch 3" in refused.err
 
 
+def test_what_a_killed_run_had_not_written_to_its_end_is_removed(
+    vitamp: Callable[..., Result], digits_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(digits_run, run)
+    left = [run / ".curves.png.4242", run / ".run.json.17", run / "checkpoints" / ".index.json.4242"]
+    others = [run / ".report.html.4242", run / ".curves.png.bak"]
+    for path in (*left, *others):
+        path.write_text("half")
+    assert vitamp("-resume", run, "-dry_run").code == 0
+    assert all(path.exists() for path in left), "a dry run changes nothing"
+    assert vitamp("-resume", run).code == 0
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
+
+
 def test_other_samples_are_refused_in_the_middle_of_an_epoch_only(
     vitamp: Callable[..., Result], tiny: Path, imagenet: Path, tmp_path: Path
 ) -> None:

@@ -6,8 +6,8 @@
     python scripts/report.py runs/a -no_predictions
 
 It is one HTML file for any browser, light or dark, wide or narrow, that needs no network and runs no script. Without
--out it is report.html in the run's folder, or in the one that holds all of them. A run that still trains, or was cut
-off, can be looked at too. Flags:
+-out it is report.html in the run's folder, or in the one that holds all of them; in the current folder where only /
+does. A run that still trains, or was cut off, can be looked at too. Flags:
 """
 
 from __future__ import annotations

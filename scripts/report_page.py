@@ -61,11 +61,12 @@ def write_report(
 
 
 def _beside(runs: Sequence[Run]) -> Path:
-    """The run's own folder, or the nearest one that holds all of them."""
+    """The run's own folder, or the nearest one that holds all of them; where only / does, the current one."""
     folders = [run.folder.resolve() for run in runs]
     if len(folders) == 1:
         return folders[0]
-    return next(above for above in folders[0].parents if all(folder.is_relative_to(above) for folder in folders))
+    above = next(above for above in folders[0].parents if all(folder.is_relative_to(above) for folder in folders))
+    return Path.cwd() if above.parent == above else above
 
 
 def _page(runs: Sequence[Run], verdict: str | None, seen: Sequence[Any]) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -183,6 +184,15 @@ def test_where_the_page_lies(tmp_path: Path) -> None:
     assert write_report([one], predictions=False) == one / "report.html"
     assert write_report([one, two, one], predictions=False) == tmp_path / "runs" / "report.html"
     assert "2 runs: one, two" in (tmp_path / "runs" / "report.html").read_text()
+
+
+def test_runs_that_share_nothing_but_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = make_run(tmp_path / "here")
+    top = "/var/tmp" if tmp_path.is_relative_to("/dev") else "/dev/shm"
+    with tempfile.TemporaryDirectory(dir=top) as elsewhere:
+        monkeypatch.chdir(tmp_path)
+        runs = [here, make_run(Path(elsewhere) / "there")]
+        assert write_report(runs, predictions=False) == tmp_path / "report.html"
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def _files(out: Path, formats: list[str]) -> dict[str, Path]:
         files = {name: out.with_name(f"{out.name}{ENDINGS[name]}") for name in formats}
     if not out.absolute().parent.is_dir():
         raise UserError(f"-out {out}: the folder {out.absolute().parent} does not exist.")
-    for file in files.values():
+    beside = [file.with_name(f"{file.name}.data") for name, file in files.items() if name == "onnx"]  # beyond 2 GB
+    for file in (*files.values(), *beside):
         if file.exists():
             raise UserError(f"-out {out}: {file} is there already, and it is not overwritten; name another.")
     return files

@@ -188,7 +188,9 @@ def test_onnx_says_what_it_needs(tool: Export, run: Path, tmp_path: Path, monkey
         (("-to", "onnx", "-out", "m.pt"), "ends in .onnx; name it m.onnx"),
         (("-to", "onnx,torch", "-out", "m.onnx"), "name them without an ending, m"),
         (("-to", "onnx", "-out", "there/m.onnx"), "does not exist"),
-        (("-to", "torch", "-out", "old.pt2"), "is there already"),
+        (("-to", "torch", "-out", "old.pt2"), "old.pt2 is there already"),
+        (("-to", "onnx", "-out", "large.onnx"), "large.onnx.data is there already"),
+        (("-to", "torch,onnx", "-out", "large"), "large.onnx.data is there already"),
         (("-to", "onnx", "-out", "m.onnx", "-dtype", "bf16"), "take fp16"),
         (("-to", "onnx", "-out", "m.onnx", "-opset", "12"), "from 18 to 23"),
         (("-to", "torch", "-out", "m.pt2", "-opset", "20"), "only onnx has one"),
@@ -203,6 +205,7 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("old.pt2").touch()
+    Path("large.onnx.data").touch()
     code, said = tool(run, *words)
     assert code == 2
     assert expected in said

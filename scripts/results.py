@@ -29,6 +29,7 @@ from scripts.benchmark_amp_run import markdown as table_as_markdown  # noqa: E40
 from scripts.benchmark_amp_tables import TABLES  # noqa: E402
 from scripts.benchmark_data_report import markdown  # noqa: E402
 from scripts.compare_table import markdown as comparison_as_markdown  # noqa: E402
+from scripts.run_lines import read_lines, seconds, warm  # noqa: E402
 from utils.config import load_config  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 
@@ -42,9 +43,9 @@ def one_run(folder: Path) -> Row:
     """What a finished run says of itself."""
     about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     config = load_config(str(folder / "config.yaml")).config
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(folder)
     train, val = ([line for line in lines if line["event"] == kind] for kind in ("train", "val"))
-    if lines[-1]["event"] != "run" or lines[-1]["what"] != "end":
+    if not lines or lines[-1]["event"] != "run" or lines[-1]["what"] != "end":
         raise UserError(f"{folder}: this run did not end; only whole runs are results.")
     return {
         "model": config.MODEL.NAME,
@@ -56,8 +57,8 @@ def one_run(folder: Path) -> Row:
         "best_acc1": max(line["acc1"] for line in val),
         "last_acc1": val[-1]["acc1"],
         "skipped": train[-1]["skipped"],
-        "seconds": lines[-1]["perf"]["seconds"],
-        "images_per_second": statistics.median(line["perf"]["images_per_second"] for line in train),
+        "seconds": seconds(lines),
+        "images_per_second": statistics.median(warm(lines, "train", "images_per_second")),
         "command": _portable(about["command"]),
         "device": about["device"],
         "versions": about["versions"],

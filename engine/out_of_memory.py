@@ -20,6 +20,7 @@ from engine.stages import BACKWARD, COPY, FORWARD, OTHER
 from engine.stopping import OUT_OF_MEMORY, Stopped
 from engine.update import Computed, Parts
 from utils.config import Config
+from utils.config.kinds import AUTO
 from utils.errors import TrainingError
 from utils.group import this_rank
 from utils.late_compiler import uncompiled
@@ -49,7 +50,8 @@ def fit(trainer: Trainer) -> int:
 def before_training(error: BaseException, config: Config, device: torch.device) -> str:
     """Where not even what a run begins with fits, or the validation that is all there is to do."""
     validating = IN_VALIDATION in getattr(error, "__notes__", ())
-    ways = ways_out(config, validating) if validating else ["-amp", "a smaller MODEL.NAME or -batch_size"]
+    auto = config.DATA.BATCH_SIZE == AUTO
+    ways = ways_out(config, validating, found=auto) if validating else ["-amp", "a smaller MODEL.NAME or -batch_size"]
     if not validating:
         ways.append("DIST.STRATEGY=fsdp, which deals the weights out over several devices")
     where = IN_VALIDATION if validating else "before the first update"
@@ -66,14 +68,16 @@ def describe(error: BaseException, config: Config, parts: Parts, update: int) ->
     ]
     if blocks := largest_blocks(parts.precision.device):
         lines.append(f"  Most of the memory is taken by {blocks}.")
-    return "\n".join([*lines, "Ways out:", *(f"  {way}" for way in ways_out(config, validating))])
+    return "\n".join([*lines, "Ways out:", *(f"  {way}" for way in ways_out(config, validating, parts.batch_found))])
 
 
-def ways_out(config: Config, validating: bool) -> list[str]:
-    """What to add to the command line, each with what it does."""
+def ways_out(config: Config, validating: bool, found: bool = False) -> list[str]:
+    """What to add to the command line, each with what it does. `found`: the batch size is what `auto` gave."""
     train, batch = config.TRAIN, config.DATA.BATCH_SIZE
     ways = []
-    if validating:
+    if validating and (config.DATA.BATCH_SIZE_EVAL or batch) == AUTO:
+        ways.append("-batch_size_eval N, fewer than auto found: a validation's figures do not depend on it")
+    elif validating:
         half = max(1, (config.DATA.BATCH_SIZE_EVAL or batch) // 2)
         ways.append(f"-batch_size_eval {half}: a validation's figures do not depend on it")
     elif batch > 1:
@@ -85,7 +89,8 @@ def ways_out(config: Config, validating: bool) -> list[str]:
         ways.append("TRAIN.GRAD_CHECKPOINT=blocks: less is kept for the backward pass, which computes it again")
     if not config.AMP.ENABLED:
         ways.append("-amp: most of what is kept takes half the room")
-    ways.append("-batch_size auto: finds how many images fit")
+    if not found:
+        ways.append("-batch_size auto: finds how many images fit")
     return ways
 
 

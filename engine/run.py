@@ -123,6 +123,7 @@ def _train(
     sharding = sharding_of(config, world, device)
     ready = together(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
     ready.choices.update(found)
+    ready.parts.batch_found = bool(found)
     kept = checkpoint.meta.get("choices", {}) if checkpoint else {}
     compiling = choose_compiling(config, ready.parts, world, _updates_left(config, ready), kept.get("compile"))
     ready.choices |= compiling.as_noted()

@@ -68,6 +68,8 @@ class Parts:
     """Where a micro-batch that does not fit is to be split (TRAIN.OOM)."""
     most_at_once: int | None = None
     """Images of one that have fitted since."""
+    batch_found: bool = False
+    """Whether DATA.BATCH_SIZE is what `auto` found."""
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 moved, beside those the settings name."""
     skips: SkipRecord = field(default_factory=SkipRecord)

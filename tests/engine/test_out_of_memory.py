@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.evaluate import evaluate
 from engine.memory import IN_VALIDATION, is_out_of_memory, largest_blocks
-from engine.out_of_memory import Splitting, describe, ways_out
+from engine.out_of_memory import Splitting, before_training, describe, ways_out
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train
 from tests.program import ROOT, Result, metrics
@@ -181,6 +181,24 @@ def test_it_is_told_once_what_helps(small_device: Callable[..., Result], tmp_pat
         f"The last checkpoint is step-000000051: go on from it by -resume {run}",
     ):
         assert part in done.err, part
+
+
+def test_who_found_the_batch_by_auto_is_not_told_to(small_device: Callable[..., Result], tmp_path: Path) -> None:
+    words = ("-batch_size", "auto", "TRAIN.MEMORY_LIMIT=0.0005", "TRAIN.NUM_EPOCHS=9", "-output", tmp_path / "run")
+    done = small_device(*words, ABOVE=1, FROM=150)
+    assert done.code == 1, done.text
+    assert "out of memory in update" in done.err
+    assert "-accum_iter 2" in done.err
+    assert "-batch_size auto" not in done.err
+
+
+def test_a_validation_alone_with_auto_is_told_what_helps(tiny: Path) -> None:
+    error = torch.OutOfMemoryError("out of memory")
+    error.add_note(IN_VALIDATION)
+    config = load_config(str(tiny), words={"DATA.BATCH_SIZE": "auto"}).config
+    told = before_training(error, config, torch.device("cpu"))
+    assert "-batch_size_eval N, fewer than auto found" in told
+    assert "-batch_size auto" not in told
 
 
 @pytest.mark.slow  # three runs

@@ -68,9 +68,12 @@ def try_out(config: Config, ready: ReadyToTrain, world: World, updates_left: int
 
 def _windows(ready: ReadyToTrain) -> Iterator[Window]:
     """Those that would come, epoch after epoch."""
-    for epoch in itertools.count(ready.position.epoch):
+    begin, step = ready.position.epoch, ready.position.step
+    if 0 < step == ready.train_loader.order.updates - 1:  # an epoch's last one may be short: no measure for the others
+        begin, step = begin + 1, 0
+    for epoch in itertools.count(begin):
         ready.parts.start_epoch(epoch)
-        yield from ready.train_loader.epoch(epoch, ready.position.step if epoch == ready.position.epoch else 0)
+        yield from ready.train_loader.epoch(epoch, step if epoch == begin else 0)
 
 
 def _first(windows: Iterator[Window]) -> tuple[Window, Batch]:

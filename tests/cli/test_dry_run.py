@@ -11,7 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import engine.update
+from datasets import Window
+from engine.dry_run import try_out
 from engine.dry_run_words import Costs, Memory, Speed, told
+from engine.setup import build_for_training
+from engine.update import Parts
 from tests.program import Result
 from utils.config import load_config
 from utils.world import ALONE
@@ -96,3 +101,23 @@ def test_on_a_cpu_loading_takes_from_the_same_cores(tiny: Path) -> None:
 def test_too_little_memory_and_disk_are_told(tiny: Path) -> None:
     assert "nearly all there is: a smaller -batch_size" in words(tiny, replace(COSTS, total=8 * MIB))
     assert "too little: name another -output" in words(tiny, replace(COSTS, checkpoint=2**60))
+
+
+@pytest.mark.parametrize("step", [0, 4, 5])
+def test_the_short_window_of_an_epochs_end_is_no_measure(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """44 micro-batches are five windows of eight and one of four, which a resumed run may have before it."""
+    config = load_config(str(tiny), words={"TRAIN.ACCUM_ITER": "8", "SAVE": str(tmp_path)}).config
+    ready = build_for_training(config, ALONE, torch.device("cpu"), None)
+    ready.choices["compile"], ready.position.step = "none", step
+    measured: set[int] = set()
+    update = engine.update.train_update
+
+    def watched(parts: Parts, window: Window, number: int) -> None:
+        measured.add(len(window.shares))
+        update(parts, window, number)
+
+    monkeypatch.setattr(engine.update, "train_update", watched)
+    try_out(config, ready, ALONE, 12 - step)
+    assert measured == {8}

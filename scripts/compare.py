@@ -79,7 +79,6 @@ def _compare(argv: list[str]) -> int:
 
 def _write_down(asked: Plan, failed: dict[str, str], out: Path) -> dict[str, Any]:
     """compare.json: all there is so far."""
-    from engine.device import describe_one
     from scripts.compare_figures import figures_of, is_finished
     from scripts.compare_plan import in_words
     from scripts.compare_verdict import by_mode, judge, troubles
@@ -100,7 +99,7 @@ def _write_down(asked: Plan, failed: dict[str, str], out: Path) -> dict[str, Any
         "seeds": list(asked.seeds),
         "date": time.strftime("%Y-%m-%d"),
         "command": shlex.join(["python", "scripts/compare.py", *sys.argv[1:]]),
-        "device": next((row["device"] for row in rows), describe_one(asked.device)),
+        "device": next((row["device"] for row in rows), asked.device),
         "versions": next((row["versions"] for row in rows), {}),
         "git": git_state(),
         "settings": in_words(asked.runs[0].config),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import multiprocessing
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config import Config, differences, load_config, to_yaml
 from utils.errors import UserError, nearest
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from scripts.doctor_modes import Mode
 
+T = TypeVar("T")
 SET_BY_IT = {
     "AMP.ENABLED": "the modes are compared: name them by -modes",
     "AMP.DTYPE": "the modes are compared: name them by -modes",
@@ -58,7 +61,8 @@ class Plan:
     seeds: tuple[int, ...]
     runs: tuple[Run, ...]
     """In the order in which they are trained."""
-    device: torch.device
+    device: str
+    """Its name."""
     processes: int | None
     """-ngpus, where it was given."""
     remarks: tuple[str, ...]
@@ -128,8 +132,10 @@ def plan(line: ToolLine, out: Path) -> Plan:
     from utils.world import ALONE
 
     device = pick_device(loaded.config.DEVICE, ALONE)
-    modes = read_modes(line.own["MODES"][0] if "MODES" in line.own else "fp32,auto", loaded.config, device)
-    remarks = (*loaded.notes, *_remarks(modes, loaded.config, device))
+    named = line.own["MODES"][0] if "MODES" in line.own else "fp32,auto"
+    # Whoever asks a GPU holds some of its memory to his end, and in exclusive mode all of it: that must not be us.
+    asked = named, loaded.config, device
+    modes, remarks, name = in_another_process(_judged, *asked) if device.type == "cuda" else _judged(*asked)
     runs = tuple(
         Run(mode.name, seed, _settings(line, mode, seed), out / f"{mode.name}-{seed}")
         for nth, seed in enumerate(seeds)
@@ -138,7 +144,21 @@ def plan(line: ToolLine, out: Path) -> Plan:
     )
     _check_all(runs)
     number = None if loaded.config.NGPUS == -1 else loaded.config.NGPUS
-    return Plan(modes, seeds, runs, device, number, remarks)
+    return Plan(modes, seeds, runs, name, number, (*loaded.notes, *remarks))
+
+
+def in_another_process(work: Callable[..., T], *given: object) -> T:
+    """What it gives back, or raises."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(work, *given).result()
+
+
+def _judged(named: str, config: Config, device: torch.device) -> tuple[tuple[Mode, ...], list[str], str]:
+    """The modes, what is to be told of them, and what the device is called: all that the device itself is asked."""
+    from engine.device import describe_one
+
+    modes = read_modes(named, config, device)
+    return modes, _remarks(modes, config, device), describe_one(device)
 
 
 def _settings(line: ToolLine, mode: Mode, seed: int) -> Config:

@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
+import torch
 
-from scripts import compare_train
+from scripts import compare_plan, compare_train
 from scripts.compare import main
 from scripts.compare_plan import read_modes, read_seeds
 from tests.program import ROOT, Started, metrics
@@ -113,6 +115,34 @@ def test_two_modes_from_settings_to_verdict_and_no_training_twice(
     assert found["verdicts"][0]["text"] in said.out, "a full disk does not cost the verdict"
     assert f"{out / 'compare.json'}: cannot be written (No space left on device)" in said.err
     assert "all figures:" not in said.out
+
+
+def test_it_holds_no_gpu_while_its_runs_train(compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch is asked of a GPU begins by opening it."""
+    opened: list[str] = []
+
+    def elsewhere(work: Callable[..., Any], *given: object) -> Any:
+        with monkeypatch.context() as there:
+            there.setattr(torch.cuda, "_lazy_init", lambda: None)
+            return work(*given)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: opened.append("here"))
+    hopper = SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda _: hopper, raising=False)
+    monkeypatch.setattr(compare_plan, "in_another_process", elsewhere)
+    monkeypatch.setattr(compare_train, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
+    assert compare("-device", "cuda", "-modes", "fp32,auto,tf32,fp8", "-seeds", "0,") == 1
+    assert figures(tmp_path / "out")["compared"] == ["fp32", "fp16", "tf32", "fp8"]
+    assert figures(tmp_path / "out")["device"] == "H100, 80 GiB, compute capability 9.0"
+    assert opened == []
+
+
+def test_another_process_is_another_and_hands_errors_on() -> None:
+    assert compare_plan.in_another_process(os.getpid) != os.getpid()
+    with pytest.raises(UserError, match="takes how many"):
+        compare_plan.in_another_process(read_seeds, "x")
 
 
 def test_a_run_that_fails_is_told_and_the_others_are_compared(
@@ -224,8 +254,6 @@ def test_other_settings_in_the_same_folder_are_an_error_that_names_them(
 
 
 def test_names_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     cpu = torch.device("cpu")
     names = "off, O2:bf16,naive-FP16,O3,auto,fp16,fp8,O2-fp16,NAIVE"
     assert [mode.name for mode in read_modes(names, Config(), cpu)] == [

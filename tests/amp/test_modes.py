@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,62 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from datasets import Batch, Share, Window
-from engine import fp8
 from engine.checkpoint import MODEL, save_checkpoint
 from engine.evaluate import evaluate
 from engine.precision import Precision, check_amp
 from engine.prepare import hint
 from engine.setup import ReadyToTrain
 from engine.update import train_update
+from tests.amp.modes import BF16, FP16, FP32, MODES, PLAIN_STEPS, SCALED, WITH_MASTERS, amp, change
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
-from utils.config import AmpConfig, TrainConfig
+from utils.config import TrainConfig
 from utils.errors import UserError
 from utils.log import log
 from utils.world import ALONE
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-MODES = {
-    "O1 bf16": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16"},
-    "O2 bf16": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": "O2"},
-    "NAIVE bf16": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": "NAIVE"},
-    "O3 bf16": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": "O3"},
-    "fp8": {"AMP__ENABLED": "true", "AMP__DTYPE": "fp8"},
-    "O1 fp16": {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 1024},
-    "O2 fp16": {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__LEVEL": "O2", "AMP__INIT_LOSS_SCALING": 1024},
-    "NAIVE fp16": {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__LEVEL": "NAIVE", "AMP__INIT_LOSS_SCALING": 1024},
-}
-WITH_MASTERS = [name for name in MODES if not name.startswith(("O3", "fp8"))]
-SCALED = [name for name in MODES if name.endswith("fp16")]
-
-# One update changes the weights by minus the gradient.
-PLAIN_STEPS = {
-    "TRAIN__OPTIMIZER__NAME": "SGD",
-    "TRAIN__OPTIMIZER__MOMENTUM": 0,
-    "TRAIN__WEIGHT_DECAY": 0,
-    "TRAIN__BASE_LR": 1,
-    "TRAIN__WARMUP_EPOCHS": 0,
-    "TRAIN__GRAD_CLIP": "null",
-}
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(log, "propagate", True)
-    with caplog.at_level(logging.INFO, "vitamp"):
-        yield caplog
-
-
-def change(ready: ReadyToTrain, window: Window) -> Tensor:
-    """What one update does to the weights, as one vector."""
-    before = [p.detach().clone().float() for p in ready.parts.model.parameters()]
-    train_update(ready.parts, window, 1)
-    after = [p.detach().float() for p in ready.parts.model.parameters()]
-    return torch.cat([(new - old).flatten() for new, old in zip(after, before, strict=True)])
 
 
 def noting(outputs: set[torch.dtype]) -> Any:
@@ -263,10 +220,6 @@ def test_o3_trains_in_bf16_and_warns(tiny: Path, said: pytest.LogCaptureFixture)
     assert "O2" in warning
 
 
-def amp(**keys: Any) -> AmpConfig:
-    return AmpConfig(ENABLED=True, **keys)
-
-
 def test_o3_in_fp16_only_where_its_epsilon_is_no_zero() -> None:
     eps = {"NAME": "AdamW", "EPS": 1e-8}
     with pytest.raises(UserError, match=r"O3 in fp16.*EPS 1e-08.*explode.*0\.0001.*bf16.*O2"):
@@ -331,83 +284,6 @@ def test_modules_kept_in_fp32_hold_and_compute_in_it(tiny: Path, level: str) -> 
     weight = forward.get_parameter("blocks.0.mlp.fc1.weight")
     assert weight is ready.model.get_parameter("blocks.0.mlp.fc1.weight")
     assert forward.get_parameter("blocks.0.attn.qkv.weight").dtype is (BF16 if level == "O2" else FP32)
-
-
-# ---- fp8
-
-
-def linears(model: nn.Module) -> dict[str, str]:
-    return {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_fp8_takes_the_layers_that_fit_and_says_what_it_does(
-    tiny: Path, said: pytest.LogCaptureFixture, recipe: str
-) -> None:
-    words = {**MODES["fp8"], "AMP__FP8_RECIPE": recipe, "MODEL__EMBED_DIM": 16, "MODEL__MLP_RATIO": 1.5}
-    ready = build(tiny, **words)
-    fitting = dict.fromkeys(["blocks.0.attn.qkv", "blocks.0.attn.proj"], "Float8Linear")
-    others = dict.fromkeys(["blocks.0.mlp.fc1", "blocks.0.mlp.fc2", "head"], "Linear")
-    assert linears(ready.model) == {**fitting, **others}
-    (warning,) = [r.getMessage() for r in said.records if (r.name, r.levelno) == (log.name, logging.WARNING)]
-    assert "EMULATED" in warning
-    assert "8.9" in warning
-    (left,) = [r.getMessage() for r in said.records if "left in bf16" in r.getMessage()]
-    assert left.endswith(": blocks.0.mlp.fc1, blocks.0.mlp.fc2, head")
-    qkv: Any = ready.model.get_submodule("blocks.0.attn.qkv")
-    rowwise = str(qkv.config.cast_config_input.scaling_granularity).lower().endswith("axiswise")
-    assert rowwise is (recipe == "rowwise")
-    assert qkv.config.emulate
-    assert list(ready.model.state_dict()) == list(build(tiny).model.state_dict())
-
-
-def test_fp8_is_fp8(tiny: Path) -> None:
-    """Coarser than bf16, and close to it all the same."""
-    changes = {}
-    for name, words in (("fp32", {}), ("bf16", MODES["O1 bf16"]), ("fp8", MODES["fp8"])):
-        ready = build(tiny, **words, **PLAIN_STEPS)
-        changes[name] = change(ready, next(windows(ready)))
-    exact = changes["fp32"]
-    error = {name: ((moved - exact).norm() / exact.norm()).item() for name, moved in changes.items()}
-    assert 3 * error["bf16"] < error["fp8"] < 0.3
-
-
-def test_fp8_takes_any_number_of_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulated products take all sizes; those of a GPU, of which torch knows the rules, only multiples of 16."""
-    monkeypatch.setattr(fp8, "hardware_has_fp8", lambda _: True)
-    for recipe in ("tensorwise", "rowwise"):
-        with FakeTensorMode():
-            model = nn.Sequential(nn.Linear(32, 64, bias=False, device="cuda", dtype=torch.bfloat16))
-            fp8.convert(model, recipe, torch.device("cuda"), None, [])
-            images = torch.empty(8, 197, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            node: Any = model(images).grad_fn
-            while "matmul_with_hp" not in node.name():
-                node = node.next_functions[0][0]
-            # The node alone: torch's engine would start a thread for a GPU that is not there.
-            _, of_weight, *_ = node.apply(torch.empty(8, 197, 64, device="cuda", dtype=torch.bfloat16))
-            assert of_weight.shape == (32, 64)
-
-
-def test_modules_kept_in_fp32_are_no_fp8(tiny: Path) -> None:
-    ready = build(tiny, **MODES["fp8"], AMP__FP32_MODULES="blocks.0.mlp")
-    kinds = linears(ready.model)
-    assert kinds["blocks.0.mlp.fc1"] == kinds["blocks.0.mlp.fc2"] == "Linear"
-    assert kinds["blocks.0.attn.qkv"] == "Float8Linear"
-
-
-def test_fp8_without_torchao_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("torchao", "torchao.float8"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=r"fp8 needs torchao.*pip install -r requirements-extra\.txt"):
-        check_amp(amp(DTYPE="fp8"), TrainConfig())
-    check_amp(amp(DTYPE="bf16"), TrainConfig())
-    check_amp(AmpConfig(DTYPE="fp8"), TrainConfig())  # AMP is off
-
-
-@pytest.mark.parametrize("level", ["O2", "NAIVE", "O3"])
-def test_fp8_goes_with_autocast_alone(level: str) -> None:
-    with pytest.raises(UserError, match=rf"fp8.*O1 only, not {level}"):
-        check_amp(amp(DTYPE="fp8", LEVEL=level), TrainConfig())
 
 
 # ---- the hint

@@ -1,13 +1,9 @@
-"""PaddleViT's weights become timm's, with the same outputs; and a pickle that wants anything else is refused."""
+"""PaddleViT's weights become timm's, with the same outputs."""
 
 from __future__ import annotations
 
-import io
-import os
 import pickle
 import re
-import struct
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,155 +13,32 @@ import pytest
 import timm
 import torch
 from safetensors import safe_open
-from timm.models.deit import VisionTransformerDistilled
-from timm.models.swin_transformer import SwinTransformer
-from timm.models.vision_transformer import VisionTransformer
-from torch import nn
 
 from engine.trained import load_trained
 from models import build_model, load_pretrained
 from models.paddle_file import read_pdparams
 from models.paddle_names import convert, sizes_of_weights, timm_name
-from scripts import import_paddle
+from tests.scripts.paddle_files import (
+    BLOCKS,
+    MODELS,
+    SWIN,
+    TODAY,
+    VIT,
+    Arrays,
+    Tool,
+    of_paddle,
+    pieces_of,
+    state_dict_of,
+    tool_of,
+    training_of,
+    write,
+)
 from utils.config.model import ModelConfig
-from utils.errors import UserError
-
-Arrays = dict[str, np.ndarray]
-Tool = Callable[..., tuple[int, str]]
-
-VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
-SWIN: dict[str, Any] = {"img_size": 56, "window_size": 7, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)}
-SWIN |= {"num_classes": 5}
-BLOCKS = {"norm1": "attn_norm", "norm2": "mlp_norm", "attn.proj": "attn.out"}
-TODAY = {
-    "cls_token": "cls_token",
-    "dist_token": "dist_token",
-    "pos_embed": "position_embedding",
-    "patch_embed.proj": "patch_embedding.patch_embedding",
-    "norm": "encoder.encoder_norm",
-    "head": "classifier",
-    "head_dist": "classifier_dist",
-    "blocks": "encoder.layers",
-}
-SECOND = TODAY | {
-    "cls_token": "patch_embedding.cls_token",
-    "pos_embed": "patch_embedding.position_embeddings",
-}
-FIRST = TODAY | {
-    "cls_token": "transformer.embeddings.cls_token",
-    "pos_embed": "transformer.embeddings.position_embeddings",
-    "patch_embed.proj": "transformer.embeddings.patch_embeddings",
-    "norm": "transformer.encoder.encoder_norm",
-    "blocks": "transformer.encoder.layers",
-}
-FIRST_DEIT = {
-    "cls_token": "class_token",
-    "dist_token": "distill_token",
-    "pos_embed": "pos_embed",
-    "patch_embed.proj": "patch_embed.proj",
-    "norm": "norm",
-    "head": "head",
-    "head_dist": "head_distill",
-    "blocks": "layers",
-}
-OF_SWIN = {"patch_embed.proj": "patch_embedding.patch_embed", "patch_embed.norm": "patch_embedding.norm"}
-OF_SWIN |= {"norm": "norm", "head.fc": "fc"}
-
-
-def drawn(model: nn.Module) -> nn.Module:
-    """Every tensor with values of its own, norms and biases too."""
-    torch.manual_seed(1)
-    for weight in model.parameters():
-        nn.init.normal_(weight, std=0.3)
-    return model.eval()
-
-
-def of_paddle(model: nn.Module, names: dict[str, str], blocks: dict[str, str]) -> Arrays:
-    """The weights as PaddleViT has them: the inverse of the renaming."""
-    arrays = {}
-    for key, value in model.state_dict().items():
-        place, _, kind = key.rpartition(".")
-        if block := re.fullmatch(r"blocks\.(\d+)\.(.+)", place):
-            name = f"{names['blocks']}.{block[1]}.{blocks.get(block[2], block[2])}.{kind}"
-        elif block := re.fullmatch(r"layers\.(\d+)\.downsample(.+)", place):
-            name = f"stages.{int(block[1]) - 1}.downsample{block[2]}.{kind}"
-        elif key.startswith("layers."):
-            name = key.replace("layers.", "stages.", 1)
-        else:
-            name = f"{names[place]}.{kind}" if place else names[key]
-        array = value.numpy()
-        linear = kind == "weight" and array.ndim == 2
-        arrays[name] = np.ascontiguousarray(array.T) if linear else array
-    return arrays
-
-
-def swin_of_paddle() -> tuple[nn.Module, Arrays]:
-    model = drawn(SwinTransformer(**SWIN))
-    arrays = of_paddle(model, OF_SWIN, {})
-    arrays["stages.0.blocks.1.attn_mask"] = np.zeros((4, 49, 49), np.float32)
-    arrays["stages.0.blocks.0.attn.relative_position_index"] = np.zeros((49, 49), np.int64)
-    return model, arrays
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, Arrays]]] = {
-    "vit": lambda: (model := drawn(VisionTransformer(**VIT)), of_paddle(model, TODAY, BLOCKS)),
-    "vit, second": lambda: (model := drawn(VisionTransformer(**VIT)), of_paddle(model, SECOND, BLOCKS)),
-    "vit, first": lambda: (model := drawn(VisionTransformer(**VIT)), of_paddle(model, FIRST, BLOCKS)),
-    "distilled": lambda: (model := drawn(VisionTransformerDistilled(**VIT)), of_paddle(model, TODAY, BLOCKS)),
-    "distilled, first": lambda: (model := drawn(VisionTransformerDistilled(**VIT)), of_paddle(model, FIRST_DEIT, {})),
-    "swin": swin_of_paddle,
-}
-
-
-class Tensor:
-    """As newer versions of paddle.save write one: by a call of tuple, with the tensor's name in its graph."""
-
-    def __init__(self, name: str, data: np.ndarray) -> None:
-        self.name, self.data = name, data
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, ((self.name, self.data),)
-
-
-def state_dict_of(arrays: Arrays) -> dict[str, Any]:
-    return {**arrays, "StructuredToParameterName@@": {name: f"linear_{n}.w_0" for n, name in enumerate(arrays)}}
-
-
-def training_of(arrays: Arrays) -> dict[str, Any]:
-    tensors = OrderedDict((name, Tensor(f"p_{n}", array)) for n, (name, array) in enumerate(arrays.items()))
-    rate = {"last_epoch": 3, "last_lr": np.float64(0.1), "betas": (0.9, None)}
-    return {"model": tensors, "optimizer": {"LR_Scheduler": rate, "m": Tensor("m", np.ones(3))}, "epoch": 3}
-
-
-def pieces_of(arrays: Arrays) -> dict[str, Any]:
-    """Arrays of more than 60 numbers in pieces, as those of more than a GiB are."""
-    content, cut = dict[str, Any](), {}
-    for name, array in arrays.items():
-        if array.size <= 60:
-            content[name] = array
-            continue
-        flat = array.flatten()
-        slices = {f"{name}@@.{n}": flat[n * 60 : (n + 1) * 60] for n in range(-(-flat.size // 60))}
-        content |= slices
-        cut[name] = {"OriginShape": array.shape, "slices": list(slices)}
-    return {**content, "UnpackBigParamInfor@@": cut, "StructuredToParameterName@@": {}}
 
 
 @pytest.fixture
 def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
-    """Run it in this process: its exit code, and what it said."""
-
-    def call(*words: object) -> tuple[int, str]:
-        capsys.readouterr()
-        code = import_paddle.main([str(word) for word in words])
-        return code, "".join(capsys.readouterr())
-
-    return call
-
-
-def write(path: Path, content: Any, protocol: int = 4) -> Path:
-    path.write_bytes(pickle.dumps(content, protocol=protocol))
-    return path
+    return tool_of(capsys)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -289,118 +162,3 @@ def test_commands_that_cannot_work(tool: Tool, tmp_path: Path) -> None:
         assert code == 2, said
         assert told in said
     assert tool(file, "-name", "vit_tiny_patch16_224")[0] == 1
-
-
-class Calls:
-    """A pickle that calls what it likes."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.function, self.arguments = function, arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.function, self.arguments
-
-
-class WithId(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> Any:
-        return Calls(os.system, "touch ran") if isinstance(obj, set) else None
-
-
-def by_persistent_id() -> bytes:
-    stream = io.BytesIO()
-    WithId(stream, 2).dump({"w": {1}})
-    return stream.getvalue()
-
-
-def objects() -> np.ndarray:
-    return np.array([Calls(os.system, "touch ran"), 1], dtype=object)
-
-
-MALICIOUS: dict[str, tuple[bytes, str]] = {
-    "os.system": (pickle.dumps({"w": Calls(os.system, "touch ran")}), "posix.system"),
-    "os.system, protocol 0": (pickle.dumps({"w": Calls(os.system, "touch ran")}, 0), "posix.system"),
-    "eval": (pickle.dumps({"w": Calls(eval, "open('ran', 'w')")}), "builtins.eval"),
-    "getattr": (pickle.dumps([Calls(getattr, "x", "join")]), "builtins.getattr"),
-    "numpy's own": (pickle.dumps({"w": Calls(np.load, "ran")}), "numpy.load"),
-    "nested": (pickle.dumps({"model": {"w": [({"a": Calls(os.system, "touch ran")},)]}}), "posix.system"),
-    "as a key": (pickle.dumps({("w", 1): 1}), "a dict by tuple"),
-    "in a persistent id": (by_persistent_id(), "posix.system"),
-    "a persistent id": (b"\x80\x02}U\x01wU\x01xQs.", "persistent ids"),
-    "an array of objects": (pickle.dumps({"w": objects()}), "'O8'"),
-    "an array of records": (pickle.dumps({"w": np.zeros(2, [("a", "f4")])}), "'V4'"),
-    "an instance": (b"(iposix\nsystem\np0\n.", "posix.system"),
-    "an object": (b"(cposix\nsystem\nS'touch ran'\no.", "posix.system"),
-    "an extension": (b"\x80\x02\x82\x01.", "extensions"),
-    "a call of what is no function": (b"\x80\x02U\x01x)R.", "no function"),
-    "a change of a function": (b"\x80\x02cnumpy\nndarray\n}U\x04callU\x01xsb.", "no array"),
-    "a subclass in the array's place": (
-        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n(cnumpy\ndtype\nK\x00\x85U\x01btR.",
-        "in a way that numpy does not",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", MALICIOUS)
-def test_what_is_no_array_is_refused_and_nothing_is_run(
-    kind: str, tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    content, told = MALICIOUS[kind]
-    (tmp_path / "w.pdparams").write_bytes(content)
-    code, said = tool(tmp_path / "w.pdparams")
-    assert code == 2, said
-    assert told in said
-    assert "nothing in it was run" in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.pdparams"]
-    with pytest.raises(UserError, match=r"w\.pdparams"):
-        load_pretrained(nn.Linear(1, 1), str(tmp_path / "w.pdparams"), "linear")
-    assert not (tmp_path / "ran").exists()
-
-
-def huge(size: int) -> bytes:
-    """An array whose shape says so much, over three numbers."""
-    content = pickle.dumps({"w": np.arange(3, dtype=np.float32)}, protocol=2)
-    assert content.count(b"K\x03\x85") == 1
-    return content.replace(b"K\x03\x85", b"\x8a\x05" + size.to_bytes(5, "little") + b"\x85")
-
-
-BROKEN: dict[str, bytes] = {
-    "no pickle": b"PK\x03\x04 what is this",
-    "empty": b"",
-    "cut off": pickle.dumps({"w": np.arange(300.0)})[:-500],
-    "no dict": pickle.dumps([1, 2]),
-    "no arrays": pickle.dumps({"epoch": 3}),
-    "a shape without numbers": huge(2**38),
-    "bytes that are not there": b"\x80\x04}U\x01w\x8e" + struct.pack("<Q", 2**40) + b"x",
-    "a frame that is not there": b"\x80\x04\x95" + struct.pack("<Q", 2**40) + b"}.",
-    "a place in the memo": b"\x80\x02}r\xff\xff\xff\xff.",
-}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_file_is_told_and_takes_no_memory(kind: str, tmp_path: Path, tool: Tool) -> None:
-    import tracemalloc
-
-    (tmp_path / "w.pdparams").write_bytes(BROKEN[kind])
-    tracemalloc.start()
-    with pytest.raises(UserError, match=re.escape(str(tmp_path / "w.pdparams"))):
-        read_pdparams(tmp_path / "w.pdparams")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 2**20
-    assert tool(tmp_path / "w.pdparams")[0] == 2
-
-
-def test_a_small_file_does_not_grow(tmp_path: Path) -> None:
-    """The same numbers by a thousand names, and the same text made bytes a thousand times."""
-    array = np.arange(10_000.0)
-    write(tmp_path / "w.pdparams", {str(n): array for n in range(1000)})
-    with pytest.raises(UserError, match="larger than the file"):
-        read_pdparams(tmp_path / "w.pdparams")
-    text = "x" * 100_000
-    again = b"c_codecs\nencode\nh\x00U\x06latin1\x86R0" * 1000
-    (tmp_path / "w.pdparams").write_bytes(
-        b"\x80\x02X" + struct.pack("<I", len(text)) + text.encode() + b"q\x000" + again + b"N."
-    )
-    with pytest.raises(UserError, match="more bytes than it holds"):
-        read_pdparams(tmp_path / "w.pdparams")

@@ -14,7 +14,7 @@ from torch import nn
 
 from models import build_model, load_pretrained
 from scripts import import_paddle
-from tests.scripts.test_import_paddle import BLOCKS, MODELS, TODAY, VIT, drawn, of_paddle, write
+from tests.scripts.paddle_files import BLOCKS, MODELS, TODAY, VIT, drawn, of_paddle, write
 from utils.cli import parse
 from utils.config import load_config
 

@@ -1,0 +1,64 @@
+"""Small models that overflow, and the watch over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from datasets import Batch, Share
+from engine.overflow import Blame, OverflowWatch
+
+CPU = torch.device("cpu")
+SAMPLES = 4
+
+
+def vit() -> Any:
+    """Small enough for a CPU that computes fp16 slowly."""
+    torch.manual_seed(0)
+    return VisionTransformer(img_size=8, patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=10)
+
+
+def micro_batch(number: int = 0, images: Tensor | None = None) -> tuple[Share, Batch]:
+    generator = torch.Generator().manual_seed(number)
+    if images is None:
+        images = torch.randn(SAMPLES, 3, 8, 8, generator=generator)
+    indices = torch.arange(SAMPLES) + 100 * (number + 1)
+    return Share(number, indices.numpy(), 1.0), Batch(images, torch.arange(SAMPLES), indices)
+
+
+def half() -> torch.autocast:
+    return torch.autocast("cpu", torch.float16)
+
+
+def watch_of(model: nn.Module, **options: Any) -> OverflowWatch:
+    return OverflowWatch(model, nn.Identity(), F.cross_entropy, half, seed=7, device=CPU, **options)
+
+
+def blame_of(model: nn.Module, *micro_batches: tuple[Share, Batch], scale: float = 1.0) -> Blame:
+    watch = watch_of(model)
+    watch.keep(1, list(micro_batches) or [micro_batch()], torch.tensor(scale))
+    watch.after(1, False)
+    (blame,) = watch.take()
+    return blame
+
+
+def with_huge_bias() -> Any:
+    model = vit()
+    nn.init.constant_(model.blocks[2].mlp.fc1.bias, 7e4)
+    return model
+
+
+class Forward(nn.Module):
+    """A module of one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)

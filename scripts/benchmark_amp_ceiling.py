@@ -12,27 +12,45 @@ from utils.config import AmpConfig, Config
 if TYPE_CHECKING:
     import torch
 
+    from engine.flops import Peak
+    from engine.precision import Precision
+
+
+_peaks: dict[tuple[str, str, int], Peak | None] = {}
+"""By kind, device and threads: measured once a process, for all tables that it makes."""
+
 
 def ceiling(config: Config, device: torch.device, precisions: Iterable[AmpConfig]) -> dict[str, Any]:
     """GFLOP of an image in training, and TFLOP/s of the device in each precision: listed, or measured here."""
     import torch
 
-    from engine.flops import peak_of, training_flops
+    from engine.flops import training_flops
     from engine.precision import Precision
     from models import build_without_weights
 
     size, channels = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
     flops = training_flops(build_without_weights(config.MODEL, size, channels), channels, size)
     peaks: dict[str, Any] = {}
-    nowhere = Path("-")  # no run to remember it
     for amp in precisions:
         precision = Precision(amp, device)
         kind = precision.name.split()[-1]
-        if kind not in peaks and (peak := peak_of(precision, torch.get_num_threads(), True, nowhere)) is not None:
+        if kind not in peaks and (peak := _peak(kind, precision)) is not None:
             peaks[kind] = {"tflops": peak.tflops, "how": peak.how}
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what is measured next may need all of it
     return {"gflop_per_image": flops / 1e9 if flops else None, "peaks": peaks}
+
+
+def _peak(kind: str, precision: Precision) -> Peak | None:
+    import torch
+
+    from engine.flops import peak_of
+
+    threads = torch.get_num_threads()
+    key = kind, str(precision.device), threads
+    if key not in _peaks:
+        _peaks[key] = peak_of(precision, threads, True, Path("-"))  # no run to remember it
+    return _peaks[key]
 
 
 def of_peak(found: Found, name: str) -> str:

@@ -141,6 +141,16 @@ def failures(found: Found) -> list[str]:
     return [f"not measured: {', '.join(who)}: {why}" for why, who in names.items()]
 
 
+def is_whole(found: Found) -> bool:
+    """Whether nothing is left to measure."""
+    return all(len(turns) >= found["rounds"] or failure(found, name) for name, turns in found["turns"].items())
+
+
+def is_anything(found: Found) -> bool:
+    """Whether a turn gave something."""
+    return any("failed" not in turn for turns in found["turns"].values() for turn in turns)
+
+
 def shown(number: float | None, digits: int = 3) -> str:
     """With as many digits as say something."""
     if number is None:

@@ -5,31 +5,36 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmark_amp_frame import Contender, Figures, Found, Plan, Table, failures
+from scripts.benchmark_amp_frame import Contender, Figures, Found, Plan, Table, failures, is_anything
 from scripts.benchmark_data_measure import Budget
 from scripts.tables import in_columns, in_markdown
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.run_folder import git_state, versions, write_json
+from utils.script import ToolLine
 
 NOT_OF_THE_MEASUREMENT = ("-budget_min", "-json", "-out")
 """Flags that may differ between a call and the one that goes on from its file."""
 
 
+class TimeUp(TrainingError):
+    """Before anything was measured."""
+
+
 class Notebook:
     """All turns so far, written down after each where there is a file."""
 
-    def __init__(self, table: str, plan: Plan, path: Path | None) -> None:
+    def __init__(self, table: str, plan: Plan, path: Path | None, words: Sequence[str], seconds: float) -> None:
         self._path = path
         self.found: Found = {
             "table": table,
             "date": time.strftime("%Y-%m-%d"),
-            "command": command_line(),
+            "command": command_line(words),
             "device": plan.device,
             "versions": versions(),
             "git": git_state(),
@@ -39,20 +44,14 @@ class Notebook:
             "left_out": plan.left_out,
             "remarks": plan.remarks,
             "ceiling": plan.ceiling,
+            "took": {"to_begin": round(seconds, 3), "a_turn": 0.0},
             "cut": False,
             "turns": {contender.name: [] for contender in plan.contenders},
         }
-        if path is not None and path.exists():
-            self._go_on(path)
+        if path is not None and (before := kept(path)) is not None:
+            self._go_on(path, before)
 
-    def _go_on(self, path: Path) -> None:
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-            turns = before["turns"]
-        except (OSError, ValueError, KeyError, TypeError):
-            raise UserError(
-                f"-json {path}: this file is there and was not written by benchmark_amp.py; name another, or remove it."
-            ) from None
+    def _go_on(self, path: Path, before: Found) -> None:
         for key in ("table", "device", "versions", "settings"):
             if before.get(key) != self.found[key]:
                 what = _difference(key, before.get(key), self.found[key])
@@ -61,13 +60,16 @@ class Notebook:
                     "Give the same flags to go on with it, name another file, or remove this one."
                 )
         for name in self.found["turns"]:
-            self.found["turns"][name] = turns.get(name, [])
+            self.found["turns"][name] = before["turns"].get(name, [])
         self.found |= {key: before[key] for key in ("date", "command", "clock_mhz", "git", "ceiling")}
+        for what, seconds in before.get("took", {}).items():  # files of former versions have none
+            self.found["took"][what] = max(seconds, self.found["took"][what])
         done = min(map(len, self.found["turns"].values()), default=0)
         log.info("%s: going on after %d of %d rounds", path, done, self.found["rounds"])
 
-    def add(self, name: str, figures: Figures, clock: float | None) -> None:
+    def add(self, name: str, figures: Figures, clock: float | None, seconds: float) -> None:
         self.found["turns"][name].append(figures)
+        self.found["took"]["a_turn"] = max(self.found["took"]["a_turn"], round(seconds, 3))
         if clock is not None:
             self.found["clock_mhz"].append(round(clock))
         self.write()
@@ -77,13 +79,38 @@ class Notebook:
             write_json(self._path, self.found)
 
 
-def measure(table: Table, plan: Plan, budget: Budget, path: Path | None) -> Found:
-    """All rounds of the plan, as far as the time allows; what a file holds already is not measured again."""
-    notebook = Notebook(table.name, plan, path)
-    log.info("%s: %s on %s", table.name, ", ".join(contender.name for contender in plan.contenders), plan.device)
-    for line in [*plan.remarks, *failures(notebook.found)]:
-        log.info("%s", line)
+def kept(path: Path) -> Found | None:
+    """What a file of -json holds; None where there is none."""
+    if not path.exists():
+        return None
     try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if all(key in found for key in ("table", "command", "rounds", "turns")):
+            return found
+    except (OSError, ValueError, TypeError):
+        pass
+    raise UserError(f"{path}: this file is there and was not written by benchmark_amp.py; name another, or remove it.")
+
+
+def plan_and_measure(table: Table, line: ToolLine, words: Sequence[str], budget: Budget, path: Path | None) -> Found:
+    """`words`: what `line` was read from."""
+    began = time.monotonic()
+    plan = table.plan(line)
+    return measure(table, plan, budget, path, [table.name, *words], time.monotonic() - began)
+
+
+def measure(
+    table: Table, plan: Plan, budget: Budget, path: Path | None, words: Sequence[str] = (), seconds: float = 0.0
+) -> Found:
+    """All rounds of the plan, as far as the time allows; what a file holds already is not measured again.
+
+    `words`: of the command line. `seconds`: how long the plan took, whose contenders may have been built by it.
+    """
+    try:
+        notebook = Notebook(table.name, plan, path, words, seconds)
+        log.info("%s: %s on %s", table.name, ", ".join(contender.name for contender in plan.contenders), plan.device)
+        for line in [*plan.remarks, *failures(notebook.found)]:
+            log.info("%s", line)
         _take_turns(plan, notebook, budget)
     finally:
         for contender in plan.contenders:
@@ -91,9 +118,9 @@ def measure(table: Table, plan: Plan, budget: Budget, path: Path | None) -> Foun
     found = notebook.found
     found["cut"] = budget.cut
     notebook.write()
-    if not any("failed" not in turn for turns in found["turns"].values() for turn in turns):
+    if not is_anything(found):
         if budget.cut:
-            raise TrainingError("the time was up (-budget_min) before anything was measured; give more of it.")
+            raise TimeUp("the time was up (-budget_min) before anything was measured; give more of it.")
         raise TrainingError("nothing could be measured:\n" + "\n".join(f"  {line}" for line in failures(found)))
     return found
 
@@ -113,7 +140,7 @@ def _take_turns(plan: Plan, notebook: Notebook, budget: Budget) -> None:
             figures = contender.turn()
             took = time.monotonic() - began
             longest[contender.name] = max(longest.get(contender.name, 0.0), took)
-            notebook.add(contender.name, figures, clock_mhz(plan.gpu))
+            notebook.add(contender.name, figures, clock_mhz(plan.gpu), took)
             _tell(contender, nth, plan.rounds, figures, took)
 
 
@@ -123,9 +150,9 @@ def _tell(contender: Contender, nth: int, rounds: int, figures: Figures, took: f
     log.info("  round %d of %d, %s: %s [%.1f s]", nth + 1, rounds, contender.name, told, took)
 
 
-def command_line() -> str:
+def command_line(words: Sequence[str]) -> str:
     """As a reader would type it again, to whatever file."""
-    kept, rest = [], list(sys.argv[1:])
+    told, rest = [], list(words)
     while rest:
         word = rest.pop(0)
         flag, _, value = word.replace("--", "-", 1).partition("=")
@@ -133,8 +160,8 @@ def command_line() -> str:
             if not value and rest:
                 rest.pop(0)
         elif not word.startswith("DATA.CACHE="):
-            kept.append(word)
-    return shlex.join(["python", "scripts/benchmark_amp.py", *kept])
+            told.append(word)
+    return shlex.join(["python", "scripts/benchmark_amp.py", *told])
 
 
 def clock_mhz(gpu: str | None) -> float | None:
@@ -180,6 +207,12 @@ def markdown(table: Table, found: Found, link: str) -> str:
         f"All figures: [{Path(link).name}]({link})."
     )
     return "\n".join(told) + "\n"
+
+
+def draw_table(table: Table, found: Found, path: Path) -> None:
+    from scripts.benchmark_amp_picture import draw
+
+    draw(path, table.charts(found), f"{where(found)}: {found['command']}")
 
 
 def where(found: Found) -> str:

@@ -49,9 +49,12 @@ class Budget:
         self._end = time.monotonic() + seconds
         self.cut = False
 
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
     def allows(self, seconds: float) -> bool:
         """Whether so much is left. What is refused once is remembered: the results say so."""
-        enough = time.monotonic() + seconds <= self._end
+        enough = self.left() >= seconds
         self.cut = self.cut or not enough
         return enough
 

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,15 @@ def _data_sets() -> list[str]:
 def _tool(module: Any) -> dict[str, Any]:
     if hasattr(module, "OWN"):
         shared = [flag for group in FLAGS.values() for flag in group if flag.action is None]
-        return _program([*module.OWN, *shared])
+        own = [*module.OWN, *getattr(module, "FLAGS", ())]
+        return _program([*own, *shared], [*getattr(module, "COMMANDS", ())])
     flags, words, paths = _of_parser(module._parser())
     return {"flags": flags, "words": words, "settings": False, "paths": paths}
 
 
-def _program(flags: list[Flag]) -> dict[str, Any]:
+def _program(flags: list[Flag], words: Sequence[str] = ()) -> dict[str, Any]:
     named = {f"-{flag.name}": _option(flag.about, _of_flag(flag), flag.value) for flag in reversed(flags)}
-    return {"flags": dict(reversed(named.items())), "words": [], "settings": True, "paths": None}
+    return {"flags": dict(reversed(named.items())), "words": [*words], "settings": True, "paths": None}
 
 
 def _of_flag(flag: Flag) -> Takes:

@@ -130,7 +130,7 @@ def parse(argv: list[str], program: str, own: tuple[Flag, ...] = ()) -> CommandL
     flags: dict[str, tuple[Any, str]] = {}
     actions: dict[Action, str] = {}
     before: Flag | None = None
-    for flag, value in _pieces(argv, known):
+    for flag, value in pieces(argv, known):
         if flag is None:
             key, separator, text = value.partition("=")
             if not separator or not WORD.fullmatch(value):
@@ -149,7 +149,7 @@ def parse(argv: list[str], program: str, own: tuple[Flag, ...] = ()) -> CommandL
     return CommandLine(cfg, flags, words, _only(actions), pattern)
 
 
-def _pieces(argv: list[str], known: dict[str, Flag]) -> Iterator[tuple[Flag | None, Any]]:
+def pieces(argv: list[str], known: dict[str, Flag]) -> Iterator[tuple[Flag | None, Any]]:
     """(flag, its value or None) for each flag, (None, text) for each other word."""
     rest = list(argv)
     while rest:

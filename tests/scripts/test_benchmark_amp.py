@@ -104,7 +104,7 @@ def test_a_round_that_was_cut_in_its_middle_is_ended_first(clock: Clock, tmp_pat
     [
         ('{"loss": 3}', ["was not written by benchmark_amp.py"]),
         ("{", ["was not written by benchmark_amp.py"]),
-        (None, ["another measurement", "with size 3, not 4"]),
+        (None, ["-json", "another measurement", "with size 3, not 4"]),
     ],
 )
 def test_another_file_is_left_as_it_is(clock: Clock, tmp_path: Path, text: str | None, said: list[str]) -> None:
@@ -114,9 +114,11 @@ def test_another_file_is_left_as_it_is(clock: Clock, tmp_path: Path, text: str |
     else:
         path.write_text(text, encoding="utf-8")
     before = path.read_text(encoding="utf-8")
+    turns = Turns(clock, a=1)
     with pytest.raises(UserError) as refused:
-        measure(TABLE, Turns(clock, a=1).plan(1, size=4), Budget(100), path)
-    assert all(word in str(refused.value) for word in ["-json", *said])
+        measure(TABLE, turns.plan(1, size=4), Budget(100), path)
+    assert turns.closed == ["a"], "what the plan built is not left behind"
+    assert all(word in str(refused.value) for word in [str(path), *said])
     assert path.read_text(encoding="utf-8") == before
 
 
@@ -151,10 +153,9 @@ def test_every_turn_is_in_the_file_when_it_is_interrupted(clock: Clock, tmp_path
     assert turns.closed == ["a"]
 
 
-def test_the_report_says_where_and_when_and_what_chance_is(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["benchmark_amp.py", "windows", "-iters", "3", "-json", "f.json", "--budget_min=4", "DATA.CACHE=/x", "-amp"]
-    monkeypatch.setattr(benchmark_amp_run.sys, "argv", words)
-    found = measure(TABLE, Turns(clock, **{"a": 1, "a" + AGAIN: 2}).plan(1), Budget(100), None)
+def test_the_report_says_where_and_when_and_what_chance_is(clock: Clock) -> None:
+    words = ["windows", "-iters", "3", "-json", "f.json", "--budget_min=4", "DATA.CACHE=/x", "-amp"]
+    found = measure(TABLE, Turns(clock, **{"a": 1, "a" + AGAIN: 2}).plan(1), Budget(100), None, words)
     for told in ("\n".join(lines(TABLE, found)), markdown(TABLE, found, "LINK/f.json")):
         assert "python scripts/benchmark_amp.py windows -iters 3 -amp" in told
         assert "-json" not in told

@@ -92,6 +92,8 @@ def test_tools(offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "-updates" in offers("python scripts/doctor.py -")
     assert "-dataset" in offers("python scripts/doctor.py -"), "it takes a run's flags too"
     assert "-print_config" not in offers("python scripts/doctor.py -"), "but not what the entry scripts do instead"
+    assert offers("python scripts/benchmark_amp.py a") == ["all"]
+    assert sorted(offers("python scripts/benchmark_amp.py all -mod")) == ["-model", "-models", "-modes"]
     assert offers("python scripts/completion.py ") == ["bash", "zsh", "fish"]
     assert offers("python scripts/report.py runs -no") == ["-no_predictions"]
     assert not [tool for tool in PAGES if offers(f"python scripts/{tool} -")[0][0] != "-"], "every tool has its flags"

@@ -162,6 +162,15 @@ def test_what_cannot_end_in_time_is_not_begun(again: tuple[Path, list[str]], cal
     assert not (folder / "windows_tiny_batch_8.json").exists()
 
 
+def test_no_time_at_all(place: Path, tmp_path: Path, call: AllTables) -> None:
+    """The table has not failed: it is left for the next call."""
+    argv = ["all", "-cfg", str(place / "tiny.yaml"), "-dir", str(tmp_path), "-tables", "simplenet"]
+    code, _, err = call([*argv, "-budget_min", "0.00001"])
+    assert code == EXIT_FAILED
+    assert "before anything was measured" in err.splitlines()[-1]
+    assert "| simplenet |  | left |" in (tmp_path / "overview.md").read_text(encoding="utf-8")
+
+
 def test_one_that_fails_is_told_and_the_others_go_on(place: Path, tmp_path: Path, call: AllTables) -> None:
     what = ["-tables", "peers,simplenet", "-timm_train", "nowhere.py", "-rounds", "2", *NET]
     argv = ["all", "-cfg", str(place / "tiny.yaml"), "-dir", str(tmp_path), *what]

@@ -21,7 +21,7 @@ TOOL = "benchmark_amp.py"
 ABOUT = """Every table for several models, in one folder; the same call goes on where the time was up.
 
     python scripts/benchmark_amp.py all -budget_min 9
-    python scripts/benchmark_amp.py all -dir tables/h200 -models vit_small_patch16_224:512,vit_base_patch16_224:256
+    python scripts/benchmark_amp.py all -dir output/h200 -models vit_small_patch16_224:512,vit_base_patch16_224:256
     python scripts/benchmark_amp.py all -tables windows,peers -rounds 3 -compile TRAIN.RESIDUAL_DTYPE=autocast
 
 A JSON file and a picture for each table and model, and overview.md with all of them. One after another is measured to
@@ -29,7 +29,7 @@ its end; what is whole is not begun again. All other flags and settings go to th
 the tables' flags that it knows: `benchmark_amp.py TABLE -h` tells them. With a table's name before it a flag is for
 that table alone: -peers_rounds 7, -scaling_models A,B. A table that fails is told, and the others go on."""
 OWN = (
-    Flag("dir", "the folder (default tables)", "DIR", ("DIR",)),
+    Flag("dir", "the folder (default output/tables)", "DIR", ("DIR",)),
     Flag("tables", "which, in this order (default windows,modes,scaling,peers; on a CPU fewer)", "A,B", ("TABLES",)),
     Flag(
         "models",
@@ -130,7 +130,7 @@ def asked_for(argv: list[str]) -> Asked:
     given = list(pieces(argv, {**BY_NAME, **{flag.name: flag for flag in known_flags()}}))
     _check_flags([flag.name for flag, _ in given if flag is not None], tables)
     _check_settings(line, models)
-    folder = Path(line.own.get("DIR", ("tables", ""))[0]).expanduser()
+    folder = Path(line.own.get("DIR", ("output/tables", ""))[0]).expanduser()
     jobs = [_job(table, model, given, folder) for table in tables for model in _taken(table, models)]
     for job in jobs:
         _check_file(job)

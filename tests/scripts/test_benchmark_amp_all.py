@@ -279,8 +279,13 @@ def test_each_table_takes_the_flags_that_it_knows(tmp_path: Path) -> None:
 
 
 def test_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [job.file.stem for job in asked_for(["-device", "cpu"]).jobs]
-    assert found == ["windows_vit_tiny_patch16_224", "modes_vit_tiny_patch16_224", "simplenet"]
+    jobs = asked_for(["-device", "cpu"]).jobs
+    assert {job.file.parent for job in jobs} == {Path("output/tables")}
+    assert [job.file.stem for job in jobs] == [
+        "windows_vit_tiny_patch16_224",
+        "modes_vit_tiny_patch16_224",
+        "simplenet",
+    ]
     monkeypatch.setattr(benchmark_amp_all_jobs, "_on_cpu", lambda *_: False)
     found = [job.name for job in asked_for([]).jobs]
     assert len(found) == 12

@@ -55,7 +55,8 @@ def settled_attention(
         if wanted != "auto":
             raise UserError(f"MODEL.ATTENTION {wanted}: {type(model).__name__} computes it its own way; leave it auto.")
         return Attention(OWN, "")
-    if wanted not in (*kinds, "auto"):
+    on_cpu = device == "cpu" and _packed_on_cpu(wanted, kept, model, precision, listed)
+    if wanted not in (*kinds, "auto", *[PACKED] * bool(on_cpu)):
         raise UserError(f"MODEL.ATTENTION {wanted}: {device} has only {' and '.join(kinds)}; or leave it auto.")
     reached = INSIDE.intersection(listed)
     if reached and wanted not in ("auto", PLAIN):
@@ -63,7 +64,7 @@ def settled_attention(
             f"MODEL.ATTENTION {wanted}: AMP's lists name {', '.join(sorted(reached))}, which cannot be reached inside "
             "a fused operator; use plain, or leave it auto."
         )
-    if wanted == PACKED and not packed_is_possible(listed):
+    if wanted == PACKED and device == "cuda" and not packed_is_possible(listed):
         raise UserError(
             f"MODEL.ATTENTION {wanted} needs Triton, and AMP's lists not to name {', '.join(sorted(WHOLE))}, which "
             "reach torch's operators only; use fused, or leave it auto."
@@ -73,9 +74,11 @@ def settled_attention(
     if wanted != "auto":  # a GPU has some kinds for some models only
         tried = device == "cuda" and (wanted == PACKED or backends_of(wanted))
         return None if tried else Attention(wanted, "as asked for")
-    if kept is not None and kept in kinds and (kept != PACKED or packed_is_possible(listed)):
+    if kept is not None and (on_cpu if kept == PACKED and device == "cpu" else _is_still_there(kept, kinds, listed)):
         return Attention(kept, "as this run began")
-    return None if device == "cuda" else _by_rule(precision, library)
+    if device == "cuda":
+        return None
+    return Attention(PACKED, "by AMX") if on_cpu else _by_rule(precision, library)
 
 
 def _by_rule(precision: Precision, library: str) -> Attention:
@@ -87,6 +90,28 @@ def _by_rule(precision: Precision, library: str) -> Attention:
     if library == "onednn":
         return Attention(PLAIN, "fp32 by oneDNN on a CPU")
     return Attention(FUSED, "fp32 on a CPU")
+
+
+def _is_still_there(kept: str, kinds: Iterable[str], listed: Iterable[str]) -> bool:
+    return kept in kinds and (kept != PACKED or packed_is_possible(listed))
+
+
+def _packed_on_cpu(
+    wanted: str, kept: str | None, model: nn.Module, precision: Precision, listed: Iterable[str]
+) -> bool:
+    """Whether it can be had, and unless it is asked for by name, or a run began with it, also whether it pays."""
+    if wanted not in ("auto", PACKED):
+        return False
+    from engine.packed_attention import pays_on_cpu, why_not_on_cpu
+
+    if wanted == "auto" and kept != PACKED and not pays_on_cpu(model):
+        return False
+    why = why_not_on_cpu(model, precision)
+    if not why and WHOLE.intersection(listed):
+        why = f"AMP's lists name {', '.join(sorted(WHOLE.intersection(listed)))}, which reach torch's operators only"
+    if why and wanted == PACKED:
+        raise UserError(f"MODEL.ATTENTION {PACKED}: {why}; cpu has {' and '.join(KINDS_ELSEWHERE)}; or leave it auto.")
+    return not why
 
 
 def packed_is_possible(listed: Iterable[str]) -> bool:

@@ -1,6 +1,7 @@
 """MODEL.FUSED_MLP: bias and GELU of a transformer's MLP in one kernel, and the bias's gradient with GELU's own.
 
-The products are the same. What lies between them only moves memory: torch reads there once more than it has to.
+What lies between an MLP's products only moves memory: torch reads there once more than it has to. On GPUs the products
+stay as they are; on a CPU with CPU_FP32 amx, GELU is computed by the product before it, while the numbers are at hand.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from timm.layers import activations
 from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 
+from engine.amx_layers import AmxLinear, serves
 from engine.fp32_modules import HALVES, is_forced
+from engine.matmul import AMX, MKL
 from engine.mixed_in import mix_in
 from engine.precision import Precision
 from utils.errors import UserError
@@ -30,52 +33,76 @@ FIRST_CAPABILITY = (8, 0)
 class FusedMlp(nn.Module):
     """timm's Mlp with its first bias and GELU as one operator; in fp32, or watched, as timm has it."""
 
+    by_amx: bool = False
+    """In fp32 on a CPU."""
     fc1: nn.Linear
     act: nn.Module
-    drop1: nn.Module
+    drop1: nn.Dropout
     norm: nn.Module
     fc2: nn.Module
     drop2: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _in_half(x) or any(_is_another(part) for part in (self.fc1, self.act)):
+        if any(_is_another(part) for part in (self.fc1, self.act)):
             return super().forward(x)
+        if not _in_half(x):
+            return self._in_fp32(x) if self.by_amx else super().forward(x)
         h = F.linear(x, self.fc1.weight)
         y = torch.ops.vitamp.gelu_with_bias(h, self.fc1.bias)
         return self.drop2(self.fc2(self.norm(self.drop1(y))))
 
+    def _in_fp32(self, x: Tensor) -> Tensor:
+        weights = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+        drops = self.training and self.drop1.p > 0
+        frozen = torch.is_grad_enabled() and not all(weight is None or weight.requires_grad for weight in weights)
+        if drops or frozen or self.fc2.bias is None or _is_another(self.fc2) or not serves(x, self.fc1.weight):
+            return super().forward(x)
+        return self.drop2(torch.ops.vitamp.fp32_mlp(x, *weights)[0])
+
 
 def mlps_are_fused(
-    wanted: Any, model: nn.Module, precision: Precision, listed: Iterable[str], dealt_out: bool = False
+    wanted: Any,
+    model: nn.Module,
+    precision: Precision,
+    listed: Iterable[str],
+    dealt_out: bool = False,
+    library: str = MKL,
 ) -> bool:
-    """auto: on a GPU in half precision, where the kernels are there and right. `dealt_out`: weights, over ranks."""
+    """auto: on a GPU in half precision, where the kernels are there and right; where `library` is amx, on a CPU.
+
+    `dealt_out`: weights, over ranks. `library`: of fp32 products on a CPU.
+    """
+    by_amx = library == AMX
     if wanted is False:
         return False
-    if precision.level == "O0":
+    if precision.level == "O0" and not by_amx:
         if wanted is True:
             log.info("MODEL.FUSED_MLP true has no effect: AMP is off")
         return False
-    obstacle = _obstacle(model, precision, listed, dealt_out)
-    if not obstacle and (obstacle := _kernels_fail(precision)) and wanted == "auto":
+    obstacle = _obstacle(model, precision, listed, dealt_out, by_amx)
+    if not obstacle and not by_amx and (obstacle := _kernels_fail(precision)) and wanted == "auto":
         log.info("MODEL.FUSED_MLP auto has no effect: %s", obstacle)
     if obstacle and wanted is True:
         raise UserError(f"MODEL.FUSED_MLP true: {obstacle}; leave it auto.")
     return not obstacle
 
 
-def fuse_mlps(model: nn.Module) -> None:
-    import engine.kernels.gelu  # noqa: F401
+def fuse_mlps(model: nn.Module, library: str = MKL) -> None:
+    by_amx = library == AMX
+    if not by_amx:
+        import engine.kernels.gelu  # noqa: F401
 
     for mlp in _plain_mlps(model):
         mix_in(mlp, FusedMlp)
+        mlp.by_amx = by_amx  # pyright: ignore[reportArgumentType]
 
 
-def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], dealt_out: bool) -> str:
+def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], dealt_out: bool, by_amx: bool) -> str:
     reached = LISTED.intersection(listed)
     if not any(True for _ in _plain_mlps(model)):
         return f"{type(model).__name__} has no MLP of a linear layer with a bias and an exact GELU"
-    if precision.device.type != "cuda" or torch.version.hip is not None:
-        return f"its kernels are for GPUs of NVIDIA's, not for {precision.device.type}"
+    if not by_amx and (precision.device.type != "cuda" or torch.version.hip is not None):
+        return f"its kernels are for GPUs of NVIDIA's and for fp32 by AMX, not for {precision.device.type}"
     if precision.fp8:
         return "fp8 has linear layers of its own"
     if dealt_out:
@@ -110,8 +137,8 @@ def _plain_mlps(model: nn.Module) -> Iterator[nn.Module]:
 def _is_plain(mlp: Mlp) -> bool:
     act, fc1 = mlp.act, mlp.fc1
     exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
-    linear = type(fc1) is nn.Linear and fc1.bias is not None and type(mlp.fc2) is nn.Linear
-    return exact and linear and type(mlp.norm) is nn.Identity
+    linear = all(type(fc) is nn.Linear or isinstance(fc, AmxLinear) for fc in (fc1, mlp.fc2))
+    return exact and linear and fc1.bias is not None and type(mlp.norm) is nn.Identity
 
 
 def _in_half(x: Tensor) -> bool:

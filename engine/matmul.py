@@ -1,7 +1,7 @@
-"""CPU_FP32: which library multiplies fp32 matrices on a CPU.
+"""CPU_FP32: what multiplies fp32 matrices on a CPU.
 
-On AMD's CPUs, MKL leaves half of the vector units idle that come with Zen 5; oneDNN uses them. Smaller matrices lose
-more by oneDNN's way of being called than they gain.
+On AMD's CPUs, MKL leaves half of the vector units idle that come with Zen 5; oneDNN uses them. On CPUs with AMX,
+kernels of our own use its units for bf16. Smaller matrices lose more by the call than they gain.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
+from engine.amx_layers import why_no_amx
 from utils.errors import UserError
 
-MKL, ONEDNN = "mkl", "onednn"
+MKL, ONEDNN, AMX = "mkl", "onednn", "amx"
 ZEN_5 = 26
 """The first family of AMD's CPUs whose vector units are as wide as AVX-512's registers."""
 SMALLEST = 2**16
@@ -33,13 +34,13 @@ class Products:
 def choose_products(wanted: str, device: torch.device, fp32: bool, values: int, kept: str | None) -> Products:
     """`fp32`: whether the run computes in it. `values`: what a layer hands on. `kept`: what a resumed run had."""
     if wanted != "auto":
-        if device.type == "cpu" and wanted == ONEDNN and (why := _what_is_wrong_with_onednn()):
-            raise UserError(f"CPU_FP32 onednn: {why}; use mkl.")
+        if device.type == "cpu" and (why := _what_is_wrong_with(wanted)):
+            raise UserError(f"CPU_FP32 {wanted}: {why}; use mkl.")
         return Products(wanted, "as asked for")
     here = _by_machine(device, fp32, values)
     if kept is None or kept == here.library:
         return here
-    if kept == ONEDNN and (device.type != "cpu" or (why := _what_is_wrong_with_onednn())):
+    if kept != MKL and (device.type != "cpu" or _what_is_wrong_with(kept)):
         return here
     return Products(kept, f"as this run began; by itself it would be {here.library} here: {here.reason}")
 
@@ -57,11 +58,13 @@ def _by_machine(device: torch.device, fp32: bool, values: int) -> Products:
         return Products(MKL, "on a CPU only")
     if not fp32:
         return Products(MKL, "products are in half precision")
-    vendor, family = processor_kind()
-    if vendor != "AuthenticAMD" or family < ZEN_5:
-        return Products(MKL, "oneDNN gains on AMD's Zen 5 and later")
     if values < SMALLEST:
         return Products(MKL, "small matrices")
+    if not why_no_amx():
+        return Products(AMX, "as exact as fp32")
+    vendor, family = processor_kind()
+    if vendor != "AuthenticAMD" or family < ZEN_5:
+        return Products(MKL, "others gain with AMX, or on AMD's Zen 5 and later")
     if why := _what_is_wrong_with_onednn():
         return Products(MKL, why)
     return Products(ONEDNN, "Zen 5 or later")
@@ -77,6 +80,10 @@ def processor_kind() -> tuple[str, int]:
     vendor = re.search(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)
     family = re.search(r"^cpu family\s*:\s*(\d+)", text, re.MULTILINE)
     return vendor[1] if vendor else "", int(family[1]) if family else 0
+
+
+def _what_is_wrong_with(library: str) -> str:
+    return {MKL: lambda: "", AMX: why_no_amx, ONEDNN: _what_is_wrong_with_onednn}[library]()
 
 
 def _what_is_wrong_with_onednn() -> str:

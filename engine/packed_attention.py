@@ -17,7 +17,13 @@ from timm.models.vision_transformer import Attention as TimmAttention  # pyright
 from torch import Tensor, nn
 
 from engine.kernels.attention import packed_attention, takes, try_out
+from engine.kernels.native import missing
 from engine.mixed_in import mix_in
+from engine.precision import Precision
+
+FEWEST_PATCHES, NARROWEST_HEAD = 64, 32
+FEW_TOKENS = 50
+"""To try the kernels with."""
 
 
 class PackedAttention(nn.Module):
@@ -52,16 +58,41 @@ class PackedAttention(nn.Module):
 
 
 def serves(qkv: Tensor, heads: int) -> bool:
-    return qkv.is_cuda and takes(qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype)
+    kind = qkv.device.type
+    return kind in ("cuda", "cpu") and takes(qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype, kind)
 
 
-def can_be_packed(layer: nn.Module) -> bool:
+def can_be_packed(layer: Any) -> bool:
     """Whether it is timm's own, with nothing between its products and attention."""
     if type(layer).forward not in (TimmAttention.forward, PackedAttention.forward):
         return False
     between = [getattr(layer, name, None) for name in ("q_norm", "k_norm", "norm")]
     plain = all(part is None or isinstance(part, nn.Identity) for part in between)
     return plain and getattr(layer, "gate", None) is None and layer.scale == cast(int, layer.head_dim) ** -0.5
+
+
+def pays_on_cpu(model: nn.Module) -> bool:
+    """Small models train in seconds, which kernels to be compiled first would take as well."""
+    layers: list[Any] = [layer for layer in model.modules() if can_be_packed(layer)]
+    if not layers or any(layer.attn_drop.p > 0 for layer in layers):
+        return False
+    patches = getattr(getattr(model, "patch_embed", None), "num_patches", 0)
+    return patches >= FEWEST_PATCHES and layers[0].head_dim >= NARROWEST_HEAD
+
+
+def why_not_on_cpu(model: nn.Module, precision: Precision) -> str:
+    """Why this model cannot compute attention by the kernels in C; nothing where it can."""
+    layer: Any = next((module for module in model.modules() if can_be_packed(module)), None)
+    if layer is None:
+        return f"{type(model).__name__} has no attention layer of timm's with nothing more in it"
+    if why := missing():
+        return why
+    dtype = torch.float32 if precision.level == "O0" else precision.choice.dtype
+    try:
+        _have_tried(FEW_TOKENS, layer.head_dim, dtype, torch.device("cpu"))
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def pack(layer: nn.Module) -> None:
@@ -88,7 +119,7 @@ def packed_alone(layer: Any, tokens: int, dtype: torch.dtype, device: torch.devi
 
 @cache
 def _have_tried(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    if device.type != "cuda" or not takes(tokens, width, dtype):
+    if device.type not in ("cuda", "cpu") or not takes(tokens, width, dtype, device.type):
         raise RuntimeError(f"packed attention: no kernel for {tokens} tokens, {width} wide, {dtype}, on {device.type}")
     try:
         try_out(device, dtype, tokens, width)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.amx_layers import serves
+from engine.matmul import AMX, MKL
 from engine.mixed_in import mix_in
 from engine.precision import Precision
 from utils.errors import UserError
@@ -22,6 +25,8 @@ LISTED = frozenset({"conv2d", "linear", "fc", "matmul_v2", "fused_gemm_epilogue"
 class LinearPatches(nn.Module):
     """A convolution whose windows lie side by side, as the product that it is. It keeps its weights' shape."""
 
+    by_amx: bool = False
+    """In fp32 on a CPU."""
     kernel_size: tuple[int, int]
     weight: Tensor
     bias: Tensor | None
@@ -34,13 +39,21 @@ class LinearPatches(nn.Module):
         rows, columns = height // down, width // across
         patches = images.reshape(batch, channels, rows, down, columns, across).permute(0, 2, 4, 1, 3, 5)
         pixels = patches.reshape(batch, rows * columns, channels * down * across)
-        tokens = F.linear(pixels, self.weight.flatten(1), self.bias)
+        weight = self.weight.flatten(1)
+        by_amx = self.by_amx and serves(pixels, weight)
+        product = torch.ops.vitamp.fp32_linear if by_amx else F.linear
+        tokens = product(pixels, weight, self.bias)
         # As a convolution hands it on; what flattens it again finds the tokens as they lie, and copies nothing.
         return tokens.transpose(1, 2).unflatten(2, (rows, columns))
 
 
-def patches_are_linear(wanted: Any, model: nn.Module, precision: Precision, listed: Iterable[str]) -> bool:
-    """auto: where it was measured to be faster. `listed`: AMP's lists, which may mean the convolution."""
+def patches_are_linear(
+    wanted: Any, model: nn.Module, precision: Precision, listed: Iterable[str], library: str = MKL
+) -> bool:
+    """auto: where it was measured to be faster.
+
+    `listed`: AMP's lists, which may mean the convolution. `library`: of fp32 products on a CPU.
+    """
     found = list(_patch_convolutions(model))
     if wanted is True and not found:
         raise UserError(
@@ -50,14 +63,15 @@ def patches_are_linear(wanted: Any, model: nn.Module, precision: Precision, list
         return bool(wanted)
     if not found or precision.device.type not in MEASURED or LISTED.intersection(listed):
         return False
-    if precision.level != "O0":
+    if precision.level != "O0" or library == AMX:
         return True
     return precision.device.type == "cpu" and max(found[0].kernel_size) < LARGE_PATCH
 
 
-def use_linear_patches(model: nn.Module) -> None:
+def use_linear_patches(model: nn.Module, library: str = MKL) -> None:
     for convolution in _patch_convolutions(model):
         mix_in(convolution, LinearPatches)
+        convolution.by_amx = library == AMX  # pyright: ignore[reportArgumentType]
 
 
 def _patch_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:

@@ -6,18 +6,22 @@ Rank 0 decides for all. It is told in the banner and in run.json, saved, and dec
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from datasets.cache import DEFAULT
+from engine.amx_layers import use_amx
 from engine.attention import FUSED, Attention, put_attention_in_force, settled_attention
 from engine.attention_race import raced_attention
 from engine.fused_mlp import fuse_mlps, mlps_are_fused
 from engine.grad_checkpoint import checkpoint_blocks, which_blocks
 from engine.inputs import Inputs
+from engine.kernels.native import keep_kernels_in
 from engine.layout import channels_go_last, put_channels_last
-from engine.matmul import Products, choose_products, put_products_in_force
+from engine.matmul import AMX, Products, choose_products, put_products_in_force
 from engine.patches import patches_are_linear, use_linear_patches
 from engine.precision import Precision
 from engine.residual import narrow_stream, stream_is_narrow
@@ -55,24 +59,31 @@ class Tuning:
         if self.computed_in.startswith("cpu"):
             parts.append(f"fp32 products by {self.products.library} ({self.products.reason})")
         parts += ["patches by a matrix product"] * self.linear_patches
-        parts += ["bias and GELU in one kernel"] * self.fused_mlp
+        parts += [self._words_of_mlp()] * self.fused_mlp
         parts += ["channels last"] * self.channels_last
         parts += ["residual stream as autocast has it"] * self.narrow
         parts += [f"{self.recomputed} recomputed in the backward pass"] * bool(self.recomputed)
         return "; ".join(parts)
+
+    def _words_of_mlp(self) -> str:
+        return "MLPs in one piece" if self.products.library == AMX else "bias and GELU in one kernel"
 
 
 def tune(
     config: Config, model: nn.Module, inputs: Inputs, precision: Precision, world: World, kept: dict[str, Any]
 ) -> Tuning:
     """Decide and do it. `kept`: the choices of the run that is gone on with. A collective call."""
+    if precision.device.type == "cpu":
+        keep_kernels_in(Path(config.DATA.CACHE or DEFAULT, "kernels"))
     tuning = from_first(together(world, lambda: _decide(config, model, inputs, precision, world, kept)), world)
     put_products_in_force(tuning.products.library)
+    if tuning.products.library == AMX:
+        together(world, lambda: use_amx(model))
     put_attention_in_force(tuning.attention.kind, model)
     if tuning.linear_patches:
-        use_linear_patches(model)
+        use_linear_patches(model, tuning.products.library)
     if tuning.fused_mlp:
-        fuse_mlps(model)
+        fuse_mlps(model, tuning.products.library)
     if tuning.channels_last:
         put_channels_last(model, inputs)
     if tuning.narrow:
@@ -101,8 +112,8 @@ def _decide(
     return Tuning(
         attention=attention,
         products=products,
-        linear_patches=patches_are_linear(config.MODEL.LINEAR_PATCHES, model, precision, listed),
-        fused_mlp=mlps_are_fused(config.MODEL.FUSED_MLP, model, precision, listed, dealt_out),
+        linear_patches=patches_are_linear(config.MODEL.LINEAR_PATCHES, model, precision, listed, products.library),
+        fused_mlp=mlps_are_fused(config.MODEL.FUSED_MLP, model, precision, listed, dealt_out, products.library),
         channels_last=channels_go_last(train.CHANNELS_LAST, model, precision, dealt_out),
         computed_in=computed_in,
         recomputed=which_blocks(model, train.GRAD_CHECKPOINT),

@@ -1,7 +1,8 @@
 """torch.ops.vitamp.packed_attention: attention over few tokens, read from and differentiated into the packed qkv.
 
-An operator of torch's own kind: autograd, autocast, compiled graphs and CUDA graphs take it as one piece. No program of
-its kernels waits for another one's sums, so the same input gives the same bits.
+By kernels of Triton's on GPUs, and in C on CPUs. An operator of torch's own kind: autograd, autocast, compiled graphs
+and CUDA graphs take it as one piece. No program of its kernels waits for another one's sums, so the same input gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.kernels import attention_native as native
+
+IN_C = {"cpu"}
+"""Kinds of devices that the kernels in C are for; on others Triton's are taken."""
 MOST_TOKENS = 256
 WIDTHS = (32, 64)
 """Of one head."""
@@ -56,7 +61,9 @@ class Backward:
 FORWARD, BACKWARD = Forward(), Backward()
 
 
-def takes(tokens: int, width: int, dtype: torch.dtype) -> bool:
+def takes(tokens: int, width: int, dtype: torch.dtype, device: str = "cuda") -> bool:
+    if device in IN_C:
+        return native.takes(tokens, width, dtype)
     return tokens <= MOST_TOKENS and width in WIDTHS and dtype in HALVES
 
 
@@ -86,11 +93,14 @@ def packed_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """`qkv`: [batch, tokens, 3 * heads * width], as one product leaves it. Gives [batch, tokens, heads * width], and
     what the backward pass needs: the binary logarithm of each query's sum of weights, [batch, heads, tokens].
     """
-    from engine.kernels import attention_triton as kernels
-
     qkv = qkv.contiguous()
     batch, tokens, width = _sizes(qkv, heads)
     out, norms = _results(qkv, heads)
+    if qkv.device.type in IN_C:
+        native.forward(qkv, out, norms, heads)
+        return out, norms
+    from engine.kernels import attention_triton as kernels
+
     with torch.cuda.device_of(qkv):
         kernels.forward_kernel[(batch * heads,)](
             qkv, out, norms, width**-0.5 * LOG2_E, **FORWARD.options(tokens, heads, width)
@@ -100,11 +110,14 @@ def packed_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("vitamp::packed_attention_backward", mutates_args=())
 def packed_attention_backward(grad: Tensor, qkv: Tensor, out: Tensor, norms: Tensor, heads: int) -> Tensor:
-    from engine.kernels import attention_triton as kernels
-
     grad, qkv = grad.contiguous(), qkv.contiguous()
     batch, tokens, width = _sizes(qkv, heads)
     dqkv = torch.empty_like(qkv)
+    if qkv.device.type in IN_C:
+        native.backward(grad, qkv, out, norms, dqkv, heads)
+        return dqkv
+    from engine.kernels import attention_triton as kernels
+
     scale = width**-0.5
     with torch.cuda.device_of(qkv):
         kernels.backward_kernel[(batch * heads,)](

@@ -69,7 +69,7 @@ def test_auto_is_a_gpu_in_half_precision(vit: nn.Module, level: str) -> None:
 @pytest.mark.parametrize(
     ("given", "listed", "dealt_out", "words"),
     [
-        ({"device": "cpu"}, (), False, "for GPUs of NVIDIA's, not for cpu"),
+        ({"device": "cpu"}, (), False, "for GPUs of NVIDIA's and for fp32 by AMX, not for cpu"),
         ({"fp8": True}, (), False, "fp8 has linear layers of its own"),
         ({}, (), True, "not tried with DIST.STRATEGY fsdp"),
         ({}, ("gelu", "softmax"), False, "AMP's lists name gelu, which"),

@@ -15,6 +15,7 @@ from tests.engine.small import CPU, build
 from utils.errors import UserError
 
 ZEN_5, ZEN_4, INTEL = ("AuthenticAMD", 26), ("AuthenticAMD", 25), ("GenuineIntel", 6)
+NO_AMX = "this CPU has no AMX"
 LARGE = 8 * 196 * 192
 
 
@@ -24,9 +25,10 @@ def mkl_again() -> Iterator[None]:
     put_products_in_force("mkl")
 
 
-def on(monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float = 1e-6) -> None:
+def on(monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float = 1e-6, amx: bool = False) -> None:
     monkeypatch.setattr(matmul, "processor_kind", lambda: machine)
     monkeypatch.setattr(matmul, "_error_of_onednn", lambda: error)
+    monkeypatch.setattr(matmul, "why_no_amx", lambda: "" if amx else NO_AMX)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,22 @@ def test_auto_goes_by_the_machine_and_the_sizes(
     on(monkeypatch, machine, error)
     assert choose_products("auto", CPU, fp32, values, None).library == library
     assert choose_products("auto", torch.device("cuda"), fp32, values, None).library == "mkl"
+
+
+def test_auto_takes_amx_before_all_others_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, INTEL, amx=True)
+    assert choose_products("auto", CPU, True, LARGE, None).library == "amx"
+    assert choose_products("auto", CPU, True, 1000, None).library == "mkl", "small matrices"
+    assert choose_products("auto", CPU, False, LARGE, None).library == "mkl", "products are in half precision"
+    assert choose_products("auto", torch.device("cuda"), True, LARGE, None).library == "mkl"
+    assert choose_products("auto", CPU, True, LARGE, "mkl").library == "mkl", "as the run began"
+
+
+def test_without_amx_it_is_refused_and_a_resumed_run_goes_on_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, ZEN_4)
+    with pytest.raises(UserError, match=f"CPU_FP32 amx: {NO_AMX}; use mkl"):
+        choose_products("amx", CPU, True, LARGE, None)
+    assert choose_products("auto", CPU, True, LARGE, "amx").library == "mkl"
 
 
 def test_a_resumed_run_keeps_its_library_and_says_what_this_machine_would_take(monkeypatch: pytest.MonkeyPatch) -> None:

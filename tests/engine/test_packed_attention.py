@@ -187,12 +187,17 @@ def test_kinds_replace_each_other(layer: Any, taken: list[tuple[int, ...]]) -> N
     assert calls == [1, 1, 2, 2]
 
 
-def test_without_a_gpu_it_is_neither_raced_nor_given_by_name() -> None:
+def test_without_its_kernels_it_is_neither_raced_nor_given_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_here(*_: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(packed, "_have_tried", none_here)
+    monkeypatch.setattr(packed, "missing", lambda: "this CPU has no AMX")
     vit, images = create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
     with pytest.raises(UserError, match=r"MODEL\.ATTENTION packed: torch has none.*only fused, plain"):
         raced_attention(PACKED, vit, images, Precision(BF16, CPU))
     assert not any(isinstance(module, PackedAttention) for module in vit.modules())
-    with pytest.raises(UserError, match="cpu has only fused and plain"):
+    with pytest.raises(UserError, match=r"packed: this CPU has no AMX; cpu has fused and plain; or leave it auto"):
         settled_attention(PACKED, vit, Precision(BF16, CPU), "mkl", (), None)
 
 
@@ -220,7 +225,7 @@ def test_a_race_takes_these_kernels_alone_or_not_at_all(
     layer: Any, taken: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(2, 17, 64)
-    with pytest.raises(RuntimeError, match="no kernel for 17 tokens"), packed_alone(layer, 17, torch.bfloat16, CPU):
+    with pytest.raises(RuntimeError, match="no kernel for 17 tokens"), packed_alone(layer, 17, torch.float16, CPU):
         pass
     monkeypatch.setattr(packed, "_have_tried", lambda *_: None)
     with packed_alone(layer, 17, torch.bfloat16, CPU):

@@ -63,5 +63,5 @@ class ModelConfig(Section):
     )
     FUSED_MLP: Literal["auto"] | bool = Field(
         default="auto",
-        description="Bias and GELU of MLPs in one kernel, and their gradients; auto: NVIDIA GPUs in half precision.",
+        description="Bias and GELU of MLPs in one kernel, and their gradients; auto: where it pays.",
     )

@@ -93,8 +93,8 @@ class Config(Section):
     DEVICE: Literal["cpu", "cuda", "mps"] | None = Field(default=None, description="null: the best there is.")
     NGPUS: int = Field(default=-1, ge=-1, description="Processes main_multi_gpu.py starts; -1: one a visible GPU.")
     THREADS: Positive | None = Field(default=None, description="CPU threads per process; null: the cores shared out.")
-    CPU_FP32: Annotated[Literal["auto", "mkl", "onednn"], BeforeValidator(folded)] = Field(
-        default="auto", description="Which library multiplies fp32 matrices on a CPU; auto: the one known to be faster."
+    CPU_FP32: Annotated[Literal["auto", "mkl", "onednn", "amx"], BeforeValidator(folded)] = Field(
+        default="auto", description="What multiplies fp32 matrices on a CPU; auto: what is known to be the fastest."
     )
     MAX_TIME: str | None = Field(
         default=None, description="HH:MM:SS after which the run saves and ends, to be resumed."

@@ -1,0 +1,145 @@
+"""Kernels in C for CPUs: compiled where a run first needs them, kept for others, and called through ctypes.
+
+They are for CPUs with AMX, whose units multiply matrices of bf16 many times as fast as others multiply fp32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from datasets.cache import DEFAULT, only_one
+from utils.errors import UserError
+from utils.log import log
+
+SOURCES = Path(__file__).parent
+NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16")
+"""Features of the CPU, as Linux names them."""
+FLAGS = (
+    *("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=512"),
+    *("-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+)
+COMPILERS = ("cc", "gcc", "clang")
+PATIENCE = 300
+"""Seconds that a compiler may take, on a machine that is busy."""
+_loaded: dict[str, ctypes.CDLL] = {}
+_folder = Path(DEFAULT, "kernels")
+_rooms = threading.local()
+
+
+class NoKernel(RuntimeError):
+    """Why there is none here."""
+
+
+@cache
+def missing() -> str:
+    """What this machine lacks; nothing where the kernels can be had."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return "they are for Linux on CPUs with AMX (Intel Xeon from Sapphire Rapids on)"
+    if not set(NEEDED) <= _features():
+        return "this CPU has no AMX (Intel Xeon has it from Sapphire Rapids on)"
+    if _compiler() is None:
+        return f"there is no C compiler here ({', '.join(COMPILERS)}; CC names another)"
+    return ""
+
+
+def keep_kernels_in(folder: Path) -> None:
+    """Those that are compiled from now on. Who may write there may have code run here."""
+    global _folder
+    _folder = folder
+
+
+def load(name: str) -> ctypes.CDLL:
+    """The kernels of `name`.c, compiled unless they lie in the folder. Raises NoKernel."""
+    if name not in _loaded:
+        if why := missing():
+            raise NoKernel(why)
+        library = _built(name, _folder.expanduser())
+        if not library.prepare():
+            raise NoKernel("this system does not let programs use AMX")
+        _loaded[name] = library
+    return _loaded[name]
+
+
+def _features() -> set[str]:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            return set(next((line for line in file if line.startswith("flags")), "").split())
+    except OSError:
+        return set()
+
+
+def _compiler() -> str | None:
+    names = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def _built(name: str, folder: Path) -> ctypes.CDLL:
+    sources = [SOURCES / f"{name}.c", *sorted(SOURCES.glob("*.h"))]
+    content = b"".join(source.read_bytes() for source in sources) + repr(FLAGS).encode()
+    target = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    if _loads(target):
+        return ctypes.CDLL(str(target))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with only_one(folder / f"{name}.lock", "compiles kernels for this CPU"):
+            if not _loads(target):
+                log.info("Compiling %s for this CPU, once; kept in %s.", name, folder)
+                _build(sources[0], target)
+        return ctypes.CDLL(str(target))
+    except (OSError, UserError) as error:
+        raise NoKernel(f"their library cannot be kept or loaded: {error}") from None
+
+
+def _loads(library: Path) -> bool:
+    try:
+        ctypes.CDLL(str(library))
+    except OSError:
+        return False
+    return True
+
+
+def _build(source: Path, target: Path) -> None:
+    """torch's own threads serve the library, if its names for them are to be seen; else the compiler's."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        part, made = Path(scratch, "part.o"), Path(scratch, target.name)
+        _compile(*FLAGS, "-c", str(source), "-o", str(part))
+        _compile("-shared", str(part), "-lm", "-o", str(made))
+        if not _loads(made):
+            _compile("-shared", "-fopenmp", str(part), "-lm", "-o", str(made))
+        os.replace(made, target)
+
+
+def _compile(*words: str) -> None:
+    compiler = _compiler()
+    command = [compiler or "cc", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except subprocess.TimeoutExpired:
+        raise NoKernel(f"{compiler} took more than {PATIENCE} s") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        raise NoKernel(f"{compiler} fails: {lines[0].strip()}")
+
+
+def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def scratch(bytes_: int) -> torch.Tensor:
+    """Room to work in, this thread's own and still in its caches from the last time."""
+    room = getattr(_rooms, "room", None)
+    if room is None or len(room) < bytes_:
+        room = _rooms.room = torch.empty(bytes_, dtype=torch.uint8)
+    return room

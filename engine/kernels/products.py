@@ -1,0 +1,172 @@
+"""torch.ops.vitamp.fp32_linear and fp32_mlp: layers in fp32 on a CPU, both passes by AMX's units for bf16.
+
+An fp32 number is three of bf16, and six products of these are as exact as one of fp32. Operators of torch's own kind:
+autograd and compiled graphs take each as one piece.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.kernels.native import address, load, scratch
+
+SOURCE = "products_amx"
+NOTHING, GELU, SLOPE = range(3)
+"""What follows a product: see products_amx.c."""
+PANEL = 32
+LARGEST_ERROR = 2e-6
+"""Of a product, against its largest value: fp32's own."""
+
+
+@torch.library.custom_op("vitamp::fp32_linear", mutates_args=(), device_types="cpu")
+def fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _product(_rows(x), weight, bias=bias, b_turned=True).view(*x.shape[:-1], len(weight))
+
+
+@torch.library.custom_op("vitamp::fp32_linear_backward", mutates_args=(), device_types="cpu")
+def fp32_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias; nothing in place of those that are not needed."""
+    grad, dx, dw, db = _rows(grad), x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    if needs[0]:
+        dx = _product(grad, weight).view(x.shape)
+    if needs[1]:
+        dw, db = _gradients_of_layer(grad, _rows(x))
+    elif needs[2]:
+        db = grad.sum(0)
+    return dx, dw, db
+
+
+@torch.library.custom_op("vitamp::fp32_mlp", mutates_args=(), device_types="cpu")
+def fp32_mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What comes out, and for the backward pass what goes into GELU and what comes out of it."""
+    y = x.new_empty(x[..., 0].numel(), len(w1))
+    h = _product(_rows(x), w1, bias=b1, b_turned=True, after=GELU, other=y)
+    return _product(y, w2, bias=b2, b_turned=True).view(*x.shape[:-1], len(w2)), h, y
+
+
+@torch.library.custom_op("vitamp::fp32_mlp_backward", mutates_args=(), device_types="cpu")
+def fp32_mlp_backward(
+    grad: Tensor, x: Tensor, h: Tensor, y: Tensor, w1: Tensor, w2: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad = _rows(grad)
+    dw2, db2 = _gradients_of_layer(grad, y)
+    dh = _product(grad, w2, after=SLOPE, other=h)
+    dw1, db1 = _gradients_of_layer(dh, _rows(x))
+    return _product(dh, w1).view(x.shape), dw1, db1, dw2, db2
+
+
+def _rows(x: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    return rows if rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] else rows.contiguous()
+
+
+def _gradients_of_layer(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of weight and bias; the latter is summed while the former is computed."""
+    width = grad.shape[1]
+    sums = grad.new_empty(-(-width // PANEL) * PANEL)
+    return _product(grad, x, a_turned=True, sums=sums), sums[:width].clone()
+
+
+def _product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    a_turned: bool = False,
+    b_turned: bool = False,
+    after: int = NOTHING,
+    other: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> Tensor:
+    """Of two matrices, of which those that are `turned` are transposed first."""
+    rows, columns, depth = a.shape[int(a_turned)], b.shape[int(not b_turned)], a.shape[int(not a_turned)]
+    found = a.new_empty(rows, columns)
+    function, bytes_ = _function()
+    b, bias = b.contiguous(), None if bias is None else bias.contiguous()
+    given = (address(a), a.stride(0), a_turned, address(b), b.stride(0), b_turned, address(found), address(bias))
+    sizes = (rows, columns, depth, address(scratch(bytes_)), torch.get_num_threads())
+    function(*given, address(other), after, address(sums), *sizes)
+    return found
+
+
+@cache
+def _function() -> tuple[Any, int]:
+    library = load(SOURCE)
+    pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    matrix = (pointer, long, number)
+    kinds = [*matrix * 2, pointer, pointer, pointer, number, pointer, *[long] * 3, pointer, number]
+    library.product.argtypes, library.product.restype = kinds, None
+    library.room.restype = long
+    return library.product, library.room()
+
+
+@fp32_linear.register_fake
+def _(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@fp32_linear_backward.register_fake
+def _(_grad: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    nothing = (0,)
+    dx, dw = x.new_empty(x.shape if needs[0] else nothing), x.new_empty(weight.shape if needs[1] else nothing)
+    return dx, dw, x.new_empty(weight.shape[:1] if any(needs[1:]) else nothing)
+
+
+@fp32_mlp.register_fake
+def _(x: Tensor, w1: Tensor, _b1: Tensor, w2: Tensor, _b2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = x[..., 0].numel(), w1.shape[0]
+    return x.new_empty(*x.shape[:-1], w2.shape[0]), x.new_empty(rows, width), x.new_empty(rows, width)
+
+
+@fp32_mlp_backward.register_fake
+def _(
+    _grad: Tensor, x: Tensor, _h: Tensor, _y: Tensor, w1: Tensor, w2: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dx, dw1, dw2 = (given.new_empty(given.shape) for given in (x, w1, w2))
+    return dx, dw1, w1.new_empty(w1.shape[0]), dw2, w2.new_empty(w2.shape[0])
+
+
+def _keep_of_linear(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _backward_of_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    needs = list(ctx.needs_input_grad)
+    found = torch.ops.vitamp.fp32_linear_backward(grad, *ctx.saved_tensors, needs)
+    return tuple(gradient if needed else None for gradient, needed in zip(found, needs, strict=True))
+
+
+def _keep_of_mlp(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, w1, _, w2, _ = inputs
+    ctx.save_for_backward(x, *output[1:], w1, w2)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_mlp(ctx: Any, grad: Tensor, _h: Tensor | None, _y: Tensor | None) -> tuple[Tensor, ...]:
+    return torch.ops.vitamp.fp32_mlp_backward(grad, *ctx.saved_tensors)
+
+
+fp32_linear.register_autograd(_backward_of_linear, setup_context=_keep_of_linear)
+fp32_mlp.register_autograd(_backward_of_mlp, setup_context=_keep_of_mlp)
+
+
+def try_out() -> None:
+    """Both passes of a small MLP; raises what goes wrong, or where it is less exact than fp32."""
+    random = torch.Generator().manual_seed(0)
+    sizes = ((70, 100), (50, 100), (50,), (40, 50), (40,))
+    leaves = [torch.randn(*size, generator=random).requires_grad_() for size in sizes]
+    x, w1, b1, w2, b2 = exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    found, expected = fp32_mlp(*leaves)[0], F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+    wave = torch.randn(70, 40, generator=random)
+    ours = (found, *torch.autograd.grad(found, leaves, wave))
+    right = (expected, *torch.autograd.grad(expected, exact, wave.double()))
+    for one, other in zip(ours, right, strict=True):
+        error = float((one.detach().double() - other.detach()).abs().max() / other.detach().abs().max())
+        if not error < LARGEST_ERROR:
+            raise RuntimeError(f"products are off by {error:.0e} of the largest")

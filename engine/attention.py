@@ -45,7 +45,7 @@ def attention_layers(model: nn.Module) -> list[Any]:
 def settled_attention(
     wanted: str, model: nn.Module, precision: Precision, library: str, listed: Iterable[str], kept: str | None
 ) -> Attention | None:
-    """What is known without a race; None where one is to decide.
+    """What is known without a race; None where one is to decide, or where kernels of our own are to be tried.
 
     `library`: what multiplies fp32 on a CPU. `listed`: AMP's lists. `kept`: what the run that is gone on with had.
     """
@@ -74,7 +74,7 @@ def settled_attention(
     if wanted != "auto":  # a GPU has some kinds for some models only
         tried = device == "cuda" and (wanted == PACKED or backends_of(wanted))
         return None if tried else Attention(wanted, "as asked for")
-    if kept is not None and (on_cpu if kept == PACKED and device == "cpu" else _is_still_there(kept, kinds, listed)):
+    if kept is not None and (on_cpu if kept == PACKED else kept in kinds):
         return Attention(kept, "as this run began")
     if device == "cuda":
         return None
@@ -90,10 +90,6 @@ def _by_rule(precision: Precision, library: str) -> Attention:
     if library == "onednn":
         return Attention(PLAIN, "fp32 by oneDNN on a CPU")
     return Attention(FUSED, "fp32 on a CPU")
-
-
-def _is_still_there(kept: str, kinds: Iterable[str], listed: Iterable[str]) -> bool:
-    return kept in kinds and (kept != PACKED or packed_is_possible(listed))
 
 
 def _packed_on_cpu(

@@ -82,13 +82,23 @@ class Call:
 
 
 def raced_attention(
-    wanted: str, model: nn.Module, images: Tensor, precision: Precision, listed: Iterable[str] = ()
+    wanted: str,
+    model: nn.Module,
+    images: Tensor,
+    precision: Precision,
+    listed: Iterable[str] = (),
+    kept: str | None = None,
 ) -> Attention:
-    """The fastest kind; or the one asked for, if there is such a thing here. `listed`: AMP's lists."""
+    """The fastest kind; or the one asked for, or `kept` from before, if there is such a thing here.
+
+    `listed`: AMP's lists.
+    """
     _wake_autograd(images.device)
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         call = first_call(model, images, precision)
         known = [kind for kind in KINDS["cuda"] if kind != PACKED or packed_is_possible(listed)]
+        if wanted == "auto" and kept in known and _exists(call, kept):
+            return Attention(kept, "as this run began")
         kinds = [kind for kind in known if _exists(call, kind)]
         if not kinds:
             call.run(FUSED)  # raises what stands in the way of all: too little memory

@@ -107,7 +107,7 @@ def _decide(
     if attention is None and wanted == "auto" and config.DETERMINISTIC:
         attention = Attention(FUSED, "torch's choice; no race, whose winner may be another in the next run")
     elif attention is None:
-        attention = _raced(config, model, inputs, precision, world)
+        attention = _raced(config, model, inputs, precision, world, had)
     dealt_out = config.DIST.STRATEGY == "fsdp"
     return Tuning(
         attention=attention,
@@ -121,7 +121,9 @@ def _decide(
     )
 
 
-def _raced(config: Config, model: nn.Module, inputs: Inputs, precision: Precision, world: World) -> Attention:
+def _raced(
+    config: Config, model: nn.Module, inputs: Inputs, precision: Precision, world: World, kept: str | None
+) -> Attention:
     """On rank 0, whose answer all take. Not while the batch is being looked for: its size is part of the question."""
     wanted, data = config.MODEL.ATTENTION, config.DATA
     if not world.first or not isinstance(data.BATCH_SIZE, int):
@@ -130,7 +132,7 @@ def _raced(config: Config, model: nn.Module, inputs: Inputs, precision: Precisio
     random = torch.Generator(device).manual_seed(config.SEED)
     size = (data.BATCH_SIZE, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
     images = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=random)
-    return raced_attention(wanted, model, inputs(images), precision, listed)
+    return raced_attention(wanted, model, inputs(images), precision, listed, kept)
 
 
 def _values_handed_on(model: nn.Module, batch: int) -> int:

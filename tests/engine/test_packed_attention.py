@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import engine.kernels.attention as kernels
 import engine.packed_attention as packed
+from engine import attention_race
 from engine.attention import PACKED, attention_layers, put_attention_in_force, settled_attention
 from engine.attention_race import raced_attention
 from engine.kernels.attention import key_blocks, takes
@@ -208,11 +209,26 @@ def test_lists_that_name_torchs_operator_leave_ours_out() -> None:
     with pytest.raises(UserError, match=r"packed needs Triton, and AMP's lists not to name"):
         settled_attention(PACKED, vit, ours, "mkl", listed, None)
     assert settled_attention("auto", vit, ours, "mkl", listed, PACKED) is None, "another kind has to be found"
-    again = settled_attention("auto", vit, ours, "mkl", (), PACKED)
-    assert again is not None
-    assert (again.kind, again.reason) == (PACKED, "as this run began")
+    assert settled_attention("auto", vit, ours, "mkl", (), PACKED) is None, "it has to be tried on this GPU"
     with pytest.raises(UserError, match="name softmax"):
         settled_attention(PACKED, vit, ours, "mkl", ("softmax",), None)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_resumed_run_keeps_it_where_its_kernels_run(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """Another GPU may have too little memory on its chip."""
+
+    def try_kernels(*_: Any) -> None:
+        if not there:
+            raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(packed, "_have_tried", try_kernels)
+    monkeypatch.setattr(packed, "serves", lambda *_: True)
+    monkeypatch.setattr(packed, "packed_attention", lambda qkv, _heads: (qkv[..., : qkv.shape[2] // 3] * 1.0, None))
+    monkeypatch.setattr(attention_race, "_by_events", lambda work: work() or 1.0)
+    vit, images = create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
+    found = raced_attention("auto", vit, images, Precision(BF16, CPU), kept=PACKED)
+    assert (found.kind, found.reason == "as this run began") == ((PACKED, True) if there else ("fused", False))
 
 
 def test_without_triton_it_is_no_kind_among_others() -> None:

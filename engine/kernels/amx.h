@@ -17,16 +17,16 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define PANEL 32
-#define STEP 32
-#define TILE 1024
-#define FP32_PARTS 3
-#define HALF_PARTS 1
+#define PANEL             32
+#define STEP              32
+#define TILE              1024
+#define FP32_PARTS        3
+#define HALF_PARTS        1
 #define STEP_BYTES(parts) ((parts) * 2 * TILE)
-#define STEPS(length) (((length) + STEP - 1) / STEP)
-#define PANELS(length) (((length) + PANEL - 1) / PANEL)
-#define LEAST(a, b) ((a) < (b) ? (a) : (b))
-#define INLINE static inline __attribute__((always_inline))
+#define STEPS(length)     (((length) + STEP - 1) / STEP)
+#define PANELS(length)    (((length) + PANEL - 1) / PANEL)
+#define LEAST(a, b)       ((a) < (b) ? (a) : (b))
+#define INLINE            static inline __attribute__((always_inline))
 
 /* Linux lends the tiles' registers to processes that ask. */
 static int tiles_are_lent(void)
@@ -53,8 +53,14 @@ INLINE void begin_tiles(void)
 
 INLINE void end_tiles(void) { _tile_release(); }
 
-INLINE __m512 pairs_low(__m512 a, __m512 b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
-INLINE __m512 pairs_high(__m512 a, __m512 b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
+INLINE __m512 pairs_low(__m512 a, __m512 b)
+{
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
+INLINE __m512 pairs_high(__m512 a, __m512 b)
+{
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
 
 INLINE void transpose(__m512 *r)
 {
@@ -84,7 +90,10 @@ INLINE void transpose(__m512 *r)
     }
 }
 
-INLINE __m512 from_bf16(__m256i values) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16)); }
+INLINE __m512 from_bf16(__m256i values)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+}
 INLINE __m256i to_bf16(__m512 values) { return (__m256i)_mm512_cvtneps_pbh(values); }
 
 INLINE __mmask16 first_of(long count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
@@ -99,8 +108,8 @@ INLINE __m512 polynomial(__m512 x, const float *factors, int degree)
 /* 2 to the power, to 2e-9 of itself before rounding. */
 INLINE __m512 two_to(__m512 power)
 {
-    static const float factors[] = {1.53458060e-4f, 1.33999312e-3f, 9.61848898e-3f, 5.55032878e-2f,
-                                    2.40226469e-1f, 6.93147206e-1f, 1.0f};
+    static const float factors[] = {
+        1.53458060e-4f, 1.33999312e-3f, 9.61848898e-3f, 5.55032878e-2f, 2.40226469e-1f, 6.93147206e-1f, 1.0f};
     __m512 whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     return _mm512_scalef_ps(polynomial(_mm512_sub_ps(power, whole), factors, 6), whole);
 }
@@ -204,7 +213,8 @@ INLINE Fetch share_of(Fetch what, long share, long shares)
 INLINE void fetch(Fetch what)
 {
     for (int row = 0; row < what.rows; row++)
-        for (int line = 0; line < what.lines; line++) _mm_prefetch(what.at + row * what.stride + line * 64, _MM_HINT_T1);
+        for (int line = 0; line < what.lines; line++)
+            _mm_prefetch(what.at + row * what.stride + line * 64, _MM_HINT_T1);
 }
 
 #define LOAD_LEFT(part)                           \
@@ -243,22 +253,31 @@ INLINE void start_from_zero(void)
 
 #define MULTIPLY_STEP(left, right, parts, multiply)             \
     if (parts == 3) { /* each product loads one side at most */ \
-        LOAD_LEFT(2); LOAD_RIGHT(0); multiply;                  \
-        LOAD_LEFT(1); multiply;                                 \
-        LOAD_RIGHT(1); multiply;                                \
-        LOAD_LEFT(0); multiply;                                 \
-        LOAD_RIGHT(2); multiply;                                \
-        LOAD_RIGHT(0); multiply;                                \
+        LOAD_LEFT(2);                                           \
+        LOAD_RIGHT(0);                                          \
+        multiply;                                               \
+        LOAD_LEFT(1);                                           \
+        multiply;                                               \
+        LOAD_RIGHT(1);                                          \
+        multiply;                                               \
+        LOAD_LEFT(0);                                           \
+        multiply;                                               \
+        LOAD_RIGHT(2);                                          \
+        multiply;                                               \
+        LOAD_RIGHT(0);                                          \
+        multiply;                                               \
     } else {                                                    \
-        LOAD_LEFT(0); LOAD_RIGHT(0); multiply;                  \
+        LOAD_LEFT(0);                                           \
+        LOAD_RIGHT(0);                                          \
+        multiply;                                               \
     }
 
-#define MULTIPLY_PANELS(multiply)                                                    \
-    for (long step = 0; step < steps; step++) {                                      \
-        for (int i = 0; i < count; i++) fetch(share_of(fetched[i], step, steps));    \
-        MULTIPLY_STEP(left, right, parts, multiply)                                  \
-        left += STEP_BYTES(parts);                                                   \
-        right += STEP_BYTES(parts);                                                  \
+#define MULTIPLY_PANELS(multiply)                                                 \
+    for (long step = 0; step < steps; step++) {                                   \
+        for (int i = 0; i < count; i++) fetch(share_of(fetched[i], step, steps)); \
+        MULTIPLY_STEP(left, right, parts, multiply)                               \
+        left += STEP_BYTES(parts);                                                \
+        right += STEP_BYTES(parts);                                               \
     }
 
 /* Two tiles by two; where a panel has 16 rows or columns at most, the second one's are not computed. */

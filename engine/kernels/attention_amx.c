@@ -6,9 +6,8 @@
 #include <math.h>
 
 #include "amx.h"
+#include "attention_room.h"
 
-#define CHUNK 256   /* queries that keys and values sum their gradients over at once */
-#define LINE 64
 #define MOST_FETCHED 5
 
 int prepare(void) { return tiles_are_lent(); }
@@ -64,8 +63,8 @@ INLINE void multiply_row(const char *left, const char *right, long steps, int pa
             start_from(c + panel * PANEL, stride);
         else
             start_from_zero();
-        multiply_panels(left, right + panel * steps * STEP_BYTES(parts), steps, parts, rows, columns - panel * PANEL, now,
-                        count);
+        multiply_panels(left, right + panel * steps * STEP_BYTES(parts), steps, parts, rows, columns - panel * PANEL,
+                        now, count);
         store_sums(c + panel * PANEL, stride);
     }
 }
@@ -90,84 +89,6 @@ INLINE float weigh(float *row, long tokens, long room, float scale, float *norm)
     return 1.0f / total;
 }
 
-typedef struct {
-    long tokens, heads, width, stride, out_stride; /* strides in numbers */
-    float scale, binary;                           /* of scores; the latter with log2(e) */
-} Shape;
-
-static Shape shape_of(long tokens, long heads, long width)
-{
-    float scale = 1.0f / sqrtf(width);
-    Shape shape = {tokens, heads, width, 3 * heads * width, heads * width, scale, scale * 1.44269504f};
-    return shape;
-}
-
-INLINE char *take(char **room, long bytes)
-{
-    char *taken = *room;
-    *room += (bytes + LINE - 1) / LINE * LINE;
-    return taken;
-}
-
-typedef struct {
-    char *keys, *values, *query, *weights;
-    float *scores, *found;
-} ForwardRoom;
-
-static ForwardRoom forward_room(char **room, long tokens, long width, int parts)
-{
-    long by_tokens = STEPS(tokens) * STEP_BYTES(parts), by_width = STEPS(width) * STEP_BYTES(parts);
-    ForwardRoom r;
-    r.keys = take(room, PANELS(tokens) * by_width);
-    r.values = take(room, PANELS(width) * by_tokens);
-    r.query = take(room, by_width);
-    r.weights = take(room, by_tokens);
-    r.scores = (float *)take(room, PANEL * PANELS(tokens) * PANEL * sizeof(float));
-    r.found = (float *)take(room, PANEL * PANELS(width) * PANEL * sizeof(float));
-    return r;
-}
-
-typedef struct {
-    char *keys, *values, *keys_summed, *queries_summed, *grads_summed, *query, *grad, *row, *weights, *slopes;
-    float *scores, *pulls, *found, *key_grads, *value_grads;
-} BackwardRoom;
-
-static BackwardRoom backward_room(char **room, long tokens, long width, int parts)
-{
-    long chunk = LEAST(CHUNK, tokens), step = STEP_BYTES(parts);
-    long by_tokens = STEPS(tokens) * step, by_width = STEPS(width) * step, by_chunk = STEPS(chunk) * step;
-    long row = PANELS(tokens) * PANEL * sizeof(float), sums = PANELS(tokens) * PANEL * PANELS(width) * PANEL * sizeof(float);
-    BackwardRoom r;
-    r.keys = take(room, PANELS(tokens) * by_width);
-    r.values = take(room, PANELS(tokens) * by_width);
-    r.keys_summed = take(room, PANELS(width) * by_tokens);
-    r.queries_summed = take(room, PANELS(width) * by_chunk);
-    r.grads_summed = take(room, PANELS(width) * by_chunk);
-    r.query = take(room, by_width);
-    r.grad = take(room, by_width);
-    r.row = take(room, by_tokens);
-    r.weights = take(room, PANELS(tokens) * by_chunk);
-    r.slopes = take(room, PANELS(tokens) * by_chunk);
-    r.scores = (float *)take(room, PANEL * row);
-    r.pulls = (float *)take(room, PANEL * row);
-    r.found = (float *)take(room, PANEL * PANELS(width) * PANEL * sizeof(float));
-    r.key_grads = (float *)take(room, sums);
-    r.value_grads = (float *)take(room, sums);
-    return r;
-}
-
-/* Bytes for a thread. */
-long room(long tokens, long width, int half, int backward)
-{
-    char *end = 0;
-    int parts = half ? HALF_PARTS : FP32_PARTS;
-    if (backward)
-        backward_room(&end, tokens, width, parts);
-    else
-        forward_room(&end, tokens, width, parts);
-    return (end - (char *)0 + 4095) / 4096 * 4096;
-}
-
 INLINE void forward_head(Shape s, const char *q, char *out, float *norms, ForwardRoom r, const Fetch *next, int half,
                          int parts)
 {
@@ -182,10 +103,13 @@ INLINE void forward_head(Shape s, const char *q, char *out, float *norms, Forwar
         Fetch now[3];
         for (int i = 0; i < 3; i++) now[i] = share_of(next[i], top / PANEL, PANELS(s.tokens));
         multiply_row(r.query, r.keys, STEPS(s.width), parts, rows, s.tokens, r.scores, across, 0, now, 3);
-        for (long i = 0; i < rows; i++) factors[i] = weigh(r.scores + i * across, s.tokens, across, s.binary, norms + top + i);
+        for (long i = 0; i < rows; i++)
+            factors[i] = weigh(r.scores + i * across, s.tokens, across, s.binary, norms + top + i);
         pack(r.scores, across, 0, 0, 0, rows, s.tokens, parts, r.weights);
-        multiply_row(r.weights, r.values, STEPS(s.tokens), parts, rows, s.width, r.found, PANELS(s.width) * PANEL, 0, 0, 0);
-        store_rows(r.found, PANELS(s.width) * PANEL, factors, out + top * s.out_stride * size, s.out_stride, half, rows, s.width);
+        multiply_row(r.weights, r.values, STEPS(s.tokens), parts, rows, s.width, r.found, PANELS(s.width) * PANEL, 0, 0,
+                     0);
+        store_rows(r.found, PANELS(s.width) * PANEL, factors, out + top * s.out_stride * size, s.out_stride, half, rows,
+                   s.width);
     }
 }
 
@@ -228,7 +152,8 @@ INLINE void backward_queries(Shape s, const char *q, const char *out, const char
         slopes_of_row(r.scores + i * across, r.pulls + i * across, s.tokens, across, norms[i], delta, s);
     }
     pack(r.pulls, across, 0, 0, 0, rows, s.tokens, parts, r.row);
-    multiply_row(r.row, r.keys_summed, STEPS(s.tokens), parts, rows, s.width, r.found, PANELS(s.width) * PANEL, 0, 0, 0);
+    multiply_row(r.row, r.keys_summed, STEPS(s.tokens), parts, rows, s.width, r.found, PANELS(s.width) * PANEL, 0, 0,
+                 0);
     store_rows(r.found, PANELS(s.width) * PANEL, 0, dq, s.stride, half, rows, s.width);
     for (long panel = 0; panel < PANELS(s.tokens); panel++) {
         long at = (panel * steps + step) * STEP_BYTES(parts);
@@ -259,14 +184,15 @@ INLINE void backward_head(Shape s, const char *q, const char *out, const char *g
         }
         for (long panel = 0; panel < PANELS(s.tokens); panel++) {
             long at = panel * steps * STEP_BYTES(parts), to = panel * PANEL * wide, keys = s.tokens - panel * PANEL;
-            multiply_row(r.slopes + at, r.queries_summed, steps, parts, keys, s.width, r.key_grads + to, wide, first > 0, 0, 0);
-            multiply_row(r.weights + at, r.grads_summed, steps, parts, keys, s.width, r.value_grads + to, wide, first > 0, 0, 0);
+            multiply_row(r.slopes + at, r.queries_summed, steps, parts, keys, s.width, r.key_grads + to, wide,
+                         first > 0, 0, 0);
+            multiply_row(r.weights + at, r.grads_summed, steps, parts, keys, s.width, r.value_grads + to, wide,
+                         first > 0, 0, 0);
         }
     }
     store_rows(r.key_grads, wide, 0, dq + all, s.stride, half, s.tokens, s.width);
     store_rows(r.value_grads, wide, 0, dq + 2 * all, s.stride, half, s.tokens, s.width);
 }
-
 
 /* Bytes from where a tensor begins to a head of a sample: of the packed one, and of one of the three. */
 typedef struct {
@@ -323,8 +249,8 @@ INLINE void backward_heads(Shape s, const char *grad, const char *qkv, const cha
     end_tiles();
 }
 
-/* qkv: [batch, tokens, 3, heads, width]; out: [batch, tokens, heads, width]; norms, the binary logarithm of each query's
-   sum of weights: [batch, heads, tokens]. `half`: whether numbers are bf16 instead of fp32. */
+/* qkv: [batch, tokens, 3, heads, width]; out: [batch, tokens, heads, width]; norms, the binary logarithm of each
+   query's sum of weights: [batch, heads, tokens]. `half`: whether numbers are bf16 instead of fp32. */
 void forward(const char *qkv, char *out, float *norms, long batch, long tokens, long heads, long width, int half,
              char *rooms, long room_bytes, int threads)
 {
@@ -341,8 +267,8 @@ void forward(const char *qkv, char *out, float *norms, long batch, long tokens, 
 }
 
 /* dqkv and grad lie as qkv and out do. */
-void backward(const char *grad, const char *qkv, const char *out, const float *norms, char *dqkv, long batch, long tokens,
-              long heads, long width, int half, char *rooms, long room_bytes, int threads)
+void backward(const char *grad, const char *qkv, const char *out, const float *norms, char *dqkv, long batch,
+              long tokens, long heads, long width, int half, char *rooms, long room_bytes, int threads)
 {
     const Shape s = shape_of(tokens, heads, width);
     const long all = batch * heads;

@@ -3,10 +3,10 @@
 
 #include "amx.h"
 
-#define DEPTH 384   /* numbers summed at once: a panel of the left matrix takes 72 KB, packed */
-#define COLUMNS 512 /* of the right matrix at once: 1.1 MB, packed, which stay in the second cache */
+#define DEPTH       384 /* numbers summed at once: a panel of the left matrix takes 72 KB, packed */
+#define COLUMNS     512 /* of the right matrix at once: 1.1 MB, packed, which stay in the second cache */
 #define PANEL_BYTES (DEPTH / STEP * STEP_BYTES(FP32_PARTS))
-#define ROOM (COLUMNS / PANEL * PANEL_BYTES)
+#define ROOM        (COLUMNS / PANEL * PANEL_BYTES)
 
 int prepare(void) { return tiles_are_lent(); }
 
@@ -15,7 +15,8 @@ long room(void) { return ROOM; }
 typedef struct {
     const float *at;
     long stride;
-    int turned; /* it lies in memory the other way round; `stride` is the distance of what lies one after another there */
+    int turned; /* it lies in memory the other way round; `stride` is the distance of what lies one after another there
+                 */
 } Matrix;
 
 enum { NOTHING, GELU, SLOPE };
@@ -77,7 +78,8 @@ INLINE void pack_some(Later *later)
     if (later->done < later->tiles) pack_tile(later->what, later->done++);
 }
 
-INLINE void multiply_and_pack(const char *left, const char *right, long steps, const Fetch *fetched, int count, Later *later)
+INLINE void multiply_and_pack(const char *left, const char *right, long steps, const Fetch *fetched, int count,
+                              Later *later)
 {
     for (long step = 0; step < steps; step++) {
         for (int i = 0; i < count; i++) fetch(share_of(fetched[i], step, steps));
@@ -130,8 +132,16 @@ INLINE const float *at_of(Matrix m, int summed_first, long i, long k)
 /* Rows of the left matrix from `top` on; none where it ends. */
 INLINE Later rows_to_pack(const Product *p, long top, long column, long k, int deep, char *to)
 {
-    const Packing what = {(const char *)at_of(p->a, p->a.turned, top, k), p->a.stride, 0, p->a.turned, 0,
-                          LEAST(PANEL, p->rows - top), deep, FP32_PARTS, to, column == 0 && p->sums ? p->sums + top : 0};
+    const Packing what = {(const char *)at_of(p->a, p->a.turned, top, k),
+                          p->a.stride,
+                          0,
+                          p->a.turned,
+                          0,
+                          LEAST(PANEL, p->rows - top),
+                          deep,
+                          FP32_PARTS,
+                          to,
+                          column == 0 && p->sums ? p->sums + top : 0};
     const Later later = {what, 0, top < p->rows ? tiles_of(what) : 0};
     if (what.sums && later.tiles && k == 0) memset(what.sums, 0, PANEL * sizeof *what.sums);
     return later;
@@ -160,7 +170,11 @@ INLINE void pack_right_step(const Product *p, long column, long k, int deep, lon
 {
     const Matrix b = p->b;
     long steps = STEPS(deep), panel = b.turned ? i / steps : i % across, step = b.turned ? i % steps : i / across;
-    long at = column + panel * PANEL;
+    long at = column + panel * PANEL, after = k + (step + 1) * STEP;
+    if (!b.turned) {
+        const Fetch next = {(const char *)at_of(b, 1, at, after), b.stride * 4, LEAST(STEP, p->depth - after), 2};
+        fetch(next);
+    }
     pack(at_of(b, !b.turned, at, k + step * STEP), b.stride, 0, !b.turned, 1, LEAST(PANEL, p->columns - at),
          LEAST(STEP, deep - step * STEP), FP32_PARTS, packed + panel * PANEL_BYTES + step * STEP_BYTES(FP32_PARTS));
 }
@@ -186,7 +200,8 @@ static void compute_rows(const Product *p, long begin, long end, long column, lo
                                      {(const char *)(p->c + next), p->columns * 4, rows, 2},
                                      {(const char *)(p->other + next), p->columns * 4, rows, 2}};
             const Block block = {p->c + offset, p->other + offset, high, LEAST(PANEL, p->columns - at)};
-            compute(p, block, left[now], packed + panel * PANEL_BYTES, part, p->bias ? p->bias + at : 0, fetched, &later);
+            compute(p, block, left[now], packed + panel * PANEL_BYTES, part, p->bias ? p->bias + at : 0, fetched,
+                    &later);
         }
     }
 }
@@ -196,7 +211,8 @@ void product(const float *a, long a_stride, int a_turned, const float *b, long b
              const float *bias, float *other, int after, float *sums, long rows, long columns, long depth, char *packed,
              int threads)
 {
-    const Product p = {{a, a_stride, a_turned}, {b, b_stride, b_turned}, c, other, sums, bias, rows, columns, depth, after};
+    const Product p = {
+        {a, a_stride, a_turned}, {b, b_stride, b_turned}, c, other, sums, bias, rows, columns, depth, after};
     const long panels = PANELS(rows);
 #pragma omp parallel num_threads(threads)
     {
@@ -209,8 +225,8 @@ void product(const float *a, long a_stride, int a_turned, const float *b, long b
                 for (long i = 0; i < across * STEPS(deep); i++) pack_right_step(&p, column, k, deep, across, i, packed);
 #pragma omp for schedule(static)
                 for (long i = 0; i < threads; i++)
-                    compute_rows(&p, panels * i / threads * PANEL, LEAST(rows, panels * (i + 1) / threads * PANEL), column,
-                                 k, deep, across, packed);
+                    compute_rows(&p, panels * i / threads * PANEL, LEAST(rows, panels * (i + 1) / threads * PANEL),
+                                 column, k, deep, across, packed);
             }
         end_tiles();
     }

@@ -89,12 +89,12 @@ def _built(name: str, folder: Path) -> ctypes.CDLL:
     sources = [SOURCES / f"{name}.c", *sorted(SOURCES.glob("*.h"))]
     content = b"".join(source.read_bytes() for source in sources) + repr(FLAGS).encode()
     target = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}.so"
-    if _loads(target):
+    if _is_whole(target) and _loads(target):
         return ctypes.CDLL(str(target))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with only_one(folder / f"{name}.lock", "compiles kernels for this CPU"):
-            if not _loads(target):
+            if not (_is_whole(target) and _loads(target)):
                 log.info("Compiling %s for this CPU, once; kept in %s.", name, folder)
                 _build(sources[0], target)
         return ctypes.CDLL(str(target))
@@ -118,7 +118,22 @@ def _build(source: Path, target: Path) -> None:
         _compile("-shared", str(part), "-lm", "-o", str(made))
         if not _loads(made):
             _compile("-shared", "-fopenmp", str(part), "-lm", "-o", str(made))
-        os.replace(made, target)
+        ended = Path(scratch, "ended.so")  # another file: `made` is loaded by now
+        ended.write_bytes(_ended(made.read_bytes()))
+        os.replace(ended, target)
+
+
+def _ended(content: bytes) -> bytes:
+    return content + hashlib.sha256(content).digest()
+
+
+def _is_whole(library: Path) -> bool:
+    """The system kills a process that loads one which was cut off, as by a full disk: it ends with its own hash."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return content == _ended(content[: -hashlib.sha256().digest_size])
 
 
 def _compile(*words: str) -> None:

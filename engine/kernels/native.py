@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,8 +50,6 @@ def missing() -> str:
         return "they are for Linux on CPUs with AMX (Intel Xeon from Sapphire Rapids on)"
     if not set(NEEDED) <= _features():
         return "this CPU has no AMX (Intel Xeon has it from Sapphire Rapids on)"
-    if _compiler() is None:
-        return f"there is no C compiler here ({', '.join(COMPILERS)}; CC names another)"
     return ""
 
 
@@ -80,9 +79,12 @@ def _features() -> set[str]:
         return set()
 
 
-def _compiler() -> str | None:
-    names = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
-    return next(filter(None, map(shutil.which, names)), None)
+def _compiler() -> list[str]:
+    """With what CC has behind its name."""
+    for command in [shlex.split(os.environ["CC"])] if os.environ.get("CC") else [[name] for name in COMPILERS]:
+        if command and shutil.which(command[0]):
+            return command
+    raise NoKernel(f"there is no C compiler here ({', '.join(COMPILERS)}; CC names another)")
 
 
 def _built(name: str, folder: Path) -> ctypes.CDLL:
@@ -137,15 +139,14 @@ def _is_whole(library: Path) -> bool:
 
 
 def _compile(*words: str) -> None:
-    compiler = _compiler()
-    command = [compiler or "cc", *words]
+    command = [*_compiler(), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     except subprocess.TimeoutExpired:
-        raise NoKernel(f"{compiler} took more than {PATIENCE} s") from None
+        raise NoKernel(f"{command[0]} took more than {PATIENCE} s") from None
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
-        raise NoKernel(f"{compiler} fails: {lines[0].strip()}")
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
+        raise NoKernel(f"{command[0]} fails: {lines[0].strip()}")
 
 
 def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:

@@ -87,7 +87,7 @@ def _product(
     rows, columns, depth = a.shape[int(a_turned)], b.shape[int(not b_turned)], a.shape[int(not a_turned)]
     found = a.new_empty(rows, columns)
     function, bytes_ = _function()
-    b, bias = b.contiguous(), None if bias is None else bias.contiguous()
+    b, bias = b.contiguous(), None if bias is None else bias.float().contiguous()
     given = (address(a), a.stride(0), a_turned, address(b), b.stride(0), b_turned, address(found), address(bias))
     sizes = (rows, columns, depth, address(scratch(bytes_)), torch.get_num_threads())
     function(*given, address(other), after, address(sums), *sizes)

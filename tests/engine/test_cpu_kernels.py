@@ -332,7 +332,8 @@ def test_a_run_says_so_and_a_resumed_one_goes_on_with_it(vitamp, tiny: Path, tmp
 
 @pytest.mark.parametrize("words", ["CPU_FP32=amx", "MODEL.ATTENTION=packed"])
 def test_without_a_compiler_they_are_refused_before_the_run(vitamp, tiny: Path, tmp_path: Path, words: str) -> None:
-    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", words, env={"CC": str(tmp_path / "nothing")})
+    cache = f"DATA.CACHE={tmp_path / 'cache'}"
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", words, cache, env={"CC": str(tmp_path / "nothing")})
     assert done.code == 2
     reason = r"there is no C compiler here" if not native.missing() else native.missing().split("(")[0]
     setting, value = words.split("=")

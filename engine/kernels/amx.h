@@ -75,7 +75,7 @@ INLINE void transpose(__m512 *r)
         r[i + 2] = pairs_low(t[i + 1], t[i + 3]);
         r[i + 3] = pairs_high(t[i + 1], t[i + 3]);
     }
-    const int even = 0x88, odd = 0xdd;
+    enum { even = 0x88, odd = 0xdd };
     for (int i = 0; i < 4; i++) {
         t[i] = _mm512_shuffle_f32x4(r[i], r[i + 4], even);
         t[i + 4] = _mm512_shuffle_f32x4(r[i], r[i + 4], odd);
@@ -132,7 +132,7 @@ INLINE void load_block(const void *from, long stride, int half, int rows, int co
 INLINE void store_parts(__m512 first, __m512 second, int parts, int exact, char *to)
 {
     const __m512i high = _mm512_set1_epi32(0xffff0000);
-    const int either_and = 0xf8; /* a | (b & c) */
+    enum { either_and = 0xf8 }; /* a | (b & c) */
     if (parts == 1 && !exact) {
         first = from_bf16(to_bf16(first));
         second = from_bf16(to_bf16(second));

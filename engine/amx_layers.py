@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.native import NoKernel, missing
+from engine.kernels.native import missing
 from engine.mixed_in import mix_in
 from utils.errors import UserError
 from utils.log import log
@@ -53,7 +53,7 @@ def why_no_amx() -> str:
 
     try:
         try_out()
-    except (NoKernel, RuntimeError) as error:
+    except RuntimeError as error:
         log.debug("CPU_FP32 amx", exc_info=True)
         return str(error)
     return ""

@@ -33,6 +33,8 @@ class Products:
 
 def choose_products(wanted: str, device: torch.device, fp32: bool, values: int, kept: str | None) -> Products:
     """`fp32`: whether the run computes in it. `values`: what a layer hands on. `kept`: what a resumed run had."""
+    if wanted == AMX and device.type != "cpu":
+        return Products(MKL, "amx is for CPUs")
     if wanted != "auto":
         if device.type == "cpu" and (why := _what_is_wrong_with(wanted)):
             raise UserError(f"CPU_FP32 {wanted}: {why}; use mkl.")

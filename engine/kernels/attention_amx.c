@@ -38,7 +38,7 @@ INLINE void store_rows(const float *from, long from_stride, const float *factors
         }
 }
 
-/* All panels of a matrix; `whole`: steps that a panel has room for. */
+/* All panels of a matrix, one after another. */
 INLINE void pack_all(const void *from, long stride, int half, int summed_first, int right, long wide, long summed,
                      int parts, char *to)
 {

@@ -15,8 +15,7 @@ long room(void) { return ROOM; }
 typedef struct {
     const float *at;
     long stride;
-    int turned; /* it lies in memory the other way round; `stride` is the distance of what lies one after another there
-                 */
+    int turned; /* it lies in memory the other way round */
 } Matrix;
 
 enum { NOTHING, GELU, SLOPE };

@@ -59,6 +59,13 @@ def test_auto_takes_amx_before_all_others_where_it_is(monkeypatch: pytest.Monkey
     assert choose_products("auto", CPU, True, LARGE, "mkl").library == "mkl", "as the run began"
 
 
+def test_amx_asked_for_means_nothing_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose MLPs have kernels of their own, and whose host may have no AMX."""
+    on(monkeypatch, ZEN_4)
+    assert choose_products("amx", torch.device("cuda"), True, LARGE, None).library == "mkl"
+    assert choose_products("amx", torch.device("cuda"), False, LARGE, None).library == "mkl"
+
+
 def test_without_amx_it_is_refused_and_a_resumed_run_goes_on_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, ZEN_4)
     with pytest.raises(UserError, match=f"CPU_FP32 amx: {NO_AMX}; use mkl"):

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from engine.overflow import Blame
 from tests.amp.overflowing import SAMPLES, Forward, blame_of, half, micro_batch, vit, with_huge_bias
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Parent(nn.Module):

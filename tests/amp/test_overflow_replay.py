@@ -17,13 +17,7 @@ from engine import overflow
 from tests.amp.overflowing import Forward, blame_of, micro_batch, vit, watch_of, with_huge_bias
 from utils.seeding import seed_all
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- no trace

@@ -22,7 +22,7 @@
 #define TILE              1024
 #define FP32_PARTS        3
 #define HALF_PARTS        1
-#define STEP_BYTES(parts) ((parts) * 2 * TILE)
+#define STEP_BYTES(parts) ((parts)*2 * TILE)
 #define STEPS(length)     (((length) + STEP - 1) / STEP)
 #define PANELS(length)    (((length) + PANEL - 1) / PANEL)
 #define LEAST(a, b)       ((a) < (b) ? (a) : (b))
@@ -35,23 +35,27 @@ static int tiles_are_lent(void)
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
-INLINE void begin_tiles(void)
-{
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } shape;
-    memset(&shape, 0, sizeof shape);
-    shape.palette = 1;
-    for (int i = 0; i < 8; i++) {
-        shape.row_bytes[i] = 64;
-        shape.rows[i] = 16;
-    }
-    _tile_loadconfig(&shape);
-}
+/* Eight tiles of 16 rows of 64 bytes. In memory for good: compilers do not see what tiles are loaded from. */
+static const struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} SHAPE = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+INLINE void begin_tiles(void) { _tile_loadconfig(&SHAPE); }
 
 INLINE void end_tiles(void) { _tile_release(); }
+
+/* gcc does not know what tiles are loaded from: what is to be in memory by then is there after this. */
+INLINE void settle(void) { __asm__ volatile("" ::: "memory"); }
+
+/* After some 140 products without a store the next store waits for a quarter of a microsecond, on the Xeon that was
+   tried. So each second step a tile is stored where nobody reads it. */
+INLINE void store_aside(long step, long steps)
+{
+    _Alignas(64) char aside[TILE];
+    if (step % 2 && step + 1 < steps) _tile_stored(0, aside, 64);
+}
 
 INLINE __m512 pairs_low(__m512 a, __m512 b)
 {
@@ -114,86 +118,6 @@ INLINE __m512 two_to(__m512 power)
     return _mm512_scalef_ps(polynomial(_mm512_sub_ps(power, whole), factors, 6), whole);
 }
 
-/* 16 rows of 16 numbers, as far as there are any; the rest is 0. `half`: whether they are bf16 in memory. */
-INLINE void load_block(const void *from, long stride, int half, int rows, int columns, __m512 *r)
-{
-    __mmask16 there = first_of(columns);
-    for (int i = 0; i < 16; i++) {
-        if (i >= rows)
-            r[i] = _mm512_setzero_ps();
-        else if (half)
-            r[i] = from_bf16(_mm256_maskz_loadu_epi16(there, (const uint16_t *)from + i * stride));
-        else
-            r[i] = _mm512_maskz_loadu_ps(there, (const float *)from + i * stride);
-    }
-}
-
-/* Pairs of bf16 out of fp32: the parts of a row of each, largest first. */
-INLINE void store_parts(__m512 first, __m512 second, int parts, int exact, char *to)
-{
-    const __m512i high = _mm512_set1_epi32(0xffff0000);
-    enum { either_and = 0xf8 }; /* a | (b & c) */
-    if (parts == 1 && !exact) {
-        first = from_bf16(to_bf16(first));
-        second = from_bf16(to_bf16(second));
-    }
-    for (int part = 0; part < parts; part++) {
-        __m512i a = _mm512_castps_si512(first), b = _mm512_castps_si512(second);
-        __m512i pair = _mm512_ternarylogic_epi32(_mm512_srli_epi32(a, 16), b, high, either_and);
-        _mm512_store_si512((void *)(to + part * 2 * TILE), pair);
-        first = _mm512_sub_ps(first, _mm512_castsi512_ps(_mm512_and_si512(a, high)));
-        second = _mm512_sub_ps(second, _mm512_castsi512_ps(_mm512_and_si512(b, high)));
-    }
-}
-
-/* What is packed: a panel of `wide` rows of the left matrix, or columns of the right one, `summed` numbers long each.
-   `summed_first`: whether numbers that lie beside each other in memory belong to different sums; only then `sums`, of
-   32 rows, may be added to. */
-typedef struct {
-    const char *from;
-    long stride; /* in numbers */
-    int half, summed_first, right, wide, summed, parts;
-    char *to;
-    float *sums;
-} Packing;
-
-INLINE int tiles_of(Packing p) { return 2 * STEPS(p.summed); }
-
-INLINE void pack_tile(Packing p, int tile)
-{
-    const long size = p.half ? 2 : 4;
-    const int begin = tile % 2 * 16, k = tile / 2 * STEP, left = p.summed - k;
-    __m512 upper[16], lower[16];
-    if (p.summed_first) {
-        const char *at = p.from + (k * p.stride + begin) * size;
-        load_block(at, p.stride, p.half, left, p.wide - begin, upper);
-        load_block(at + 16 * p.stride * size, p.stride, p.half, left - 16, p.wide - begin, lower);
-    } else {
-        const char *at = p.from + (begin * p.stride + k) * size;
-        load_block(at, p.stride, p.half, p.wide - begin, left, upper);
-        load_block(at + 16 * size, p.stride, p.half, p.wide - begin, left - 16, lower);
-    }
-    if (p.sums) { /* of each row of the left matrix, whose numbers lie under each other */
-        __m512 sum = _mm512_load_ps(p.sums + begin), more = upper[0];
-        for (int i = 1; i < 16; i++) more = _mm512_add_ps(more, upper[i]);
-        for (int i = 0; i < 16; i++) more = _mm512_add_ps(more, lower[i]);
-        _mm512_store_ps(p.sums + begin, _mm512_add_ps(sum, more));
-    }
-    if (p.summed_first != p.right) {
-        transpose(upper);
-        transpose(lower);
-    }
-    char *row = p.to + k / STEP * STEP_BYTES(p.parts) + tile % 2 * TILE;
-    for (int i = 0; i < 16; i++) store_parts(upper[i], lower[i], p.parts, p.half, row + i * 64);
-}
-
-INLINE void pack(const void *from, long stride, int half, int summed_first, int right, int wide, int summed, int parts,
-                 char *to)
-{
-    const Packing p = {from, stride, half, summed_first, right, wide, summed, parts, to, 0};
-    for (int tile = 0; tile < tiles_of(p); tile++) pack_tile(p, tile);
-}
-
 /* Memory to be fetched into the second cache while tiles are multiplied. */
 typedef struct {
     const char *at;
@@ -210,19 +134,20 @@ INLINE Fetch share_of(Fetch what, long share, long shares)
     return what;
 }
 
-INLINE void fetch(Fetch what)
+INLINE void fetch_rows(Fetch *what, int rows)
 {
-    for (int row = 0; row < what.rows; row++)
-        for (int line = 0; line < what.lines; line++)
-            _mm_prefetch(what.at + row * what.stride + line * 64, _MM_HINT_T1);
+    for (; rows > 0 && what->rows > 0; rows--, what->rows--, what->at += what->stride)
+        for (int line = 0; line < what->lines; line++) _mm_prefetch(what->at + line * 64, _MM_HINT_T1);
 }
 
-#define LOAD_LEFT(part)                           \
-    _tile_loadd(4, left + (part) * 2 * TILE, 64); \
-    _tile_loadd(5, left + (part) * 2 * TILE + TILE, 64)
-#define LOAD_RIGHT(part)                           \
-    _tile_loadd(6, right + (part) * 2 * TILE, 64); \
-    _tile_loadd(7, right + (part) * 2 * TILE + TILE, 64)
+INLINE void fetch(Fetch what) { fetch_rows(&what, what.rows); }
+
+#define LOAD_LEFT(part)                         \
+    _tile_loadd(4, left + (part)*2 * TILE, 64); \
+    _tile_loadd(5, left + (part)*2 * TILE + TILE, 64)
+#define LOAD_RIGHT(part)                         \
+    _tile_loadd(6, right + (part)*2 * TILE, 64); \
+    _tile_loadd(7, right + (part)*2 * TILE + TILE, 64)
 #define MULTIPLY             \
     _tile_dpbf16ps(0, 4, 6); \
     _tile_dpbf16ps(1, 4, 7); \
@@ -237,6 +162,7 @@ INLINE void fetch(Fetch what)
 
 INLINE void start_from(const float *c, long stride)
 {
+    settle();
     _tile_loadd(0, c, stride * 4);
     _tile_loadd(1, c + 16, stride * 4);
     _tile_loadd(2, c + 16 * stride, stride * 4);
@@ -251,31 +177,41 @@ INLINE void start_from_zero(void)
     _tile_zero(3);
 }
 
-#define MULTIPLY_STEP(left, right, parts, multiply)             \
+/* `meanwhile`: what vectors do while tiles are multiplied. In small pieces: the CPU looks ahead a few hundred
+   instructions, and has to find the next products among them. */
+#define MULTIPLY_STEP(left, right, parts, multiply, meanwhile)  \
     if (parts == 3) { /* each product loads one side at most */ \
         LOAD_LEFT(2);                                           \
         LOAD_RIGHT(0);                                          \
         multiply;                                               \
+        meanwhile;                                              \
         LOAD_LEFT(1);                                           \
         multiply;                                               \
+        meanwhile;                                              \
         LOAD_RIGHT(1);                                          \
         multiply;                                               \
+        meanwhile;                                              \
         LOAD_LEFT(0);                                           \
         multiply;                                               \
+        meanwhile;                                              \
         LOAD_RIGHT(2);                                          \
         multiply;                                               \
+        meanwhile;                                              \
         LOAD_RIGHT(0);                                          \
         multiply;                                               \
+        meanwhile;                                              \
     } else {                                                    \
         LOAD_LEFT(0);                                           \
         LOAD_RIGHT(0);                                          \
         multiply;                                               \
+        meanwhile;                                              \
     }
 
 #define MULTIPLY_PANELS(multiply)                                                 \
     for (long step = 0; step < steps; step++) {                                   \
         for (int i = 0; i < count; i++) fetch(share_of(fetched[i], step, steps)); \
-        MULTIPLY_STEP(left, right, parts, multiply)                               \
+        MULTIPLY_STEP(left, right, parts, multiply, )                             \
+        store_aside(step, steps);                                                 \
         left += STEP_BYTES(parts);                                                \
         right += STEP_BYTES(parts);                                               \
     }
@@ -284,6 +220,7 @@ INLINE void start_from_zero(void)
 INLINE void multiply_panels(const char *left, const char *right, long steps, int parts, long rows, long columns,
                             const Fetch *fetched, int count)
 {
+    settle();
     if (columns <= 16) {
         MULTIPLY_PANELS(MULTIPLY_ONE_WIDE)
     } else if (rows <= 16) {

@@ -5,18 +5,12 @@
 
 #include <math.h>
 
-#include "amx.h"
+#include "amx_pack.h"
 #include "attention_room.h"
 
 #define MOST_FETCHED 5
 
 int prepare(void) { return tiles_are_lent(); }
-
-INLINE __m512 load(const void *from, long i, int half, __mmask16 there)
-{
-    return half ? from_bf16(_mm256_maskz_loadu_epi16(there, (const uint16_t *)from + i))
-                : _mm512_maskz_loadu_ps(there, (const float *)from + i);
-}
 
 INLINE void store(void *to, long i, int half, __mmask16 there, __m512 values)
 {
@@ -132,7 +126,7 @@ INLINE float product_of_rows(const void *a, const void *b, long width, int half)
     __m512 sum = _mm512_setzero_ps();
     for (long j = 0; j < width; j += 16) {
         __mmask16 there = first_of(width - j);
-        sum = _mm512_fmadd_ps(load(a, j, half, there), load(b, j, half, there), sum);
+        sum = _mm512_fmadd_ps(load_row(a, j, half, there), load_row(b, j, half, there), sum);
     }
     return _mm512_reduce_add_ps(sum);
 }

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from engine.kernels.native import address, load, scratch
 
 SOURCE = "products_amx"
-NOTHING, GELU, SLOPE = range(3)
+NOTHING, GELU, TIMES = range(3)
 """What follows a product: see products_amx.c."""
 PANEL = 32
 LARGEST_ERROR = 2e-6
@@ -44,19 +44,19 @@ def fp32_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, needs: list[bo
 
 @torch.library.custom_op("vitamp::fp32_mlp", mutates_args=(), device_types="cpu")
 def fp32_mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What comes out, and for the backward pass what goes into GELU and what comes out of it."""
+    """What comes out, and for the backward pass GELU's slope and what comes out of it."""
     y = x.new_empty(x[..., 0].numel(), len(w1))
-    h = _product(_rows(x), w1, bias=b1, b_turned=True, after=GELU, other=y)
-    return _product(y, w2, bias=b2, b_turned=True).view(*x.shape[:-1], len(w2)), h, y
+    slope = _product(_rows(x), w1, bias=b1, b_turned=True, after=GELU, other=y)
+    return _product(y, w2, bias=b2, b_turned=True).view(*x.shape[:-1], len(w2)), slope, y
 
 
 @torch.library.custom_op("vitamp::fp32_mlp_backward", mutates_args=(), device_types="cpu")
 def fp32_mlp_backward(
-    grad: Tensor, x: Tensor, h: Tensor, y: Tensor, w1: Tensor, w2: Tensor
+    grad: Tensor, x: Tensor, slope: Tensor, y: Tensor, w1: Tensor, w2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad = _rows(grad)
     dw2, db2 = _gradients_of_layer(grad, y)
-    dh = _product(grad, w2, after=SLOPE, other=h)
+    dh = _product(grad, w2, after=TIMES, other=slope)
     dw1, db1 = _gradients_of_layer(dh, _rows(x))
     return _product(dh, w1).view(x.shape), dw1, db1, dw2, db2
 
@@ -125,7 +125,7 @@ def _(x: Tensor, w1: Tensor, _b1: Tensor, w2: Tensor, _b2: Tensor) -> tuple[Tens
 
 @fp32_mlp_backward.register_fake
 def _(
-    _grad: Tensor, x: Tensor, _h: Tensor, _y: Tensor, w1: Tensor, w2: Tensor
+    _grad: Tensor, x: Tensor, _slope: Tensor, _y: Tensor, w1: Tensor, w2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dx, dw1, dw2 = (given.new_empty(given.shape) for given in (x, w1, w2))
     return dx, dw1, w1.new_empty(w1.shape[0]), dw2, w2.new_empty(w2.shape[0])
@@ -148,7 +148,7 @@ def _keep_of_mlp(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Ten
     ctx.set_materialize_grads(False)
 
 
-def _backward_of_mlp(ctx: Any, grad: Tensor, _h: Tensor | None, _y: Tensor | None) -> tuple[Tensor, ...]:
+def _backward_of_mlp(ctx: Any, grad: Tensor, _slope: Tensor | None, _y: Tensor | None) -> tuple[Tensor, ...]:
     return torch.ops.vitamp.fp32_mlp_backward(grad, *ctx.saved_tensors)
 
 

@@ -1,16 +1,16 @@
 /* fp32 products of matrices, as exact as fp32, by AMX's units for bf16; and what a linear layer and an MLP do before
    and after them, while the numbers are at hand: biases, their gradients, GELU and its slope. */
 
-#include "amx.h"
+#include "amx_pack.h"
 
-#define DEPTH       384 /* numbers summed at once: a panel of the left matrix takes 72 KB, packed */
-#define COLUMNS     512 /* of the right matrix at once: 1.1 MB, packed, which stay in the second cache */
-#define PANEL_BYTES (DEPTH / STEP * STEP_BYTES(FP32_PARTS))
-#define ROOM        (COLUMNS / PANEL * PANEL_BYTES)
+#define DEEPEST   25  /* steps of a sum that are multiplied at once, at most, */
+#define DEEP      12  /* and where that many can be had by cutting the right matrix into more pieces */
+#define STEP_ROOM 192 /* steps of panels of the right matrix at once: 1.2 MB, which stay in the second cache */
+#define WAIT      6   /* products between a block and what follows it, which would wait for the block to be stored */
 
 int prepare(void) { return tiles_are_lent(); }
 
-long room(void) { return ROOM; }
+long room(void) { return STEP_ROOM * STEP_BYTES(FP32_PARTS); }
 
 typedef struct {
     const float *at;
@@ -18,10 +18,10 @@ typedef struct {
     int turned; /* it lies in memory the other way round */
 } Matrix;
 
-enum { NOTHING, GELU, SLOPE };
+enum { NOTHING, GELU, TIMES };
 
-/* c [rows, columns] = a [rows, depth] b [depth, columns] + bias, and then, by `after`, other = GELU(c), or
-   c = c * (the slope of GELU at other). `sums`, where there is any: those of each row of a. */
+/* c [rows, columns] = a [rows, depth] b [depth, columns] + bias, and then, by `after`, other = GELU(c) and c = GELU's
+   slope there, or c = c * other. `sums`, where there is any: those of each row of a. */
 typedef struct {
     Matrix a, b;
     float *c, *other, *sums;
@@ -54,72 +54,95 @@ INLINE void finish_row(float *c, float *other, int columns, int after)
 {
     for (int j = 0; j < columns; j += 16) {
         __mmask16 there = first_of(columns - j);
-        __m512 sum = _mm512_maskz_loadu_ps(there, c + j), density;
+        __m512 sum = _mm512_maskz_loadu_ps(there, c + j);
         if (after == GELU) {
-            __m512 found = _mm512_mul_ps(sum, share_below(sum, &density));
-            _mm512_mask_storeu_ps(other + j, there, found);
+            __m512 density, share = share_below(sum, &density),
+                            factor = _mm512_mul_ps(sum, _mm512_set1_ps(0.39894228f));
+            _mm512_mask_storeu_ps(other + j, there, _mm512_mul_ps(sum, share));
+            _mm512_mask_storeu_ps(c + j, there, _mm512_fmadd_ps(factor, density, share));
         } else {
-            __m512 x = _mm512_maskz_loadu_ps(there, other + j), share = share_below(x, &density);
-            __m512 slope = _mm512_fmadd_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.39894228f)), density, share);
-            _mm512_mask_storeu_ps(c + j, there, _mm512_mul_ps(sum, slope));
+            _mm512_mask_storeu_ps(c + j, there, _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, other + j)));
         }
     }
 }
 
-/* The panel of the left matrix that comes next, packed tile by tile while AMX's units are busy. */
+/* Rows of a block that is multiplied, but not finished. */
 typedef struct {
-    Packing what;
-    int done, tiles;
-} Later;
+    float *c, *other;
+    long stride;
+    int columns, after, row, rows, wait;
+} Unfinished;
 
-INLINE void pack_some(Later *later)
+INLINE void finish_some(Unfinished *u)
 {
-    if (later->done < later->tiles) pack_tile(later->what, later->done++);
+    if (u->row == u->rows) return;
+    if (u->wait-- > 0) return;
+    const long at = u->row++ * u->stride;
+    finish_row(u->c + at, u->other + at, u->columns, u->after);
 }
 
-INLINE void multiply_and_pack(const char *left, const char *right, long steps, const Fetch *fetched, int count,
-                              Later *later)
+/* What vectors do while tiles are multiplied: pack the panel of the left matrix that comes next, finish the block
+   before, and fetch what is needed soon. */
+typedef struct {
+    Later pack;
+    Unfinished finish;
+    Fetch fetched[3];
+    int each[3]; /* rows at once */
+} Chores;
+
+static __attribute__((noinline)) void do_some(Chores *c)
 {
+    pack_piece(&c->pack);
+    finish_some(&c->finish);
+    for (int i = 0; i < 3; i++) fetch_rows(&c->fetched[i], c->each[i]);
+}
+
+INLINE void multiply_meanwhile(const char *left, const char *right, long steps, Chores *chores)
+{
+    settle();
+    for (int i = 0; i < 3; i++) chores->each[i] = (chores->fetched[i].rows + 6 * steps - 1) / (6 * steps);
     for (long step = 0; step < steps; step++) {
-        for (int i = 0; i < count; i++) fetch(share_of(fetched[i], step, steps));
-        MULTIPLY_STEP(left, right, FP32_PARTS, MULTIPLY)
-        pack_some(later);
+        MULTIPLY_STEP(left, right, FP32_PARTS, MULTIPLY, do_some(chores))
+        store_aside(step, steps);
         left += STEP_BYTES(FP32_PARTS);
         right += STEP_BYTES(FP32_PARTS);
     }
 }
 
-/* Steps of a sum; `first` and `last` of all. */
+/* Of the right matrix, those of its rows and columns that are multiplied next. */
 typedef struct {
-    long steps;
-    int first, last;
-} Part;
+    long column, wide, k, steps;
+    int deep;
+} Piece;
 
-static void compute(const Product *p, Block block, const char *left, const char *right, Part part, const float *bias,
-                    const Fetch *fetched, Later *later)
+static void compute(const Product *p, Block block, const char *left, const char *right, Piece now, const float *bias,
+                    Chores *chores)
 {
     _Alignas(64) float edge[PANEL * PANEL], shift[PANEL] = {0};
     const int whole = block.rows == PANEL && block.columns == PANEL;
     float *to = whole ? block.c : edge;
     const long stride = whole ? p->columns : PANEL, bytes = block.columns * sizeof *to;
-    if (part.first && bias) {
+    if (now.k == 0 && bias) {
         memcpy(shift, bias, bytes);
+        settle();
         _tile_loadd(0, shift, 0); /* a stride of 0: the same in each row */
         _tile_loadd(1, shift + 16, 0);
         _tile_loadd(2, shift, 0);
         _tile_loadd(3, shift + 16, 0);
-    } else if (part.first) {
+    } else if (now.k == 0) {
         start_from_zero();
     } else {
         for (int i = 0; i < block.rows && !whole; i++) memcpy(edge + i * PANEL, block.c + i * p->columns, bytes);
         start_from(to, stride);
     }
-    multiply_and_pack(left, right, part.steps, fetched, p->after ? 3 : 2, later);
+    multiply_meanwhile(left, right, now.steps, chores);
+    while (chores->finish.row < chores->finish.rows) finish_some(&chores->finish);
     store_sums(to, stride);
     for (int i = 0; i < block.rows && !whole; i++) memcpy(block.c + i * p->columns, edge + i * PANEL, bytes);
-    if (p->after && part.last)
-        for (int i = 0; i < block.rows; i++)
-            finish_row(block.c + i * p->columns, block.other + i * p->columns, block.columns, p->after);
+    if (p->after && now.k + now.deep == p->depth) {
+        const Unfinished next = {block.c, block.other, p->columns, block.columns, p->after, 0, block.rows, WAIT};
+        chores->finish = next;
+    }
 }
 
 /* The numbers of a row of the left matrix, or of a column of the right one, follow `k`. */
@@ -129,32 +152,35 @@ INLINE const float *at_of(Matrix m, int summed_first, long i, long k)
 }
 
 /* Rows of the left matrix from `top` on; none where it ends. */
-INLINE Later rows_to_pack(const Product *p, long top, long column, long k, int deep, char *to)
+INLINE void pack_later(Later *later, const Product *p, long top, Piece now, char *to)
 {
-    const Packing what = {(const char *)at_of(p->a, p->a.turned, top, k),
+    const Packing what = {(const char *)at_of(p->a, p->a.turned, top, now.k),
                           p->a.stride,
                           0,
                           p->a.turned,
                           0,
                           LEAST(PANEL, p->rows - top),
-                          deep,
+                          now.deep,
                           FP32_PARTS,
                           to,
-                          column == 0 && p->sums ? p->sums + top : 0};
-    const Later later = {what, 0, top < p->rows ? tiles_of(what) : 0};
-    if (what.sums && later.tiles && k == 0) memset(what.sums, 0, PANEL * sizeof *what.sums);
-    return later;
+                          now.column == 0 && p->sums ? p->sums + top : 0};
+    later->what = what;
+    later->tile = later->piece = 0;
+    later->tiles = top < p->rows ? tiles_of(&later->what) : 0;
+    if (what.sums && later->tiles && now.k == 0) memset(what.sums, 0, PANEL * sizeof *what.sums);
 }
 
 /* A share of the rows of the left matrix that are packed next. */
-static Fetch next_rows(const Product *p, long top, long k, int deep, long share, long shares)
+static Fetch next_rows(const Product *p, long top, Piece now, long share)
 {
-    Fetch next = {(const char *)at_of(p->a, p->a.turned, top, k), p->a.stride * 4, 0, 0};
-    int lines = (deep * 4 + 63) / 64, each = ((p->a.turned ? deep : lines) + shares - 1) / shares, first = share * each;
+    Fetch next = {(const char *)at_of(p->a, p->a.turned, top, now.k), p->a.stride * 4, 0, 0};
+    const long shares = PANELS(now.wide);
+    int lines = (now.deep * 4 + 63) / 64, each = ((p->a.turned ? now.deep : lines) + shares - 1) / shares;
+    int first = share * each;
     if (top >= p->rows) return next;
     if (p->a.turned) { /* all rows lie beside each other, deep times */
         next.at += first * next.stride;
-        next.rows = LEAST(each, deep - first);
+        next.rows = LEAST(each, now.deep - first);
         next.lines = PANEL * 4 / 64;
     } else {
         next.at += first * 64;
@@ -164,45 +190,58 @@ static Fetch next_rows(const Product *p, long top, long k, int deep, long share,
     return next;
 }
 
-/* The right matrix in the order in which it lies in memory. */
-INLINE void pack_right_step(const Product *p, long column, long k, int deep, long across, long i, char *packed)
+/* A step of a panel, where the numbers of a sum lie beside each other. */
+INLINE void pack_step(const Product *p, Piece now, long i, char *packed)
 {
-    const Matrix b = p->b;
-    long steps = STEPS(deep), panel = b.turned ? i / steps : i % across, step = b.turned ? i % steps : i / across;
-    long at = column + panel * PANEL, after = k + (step + 1) * STEP;
-    if (!b.turned) {
-        const Fetch next = {(const char *)at_of(b, 1, at, after), b.stride * 4, LEAST(STEP, p->depth - after), 2};
-        fetch(next);
+    const long panel = i / now.steps, step = i % now.steps, at = now.column + panel * PANEL;
+    pack(at_of(p->b, 0, at, now.k + step * STEP), p->b.stride, 0, 0, 1, LEAST(PANEL, p->columns - at),
+         LEAST(STEP, now.deep - step * STEP), FP32_PARTS, packed + i * STEP_BYTES(FP32_PARTS));
+}
+
+/* Two rows of all panels, where columns lie beside each other: memory is read in its order. */
+INLINE void pack_rows(const Product *p, Piece now, long i, char *packed)
+{
+    const long step = i / 16, row = step * STEP + i % 16;
+    const float *first = p->b.at + (now.k + row) * p->b.stride + now.column, *second = first + 16 * p->b.stride;
+    for (long j = 0; j < PANELS(now.wide) * PANEL; j += 16) {
+        const __mmask16 there = first_of(now.wide - j);
+        const __m512 a = _mm512_maskz_loadu_ps(row < now.deep ? there : 0, first + j);
+        const __m512 b = _mm512_maskz_loadu_ps(row + 16 < now.deep ? there : 0, second + j);
+        char *to = packed + (j / PANEL * now.steps + step) * STEP_BYTES(FP32_PARTS) + j / 16 % 2 * TILE;
+        store_parts(a, b, FP32_PARTS, 0, to + i % 16 * 64);
     }
-    pack(at_of(b, !b.turned, at, k + step * STEP), b.stride, 0, !b.turned, 1, LEAST(PANEL, p->columns - at),
-         LEAST(STEP, deep - step * STEP), FP32_PARTS, packed + panel * PANEL_BYTES + step * STEP_BYTES(FP32_PARTS));
 }
 
 /* Rows of c, of those of its columns that are packed. */
-static void compute_rows(const Product *p, long begin, long end, long column, long k, int deep, long across,
-                         const char *packed)
+static void compute_rows(const Product *p, long begin, long end, Piece now, const char *packed)
 {
-    _Alignas(64) char left[2][PANEL_BYTES];
-    const Part part = {STEPS(deep), k == 0, k + deep == p->depth};
+    _Alignas(64) char left[2][DEEPEST * STEP_BYTES(FP32_PARTS)];
+    const long across = PANELS(now.wide);
     if (begin >= end) return; /* more threads than panels */
-    Later later = rows_to_pack(p, begin, column, k, deep, left[0]);
+    Chores chores;
+    chores.finish.row = chores.finish.rows = 0;
+    pack_later(&chores.pack, p, begin, now, left[0]);
     for (long top = begin; top < end; top += PANEL) {
-        while (later.done < later.tiles) pack_some(&later);
-        const int now = (top - begin) / PANEL % 2, high = LEAST(PANEL, p->rows - top);
-        later = rows_to_pack(p, top + PANEL < end ? top + PANEL : p->rows, column, k, deep, left[!now]);
+        while (chores.pack.tile < chores.pack.tiles) pack_piece(&chores.pack);
+        const int this = (top - begin) / PANEL % 2, high = LEAST(PANEL, p->rows - top);
+        pack_later(&chores.pack, p, top + PANEL < end ? top + PANEL : p->rows, now, left[!this]);
         for (long panel = 0; panel < across; panel++) {
-            const long at = column + panel * PANEL, offset = top * p->columns + at, end_of_row = panel + 1 == across;
+            const long at = now.column + panel * PANEL, offset = top * p->columns + at,
+                       end_of_row = panel + 1 == across;
             const long next = end_of_row ? offset - panel * PANEL + PANEL * p->columns : offset + PANEL;
             const long below = end_of_row ? end - top - PANEL : high;
             const int rows = below > 0 ? LEAST(PANEL, below) : 0;
-            const Fetch fetched[] = {next_rows(p, top + 2 * PANEL, k, deep, panel, across),
-                                     {(const char *)(p->c + next), p->columns * 4, rows, 2},
-                                     {(const char *)(p->other + next), p->columns * 4, rows, 2}};
+            const Fetch of_c = {(const char *)(p->c + next), p->columns * 4, rows, 2};
+            const Fetch of_other = {(const char *)(p->other + next), p->columns * 4, p->after ? rows : 0, 2};
+            chores.fetched[0] = next_rows(p, top + 2 * PANEL, now, panel);
+            chores.fetched[1] = of_c;
+            chores.fetched[2] = of_other;
             const Block block = {p->c + offset, p->other + offset, high, LEAST(PANEL, p->columns - at)};
-            compute(p, block, left[now], packed + panel * PANEL_BYTES, part, p->bias ? p->bias + at : 0, fetched,
-                    &later);
+            compute(p, block, left[this], packed + panel * now.steps * STEP_BYTES(FP32_PARTS), now,
+                    p->bias ? p->bias + at : 0, &chores);
         }
     }
+    while (chores.finish.row < chores.finish.rows) finish_some(&chores.finish);
 }
 
 /* Each number is summed in the same order on any number of threads. `packed`: room(); `sums`: for whole panels. */
@@ -212,20 +251,27 @@ void product(const float *a, long a_stride, int a_turned, const float *b, long b
 {
     const Product p = {
         {a, a_stride, a_turned}, {b, b_stride, b_turned}, c, other, sums, bias, rows, columns, depth, after};
-    const long panels = PANELS(rows);
+    const long panels = PANELS(rows), all = STEPS(depth), fitting = STEP_ROOM / PANELS(columns);
+    const long most = fitting > DEEPEST ? DEEPEST : fitting > DEEP ? fitting : DEEP, pieces = (all + most - 1) / most;
+    const long steps = (all + pieces - 1) / pieces, wide = STEP_ROOM / steps * PANEL;
 #pragma omp parallel num_threads(threads)
     {
         begin_tiles();
-        for (long column = 0; column < columns; column += COLUMNS)
-            for (long k = 0; k < depth; k += DEPTH) {
-                const int deep = LEAST(DEPTH, depth - k);
-                const long across = PANELS(LEAST(COLUMNS, columns - column));
+        for (long column = 0; column < columns; column += wide)
+            for (long k = 0; k < depth; k += steps * STEP) {
+                const int deep = LEAST(steps * STEP, depth - k);
+                const Piece now = {column, LEAST(wide, columns - column), k, STEPS(deep), deep};
 #pragma omp for schedule(static)
-                for (long i = 0; i < across * STEPS(deep); i++) pack_right_step(&p, column, k, deep, across, i, packed);
+                for (long i = 0; i < now.steps * (b_turned ? PANELS(now.wide) : 16); i++) {
+                    if (b_turned)
+                        pack_step(&p, now, i, packed);
+                    else
+                        pack_rows(&p, now, i, packed);
+                }
 #pragma omp for schedule(static)
                 for (long i = 0; i < threads; i++)
-                    compute_rows(&p, panels * i / threads * PANEL, LEAST(rows, panels * (i + 1) / threads * PANEL),
-                                 column, k, deep, across, packed);
+                    compute_rows(&p, panels * i / threads * PANEL, LEAST(rows, panels * (i + 1) / threads * PANEL), now,
+                                 packed);
             }
         end_tiles();
     }

@@ -8,7 +8,7 @@
 #include "amx_pack.h"
 #include "attention_room.h"
 
-#define MOST_FETCHED 5
+#define MOST_FETCHED 8 /* half of it with the scores, half with what pulls at them */
 
 int prepare(void) { return tiles_are_lent(); }
 
@@ -138,8 +138,9 @@ INLINE void backward_queries(Shape s, const char *q, const char *out, const char
     const long size = half ? 2 : 4, across = PANELS(s.tokens) * PANEL;
     pack(q, s.stride, half, 0, 0, rows, s.width, parts, r.query);
     pack(grad, s.out_stride, half, 0, 0, rows, s.width, parts, r.grad);
-    multiply_row(r.query, r.keys, STEPS(s.width), parts, rows, s.tokens, r.scores, across, 0, next, 5);
-    multiply_row(r.grad, r.values, STEPS(s.width), parts, rows, s.tokens, r.pulls, across, 0, 0, 0);
+    multiply_row(r.query, r.keys, STEPS(s.width), parts, rows, s.tokens, r.scores, across, 0, next, MOST_FETCHED / 2);
+    multiply_row(r.grad, r.values, STEPS(s.width), parts, rows, s.tokens, r.pulls, across, 0, next + MOST_FETCHED / 2,
+                 MOST_FETCHED / 2);
     for (long i = 0; i < rows; i++) {
         long at = i * s.out_stride * size;
         float delta = product_of_rows(out + at, grad + at, s.width, half);
@@ -164,15 +165,15 @@ INLINE void backward_head(Shape s, const char *q, const char *out, const char *g
     pack_all(k, s.stride, half, 0, 1, s.tokens, s.width, parts, r.keys);
     pack_all(v, s.stride, half, 0, 1, s.tokens, s.width, parts, r.values);
     pack_all(k, s.stride, half, 1, 1, s.width, s.tokens, parts, r.keys_summed);
-    for (long first = 0; first < s.tokens; first += CHUNK) {
-        long queries = LEAST(CHUNK, s.tokens - first), steps = STEPS(queries);
+    for (long first = 0; first < s.tokens; first += CHUNK(parts)) {
+        long queries = LEAST(CHUNK(parts), s.tokens - first), steps = STEPS(queries);
         const char *chunk = q + first * s.stride * size, *grads = grad + first * s.out_stride * size;
         pack_all(chunk, s.stride, half, 1, 1, s.width, queries, parts, r.queries_summed);
         pack_all(grads, s.out_stride, half, 1, 1, s.width, queries, parts, r.grads_summed);
         for (long step = 0; step < steps; step++) {
             long top = first + step * PANEL, at = top * s.out_stride * size;
-            Fetch now[5];
-            for (int i = 0; i < 5; i++) now[i] = share_of(next[i], top / PANEL, PANELS(s.tokens));
+            Fetch now[MOST_FETCHED];
+            for (int i = 0; i < MOST_FETCHED; i++) now[i] = share_of(next[i], top / PANEL, PANELS(s.tokens));
             backward_queries(s, q + top * s.stride * size, out + at, grad + at, dq + top * s.stride * size, norms + top,
                              r, LEAST(PANEL, s.tokens - top), step, steps, now, half, parts);
         }
@@ -234,9 +235,10 @@ INLINE void backward_heads(Shape s, const char *grad, const char *qkv, const cha
     begin_tiles();
     for (long i = begin; i < end; i++) {
         const Place here = place_of(s, i, half), there = place_of(s, i + 1 < end ? i + 1 : i, half);
-        Fetch next[5] = {[3] = {out + there.single, s.out_stride * size, s.tokens, lines},
-                         [4] = {grad + there.single, s.out_stride * size, s.tokens, lines}};
+        Fetch next[MOST_FETCHED] = {[6] = {out + there.single, s.out_stride * size, s.tokens, lines},
+                                    [7] = {grad + there.single, s.out_stride * size, s.tokens, lines}};
         foresee(s, qkv + there.packed, half, next);
+        foresee(s, dqkv + there.packed, half, next + 3);
         backward_head(s, qkv + here.packed, out + here.single, grad + here.single, dqkv + here.packed,
                       norms + i * s.tokens, r, next, half, parts);
     }

@@ -7,8 +7,9 @@
 
 #include "amx.h"
 
-#define CHUNK 256 /* queries that keys and values sum their gradients over at once */
-#define LINE  64
+/* Queries that keys and values sum their gradients over at once. In three parts they would leave the second cache. */
+#define CHUNK(parts) ((parts) == HALF_PARTS ? 256 : 64)
+#define LINE         64
 
 typedef struct {
     long tokens, heads, width, stride, out_stride; /* strides in numbers */
@@ -54,7 +55,7 @@ typedef struct {
 
 static BackwardRoom backward_room(char **room, long tokens, long width, int parts)
 {
-    long chunk = LEAST(CHUNK, tokens), step = STEP_BYTES(parts);
+    long chunk = LEAST(CHUNK(parts), tokens), step = STEP_BYTES(parts);
     long by_tokens = STEPS(tokens) * step, by_width = STEPS(width) * step, by_chunk = STEPS(chunk) * step;
     long row = PANELS(tokens) * PANEL * sizeof(float),
          sums = PANELS(tokens) * PANEL * PANELS(width) * PANEL * sizeof(float);

@@ -1,6 +1,6 @@
-"""CPU_FP32 amx: linear layers that compute in fp32 by the units that some CPUs have for bf16, as exactly as fp32.
+"""CPU_FP32 amx and CPU_BF16 amx: linear layers by the units that some CPUs have for bf16, in fp32 as exactly as fp32.
 
-Under autocast, with small inputs, or on another device they compute as torch does.
+In other precisions, with small inputs, or on another device they compute as torch does.
 """
 
 from __future__ import annotations
@@ -17,43 +17,60 @@ from utils.log import log
 
 SMALLEST = 2**25
 """Multiplications of a product; smaller ones lose more by the call than they gain."""
+SETTINGS = {torch.float32: "CPU_FP32", torch.bfloat16: "CPU_BF16"}
+INSTEAD = {torch.float32: "mkl", torch.bfloat16: "onednn"}
 
 
 class AmxLinear(nn.Module):
+    by_amx: torch.dtype | None = None
+    """The precision of products that are computed so."""
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not serves(x, self.weight):
+        if not serves(x, self.weight, self.by_amx):
             return super().forward(x)
-        return torch.ops.vitamp.fp32_linear(x, self.weight, self.bias)
+        return torch.ops.vitamp.amx_linear(x.to(self.by_amx), self.weight, self.bias)
 
 
-def serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product by `weight` is in fp32, and worth it."""
-    if not (x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32) or x.dim() < 2:
+def serves(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether a product by `weight` is to be in this precision, and worth it."""
+    if dtype is None or x.device.type != "cpu" or x.dim() < 2 or x.numel() * len(weight) < SMALLEST:
         return False
-    return not torch.is_autocast_enabled("cpu") and x.numel() * len(weight) >= SMALLEST
+    if not {x.dtype, weight.dtype} <= SETTINGS.keys():
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        computed = torch.get_autocast_dtype("cpu")
+    else:
+        computed = x.dtype if x.dtype is weight.dtype else None
+    return computed is dtype and _is_short_enough(weight, dtype)
 
 
-def use_amx(model: nn.Module) -> None:
-    if why := why_no_amx():  # on this machine, which may be another one than that of the rank that decided
-        raise UserError(f"CPU_FP32 amx: {why}; use mkl.")
+def _is_short_enough(weight: Tensor, dtype: torch.dtype) -> bool:
+    from engine.kernels.products import longest
+
+    return dtype is torch.float32 or max(len(weight), weight[0].numel()) <= longest(dtype)
+
+
+def use_amx(model: nn.Module, dtype: torch.dtype) -> None:
+    if why := why_no_amx(dtype):  # on this machine, which may be another one than that of the rank that decided
+        raise UserError(f"{SETTINGS[dtype]} amx: {why}; use {INSTEAD[dtype]}.")
     for layer in model.modules():
-        if type(layer) is nn.Linear:
+        if type(layer) is nn.Linear or isinstance(layer, AmxLinear):
             mix_in(layer, AmxLinear)
+            layer.by_amx = dtype  # pyright: ignore[reportArgumentType]
 
 
 @cache
-def why_no_amx() -> str:
+def why_no_amx(dtype: torch.dtype) -> str:
     """Why these layers cannot be had on this machine; nothing where they can."""
     if why := missing():
         return why
     from engine.kernels.products import try_out
 
     try:
-        try_out()
+        try_out(dtype)
     except RuntimeError as error:
-        log.debug("CPU_FP32 amx", exc_info=True)
+        log.debug("%s amx", SETTINGS[dtype], exc_info=True)
         return str(error)
     return ""

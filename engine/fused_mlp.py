@@ -1,7 +1,7 @@
 """MODEL.FUSED_MLP: bias and GELU of a transformer's MLP in one kernel, and the bias's gradient with GELU's own.
 
 What lies between an MLP's products only moves memory: torch reads there once more than it has to. On GPUs the products
-stay as they are; on a CPU with CPU_FP32 amx, GELU is computed by the product before it, while the numbers are at hand.
+stay as they are; on a CPU with AMX, GELU is computed by the product before it, while the numbers are at hand.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FIRST_CAPABILITY = (8, 0)
 class FusedMlp(nn.Module):
     """timm's Mlp with its first bias and GELU as one operator; in fp32, or watched, as timm has it."""
 
-    by_amx: bool = False
-    """In fp32 on a CPU."""
+    by_amx: torch.dtype | None = None
+    """The precision of products that are computed so, on a CPU."""
     fc1: nn.Linear
     act: nn.Module
     drop1: nn.Dropout
@@ -45,19 +45,22 @@ class FusedMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if any(_is_another(part) for part in (self.fc1, self.act)):
             return super().forward(x)
+        if self.by_amx:
+            return self._by_amx(x)
         if not _in_half(x):
-            return self._in_fp32(x) if self.by_amx else super().forward(x)
+            return super().forward(x)
         h = F.linear(x, self.fc1.weight)
         y = torch.ops.vitamp.gelu_with_bias(h, self.fc1.bias)
         return self.drop2(self.fc2(self.norm(self.drop1(y))))
 
-    def _in_fp32(self, x: Tensor) -> Tensor:
+    def _by_amx(self, x: Tensor) -> Tensor:
         weights = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         drops = self.training and self.drop1.p > 0
         frozen = torch.is_grad_enabled() and not all(weight is None or weight.requires_grad for weight in weights)
-        if drops or frozen or self.fc2.bias is None or _is_another(self.fc2) or not serves(x, self.fc1.weight):
+        in_parts = drops or frozen or self.fc2.bias is None or _is_another(self.fc2)
+        if in_parts or not serves(x, self.fc1.weight, self.by_amx):
             return super().forward(x)
-        return self.drop2(torch.ops.vitamp.fp32_mlp(x, *weights)[0])
+        return self.drop2(torch.ops.vitamp.amx_mlp(x.to(self.by_amx), *weights)[0])
 
 
 def mlps_are_fused(
@@ -70,7 +73,7 @@ def mlps_are_fused(
 ) -> bool:
     """auto: on a GPU in half precision, where the kernels are there and right; where `library` is amx, on a CPU.
 
-    `dealt_out`: weights, over ranks. `library`: of fp32 products on a CPU.
+    `dealt_out`: weights, over ranks. `library`: of products on a CPU.
     """
     by_amx = library == AMX
     if wanted is False:
@@ -87,9 +90,8 @@ def mlps_are_fused(
     return not obstacle
 
 
-def fuse_mlps(model: nn.Module, library: str = MKL) -> None:
-    by_amx = library == AMX
-    if not by_amx:
+def fuse_mlps(model: nn.Module, by_amx: torch.dtype | None = None) -> None:
+    if by_amx is None:
         import engine.kernels.gelu  # noqa: F401
 
     for mlp in _plain_mlps(model):
@@ -102,7 +104,10 @@ def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], dea
     if not any(True for _ in _plain_mlps(model)):
         return f"{type(model).__name__} has no MLP of a linear layer with a bias and an exact GELU"
     if not by_amx and (precision.device.type != "cuda" or torch.version.hip is not None):
-        return f"its kernels are for GPUs of NVIDIA's and for fp32 by AMX, not for {precision.device.type}"
+        here = (
+            "products by amx on a CPU (CPU_FP32, CPU_BF16)" if precision.device.type == "cpu" else "a GPU of NVIDIA's"
+        )
+        return f"its kernels need {here}"
     if precision.fp8:
         return "fp8 has linear layers of its own"
     if dealt_out:

@@ -1,12 +1,13 @@
-"""CPU_FP32: what multiplies fp32 matrices on a CPU.
+"""CPU_FP32 and CPU_BF16: what multiplies matrices on a CPU.
 
 On AMD's CPUs, MKL leaves half of the vector units idle that come with Zen 5; oneDNN uses them. On CPUs with AMX,
-kernels of our own use its units for bf16. Smaller matrices lose more by the call than they gain.
+kernels of our own use its units for bf16, for fp32, too. Smaller matrices lose more by the call than they gain.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.amx_layers import why_no_amx
+from engine.precision import Precision
 from utils.errors import UserError
 
 MKL, ONEDNN, AMX = "mkl", "onednn", "amx"
@@ -21,6 +23,8 @@ ZEN_5 = 26
 """The first family of AMD's CPUs whose vector units are as wide as AVX-512's registers."""
 SMALLEST = 2**16
 """Values that a layer hands on: with fewer, MKL was the faster one."""
+LISTED = frozenset({"linear", "fc", "addmm", "mm", "matmul", "matmul_v2", "fused_gemm_epilogue"})
+"""Names on AMP's lists that mean a linear layer, which could not be told by them any more."""
 LARGEST_ERROR = 1e-5
 """Of a product, against its largest value; fp32 stays under 2e-6, bf16 comes to 3e-3."""
 
@@ -47,6 +51,34 @@ def choose_products(wanted: str, device: torch.device, fp32: bool, values: int, 
     return Products(kept, f"as this run began; by itself it would be {here.library} here: {here.reason}")
 
 
+def choose_half_products(
+    wanted: str, precision: Precision, listed: Iterable[str], values: int, kept: str | None, dealt_out: bool = False
+) -> Products:
+    """`listed`: AMP's lists. `values`: what a layer hands on. `kept`: what a resumed run had. `dealt_out`: weights."""
+    half = precision.level != "O0" and precision.choice.dtype is torch.bfloat16
+    if precision.device.type != "cpu" or not half:
+        return Products(ONEDNN, "")
+    obstacle = _obstacle(listed, dealt_out)
+    if wanted != "auto":
+        if wanted == AMX and (why := obstacle or why_no_amx(torch.bfloat16)):
+            raise UserError(f"CPU_BF16 amx: {why}; use onednn.")
+        return Products(wanted, "as asked for")
+    if obstacle or values < SMALLEST:
+        return Products(ONEDNN, obstacle or "small matrices")
+    here = Products(ONEDNN, "no AMX here") if why_no_amx(torch.bfloat16) else Products(AMX, "with GELU at once")
+    if kept == ONEDNN and here.library == AMX:
+        return Products(ONEDNN, "as this run began")
+    return here
+
+
+def _obstacle(listed: Iterable[str], dealt_out: bool) -> str:
+    if dealt_out:
+        return "it was not tried with DIST.STRATEGY fsdp"
+    if reached := LISTED.intersection(listed):
+        return f"AMP's lists name {', '.join(sorted(reached))}, which they could not reach"
+    return ""
+
+
 def put_products_in_force(library: str) -> None:
     """Set either way: a former run's must not leak into this one."""
     # To oneDNN `bf16` is leave to use it, not an order. Where a CPU would, `choose_products` does not come here.
@@ -62,7 +94,7 @@ def _by_machine(device: torch.device, fp32: bool, values: int) -> Products:
         return Products(MKL, "products are in half precision")
     if values < SMALLEST:
         return Products(MKL, "small matrices")
-    if not why_no_amx():
+    if not why_no_amx(torch.float32):
         return Products(AMX, "as exact as fp32")
     vendor, family = processor_kind()
     if vendor != "AuthenticAMD" or family < ZEN_5:
@@ -85,7 +117,7 @@ def processor_kind() -> tuple[str, int]:
 
 
 def _what_is_wrong_with(library: str) -> str:
-    return {MKL: lambda: "", AMX: why_no_amx, ONEDNN: _what_is_wrong_with_onednn}[library]()
+    return {MKL: lambda: "", AMX: lambda: why_no_amx(torch.float32), ONEDNN: _what_is_wrong_with_onednn}[library]()
 
 
 def _what_is_wrong_with_onednn() -> str:

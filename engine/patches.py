@@ -25,8 +25,8 @@ LISTED = frozenset({"conv2d", "linear", "fc", "matmul_v2", "fused_gemm_epilogue"
 class LinearPatches(nn.Module):
     """A convolution whose windows lie side by side, as the product that it is. It keeps its weights' shape."""
 
-    by_amx: bool = False
-    """In fp32 on a CPU."""
+    by_amx: torch.dtype | None = None
+    """The precision of products that are computed so, on a CPU."""
     kernel_size: tuple[int, int]
     weight: Tensor
     bias: Tensor | None
@@ -40,9 +40,10 @@ class LinearPatches(nn.Module):
         patches = images.reshape(batch, channels, rows, down, columns, across).permute(0, 2, 4, 1, 3, 5)
         pixels = patches.reshape(batch, rows * columns, channels * down * across)
         weight = self.weight.flatten(1)
-        by_amx = self.by_amx and serves(pixels, weight)
-        product = torch.ops.vitamp.fp32_linear if by_amx else F.linear
-        tokens = product(pixels, weight, self.bias)
+        if serves(pixels, weight, self.by_amx):
+            tokens = torch.ops.vitamp.amx_linear(pixels.to(self.by_amx), weight, self.bias)
+        else:
+            tokens = F.linear(pixels, weight, self.bias)
         # As a convolution hands it on; what flattens it again finds the tokens as they lie, and copies nothing.
         return tokens.transpose(1, 2).unflatten(2, (rows, columns))
 
@@ -52,7 +53,7 @@ def patches_are_linear(
 ) -> bool:
     """auto: where it was measured to be faster.
 
-    `listed`: AMP's lists, which may mean the convolution. `library`: of fp32 products on a CPU.
+    `listed`: AMP's lists, which may mean the convolution. `library`: of products on a CPU.
     """
     found = list(_patch_convolutions(model))
     if wanted is True and not found:
@@ -68,10 +69,10 @@ def patches_are_linear(
     return precision.device.type == "cpu" and max(found[0].kernel_size) < LARGE_PATCH
 
 
-def use_linear_patches(model: nn.Module, library: str = MKL) -> None:
+def use_linear_patches(model: nn.Module, by_amx: torch.dtype | None = None) -> None:
     for convolution in _patch_convolutions(model):
         mix_in(convolution, LinearPatches)
-        convolution.by_amx = library == AMX  # pyright: ignore[reportArgumentType]
+        convolution.by_amx = by_amx  # pyright: ignore[reportArgumentType]
 
 
 def _patch_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:

@@ -21,7 +21,7 @@ from engine.grad_checkpoint import checkpoint_blocks, which_blocks
 from engine.inputs import Inputs
 from engine.kernels.native import keep_kernels_in
 from engine.layout import channels_go_last, put_channels_last
-from engine.matmul import AMX, Products, choose_products, put_products_in_force
+from engine.matmul import AMX, Products, choose_half_products, choose_products, put_products_in_force
 from engine.patches import patches_are_linear, use_linear_patches
 from engine.precision import Precision
 from engine.residual import narrow_stream, stream_is_narrow
@@ -33,6 +33,9 @@ from utils.world import World, from_first, together
 class Tuning:
     attention: Attention
     products: Products
+    """In fp32, on a CPU."""
+    half_products: Products
+    """In bf16, on a CPU; without a reason where the run does not compute in it."""
     linear_patches: bool
     fused_mlp: bool
     channels_last: bool
@@ -47,6 +50,7 @@ class Tuning:
         return {
             "attention": self.attention.kind,
             "cpu_fp32": self.products.library,
+            "cpu_bf16": self.half_products.library,
             "linear_patches": self.linear_patches,
             "fused_mlp": self.fused_mlp,
             "channels_last": self.channels_last,
@@ -56,7 +60,9 @@ class Tuning:
     def words(self) -> str:
         """One line for the banner."""
         parts = [f"attention {self.attention.words()}"]
-        if self.computed_in.startswith("cpu"):
+        if self.half_products.reason:
+            parts.append(f"bf16 products by {self.half_products.library} ({self.half_products.reason})")
+        elif self.computed_in.startswith("cpu"):
             parts.append(f"fp32 products by {self.products.library} ({self.products.reason})")
         parts += ["patches by a matrix product"] * self.linear_patches
         parts += [self._words_of_mlp()] * self.fused_mlp
@@ -65,8 +71,14 @@ class Tuning:
         parts += [f"{self.recomputed} recomputed in the backward pass"] * bool(self.recomputed)
         return "; ".join(parts)
 
+    def by_amx(self) -> torch.dtype | None:
+        """The precision whose products are computed so."""
+        if self.half_products.library == AMX:
+            return torch.bfloat16
+        return torch.float32 if self.products.library == AMX else None
+
     def _words_of_mlp(self) -> str:
-        return "MLPs in one piece" if self.products.library == AMX else "bias and GELU in one kernel"
+        return "MLPs in one piece" if self.by_amx() else "bias and GELU in one kernel"
 
 
 def tune(
@@ -77,13 +89,14 @@ def tune(
         keep_kernels_in(Path(config.DATA.CACHE or DEFAULT, "kernels"))
     tuning = from_first(together(world, lambda: _decide(config, model, inputs, precision, world, kept)), world)
     put_products_in_force(tuning.products.library)
-    if tuning.products.library == AMX:
-        together(world, lambda: use_amx(model))
+    by_amx = tuning.by_amx()
+    if by_amx is not None:
+        together(world, lambda: use_amx(model, by_amx))
     put_attention_in_force(tuning.attention.kind, model)
     if tuning.linear_patches:
-        use_linear_patches(model, tuning.products.library)
+        use_linear_patches(model, by_amx)
     if tuning.fused_mlp:
-        fuse_mlps(model, tuning.products.library)
+        fuse_mlps(model, by_amx)
     if tuning.channels_last:
         put_channels_last(model, inputs)
     if tuning.narrow:
@@ -102,18 +115,21 @@ def _decide(
     listed = (*config.AMP.CUSTOM_WHITE_LIST, *config.AMP.CUSTOM_BLACK_LIST)
     values = _values_handed_on(model, config.DATA.BATCH_SIZE)
     products = choose_products(config.CPU_FP32, device, fp32, values, kept.get("cpu_fp32"))
+    dealt_out = config.DIST.STRATEGY == "fsdp"
+    half = choose_half_products(config.CPU_BF16, precision, listed, values, kept.get("cpu_bf16"), dealt_out)
+    library = half.library if half.reason else products.library
     wanted, had = config.MODEL.ATTENTION, kept.get("attention")
     attention = settled_attention(wanted, model, precision, products.library, listed, had)
     if attention is None and wanted == "auto" and config.DETERMINISTIC:
         attention = Attention(FUSED, "torch's choice; no race, whose winner may be another in the next run")
     elif attention is None:
         attention = _raced(config, model, inputs, precision, world, had)
-    dealt_out = config.DIST.STRATEGY == "fsdp"
     return Tuning(
         attention=attention,
         products=products,
-        linear_patches=patches_are_linear(config.MODEL.LINEAR_PATCHES, model, precision, listed, products.library),
-        fused_mlp=mlps_are_fused(config.MODEL.FUSED_MLP, model, precision, listed, dealt_out, products.library),
+        half_products=half,
+        linear_patches=patches_are_linear(config.MODEL.LINEAR_PATCHES, model, precision, listed, library),
+        fused_mlp=mlps_are_fused(config.MODEL.FUSED_MLP, model, precision, listed, dealt_out, library),
         channels_last=channels_go_last(train.CHANNELS_LAST, model, precision, dealt_out),
         computed_in=computed_in,
         recomputed=which_blocks(model, train.GRAD_CHECKPOINT),

@@ -29,6 +29,7 @@ SECTIONS = (
     "DEVICE",
     "THREADS",
     "CPU_FP32",
+    "CPU_BF16",
     "DETERMINISTIC",
     "DIST.STRATEGY",
 )

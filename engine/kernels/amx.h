@@ -50,11 +50,12 @@ INLINE void end_tiles(void) { _tile_release(); }
 INLINE void settle(void) { __asm__ volatile("" ::: "memory"); }
 
 /* After some 140 products without a store the next store waits for a quarter of a microsecond, on the Xeon that was
-   tried. So each second step a tile is stored where nobody reads it. */
-INLINE void store_aside(long step, long steps)
+   tried. So after 48 a tile is stored where nobody reads it. */
+INLINE void store_aside(long step, long steps, int parts)
 {
     _Alignas(64) char aside[TILE];
-    if (step % 2 && step + 1 < steps) _tile_stored(0, aside, 64);
+    const int often = parts == FP32_PARTS ? 2 : 12; /* 48 products */
+    if (step % often == often - 1 && step + 1 < steps) _tile_stored(0, aside, 64);
 }
 
 INLINE __m512 pairs_low(__m512 a, __m512 b)
@@ -211,7 +212,7 @@ INLINE void start_from_zero(void)
     for (long step = 0; step < steps; step++) {                                   \
         for (int i = 0; i < count; i++) fetch(share_of(fetched[i], step, steps)); \
         MULTIPLY_STEP(left, right, parts, multiply, )                             \
-        store_aside(step, steps);                                                 \
+        store_aside(step, steps, parts);                                          \
         left += STEP_BYTES(parts);                                                \
         right += STEP_BYTES(parts);                                               \
     }

@@ -54,22 +54,46 @@ INLINE void load_rows(const Packing *p, int tile, int second, int begin, int cou
         r[i] = i < left ? load_row(p->from, (row + i) * p->stride + column, p->half, there) : _mm512_setzero_ps();
 }
 
+/* To the sums of each row of the left matrix, whose numbers lie under each other. */
+INLINE void add_rows(const Packing *p, int tile, const __m512 *r)
+{
+    float *sums = p->sums + tile % 2 * 16;
+    __m512 sum = _mm512_load_ps(sums);
+    for (int i = 0; i < 16; i++) sum = _mm512_add_ps(sum, r[i]);
+    _mm512_store_ps(sums, sum);
+}
+
 /* As they lie in the tile. */
 INLINE void load_block(const Packing *p, int tile, int second, __m512 *r)
 {
     load_rows(p, tile, second, 0, 16, r);
-    if (p->sums) { /* of each row of the left matrix, whose numbers lie under each other */
-        float *sums = p->sums + tile % 2 * 16;
-        __m512 sum = _mm512_load_ps(sums);
-        for (int i = 0; i < 16; i++) sum = _mm512_add_ps(sum, r[i]);
-        _mm512_store_ps(sums, sum);
-    }
+    if (p->sums) add_rows(p, tile, r);
     if (p->summed_first != p->right) transpose(r);
+}
+
+INLINE char *tile_at(const Packing *p, int tile) { return p->to + tile / 2 * STEP_BYTES(p->parts) + tile % 2 * TILE; }
+
+/* A tile of bf16: pairs of these are turned as one. */
+INLINE void pack_half(const Packing *p, int tile)
+{
+    __m512 first[16], second[16];
+    load_rows(p, tile, 0, 0, 16, first);
+    load_rows(p, tile, 1, 0, 16, second);
+    if (p->sums) {
+        add_rows(p, tile, first);
+        add_rows(p, tile, second);
+    }
+    for (int i = 0; i < 16; i++) {
+        __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first[i]), 16), high = _mm512_castps_si512(second[i]);
+        first[i] = _mm512_castsi512_ps(_mm512_or_si512(low, high));
+    }
+    if (p->summed_first != p->right) transpose(first);
+    for (int i = 0; i < 16; i++) _mm512_store_ps((float *)(tile_at(p, tile) + i * 64), first[i]);
 }
 
 INLINE void store_block(const Packing *p, int tile, int begin, int count, const __m512 *first, const __m512 *second)
 {
-    char *to = p->to + tile / 2 * STEP_BYTES(p->parts) + tile % 2 * TILE + begin * 64;
+    char *to = tile_at(p, tile) + begin * 64;
     for (int i = 0; i < count; i++) store_parts(first[i], second[i], p->parts, p->half, to + i * 64);
 }
 
@@ -79,6 +103,10 @@ INLINE void pack(const void *from, long stride, int half, int summed_first, int 
     const Packing p = {from, stride, half, summed_first, right, wide, summed, parts, to, 0};
     __m512 first[16], second[16];
     for (int tile = 0; tile < tiles_of(&p); tile++) {
+        if (half) {
+            pack_half(&p, tile);
+            continue;
+        }
         load_block(&p, tile, 0, first);
         load_block(&p, tile, 1, second);
         store_block(&p, tile, 0, 16, first, second);
@@ -94,10 +122,19 @@ typedef struct {
 
 #define PIECE 4 /* rows */
 
-INLINE void pack_piece(Later *l)
+INLINE int pieces_of(const Later *l)
+{
+    return l->tiles * (l->what.half ? 1 : 16 / PIECE + 2 * (l->what.summed_first != l->what.right));
+}
+
+INLINE void pack_piece(Later *l, int half)
 {
     if (l->tile == l->tiles) return;
     const Packing *p = &l->what;
+    if (half) {
+        pack_half(p, l->tile++);
+        return;
+    }
     const int turns = p->summed_first != p->right, piece = l->piece++, begin = (piece - 2 * turns) * PIECE;
     if (begin < 0) {
         load_block(p, l->tile, piece, piece ? l->second : l->first);

@@ -23,14 +23,13 @@ from engine.attention import put_attention_in_force
 from engine.fused_mlp import FusedMlp, fuse_mlps
 from engine.kernels import native
 from engine.kernels.attention import packed_attention
-from engine.kernels.products import fp32_linear, fp32_mlp
+from engine.kernels.products import amx_linear, amx_mlp
 from engine.patches import use_linear_patches
+from tests.engine.amx_numbers import FP32_BOUND, layers_of, needs_amx, numbers
 from tests.engine.exact_attention import apart, exact_attention
 from tests.engine.small import build, train
 from utils.errors import UserError
 
-needs_amx = pytest.mark.skipif(bool(native.missing()), reason=f"no kernels here: {native.missing()}")
-FP32_BOUND = 1e-6
 HALF_BOUND = 2.0**-7
 
 
@@ -39,11 +38,6 @@ def one_thread_again():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def numbers(*sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    random = torch.Generator().manual_seed(0)
-    return [torch.randn(size, generator=random).to(dtype) for size in sizes]
 
 
 @needs_amx
@@ -86,16 +80,6 @@ def test_attention_of_large_scores_stays_finite() -> None:
     assert apart(out, exact_attention(leaf, 1, grad)[0]) < 1e-4
 
 
-def layers_of(*sizes: int) -> list[Tensor]:
-    """x, then a weight and a bias for each layer, and the gradient of what comes out."""
-    rows, first, *widths = sizes
-    shapes: list[tuple[int, ...]] = [(rows, first)]
-    for width in widths:
-        shapes += [(width, shapes[-2][0] if len(shapes) > 1 else first), (width,)]
-    *leaves, grad = numbers(*shapes, (rows, widths[-1]))
-    return [*(leaf.requires_grad_() for leaf in leaves), grad]
-
-
 def compare(ours: Any, torchs: Any, given: list[Tensor]) -> None:
     """Both passes, by norm and at the worst, against fp64; as near as fp32 would be."""
     *leaves, grad = given
@@ -116,7 +100,7 @@ def compare(ours: Any, torchs: Any, given: list[Tensor]) -> None:
     "sizes", [(1, 1, 1), (70, 100, 50), (32, 32, 32), (33, 31, 65), (500, 384, 520), (7, 1000, 3), (1200, 48, 96)]
 )
 def test_a_layer_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
-    compare(fp32_linear, F.linear, layers_of(*sizes))
+    compare(amx_linear, F.linear, layers_of(*sizes))
 
 
 @needs_amx
@@ -125,7 +109,7 @@ def test_an_mlp_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
     def torchs(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
-    compare(lambda *given: fp32_mlp(*given)[0], torchs, layers_of(*sizes))
+    compare(lambda *given: amx_mlp(*given)[0], torchs, layers_of(*sizes))
 
 
 @needs_amx
@@ -134,7 +118,7 @@ def test_gelu_is_right_in_its_tails_and_where_fp32_ends() -> None:
     x = torch.cat([torch.linspace(-14, 14, 2001), torch.tensor([0.0, -0.0, 1e-30, 1e30, -1e30])])[:, None]
     one, nothing = torch.ones(1, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
     leaf = x.requires_grad_()
-    found = fp32_mlp(leaf, one, nothing, one, nothing)[0]
+    found = amx_mlp(leaf, one, nothing, one, nothing)[0]
     (slope,) = torch.autograd.grad(found.sum(), leaf)
     exact_leaf = x.detach().double().requires_grad_()
     exact = F.gelu(exact_leaf)
@@ -152,7 +136,7 @@ def test_what_is_no_number_does_not_pass_for_one() -> None:
     for bad in (float("nan"), float("inf")):
         spoilt = x.detach().clone()
         spoilt[3, 5] = bad
-        found = fp32_linear(spoilt, weight, None)
+        found = amx_linear(spoilt, weight, None)
         assert not torch.isfinite(found[3]).any()
         assert torch.isfinite(found[4]).all()
 
@@ -164,7 +148,7 @@ def test_bits_do_not_depend_on_threads() -> None:
     def all_numbers(threads: int) -> list[Tensor]:
         torch.set_num_threads(threads)
         *leaves, grad = given
-        out = fp32_mlp(*leaves)[0]
+        out = amx_mlp(*leaves)[0]
         leaf = attention[0].requires_grad_()
         attended, _ = packed_attention(leaf, 2)
         return [
@@ -184,9 +168,9 @@ def test_torch_finds_the_operators_well_made() -> None:
     *leaves, grad = layers_of(40, 33, 50, 20)
     x, w1, b1, *_ = leaves
     ops = torch.ops.vitamp
-    torch.library.opcheck(ops.fp32_linear.default, (x, w1, b1))
-    torch.library.opcheck(ops.fp32_linear.default, (x.view(2, 20, 33), w1, None))
-    torch.library.opcheck(ops.fp32_mlp.default, tuple(leaves))
+    torch.library.opcheck(ops.amx_linear.default, (x, w1, b1))
+    torch.library.opcheck(ops.amx_linear.default, (x.view(2, 20, 33), w1, None))
+    torch.library.opcheck(ops.amx_mlp.default, tuple(leaves))
     qkv = numbers((2, 17, 96))[0].requires_grad_()
     torch.library.opcheck(ops.packed_attention.default, (qkv, 2))
     assert grad.shape == (40, 20)
@@ -196,7 +180,7 @@ def test_torch_finds_the_operators_well_made() -> None:
 def test_only_what_is_trained_has_a_gradient() -> None:
     x, weight, bias, grad = layers_of(40, 30, 20)
     weight.requires_grad_(False)
-    found = fp32_linear(x, weight, bias)
+    found = amx_linear(x, weight, bias)
     found.backward(grad)
     assert weight.grad is None
     assert bias.grad is not None
@@ -207,12 +191,12 @@ def test_only_what_is_trained_has_a_gradient() -> None:
 @needs_amx
 def test_matrices_may_lie_in_memory_as_they_like() -> None:
     x, weight, bias, grad = layers_of(40, 30, 20)
-    expected = fp32_linear(x, weight, bias)
+    expected = amx_linear(x, weight, bias)
     turned = x.detach().t().contiguous().t().requires_grad_()
     wide = torch.cat([x.detach(), x.detach()], dim=1)[:, :30].requires_grad_()
     for other in (turned, wide):
-        assert torch.equal(fp32_linear(other, weight, bias), expected)
-    scattered = fp32_linear(x, weight.detach().t().contiguous().t(), bias)
+        assert torch.equal(amx_linear(other, weight, bias), expected)
+    scattered = amx_linear(x, weight.detach().t().contiguous().t(), bias)
     assert torch.equal(scattered, expected)
     one = torch.tensor(1.0).expand(40, 20)  # as the gradient of a sum is
     (spread,) = torch.autograd.grad(expected, x, one, retain_graph=True)
@@ -228,10 +212,10 @@ def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def vit_by_kernels() -> nn.Module:
     torch.manual_seed(0)
     model = create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=5)
-    use_amx(model)
+    use_amx(model, torch.float32)
     put_attention_in_force("packed", model)
-    fuse_mlps(model, "amx")
-    use_linear_patches(model, "amx")
+    fuse_mlps(model, torch.float32)
+    use_linear_patches(model, torch.float32)
     return model
 
 
@@ -243,12 +227,12 @@ def test_a_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, images = vit_by_kernels(), numbers((3, 3, 32, 32))[0]
     assert list(ours.state_dict()) == list(plain.state_dict())
     names: list[str] = []
-    for op in ("fp32_linear", "fp32_mlp", "packed_attention"):
+    for op in ("amx_linear", "amx_mlp", "packed_attention"):
         real = getattr(torch.ops.vitamp, op)
         monkeypatch.setattr(torch.ops.vitamp, op, lambda *a, real=real, op=op: names.append(op) or real(*a))
     monkeypatch.setattr(packed, "packed_attention", torch.ops.vitamp.packed_attention)
     found, expected = ours(images), plain(images)
-    assert {name: names.count(name) for name in set(names)} == {"fp32_linear": 6, "fp32_mlp": 2, "packed_attention": 2}
+    assert {name: names.count(name) for name in set(names)} == {"amx_linear": 6, "amx_mlp": 2, "packed_attention": 2}
     assert apart(found, expected.double()) < FP32_BOUND
     for model, out in ((ours, found), (plain, expected)):
         out.square().sum().backward()
@@ -266,15 +250,16 @@ def test_under_autocast_and_for_other_devices_torch_multiplies() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = model(images)
     assert found.dtype is torch.bfloat16
-    assert not serves(numbers((4, 4), dtype=torch.float64)[0], numbers((4, 4), dtype=torch.float64)[0])
+    assert not serves(torch.zeros(4, 4).double(), torch.zeros(4, 4).double(), torch.float32)
     meta = model.to("meta")
     assert meta(images.to("meta")).shape == (2, 5)
 
 
 def test_small_products_are_left_to_torch() -> None:
     x, weight = numbers((64, 64), (64, 64))
-    assert not serves(x, weight)
-    assert serves(torch.empty(2048, 256), torch.empty(64, 256))
+    assert not serves(x, weight, torch.float32)
+    assert serves(torch.empty(2048, 256), torch.empty(64, 256), torch.float32)
+    assert not serves(torch.empty(2048, 256), torch.empty(64, 256), None)
 
 
 @needs_amx
@@ -284,7 +269,7 @@ def test_an_mlp_that_drops_or_is_frozen_is_computed_in_parts() -> None:
     mlp: Any = next(module for module in model.modules() if isinstance(module, FusedMlp))
     x = numbers((2, 17, 192))[0]
     together = mlp(x)
-    assert "fp32_mlp" in str(together.grad_fn) + str(together.grad_fn.next_functions)
+    assert "amx_mlp" in str(together.grad_fn) + str(together.grad_fn.next_functions)
     mlp.fc1.weight.requires_grad_(False)
     apart_ = mlp(x)
     apart_.sum().backward()
@@ -379,6 +364,8 @@ def test_a_folder_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch
 
 def test_use_amx_is_refused_on_a_machine_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many, say, whose first one decided for it."""
-    monkeypatch.setattr(amx_layers, "why_no_amx", lambda: "this CPU has no AMX")
+    monkeypatch.setattr(amx_layers, "why_no_amx", lambda _: "this CPU has no AMX")
     with pytest.raises(UserError, match="CPU_FP32 amx: this CPU has no AMX; use mkl"):
-        use_amx(nn.Linear(2, 2))
+        use_amx(nn.Linear(2, 2), torch.float32)
+    with pytest.raises(UserError, match="CPU_BF16 amx: this CPU has no AMX; use onednn"):
+        use_amx(nn.Linear(2, 2), torch.bfloat16)

@@ -69,7 +69,7 @@ def test_auto_is_a_gpu_in_half_precision(vit: nn.Module, level: str) -> None:
 @pytest.mark.parametrize(
     ("given", "listed", "dealt_out", "words"),
     [
-        ({"device": "cpu"}, (), False, "for GPUs of NVIDIA's and for fp32 by AMX, not for cpu"),
+        ({"device": "cpu"}, (), False, "need products by amx on a CPU"),
         ({"fp8": True}, (), False, "fp8 has linear layers of its own"),
         ({}, (), True, "not tried with DIST.STRATEGY fsdp"),
         ({}, ("gelu", "softmax"), False, "AMP's lists name gelu, which"),
@@ -196,5 +196,5 @@ def test_what_was_chosen_is_noted_and_told(tiny: Path) -> None:
     ready = build(tiny, MODEL__FUSED_MLP="auto", AMP__ENABLED="true", AMP__DTYPE="bf16")
     assert ready.choices["fused_mlp"] is False
     assert "one kernel" not in ready.tuning.words()
-    with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: its kernels are for GPUs"):
+    with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: its kernels need products by amx"):
         build(tiny, MODEL__FUSED_MLP="true", AMP__ENABLED="true", AMP__DTYPE="bf16")

@@ -1,16 +1,18 @@
-"""CPU_FP32: which library multiplies fp32 matrices, and when it is oneDNN by itself."""
+"""CPU_FP32 and CPU_BF16: which library multiplies matrices, and when it is another by itself."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import engine.matmul as matmul
-from engine.matmul import choose_products, put_products_in_force
+from engine.matmul import Products, choose_half_products, choose_products, put_products_in_force
 from tests.engine.small import CPU, build
 from utils.errors import UserError
 
@@ -28,7 +30,7 @@ def mkl_again() -> Iterator[None]:
 def on(monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float = 1e-6, amx: bool = False) -> None:
     monkeypatch.setattr(matmul, "processor_kind", lambda: machine)
     monkeypatch.setattr(matmul, "_error_of_onednn", lambda: error)
-    monkeypatch.setattr(matmul, "why_no_amx", lambda: "" if amx else NO_AMX)
+    monkeypatch.setattr(matmul, "why_no_amx", lambda _: "" if amx else NO_AMX)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,49 @@ def test_onednn_is_refused_where_it_would_compute_in_bf16(monkeypatch: pytest.Mo
     on(monkeypatch, INTEL, error=3e-3)
     with pytest.raises(UserError, match=r"CPU_FP32 onednn: .*less exact than fp32.*use mkl"):
         choose_products("onednn", CPU, True, LARGE, None)
+
+
+def half_products(wanted: str, device: str = "cpu", kept: str | None = None, **others) -> Products:
+    words = {"level": "O1", "dtype": torch.bfloat16, "listed": (), "values": LARGE, "dealt_out": False} | others
+    choice = SimpleNamespace(dtype=words["dtype"])
+    precision: Any = SimpleNamespace(device=torch.device(device), level=words["level"], fp8=None, choice=choice)
+    return choose_half_products(wanted, precision, words["listed"], words["values"], kept, words["dealt_out"])
+
+
+@pytest.mark.parametrize(
+    ("others", "library"),
+    [
+        ({}, "amx"),
+        ({"values": 1000}, "onednn"),
+        ({"level": "O0"}, "onednn"),
+        ({"level": "O2"}, "amx"),
+        ({"dtype": torch.float16}, "onednn"),
+        ({"listed": ("linear",)}, "onednn"),
+        ({"listed": ("softmax",)}, "amx"),
+        ({"dealt_out": True}, "onednn"),
+        ({"device": "cuda"}, "onednn"),
+        ({"kept": "onednn"}, "onednn"),
+        ({"kept": "amx"}, "amx"),
+    ],
+)
+def test_in_bf16_auto_takes_amx_where_it_serves(
+    monkeypatch: pytest.MonkeyPatch, others: dict[str, Any], library: str
+) -> None:
+    on(monkeypatch, INTEL, amx=True)
+    assert half_products("auto", **others).library == library
+    on(monkeypatch, ZEN_4)
+    assert half_products("auto", **others).library == "onednn", "a resumed run, too, where there is no AMX"
+
+
+def test_in_bf16_amx_is_refused_with_what_is_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, ZEN_4)
+    with pytest.raises(UserError, match=f"CPU_BF16 amx: {NO_AMX}; use onednn"):
+        half_products("amx")
+    on(monkeypatch, INTEL, amx=True)
+    with pytest.raises(UserError, match=r"CPU_BF16 amx: AMP's lists name linear, .*; use onednn"):
+        half_products("amx", listed=("linear",))
+    assert half_products("amx", values=10).library == "amx"
+    assert half_products("amx", device="cuda", listed=("linear",)).library == "onednn", "without effect on a GPU"
 
 
 def test_the_probe_tells_fp32_from_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

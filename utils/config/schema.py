@@ -96,6 +96,9 @@ class Config(Section):
     CPU_FP32: Annotated[Literal["auto", "mkl", "onednn", "amx"], BeforeValidator(folded)] = Field(
         default="auto", description="What multiplies fp32 matrices on a CPU; auto: what is known to be the fastest."
     )
+    CPU_BF16: Annotated[Literal["auto", "onednn", "amx"], BeforeValidator(folded)] = Field(
+        default="auto", description="The same for matrices in bf16, which AMP computes with."
+    )
     MAX_TIME: str | None = Field(
         default=None, description="HH:MM:SS after which the run saves and ends, to be resumed."
     )

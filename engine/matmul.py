@@ -55,8 +55,8 @@ def choose_half_products(
     wanted: str, precision: Precision, listed: Iterable[str], values: int, kept: str | None, dealt_out: bool = False
 ) -> Products:
     """`listed`: AMP's lists. `values`: what a layer hands on. `kept`: what a resumed run had. `dealt_out`: weights."""
-    half = precision.level != "O0" and precision.choice.dtype is torch.bfloat16
-    if precision.device.type != "cpu" or not half:
+    on_cpu = precision.device.type == "cpu" and precision.level != "O0"
+    if not on_cpu or precision.choice.dtype is not torch.bfloat16:
         return Products(ONEDNN, "")
     obstacle = _obstacle(listed, dealt_out)
     if wanted != "auto":

@@ -87,7 +87,7 @@ long room(long tokens, long width, int half, int backward)
         backward_room(&end, tokens, width, parts);
     else
         forward_room(&end, tokens, width, parts);
-    return (end - (char *)0 + 4095) / 4096 * 4096;
+    return ((uintptr_t)end + 4095) / 4096 * 4096;
 }
 
 #endif

@@ -19,6 +19,9 @@ SMALLEST = 2**25
 """Multiplications of a product; smaller ones lose more by the call than they gain."""
 SETTINGS = {torch.float32: "CPU_FP32", torch.bfloat16: "CPU_BF16"}
 INSTEAD = {torch.float32: "mkl", torch.bfloat16: "onednn"}
+PRECISIONS = (torch.float32, torch.bfloat16)
+LONGEST = 5120
+"""Numbers of a sum in bf16, which the kernels keep in fp32 until it is whole: DEEPEST steps of 32 in C."""
 
 
 class AmxLinear(nn.Module):
@@ -37,19 +40,14 @@ def serves(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> bool:
     """Whether a product by `weight` is to be in this precision, and worth it."""
     if dtype is None or x.device.type != "cpu" or x.dim() < 2 or x.numel() * len(weight) < SMALLEST:
         return False
-    if not {x.dtype, weight.dtype} <= SETTINGS.keys():
+    if x.dtype not in PRECISIONS or weight.dtype not in PRECISIONS:
         return False
     if torch.is_autocast_enabled("cpu"):
         computed = torch.get_autocast_dtype("cpu")
     else:
         computed = x.dtype if x.dtype is weight.dtype else None
-    return computed is dtype and _is_short_enough(weight, dtype)
-
-
-def _is_short_enough(weight: Tensor, dtype: torch.dtype) -> bool:
-    from engine.kernels.products import longest
-
-    return dtype is torch.float32 or max(len(weight), weight[0].numel()) <= longest(dtype)
+    short = dtype is torch.float32 or max(weight.shape[0], weight.shape[1]) <= LONGEST
+    return computed is dtype and short
 
 
 def use_amx(model: nn.Module, dtype: torch.dtype) -> None:

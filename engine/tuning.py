@@ -21,7 +21,7 @@ from engine.grad_checkpoint import checkpoint_blocks, which_blocks
 from engine.inputs import Inputs
 from engine.kernels.native import keep_kernels_in
 from engine.layout import channels_go_last, put_channels_last
-from engine.matmul import AMX, Products, choose_half_products, choose_products, put_products_in_force
+from engine.matmul import AMX, ONEDNN, Products, choose_half_products, choose_products, put_products_in_force
 from engine.patches import patches_are_linear, use_linear_patches
 from engine.precision import Precision
 from engine.residual import narrow_stream, stream_is_narrow
@@ -116,7 +116,8 @@ def _decide(
     values = _values_handed_on(model, config.DATA.BATCH_SIZE)
     products = choose_products(config.CPU_FP32, device, fp32, values, kept.get("cpu_fp32"))
     dealt_out = config.DIST.STRATEGY == "fsdp"
-    half = choose_half_products(config.CPU_BF16, precision, listed, values, kept.get("cpu_bf16"), dealt_out)
+    had_half = kept.get("cpu_bf16", ONEDNN if kept else None)  # runs from before there was a choice
+    half = choose_half_products(config.CPU_BF16, precision, listed, values, had_half, dealt_out)
     library = half.library if half.reason else products.library
     wanted, had = config.MODEL.ATTENTION, kept.get("attention")
     attention = settled_attention(wanted, model, precision, products.library, listed, had)

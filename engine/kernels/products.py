@@ -99,12 +99,6 @@ def _product(
 
 
 @cache
-def longest(dtype: torch.dtype) -> int:
-    """Numbers that a sum may have; 0: as many as there are."""
-    return _library(dtype).longest() if dtype is torch.bfloat16 else 0
-
-
-@cache
 def _library(dtype: torch.dtype) -> Any:
     library = load(SOURCES[dtype])
     pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int

@@ -13,10 +13,10 @@ from timm.models import create_model
 from torch import Tensor, nn
 
 import engine.amx_layers as amx_layers
-from engine.amx_layers import serves, use_amx
+from engine.amx_layers import LONGEST, serves, use_amx
 from engine.attention import put_attention_in_force
 from engine.fused_mlp import fuse_mlps
-from engine.kernels.products import amx_linear, amx_mlp, longest
+from engine.kernels.products import _library, amx_linear, amx_mlp
 from engine.patches import use_linear_patches
 from tests.engine.amx_numbers import FP32_BOUND, layers_of, needs_amx
 from tests.engine.exact_attention import apart
@@ -106,8 +106,9 @@ def test_torch_finds_the_operators_well_made() -> None:
 @needs_amx
 @pytest.mark.usefixtures("however_small")
 def test_sums_too_long_for_bf16_and_other_precisions_are_left_to_torch() -> None:
-    x, weight = torch.zeros(2, longest(BF16), dtype=BF16), torch.zeros(3, longest(BF16))
-    longer = torch.zeros(3, longest(BF16) + 1)
+    assert _library(BF16).longest() == LONGEST
+    x, weight = torch.zeros(2, LONGEST, dtype=BF16), torch.zeros(3, LONGEST)
+    longer = torch.zeros(3, LONGEST + 1)
     with torch.autocast("cpu", BF16):
         assert serves(x, weight, BF16)
         assert not serves(x, longer, BF16)
@@ -170,6 +171,22 @@ def test_training_by_them_is_the_same_training(tiny: Path, level: str) -> None:
         ends.append(after - before)
     assert float(ends[1].norm()) > 0
     assert apart(ends[0], ends[1].double()) < 0.3, "Adam's first steps go by the sign of what may be rounding"
+
+
+@needs_amx
+@pytest.mark.parametrize("how", ["blocks", pytest.param("whole", marks=pytest.mark.slow)])
+def test_a_compiled_run_computes_what_one_as_written_does(vitamp, tiny: Path, tmp_path: Path, how: str) -> None:
+    ends = []
+    for compiled in ("none", how):
+        words = ("-cfg", tiny, "-output", tmp_path / compiled, "-amp", "bf16", "MODEL.EMBED_DIM=128", "THREADS=1")
+        words += ("CPU_BF16=amx", "REPORT_FREQ=1", f"TRAIN.COMPILE={compiled}", "TRAIN.MAX_UPDATES=2")
+        done = vitamp(*words, "DATA.BATCH_SIZE=128")
+        assert done.code == 0, done.text
+        assert "MLPs in one piece" in done.text
+        lines = (tmp_path / compiled / "metrics.jsonl").read_text().splitlines()
+        ends.append([json.loads(line)["loss"] for line in lines if json.loads(line)["event"] == "train"])
+    assert ends[0]
+    assert ends[1] == pytest.approx(ends[0], abs=5e-3)
 
 
 @needs_amx

@@ -10,9 +10,12 @@ import torch
 from small_vit import batch, small_vit
 from torch import Tensor, nn
 
+import engine.amx_layers as amx_layers
+from engine.attention import put_attention_in_force
 from engine.fp32_modules import force_fp32
 from engine.op_lists import OpLists
 from engine.print_amp import amp_table
+from tests.engine.amx_numbers import needs_amx
 
 
 def table(model: nn.Module, images: Tensor | None = None, amp: bool = True) -> dict[str, list[str]]:
@@ -44,6 +47,18 @@ def test_without_autocast_all_is_fp32() -> None:
 
 def test_fused_attention_is_one_operation() -> None:
     assert table(small_vit(fused=True))["blocks.0-1.attn"][-1] == "scaled_dot_product_attention bf16"
+
+
+@needs_amx
+def test_layers_by_kernels_of_our_own_show_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx_layers, "SMALLEST", 0)
+    model = small_vit()
+    amx_layers.use_amx(model, torch.bfloat16)
+    put_attention_in_force("packed", model)
+    rows = table(model)
+    assert rows["blocks.0-1.attn"][-1] == "scaled_dot_product_attention bf16"
+    for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
+        assert rows[f"blocks.0-1.{layer}"][-1] == "linear bf16"
 
 
 def test_listed_operators_show_even_inside_a_module() -> None:

@@ -8,6 +8,8 @@ import sys
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 2**28
 """What a process may hold on to."""
+LARGEST_BLOCK = 2**25
+"""Of those it holds on to, where an older C library refuses more; it would then take all from 128 KiB on anew."""
 
 
 def keep_freed_memory() -> None:
@@ -19,5 +21,6 @@ def keep_freed_memory() -> None:
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "gnu_get_libc_version"):
-        for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            libc.mallopt(threshold, KEPT_BYTES)
+        if not libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES):
+            libc.mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK)
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import utils.heap as heap
+
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = """
 import resource, sys
@@ -35,3 +37,21 @@ def pages_fetched(kept: bool) -> int:
 def test_freed_blocks_are_not_fetched_page_by_page_again() -> None:
     assert pages_fetched(kept=False) > 1000
     assert pages_fetched(kept=True) < 100
+
+
+def test_an_older_c_library_is_told_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[int, int] = {}
+
+    class Older:
+        gnu_get_libc_version = b"2.31"
+
+        def mallopt(self, what: int, value: int) -> int:
+            if what == heap.M_MMAP_THRESHOLD and value > 2**25:
+                return 0
+            told[what] = value
+            return 1
+
+    monkeypatch.setattr(heap.sys, "platform", "linux")
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: Older())
+    heap.keep_freed_memory()
+    assert told == {heap.M_MMAP_THRESHOLD: 2**25, heap.M_TRIM_THRESHOLD: heap.KEPT_BYTES}

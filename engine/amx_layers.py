@@ -19,7 +19,7 @@ SMALLEST = 2**25
 """Multiplications of a product; smaller ones lose more by the call than they gain."""
 SETTINGS = {torch.float32: "CPU_FP32", torch.bfloat16: "CPU_BF16"}
 INSTEAD = {torch.float32: "mkl", torch.bfloat16: "onednn"}
-PRECISIONS = (torch.float32, torch.bfloat16)
+PRECISIONS = tuple(SETTINGS)
 LONGEST = 5120
 """Numbers of a sum in bf16, which the kernels keep in fp32 until it is whole: DEEPEST steps of 32 in C."""
 

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from engine.amx_layers import AmxLinear, serves
 from engine.fp32_modules import HALVES, is_forced
 from engine.matmul import AMX, MKL
+from engine.matmul import LISTED as LAYERS
 from engine.mixed_in import mix_in
 from engine.precision import Precision
 from utils.errors import UserError
 from utils.log import log
 
-LISTED = frozenset({"gelu", "linear", "fc", "addmm", "mm", "matmul", "matmul_v2", "fused_gemm_epilogue"})
+LISTED = LAYERS | {"gelu"}
 """Names on AMP's lists that mean the layer or its activation: neither could be told to compute otherwise."""
 FIRST_CAPABILITY = (8, 0)
 """Where bf16 begins, and tensor cores so fast that memory is what an MLP waits for between its products."""

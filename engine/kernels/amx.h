@@ -6,7 +6,8 @@
 
    Matrices are packed first. A panel is 32 rows of the left matrix, or 32 columns of the right one, two tiles wide. It
    goes in steps of 32 along the dimension that is summed over: a tile holds 16 pairs of these for 16 rows or columns.
-   Which two make a pair does not matter as long as both sides agree: here it is i and i + 16. */
+   Which two make a pair does not matter as long as both sides agree: here it is i and i + 16, and neighbours where the
+   left matrix is bf16 and loaded as it lies in memory. */
 
 #ifndef VITAMP_AMX_H
 #define VITAMP_AMX_H

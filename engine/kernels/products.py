@@ -92,7 +92,8 @@ def _product(
     b, bias = b.contiguous(), None if bias is None else bias.float().contiguous()
     left = (address(a), a.stride(0), a_turned)
     right = (address(b), b.stride(0), b_turned, b.dtype is torch.bfloat16)
-    sizes = (rows, columns, depth, address(scratch(library.room())), torch.get_num_threads())
+    threads = torch.get_num_threads()
+    sizes = (rows, columns, depth, address(scratch(library.room(threads))), threads)
     to = (address(found), found.dtype is torch.bfloat16)
     library.product(*left, *right, *to, address(bias), address(other), after, address(sums), *sizes)
     return found
@@ -105,7 +106,7 @@ def _library(dtype: torch.dtype) -> Any:
     matrix, sizes = (pointer, long, number), (long, long, long, pointer, number)
     library.product.argtypes = [*matrix, *matrix, number, pointer, number, pointer, pointer, number, pointer, *sizes]
     library.product.restype = None
-    library.room.restype = library.longest.restype = long
+    library.room.argtypes, library.room.restype, library.longest.restype = [number], long, long
     return library
 
 

@@ -11,7 +11,11 @@ int prepare(void) { return tiles_are_lent(); }
 /* Numbers of a sum that bf16 can be computed of. */
 long longest(void) { return DEEPEST * STEP; }
 
-long room(void) { return STEP_ROOM * STEP_BYTES(PARTS); }
+#define RIGHT_ROOM (STEP_ROOM * STEP_BYTES(PARTS))
+#define LEFT_ROOM  (DEEPEST * STEP_BYTES(PARTS))
+
+/* For the right matrix, and for two panels of the left one for each thread: stacks may be small. */
+long room(int threads) { return RIGHT_ROOM + threads * 2L * LEFT_ROOM; }
 
 /* Of 32 rows and columns, or fewer at an edge: numbers from there on. */
 typedef struct {
@@ -123,9 +127,9 @@ INLINE void plan(const Product *p, Piece now, int share, Chores *chores)
 }
 
 /* Rows of c, of those of its columns that are packed. */
-static void compute_rows(const Product *p, long begin, long end, Piece now, const char *packed)
+static void compute_rows(const Product *p, long begin, long end, Piece now, const char *packed, char *left_room)
 {
-    _Alignas(64) char packed_left[2][DEEPEST * STEP_BYTES(PARTS)];
+    char *packed_left[2] = {left_room, left_room + LEFT_ROOM};
     const long across = PANELS(now.wide);
     const int share = share_of_rows(p, now);
     Drawer drawer;
@@ -151,8 +155,8 @@ static void compute_rows(const Product *p, long begin, long end, Piece now, cons
     finish(&chores.finish);
 }
 
-/* Each number is summed in the same order on any number of threads. `packed`: room(); `sums`: for whole panels. Of
-   bf16 are, with HALF, a and `other`, and what is said to be `half`; all else is fp32. */
+/* Each number is summed in the same order on any number of threads. `packed`: room(threads); `sums`: for whole panels.
+   Of bf16 are, with HALF, a and `other`, and what is said to be `half`; all else is fp32. */
 void product(const char *a, long a_stride, int a_turned, const char *b, long b_stride, int b_turned, int b_half,
              char *c, int c_half, const float *bias, Number *other, int after, float *sums, long rows, long columns,
              long depth, char *packed, int threads)
@@ -188,7 +192,7 @@ void product(const char *a, long a_stride, int a_turned, const char *b, long b_s
 #pragma omp for schedule(static)
                 for (long i = 0; i < threads; i++)
                     compute_rows(&p, panels * i / threads * PANEL, LEAST(rows, panels * (i + 1) / threads * PANEL), now,
-                                 packed);
+                                 packed, packed + RIGHT_ROOM + i * 2 * LEFT_ROOM);
             }
         end_tiles();
     }

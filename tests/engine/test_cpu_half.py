@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +96,16 @@ def test_bits_do_not_depend_on_threads() -> None:
             assert all(map(torch.equal, alone, all_numbers(threads)))
     finally:
         torch.set_num_threads(before)
+
+
+@needs_amx
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads_with_small_stacks_have_room(dtype: str) -> None:
+    code = "import torch; torch.set_num_threads(3); from engine.kernels.products import amx_linear; "
+    code += f"x = torch.ones(300, 96, dtype=torch.{dtype}); print(amx_linear(x, torch.ones(40, 96), None).sum().item())"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_STACKSIZE": "200k"}, check=True)
+    assert float(done.stdout) == pytest.approx(300 * 40 * 96, rel=1e-2)
 
 
 @needs_amx

@@ -18,7 +18,7 @@ from torch import nn
 
 from engine.device import describe_one
 from engine.precision import Precision
-from engine.resume import Position
+from engine.progress import Position
 from engine.token_drop import shortcuts_of, token_drop_of
 from models import build_without_weights
 from utils.config import Config

@@ -8,9 +8,9 @@ from pathlib import Path
 from engine.checkpoint import read_index
 from engine.meters import NEVER, Reading
 from engine.overflow import Blame
+from engine.progress import Position
 from engine.replay import FORWARD
 from engine.report import Reporter
-from engine.resume import Position
 from engine.update import Parts
 from utils.config.amp import AmpConfig
 from utils.errors import CommonError
@@ -76,18 +76,18 @@ class Health:
             f"weights are as they were before, and saved. {self._advice()}"
         )
 
-    def stop_on_nan(self, reading: Reading, per_epoch: int, folder: Path) -> None:
+    def stop_on_nan(self, reading: Reading, position: Position, folder: Path) -> None:
         """Without a scaler nothing skips a bad update: going on would only train on NaN."""
         if reading.first_bad == NEVER:
             return
         update = reading.first_bad
-        epoch, step = divmod(update - 1, per_epoch)
-        rate = self.parts.schedule.rate_at(update - 1)
+        since = position.update - update  # in the same epoch: the device is read at the end of each
+        rate = self.parts.schedule.rate_at(self.parts.schedule.moved - since - 1)
         last = read_index(folder / "checkpoints")["last"]
         raise CommonError(
-            f"the gradients stopped being numbers at update {update} (epoch {epoch + 1}, step {step + 1}; learning "
-            f"rate {rate:.3e}). Nothing was saved since. Try a lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, "
-            f"TRAIN.GRAD_CLIP=1.0, or -amp off to see whether the precision is to blame. "
+            f"the gradients stopped being numbers at update {update} (epoch {position.epoch}, step "
+            f"{position.step - since}; learning rate {rate:.3e}). Nothing was saved since. Try a lower TRAIN.BASE_LR, "
+            f"a longer TRAIN.WARMUP_EPOCHS, TRAIN.GRAD_CLIP=1.0, or -amp off to see whether the precision is to blame. "
             + (f"The last good checkpoint is {last}; go on from it by -resume." if last else "No checkpoint yet.")
         )
 

@@ -15,7 +15,7 @@ from engine.board import Board
 from engine.meters import Means, Reading
 from engine.overflow import Blame
 from engine.pace import Perf, clock
-from engine.resume import Position
+from engine.progress import Position, updates_left
 from engine.stages import STAGES, TEACHER
 from engine.verdict import Verdict
 from engine.wandb_board import WandbBoard
@@ -54,7 +54,7 @@ class Reporter:
             self._metrics = LineFile(folder / METRICS)
             self._board = Board(folder / "tensorboard", start.update)
             self._draw_again(folder / METRICS, start.update)
-        total = min(config.TRAIN.NUM_EPOCHS * per_epoch, config.TRAIN.MAX_UPDATES or sys.maxsize)
+        total = start.update + updates_left(config, start, per_epoch)
         on_terminal = speaks and sys.stderr.isatty() and not config.EVAL
         self._bar = tqdm(
             total=total, initial=start.update, unit="update", dynamic_ncols=True, disable=not on_terminal, leave=False

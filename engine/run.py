@@ -35,8 +35,9 @@ from engine.pace import Pace, clock
 from engine.precision import check_precision
 from engine.prepare import hint
 from engine.print_amp import amp_table
+from engine.progress import Best, Position, updates_left
 from engine.report import METRICS, Reporter
-from engine.resume import Best, Position, load_weights, say_what_changed
+from engine.resume import load_weights, say_what_changed
 from engine.setup import (
     ReadyToTrain,
     build_for_evaluation,
@@ -125,7 +126,8 @@ def _train(
     ready.choices.update(found)
     ready.parts.batch_found = bool(found)
     kept = checkpoint.meta.get("choices", {}) if checkpoint else {}
-    compiling = choose_compiling(config, ready.parts, world, _updates_left(config, ready), kept.get("compile"))
+    left = updates_left(config, ready.position, ready.train_loader.order.updates)
+    compiling = choose_compiling(config, ready.parts, world, left, kept.get("compile"))
     ready.choices |= compiling.as_noted()
     warning = ready.precision.choice.warning
     if warning:
@@ -140,7 +142,7 @@ def _train(
     if folder is None:
         join_statistics(ready.parts, world, config)
         join_gradients(ready.parts, world, config)
-        try_out(config, ready, world, _updates_left(config, ready))
+        try_out(config, ready, world, left)
         return EXIT_DONE
     if _finished(config, ready.position, ready.best, folder):
         return EXIT_DONE
@@ -188,11 +190,6 @@ def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path, peak: 
     best, total = trainer.best_words(": best "), clock(trainer.pace.total)
     log.info("%s%s; total time %s; everything lies in %s", words, best, total, folder)
     return code
-
-
-def _updates_left(config: Config, ready: ReadyToTrain) -> int:
-    planned = config.TRAIN.NUM_EPOCHS * ready.train_loader.order.updates
-    return min(planned, config.TRAIN.MAX_UPDATES or planned) - ready.position.update
 
 
 def _finished(config: Config, position: Position, best: Best, folder: Path) -> bool:

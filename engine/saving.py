@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.checkpoint import best_of, folder_name, prune, publish, read_index, write_files, write_index
 from engine.meters import Means
-from engine.resume import Best, Position
+from engine.progress import Best, Position
 from engine.standing import StandingCopy, copied, size_words
 from utils.config.schema import Config
 from utils.errors import TrainingError

@@ -33,7 +33,8 @@ from engine.mixing import batch_change
 from engine.optim import build_optimizer, scaled_rates
 from engine.precision import Precision
 from engine.prepare import prepare_model
-from engine.resume import Best, Position, check_samples, restore
+from engine.progress import Best, Position
+from engine.resume import check_samples, restore
 from engine.schedule import Schedule, build_scheduler
 from engine.sharding import Sharding
 from engine.stages import DATA, stages_of

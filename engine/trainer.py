@@ -18,8 +18,9 @@ from engine.health import Health
 from engine.meters import Means, Reading
 from engine.pace import Pace, seconds_of
 from engine.profile import UpdateProfiler
+from engine.progress import Best, Position, best_by, start_of_best
 from engine.report import Reporter
-from engine.resume import Best, Position, best_by, finite_everywhere, start_of_best, state_of
+from engine.resume import finite_everywhere, state_of
 from engine.saving import progress
 from engine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.update import Parts, train_update
@@ -222,7 +223,7 @@ class Trainer:
         return parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
 
     def _stop_on_nan(self, reading: Reading) -> None:
-        self.health.stop_on_nan(reading, self.per_epoch, self.folder)
+        self.health.stop_on_nan(reading, self.position, self.folder)
 
     def _validate(self) -> bool:
         """Validate the model and, where there is one, its average. True if the best figure so far came of it."""

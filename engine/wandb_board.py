@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.resume import Best
+from engine.progress import Best
 from utils.config import Config
 from utils.errors import UserError
 from utils.late_wandb import let_wandb_in

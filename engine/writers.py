@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from engine.checkpoint import folder_name, write_files, write_tensors
-from engine.resume import Best, tensors_of
+from engine.progress import Best
+from engine.resume import tensors_of
 from engine.saving import Saver
 from engine.shards import into_shards
 from engine.standing import StandingCopy

@@ -16,7 +16,7 @@ from engine.fp32_modules import forced
 from engine.health import Health
 from engine.meters import TrainMeters
 from engine.overflow import Blame
-from engine.resume import Position
+from engine.progress import Position
 from tests.engine.small import CPU, build
 from tests.program import Result, metrics
 from utils.config import AmpConfig

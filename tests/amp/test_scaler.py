@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from engine.checkpoint import MODEL, Checkpoint, inspect, save_checkpoint
-from engine.resume import Best, Position, restore, state_of
+from engine.progress import Best, Position
+from engine.resume import restore, state_of
 from engine.scaler import LossScaler
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train

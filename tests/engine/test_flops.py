@@ -17,7 +17,7 @@ from engine import flops
 from engine.flops import Peak, Utilisation, listed_tflops, measured_tflops, peak_of, training_flops
 from engine.pace import Pace
 from engine.precision import Precision, switch_tf32
-from engine.resume import Position
+from engine.progress import Position
 from engine.stages import FORWARD, HostStages
 from models import Shortcuts, build_without_weights
 from tests.engine.small import BF16, CPU, OFF

@@ -17,8 +17,8 @@ from engine import pace
 from engine.meters import Means, Reading
 from engine.overflow import Blame
 from engine.pace import Pace, Perf, clock, seconds_of
+from engine.progress import Position
 from engine.report import Reporter
-from engine.resume import Position
 from tests.engine.small import CPU
 from utils.config import Config
 from utils.log import log

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint import EMA, MODEL, Checkpoint, inspect, save_checkpoint
-from engine.resume import Best, Position, finite, restore, state_of
+from engine.progress import Best, Position
+from engine.resume import finite, restore, state_of
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows
 from utils.errors import UserError

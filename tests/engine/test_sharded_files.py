@@ -12,7 +12,7 @@ import timm
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from engine.resume import Best
+from engine.progress import Best
 from engine.sharding import blocks_of
 from engine.shards import Joined, files_of, shard_name
 from engine.writers import SECONDS_BETWEEN_LOOKS, Helper, Orders

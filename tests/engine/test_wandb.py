@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from engine import preflight, wandb_board
-from engine.resume import Best
+from engine.progress import Best
 from engine.wandb_board import WandbBoard, open_board
 from tests.program import ROOT, Result, metrics
 from utils.config import Config, load_config

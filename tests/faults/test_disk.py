@@ -18,7 +18,7 @@ import torch
 from engine import saving
 from engine.board import Board
 from engine.checkpoint import MODEL, inspect, newest_good, read_index, save_checkpoint, verify
-from engine.resume import Best
+from engine.progress import Best
 from engine.saving import Saver
 from tests.faults.killing import Run, reported, until
 from tests.faults.small_disk import SmallDisk, small_disk

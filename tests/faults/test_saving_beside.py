@@ -18,7 +18,7 @@ import torch
 from engine import checkpoint as disk
 from engine import saving
 from engine.checkpoint import EMA, MODEL, STATE, bring_back, folder_name, inspect, newest_good, verify
-from engine.resume import Best
+from engine.progress import Best
 from engine.saving import Saver, Snapshot
 from engine.standing import StandingCopy
 from tests.program import Result

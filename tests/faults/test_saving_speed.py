@@ -11,7 +11,8 @@ import timm
 import torch
 
 from engine.checkpoint import EMA, MODEL
-from engine.resume import Best, finite
+from engine.progress import Best
+from engine.resume import finite
 from engine.saving import Saver
 from utils.config.schema import Config
 

@@ -18,13 +18,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from engine.checkpoint_fields import FORMAT, read_meta
 from engine.shards import Joined, files_of
 from utils.errors import UserError
-from utils.log import log
 from utils.run_folder import replace_text
 
-FORMAT = 1
-PADDLES = (".pdparams", ".pdopt", ".pdema", ".pdstates")
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
 MODEL, EMA, STATE, META, INDEX = "model.safetensors", "ema.safetensors", "state.pt", "meta.json", "index.json"
@@ -50,9 +48,10 @@ class Checkpoint:
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{self.folder / name}: cannot be read ({error}).") from None
 
-    def state(self) -> dict[str, Any]:
+    def state(self, mapped: bool = False) -> dict[str, Any]:
+        """What state.pt holds. `mapped`: its tensors are not read before they are used."""
         try:
-            return torch.load(self.folder / STATE, map_location="cpu", weights_only=True)
+            return torch.load(self.folder / STATE, map_location="cpu", weights_only=True, mmap=mapped)
         except Exception as error:  # whatever the unpickler stumbles over, the file is what is wrong
             raise UserError(f"{self.folder / STATE}: cannot be read ({type(error).__name__}).") from None
 
@@ -200,20 +199,16 @@ def _ends_each(folder: Path, every: int) -> bool:
 
 def inspect(folder: Path) -> Checkpoint:
     """A checkpoint whose files are all there in their sizes, or an error that says what is not."""
+    meta = read_meta(folder / META)
+    files = meta["files"]
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        version, files = meta["format"], meta["files"]
         missing = [name for name, seal in files.items() if (folder / name).stat().st_size != seal["size"]]
-        hashed = all(isinstance(seal["sha256"], str) for seal in files.values())
-        if not (files_of(MODEL, files) and STATE in files and hashed):
-            raise ValueError("it does not list the files with their hashes")
-        int(meta["epoch"])
     except FileNotFoundError as error:
         raise UserError(f"{folder}: not a whole checkpoint, {Path(error.filename).name} is missing.") from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / META}: cannot be read ({type(error).__name__}: {error}).") from None
-    if version != FORMAT:
-        raise UserError(f"{folder}: written in format {version}; this version of vitamp reads format {FORMAT}.")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: cannot be read ({type(error).__name__}: {error}).") from None
+    if not files_of(MODEL, files) or STATE not in files:
+        raise UserError(f"{folder / META}: damaged, files does not name {MODEL} and {STATE}.")
     if missing:
         raise UserError(f"{folder}: damaged, {', '.join(missing)} has not the size that was written.")
     return Checkpoint(folder, meta)
@@ -226,73 +221,3 @@ def verify(checkpoint: Checkpoint) -> Checkpoint:
             if hashlib.file_digest(file, "sha256").hexdigest() != seal["sha256"]:
                 raise UserError(f"{checkpoint.folder}: damaged, the contents of {name} are not what was written.")
     return checkpoint
-
-
-def find(path: Path, epoch: int = 0) -> Checkpoint:
-    """The checkpoint that a path means: a checkpoint's folder, a file in it, or a run's folder (its newest good one).
-
-    `epoch` above 0 asks for the one saved at the end of that epoch.
-    """
-    folder, root = _places(path)
-    if folder is not None:
-        return verify(_of_epoch(inspect(folder), epoch))
-    found = newest_good(root, epoch)
-    if found is None:
-        asked = f" of epoch {epoch}" if epoch else ""
-        raise UserError(f"-resume {path}: no usable checkpoint{asked} lies there (looked for {root}/step-*).")
-    return found
-
-
-def check_resumable(path: Path, epoch: int = 0) -> None:
-    """Raise what can be said of -resume at once; a checkpoint's contents are read later, by one process for all."""
-    folder, root = _places(path)
-    if folder is not None:
-        _of_epoch(inspect(folder), epoch)
-    elif not any(root.glob("step-*")):
-        raise UserError(f"-resume {path}: no usable checkpoint lies there (looked for {root}/step-*).")
-
-
-def _places(path: Path) -> tuple[Path | None, Path]:
-    """The one checkpoint that `path` means, if it means one; and where a run's checkpoints would lie."""
-    prefix = path.with_name(f"{path.name}.pdparams")  # as PaddleViT names two files at once
-    if path.suffix in PADDLES or (not path.exists() and prefix.exists()):
-        raise UserError(
-            f"-resume {path}: a checkpoint of PaddleViT's, and -resume goes on with runs of vitamp's own. Start a new "
-            f"run from its weights: -pretrained {path.with_suffix('.pdparams') if path.suffix in PADDLES else prefix}."
-        )
-    if not path.exists():
-        raise UserError(f"-resume {path}: there is no such file or folder.")
-    folder = path.parent if path.is_file() else path
-    if (folder / META).exists() or folder.name.startswith("step-"):
-        return folder, folder.parent
-    if path.is_file() and path.name.endswith(WEIGHTS):
-        raise UserError(
-            f"-resume {path}: this is a file of weights and not a run of vitamp's to go on with: it has no {META} "
-            f"beside it. Start a new run from these weights by -pretrained {path}."
-        )
-    return None, folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-
-
-def _of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
-    if epoch and not _ends(checkpoint, epoch):
-        raise UserError(
-            f"{checkpoint.folder}: saved in epoch {checkpoint.meta['epoch']}, but TRAIN.LAST_EPOCH is {epoch}."
-        )
-    return checkpoint
-
-
-def _ends(checkpoint: Checkpoint, epoch: int) -> bool:
-    """Whether it was saved at the end of that epoch, and not in its middle."""
-    return checkpoint.meta["epoch"] == epoch and checkpoint.meta.get("epoch_finished", False)
-
-
-def newest_good(root: Path, epoch: int = 0) -> Checkpoint | None:
-    for folder in sorted(root.glob("step-*"), reverse=True):
-        try:
-            found = inspect(folder)
-            if epoch and not _ends(found, epoch):
-                continue
-            return verify(found)
-        except UserError as error:
-            log.warning("%s The one before it is tried.", error)
-    return None

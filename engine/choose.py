@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.checkpoint import Checkpoint, bring_back, find, inspect, newest_good
+from engine.checkpoint import Checkpoint, bring_back, inspect
+from engine.checkpoint_find import find, newest_good, resumable
 from engine.preflight import AUTO, resumed_run
 from utils.config import Config
 from utils.errors import UserError
@@ -29,11 +30,11 @@ def _look(config: Config) -> Checkpoint | None:
     if run is not None:
         bring_back(run / "checkpoints")
     if wanted != AUTO:
-        return find(Path(wanted), config.TRAIN.LAST_EPOCH)
+        return find(Path(wanted), config.TRAIN.LAST_EPOCH, resumable)
     if run is None:
         return None
     root = run / "checkpoints"
-    found = newest_good(root)
+    found = newest_good(root, check=resumable)
     if found is None and any(root.glob("step-*")):
         raise UserError(
             f"-resume auto: none of the checkpoints in {root} is usable (each is named above), and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from datasets import check_dataset
-from engine.checkpoint import check_resumable
+from engine.checkpoint_find import check_resumable
 from engine.optim import optimizer_name
 from engine.precision import check_amp
 from engine.sharding import check_sharding

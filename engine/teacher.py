@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.checkpoint import META
+from engine.checkpoint_fields import Input, check_fields
 from engine.fp32_modules import force_fp32
 from engine.inputs import per_channel
 from engine.memory import is_out_of_memory
@@ -216,9 +217,11 @@ def _header(file: Path) -> dict[str, Any]:
     try:
         with safe_open(str(file), framework="pt") as opened:
             header = dict(opened.metadata() or {})
-        return {**header, **({"input": json.loads(header["input"])} if "input" in header else {})}
+        given = json.loads(header["input"]) if "input" in header else {}
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{KEY} {file}: cannot be read as safetensors ({error}).") from None
+    check_fields(Input, given, file)
+    return {**header, "input": given}
 
 
 def _ask_once(teacher: Teacher, config: Config, device: torch.device) -> None:

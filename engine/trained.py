@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.checkpoint import EMA, META, MODEL, STATE, WEIGHTS, Checkpoint, inspect, read_index, verify
+from engine.checkpoint_fields import Moved, Told, check_fields
 from engine.device import pick_device, prepare
 from engine.fp32_modules import force_fp32
 from engine.memory import is_out_of_memory
@@ -184,11 +185,9 @@ class Saved:
         """What AMP.AUTO_FP32 had moved to fp32 by then."""
         if self.checkpoint is None:
             return self.meta.get("fp32_modules", [])
-        state = self.path / STATE
-        try:  # mapped, since nearly all of it is the optimiser's
-            return torch.load(state, map_location="cpu", weights_only=True, mmap=True)["fp32_modules"]
-        except Exception as error:  # whatever the unpickler stumbles over, the file is what is wrong
-            raise UserError(f"{state}: cannot be read ({type(error).__name__}).") from None
+        state = self.checkpoint.state(mapped=True)  # since nearly all of it is the optimiser's
+        check_fields(Moved, state, self.path / STATE)
+        return state["fp32_modules"]
 
 
 def find_saved(path: Path, weights: Wanted) -> tuple[Saved, Which]:
@@ -239,6 +238,7 @@ def _weights_alone(path: Path) -> Saved:
         meta = {key: json.loads(header[key]) for key in ("settings", "classes", "choices", "fp32_modules")}
     except (KeyError, ValueError) as error:
         raise UserError(f"{path}: its header cannot be read ({error!r}).") from None
+    check_fields(Told, meta, path)
     return Saved(path, meta, only="ema" if "moving average" in header.get("weights", "") else "model")
 
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from engine.checkpoint import META, Checkpoint, inspect, read_index, verify
+from engine.checkpoint_find import resumable
 from engine.standing import size_words
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
@@ -72,7 +73,7 @@ def check(paths: list[Path]) -> int:
     for folder in [folder for path in paths for folder in folders_of(path)]:
         began = time.perf_counter()
         try:
-            verify(inspect(folder))
+            resumable(inspect(folder))
         except UserError as error:
             log.error("%s", error)
             damaged += 1

@@ -22,13 +22,13 @@ from engine.checkpoint import (
     Checkpoint,
     folder_name,
     inspect,
-    newest_good,
     prune,
     read_index,
     save_checkpoint,
     verify,
     write_index,
 )
+from engine.checkpoint_find import newest_good
 from utils.errors import UserError
 from utils.log import log
 
@@ -76,7 +76,7 @@ def test_meta_lists_sizes_and_hashes(tmp_path: Path) -> None:
 
 def test_only_plain_types_are_read(tmp_path: Path) -> None:
     """A state with anything that could run code when read is refused, even with the right hash."""
-    folder = save_checkpoint(tmp_path, 1, TENSORS, {"x": Path("/")}, {"epoch": 1})
+    folder = save_checkpoint(tmp_path, 1, TENSORS, {"x": Path("/")}, {"epoch": 1, "update": 1})
     with pytest.raises(UserError, match=STATE):
         verify(inspect(folder)).state()
 

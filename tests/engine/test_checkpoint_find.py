@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import MODEL, STATE, find, folder_name, save_checkpoint, write_index
+from engine.checkpoint import MODEL, STATE, folder_name, save_checkpoint, write_index
+from engine.checkpoint_find import find
 from utils.errors import UserError
 
 

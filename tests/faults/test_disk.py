@@ -17,7 +17,8 @@ import torch
 
 from engine import saving
 from engine.board import Board
-from engine.checkpoint import MODEL, inspect, newest_good, read_index, save_checkpoint, verify
+from engine.checkpoint import MODEL, inspect, read_index, save_checkpoint, verify
+from engine.checkpoint_find import newest_good
 from engine.progress import Best
 from engine.saving import Saver
 from tests.faults.killing import Run, reported, until

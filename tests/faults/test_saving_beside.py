@@ -17,7 +17,8 @@ import torch
 
 from engine import checkpoint as disk
 from engine import saving
-from engine.checkpoint import EMA, MODEL, STATE, bring_back, folder_name, inspect, newest_good, verify
+from engine.checkpoint import EMA, MODEL, STATE, bring_back, folder_name, inspect, verify
+from engine.checkpoint_find import newest_good
 from engine.progress import Best
 from engine.saving import Saver, Snapshot
 from engine.standing import StandingCopy

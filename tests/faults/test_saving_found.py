@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint import MODEL, STATE, folder_name, newest_good, save_checkpoint
+from engine.checkpoint import MODEL, STATE, folder_name, save_checkpoint
+from engine.checkpoint_find import newest_good
 from tests.faults.killing import Run
 from tests.program import Result
 

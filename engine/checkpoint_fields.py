@@ -1,0 +1,203 @@
+"""Check the fields of a checkpoint's files, so that a missing or wrong one is an error that names it.
+
+Only what the program reads is listed. Fields that older versions did not write are optional, and others are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from utils.errors import UserError
+
+FORMAT = 1
+MOST_NAMED = 3
+
+Count = Annotated[int, Field(ge=0)]
+Number = Annotated[int, Field(ge=1)]
+Library = Literal["mkl", "onednn", "amx"]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Seal(_Fields):
+    """Size and hash of one file."""
+
+    size: Count
+    sha256: str
+
+
+class Batch(_Fields):
+    per_process: Number
+    accumulated: Number
+    processes: Number
+
+
+class Samples(_Fields):
+    number: Count
+    updates: Count
+    order: str
+
+
+class Choices(_Fields):
+    """Those that a resumed run makes again. A kind of attention that is unknown here counts as none."""
+
+    attention: str = ""
+    batch_size: Number = 1
+    compile: Literal["none", "blocks", "whole"] = "none"
+    computed_in: str = ""
+    cpu_bf16: Library = "mkl"
+    cpu_fp32: Library = "mkl"
+
+
+class Told(_Fields):
+    """What whoever uses the weights needs to know; in a file of weights alone it is the header."""
+
+    choices: Choices = Choices()
+    classes: list[str] | None = None
+    fp32_modules: list[str] = []
+    settings: dict[str, Any] = {}
+    """By dotted key; checked where they are loaded."""
+
+
+class Meta(Told):
+    """meta.json"""
+
+    format: int
+    files: dict[str, Seal]
+    epoch: Number
+    update: Count
+    epoch_finished: bool = False
+    metrics: dict[str, float | None] = {}
+    batch: Batch | None = None
+    frozen: list[str] = []
+    samples: Samples = Samples(number=0, updates=0, order="")
+
+    @model_validator(mode="after")
+    def _lists_files_of_its_own(self) -> Meta:
+        if strange := next((name for name in self.files if Path(name).name != name), None):
+            raise ValueError(f"files lists {strange!r}, which is not the name of a file in this folder")
+        return self
+
+
+class Input(_Fields):
+    """How the pixels of a file of weights alone were prepared."""
+
+    image_size: Number = 1
+    mean: list[float] = []
+    std: list[float] = []
+
+
+class Group(_Fields):
+    params: list[Count]
+
+
+class OptimizerState(_Fields):
+    state: dict[int, dict[str, Any]]
+    param_groups: Annotated[list[Group], Field(min_length=1)]
+
+
+class ScalerState(_Fields):
+    scale: Annotated[float, Field(gt=0)]
+    growth_tracker: Annotated[Count, Field(alias="_growth_tracker")]
+    bad_in_a_row: Count = 0
+
+
+class Skips(_Fields):
+    model_config = ConfigDict(extra="forbid")
+
+    replays: Count = 0
+    last_replay: Count = 0
+    passed_over: Count = 0
+    blamed: dict[str, Count] = {}
+
+
+class PositionState(_Fields):
+    epoch: Number
+    step: Count
+    update: Count
+
+
+class BestState(_Fields):
+    figure: float | None = None
+    acc1: float = 0.0
+    """`figure`, as it was called when nothing else could decide."""
+    kind: Literal["acc1", "acc5", "loss", "ema_acc1", "ema_acc5", "ema_loss"] = "acc1"
+    update: Count = 0
+    epoch: Count = 0
+    stale: Count = 0
+
+
+class MeterState(_Fields):
+    epoch: Annotated[list[float], Field(min_length=4, max_length=4)]
+    skipped: Count
+    skipped_in_a_row: Count = 0
+
+
+class Moved(_Fields):
+    """What tools read of state.pt."""
+
+    fp32_modules: list[str]
+
+
+class State(Moved):
+    """state.pt"""
+
+    optimizer: OptimizerState
+    optimizer_name: str
+    trained: list[str] | None = None
+    moved: Count
+    scaler: Annotated[dict[str, Any], Field(max_length=0)] | ScalerState
+    """Empty where loss scaling is off."""
+    skips: Skips
+    ema_updates: Count
+    position: PositionState
+    best: BestState
+    meters: MeterState
+    global_batch: Number
+    most_at_once: Number | None = None
+
+    @model_validator(mode="after")
+    def _names_all_weights(self) -> State:
+        groups = sum(len(group.params) for group in self.optimizer.param_groups)
+        if self.trained is not None and len(self.trained) != groups:
+            raise ValueError(f"{len(self.trained)} names of trained weights, and the optimizer has {groups}")
+        return self
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The checked content of a meta.json."""
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent}: not a whole checkpoint, {path.name} is missing.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
+    version = meta.get("format", FORMAT) if isinstance(meta, dict) else FORMAT
+    if isinstance(version, int) and version != FORMAT:
+        raise UserError(f"{path.parent}: written in format {version}; this version of vitamp reads format {FORMAT}.")
+    check_fields(Meta, meta, path)
+    return meta
+
+
+def check_fields(fields: type[BaseModel], content: object, path: Path) -> None:
+    """Raise UserError where something of `content`, read from `path`, is missing or wrong."""
+    try:
+        fields.model_validate(content)
+    except ValidationError as error:
+        found = [_in_words(details) for details in error.errors(include_url=False, include_input=False)]
+        more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        raise UserError(f"{path}: damaged, {'; '.join(found[:MOST_NAMED])}{more}.") from None
+
+
+def _in_words(details: Any) -> str:
+    place = ".".join(str(part) for part in details["loc"])
+    if details["type"] == "missing":
+        return f"{place} is missing"
+    text = details["msg"].removeprefix("Value error, ")
+    return f"{place}: {text}" if place else text

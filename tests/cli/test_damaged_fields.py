@@ -1,0 +1,218 @@
+"""Fields of a checkpoint that are missing or wrong: the checkpoint before it is used, and a warning names the field."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.checkpoint import META, STATE
+from engine.choose import chosen_checkpoint
+from tests.program import TINY_DIGITS, Result, metrics, run_program
+from utils.config import load_config
+from utils.world import ALONE
+
+FIRST, NEWEST = "step-000000044", "step-000000088"
+GONE = object()
+# Which field (keys on the way to it) gets which value, and what the warning says of it.
+IN_META: list[tuple[str, Any, str]] = [
+    ("format", GONE, "format is missing"),
+    ("format", "1", "format: Input should be a valid integer"),
+    ("format", None, "format: "),
+    ("files", GONE, "files is missing"),
+    ("files", [], "files: "),
+    ("files", {}, "files does not name model.safetensors and state.pt"),
+    ("files state.pt", 7, "files.state.pt: "),
+    ("files state.pt size", "7", "files.state.pt.size: "),
+    ("files state.pt sha256", GONE, "files.state.pt.sha256 is missing"),
+    ("files ../config.yaml", {"size": 0, "sha256": ""}, "'../config.yaml', which is not the name of a file"),
+    ("epoch", GONE, "epoch is missing"),
+    ("epoch", "2", "epoch: "),
+    ("epoch", 0, "epoch: "),
+    ("epoch", [], "epoch: "),
+    ("epoch", True, "epoch: "),
+    ("epoch_finished", "no", "epoch_finished: "),
+    ("update", GONE, "update is missing"),
+    ("update", -1, "update: "),
+    ("update", 88.5, "update: "),
+    ("metrics", [1.0], "metrics: "),
+    ("metrics acc1", "high", "metrics.acc1: "),
+    ("batch", {}, "batch.per_process is missing; batch.accumulated is missing; batch.processes is missing"),
+    ("batch", 32, "batch: "),
+    ("batch processes", GONE, "batch.processes is missing"),
+    ("batch per_process", 0, "batch.per_process: "),
+    ("batch accumulated", "1", "batch.accumulated: "),
+    ("choices", None, "choices: "),
+    ("choices", [], "choices: "),
+    ("choices attention", 3, "choices.attention: "),
+    ("choices compile", "most", "choices.compile: "),
+    ("choices cpu_fp32", None, "choices.cpu_fp32: "),
+    ("choices batch_size", "auto", "choices.batch_size: "),
+    ("samples", {}, "samples.number is missing"),
+    ("samples updates", None, "samples.updates: "),
+    ("samples order", 5, "samples.order: "),
+    ("classes", "0123456789", "classes: "),
+    ("classes", [0, 1], "classes.0: "),
+    ("settings", [], "settings: "),
+    ("frozen", {"head": 1}, "frozen: "),
+]
+IN_STATE: list[tuple[str, Any, str]] = [
+    *((key, GONE, f"{key} is missing") for key in ("optimizer", "optimizer_name", "fp32_modules", "moved", "scaler")),
+    *((key, GONE, f"{key} is missing") for key in ("skips", "ema_updates", "position", "best", "meters")),
+    ("global_batch", GONE, "global_batch is missing"),
+    ("optimizer", [], "optimizer: "),
+    ("optimizer state", GONE, "optimizer.state is missing"),
+    ("optimizer param_groups", [], "optimizer.param_groups: "),
+    ("optimizer param_groups", [{}], "optimizer.param_groups.0.params is missing"),
+    ("trained", ["head.weight"], "1 names of trained weights, and the optimizer has "),
+    ("trained", 5, "trained: "),
+    ("moved", "88", "moved: "),
+    ("fp32_modules", None, "fp32_modules: "),
+    ("scaler scale", None, "scale: "),
+    ("skips", {"more": 1}, "skips.more: "),
+    ("skips blamed", [], "skips.blamed: "),
+    ("position epoch", 0, "position.epoch: "),
+    ("position step", GONE, "position.step is missing"),
+    ("best", {"kind": "acc2"}, "best.kind: "),
+    ("best figure", "90", "best.figure: "),
+    ("meters epoch", [0.0], "meters.epoch: "),
+    ("meters skipped", GONE, "meters.skipped is missing"),
+    ("global_batch", 0, "global_batch: "),
+    ("most_at_once", "8", "most_at_once: "),
+]
+# As written by versions that did not know these.
+OLDER_META = ("batch", "choices", "samples", "settings", "classes", "metrics", "epoch_finished", "config_hash", "input")
+OLDER_STATE = ("trained", "most_at_once")
+FLAGS = ("-amp", "fp16", "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=2", "SAVE_FREQ=1", "KEEP_LAST=0")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two epochs with both checkpoints."""
+    place = tmp_path_factory.mktemp("trained")
+    (place / "tiny.yaml").write_text(TINY_DIGITS)
+    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *FLAGS, streams=place)
+    assert done.code == 0, done.text
+    return place / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def replace(content: dict[str, Any], place: str, value: Any) -> None:
+    *way, last = place.split()
+    for key in way:
+        content = content[key]
+    if value is GONE:
+        del content[last]
+    else:
+        content[last] = value
+
+
+def damage_meta(run: Path, *damages: tuple[str, Any]) -> None:
+    path = run / "checkpoints" / NEWEST / META
+    meta = json.loads(path.read_text())
+    for place, value in damages:
+        replace(meta, place, value)
+    path.write_text(json.dumps(meta))
+
+
+def damage_state(run: Path, *damages: tuple[str, Any]) -> None:
+    """And seal it, so that its hash is right."""
+    path = run / "checkpoints" / NEWEST / STATE
+    state = torch.load(path, weights_only=True)
+    for place, value in damages:
+        replace(state, place, value)
+    torch.save(state, path)
+    seal = {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    damage_meta(run, ("files state.pt", seal))
+
+
+def chosen(run: Path) -> str | None:
+    config = load_config(str(run / "config.yaml"), {"MODEL.RESUME": ("auto", ""), "OUTPUT": (str(run), "")}).config
+    found = chosen_checkpoint(config, ALONE)
+    return found.folder.name if found else None
+
+
+def falls_back(run: Path, file: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen(run) == FIRST
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{NEWEST}/{file}: damaged, " in warning
+    assert said in warning
+    assert warning.endswith("The one before it is tried.")
+
+
+@pytest.mark.parametrize(("place", "value", "said"), IN_META, ids=lambda value: str(value)[:40])
+def test_a_wrong_field_of_meta_falls_back(
+    run: Path, place: str, value: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage_meta(run, (place, value))
+    falls_back(run, META, said, caplog)
+
+
+@pytest.mark.parametrize(("place", "value", "said"), IN_STATE, ids=lambda value: str(value)[:40])
+def test_a_wrong_field_of_the_state_falls_back(
+    run: Path, place: str, value: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage_state(run, (place, value))
+    falls_back(run, STATE, said, caplog)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "\x00", '"format"'])
+def test_meta_that_is_no_object_falls_back(run: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    (run / "checkpoints" / NEWEST / META).write_text(text)
+    assert chosen(run) == FIRST
+    assert f"{NEWEST}/{META}: " in caplog.text
+
+
+def test_fields_that_older_versions_did_not_write_may_be_missing(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damage_state(run, *((key, GONE) for key in OLDER_STATE), ("skips", {}), ("best", {"acc1": -1.0, "epoch": 0}))
+    damage_meta(run, *((key, GONE) for key in OLDER_META))
+    assert chosen(run) == NEWEST
+    assert not caplog.records
+
+
+def test_fields_of_newer_versions_are_ignored(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damage_state(run, ("later", {"x": 1.0}), ("position later", 1), ("best later", 1))
+    damage_meta(run, ("later", [1]), ("choices later", 3), ("batch later", None))
+    assert chosen(run) == NEWEST
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("file", "place", "value"),
+    [(META, "batch", {}), (META, "choices", None), (META, "update", GONE), (STATE, "meters", {})],
+    ids=lambda value: str(value)[:20],
+)
+@pytest.mark.parametrize("wanted", ["auto", "the run"])
+def test_the_program_goes_on_from_the_one_before(
+    vitamp: Callable[..., Result], run: Path, file: str, place: str, value: Any, wanted: str
+) -> None:
+    (damage_meta if file == META else damage_state)(run, (place, value))
+    done = vitamp("-resume", "auto" if wanted == "auto" else run, "-output", run)
+    assert done.code == 0, done.text
+    assert f"{NEWEST}/{file}: damaged, {place}" in done.err
+    assert "Traceback" not in done.text
+    assert f"{FIRST}: epoch 2, 44 updates done" in done.out
+    assert [line["epoch"] for line in metrics(run, "epoch")] == [1, 2]
+
+
+@pytest.mark.parametrize("tool", ["evaluate.py", "checkpoint.py verify", "checkpoint.py list", "predict.py"])
+@pytest.mark.parametrize(("file", "place"), [(META, "choices"), (META, "classes"), (STATE, "fp32_modules")])
+def test_tools_name_the_field(run: Path, tmp_path: Path, tool: str, file: str, place: str) -> None:
+    (damage_meta if file == META else damage_state)(run, (place, 5))
+    script, *words = tool.split()
+    images = [tmp_path] * (script == "predict.py")
+    done = run_program(*words, run / "checkpoints" / NEWEST, *images, script=f"scripts/{script}", streams=tmp_path)
+    if (script, words, file) != ("checkpoint.py", ["list"], STATE):  # which does not open the state
+        assert f"{place}: Input should be" in done.text, done.text
+    assert "Traceback" not in done.text

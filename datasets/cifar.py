@@ -12,6 +12,7 @@ import torch
 
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.regular_file import only_regular
 
 from .base import ImageDataset, Source
 from .labels import check_class_count, tell_spare_classes
@@ -74,7 +75,7 @@ class _Cifar:
     def _entries(self, file: Path, *keys: str) -> list[Any]:
         """What stands in a file under these keys."""
         try:
-            with open(file, "rb") as opened:
+            with open(file, "rb", opener=only_regular) as opened:
                 table = _ArraysOnly(opened, encoding="latin1").load()
             return [table[key] for key in keys]
         except UserError:

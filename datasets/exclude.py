@@ -12,6 +12,7 @@ import numpy as np
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
+from utils.regular_file import read_regular_text
 
 from .samples import Encoded, Samples
 
@@ -97,7 +98,7 @@ def _read(data: DataConfig) -> dict[str, int]:
     """What the file names -> the number of the line, from 1. A # in a line may also be part of the name."""
     file = Path(data.EXCLUDE or "").expanduser()
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
+        lines = read_regular_text(file, "utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise UserError(

@@ -11,6 +11,7 @@ import numpy as np
 
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.regular_file import kind_of_path, read_regular
 
 from .samples import Samples
 
@@ -40,8 +41,7 @@ class FileSamples(Samples):
         self.root, self.paths, self.labels, self.classes = root, paths, labels, classes
 
     def read(self, index: int) -> bytes:
-        with open(self.name(index), "rb") as file:
-            return file.read()
+        return read_regular(self.name(index))
 
     def name(self, index: int) -> str:
         return f"{self.root}/{self.paths[index]}"
@@ -53,7 +53,8 @@ def data_folder(data: DataConfig) -> Path:
         raise UserError(f"DATA.DATASET {data.DATASET} needs DATA.DATA_PATH (-data_path): the folder its images lie in.")
     folder = Path(data.DATA_PATH).expanduser()
     if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        kind = kind_of_path(folder)
+        what = f"is {kind}, not a folder" if kind else "does not exist"
         raise UserError(f"DATA.DATA_PATH (-data_path): {folder} {what}.")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError(f"DATA.DATA_PATH (-data_path): {folder} may not be read by this user.")

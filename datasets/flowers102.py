@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UserError
+from utils.regular_file import only_regular
 
 from .published import Listed, Published
 
@@ -39,7 +40,8 @@ def _table(file: Path, name: str) -> np.ndarray:
     from scipy.io import loadmat  # slow to import
 
     try:
-        content: dict[str, Any] = loadmat(file, variable_names=[name])
+        with open(file, "rb", opener=only_regular) as opened:
+            content: dict[str, Any] = loadmat(opened, variable_names=[name])
         return content[name].ravel().astype(np.int64)
     except Exception as error:  # a damaged file can raise nearly anything
         reason = f"{type(error).__name__}: {error}"

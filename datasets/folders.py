@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 
 from .files import FileSamples, PathTable, data_folder
+from .formats import ENDINGS
 from .images import Images
 from .labels import check_class_count, tell_empty_classes, tell_spare_classes
+from .passed_over import PassedOver
+from .walk import images_below
 
 VALIDATION_NAMES = ("val", "validation", "test")
 LAYOUT = """Expected layout:
@@ -81,7 +82,9 @@ def class_names(root: Path, part: Path) -> list[str]:
 
 def class_files(folder: Path, classes: list[str]) -> tuple[list[str], np.ndarray]:
     """Paths relative to `folder`, and labels, of all images in the order of class and path."""
-    found = [sorted(_images(folder / name)) for name in classes]
+    passed = PassedOver()
+    found = [sorted(images_below(str(folder / name), passed, hidden=True)) for name in classes]
+    passed.tell(str(folder))
     paths = [f"{name}/{path}" for name, of_class in zip(classes, found, strict=True) for path in of_class]
     return paths, np.repeat(np.arange(len(classes)), [len(of_class) for of_class in found])
 
@@ -98,19 +101,10 @@ def has_class_folders(folder: Path) -> bool:
 
 
 def _has_images(folder: Path) -> bool:
-    return next(_images(folder), None) is not None
-
-
-def _images(folder: Path) -> Iterator[str]:
-    """Paths below `folder`, relative to it."""
-    for where, _, files in os.walk(folder, followlinks=True):
-        inside = "" if where == str(folder) else os.path.relpath(where, folder)
-        for name in files:
-            if name.lower().endswith(IMG_EXTENSIONS) and not name.startswith("."):
-                yield os.path.join(inside, name)
+    return next(images_below(str(folder), hidden=True), None) is not None
 
 
 def no_images(part: Path, root: Path) -> str:
     """The message for a folder without any."""
-    kinds = " ".join(IMG_EXTENSIONS)
+    kinds = " ".join(ENDINGS)
     return f"{part} has no images in class folders (files ending in {kinds} count). {LAYOUT.format(root=root)}"

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.errors import UserError
+from utils.regular_file import read_regular_text
 
 from .published import Listed, Published
 
@@ -35,7 +36,7 @@ def _listed(folder: Path, train: bool) -> Listed:
 
 def _table(folder: Path, name: str) -> dict[str, list[str]]:
     try:
-        table = json.loads((folder / name).read_text(encoding="utf-8"))
+        table = json.loads(read_regular_text(folder / name))
         return {str(key): [str(path) for path in paths] for key, paths in table.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(FOOD.broken(folder, f"{name} cannot be read ({error})")) from None

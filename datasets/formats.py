@@ -13,6 +13,11 @@ from .crops import Box
 
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 """What PIL may open. It knows more, but one of the others starts a program, and none is a format for photographs."""
+ENDINGS = (
+    *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2"),
+)
+"""How the names of such files end: the one list for class folders, tar files and the tools."""
 MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**27)
 """PIL opens nothing larger, for fear of a small file that fills the memory; neither do the other decoders."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
+from utils.regular_file import read_regular
 
 from .broken import Broken, BrokenInValidation
 from .decode import check_decoder
@@ -26,8 +27,7 @@ class GivenSamples(Samples):
         self.paths, self.labels = PathTable(paths), np.zeros(len(paths), dtype=np.int64)
 
     def read(self, index: int) -> bytes:
-        with open(self.paths[index], "rb") as file:
-            return file.read()
+        return read_regular(self.paths[index])
 
     def name(self, index: int) -> str:
         return self.paths[index]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.errors import UserError
+from utils.regular_file import kind_of_path, only_regular
 
 from .files import PathTable
 from .labels import check_label, tell_empty_classes, tell_spare_classes
@@ -67,9 +68,10 @@ def check_first_files(file: Path, paths: PathTable | Sequence[str]) -> None:
     for index in range(min(PROBED, len(paths))):
         image = file.parent / paths[index]
         if not image.is_file():
+            kind = kind_of_path(image)
+            there = f"{image} is {kind}, not a file" if kind else f"there is no file {image}"
             raise UserError(
-                f"{file} names {paths[index]}, but there is no file {image}. "
-                f"Its paths are relative to the folder it lies in."
+                f"{file} names {paths[index]}, but {there}. Its paths are relative to the folder it lies in."
             )
 
 
@@ -88,7 +90,7 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
     """(where it stands, the line) of those that are not blank."""
     name = str(file)
     try:
-        with file.open(encoding="utf-8-sig") as lines:
+        with open(file, encoding="utf-8-sig", opener=only_regular) as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.isspace():
                     yield f"{name}:{number}", line

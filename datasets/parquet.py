@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.errors import UserError
+from utils.regular_file import require_regular
 
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 """What hub data sets call their validation part; the first that is there is taken."""
@@ -133,6 +134,7 @@ def _open(file: Path) -> Any:
     import pyarrow.parquet as pq
 
     with _named(file):
+        require_regular(file)
         # In small pieces: a row group may hold a gigabyte of images.
         return pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
 

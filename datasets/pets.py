@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.errors import UserError
+from utils.regular_file import read_regular_text
 
 from .published import Listed, Published
 
@@ -36,7 +37,7 @@ def _lines(folder: Path, list_name: str) -> list[tuple[str, int]]:
     """Name and label, counted from 0, of each image in a list."""
     found = []
     try:
-        text = (folder / list_name).read_text(encoding="utf-8")
+        text = read_regular_text(folder / list_name)
         for line in text.splitlines():
             if line.strip() and not line.startswith("#"):
                 name, label, *_ = line.split()

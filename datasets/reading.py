@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from utils.errors import TrainingError
+from utils.regular_file import NotRegular
 
 from .pixels import Unreadable
 
@@ -19,8 +20,8 @@ class Failure(NamedTuple):
     """Why an image cannot be read."""
 
     reason: str
-    kind: Literal["missing", "storage", "damaged"]
-    """storage: it failed, and may give the image another time."""
+    kind: Literal["missing", "not a file", "storage", "damaged"]
+    """not a file: a pipe, a socket or a device. storage: it failed, and may give the image another time."""
 
 
 def failure_of(read: Callable[[], None]) -> Failure | None:
@@ -31,6 +32,8 @@ def failure_of(read: Callable[[], None]) -> Failure | None:
             return read()
         except NEVER_WAITED_FOR as error:
             return Failure("it does not exist" if isinstance(error, FileNotFoundError) else _words(error), "missing")
+        except NotRegular as error:
+            return Failure(_words(error), "not a file")
         except Unreadable as error:
             if again:
                 return Failure(str(error), "damaged")

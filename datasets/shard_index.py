@@ -11,6 +11,7 @@ import numpy as np
 
 from utils.errors import UserError
 
+from .passed_over import PassedOver
 from .stores import Found, Store
 from .tars import TarSamples, read_tar
 
@@ -37,6 +38,8 @@ class ShardIndex:
     name_ends: np.ndarray
     classes: list[str]
     """By which labels that are names became numbers; empty where all are numbers."""
+    passed_over: str = ""
+    """What the tar files hold besides samples, in a line; '' in indexes of older versions, too."""
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -63,6 +66,7 @@ class ShardIndex:
             shards=_text(self.shards),
             stamps=_text(self.stamps),
             classes=_text(self.classes),
+            passed_over=_text([self.passed_over]),
             **{name: getattr(self, name) for name in _ARRAYS},
         )
         return file.getvalue()
@@ -87,7 +91,8 @@ def from_bytes(content: bytes) -> ShardIndex | None:
                 return None
             arrays = {name: file[name] for name in _ARRAYS}
             texts = {name: _lines(file[name]) for name in ("shards", "stamps", "classes")}
-            index = ShardIndex(**texts, **arrays)
+            passed_over = "".join(_lines(file["passed_over"])) if "passed_over" in file else ""
+            index = ShardIndex(**texts, **arrays, passed_over=passed_over)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
     return index if _is_sound(index, arrays) else None
@@ -130,8 +135,10 @@ def make_index(
     """Read the headers of all `found`. `each` may do it in processes of its own, in the same order."""
     numbers = {name: number for number, name in enumerate(classes or ())}
     shard, offset, size, label, names, lengths = ([] for _ in range(6))
+    passed = PassedOver()
     read, named = each(found) if each else (read_shard(store, file) for file in found), False
     for number, (file, samples) in enumerate(zip(found, read, strict=True)):
+        passed.merge(samples.passed)
         shard.append(np.full(len(samples.names), number, dtype=np.int32))
         offset.append(np.array(samples.offsets, dtype=np.int64))
         size.append(np.array(samples.sizes, dtype=np.int64))
@@ -151,6 +158,7 @@ def make_index(
         names=np.concatenate(names),
         name_ends=np.cumsum(np.concatenate(lengths)),
         classes=list(classes or ()) if named else [],
+        passed_over=passed.line(),
     )
 
 

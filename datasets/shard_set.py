@@ -19,9 +19,10 @@ from utils.log import log
 
 from .cache import cache_folder, only_one, write_whole
 from .folders import VALIDATION_NAMES
+from .passed_over import tell_once
 from .shard_index import ShardIndex, from_bytes, leads_out, make_index
 from .stores import Folder, Found, Store
-from .tars import TarSamples
+from .tars import DOTS, TarSamples
 
 MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"
 MADE_BY = "vitamp"
@@ -54,7 +55,14 @@ class ShardSet:
         )
 
     def index(self, part: str) -> ShardIndex:
-        """Where the samples of a part lie: as it was kept, or by reading all headers once."""
+        """Where the samples of a part lie. What its tar files hold besides is told, once a process."""
+        index = self._index(part)
+        if index.passed_over:
+            tell_once(f"{self.store.root}, part {part}: {_told(index.passed_over)}")
+        return index
+
+    def _index(self, part: str) -> ShardIndex:
+        """As it was kept, or by reading all headers once."""
         found = self.parts[part]
         if index := self._beside(part):
             return index
@@ -67,7 +75,8 @@ class ShardSet:
             log.info("Reading the headers of %d tar files (%.1f GB) in %s.", len(found), total, self.store.root)
             index = make_index(self.store, found, self.classes)
             if not len(index):
-                raise UserError(f"{self.store.root}: the tar files of the part {part} hold no image.")
+                passed = f"; {_told(index.passed_over)}" if index.passed_over else "."
+                raise UserError(f"{self.store.root}: the tar files of the part {part} hold no image{passed}")
             self._keep(index, part, cached)
         return index
 
@@ -179,6 +188,15 @@ def finish_set(
     manifest = {"made_by": MADE_BY, "format": 1, **about, "parts": told}
     write_whole(folder / MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
     return samples
+
+
+def _told(passed_over: str) -> str:
+    if DOTS not in passed_over:
+        return passed_over
+    return (
+        f"{passed_over}. As in WebDataset, all that follows the first dot says what a member is, and front.jpg is no "
+        "kind of image: name it cat_front.jpg, not cat.front.jpg."
+    )
 
 
 def index_name(part: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 
 from utils.errors import UserError
+from utils.regular_file import kind_of_path, only_regular, read_regular
 
 MOST_OPEN = 64
 """Files a process keeps open. A window of shards is read in turns, so that opening anew for each image would cost."""
@@ -80,12 +81,16 @@ class Folder(Store):
         return sorted(Found(prefix + name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in found)
 
     def whole(self, name: str) -> bytes | None:
-        with contextlib.suppress(FileNotFoundError):
-            return Path(self.root, name).read_bytes()
-        return None
+        path = os.path.join(self.root, name)
+        try:
+            return read_regular(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}.") from None
 
     def open(self, name: str) -> BinaryIO:
-        return open(os.path.join(self.root, name), "rb")
+        return open(os.path.join(self.root, name), "rb", opener=only_regular)
 
     def range(self, part: Range) -> np.ndarray:
         name, offset, size = part
@@ -136,7 +141,7 @@ class Folder(Store):
             return self._handles[name]
         if len(self._handles) >= MOST_OPEN:
             self._drop(next(iter(self._handles)))
-        handle = self._handles[name] = os.open(os.path.join(self.root, name), os.O_RDONLY | os.O_CLOEXEC)
+        handle = self._handles[name] = only_regular(os.path.join(self.root, name), os.O_RDONLY)
         return handle
 
     def __getstate__(self) -> dict[str, Any]:
@@ -235,7 +240,8 @@ def open_store(place: str | None) -> Store:
         return Remote(place)
     folder = Path(place).expanduser()
     if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        kind = kind_of_path(folder)
+        what = f"is {kind}, not a folder" if kind else "does not exist"
         raise UserError(f"DATA.DATA_PATH (-data_path): {folder} {what}.")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError(f"DATA.DATA_PATH (-data_path): {folder} may not be read by this user.")

@@ -12,6 +12,7 @@ import torch
 
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
+from utils.regular_file import kind_of_path, only_regular
 
 from .base import Source
 from .files import FileSamples, PathTable
@@ -86,7 +87,9 @@ def _files(data: DataConfig) -> list[Path]:
     files = [root / name for name in PARTS]
     for file in files:
         if not file.is_file():
-            there = f"there is no file {file}" if root.is_dir() else f"{root} does not exist"
+            kind = kind_of_path(root)
+            there = f"{root} is {kind}, not a file" if kind else f"{root} does not exist"
+            there = f"there is no file {file}" if root.is_dir() else there
             raise UserError(f"DATA.DATA_PATH (-data_path): {there}. {LAYOUT.format(root=root)}")
     return files
 
@@ -94,7 +97,7 @@ def _files(data: DataConfig) -> list[Path]:
 def _read(file: Path) -> _Table:
     table = _Table(file, [], [], [], [])
     try:
-        with open(file, encoding="utf-8-sig", newline="") as opened:
+        with open(file, encoding="utf-8-sig", newline="", opener=only_regular) as opened:
             rows = csv.reader(opened, strict=True)
             header = next(rows, [])
             path, target = _column(file, header, PATHS), _column(file, header, TARGETS)

@@ -14,11 +14,16 @@ from typing import BinaryIO
 from utils.errors import UserError
 from utils.log import log
 
-IMAGE_KINDS = ("jpg", "jpeg", "png", "webp", "npy", "bmp", "gif", "tif", "tiff", "ppm", "jp2")
+from .formats import ENDINGS
+from .passed_over import PassedOver
+
+IMAGE_KINDS = (*(ending.removeprefix(".") for ending in ENDINGS), "npy")
 LABEL_KINDS = ("cls", "json")
 LARGEST_LABEL = 1 << 20
 """Bytes: what claims to be a label and is larger is something else."""
 LARGEST_NUMBER = 1 << 31
+DOTS = "more than one dot in the name"
+"""How such images and labels are counted among those passed over"""
 MOST_ZEROS = 1 << 20
 """Bytes: a tar file ends with zeros, commonly 10 KiB or less. More are a copy that got room, but no content."""
 
@@ -32,17 +37,18 @@ class TarSamples:
     sizes: list[int] = field(default_factory=list)
     labels: list[int | str] = field(default_factory=list)
     """Numbers, or names of classes where the tar has these."""
+    passed: PassedOver = field(default_factory=PassedOver)
 
 
 def read_tar(file: BinaryIO, size: int, where: str) -> TarSamples:
     """Go through the headers of the tar file `where`, `size` bytes long. Raises UserError, which names the offset."""
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int | str] = {}
-    passed_over = 0
+    links, passed = 0, PassedOver()
     for member in _members(file, size, where):
         key, kind = _key(member.name)
         if not member.isreg() or member.issparse():
-            passed_over += kind in (*IMAGE_KINDS, *LABEL_KINDS)
+            links += kind in (*IMAGE_KINDS, *LABEL_KINDS)
         elif kind in IMAGE_KINDS:
             if key in images:
                 raise UserError(f"{where}: {member.name} is a second image beside {images[key][0]}; a sample has one.")
@@ -51,9 +57,12 @@ def read_tar(file: BinaryIO, size: int, where: str) -> TarSamples:
             label = _label(file, member, where)
             if label is not None:
                 labels[key] = label
-    if passed_over:
-        log.warning("%s: %d links or other members that are no files are passed over.", where, passed_over)
-    found = TarSamples()
+        elif kind not in LABEL_KINDS:
+            dotted = kind.rpartition(".")[2] in (*IMAGE_KINDS, *LABEL_KINDS)
+            passed.add(member.name, DOTS if dotted else None)
+    if links:
+        log.warning("%s: %d links or other members that are no files are passed over.", where, links)
+    found = TarSamples(passed=passed)
     for key, (name, offset, length) in images.items():
         if key not in labels:
             raise UserError(

@@ -32,6 +32,7 @@ from utils.config import Config, load_config
 from utils.config.keys import settings, values_to_keep
 from utils.errors import TrainingError, UserError
 from utils.log import log
+from utils.regular_file import kind_of_path
 from utils.run_folder import run_of
 from utils.world import ALONE
 
@@ -194,6 +195,8 @@ def find_saved(path: Path, weights: Wanted) -> tuple[Saved, Which]:
     """What lies there, and which of its weights are meant."""
     if not path.exists():
         raise UserError(f"{path}: there is no such file or folder; name a run, a checkpoint, or its weights.")
+    if not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: it is {kind_of_path(path)}; name a run, a checkpoint, or its weights.")
     folder = path.parent if path.is_file() else path
     if path.is_file() and not (folder / META).exists():
         saved = _weights_alone(path)

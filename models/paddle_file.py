@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from utils.errors import UserError
+from utils.regular_file import only_regular
 
 WEIGHTS_IN = ("model_ema", "state_dict_ema", "model", "state_dict")
 """Where a training's checkpoint keeps weights; an average goes before the model's own, as timm has it."""
@@ -40,7 +41,7 @@ def read_pdparams(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a file that paddle.save wrote, by name; of a training's checkpoint those of the model."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open(path, "rb", opener=only_regular) as file:
             content = _Unpickler(file, size).load()
         return _arrays(content, size)
     except _Refused as refused:

@@ -19,6 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from utils.errors import UserError, nearest
+from utils.regular_file import NotRegular, require_regular
 
 from .names import is_timm_name
 
@@ -67,6 +68,7 @@ def check_file(path: Path) -> None:
     if not path.name.endswith(ENDINGS):
         raise UserError(f"Pretrained weights {path}: unknown kind of file; known endings are {', '.join(ENDINGS)}.")
     try:
+        require_regular(path)
         if path.name.endswith(".safetensors"):
             with safe_open(str(path), framework="pt"):
                 return
@@ -81,6 +83,8 @@ def check_file(path: Path) -> None:
             zipfile.ZipFile(path).close()
         elif path.name.endswith(".npz") or not start.startswith(b"\x80"):
             raise UserError(unreadable(path, "it does not begin as such a file does"))
+    except NotRegular as error:
+        raise UserError(f"Pretrained weights {path}: {error.strerror}.") from None
     except (SafetensorError, zipfile.BadZipFile, OSError) as error:
         raise UserError(unreadable(path, error)) from None
 

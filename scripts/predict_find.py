@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Iterator
 
-from torchvision.datasets.folder import IMG_EXTENSIONS
-
+from datasets.formats import ENDINGS
+from datasets.passed_over import PassedOver
+from datasets.walk import images_below
 from utils.errors import UserError
 
 
@@ -31,7 +32,7 @@ def _of_word(word: str) -> list[str]:
         raise UserError(f"{word}: {what}.")
     found = [file for one in matched for file in (_below(one) if os.path.isdir(one) else [one])]
     if not found:
-        raise UserError(f"{word}: no image lies there (files ending in {' '.join(IMG_EXTENSIONS)} count).")
+        raise UserError(f"{word}: no image lies there (files ending in {' '.join(ENDINGS)} count).")
     return found
 
 
@@ -42,14 +43,6 @@ def _listed(content: bytes) -> list[str]:
 
 
 def _below(folder: str) -> Iterator[str]:
-    seen: set[tuple[int, int]] = set()
-    for where, folders, files in os.walk(folder, followlinks=True):
-        place = os.stat(where)
-        if (place.st_dev, place.st_ino) in seen:  # a link led back
-            folders.clear()
-            continue
-        seen.add((place.st_dev, place.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            if name.lower().endswith(IMG_EXTENSIONS) and not name.startswith("."):
-                yield os.path.join(where, name)
+    passed = PassedOver()
+    yield from (os.path.join(folder, path) for path in images_below(folder, passed))
+    passed.tell(folder)

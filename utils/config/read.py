@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from utils.errors import UserError
+from utils.regular_file import only_regular
 
 from .fields import is_no_value
 from .keys import MLP_WIDTH, canonical, sections, settings, suggest, takes_text
@@ -96,7 +97,7 @@ def _top_level(layer: Layer) -> Iterator[tuple[str, yaml.Node, str]]:
 
 def _compose(name: str) -> yaml.Node | None:
     try:
-        with open(name, "rb") as stream:
+        with open(name, "rb", opener=only_regular) as stream:
             # Composing builds no object of any kind, whatever tags the file carries.
             return yaml.compose(stream, Loader=yaml.SafeLoader)
     except FileNotFoundError:

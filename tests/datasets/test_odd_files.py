@@ -72,7 +72,11 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     called = odd(tmp_path / "x.png", kind)
     with pytest.raises(NotRegular, match=f"it is {called}, not a file"):
         read_regular(tmp_path / "x.png")
-    failure = failure_of(lambda: read_regular(tmp_path / "x.png") and None)
+
+    def read() -> None:
+        read_regular(tmp_path / "x.png")
+
+    failure = failure_of(read)
     assert failure is not None
     assert failure.kind == "not a file"
     (tmp_path / "real").write_bytes(b"content")

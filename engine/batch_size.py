@@ -48,7 +48,7 @@ def settle_batch(
     if config.TRAIN.GLOBAL_BATCH is not None and not config.EVAL:
         given, target = config, config.TRAIN.GLOBAL_BATCH
         config = together(world, lambda: _with_global_batch(given, target, world))
-    if checkpoint is not None and saved is not None:
+    elif checkpoint is not None and saved is not None:
         settled, kept = config, checkpoint
         config = together(world, lambda: with_kept_batch(settled, kept, world.size))
     return config, {CHOICE: config.DATA.BATCH_SIZE} if auto or before == config.DATA.BATCH_SIZE else {}

@@ -168,24 +168,19 @@ def write_index(root: Path, last: str, best: str | None) -> None:
     replace_text(root / INDEX, json.dumps({"last": last, "best": best}, indent=2) + "\n")
 
 
-def best_of(root: Path, update: int | None, last: str) -> str | None:
-    """The best checkpoint that is there: that of `update`, else, where saving it failed, the best one before."""
+def best_of(root: Path, update: int | None) -> str | None:
+    """The best checkpoint that is there: that of `update`, else the best one before, until a better one is saved."""
     wanted = folder_name(update) if update is not None else None
-    before = read_index(root)["best"]
-    found = [name for name in (wanted, before) if isinstance(name, str) and name <= last and (root / name).is_dir()]
-    return found[0] if found and wanted else None
+    found = (name for name in (wanted, read_index(root)["best"]) if name is not None and (root / name).is_dir())
+    return next(found, None)
 
 
 def prune(root: Path, keep: int, last: str, best: str | None, every: int | None = None) -> None:
-    """Remove all but the best, the `keep` (0: all) up to `last`, and each `every`th epoch's; once `last` is safe.
-
-    What stands after `last` is of a course that was left by resuming before it; it would be taken for the newest.
-    """
-    folders = sorted(root.glob("step-*"))
-    course = [folder for folder in folders if folder.name <= last]
-    kept = {folder.name for folder in course[-keep:]} | {best}
+    """Remove all but the best, the `keep` (0: all) up to `last`, and each `every`th epoch's; once `last` is safe."""
+    folders = [folder for folder in sorted(root.glob("step-*")) if folder.name <= last]
+    kept = {folder.name for folder in folders[-keep:]} | {best}
     for folder in folders:
-        if folder.name not in kept and not (every and folder in course and _ends_each(folder, every)):
+        if folder.name not in kept and not (every and _ends_each(folder, every)):
             shutil.rmtree(_hide(folder, REMOVED), ignore_errors=True)
 
 

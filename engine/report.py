@@ -52,8 +52,9 @@ class Reporter:
             with nothing_trained_yet(folder):
                 _forget_after(folder / METRICS, start)
             self._metrics = LineFile(folder / METRICS)
+            drawn = (folder / "tensorboard").exists()
             self._board = Board(folder / "tensorboard", start.update)
-            self._draw_again(folder / METRICS, start.update)
+            self._draw_again(folder / METRICS, start.update if drawn else 0)
         total = start.update + updates_left(config, start, per_epoch)
         on_terminal = speaks and sys.stderr.isatty() and not config.EVAL
         self._bar = tqdm(
@@ -147,14 +148,14 @@ class Reporter:
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
 
-    def _draw_again(self, metrics: Path, update: int) -> None:
-        """The last update's figures; its validation, which may be made again now, cannot be undrawn without them."""
+    def _draw_again(self, metrics: Path, since: int) -> None:
+        """All from update `since` on. The last validation, which may be made again now, is undrawn with its update."""
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
         for line in map(json.loads, lines):
-            if line["update"] == update and line["event"] in ("train", "val"):
+            if line["update"] >= since and line["event"] in ("train", "val"):
                 figures = {**line, **line["perf"]}
                 known = {name: figures[name] for name in DRAWN if name in figures}
-                self._plot(line["event"], {k: math.nan if v is None else v for k, v in known.items()}, update)
+                self._plot(line["event"], {k: math.nan if v is None else v for k, v in known.items()}, line["update"])
 
     def flush(self) -> None:
         """What was told so far reaches the disk: a checkpoint is not to be ahead of it."""

@@ -101,7 +101,6 @@ def _restore(
     moments = checkpoint.one_by_one(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
     load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
     lay_out_alike(parts.optimizer)
-    parts.schedule.restore(state["moved"])
     if state["fp32_modules"] and sharding is not None and parts.precision.level == "O2":
         raise UserError(
             f"{checkpoint.folder}: AMP.AUTO_FP32 had moved modules to fp32, which DIST.STRATEGY fsdp cannot do to "
@@ -118,6 +117,8 @@ def _restore(
         load_weights(parts.ema.module, checkpoint.one_by_one(name), f"{checkpoint.folder / name}", sharding)
         if name == EMA:
             parts.ema.updates = state["ema_updates"]
+        else:
+            log.info("The EMA starts from the checkpoint's weights: it holds no EMA.")
     position = Position(**{"validated": state["position"]["update"], **state["position"]})
     best = _best_of(state["best"])
     if position.step and state["global_batch"] != global_batch:
@@ -125,8 +126,7 @@ def _restore(
             f"{checkpoint.folder}: saved in the middle of an epoch with a global batch of {state['global_batch']}, "
             f"and this run's is {global_batch} (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER); make them equal."
         )
-    if state["global_batch"] != global_batch:
-        _count_anew(parts, position, state, global_batch, per_epoch)
+    parts.schedule.restore(_place_on_schedule(state["moved"], _updates_of_an_epoch(checkpoint, position), per_epoch))
     parts.meters.restore(**state["meters"])
     parts.most_at_once = state.get("most_at_once")
     return position, best
@@ -135,7 +135,14 @@ def _restore(
 def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any]) -> None:
     """What is left of an epoch is known for the samples and the order that it began with. `now`: identity_of these."""
     saved = checkpoint.meta.get("samples", now)  # older checkpoints do not say
-    if not 0 < position.step < saved["updates"] or saved["order"] == now["order"]:
+    if saved["order"] == now["order"]:
+        return
+    if not 0 < position.step < saved["updates"]:
+        log.warning(
+            "The training samples are not those of before, or in another order: %d now, %d when this was saved.",
+            now["number"],
+            saved["number"],
+        )
         return
     raise UserError(
         f"{checkpoint.folder}: saved in the middle of epoch {position.epoch}, whose {saved['number']} training samples "
@@ -144,19 +151,25 @@ def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any
     )
 
 
-def _count_anew(parts: Parts, position: Position, state: dict[str, Any], global_batch: int, per_epoch: int) -> None:
-    """Another global batch means other updates an epoch: the run stands where it stood by epochs, not by updates."""
-    before, position.update = position.update, (position.epoch - 1) * per_epoch
-    position.validated = position.update
-    parts.schedule.restore(round(state["moved"] * position.update / before) if before else 0)
+def _updates_of_an_epoch(checkpoint: Checkpoint, position: Position) -> int | None:
+    """How many an epoch had when this was saved. Old checkpoints do not say, and only count."""
+    if samples := checkpoint.meta.get("samples"):
+        return int(samples["updates"])
+    epochs = position.epoch - 1
+    return position.update // epochs if epochs and not position.step else None
+
+
+def _place_on_schedule(moved: int, before: int | None, now: int) -> int:
+    """The updates that the schedule counts as done: as many epochs of it as before, however long an epoch is now."""
+    if before is None or before == now:
+        return moved
     log.warning(
-        "The global batch is %d and was %d when this was saved: an epoch has %d updates now, and counting goes on from "
-        "update %d. The run will not be the one it would have been.",
-        global_batch,
-        state["global_batch"],
-        per_epoch,
-        position.update,
+        "An epoch has %d updates now and had %d when this was saved. The learning rate follows the epochs; updates are "
+        "counted on. The run will not be the one it would have been.",
+        now,
+        before,
     )
+    return round(moved * now / before)
 
 
 def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, sharding: Sharding | None = None) -> None:
@@ -210,7 +223,13 @@ def _say_what_is_trained(checkpoint: Checkpoint, parts: Parts) -> None:
 
 def say_what_changed(checkpoint: Checkpoint, config: Config, parts: Parts, position: Position) -> None:
     """Where the run goes on, what differs from its saved settings, and what that does to the schedule."""
-    log.info("Going on from %s: epoch %d, %d updates done.", checkpoint.folder, position.epoch, position.update)
+    log.info(
+        "Going on from %s: epoch %d, %d updates done; the next update's learning rate is %.3e.",
+        checkpoint.folder,
+        position.epoch,
+        position.update,
+        parts.schedule.rate_at(parts.schedule.moved),
+    )
     _say_what_is_trained(checkpoint, parts)
     run = run_of(checkpoint.folder)
     if run is None or not (run / "config.yaml").exists():
@@ -224,9 +243,5 @@ def say_what_changed(checkpoint: Checkpoint, config: Config, parts: Parts, posit
     for line in changed:
         log.info("  changed since: %s", line)
     if old.TRAIN.NUM_EPOCHS != config.TRAIN.NUM_EPOCHS:
-        log.info(
-            "  the schedule now spans %d epochs instead of %d: the next update's learning rate is %.3e",
-            config.TRAIN.NUM_EPOCHS,
-            old.TRAIN.NUM_EPOCHS,
-            parts.schedule.rate_at(parts.schedule.moved),
-        )
+        epochs = config.TRAIN.NUM_EPOCHS, old.TRAIN.NUM_EPOCHS
+        log.info("  the schedule now spans %d epochs instead of %d", *epochs)

@@ -13,6 +13,7 @@ from engine import no_gpu
 from engine.banner import banner
 from engine.batch_norm import join_statistics
 from engine.batch_size import settle_batch
+from engine.branch import prepare_folder
 from engine.checkpoint import EMA, Checkpoint
 from engine.choose import chosen_checkpoint
 from engine.compile_choice import choose_compiling
@@ -146,6 +147,8 @@ def _train(
         return EXIT_DONE
     if _finished(config, ready.position, ready.best, folder):
         return EXIT_DONE
+    if checkpoint:
+        ready.best = prepare_folder(folder, checkpoint, ready.best, world)
     peak = write_down(config, ready, world, device, threads, folder)
     join_statistics(ready.parts, world, config)
     join_gradients(ready.parts, world, config)

@@ -211,7 +211,7 @@ class Saver:
     def _tend(self, folder: Path, best_update: int | None) -> OSError | None:
         """Name the last and the best one, and remove those that need not be kept."""
         try:
-            best = best_of(self._root, best_update, folder.name)
+            best = best_of(self._root, best_update)
             write_index(self._root, folder.name, best)
             prune(self._root, self._config.KEEP_LAST, folder.name, best, self._config.KEEP_EVERY)
         except OSError as error:

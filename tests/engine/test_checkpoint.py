@@ -20,6 +20,7 @@ from engine.checkpoint import (
     MODEL,
     STATE,
     Checkpoint,
+    best_of,
     folder_name,
     inspect,
     prune,
@@ -251,6 +252,17 @@ def test_index(tmp_path: Path) -> None:
         assert read_index(tmp_path) == {"last": None, "best": None}
 
 
+def test_the_best_stays_until_a_better_one_is_saved(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    write_index(tmp_path, folder_name(2), folder_name(1))
+    assert best_of(tmp_path, 2) == folder_name(1), "saving the better one failed"
+    assert best_of(tmp_path, None) == folder_name(1), "another metric decides, and nothing was validated by it yet"
+    save(tmp_path, 2)
+    assert best_of(tmp_path, 2) == folder_name(2)
+    shutil.rmtree(tmp_path / folder_name(1))
+    assert best_of(tmp_path, None) is None
+
+
 @pytest.mark.parametrize(
     ("keep", "last", "best", "left"),
     [
@@ -259,8 +271,7 @@ def test_index(tmp_path: Path) -> None:
         (1, 5, 5, [5]),
         (9, 5, 1, [1, 2, 3, 4, 5]),
         (0, 5, None, [1, 2, 3, 4, 5]),
-        (2, 3, 1, [1, 2, 3]),  # resumed at 2: 4 and 5 are of the course that was left
-        (0, 3, 1, [1, 2, 3]),
+        (2, 4, 1, [1, 3, 4, 5]),  # what is newer than the last is not the run's to remove
     ],
 )
 def test_prune(tmp_path: Path, keep: int, last: int, best: int | None, left: list[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import runpy
+import shutil
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -73,6 +74,8 @@ def test_a_resumed_run_goes_on_there_and_sends_nothing_twice(
     sent, env = ("-output", run, "WANDB=digits"), {"WANDB_MODE": "offline"}
     first = vitamp(*words, *sent, "TRAIN.NUM_EPOCHS=2", "TRAIN.MAX_UPDATES=25", env=env)
     assert first.code == 0, first.text
+    for later in (20, 25):  # as if it had been killed before it saved them
+        shutil.rmtree(run / "checkpoints" / f"step-{later:09d}")
     second = vitamp(*words, *sent, "-resume", run / "checkpoints" / "step-000000010", env=env)
     assert second.code == 0, second.text
     assert vitamp(*words, "-output", plain).code == 0
@@ -98,6 +101,14 @@ def test_a_resumed_run_goes_on_there_and_sends_nothing_twice(
     }
     assert summary["best/acc1"] == max(line["acc1"] for line in metrics(run, "val"))
     assert only(after, "exit").exit_code == 0
+
+    words = (*words, "TRAIN.MAX_UPDATES=20")
+    back = vitamp(*words, *sent, "-resume", run / "checkpoints" / "step-000000010", env=env)
+    assert back.code == 0, back.text
+    other = kept(run)[-1]
+    assert only(other, "run").run_id != only(before, "run").run_id, "what was left is another run over there"
+    assert points(other, "train/loss") == {update: told[update] for update in (5, 10, 15, 20)}
+    assert json.loads((run / "before-resume-10" / "wandb.json").read_text())["id"] == only(before, "run").run_id
 
 
 class Service:

@@ -116,7 +116,7 @@ def test_a_state_from_before_a_choice_of_best_goes_on(
     assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2").code == 0
     folder = run / "checkpoints" / folder_name(2)
     state = torch.load(folder / STATE, weights_only=True)
-    state["best"] = {"acc1": 99.5, "kind": "ema_acc1", "update": 1, "epoch": 1, "stale": 2}
+    state["best"] = {"acc1": 99.5, "kind": "ema_acc1", "update": 2, "epoch": 1, "stale": 2}
     put_in(folder, state)
     done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=4")
     assert done.code == 0, done.text

@@ -1,0 +1,247 @@
+"""What may change between a run and its resume: allowed and logged, or refused; and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.program import TINY_DIGITS, Result, metrics, run_program
+
+RATE = 2e-3
+PER_EPOCH = 44
+BASE = ("SAVE_FREQ=1", "KEEP_LAST=0", "TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.9")
+MORE = "TRAIN.NUM_EPOCHS=4"
+AFTER_TWO_OF_FOUR = "epoch 3, 88 updates done; the next update's learning rate is 1.500e-03"
+"""A third of the way through the cosine, which begins after one epoch of warm-up."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs of two. Not to be changed."""
+    place = tmp_path_factory.mktemp("trained")
+    (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *BASE, streams=place)
+    assert done.code == 0, done.text
+    return place / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def saved(run: Path) -> set[str]:
+    return {folder.name for folder in (run / "checkpoints").glob("step-*")}
+
+
+def index(run: Path) -> dict[str, Any]:
+    return json.loads((run / "checkpoints" / "index.json").read_text())
+
+
+def epochs(run: Path, event: str = "epoch") -> list[int]:
+    return [line["epoch"] for line in metrics(run, event)]
+
+
+def drawn(run: Path, name: str) -> list[tuple[int, float]]:
+    board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, pytest.approx(event.value)) for event in board.Scalars(name)]
+
+
+def check_whole(run: Path, before: set[str], last_epoch: int) -> None:
+    """Each epoch is there once, earlier checkpoints are kept, updates only count up, and the best one exists."""
+    assert epochs(run) == epochs(run, "val") == list(range(1, last_epoch + 1))
+    updates = [line["update"] for line in metrics(run, "train")]
+    assert updates == sorted(set(updates))
+    assert before <= saved(run)
+    assert index(run)["last"] == max(saved(run)) == f"step-{updates[-1]:09d}"
+    assert index(run)["best"] in saved(run)
+    assert drawn(run, "train/loss") == [(line["update"], line["loss"]) for line in metrics(run, "train")]
+
+
+ALLOWED: dict[str, tuple[Iterable[object], str]] = {
+    "a larger batch": (["-batch_size", 128], "An epoch has 11 updates now and had 44"),
+    "a smaller batch": (["-batch_size", 16], "An epoch has 89 updates now and had 44"),
+    "more accumulation": (["-accum_iter", 4], "An epoch has 11 updates now and had 44"),
+    "other accumulation, the same global batch": (["-accum_iter", 2, "-batch_size", 16], "changed since"),
+    "bf16": (["-amp", "bf16"], "changed since: AMP.ENABLED: false -> true"),
+    "fp16": (["-amp", "fp16"], "changed since: AMP.ENABLED: false -> true"),
+    "another seed": (["SEED=1"], "The training samples are not those of before, or in another order"),
+    "no EMA": (["TRAIN.MODEL_EMA=false"], "changed since: TRAIN.MODEL_EMA: true -> false"),
+    "another rate": (["TRAIN.BASE_LR=1e-3"], "the next update's learning rate is 7.500e-04"),
+    "another schedule": (["TRAIN.LR_SCHEDULER.NAME=step"], "the next update's learning rate is 2.000e-03"),
+    "dropout": (["MODEL.DROPOUT=0.1"], "changed since: MODEL.DROPOUT"),
+    "best by loss": (["SAVE_BEST_BY=loss"], "SAVE_BEST_BY is loss now"),
+}
+EVERY_DAY = {"a larger batch", "a smaller batch", "fp16", "another seed", "best by loss"}
+
+
+def cases(named: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in named]
+
+
+@pytest.mark.parametrize("change", cases(ALLOWED))
+def test_resume_with_a_change_is_logged_and_loses_nothing(
+    vitamp: Callable[..., Result], run: Path, change: str
+) -> None:
+    words, logged = ALLOWED[change]
+    before, reached = saved(run), metrics(run, "val")[-1]["acc1"]
+    done = vitamp("-resume", "auto", "-output", run, MORE, *words)
+    assert done.code == 0, done.text
+    assert logged in done.text
+    if "learning rate is" not in logged:
+        assert AFTER_TWO_OF_FOUR in done.out
+    check_whole(run, before, last_epoch=4)
+    rates = [line["lr"] for line in metrics(run, "train")]
+    assert rates[-1] < 0.05 * RATE or "another schedule" in change
+    assert metrics(run, "val")[-1]["acc1"] > reached - 5
+    assert not list(run.glob("before-resume-*"))
+
+
+@pytest.mark.slow
+def test_resume_on_two_processes_counts_on(vitamp: Callable[..., Result], run: Path) -> None:
+    before = saved(run)
+    words = ("-resume", "auto", "-output", run, MORE, "-batch_size", 32, "-ngpus", 2)
+    done = vitamp(*words, "TRAIN.GLOBAL_BATCH=64", script="main_multi_gpu.py")
+    assert done.code == 0, done.text
+    assert "An epoch has 22 updates now and had 44" in done.err
+    assert AFTER_TWO_OF_FOUR in done.out
+    check_whole(run, before, last_epoch=4)
+
+
+def test_an_ema_that_begins_at_resume_is_logged(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1").code == 0
+    done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=2", "TRAIN.MODEL_EMA=true")
+    assert done.code == 0, done.text
+    assert "The EMA starts from the checkpoint's weights: it holds no EMA." in done.out
+    assert metrics(run, "val")[-1]["ema_acc1"] is not None
+
+
+def test_fewer_and_more_epochs(vitamp: Callable[..., Result], run: Path) -> None:
+    assert "had already finished" in vitamp("-resume", run, "TRAIN.NUM_EPOCHS=1").out
+    done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3")
+    assert done.code == 0, done.text
+    assert "the schedule now spans 3 epochs instead of 2" in done.out
+    check_whole(run, set(), last_epoch=3)
+
+
+def test_max_updates_counts_updates_and_not_epochs_of_another_batch(vitamp: Callable[..., Result], run: Path) -> None:
+    done = vitamp("-resume", run, MORE, "-batch_size", 128, "TRAIN.MAX_UPDATES=93")
+    assert done.code == 0, done.text
+    assert metrics(run, "val")[-1]["update"] == 93
+    assert index(run)["last"] == "step-000000093"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["TRAIN.OPTIMIZER.NAME=LAMB"], "TRAIN.OPTIMIZER.NAME: the run was trained with AdamW"),
+        (["MODEL.EMBED_DIM=32"], "weights of another architecture"),
+        pytest.param(["DATA.IMAGE_SIZE=16"], "weights of another architecture", marks=pytest.mark.slow),
+        pytest.param(["TRAIN.WEIGHT_DECAY_ALL=true"], "", marks=pytest.mark.slow),
+    ],
+    ids=["optimiser", "width", "image size", "decay of all"],
+)
+def test_what_cannot_be_resumed_is_refused_and_changes_nothing(
+    vitamp: Callable[..., Result], run: Path, words: list[str], reason: str
+) -> None:
+    kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.suffix in (".jsonl", ".json")}
+    done = vitamp("-resume", run, MORE, *words)
+    if not reason:
+        assert done.code == 0, done.text
+        return
+    assert done.code == 2, done.text
+    assert reason in done.err
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
+@pytest.mark.parametrize("words", [["-batch_size", 64], ["SEED=1"]], ids=["batch", "order"])
+def test_in_the_middle_of_an_epoch_batch_and_order_stay(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, words: list[object]
+) -> None:
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=5").code == 0
+    done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=9", *words)
+    assert done.code == 2, done.text
+    assert "saved in the middle of" in done.err
+    assert saved(run) == {"step-000000005"}
+
+
+def test_settings_of_saving_prune_what_they_say_and_never_the_best(vitamp: Callable[..., Result], run: Path) -> None:
+    best = index(run)["best"]
+    done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3", "KEEP_LAST=1", "TRAIN.BASE_LR=0", "TRAIN.MODEL_EMA=false")
+    assert done.code == 0, done.text
+    assert saved(run) == {index(run)["last"], index(run)["best"]}
+    assert index(run)["best"] == best, "training at rate 0 reaches nothing better"
+
+
+@pytest.mark.parametrize(("samples", "updates"), [(12, 3), (120, 30)], ids=["half the data", "five times the data"])
+def test_the_rate_follows_epochs_where_the_data_grew_or_shrank(
+    vitamp: Callable[..., Result], tiny: Path, imagenet: Path, tmp_path: Path, samples: int, updates: int
+) -> None:
+    place, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(imagenet, place)
+    data = ("-dataset", "imagenet2012", "-data_path", place, "-batch_size", 4, "DATA.NUM_WORKERS=0")
+    words = ("-cfg", tiny, "-output", run, *data, "-resume", "auto", "REPORT_FREQ=1", "SAVE_FREQ=1", "KEEP_LAST=0")
+    assert vitamp(*words, "TRAIN.NUM_EPOCHS=2").code == 0
+    lines = (place / "train_list.txt").read_text().splitlines()
+    (place / "train_list.txt").write_text("\n".join((lines * 5)[:samples]) + "\n")
+    done = vitamp(*words, MORE)
+    assert done.code == 0, done.text
+    assert f"{samples} now, 24 when this was saved" in done.err
+    assert "epoch 3, 12 updates done; the next update's learning rate is 1.500e-03" in done.out
+    check_whole(run, {"step-000000006", "step-000000012"}, last_epoch=4)
+    rates = [line["lr"] for line in metrics(run, "train") if line["epoch"] > 2]
+    assert len(rates) == 2 * updates
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == pytest.approx(1.5e-3)
+    assert 0 < rates[-1] < 0.2 * RATE
+
+
+def test_going_back_keeps_the_abandoned_branch_as_a_run(vitamp: Callable[..., Result], run: Path) -> None:
+    whole, told = saved(run), metrics(run)
+    done = vitamp("-resume", run, "-last_epoch", 1, "SEED=3", "KEEP_LAST=1", "TRAIN.NUM_EPOCHS=2")
+    assert done.code == 0, done.text
+    branch = run / "before-resume-44"
+    assert f"are kept in {branch}" in done.err
+    assert saved(branch) == {"step-000000088"}
+    assert metrics(branch) == told
+    assert index(branch)["last"] == "step-000000088"
+    assert epochs(run) == epochs(run, "val") == [1, 2]
+    assert metrics(run, "train") != [line for line in told if line["event"] == "train"]
+    assert index(run)["last"] == "step-000000088"
+    assert drawn(run, "train/loss") == [(line["update"], line["loss"]) for line in metrics(run, "train")]
+    assert drawn(branch, "train/loss") == [(line["update"], line["loss"]) for line in told if line["event"] == "train"]
+    further = vitamp("-resume", branch, "TRAIN.NUM_EPOCHS=3")
+    assert further.code == 0, further.text
+    assert epochs(branch) == [1, 2, 3]
+    assert saved(branch) | saved(run) >= whole - {"step-000000044"}
+
+    again = vitamp("-resume", run / "checkpoints" / min(saved(run)), "-output", run, "TRAIN.NUM_EPOCHS=2", "-dry_run")
+    assert again.code == 0, again.text
+    assert not (run / "before-resume-44-2").exists(), "a dry run moves nothing"
+
+
+def test_going_back_twice_makes_a_second_folder(vitamp: Callable[..., Result], run: Path) -> None:
+    for _ in range(2):
+        done = vitamp("-resume", run, "-last_epoch", 1, "TRAIN.NUM_EPOCHS=2", "TRAIN.MAX_UPDATES=46")
+        assert done.code == 0, done.text
+    assert saved(run / "before-resume-44") == {"step-000000088"}
+    assert saved(run / "before-resume-44-2") == {"step-000000046"}
+
+
+def test_a_best_that_lies_elsewhere_is_named_and_not_to_be_beaten(
+    vitamp: Callable[..., Result], run: Path, tmp_path: Path
+) -> None:
+    other, best = tmp_path / "other", index(run)["best"]
+    done = vitamp("-resume", run, "-output", other, "TRAIN.NUM_EPOCHS=3", "TRAIN.BASE_LR=0", "TRAIN.MODEL_EMA=false")
+    assert done.code == 0, done.text
+    assert f"its checkpoint is {run / 'checkpoints' / best}" in done.err
+    assert index(other)["best"] in saved(other)
+    assert "(epoch 3)" in done.out.splitlines()[-1]

@@ -48,7 +48,7 @@ def epochs(run: Path, event: str = "epoch") -> list[int]:
     return [line["epoch"] for line in metrics(run, event)]
 
 
-def drawn(run: Path, name: str) -> list[tuple[int, float]]:
+def drawn(run: Path, name: str) -> list[tuple[int, Any]]:
     board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     return [(event.step, pytest.approx(event.value)) for event in board.Scalars(name)]
 

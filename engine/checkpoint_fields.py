@@ -39,8 +39,8 @@ class Batch(_Fields):
 
 
 class Samples(_Fields):
-    number: Count
-    updates: Count
+    number: Number
+    updates: Number
     order: str
 
 
@@ -76,7 +76,7 @@ class Meta(Told):
     metrics: dict[str, float | None] = {}
     batch: Batch | None = None
     frozen: list[str] = []
-    samples: Samples = Samples(number=0, updates=0, order="")
+    samples: Samples | None = None
 
     @model_validator(mode="after")
     def _lists_files_of_its_own(self) -> Meta:

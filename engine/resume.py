@@ -134,7 +134,7 @@ def _restore(
 
 def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any]) -> None:
     """What is left of an epoch is known for the samples and the order that it began with. `now`: identity_of these."""
-    saved = checkpoint.meta.get("samples", now)  # older checkpoints do not say
+    saved = checkpoint.meta.get("samples") or now  # older checkpoints do not say
     if saved["order"] == now["order"]:
         return
     if not 0 < position.step < saved["updates"]:

@@ -56,6 +56,7 @@ IN_META: list[tuple[str, Any, str]] = [
     ("choices batch_size", "auto", "choices.batch_size: "),
     ("samples", {}, "samples.number is missing"),
     ("samples updates", None, "samples.updates: "),
+    ("samples updates", 0, "samples.updates: "),
     ("samples order", 5, "samples.order: "),
     ("classes", "0123456789", "classes: "),
     ("classes", [0, 1], "classes.0: "),

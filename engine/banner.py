@@ -10,7 +10,7 @@ from engine.device import describe as describe_device
 from engine.distillation import teacher_of
 from engine.environment import arguments, libraries
 from engine.fine_tuning import fine_tuning_words
-from engine.optim import scaled_rates
+from engine.optim import optimizer_words, rate_words, scaled_rates
 from engine.setup import Ready, ReadyToTrain, global_batch
 from engine.token_drop import shortcut_words
 from models import describe as describe_model
@@ -38,7 +38,7 @@ def banner(config: Config, ready: Ready, world: World, device: torch.device, thr
             rows.append(("shortcuts", words))
         if teacher := teacher_of(ready.parts.change):
             rows.append(("teacher", teacher.words()))
-        rows += [("batch", _batch(config, ready, world)), ("training", _training(config, world))]
+        rows += [("batch", _batch(config, ready, world)), ("training", _training(config, ready.parts.optimizer, world))]
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:
         rows.insert(0, ("libraries", ", ".join(f"{name} {what}" for name, what in libraries().items())))
@@ -68,11 +68,12 @@ def _batch(config: Config, ready: ReadyToTrain, world: World) -> str:
     )
 
 
-def _training(config: Config, world: World) -> str:
-    train = config.TRAIN
-    rate, _, end = scaled_rates(train, global_batch(config, world))
+def _training(config: Config, optimizer: torch.optim.Optimizer, world: World) -> str:
+    train, images = config.TRAIN, global_batch(config, world)
+    *_, end = scaled_rates(train, images)
     text = (
-        f"{train.NUM_EPOCHS} epochs, {train.OPTIMIZER.NAME}, learning rate {rate:.3g} after {train.WARMUP_EPOCHS:g} "
+        f"{train.NUM_EPOCHS} epochs, {optimizer_words(optimizer, train.OPTIMIZER.NAME)}, "
+        f"learning rate {rate_words(train, images)} after {train.WARMUP_EPOCHS:g} "
         f"epochs of warm-up, then {train.LR_SCHEDULER.NAME.removeprefix('warmup')}"
     )
     if train.LR_SCHEDULER.NAME.endswith("cosine"):

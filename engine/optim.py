@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatch
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from engine.fine_tuning import SCALE, rate_scales
 from engine.sharding import is_dealt
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
+from utils.log import log
 
 # Kernels that do the whole step at once; GradScaler hands them its flag on the device, so nothing waits.
 FUSED: dict[str, Callable[..., Optimizer]] = {
@@ -27,6 +29,8 @@ FUSED: dict[str, Callable[..., Optimizer]] = {
 }
 # torch's fused kernel of these does not take weights that are dealt out over ranks.
 NOT_BY_ROWS = {"momentum", "nesterov"}
+# Where neither the settings nor the optimiser itself have one, as with torch's SGD; timm's default, too.
+USUAL_MOMENTUM = 0.9
 # PaddleViT's SGD is momentum without Nesterov; timm's `sgd` is with it.
 PADDLE_NAMES = {"sgd": "momentum"}
 
@@ -62,9 +66,22 @@ def build_optimizer(model: nn.Module, train: TrainConfig, base_lr: float, device
         optimizer = build(name, _groups(model, train), train, base_lr, {"fused": True} if fused else {})
     except (TypeError, ValueError, ImportError, RuntimeError, AssertionError) as error:
         raise UserError(f"TRAIN.OPTIMIZER.NAME {train.OPTIMIZER.NAME}: cannot be built ({error}).") from None
-    if isinstance(optimizer, torch.optim.SGD) and fused and train.OPTIMIZER.MOMENTUM:
+    if isinstance(optimizer, torch.optim.SGD) and fused and optimizer.defaults["momentum"]:
         _start_momentum(optimizer)
     return optimizer
+
+
+def optimizer_words(optimizer: Optimizer, name: str) -> str:
+    """Its name and the values it really uses: 'AdamW (betas 0.9 and 0.999, eps 1e-08)'."""
+    used = []
+    for key in ("betas", "beta1", "momentum", "nesterov", "eps"):
+        value = optimizer.defaults.get(key)
+        if value is True:
+            used.append(key)
+        elif value is not None and value is not False:
+            values = value if isinstance(value, tuple | list) else (value,)
+            used.append(f"{key} {' and '.join(f'{float(v):g}' for v in values)}")
+    return f"{name} ({', '.join(used)})" if used else name
 
 
 def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
@@ -92,21 +109,28 @@ def _of_torch(
 ) -> Optimizer:
     settings = train.OPTIMIZER
     if FUSED[name] is torch.optim.SGD:
-        options |= {"momentum": settings.MOMENTUM, "nesterov": name == "nesterov"}
+        momentum = USUAL_MOMENTUM if settings.MOMENTUM is None else settings.MOMENTUM
+        options |= {"momentum": momentum, "nesterov": name == "nesterov"}
     else:
-        options |= {"betas": settings.BETAS, "eps": settings.EPS}
+        options |= settings.arguments()
     return FUSED[name](groups, lr=base_lr, **options)
 
 
 def _of_timm(
     name: str, groups: list[dict[str, Any]], train: TrainConfig, base_lr: float, options: dict[str, Any]
 ) -> Optimizer:
-    from timm.optim._optim_factory import create_optimizer_v2, get_optimizer_info
+    from timm.optim._optim_factory import create_optimizer_v2, default_registry, get_optimizer_info
 
-    settings = train.OPTIMIZER
-    if get_optimizer_info(name).num_betas == len(settings.BETAS):  # Adan has three, and keeps its own
-        options["betas"] = settings.BETAS
-    return create_optimizer_v2(groups, name, base_lr, 0.0, settings.MOMENTUM, eps=settings.EPS, **options)
+    settings, takes = train.OPTIMIZER, get_optimizer_info(name)
+    own = signature(default_registry.get_optimizer_class(takes, bind_defaults=False)).parameters
+    momentum = settings.MOMENTUM
+    if momentum is None:
+        momentum = (own["momentum"].default if "momentum" in own else None) or USUAL_MOMENTUM
+    options |= settings.arguments()  # the factory drops those that it does not take
+    if takes.has_betas and settings.BETAS is not None and takes.num_betas != len(settings.BETAS):
+        log.info("TRAIN.OPTIMIZER.BETAS has no effect: %s takes %d numbers and keeps its own.", name, takes.num_betas)
+        del options["betas"]
+    return create_optimizer_v2(groups, name, base_lr, 0.0, momentum, **options)
 
 
 def _start_momentum(optimizer: Optimizer) -> None:
@@ -123,8 +147,15 @@ def _start_momentum(optimizer: Optimizer) -> None:
 def scaled_rates(train: TrainConfig, global_batch: int) -> tuple[float, float, float]:
     """BASE_LR, WARMUP_START_LR and END_LR, scaled by the global batch where LINEAR_SCALED_LR asks for it."""
     rates = (train.BASE_LR, train.WARMUP_START_LR, train.END_LR)
-    reference = 512.0 if train.LINEAR_SCALED_LR is True else train.LINEAR_SCALED_LR
-    if not reference:
+    if train.scale_reference is None:
         return rates
-    factor = global_batch / reference
+    factor = global_batch / train.scale_reference
     return (rates[0] * factor, rates[1] * factor, rates[2] * factor)
+
+
+def rate_words(train: TrainConfig, global_batch: int) -> str:
+    """The learning rate after the warm-up, with the arithmetic it comes from where it is scaled."""
+    rate, reference = f"{scaled_rates(train, global_batch)[0]:.3g}", train.scale_reference
+    if reference is None:
+        return rate
+    return f"{rate} = BASE_LR {train.BASE_LR:g} x global batch {global_batch} / LINEAR_SCALED_LR {reference:g}"

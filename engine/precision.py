@@ -23,6 +23,8 @@ from utils.errors import UserError
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 # Smaller than this, an optimiser's epsilon is (nearly) zero in fp16 itself, or next to squares that are zero there.
 SMALLEST_EPS_IN_FP16 = 1e-4
+# What Adam and most of its relatives have for one where the settings leave it to them.
+USUAL_EPS = 1e-8
 WITHOUT_EPS = {"sgd", "momentum", "nesterov", "lion"}
 
 # First capability of each generation, newest first, and what half precision brings there.
@@ -210,11 +212,11 @@ def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
             f"AMP.EVAL false asks for validation in fp32, but with {'fp8' if amp.DTYPE == 'fp8' else 'AMP.LEVEL O3'} "
             "the model's own layers compute in low precision; leave AMP.EVAL true, or train at another level."
         )
-    divides = train.OPTIMIZER.NAME.casefold() not in WITHOUT_EPS
-    if divides and amp.LEVEL == "O3" and amp.DTYPE == "fp16" and train.OPTIMIZER.EPS < SMALLEST_EPS_IN_FP16:
+    divides, eps = train.OPTIMIZER.NAME.casefold() not in WITHOUT_EPS, train.OPTIMIZER.EPS or USUAL_EPS
+    if divides and amp.LEVEL == "O3" and amp.DTYPE == "fp16" and eps < SMALLEST_EPS_IN_FP16:
         raise UserError(
             "AMP.LEVEL O3 in fp16: squared gradients round to zero in the optimiser's fp16 state, and "
-            f"TRAIN.OPTIMIZER.EPS {train.OPTIMIZER.EPS:g}, all that is left to divide by, makes the first updates "
+            f"TRAIN.OPTIMIZER.EPS {eps:g}, all that is left to divide by, makes the first updates "
             f"explode or NaN. Set it to {SMALLEST_EPS_IN_FP16:g} or more, or use bf16, or O2, which keeps fp32 masters."
         )
 

@@ -67,6 +67,8 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
     threads = prepare(config, device, world)
     for note in loaded.notes:
         log.info(note)
+    for warning in () if config.EVAL else loaded.warnings:
+        log.warning(warning)
     if world.first and (advice := no_gpu.hint(config, device)):
         log.info(advice)
     enter(config, world, device, threads)

@@ -71,8 +71,7 @@ class Plain:
         plain = [p for name, p in named if p.ndim <= 1 or name in spared]
         decayed = [p for name, p in named if p.ndim > 1 and name not in spared]
         groups = [{"params": decayed, "weight_decay": train.WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
-        options = {"betas": train.OPTIMIZER.BETAS, "eps": train.OPTIMIZER.EPS}
-        self._optimizer = torch.optim.AdamW(groups, train.BASE_LR, **options)
+        self._optimizer = torch.optim.AdamW(groups, train.BASE_LR, **train.OPTIMIZER.arguments())
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, partial(_share_of_rate, made))
         follow = torch.optim.swa_utils.get_ema_multi_avg_fn(train.MODEL_EMA_DECAY)
         self._average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=follow)

@@ -41,8 +41,7 @@ class Timm:
             opt="adamw",
             lr=train.BASE_LR,
             weight_decay=train.WEIGHT_DECAY,
-            betas=train.OPTIMIZER.BETAS,
-            eps=train.OPTIMIZER.EPS,
+            **train.OPTIMIZER.arguments(),
             **fused,
         )
         self.schedule = timm.scheduler.CosineLRScheduler(

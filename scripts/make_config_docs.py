@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from utils.config.families import FAMILIES  # noqa: E402
 from utils.config.keys import RENAMED, allowed, default_of, sections, settings  # noqa: E402
 from utils.config.schema import Config  # noqa: E402
 from utils.config.write import one_line  # noqa: E402
@@ -26,7 +27,7 @@ the script. -->
 
 A run's settings come from five places, each overriding those before it:
 
-1. the defaults below;
+1. the defaults below, which `MODEL.TYPE` may choose ([defaults by family](#defaults-by-family));
 2. the files a YAML file names under `BASE:` (a list, relative to that file, the last one wins);
 3. the YAML file of `-cfg`;
 4. flags such as `-batch_size 64` (`-h` lists them);
@@ -41,6 +42,20 @@ are errors, all reported at once.
 
 They load as they are: `None`, `(0.9, 0.999)` and `1e-6` mean what they say, `AMP: true` is `AMP.ENABLED: true`, and
 the older nesting `MODEL.TRANS.PATCH_SIZE` is read as `MODEL.PATCH_SIZE`. These older names are understood too:
+
+"""
+
+FAMILY = """
+## Defaults by family
+
+`MODEL.TYPE` chooses the defaults of what nobody sets, as PaddleViT's models have a `config.py` each: an empty cell is
+the default of `vit`, which any other word has as well. Whatever a file, a flag or a word sets wins. For grey images
+(`DATA.IMAGE_CHANNELS: 1`) mean and standard deviation stay those of `vit`. `-print_config` shows such a value as
+`default (swin)`, and a run logs them. `TYPE` alone chooses: `MODEL.NAME` of such a model beside the default `TYPE`
+leaves the defaults of `vit`, and the log says so.
+
+A resumed run keeps the defaults it began with, where neither `-cfg` nor the command line sets another value; one line
+of the log names them.
 
 """
 
@@ -62,7 +77,8 @@ def reference() -> str:
     """docs/config.md"""
     lines = [INTRODUCTION.rstrip("\n"), "", "| older name | today |", "| --- | --- |"]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
-    lines += ["| `MODEL.MLP_DIM`, beside the width | `MODEL.MLP_RATIO` |", EDITORS.rstrip("\n")]
+    lines += ["| `MODEL.MLP_DIM`, beside the width | `MODEL.MLP_RATIO` |"]
+    lines += [FAMILY.rstrip("\n"), "", *_families(), EDITORS.rstrip("\n")]
     for section, about in [*sections().items(), ("", "Keys outside the sections, at the left margin of the file.")]:
         lines += [
             "",
@@ -75,6 +91,17 @@ def reference() -> str:
         ]
         lines += [_row(key) for key in settings() if key.rpartition(".")[0] == section]
     return "\n".join(lines) + "\n"
+
+
+def _families() -> list[str]:
+    """The table of what families have for defaults that are not vit's."""
+    others = [family for family, defaults in FAMILIES.items() if defaults]
+    keys = [key for key in settings() if any(key in FAMILIES[family] for family in others)]
+    rows = [["key", "`vit`", *(f"`{family}`" for family in others)], ["---"] * (2 + len(others))]
+    for key in keys:
+        cells = [f"`{one_line(FAMILIES[f][key])}`" if key in FAMILIES[f] else "" for f in others]
+        rows.append([f"`{key}`", f"`{one_line(default_of(key))}`", *cells])
+    return ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def _row(key: str) -> str:

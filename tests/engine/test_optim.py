@@ -10,7 +10,7 @@ import torch
 from timm.optim._optim_factory import create_optimizer_v2
 from torch import nn
 
-from engine.optim import build_optimizer, optimizer_name
+from engine.optim import build_optimizer, optimizer_name, optimizer_words
 from engine.update import train_update
 from tests.engine.small import CPU, FP16, Scale, build, flat, parts_of, train, window_of
 from utils.config import OptimizerConfig, TrainConfig
@@ -59,6 +59,48 @@ def test_settings_reach_the_optimiser() -> None:
     settings = OptimizerConfig(NAME="AdamW", EPS=1e-6, BETAS=(0.8, 0.95))
     made = build_optimizer(nn.Linear(2, 2), TrainConfig(OPTIMIZER=settings), 0.5, CPU)
     assert {"lr": 0.5, "eps": 1e-6, "betas": (0.8, 0.95)}.items() <= made.defaults.items()
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "AdaBelief": {"betas": (0.9, 0.999), "eps": 1e-16},
+    "Adafactor": {"beta1": None, "eps": 1e-30},
+    "Adopt": {"betas": (0.9, 0.9999), "eps": 1e-6},
+    "Adan": {"betas": (0.98, 0.92, 0.99), "eps": 1e-8},
+    "Muon": {"momentum": 0.95},
+    "SGD": {"momentum": 0.9},
+    "RMSProp": {"momentum": 0.9, "eps": 1e-8},
+}
+"""What each optimiser of torch 2.11 and timm 1.0.31 has where nobody says otherwise; 0.9 for torch's momentum of 0."""
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_unset_settings_are_the_optimisers_own(name: str) -> None:
+    made = optimizer_of(nn.Linear(2, 2), name).defaults
+    assert {key: made[key] for key in OWN[name]} == OWN[name]
+
+
+def test_set_values_win_over_the_optimisers_own() -> None:
+    settings = OptimizerConfig(NAME="AdaBelief", EPS=1e-8, BETAS=(0.8, 0.9))
+    made = build_optimizer(nn.Linear(2, 2), TrainConfig(OPTIMIZER=settings), 0.5, CPU)
+    assert (made.defaults["eps"], made.defaults["betas"]) == (1e-8, (0.8, 0.9))
+    settings = OptimizerConfig(NAME="Muon", MOMENTUM=0.5)
+    assert build_optimizer(nn.Linear(2, 2), TrainConfig(OPTIMIZER=settings), 0.5, CPU).defaults["momentum"] == 0.5
+
+
+def test_betas_of_another_number_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    settings = OptimizerConfig(NAME="Adan", BETAS=(0.8, 0.9))
+    with caplog.at_level("INFO", "vitamp"):
+        made = build_optimizer(nn.Linear(2, 2), TrainConfig(OPTIMIZER=settings), 0.5, CPU)
+    assert made.defaults["betas"] == (0.98, 0.92, 0.99)
+    assert "TRAIN.OPTIMIZER.BETAS has no effect: adan takes 3 numbers and keeps its own" in caplog.text
+
+
+def test_the_words_for_an_optimiser_name_the_values_it_uses() -> None:
+    assert optimizer_words(optimizer_of(nn.Linear(2, 2)), "AdamW") == "AdamW (betas 0.9 and 0.999, eps 1e-08)"
+    assert optimizer_words(optimizer_of(nn.Linear(2, 2), "AdaBelief"), "X") == "X (betas 0.9 and 0.999, eps 1e-16)"
+    assert optimizer_words(optimizer_of(nn.Linear(2, 2), "nesterov"), "X") == "X (momentum 0.9, nesterov)"
+    assert optimizer_words(optimizer_of(nn.Linear(2, 2), "Adafactor"), "X") == "X (eps 1e-30)"
 
 
 @pytest.mark.parametrize(("name", "near"), [("AdamWW", "adamw"), ("lionn", "lion"), ("xyzzy", "AdamW, Adam, SGD")])
@@ -130,10 +172,7 @@ def test_momentum_from_zero_is_the_plain_first_step() -> None:
 def test_torch_s_own_are_built_as_timm_builds_them(tiny: Path, name: str, decay: float) -> None:
     model = build(tiny).parts.model
     ours = optimizer_of(model, name, WEIGHT_DECAY=decay)
-    settings = OptimizerConfig()
-    theirs = create_optimizer_v2(
-        model, name, 1e-3, decay, settings.MOMENTUM, eps=settings.EPS, betas=settings.BETAS, fused=True
-    )
+    theirs = create_optimizer_v2(model, name, 1e-3, decay, fused=True)
     assert type(ours) is type(theirs)
     assert [[id(p) for p in group["params"]] for group in ours.param_groups] == [
         [id(p) for p in group["params"]] for group in theirs.param_groups

@@ -62,6 +62,6 @@ def test_the_editors_schema_knows_all_keys_and_the_older_forms() -> None:
     assert set(settings()) <= keys(schema, "")
     assert {"BASE", "MODEL.TRANS", "MODEL.DROP_PATH"} <= keys(schema, "")
     assert {"type": "boolean"} in schema["properties"]["AMP"]["anyOf"]
-    betas = schema["$defs"]["OptimizerConfig"]["properties"]["BETAS"]
-    assert {"type": "string"} in betas["anyOf"]
-    assert betas["default"] == [0.9, 0.999]
+    ratio = schema["$defs"]["DataConfig"]["properties"]["CROP_SCALE"]
+    assert {"type": "string"} in ratio["anyOf"]
+    assert ratio["default"] == [0.05, 1.0]

@@ -57,7 +57,7 @@ def test_several_mistakes_are_reported_together_with_their_lines(tmp_path: Path)
         ("MODEL: {NUM_HEADS: [3, x]}\n", "MODEL.NUM_HEADS: [3, x] is not what it takes: whole number >= 1, list of"),
         (
             "TRAIN: {OPTIMIZER: {BETAS: (0.9)}}\n",
-            "TRAIN.OPTIMIZER.BETAS: (0.9) is not what it takes: list of two numbers.",
+            "TRAIN.OPTIMIZER.BETAS: (0.9) is not what it takes: list of two numbers or null.",
         ),
         ("TRAIN: {WEIGHT_DECAY: .nan}\n", "TRAIN.WEIGHT_DECAY: .nan is not what it takes: number >= 0."),
         ("TRAIN: {WEIGHT_DECAY: nan}\n", "TRAIN.WEIGHT_DECAY: nan is not what it takes: number >= 0."),

@@ -217,13 +217,3 @@ def test_augmentation_that_another_outdoes_is_noted() -> None:
         "AUTO_AUGMENT does not act beside TRAIN.RAND_AUGMENT",
         "COLOR_JITTER does not act beside TRAIN.RAND_AUGMENT",
     ]
-
-
-def test_unset_augmentation_of_a_deit_file_is_noted(tmp_path: Path) -> None:
-    (note,) = load_config(write(tmp_path, "MODEL: {TYPE: deit}\nTRAIN: {SMOOTHING: 0.1}\n")).notes
-    assert "mixup, cutmix" in note
-    assert "smoothing" not in note
-    everything = "{SMOOTHING: 0, RAND_AUGMENT: false, MIXUP_ALPHA: 0, CUTMIX_ALPHA: 0, RANDOM_ERASE_PROB: 0}"
-    assert load_config(write(tmp_path, f"MODEL: {{TYPE: swin}}\nTRAIN: {everything}\n")).notes == ()
-    assert load_config(words={"MODEL.TYPE": "deit"}).notes == ()
-    assert load_config(write(tmp_path, "MODEL: {TYPE: vit}\n")).notes == ()

@@ -21,13 +21,6 @@ OUTDOES = {
     "TRAIN.TRIVIAL_AUGMENT": ("TRAIN.COLOR_JITTER",),
 }
 
-AUGMENTATION = {
-    "TRAIN.SMOOTHING": "label smoothing",
-    "TRAIN.RAND_AUGMENT": "RandAugment",
-    "TRAIN.MIXUP_ALPHA": "mixup",
-    "TRAIN.CUTMIX_ALPHA": "cutmix",
-    "TRAIN.RANDOM_ERASE_PROB": "random erasing",
-}
 # These act without -amp too.
 AMP_ALONE = {"AMP.ENABLED", "AMP.TF32"}
 
@@ -75,7 +68,7 @@ def _train(config: Config) -> Iterator[Problem]:
     if train.LAST_EPOCH >= train.NUM_EPOCHS:
         yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves nothing of TRAIN.NUM_EPOCHS {train.NUM_EPOCHS} to train"
     betas = train.OPTIMIZER.BETAS
-    if not all(0 <= beta < 1 for beta in betas):
+    if betas is not None and not all(0 <= beta < 1 for beta in betas):
         yield "TRAIN.OPTIMIZER.BETAS", f"{_shown(betas)} must both be >= 0 and < 1"
 
 
@@ -223,12 +216,6 @@ def remarks(config: Config, given: Mapping[str, str]) -> list[str]:
         if why and key in given and value_of(config, key) != default_of(key):
             notes.append(f"{given[key]}: {key} is accepted and without effect: {why}")
     notes += _outdone(config, given)
-    unset = [name for key, name in AUGMENTATION.items() if key not in given]
-    if config.MODEL.TYPE in ("deit", "swin") and ":" in given.get("MODEL.TYPE", "") and unset:
-        notes.append(
-            f"MODEL.TYPE {config.MODEL.TYPE}: PaddleViT's defaults for this family are not assumed, only what the "
-            f"file says is on; not set: {', '.join(unset)}"
-        )
     idle = [key for key in given if key.startswith("AMP.") and key not in AMP_ALONE]
     if idle and not config.AMP.ENABLED and any(value_of(config, key) != default_of(key) for key in idle):
         notes.append(f"AMP is off (-amp turns it on), so these have no effect: {', '.join(sorted(idle))}")
@@ -241,7 +228,7 @@ def _outdone(config: Config, given: Mapping[str, str]) -> Iterator[str]:
     for policy, others in OUTDOES.items():
         if value_of(config, policy):
             for key in others:
-                if value_of(config, key):
+                if key in given and value_of(config, key):
                     yield f"{given[key]}: {key} does not act beside {policy}"
             return
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -74,6 +74,18 @@ def value_of(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key as sections in one another, the way the schema takes them."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, name = key.split(".")
+        section = tree
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return tree
 
 
 def default_of(key: str) -> Any:

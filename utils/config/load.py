@@ -11,10 +11,15 @@ from pydantic import ValidationError
 from utils.errors import UserError, nearest
 
 from .checks import fitted, misfits, remarks
+from .families import defaults_of, family_note, family_of
 from .fields import is_no_value
-from .keys import allowed, choices, settings
+from .keys import allowed, choices, nested, settings
 from .read import Entry, read_files, read_words
+from .resumed import kept_defaults
+from .scaled import scaled_unasked
 from .schema import Config
+
+DEFAULT = "default"
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,11 @@ class Loaded:
 
     config: Config
     sources: dict[str, str]
-    """Dotted key -> 'configs/x.yaml:12', '-batch_size', 'command line' or 'default'."""
+    """Dotted key -> 'configs/x.yaml:12', '-batch_size', 'command line', 'default' or 'default (swin)'."""
     notes: tuple[str, ...] = ()
     """What the log should say about the settings."""
+    warnings: tuple[str, ...] = ()
+    """The same, where a setting acts otherwise than it looks."""
 
 
 def load_config(
@@ -34,38 +41,42 @@ def load_config(
     words: Mapping[str, str] | None = None,
 ) -> Loaded:
     """Load and check the settings; everything found wrong is reported in one UserError."""
-    layers = read_files(cfg) if cfg is not None else []
+    files = read_files(cfg) if cfg is not None else []
     word_layer = read_words(words or {})
-    entries: dict[str, Entry] = {}
-    for layer in layers:
-        entries.update(layer.entries)
-    entries.update({key: Entry(value, source) for key, (value, source) in (flags or {}).items()})
-    entries.update(word_layer.entries)
+    typed = {key: Entry(value, source) for key, (value, source) in (flags or {}).items()} | word_layer.entries
+    layers = [*(layer.entries for layer in files), typed]
+    given = {key: entry for layer in layers for key, entry in layer.items()}
+    family = family_of(given)
+    defaults = defaults_of(family, given)
+    kept, kept_note = kept_defaults(given, defaults)
+    chosen = {key: Entry(value, f"{DEFAULT} ({family})") for key, value in defaults.items()}
+    entries = {**chosen, **kept, **given}
 
-    problems = [problem for layer in [*layers, word_layer] for problem in layer.problems]
+    problems = [problem for layer in [*files, word_layer] for problem in layer.problems]
     config, wrong = _validate(entries)
     problems += wrong
-    sources = {key: entries[key].source if key in entries else "default" for key in settings()}
+    sources = {key: entries[key].source if key in entries else DEFAULT for key in settings()}
     if config is None or problems:
         raise UserError(_report(problems))
-    problems = [f"{_where(sources[key])}{key}: {text}" for key, text in misfits(config)]
+    problems = [f"{_where(sources[key])}{key}: {text}{_of_family(sources, text)}" for key, text in misfits(config)]
     if problems:
         raise UserError(_report(problems))
     config, notes = fitted(config)
-    notes += remarks(config, {key: entry.source for key, entry in entries.items()})
-    return Loaded(config, sources, tuple(notes))
+    notes = family_note(family, defaults, {**kept, **given}) + kept_note + notes
+    about = remarks(config, {key: entry.source for key, entry in given.items()})
+    notes += [f"{note}{_of_family(sources, note)}" for note in about]
+    return Loaded(config, sources, tuple(notes), tuple(scaled_unasked(config, layers, sources)))
+
+
+def _of_family(sources: Mapping[str, str], text: str) -> str:
+    """Which settings named in `text` nobody set, but come with the family."""
+    named = [key for key, source in sources.items() if source.startswith(f"{DEFAULT} (") and key in text]
+    return f" ({', '.join(named)}: {sources[named[0]]})" if named else ""
 
 
 def _validate(entries: Mapping[str, Entry]) -> tuple[Config | None, list[str]]:
-    nested: dict[str, Any] = {}
-    for key, entry in entries.items():
-        *path, name = key.split(".")
-        section = nested
-        for part in path:
-            section = section.setdefault(part, {})
-        section[name] = entry.value
     try:
-        return Config.model_validate(nested), []
+        return Config.model_validate(nested({key: entry.value for key, entry in entries.items()})), []
     except ValidationError as error:
         keys = dict.fromkeys(_key_of(details["loc"]) for details in error.errors())
         return None, _once_a_source({key: entries[key] for key in keys})
@@ -102,7 +113,7 @@ def _as_written(value: Any) -> str:
 
 
 def _where(source: str) -> str:
-    return "" if source == "default" else f"{source}: "
+    return "" if source == DEFAULT else f"{source}: "
 
 
 def _report(problems: list[str]) -> str:

@@ -14,7 +14,8 @@ class ModelConfig(Section):
     """What is trained. Sizes left null are those of NAME."""
 
     TYPE: Annotated[str, BeforeValidator(folded)] = Field(
-        default="vit", description="vit, deit or swin as in PaddleViT; any other word needs a timm model as NAME."
+        default="vit",
+        description="vit, deit or swin: family, and its defaults; any other word needs a timm model as NAME.",
     )
     NAME: str = Field(default="vit_base_patch16_224", description="A timm model, or a label where sizes are given.")
     RESUME: str | None = Field(default=None, description="Run, checkpoint or file to go on from; 'auto' needs -output.")

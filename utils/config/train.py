@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -25,9 +25,21 @@ from .kinds import (
 
 class OptimizerConfig(Section):
     NAME: str = Field(default="AdamW", description="An optimiser of torch or timm: AdamW, SGD, LAMB, Lion, ...")
-    EPS: AboveZero = Field(default=1e-8, description="Added to the denominator of Adam and its relatives.")
-    BETAS: Pair = Field(default=(0.9, 0.999), description="Decay of the two running means of Adam and its relatives.")
-    MOMENTUM: Rate = Field(default=0.9, description="Momentum of SGD and its relatives.")
+    EPS: AboveZero | None = Field(
+        default=None, description="Added to the denominator of Adam and its relatives; null: the optimiser's own."
+    )
+    BETAS: Pair | None = Field(
+        default=None,
+        description="Decay of the two running means of Adam and its relatives; null: the optimiser's own.",
+    )
+    MOMENTUM: Rate | None = Field(
+        default=None, description="Momentum of SGD and its relatives; null: the optimiser's own, or 0.9 if that is 0."
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """EPS and BETAS as torch's optimisers take them, without those left to the optimiser."""
+        both = {"betas": self.BETAS, "eps": self.EPS}
+        return {name: value for name, value in both.items() if value is not None}
 
 
 class SchedulerConfig(Section):
@@ -55,7 +67,9 @@ class TrainConfig(Section):
         default=None, description="Each layer's learning rate is this much of the next one's; null: all have the same."
     )
     HEAD_LR: AboveZero = Field(default=1.0, description="Factor of the classifier's learning rate.")
-    WEIGHT_DECAY: NonNegative = Field(default=0.3, description="Decoupled weight decay.")
+    WEIGHT_DECAY: NonNegative = Field(
+        default=0.3, description="Weight decay: apart from the gradient in AdamW and Lion, added to it in SGD and Adam."
+    )
     WEIGHT_DECAY_ALL: bool = Field(default=False, description="Decay biases, norms, position and class embedding too.")
     GRAD_CLIP: AboveZero | None = Field(
         default=None, description="Greatest norm of the unscaled gradient; null: no clipping."
@@ -159,6 +173,12 @@ class TrainConfig(Section):
     def epochs_before(self, start: float) -> float:
         """A start in SIZE_SCHEDULE, in epochs: below 1 it is a share of them all."""
         return round(start * self.NUM_EPOCHS, 6) if start < 1 else start
+
+    @property
+    def scale_reference(self) -> float | None:
+        """The global batch that LINEAR_SCALED_LR says the rates are meant for; None: they are taken as they are."""
+        reference = 512.0 if self.LINEAR_SCALED_LR is True else self.LINEAR_SCALED_LR
+        return reference or None
 
     @property
     def mixes(self) -> bool:

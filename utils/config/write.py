@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from .keys import sections, settings, value_of
-from .load import Loaded
 from .schema import Config
+
+if TYPE_CHECKING:
+    from .load import Loaded
 
 
 class _OneLine(yaml.SafeDumper):

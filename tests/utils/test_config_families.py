@@ -1,0 +1,198 @@
+"""MODEL.TYPE chooses the defaults of what nobody sets, as PaddleViT's three models have a config.py each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from utils.config import Loaded, format_config, load_config
+from utils.config.families import FAMILIES
+from utils.config.keys import default_of, settings, value_of
+from utils.errors import UserError
+
+# BR-IDL/PaddleViT 5ac7d89d4fd0e3235d055ff15d5b1b1315499d70, image_classification/{ViT,DeiT,SwinTransformer}/config.py;
+# CROP_SCALE is that of their datasets.py. Where theirs has no such key, the value is "off" here.
+COLOURS = {"DATA.IMAGENET_MEAN": (0.485, 0.456, 0.406), "DATA.IMAGENET_STD": (0.229, 0.224, 0.225)}
+AUGMENTED: dict[str, Any] = {
+    "TRAIN.SMOOTHING": 0.1,
+    "TRAIN.COLOR_JITTER": 0.4,
+    "TRAIN.AUTO_AUGMENT": False,
+    "TRAIN.RAND_AUGMENT": True,
+    "TRAIN.RAND_AUGMENT_LAYERS": 2,
+    "TRAIN.RAND_AUGMENT_MAGNITUDE": 9,
+    "TRAIN.MIXUP_ALPHA": 0.8,
+    "TRAIN.MIXUP_PROB": 1.0,
+    "TRAIN.MIXUP_SWITCH_PROB": 0.5,
+    "TRAIN.MIXUP_MODE": "batch",
+    "TRAIN.CUTMIX_ALPHA": 1.0,
+    "TRAIN.CUTMIX_MINMAX": None,
+    "TRAIN.RANDOM_ERASE_PROB": 0.25,
+    "TRAIN.RANDOM_ERASE_MODE": "pixel",
+    "TRAIN.RANDOM_ERASE_COUNT": 1,
+    "TRAIN.RANDOM_ERASE_SPLIT": False,
+    "DATA.CROP_SCALE": (0.08, 1.0),
+}
+PADDLEVIT: dict[str, dict[str, Any]] = {
+    "vit": {
+        "DATA.BATCH_SIZE": 256,
+        "DATA.CROP_PCT": 0.875,
+        "DATA.IMAGENET_MEAN": (0.5, 0.5, 0.5),
+        "DATA.IMAGENET_STD": (0.5, 0.5, 0.5),
+        "MODEL.DROPOUT": 0.0,
+        "MODEL.ATTENTION_DROPOUT": 0.0,
+        "MODEL.DROPPATH": 0.0,
+        "TRAIN.NUM_EPOCHS": 300,
+        "TRAIN.WARMUP_EPOCHS": 32,
+        "TRAIN.WEIGHT_DECAY": 0.3,
+        "TRAIN.BASE_LR": 3e-3,
+        "TRAIN.WARMUP_START_LR": 1e-6,
+        "TRAIN.END_LR": 0.0,
+        "TRAIN.GRAD_CLIP": None,
+        "TRAIN.LINEAR_SCALED_LR": None,
+        "TRAIN.MODEL_EMA": False,
+        "TRAIN.SMOOTHING": 0.0,
+        "TRAIN.RAND_AUGMENT": False,
+        "TRAIN.MIXUP_ALPHA": 0.0,
+        "TRAIN.CUTMIX_ALPHA": 0.0,
+        "TRAIN.RANDOM_ERASE_PROB": 0.0,
+    },
+    "deit": {
+        **COLOURS,
+        **AUGMENTED,
+        "DATA.BATCH_SIZE": 256,
+        "DATA.CROP_PCT": 0.875,
+        "MODEL.DROPOUT": 0.0,
+        "MODEL.ATTENTION_DROPOUT": 0.0,
+        "MODEL.DROPPATH": 0.0,
+        "TRAIN.NUM_EPOCHS": 300,
+        "TRAIN.WARMUP_EPOCHS": 5,
+        "TRAIN.WEIGHT_DECAY": 0.05,
+        "TRAIN.BASE_LR": 5e-4,
+        "TRAIN.WARMUP_START_LR": 1e-6,
+        "TRAIN.END_LR": 0.0,
+        "TRAIN.GRAD_CLIP": None,
+        "TRAIN.LINEAR_SCALED_LR": 512,
+        "TRAIN.MODEL_EMA": True,
+        "TRAIN.MODEL_EMA_DECAY": 0.99996,
+        "TRAIN.DISTILLATION_ALPHA": 0.5,
+        "TRAIN.DISTILLATION_TAU": 1.0,
+    },
+    "swin": {
+        **COLOURS,
+        **AUGMENTED,
+        "DATA.BATCH_SIZE": 256,
+        "DATA.CROP_PCT": 0.9,
+        "MODEL.DROPOUT": 0.0,
+        "MODEL.ATTENTION_DROPOUT": 0.0,
+        "MODEL.DROPPATH": 0.1,
+        "TRAIN.NUM_EPOCHS": 300,
+        "TRAIN.WARMUP_EPOCHS": 20,
+        "TRAIN.WEIGHT_DECAY": 0.05,
+        "TRAIN.BASE_LR": 5e-4,
+        "TRAIN.WARMUP_START_LR": 5e-7,
+        "TRAIN.END_LR": 5e-6,
+        "TRAIN.GRAD_CLIP": 5.0,
+        "TRAIN.LINEAR_SCALED_LR": 512,
+        "TRAIN.MODEL_EMA": False,
+        "TRAIN.MODEL_EMA_DECAY": 0.99996,
+        "TRAIN.MODEL_EMA_FORCE_CPU": False,
+    },
+}
+OURS_ALONE = {
+    "vit": {},
+    "deit": {"MODEL.NAME": "deit_base_patch16_224"},
+    "swin": {"MODEL.NAME": "swin_tiny_patch4_window7_224"},
+}
+"""There NAME is the family's word, and sizes are those of these models."""
+
+
+def given(*, cfg: Path | None = None, **words: str) -> Loaded:
+    return load_config(str(cfg) if cfg else None, words={key.replace("__", "."): value for key, value in words.items()})
+
+
+@pytest.mark.parametrize("family", PADDLEVIT)
+def test_each_family_has_paddlevits_defaults(family: str) -> None:
+    loaded = given(MODEL__TYPE=family)
+    expected = PADDLEVIT[family] | OURS_ALONE[family]
+    assert {key: value_of(loaded.config, key) for key in expected} == expected
+    chosen = {key for key, source in loaded.sources.items() if source == f"default ({family})"}
+    assert chosen == {key for key, value in expected.items() if value != default_of(key)} == set(FAMILIES[family])
+    others = set(settings()) - set(expected) - {"MODEL.TYPE"}
+    assert all(value_of(loaded.config, key) == default_of(key) for key in others), "nothing else changes"
+
+
+@pytest.mark.parametrize("word", ["resnet", "RegNet", "vit"])
+def test_other_types_have_the_usual_defaults(word: str) -> None:
+    loaded = given(MODEL__TYPE=word, TRAIN__NUM_EPOCHS="32")
+    assert set(loaded.sources.values()) == {"default", "command line"}
+    assert loaded.config.TRAIN.BASE_LR == 3e-3
+    assert loaded.notes == ()
+
+
+def test_type_is_found_wherever_it_stands(tmp_path: Path) -> None:
+    base, file = tmp_path / "base.yaml", tmp_path / "file.yaml"
+    base.write_text("MODEL: {TYPE: Swin}\nTRAIN: {WEIGHT_DECAY: 0.2}\n")
+    file.write_text("BASE: [base.yaml]\nTRAIN: {END_LR: 0.0}\n")
+    train = given(cfg=file).config.TRAIN
+    assert (train.GRAD_CLIP, train.WEIGHT_DECAY, train.END_LR) == (5.0, 0.2, 0.0)
+    file.write_text("BASE: [base.yaml]\nMODEL: {TYPE: deit}\n")
+    assert given(cfg=file).config.TRAIN.GRAD_CLIP is None
+    assert given(cfg=file).config.TRAIN.MODEL_EMA is True
+    assert given(cfg=file, MODEL__TYPE="vit").config.TRAIN.MODEL_EMA is False
+    assert given(cfg=file, MODEL__TYPE="vit").config.TRAIN.WEIGHT_DECAY == 0.2
+
+
+def test_a_swin_file_of_paddlevit_means_what_it_means_there(tmp_path: Path) -> None:
+    """It has sizes, DROPPATH and the crop, and leaves all else to its family."""
+    file = tmp_path / "swin_base.yaml"
+    file.write_text(
+        "DATA:\n    IMAGE_SIZE: 224\n    CROP_PCT: 0.9\nMODEL:\n    TYPE: swin\n    NAME: swin_base_patch4_window7_224"
+        "\n    DROPPATH: 0.5\n    EMBED_DIM: 128\n    STAGE_DEPTHS: [2, 2, 18, 2]\n    NUM_HEADS: [4, 8, 16, 32]\n"
+        "    WINDOW_SIZE: 7\n    PATCH_SIZE: 4\n"
+    )
+    loaded = given(cfg=file)
+    own = {"MODEL.NAME": "swin_base_patch4_window7_224", "MODEL.DROPPATH": 0.5}
+    expected = PADDLEVIT["swin"] | own
+    assert {key: value_of(loaded.config, key) for key in expected} == expected
+    (note,) = loaded.notes
+    assert note.startswith(f"MODEL.TYPE swin ({file}:5): defaults of this family: DATA.IMAGENET_MEAN [0.485, 0.456")
+    assert "TRAIN.BASE_LR 0.0005" in note
+    assert "DROPPATH" not in note
+    assert loaded.warnings == ()
+    assert "GRAD_CLIP: 5.0" in format_config(loaded)
+    (line,) = [line for line in format_config(loaded).splitlines() if "WARMUP_START_LR" in line]
+    assert line.endswith("# default (swin)")
+
+
+def test_a_deit_file_without_a_teacher_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "deit.yaml"
+    file.write_text("MODEL: {TYPE: deit}\n")
+    assert "TRAIN.DISTILLATION_TYPE is not set, so there is no teacher" in given(cfg=file).notes[1]
+    file.write_text("MODEL: {TYPE: deit}\nTRAIN: {DISTILLATION_TYPE: 'none'}\n")
+    assert len(given(cfg=file).notes) == 1
+
+
+def test_grey_images_keep_the_mean_of_one_channel() -> None:
+    loaded = given(MODEL__TYPE="swin", DATA__IMAGE_CHANNELS="1")
+    assert loaded.config.DATA.IMAGENET_MEAN == (0.5, 0.5, 0.5)
+    assert loaded.sources["DATA.IMAGENET_STD"] == "default"
+
+
+def test_a_name_of_another_family_than_the_default_type_is_noted() -> None:
+    (note, *_) = given(MODEL__NAME="swin_tiny_patch4_window7_224", TRAIN__BASE_LR="1e-3").notes
+    assert "MODEL.TYPE is not set: the defaults are those of vit for" in note
+    assert "MODEL.TYPE=swin takes those of swin" in note
+    assert "BASE_LR" not in note
+    assert given(MODEL__NAME="swin_tiny_patch4_window7_224", MODEL__TYPE="vit").notes == ()
+    assert given(MODEL__NAME="resnet50").notes == ()
+
+
+def test_a_clash_with_a_familys_default_names_it() -> None:
+    with pytest.raises(UserError, match=r"only one of them can act \(TRAIN.RAND_AUGMENT: default \(deit\)\)"):
+        given(MODEL__TYPE="deit", TRAIN__TRIVIAL_AUGMENT="true")
+    notes = given(MODEL__TYPE="swin", TRAIN__AUTO_AUGMENT="true").notes
+    assert notes[-1].endswith(
+        "AUTO_AUGMENT does not act beside TRAIN.RAND_AUGMENT (TRAIN.RAND_AUGMENT: default (swin))"
+    )

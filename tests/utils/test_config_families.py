@@ -12,6 +12,8 @@ from utils.config.families import FAMILIES
 from utils.config.keys import default_of, settings, value_of
 from utils.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # BR-IDL/PaddleViT 5ac7d89d4fd0e3235d055ff15d5b1b1315499d70, image_classification/{ViT,DeiT,SwinTransformer}/config.py;
 # CROP_SCALE is that of their datasets.py. Where theirs has no such key, the value is "off" here.
 COLOURS = {"DATA.IMAGENET_MEAN": (0.485, 0.456, 0.406), "DATA.IMAGENET_STD": (0.229, 0.224, 0.225)}
@@ -196,3 +198,23 @@ def test_a_clash_with_a_familys_default_names_it() -> None:
     assert notes[-1].endswith(
         "AUTO_AUGMENT does not act beside TRAIN.RAND_AUGMENT (TRAIN.RAND_AUGMENT: default (swin))"
     )
+
+
+PAPERS = {
+    "swin_tiny_patch4_window7_224": PADDLEVIT["swin"] | {"DATA.BATCH_SIZE": 128, "MODEL.DROPPATH": 0.2},
+    "swin_small_patch4_window7_224": PADDLEVIT["swin"] | {"DATA.BATCH_SIZE": 128, "MODEL.DROPPATH": 0.3},
+    "swin_base_patch4_window7_224": PADDLEVIT["swin"] | {"DATA.BATCH_SIZE": 128, "MODEL.DROPPATH": 0.5},
+    **{
+        f"deit_{size}_patch16_224": PADDLEVIT["deit"]
+        | {"MODEL.DROPPATH": 0.1, "TRAIN.END_LR": 1e-5, "DATA.REPEATED_AUGMENT": 3, "TRAIN.DISTILLATION_TYPE": kind}
+        for size, kind in (("tiny", None), ("small", None), ("base", None), ("base_distilled", "hard"))
+    },
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_our_own_recipes_train_as_the_papers_do(name: str) -> None:
+    loaded = given(cfg=ROOT / f"configs/{name}.yaml")
+    expected = PAPERS[name] | {"MODEL.NAME": name}
+    assert {key: value_of(loaded.config, key) for key in expected} == expected
+    assert loaded.warnings == ()

@@ -1,0 +1,87 @@
+"""What docs/migrating.md and docs/amp.md say of other programs, checked where these are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.optim._optim_factory import create_optimizer_v2, get_optimizer_info
+from timm.utils.model_ema import ModelEmaV3
+from torch import nn
+from torchvision.transforms import RandomErasing
+
+from engine.ema import Ema
+from engine.mixing import batch_change
+from engine.optim import build_optimizer
+from models import build_model
+from tests.program import Result
+from utils.config import ModelConfig, OptimizerConfig, TrainConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+
+
+def row_of(flag: str) -> str:
+    """The first row of the page's tables that begins with a flag: timm's, where torchvision has it, too."""
+    lines = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if line.startswith(f"| `{flag}`"))
+
+
+def defaults(name: str) -> dict:
+    settings = TrainConfig(OPTIMIZER=OptimizerConfig(NAME=name))
+    return build_optimizer(nn.Linear(2, 2), settings, 0.1, CPU).defaults
+
+
+def test_timms_sgd_is_our_nesterov() -> None:
+    theirs = create_optimizer_v2(nn.Linear(2, 2), "sgd", 0.1).defaults
+    assert (theirs["nesterov"], theirs["momentum"]) == (True, 0.9)
+    assert defaults("nesterov")["nesterov"] is True
+    assert defaults("SGD")["nesterov"] is False
+    assert "which is `nesterov` here" in row_of("--opt")
+    assert get_optimizer_info("rmsprop").defaults == {"alpha": 0.9}, "torchvision's alpha"
+
+
+def test_timms_drop_acts_before_the_classifier_only() -> None:
+    vit = timm.create_model("vit_tiny_patch16_224", drop_rate=0.5)
+    active = [name for name, m in vit.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    assert active == ["head_drop"]
+    sizes = {"EMBED_DIM": 8, "NUM_HEADS": 2, "DEPTH": 1}
+    ours = build_model(ModelConfig(NAME="a", DROPOUT=0.5, **sizes), 32, 3)
+    acting = {name for name, m in ours.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
+    assert "head_drop" not in acting
+    assert {"pos_drop", "blocks.0.attn.proj_drop", "blocks.0.mlp.drop1"} <= acting
+    assert "nothing is equal to theirs" in row_of("--drop")
+
+
+def test_the_two_warm_ups_of_an_ema() -> None:
+    theirs = ModelEmaV3(nn.Linear(1, 1), decay=0.9999, use_warmup=True).get_decay(101)  # its count begins at 1
+    ours = Ema(nn.Linear(1, 1), 0.9999, True, CPU)._decay_at(100)
+    assert f"at t = 100, {ours:.3f} and {theirs:.3f}" in row_of("--model-ema-warmup")
+
+
+def test_torchvisions_erasing_is_const() -> None:
+    assert RandomErasing().value == 0
+    change = batch_change(TrainConfig(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="const"), 10, CPU)
+    torch.manual_seed(0)
+    images = change(torch.ones(4, 3, 32, 32), torch.zeros(4, dtype=torch.long)).images
+    assert images.unique().tolist() == [0.0, 1.0]
+
+
+def test_images_are_erased_before_they_are_mixed() -> None:
+    """Halfway between an image and its erased partner: a value that erasing after mixing could not leave."""
+    train = TrainConfig(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="const", MIXUP_ALPHA=1.0)
+    torch.manual_seed(0)
+    images = batch_change(train, 10, CPU)(torch.ones(8, 3, 32, 32), torch.arange(8)).images
+    assert len(images.unique()) > 2
+
+
+@pytest.mark.parametrize(("more", "precision"), [((), "bf16"), (("AMP.CUSTOM_BLACK_LIST=[softmax]",), "fp32")])
+def test_the_softmax_of_plain_attention_on_a_cpu(
+    vitamp: Callable[..., Result], tiny: Path, more: tuple[str, ...], precision: str
+) -> None:
+    done = vitamp("-cfg", tiny, "-device", "cpu", "-amp", "bf16", "-print_amp", "MODEL.ATTENTION=plain", *more)
+    assert done.code == 0, done.text
+    assert f"softmax {precision}" in done.out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -30,7 +31,7 @@ def row_of(flag: str) -> str:
     return next(line for line in lines if line.startswith(f"| `{flag}`"))
 
 
-def defaults(name: str) -> dict:
+def defaults(name: str) -> dict[str, Any]:
     settings = TrainConfig(OPTIMIZER=OptimizerConfig(NAME=name))
     return build_optimizer(nn.Linear(2, 2), settings, 0.1, CPU).defaults
 
@@ -48,8 +49,8 @@ def test_timms_drop_acts_before_the_classifier_only() -> None:
     vit = timm.create_model("vit_tiny_patch16_224", drop_rate=0.5)
     active = [name for name, m in vit.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
     assert active == ["head_drop"]
-    sizes = {"EMBED_DIM": 8, "NUM_HEADS": 2, "DEPTH": 1}
-    ours = build_model(ModelConfig(NAME="a", DROPOUT=0.5, **sizes), 32, 3)
+    sizes = ModelConfig(NAME="a", DROPOUT=0.5, EMBED_DIM=8, NUM_HEADS=2, DEPTH=1)
+    ours = build_model(sizes, 32, 3)
     acting = {name for name, m in ours.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
     assert "head_drop" not in acting
     assert {"pos_drop", "blocks.0.attn.proj_drop", "blocks.0.mlp.drop1"} <= acting

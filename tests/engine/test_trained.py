@@ -68,7 +68,7 @@ def test_it_says_what_validation_saw(digits_run: Path, weights: Any, prefix: str
 def test_a_special_model_too(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     """Dropped tokens, modules in fp32, and black-listed operators are as in training's own validation."""
     special = ("-amp", "fp16", "AMP.FP32_MODULES=blocks.0.mlp", "AMP.CUSTOM_BLACK_LIST=matmul,softmax")
-    words = (*special, "TRAIN.TOKEN_DROP=0.25", "MODEL.TYPE=deit", "MODEL.NAME=deit_tiny_distilled_patch16_224")
+    words = (*special, "TRAIN.TOKEN_DROP=0.25", "MODEL.NAME=deit_tiny_distilled_patch16_224")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
     assert done.code == 0, done.text
     trained = load_trained(tmp_path / "run")

@@ -147,6 +147,12 @@ def make_index(
         encoded = [name.encode(errors="surrogateescape") for name in samples.names]
         names.append(np.frombuffer(b"".join(encoded), dtype=np.uint8))
         lengths.append(np.array([len(name) for name in encoded], dtype=np.int64))
+    if named and len(numbers) < len(classes or ()):
+        twice = next(name for name in numbers if (classes or []).count(name) > 1)
+        raise UserError(
+            f"{store.root}: labels are names, and classes.txt has the line {twice!r} more than once, so it does not "
+            "tell which class is meant. Give these classes different names, or whole numbers as labels."
+        )
     return ShardIndex(
         shards=[file.name for file in found],
         shard_sizes=np.array([file.size for file in found], dtype=np.int64),

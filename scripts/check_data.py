@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 OWN = (
     Flag("out", "write the list that DATA.EXCLUDE takes: what cannot be read", "FILE", ("OUT",)),
-    Flag("exclude_duplicates", "let it name later duplicates too, and what both parts share", keys=("DUPLICATES",)),
+    Flag(
+        "exclude_duplicates",
+        "let it name later duplicates too, what both parts share, and all copies whose labels differ",
+        keys=("DUPLICATES",),
+    ),
     Flag("exclude_small", "let it name images smaller than IMAGE_SIZE too", keys=("SMALL",)),
     Flag("json", "write all that was found for machines", "FILE", ("JSON",)),
 )
@@ -64,6 +68,13 @@ def _check(argv: list[str]) -> int:
     if out is not None:
         chosen = check_data_report.to_exclude(findings, "DUPLICATES" in line.own, "SMALL" in line.own)
         replace_text(out, check_data_report.exclude_list(chosen, config.DATA))
+        conflicts = len(findings.defects[check_data_find.CONFLICTS]) if "DUPLICATES" in line.own else 0
+        if conflicts:
+            log.info(
+                "\n%d of the images to leave out have the same bytes as others but another label: nothing tells which "
+                "label is right, so no copy is kept. Correct the labels to keep one.",
+                conflicts,
+            )
         log.info("\n%d images to leave out: DATA.EXCLUDE=%s", len(chosen), out)
     log.info("\n%s", "No defects." if findings.clean else "Defects were found.")
     return EXIT_DONE if findings.clean else EXIT_FAILED

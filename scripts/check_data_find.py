@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -51,6 +52,7 @@ class Findings:
 
 
 UNREADABLE, LABELS, DUPLICATES, OVERLAP = "unreadable", "label out of range", "duplicate", "in both parts"
+CONFLICTS = "conflicting labels"
 SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
 
 
@@ -71,9 +73,8 @@ def find(parts: list[Seen], num_classes: int, image_size: int) -> Findings:
                 findings.notes[MODES].append(_found(part, index, look.mode))
             if look.size != (0, 0) and min(look.size) < image_size:
                 findings.notes[SMALL].append(_found(part, index, f"{look.size[0]} x {look.size[1]}"))
-        findings.defects[DUPLICATES].extend(_duplicates(part))
-    if len(parts) == 2:
-        findings.defects[OVERLAP].extend(_overlap(*parts))
+    for copies in _copies(parts):
+        _add_copies(findings, copies)
     return findings
 
 
@@ -91,37 +92,54 @@ def _class_names(parts: list[Seen], num_classes: int) -> list[str]:
 
 
 def _counts(part: Seen, names: list[str]) -> dict[str, int]:
-    """By name; beside the classes, each label that is none of them but occurs."""
-    counts = dict.fromkeys(names, 0)
+    """By name, with the label where several classes share it; and each label beside the classes that occurs."""
+    times = Counter(names)
+    titles = [name if times[name] == 1 else f"{name} (label {label})" for label, name in enumerate(names)]
+    counts = dict.fromkeys(titles, 0)
     for label, count in zip(*np.unique(part.samples.labels, return_counts=True), strict=True):
-        counts[names[label] if 0 <= label < len(names) else f"label {label}"] = int(count)
+        counts[titles[label] if 0 <= label < len(names) else f"label {label}"] = int(count)
     return counts
 
 
-def _duplicates(part: Seen) -> Iterator[Found]:
-    """The later ones of those with equal bytes."""
-    first: dict[bytes, int] = {}
-    for index, look in enumerate(part.looks):
-        if not look.digest:
-            continue
-        before = first.setdefault(look.digest, index)
-        if before != index:
-            yield _found(
-                part, index, f"the same bytes as {part.samples.name(before)}{_labels(part, index, part, before)}"
-            )
+class _Copy(NamedTuple):
+    part: Seen
+    index: int
+
+    @property
+    def label(self) -> int:
+        return int(self.part.samples.labels[self.index])
+
+    @property
+    def name(self) -> str:
+        return self.part.samples.name(self.index)
+
+    def found(self, other: _Copy) -> Found:
+        """What is to be said of this one, which has the bytes of `other`."""
+        # What is worse than the same image twice.
+        labels = "" if self.label == other.label else f", but label {self.label} instead of {other.label}"
+        return _found(self.part, self.index, f"the same bytes as {other.name}{labels}")
 
 
-def _overlap(training: Seen, validation: Seen) -> Iterator[Found]:
-    """Training images that validation has too: they are the ones to leave out."""
-    there = {look.digest: index for index, look in enumerate(validation.looks) if look.digest}
-    for index, look in enumerate(training.looks):
-        if look.digest in there:
-            other = there[look.digest]
-            about = f"the same bytes as {validation.samples.name(other)}{_labels(training, index, validation, other)}"
-            yield _found(training, index, about)
+def _copies(parts: list[Seen]) -> Iterator[list[_Copy]]:
+    """Images of equal bytes, those of both parts together."""
+    groups: dict[bytes, list[_Copy]] = {}
+    for part in parts:
+        for index, look in enumerate(part.looks):
+            if look.digest:
+                groups.setdefault(look.digest, []).append(_Copy(part, index))
+    return (group for group in groups.values() if len(group) > 1)
 
 
-def _labels(one: Seen, index: int, other: Seen, other_index: int) -> str:
-    """What is worse than the same image twice."""
-    here, there = int(one.samples.labels[index]), int(other.samples.labels[other_index])
-    return "" if here == there else f", but label {here} instead of {there}"
+def _add_copies(findings: Findings, copies: list[_Copy]) -> None:
+    """Nothing tells which of two labels is right; where all agree, one copy stays: validation's, if it has one."""
+    if len({copy.label for copy in copies}) > 1:
+        for copy in copies:
+            other = next(one for one in copies if one.label != copy.label)
+            findings.defects[CONFLICTS].append(copy.found(other))
+        return
+    by_part = [list(of_part) for _, of_part in itertools.groupby(copies, key=lambda copy: copy.part.title)]
+    for first, *later in by_part:
+        findings.defects[DUPLICATES] += [copy.found(first) for copy in later]
+    if len(by_part) == 2:
+        training, validation = by_part
+        findings.defects[OVERLAP] += [copy.found(validation[0]) for copy in training]

@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from datasets.exclude import line_of
-from scripts.check_data_find import DUPLICATES, LABELS, MODES, OVERLAP, SMALL, UNREADABLE, Classes, Findings, Found
+from scripts.check_data_find import (
+    CONFLICTS,
+    DUPLICATES,
+    LABELS,
+    MODES,
+    OVERLAP,
+    SMALL,
+    UNREADABLE,
+    Classes,
+    Findings,
+    Found,
+)
 from utils.config.data import DataConfig
 
 SHOWN = 10
@@ -16,6 +27,7 @@ TABLE = 40
 HEADINGS = {
     UNREADABLE: "cannot be read",
     LABELS: "labels out of range",
+    CONFLICTS: "the same bytes with different labels",
     DUPLICATES: "duplicates within a part",
     OVERLAP: "in the training and in the validation part",
     MODES: "not stored as the model takes them; converted when they are read",
@@ -82,7 +94,7 @@ def to_exclude(findings: Findings, duplicates: bool, small: bool) -> list[Found]
     """What a list is to name, each image once."""
     chosen = list(findings.defects[UNREADABLE])
     if duplicates:
-        chosen += findings.defects[DUPLICATES] + findings.defects[OVERLAP]
+        chosen += findings.defects[CONFLICTS] + findings.defects[DUPLICATES] + findings.defects[OVERLAP]
     if small:
         chosen += findings.notes[SMALL]
     return list({(found.part, found.number): found for found in reversed(chosen)}.values())[::-1]

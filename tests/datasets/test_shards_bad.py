@@ -169,6 +169,15 @@ def test_what_is_wrong_with_samples(
         check(tmp_path)
 
 
+def test_names_as_labels_need_names_that_differ(tmp_path: Path, check: Callable[..., None]) -> None:
+    write_set(tmp_path)
+    (tmp_path / "classes.txt").write_text("crane\nbee\ncrane\n")
+    check(tmp_path)
+    write_tar(tmp_path / "train" / "0009.tar", [("a.png", picture(0)), ("a.cls", b"crane")])
+    with pytest.raises(UserError, match=r"has the line 'crane' more than once"):
+        check(tmp_path)
+
+
 def test_more_classes_than_the_classifier_has(tmp_path: Path, check: Callable[..., None]) -> None:
     (write_set(tmp_path) / "classes.txt").write_text("a\nb\nc\nd\n")
     with pytest.raises(UserError, match=r"has 4 classes, but MODEL\.NUM_CLASSES is 3"):

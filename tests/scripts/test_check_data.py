@@ -79,7 +79,8 @@ def test_each_planted_defect_is_found_and_nothing_else(check: Check, tree: Path,
     (val / "cat" / "2.jpg").write_bytes(b"\xff\xd8\xff\xe0garbage")
     Image.new("1", (30_000, 30_000)).save(train / "ant" / "bomb.png")
     (train / "ant" / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
-    shutil.copy(train / "ant" / "3.jpg", train / "bee" / "copy.jpg")
+    shutil.copy(train / "ant" / "3.jpg", train / "ant" / "copy.jpg")
+    shutil.copy(train / "ant" / "6.jpg", train / "bee" / "wrong.jpg")
     shutil.copy(train / "bee" / "4.jpg", val / "bee" / "shown.jpg")
     save_image(train / "cat" / "small.jpg", 7777, size=(31, 50))
     for mode, name in (
@@ -103,8 +104,9 @@ def test_each_planted_defect_is_found_and_nothing_else(check: Check, tree: Path,
         "train/cat/2.jpg": "damaged",
         "val/cat/2.jpg": "damaged",
     }
-    assert names(defects["duplicate"]) == ["train/bee/copy.jpg"]
-    assert "but label 1 instead of 0" in defects["duplicate"][0]["about"]
+    assert names(defects["duplicate"]) == ["train/ant/copy.jpg"]
+    assert names(defects["conflicting_labels"]) == ["train/ant/6.jpg", "train/bee/wrong.jpg"]
+    assert "but label 0 instead of 1" in defects["conflicting_labels"][0]["about"]
     assert names(defects["in_both_parts"]) == ["train/bee/4.jpg"]
     assert defects["empty_classes"] == []
     assert not defects.get("label_out_of_range")
@@ -116,18 +118,46 @@ def test_each_planted_defect_is_found_and_nothing_else(check: Check, tree: Path,
         "train/cat/rgba.png": "transparent",
     }
     assert names(notes["smaller_than_image_size"]) == ["train/cat/small.jpg"]
-    for name in [*kinds, "train/bee/copy.jpg", "train/cat/small.jpg"]:
+    for name in [*kinds, "train/ant/copy.jpg", "train/bee/wrong.jpg", "train/cat/small.jpg"]:
         assert name in done.out
 
     # The list holds what was asked for, and what is left is clean: what the check calls good, training can read.
     assert {line.split("  # ")[0] for line in listed.read_text().splitlines()[1:]} == {
         *kinds,
-        "train/bee/copy.jpg",
-        "train/bee/4.jpg",
+        *("train/ant/copy.jpg", "train/bee/4.jpg", "train/ant/6.jpg", "train/bee/wrong.jpg"),
     }
     done, _ = check(tree, f"DATA.EXCLUDE={listed}", "-out", listed, "-exclude_small")
     assert done.code == 0, done.text
-    assert len(listed.read_text().splitlines()) == 2 + len(kinds) + 3, "what it named before stays"
+    assert len(listed.read_text().splitlines()) == 2 + len(kinds) + 5, "what it named before stays"
+
+
+@pytest.mark.parametrize("first", ["right", "wrong"])
+def test_no_copy_of_conflicting_labels_stays(check: Check, tree: Path, tmp_path: Path, first: str) -> None:
+    """Whichever of them sorts first, and where the other part has a copy, that one too."""
+    train, val, listed = tree / "train", tree / "val", tmp_path / "exclude.txt"
+    wrong = train / ("ant" if first == "wrong" else "cat") / "copy.jpg"
+    shutil.copy(train / "bee" / "1.jpg", wrong)
+    shutil.copy(train / "bee" / "1.jpg", train / "bee" / "again.jpg")
+    shutil.copy(train / "bee" / "4.jpg", val / "cat" / "copy.jpg")
+    done, found = check(tree, "-out", listed, "-exclude_duplicates")
+    assert done.code == 1, done.text
+    conflicts = {"train/bee/1.jpg", "train/bee/again.jpg", f"train/{wrong.parent.name}/copy.jpg"}
+    conflicts |= {"train/bee/4.jpg", "val/cat/copy.jpg"}
+    assert {line.split("  # ")[0] for line in listed.read_text().splitlines()[1:]} == conflicts
+    assert set(names(found["defects"]["conflicting_labels"])) == conflicts
+    assert "5 of the images to leave out have the same bytes as others but another label" in done.out
+    done, _ = check(tree, f"DATA.EXCLUDE={listed}")
+    assert done.code == 0, done.text
+
+
+def test_classes_of_one_name_are_counted_apart(check: Check, tree: Path) -> None:
+    """ImageNet has two cranes."""
+    for part, count in (("train", 24), ("val", 6)):
+        lines = [f"{part}/{CLASSES[i % 3]}/{i}.jpg,{i % 3},{('crane', 'bee', 'crane')[i % 3]}" for i in range(count)]
+        (tree / f"{part}.csv").write_text("\n".join(["path,target,class_name", *lines[: count - 1]]) + "\n")
+    done, found = check(tree, dataset="csv")
+    assert done.code == 0, done.text
+    assert found["classes"]["training"] == {"crane (label 0)": 8, "bee": 8, "crane (label 2)": 7}
 
 
 def as_table(tree: Path) -> Path:

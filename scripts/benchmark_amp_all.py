@@ -9,12 +9,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.benchmark_amp_all_jobs import Job, asked_for
-from scripts.benchmark_amp_all_report import BEGUN, FAILED, LEFT, State, how_far, shown, state_of, write_overview
+from scripts.benchmark_amp_all_report import (
+    BEGUN,
+    FAILED,
+    LEFT,
+    OVERVIEW,
+    State,
+    how_far,
+    shown,
+    state_of,
+    write_overview,
+)
 from scripts.benchmark_amp_frame import is_anything, is_whole
 from scripts.benchmark_amp_run import TimeUp, draw_table, plan_and_measure
 from scripts.benchmark_data_measure import Budget
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, TrainingError, UserError
 from utils.log import log
+from utils.output_file import check_output_file
 
 FAILS = (MemoryError, RuntimeError, UserError, TrainingError)
 """What ends one table and not the others."""
@@ -44,6 +55,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"-dir {folder}: this folder cannot be made ({error.strerror}); name another.") from None
+    check_output_file(folder / OVERVIEW, "-dir")
 
 
 def _turns(jobs: Sequence[Job]) -> int:

@@ -78,7 +78,7 @@ COMPILED = "ours, compiled"
 def plan(line: ToolLine) -> Plan:
     precisions, loops = _some_of(line, "PRECISIONS", PRECISIONS, "fp32,bf16"), _some_of(line, "LOOPS", LOOPS)
     rounds = line.whole("ROUNDS", 7)
-    train_py = line.file("TIMM_TRAIN", ".py").resolve() if "TIMM_TRAIN" in line.own else None
+    train_py = Path(line.own["TIMM_TRAIN"][0]).expanduser().resolve() if "TIMM_TRAIN" in line.own else None
     if train_py is not None and not train_py.is_file():
         raise UserError(f"-timm_train {train_py}: no such file; give train.py of timm's repository.")
     if train_py is not None:

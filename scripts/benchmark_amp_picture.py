@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from scripts.benchmark_amp_frame import Chart
+from utils.output_file import writing
 
 MOST_A_ROW = 3
 
@@ -27,7 +28,8 @@ def draw(path: Path, charts: list[Chart], where: str) -> None:
         axis.set_axis_off()
     figure.supxlabel("\n".join(textwrap.wrap(where, 100 * columns)), fontsize="x-small")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with writing(path, "-out"):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

@@ -15,6 +15,7 @@ from scripts.benchmark_data_measure import Budget
 from scripts.tables import in_columns, in_markdown
 from utils.errors import TrainingError, UserError
 from utils.log import log
+from utils.output_file import writing
 from utils.run_folder import git_state, versions, write_json
 from utils.script import ToolLine
 
@@ -76,7 +77,8 @@ class Notebook:
 
     def write(self) -> None:
         if self._path is not None:
-            write_json(self._path, self.found)
+            with writing(self._path, "-json"):
+                write_json(self._path, self.found)
 
 
 def kept(path: Path) -> Found | None:

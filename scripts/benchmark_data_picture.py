@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 
 from scripts.benchmark_data_paths import OURS, TIMM
 from scripts.benchmark_data_report import TITLES
+from utils.output_file import writing
 
 COLOURS = {OURS: "C0", TIMM: "C1"}
 
@@ -29,7 +30,8 @@ def draw(path: Path, found: dict[str, Any], appetite: float | None) -> None:
             _draw_per_core(axis, found[part], TITLES[part])
     figure.suptitle(f"{found['machine']}, {found['date']}", fontsize="small")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with writing(path, "-out"):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from scripts.benchmark_data_measure import OURS, TIMM, TORCHVISION
 from scripts.tables import in_columns, in_markdown
 from utils.log import log
+from utils.output_file import writing
+from utils.run_folder import replace_text
 
 Found = dict[str, Any]
 TITLES = {
@@ -119,7 +121,8 @@ def report(found: Found, appetite: float | None, json_file: Path | None, picture
         found["appetite"], found["verdict"] = appetite, verdict(found, appetite)
         print(f"\n{found['verdict']}")
     if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        with writing(json_file, "-json"):
+            replace_text(json_file, json.dumps(found, indent=2) + "\n")
         log.info("all figures: %s", json_file)
     if picture is not None:
         from scripts.benchmark_data_picture import draw

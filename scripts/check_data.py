@@ -25,6 +25,7 @@ from utils.cli import Flag  # noqa: E402
 from utils.config import Config  # noqa: E402
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
+from utils.output_file import writing  # noqa: E402
 from utils.run_folder import replace_text  # noqa: E402
 from utils.script import read_line, run_tool  # noqa: E402
 
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> int:
 def _check(argv: list[str]) -> int:
     line = read_line(argv, "check_data.py", __doc__, OWN)
     out, machines = (line.file(key) if key in line.own else None for key in ("OUT", "JSON"))
+    if out is not None and out == machines:
+        raise UserError(f"-out and -json both name {out}; give each a file of its own.")
     if out is None and line.own.keys() & {"DUPLICATES", "SMALL"}:
         raise UserError("-exclude_duplicates and -exclude_small say what the list of -out FILE names; give that too.")
     config = line.load().config
@@ -64,10 +67,12 @@ def _check(argv: list[str]) -> int:
     findings = check_data_find.find(parts, config.MODEL.NUM_CLASSES, config.DATA.IMAGE_SIZE)
     log.info(check_data_report.text(findings))
     if machines is not None:
-        replace_text(machines, json.dumps(check_data_report.as_json(findings), indent=1) + "\n")
+        with writing(machines, "-json"):
+            replace_text(machines, json.dumps(check_data_report.as_json(findings), indent=1) + "\n")
     if out is not None:
         chosen = check_data_report.to_exclude(findings, "DUPLICATES" in line.own, "SMALL" in line.own)
-        replace_text(out, check_data_report.exclude_list(chosen, config.DATA))
+        with writing(out, "-out"):
+            replace_text(out, check_data_report.exclude_list(chosen, config.DATA))
         conflicts = len(findings.defects[check_data_find.CONFLICTS]) if "DUPLICATES" in line.own else 0
         if conflicts:
             log.info(

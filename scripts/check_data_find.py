@@ -103,21 +103,21 @@ def _counts(part: Seen, names: list[str]) -> dict[str, int]:
 
 class _Copy(NamedTuple):
     part: Seen
-    index: int
+    number: int
 
     @property
     def label(self) -> int:
-        return int(self.part.samples.labels[self.index])
+        return int(self.part.samples.labels[self.number])
 
     @property
     def name(self) -> str:
-        return self.part.samples.name(self.index)
+        return self.part.samples.name(self.number)
 
     def found(self, other: _Copy) -> Found:
         """What is to be said of this one, which has the bytes of `other`."""
         # What is worse than the same image twice.
         labels = "" if self.label == other.label else f", but label {self.label} instead of {other.label}"
-        return _found(self.part, self.index, f"the same bytes as {other.name}{labels}")
+        return _found(self.part, self.number, f"the same bytes as {other.name}{labels}")
 
 
 def _copies(parts: list[Seen]) -> Iterator[list[_Copy]]:

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.errors import UserError  # noqa: E402
+from utils.output_file import check_output_file  # noqa: E402
 from utils.script import run_tool, tool_parser  # noqa: E402
 
 
@@ -81,10 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 def _check_out(out: Path) -> None:
     if out.suffix != ".safetensors":
         raise UserError(f"-out {out}: the file is one of safetensors; name it {out.stem or 'weights'}.safetensors.")
-    if out.exists():
-        raise UserError(f"-out {out}: this is there already, and it is not overwritten; name another.")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"-out {out}: the folder {out.absolute().parent} does not exist.")
+    check_output_file(out, "-out", fresh=True)
 
 
 if __name__ == "__main__":

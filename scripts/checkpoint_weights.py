@@ -17,6 +17,7 @@ from engine.trained import MADE_BY, Saved
 from scripts.checkpoint_files import folders_of, verified
 from utils.errors import EXIT_DONE, UserError
 from utils.log import log
+from utils.output_file import writing
 
 TOLD = ("model", "classes", "num_classes", "input", "choices", "epoch", "update", "metrics", "config_hash")
 """What of meta.json goes into the header of the file."""
@@ -133,13 +134,13 @@ def _is_told(key: str) -> bool:
 def write_weights(out: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
     """Under its name only once it is whole."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with naming_the_fault(out):
-            safetensors.torch.save_file(tensors, temporary, metadata=header)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(out)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise UserError(f"-out {out}: cannot be written ({error.strerror}).") from None
+    with writing(out, "-out"):
+        try:
+            with naming_the_fault(out):
+                safetensors.torch.save_file(tensors, temporary, metadata=header)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(out)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)

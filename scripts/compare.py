@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from utils.cli import Flag  # noqa: E402
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
+from utils.regular_file import kind_of_path  # noqa: E402
 from utils.run_folder import git_state, write_json  # noqa: E402
 from utils.script import read_line, run_tool  # noqa: E402
 
@@ -52,8 +53,8 @@ def main(argv: list[str]) -> int:
 def _compare(argv: list[str]) -> int:
     line = read_line(argv, "compare.py", __doc__, OWN)
     out = Path(line.own["OUT"][0] if "OUT" in line.own else "output/compare").expanduser()
-    if out.is_file():
-        raise UserError(f"-out {out}: this is a file; name a folder.")
+    if (kind := kind_of_path(out)) not in (None, "a folder"):
+        raise UserError(f"-out {out}: this is {kind}; name a folder.")
 
     from scripts.compare_plan import plan
     from scripts.compare_train import Ended, train_all
@@ -70,10 +71,10 @@ def _compare(argv: list[str]) -> int:
     )
     try:
         failed = train_all(asked, lambda failed: _write_down(asked, failed, out))
+        _report(_write_down(asked, failed, out), out)
     except (KeyboardInterrupt, Ended) as error:
         log.warning("interrupted; all that was trained is in %s, and the same command goes on from there", out)
         return EXIT_STOPPED if isinstance(error, Ended) else EXIT_INTERRUPTED
-    _report(_write_down(asked, failed, out), out)
     return EXIT_FAILED if failed else EXIT_DONE
 
 

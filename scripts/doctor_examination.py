@@ -19,6 +19,7 @@ from scripts.own_training import NO_ROOM, own_processes
 from utils.config import Config, to_yaml
 from utils.errors import TrainingError
 from utils.log import log
+from utils.output_file import writing
 from utils.run_folder import describe_run, make_folder, write_json
 from utils.world import ALONE
 
@@ -141,7 +142,8 @@ class Examination:
             "config": to_yaml(config),
         }
         folder = make_folder(config.OUTPUT, config.SAVE, "doctor")
-        write_json(folder / REPORT, about)
+        with writing(folder / REPORT, "-output"):
+            write_json(folder / REPORT, about)
         title = " ".join(filter(None, (config.TAG, config.MODEL.NAME, config.DATA.DATASET, where)))
         draw(folder / PICTURE, f"{title}\n{advice.sentence}", findings, base)
         log.info("\n%s\nFlags: %s\nEverything lies in %s", advice.sentence, advice.flags, folder)

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 
 from scripts.doctor_layers import Layer
 from scripts.doctor_verdict import Baseline, Finding, smooth_alike
+from utils.output_file import writing
 
 SHOWN_NAMES = 16
 SMALLEST_DRAWN, MOST_DRAWN = 1e-7, 1e9
@@ -38,7 +39,8 @@ def draw(path: Path, title: str, findings: list[Finding], base: Baseline | None)
     _draw_layers(axes[1][1], with_layers, "share of gradient values that underflow", _drawn_underflow, colours)
     near = [f for f in with_layers if min(layer.headroom for layer in f.measured.layers) < MOST_DRAWN]
     _draw_layers(axes[1][2], near, "headroom to overflow (factor)", lambda layer: layer.headroom, colours)
-    figure.savefig(path, dpi=110)
+    with writing(path, "-output"):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 from utils.cli import Flag  # noqa: E402
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
+from utils.output_file import writing  # noqa: E402
 from utils.run_folder import write_json  # noqa: E402
 from utils.script import ToolLine, read_line, run_tool  # noqa: E402
 
@@ -89,10 +90,8 @@ def _evaluate(argv: list[str]) -> int:
             write_matrix(path, figures, trained.names())
             log.info("The confusion matrix lies in %s", path)
     if out is not None:
-        try:
+        with writing(out, "-out"):
             write_json(out, as_json(trained, data, found))
-        except OSError as error:
-            raise UserError(f"-out {out}: cannot be written ({error.strerror}).") from None
         log.info("All figures lie in %s", out)
     return EXIT_DONE
 

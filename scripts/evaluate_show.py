@@ -14,7 +14,7 @@ from scripts.evaluate_data import Part
 from scripts.evaluate_figures import Figures
 from scripts.predict_show import shown
 from scripts.tables import in_columns
-from utils.errors import UserError
+from utils.output_file import writing
 
 ALL_SHOWN, WORST_SHOWN = 20, 10
 MOST_IN_JSON = 1000
@@ -112,10 +112,8 @@ def _numbers(values: dict[str, float]) -> dict[str, float | None]:
 
 
 def write_matrix(path: Path, figures: Figures, names: list[str]) -> None:
-    try:
+    with writing(path, "-confusion"):
         (_write_picture if path.suffix.lower() == ".png" else _write_table)(path, figures, names)
-    except OSError as error:
-        raise UserError(f"-confusion {path}: cannot be written ({error.strerror}).") from None
 
 
 def _write_table(path: Path, figures: Figures, names: list[str]) -> None:

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
+from utils.output_file import check_output_file  # noqa: E402
 from utils.script import run_tool, tool_parser  # noqa: E402
 
 ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
@@ -88,12 +89,9 @@ def _files(out: Path, formats: list[str]) -> dict[str, Path]:
         if out.suffix in ENDINGS.values():
             raise UserError(f"-out {out}: {len(formats)} files are asked for; name them without an ending, {out.stem}.")
         files = {name: out.with_name(f"{out.name}{ENDINGS[name]}") for name in formats}
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"-out {out}: the folder {out.absolute().parent} does not exist.")
     beside = [file.with_name(f"{file.name}.data") for name, file in files.items() if name == "onnx"]  # beyond 2 GB
     for file in (*files.values(), *beside):
-        if file.exists():
-            raise UserError(f"-out {out}: {file} is there already, and it is not overwritten; name another.")
+        check_output_file(file, "-out", fresh=True)
     return files
 
 

@@ -13,8 +13,9 @@ from engine.trained import Trained
 from scripts.export_check import TOLERANCES, CheckImages, compare, reference
 from scripts.export_formats import Format, Task
 from scripts.export_model import Plain, Whole, Wishes, about
-from utils.errors import TrainingError, UserError
+from utils.errors import TrainingError
 from utils.log import log
+from utils.output_file import writing
 
 
 def export_one(
@@ -31,23 +32,19 @@ def export_one(
     batches = images.batches(trained, wishes.with_preprocess)
     example = torch.cat([batches[-1], batches[-1]])[:2]
     task = Task(plain, Whole(trained, plain.module, wishes), example, about(trained, plain, wishes), wishes)
-    try:
+    with writing(out, "-out"):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    except OSError as error:
-        raise UserError(f"-out {out}: nothing can be written there ({error.strerror}).") from None
-    try:
-        said = kind.write(task, folder / out.name)
-        with torch.no_grad():
-            got = kind.run(task, folder / out.name, batches)
-        checked = compare(trained, images, wanted, got, tolerance or TOLERANCES[wishes.dtype])
-        size = sum(file.stat().st_size for file in folder.iterdir())
-        _place(folder, out)
-    except TrainingError as error:
-        raise TrainingError(f"{out} was not written: {error}") from None
-    except OSError as error:
-        raise UserError(f"-out {out}: cannot be written ({error.strerror or error}).") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            said = kind.write(task, folder / out.name)
+            with torch.no_grad():
+                got = kind.run(task, folder / out.name, batches)
+            checked = compare(trained, images, wanted, got, tolerance or TOLERANCES[wishes.dtype])
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            _place(folder, out)
+        except TrainingError as error:
+            raise TrainingError(f"{out} was not written: {error}") from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     log.info("%s: %.1f MB, %s, %s", out, size / 1e6, wishes.dtype, said)
     log.info("  %s", checked)
     if kind.name == "safetensors":

@@ -32,6 +32,7 @@ from scripts.predict_show import ENDINGS, FORMATS  # noqa: E402
 from utils.cli import AMP_WORDS  # noqa: E402
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
+from utils.output_file import check_output_file, writing  # noqa: E402
 from utils.script import amp_in_one_word, run_tool, tool_parser  # noqa: E402
 
 
@@ -89,10 +90,8 @@ def _check(asked: argparse.Namespace) -> None:
         value = getattr(asked, name)
         if value is not None and value < least:
             raise UserError(f"-{name} {value}: takes a whole number from {least} on.")
-    out = asked.out
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        what = "is a folder" if out.is_dir() else f"the folder {out.absolute().parent} does not exist"
-        raise UserError(f"-out {out}: {what}; name a file.")
+    if asked.out is not None:
+        asked.out = check_output_file(asked.out, "-out")
     if not asked.path.expanduser().exists():
         raise UserError(f"{asked.path}: there is no such run, checkpoint or file; it comes first, before the images.")
 
@@ -111,11 +110,10 @@ def _opened(out: Path | None) -> Iterator[TextIO]:
         return
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            yield file
-        temporary.replace(out)
-    except OSError as error:
-        raise UserError(f"-out {out}: cannot be written ({error.strerror}).") from None
+        with writing(out, "-out"):
+            with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+                yield file
+            temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from utils.config.data import DataConfig  # noqa: E402
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
+from utils.output_file import check_output_file, writing  # noqa: E402
 from utils.run_folder import replace_text  # noqa: E402
 from utils.script import run_tool, tool_parser  # noqa: E402
 
@@ -48,8 +49,8 @@ def main(argv: list[str]) -> int:
 def _prepare(argv: list[str]) -> int:
     asked = _parser().parse_args(argv)
     out: Path = asked.out or asked.data_path / "caltech256.csv"
-    if out.is_dir() or (asked.out is not None and not out.absolute().parent.is_dir()):
-        raise UserError(f"-out {out}: name a file in a folder that exists.")
+    if asked.out is not None or asked.data_path.is_dir():  # which a download makes otherwise
+        out = check_output_file(out, "-out")
 
     # Only now, with the command known to be right: importing torch takes seconds.
     from datasets.caltech import CALTECH256
@@ -110,10 +111,8 @@ def _write(tree: Tree, out: Path) -> None:
     table.writerow(("image_path", "target", "class_name"))
     for path, label in zip(tree.paths, tree.labels.tolist(), strict=True):
         table.writerow((Path(above, path).as_posix(), label, tree.classes[label]))
-    try:
+    with writing(out, "-out"):
         replace_text(out, text.getvalue())
-    except OSError as error:
-        raise UserError(f"-out {out} cannot be written: {error}.") from None
 
 
 def _parser() -> argparse.ArgumentParser:

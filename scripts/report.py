@@ -43,8 +43,6 @@ def _report(argv: list[str]) -> int:
     out: Path | None = asked.out
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"-out {out}: name a file that ends in .html.")
-    if out is not None and not out.parent.is_dir():
-        raise UserError(f"-out {out}: the folder {out.parent} does not exist.")
 
     from scripts.report_page import write_report
 

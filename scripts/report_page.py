@@ -12,8 +12,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from scripts.report_charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, charts, colours_of, short, side_by_side
 from scripts.report_runs import NOTHING, Run, differing_settings, read_runs, summary
-from utils.errors import UserError
 from utils.log import log
+from utils.output_file import check_output_file, writing
 from utils.run_folder import replace_text
 
 TEMPLATE = "report_page.html"
@@ -43,7 +43,7 @@ def write_report(
 ) -> Path:
     """The file it wrote. `out` None: beside the runs. `predictions`: load the best weights and ask them."""
     read = read_runs(runs)
-    out = out or _beside(read) / "report.html"
+    out = check_output_file(out or _beside(read) / "report.html", "-out")
     seen: list[Any] = []
     if predictions:
         from scripts.report_predictions import look  # needs torch and timm, which the rest does without
@@ -53,10 +53,8 @@ def write_report(
             seen.append(look(run.folder))
     # Names of files may be bytes that are no text: they are shown as far as they are.
     text = _page(read, verdict, seen).encode(errors="surrogateescape").decode(errors="replace")
-    try:
+    with writing(out, "-out"):
         replace_text(out, text)
-    except OSError as error:
-        raise UserError(f"-out {out}: cannot be written ({error.strerror}).") from None
     return out
 
 

@@ -21,7 +21,7 @@ from engine.inputs import Inputs
 from engine.mixing import batch_change
 from engine.setup import training_data
 from utils.config import Config
-from utils.errors import UserError
+from utils.output_file import writing
 from utils.seeding import seed_all
 from utils.world import ALONE
 
@@ -79,9 +79,8 @@ def draw(path: Path, config: Config, shown: list[Shown]) -> None:
         axis.imshow(one.pixels.squeeze(-1) if one.pixels.shape[-1] == 1 else one.pixels, cmap="gray", vmin=0, vmax=255)
         axis.set_title(_in_words(one.labels), fontsize=7)
     try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UserError(f"-out {path}: the picture cannot be written: {error.strerror or error}.") from None
+        with writing(path, "-out"):
+            figure.savefig(path, dpi=120)
     finally:
         plt.close(figure)
 

@@ -18,6 +18,7 @@ from utils.config import Loaded, load_config
 from utils.config.kinds import AUTO
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
 from utils.log import log, start_log
+from utils.output_file import check_output_file, nothing_written_yet, written
 from utils.world import read_world
 
 WIDTH = 100
@@ -43,6 +44,7 @@ PAGES = {
 def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
     """Do `work`, and turn what stops it into a line of text and an exit code."""
     start_log(speaks=True)
+    nothing_written_yet()
     try:
         return work(argv)
     except UserError as error:
@@ -55,7 +57,7 @@ def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except KeyboardInterrupt:
-        log.warning("interrupted; nothing was written")
+        log.warning("interrupted; %s", written())
         return EXIT_INTERRUPTED
 
 
@@ -101,10 +103,7 @@ class ToolLine:
         path = Path(text).expanduser()
         if ending and path.suffix.lower() != ending:
             raise UserError(f"{flag} {text}: name it {path.stem or 'result'}{ending}.")
-        if path.is_dir() or not path.parent.is_dir():
-            what = "is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
-            raise UserError(f"{flag} {text}: {what}; name a file.".lstrip())
-        return path
+        return check_output_file(path, flag)
 
 
 def about_tool(about: str | None, tool: str) -> str:

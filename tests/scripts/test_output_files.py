@@ -1,0 +1,117 @@
+"""Files that tools write: what cannot be written is found before the work, and what was written is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts import export
+from tests.program import Result, save_image
+from utils.errors import EXIT_INTERRUPTED, UserError
+from utils.log import log
+from utils.output_file import check_output_file, writing
+from utils.script import run_tool
+
+TOOLS = {
+    "check_data": ("-dataset", "imagefolder", "-data_path", "{tree}", "-num_classes", "1", "-out", "{out}.txt"),
+    "check_data -json": ("-dataset", "imagefolder", "-data_path", "{tree}", "-num_classes", "1", "-json", "{out}.json"),
+    "show_batch": ("-cfg", "configs/vit_digits.yaml", "-out", "{out}.png"),
+    "predict": ("{run}", "{tree}", "-out", "{out}.csv"),
+    "evaluate": ("{run}", "-out", "{out}.json"),
+    "evaluate -confusion": ("{run}", "-confusion", "{out}.csv"),
+    "export": ("{run}", "-to", "torch", "-out", "{out}.pt2"),
+    "checkpoint": ("strip", "{run}", "-out", "{out}.safetensors"),
+    "report": ("{run}", "-out", "{out}.html"),
+    "import_paddle": ("{tree}/w.pdparams", "-out", "{out}.safetensors"),
+    "prepare_caltech256": ("-data_path", "{tree}", "-out", "{out}.csv"),
+    "benchmark_amp": ("windows", "-cfg", "configs/vit_digits.yaml", "-json", "{out}.json"),
+    "benchmark_data": ("-out", "{out}.png"),
+}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tree")
+    for part in ("train", "val"):
+        save_image(root / part / "one" / f"{part}.png", seed=len(part))
+    (root / "w.pdparams").write_bytes(b"\x80")
+    return root
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_cannot_be_written_is_told_before_the_work(
+    tool: str, tree: Path, digits_run: Path, tmp_path: Path, vitamp: Callable[..., Result]
+) -> None:
+    (tmp_path / "file").write_text("")
+    places = {
+        str(tmp_path / "none" / "x"): f"the folder {tmp_path / 'none'} does not exist",
+        str(tmp_path / "file" / "x"): f"{tmp_path / 'file'} is a file, not a folder",
+        str(tmp_path / ("x" * 300)): "cannot be written (File name too long)",
+    }
+    for out, said in places.items():
+        words = [word.format(out=out, tree=tree, run=digits_run) for word in TOOLS[tool]]
+        done = vitamp(*words, script=f"scripts/{tool.split()[0]}.py")
+        assert done.code == 2, done.text
+        assert said in done.err
+        assert "Traceback" not in done.text
+        assert done.out == "", "nothing was looked at yet"
+
+
+def test_kinds_of_places(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "link").symlink_to("old")
+    assert check_output_file(tmp_path / "new", "-out") == tmp_path / "new"
+    assert check_output_file(tmp_path / "link", "-out") == tmp_path / "link"
+    assert (tmp_path / "old").read_text() == "old"
+    for path, said in (
+        (tmp_path / "pipe", "is a named pipe; name a file"),
+        (tmp_path, "is a folder; name a file"),
+        (Path("/dev/null"), "is a character device; name a file"),
+    ):
+        with pytest.raises(UserError, match=f"-out {path}: {said}"):
+            check_output_file(path, "-out")
+    with pytest.raises(UserError, match="this is there already"):
+        check_output_file(tmp_path / "old", "-out", fresh=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "pipe"], "nothing is left of the trial"
+
+
+def test_a_disk_that_fails_at_the_end_is_a_line(tree: Path, vitamp: Callable[..., Result], tmp_path: Path) -> None:
+    words = ("-dataset", "imagefolder", "-data_path", tree, "-num_classes", "1")
+    done = vitamp(*words, "-out", tmp_path / "a.txt", "-json", tmp_path / "a.txt", script="scripts/check_data.py")
+    assert done.code == 2
+    assert "-out and -json both name" in done.err
+    with (
+        pytest.raises(UserError, match=r"-out x: cannot be written \(No space left on device\)"),
+        writing(Path("x"), "-out"),
+    ):
+        raise OSError(28, "No space left on device")
+
+
+def test_an_interrupted_tool_tells_what_it_wrote(
+    tmp_path: Path, digits_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    assert run_tool(interrupted, []) == EXIT_INTERRUPTED
+    assert "interrupted; no result was written" in capsys.readouterr().err
+    from scripts import export_place
+
+    really, files = export_place.compare, []
+
+    def compare(*given: object) -> str:
+        files.append(given)
+        if len(files) == 2:
+            raise KeyboardInterrupt
+        return really(*given)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(export_place, "compare", compare)
+    words = [str(digits_run), "-to", "torch,safetensors", "-out", str(tmp_path / "vit")]
+    assert export.main(words) == EXIT_INTERRUPTED
+    log.handlers.clear()
+    assert f"interrupted; written before that, and whole: {tmp_path / 'vit.pt2'}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["vit.pt2"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import itertools
 import os
@@ -181,11 +180,8 @@ class _Feed:
         if self._loader is None:
             return map(self._fetch.__getitems__, self._plan)
         iterator = iter(self._loader)
-        if isinstance(iterator, WatchedIterator) and self._workers is None:
+        if isinstance(iterator, WatchedIterator):
             self._workers = iterator
-            # Python ends its child processes by SIGTERM, which ours ignore, and would then wait for them for ever.
-            # Hooks run last in, first out: this one must come after those of multiprocessing and torch.
-            atexit.register(self.close)
         return iterator
 
     def _bury(self, death: WorkerDied, deaths: int) -> None:
@@ -207,7 +203,6 @@ class _Feed:
 
     def _end_workers(self, kill: bool) -> None:
         if self._workers is not None:
-            atexit.unregister(self.close)
             self._workers.end(kill)
             self._workers = None
         if self._loader is not None:

@@ -5,13 +5,16 @@ torch's own way is a handler of SIGCHLD that raises an error at any point of the
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -20,6 +23,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_TO_BEGIN = 60.0
 """A process is born as a copy of one with many threads. What one of them held at that moment is held for ever in it."""
+
+BEFORE_QUEUES_CLOSE = 100
+"""multiprocessing calls the hooks of higher priority first, and closes its queues at 10."""
 
 
 class WorkerDied(Exception):
@@ -56,13 +62,22 @@ class _Begin:
 
 
 class WatchedIterator(_MultiProcessingDataLoaderIter):
-    """Batches from loading processes. Raises WorkerDied where one of them is waited for in vain."""
+    """Batches from loading processes. Raises WorkerDied where one of them is waited for in vain.
+
+    The loading processes end with `end`, or with this process.
+    """
 
     def __init__(self, loader: WatchedLoader) -> None:
         self._begun, self._until = loader.begun, time.monotonic() + SECONDS_TO_BEGIN
         self._begun[:] = bytes(len(self._begun))
-        with _born_deaf():
-            super().__init__(loader)
+        try:
+            with _born_deaf():
+                super().__init__(loader)
+        except OSError:  # not all of them could be started
+            self._kill()
+            self._shutdown = True  # or torch would wait for those that have ended
+            raise
+        self._forget_exit = call_at_exit(self.end)
 
     def _get_data(self) -> Any:
         while True:
@@ -87,15 +102,28 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
 
     def end(self, kill: bool = False) -> None:
         """End the processes: in peace, or at once where what they are at will not be used."""
+        self._forget_exit()
         if kill:
             self._kill()
         self._shutdown_workers()
         self._kill()
 
     def _kill(self) -> None:
-        for worker in self._workers:
+        for worker in getattr(self, "_workers", ()):
             if worker.is_alive():
                 worker.kill()
+
+
+def call_at_exit(call: Callable[[], None]) -> Callable[[], object]:
+    """Call this when the process ends, before Python ends its child processes. What it returns takes that back.
+
+    Python ends child processes by SIGTERM, which loading processes ignore, and then waits for them without end.
+    """
+    if multiprocessing.parent_process() is None:
+        atexit.register(call)  # last in, first out: this comes before the hooks of multiprocessing and torch
+        return partial(atexit.unregister, call)
+    # A process that multiprocessing started leaves out the hooks of atexit.
+    return multiprocessing.util.Finalize(None, call, exitpriority=BEFORE_QUEUES_CLOSE).cancel
 
 
 def _how(code: int | None) -> str:

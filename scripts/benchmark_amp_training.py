@@ -89,6 +89,8 @@ class Seat:
 
     def close(self) -> None:
         if self._pool is not None:
+            with contextlib.suppress(BrokenProcessPool):
+                self._pool.submit(_stand_up)
             self._pool.shutdown()
             self._pool = None
 
@@ -149,8 +151,9 @@ def _turn_alone(job: Job, world: World) -> Figures:
 
 
 _course: _Course | None = None
-"""In the process of a Seat, what its next turn goes on with; its training ends with the process."""
+"""In the process of a Seat, what its next turn continues."""
 _standing = contextlib.ExitStack()
+"""What ends its training: its loading processes, for one."""
 
 
 def _sit_down(job: Job) -> Figures:
@@ -165,6 +168,12 @@ def _sit_down(job: Job) -> Figures:
 def _next_turn() -> Figures:
     assert _course is not None
     return _or_why_not(_course.turn)
+
+
+def _stand_up() -> None:
+    global _course
+    _course = None
+    _standing.close()
 
 
 def _or_why_not(work: Callable[[], Figures]) -> Figures:

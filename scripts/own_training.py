@@ -106,11 +106,16 @@ def own_processes(count: int = 1) -> ProcessPoolExecutor:
     """Processes that nothing else was done in."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    return ProcessPoolExecutor(count, mp_context=context, initializer=_begin_process)
+    usual = (multiprocessing.get_start_method(),)
+    return ProcessPoolExecutor(count, mp_context=context, initializer=_begin_process, initargs=usual)
 
 
-def _begin_process() -> None:
-    """Who measures decides when this process ends: by Ctrl-C it is told, and this one does not outlive it."""
+def _begin_process(start_method: str) -> None:
+    """The process that measures ends this one, also after Ctrl-C; this one does not outlive it.
+
+    `start_method`: how a run starts its loading processes. From here, they would each import torch.
+    """
+    multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     quieten()
     if sys.platform == "linux":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from datasets import Batch, ImageDataset, TrainLoader, ValLoader, open_dataset
+from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, ValLoader, open_dataset
 from datasets.loader import start_worker
 from tests.datasets.processes import children, gone, in_order
 from utils.config.data import DataConfig
@@ -75,6 +77,32 @@ next(iter(next(windows)))
 raise SystemExit(7)
 """
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=40, check=False).returncode == 7
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_of_multiprocessing_ends_without_closing_its_loader(listed: Path, method: str) -> None:
+    process = multiprocessing.get_context(method).Process(target=_load_without_closing, args=(listed,))
+    process.start()
+    process.join(60)
+    code = process.exitcode
+    if code is None:
+        for pid in (*children(process.pid or 0), process.pid or 0):
+            os.kill(pid, signal.SIGKILL)
+    assert code == 7
+
+
+def _load_without_closing(listed: Path) -> None:
+    cpu = torch.device("cpu")
+    dataset = open_dataset(DataConfig(DATA_PATH=str(listed), IMAGE_SIZE=8), True, 3, 0, cpu)
+    loader = TrainLoader(dataset, EpochOrder(12, 4, 1, 0, 1, 0, True), 0, 2, cpu)
+    _unclosed.append(loader)
+    windows = loader.epoch(0)
+    next(iter(next(windows)))
+    assert len(multiprocessing.active_children()) == 2
+    raise SystemExit(7)
+
+
+_unclosed: list[TrainLoader] = []
 
 
 class Deadly(ImageDataset):
@@ -210,3 +238,22 @@ def test_processes_that_cannot_be_started(training, monkeypatch: pytest.MonkeyPa
     refusals += [OSError(12, "Cannot allocate memory")] * 3
     with pytest.raises(TrainingError, match="could not be started: Cannot allocate memory"):
         in_order(training(workers=1), 1)
+
+
+def test_those_that_were_started_end_where_another_could_not_be(training, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, real, forks = set(children(os.getpid())), os.fork, []
+
+    def fork() -> int:
+        forks.append(1)
+        if len(forks) % 2 == 0:
+            raise OSError(12, "Cannot allocate memory")
+        return real()
+
+    monkeypatch.setattr(os, "fork", fork)
+    began = time.monotonic()
+    with pytest.raises(TrainingError, match="could not be started: Cannot allocate memory"):
+        in_order(training(workers=2), 1)
+    assert len(forks) == 6
+    assert gone(set(children(os.getpid())) - before, seconds=2)
+    gc.collect()
+    assert time.monotonic() - began < 5

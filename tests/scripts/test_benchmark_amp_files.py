@@ -1,0 +1,62 @@
+"""Each table of benchmark_amp.py, and the doctor, on image files: it ends, and no process stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.program import ROOT
+
+WORDS = ("-num_classes", "4", "-num_workers", "2", "-image_size", "32", "-batch_size", "4")
+SMALL_VIT = ("MODEL.PATCH_SIZE=16", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
+COMMANDS = {
+    "windows": "benchmark_amp.py windows -iters 2 -windows 2",
+    "modes": "benchmark_amp.py modes -modes bf16 -iters 2 -rounds 1",
+    "peers": "benchmark_amp.py peers -precisions fp32 -loops ours -updates 2 -rounds 1",
+    "scaling": "benchmark_amp.py scaling -axes processes -processes 1,2 -iters 2 -rounds 1",
+    "startup": "benchmark_amp.py startup -rounds 1",
+    "doctor": "doctor.py -modes bf16 -updates 4",
+}
+QUICK = ("windows", "modes")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a session's processes are read from /proc")
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
+)
+def test_ends_and_leaves_no_process(name: str, imagenet: Path, tmp_path: Path) -> None:
+    script, *words = COMMANDS[name].split()
+    data = ("-dataset", "imagenet2012", "-data_path", str(imagenet), "-device", "cpu", "-threads", "1")
+    output = ("-output", str(tmp_path / "out")) if name == "doctor" else ()
+    command = [sys.executable, str(ROOT / "scripts" / script), *words, *data, *WORDS, *SMALL_VIT, *output]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+        try:
+            code = process.wait(180)
+        except subprocess.TimeoutExpired:
+            code = None
+    left = list(_processes_of(process.pid))
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    text = (tmp_path / "said").read_text(encoding="utf-8")
+    assert code == 0, text
+    assert "failed" not in text
+    assert not left, text
+
+
+def _processes_of(session: int) -> Iterator[int]:
+    """Those that still run."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, its_session = stat.read_text().rsplit(")", 1)[1].split()[:4]
+        except OSError:
+            continue
+        if int(its_session) == session and state != "Z":
+            yield int(stat.parent.name)

@@ -6,8 +6,10 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from engine.update import Parts
 from models import build_without_weights
 from utils.config import Config
 from utils.errors import UserError
+from utils.log import log
 from utils.world import World, from_first, together
 
 AUTO, NONE, BLOCKS, WHOLE = "auto", "none", "blocks", "whole"
@@ -41,15 +44,15 @@ class CompileChoice:
         return {"compile": self.how, "compile_why": self.reason}
 
 
-def choose_compiling(config: Config, parts: Parts, world: World, updates: int, kept: str | None) -> CompileChoice:
-    """`updates`: those that are left. `kept`: what the run that is gone on with had chosen. A collective call."""
+def choose_compiling(
+    config: Config, parts: Parts, world: World, updates: int, kept: Mapping[str, Any]
+) -> CompileChoice:
+    """`updates`: those that are left. `kept`: all choices of the run that resumes. A collective call."""
     wanted = config.TRAIN.COMPILE
     if wanted != AUTO:
         how, reason = wanted, "as asked for"
-    elif kept is not None:
-        how, reason = kept, "as this run had it"
     else:
-        how, reason = from_first(_by_gain(config, parts, updates), world)
+        how, reason = from_first(_kept(kept, parts.precision.device) or _by_gain(config, parts, updates), world)
     if how == WHOLE and world.size > 1 and parts.half_copy is None:
         how, reason = BLOCKS, "ranks exchange gradients during the backward pass, which one graph would hold back"
         if wanted == AUTO and not has_blocks(parts.model):
@@ -57,6 +60,23 @@ def choose_compiling(config: Config, parts: Parts, world: World, updates: int, k
     choice = CompileChoice(how, config.TRAIN.COMPILE_MODE, reason)
     together(world, lambda: _check(choice, parts, world))
     return choice
+
+
+def _kept(kept: Mapping[str, Any], device: torch.device) -> tuple[str, str] | None:
+    """The choice of the run that resumes; None where there is none, or where it was made for another machine."""
+    how = kept.get("compile")
+    if how is None:
+        return None
+    before = str(kept.get("computed_in", device.type)).partition(" ")[0]
+    lacking = None if how == NONE else _missing_tool(device)
+    if before == device.type and lacking is None:
+        return how, "as this run had it"
+    log.info(
+        "Whether to compile is chosen anew: this run had TRAIN.COMPILE %s %s.",
+        how,
+        f"on {before}, and now is on {device.type}" if before != device.type else f"before, and now {lacking}",
+    )
+    return None
 
 
 def _by_gain(config: Config, parts: Parts, updates: int) -> tuple[str, str]:

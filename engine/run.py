@@ -130,7 +130,7 @@ def _train(
     ready.parts.batch_found = bool(found)
     kept = checkpoint.meta.get("choices", {}) if checkpoint else {}
     left = updates_left(config, ready.position, ready.train_loader.order.updates)
-    compiling = choose_compiling(config, ready.parts, world, left, kept.get("compile"))
+    compiling = choose_compiling(config, ready.parts, world, left, kept)
     ready.choices |= compiling.as_noted()
     warning = ready.precision.choice.warning
     if warning:

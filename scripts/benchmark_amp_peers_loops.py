@@ -44,7 +44,7 @@ class Ours:
         in_precision[0].train()
         self._parts = update_parts(config, ALONE, device, in_precision, UPDATES_AN_EPOCH)
         self._parts.start_computing()
-        compiling = choose_compiling(config, self._parts, ALONE, 0, None)
+        compiling = choose_compiling(config, self._parts, ALONE, 0, {})
         self.choices = tuning.choices() | compiling.as_noted()
         compile_update(self._parts, compiling, config)
         self._done = 0

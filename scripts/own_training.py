@@ -87,7 +87,7 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
             join_gradients(ready.parts, world, config)
             if compiled:
                 updates = config.TRAIN.NUM_EPOCHS * ready.train_loader.order.updates
-                compiling = choose_compiling(config, ready.parts, world, updates, None)
+                compiling = choose_compiling(config, ready.parts, world, updates, {})
                 ready.choices |= compiling.as_noted()
                 compile_update(ready.parts, compiling, config)
             yield training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,14 @@ def choose(
     updates: int = LONG,
     kept: str | None = None,
     device: str = "cpu",
+    began_on: str | None = None,
     **train: Any,
 ) -> CompileChoice:
     model = model or timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=32)
     parts = parts_of(model, torch.optim.SGD(model.parameters()), OFF)
     parts.precision.device = torch.device(device)
-    return choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, kept)
+    choices = {} if kept is None else {"compile": kept, "computed_in": f"{began_on or device} fp32"}
+    return choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, choices)
 
 
 def test_a_cpu_compiles_what_it_is_asked_to_and_no_more() -> None:
@@ -80,10 +83,46 @@ def test_many_processes_compile_blocks_so_that_gradients_travel_early() -> None:
     assert choose(nn.Linear(2, 2), device="cuda", world=TWO).how == "none", "there are no blocks in it"
 
 
-def test_a_run_that_is_gone_on_with_keeps_its_choice_unless_told_otherwise() -> None:
+@pytest.mark.usefixtures("gpu")
+def test_a_resumed_run_keeps_its_choice_unless_told_otherwise() -> None:
     assert choose(kept="whole") == CompileChoice("whole", "default", "as this run had it")
     assert choose(kept="whole", COMPILE="none").how == "none"
     assert choose(kept="none", COMPILE="blocks").how == "blocks"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_run_resumed_on_another_kind_of_device_chooses_anew(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    on_cpu = choose(kept="whole", began_on="cuda")
+    assert on_cpu == CompileChoice("none", "default", choose().reason)
+    said = "Whether to compile is chosen anew: this run had TRAIN.COMPILE whole on cuda, and now is on cpu."
+    assert caplog.messages == [said]
+    assert choose(kept="none", began_on="cpu", device="cuda").how == "whole"
+    assert choose(kept="whole", began_on="cuda", COMPILE="blocks").how == "blocks", "as asked for"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_run_resumed_where_there_is_no_compiler_chooses_anew(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(compile_choice.shutil, "which", lambda _: None)
+    assert choose(kept="whole", device="cuda").how == "none"
+    assert "this run had TRAIN.COMPILE whole before, and now torch.compile needs a compiler" in caplog.text
+
+
+def test_a_checkpoint_of_a_gpu_resumes_on_a_cpu_uncompiled(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=2", "SAVE_FREQ=1")
+    assert vitamp(*words, "TRAIN.MAX_UPDATES=45").code == 0
+    for meta in run.glob("checkpoints/step-*/meta.json"):
+        told = json.loads(meta.read_text())
+        told["choices"] |= {"compile": "whole", "computed_in": "cuda fp32"}
+        meta.write_text(json.dumps(told))
+    done = vitamp(*words, "-resume", "auto", env={"CXX": "no-such-compiler"})
+    assert done.code == 0, done.text
+    assert "this run had TRAIN.COMPILE whole on cuda, and now is on cpu" in done.out
+    assert "compile    none (auto: on cpu compiling takes longer than it saves)" in done.out
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,15 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
+def visible_gpus(config: Config) -> int:
+    """0 where the settings ask for another device."""
+    on_gpus = config.DEVICE in (None, "cuda") and torch.cuda.is_available()
+    return torch.cuda.device_count() if on_gpus else 0
+
+
 def visible_devices(config: Config) -> int:
     """How many processes main_multi_gpu.py starts: one a visible GPU, or as many as -ngpus says."""
-    on_gpus = config.DEVICE in (None, "cuda") and torch.cuda.is_available()
-    visible = torch.cuda.device_count() if on_gpus else 0
+    visible = visible_gpus(config)
     if config.DEVICE == "cuda" and not visible:
         pick_device("cuda", ALONE)  # tells why there is none
     if config.NGPUS == 0:

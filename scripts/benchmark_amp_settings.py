@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from utils.cli import Flag
 from utils.config import Config, Loaded
 from utils.config.keys import default_of, settings, value_of
-from utils.script import ToolLine, check_one_training
+from utils.script import ToolLine, about_one_device, check_one_training
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def settings_of(
         told_of = ", ".join(f"{key} {value}" for key, value in filled.items())
         remarks.append(f"small on a CPU where nothing else is given: {told_of}")
     check_one_training(loaded, "benchmark_amp.py")
-    return loaded, device, [*loaded.notes, *remarks]
+    return loaded, device, [*loaded.notes, *about_one_device(loaded), *remarks]
 
 
 def synthetic(config: Config, updates: int) -> Config:

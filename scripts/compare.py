@@ -15,7 +15,8 @@ alone, in what -amp makes of them on this device. O2:bf16 is O2-bf16.
 Exit codes: 0 done, 1 a run failed (the others are compared), 2 anything wrong that can be found before training,
 130 interrupted.
 
-The flags and settings of main_single_gpu.py hold (with -ngpus those of main_multi_gpu.py). Flags of its own:
+The flags and settings of main_single_gpu.py hold (with -ngpus those of main_multi_gpu.py;
+-ngpus -1: all visible GPUs). Flags of its own:
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class Plan:
     """In the order in which they are trained."""
     device: str
     """Its name."""
-    processes: int | None
-    """-ngpus, where it was given."""
+    many: bool
+    """Whether the runs are main_multi_gpu.py's: -ngpus was given."""
     remarks: tuple[str, ...]
 
 
@@ -134,7 +134,8 @@ def plan(line: ToolLine, out: Path) -> Plan:
     device = pick_device(loaded.config.DEVICE, ALONE)
     named = line.own["MODES"][0] if "MODES" in line.own else "fp32,auto"
     # Whoever asks a GPU holds some of its memory to his end, and in exclusive mode all of it: that must not be us.
-    asked = named, loaded.config, device
+    many = loaded.config.NGPUS != -1 or "NGPUS" in {**line.run.flags, **line.run.words}
+    asked = named, loaded.config, device, many
     modes, remarks, name = in_another_process(_judged, *asked) if device.type == "cuda" else _judged(*asked)
     runs = tuple(
         Run(mode.name, seed, _settings(line, mode, seed), out / f"{mode.name}-{seed}")
@@ -143,8 +144,7 @@ def plan(line: ToolLine, out: Path) -> Plan:
         for mode in modes[:: -1 if nth % 2 else 1]
     )
     _check_all(runs)
-    number = None if loaded.config.NGPUS == -1 else loaded.config.NGPUS
-    return Plan(modes, seeds, runs, name, number, (*loaded.notes, *remarks))
+    return Plan(modes, seeds, runs, name, many, (*loaded.notes, *remarks))
 
 
 def in_another_process(work: Callable[..., T], *given: object) -> T:
@@ -153,12 +153,15 @@ def in_another_process(work: Callable[..., T], *given: object) -> T:
         return process.submit(work, *given).result()
 
 
-def _judged(named: str, config: Config, device: torch.device) -> tuple[tuple[Mode, ...], list[str], str]:
+def _judged(named: str, config: Config, device: torch.device, many: bool) -> tuple[tuple[Mode, ...], list[str], str]:
     """The modes, what is to be told of them, and what the device is called: all that the device itself is asked."""
-    from engine.device import describe_one
+    from engine.device import describe_one, visible_devices
 
     modes = read_modes(named, config, device)
-    return modes, _remarks(modes, config, device), describe_one(device)
+    remarks = _remarks(modes, config, device)
+    if many:
+        remarks.append(f"each run: {visible_devices(config)} process(es), as main_multi_gpu.py starts them (-ngpus)")
+    return modes, remarks, describe_one(device)
 
 
 def _settings(line: ToolLine, mode: Mode, seed: int) -> Config:
@@ -213,9 +216,9 @@ def write_settings(run: Run) -> None:
         replace_text(run.settings_file, f"# {run.name}; made by scripts/compare.py\n{to_yaml(run.config)}")
 
 
-def command_of(run: Run, processes: int | None) -> list[str]:
+def command_of(run: Run, many: bool) -> list[str]:
     """How the program is started for it."""
-    script = "main_single_gpu.py" if processes is None else "main_multi_gpu.py"
+    script = "main_multi_gpu.py" if many else "main_single_gpu.py"
     return [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
 
 

@@ -90,7 +90,7 @@ def _train(run: Run, plan: Plan, look: Callable[[float, float], None]) -> str | 
     write_settings(run)
     began, train = time.monotonic(), run.config.TRAIN
     with tempfile.TemporaryFile() as output:
-        process = start(command_of(run, plan.processes), output)
+        process = start(command_of(run, plan.many), output)
         try:
             while True:
                 try:

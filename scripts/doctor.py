@@ -28,7 +28,7 @@ from utils.cli import Flag  # noqa: E402
 from utils.config import Loaded  # noqa: E402
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
-from utils.script import ToolLine, check_one_training, read_line, run_tool  # noqa: E402
+from utils.script import ToolLine, about_one_device, check_one_training, read_line, run_tool  # noqa: E402
 from utils.world import ALONE  # noqa: E402
 
 OWN = (
@@ -94,9 +94,7 @@ def _without_effect(loaded: Loaded) -> list[str]:
     notes = [f"AMP.{key} ({loaded.sources[f'AMP.{key}']}): this is what is compared here" for key in compared]
     if loaded.config.AMP.AUTO_FP32:
         notes.append("AMP.AUTO_FP32: no module is moved to fp32 here, so that every precision is seen as it is")
-    if loaded.config.NGPUS > 1:
-        notes.append(f"-ngpus {loaded.config.NGPUS}: one device is measured, with the batch of one")
-    return notes
+    return notes + about_one_device(loaded)
 
 
 def _number(line: ToolLine, key: str, default: Any, kind: type) -> Any:

@@ -8,6 +8,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
+from engine.compile_choice import NONE
 from engine.device import describe, prepare
 from engine.precision import choose
 from scripts.doctor_measure import Job, Measured, measure
@@ -130,7 +131,7 @@ class Examination:
         config = self._config
         advice = recommend(findings, base, REFERENCE.flags(config.AMP))
         log.info("\n%s\n", table(findings, base))
-        for line in [*details(findings), *self._remarks(base)]:
+        for line in [*details(findings), *self._remarks(base), *_about_compiling(base, findings)]:
             log.info("%s", line)
         about = {
             **describe_run(where, {"updates": self._wanted, "threads": threads}, config.TAG),
@@ -169,3 +170,18 @@ class Examination:
                 "precision makes training faster (DATA.NUM_WORKERS)"
             )
         return texts
+
+
+def _about_compiling(base: Baseline | None, findings: list[Finding]) -> list[str]:
+    """Which precisions a run would compile. Here none is, so that every layer can be looked into."""
+    measured = {finding.name: finding.measured for finding in findings}
+    if base is not None:
+        measured = {"fp32": base.runs[0], **measured}
+    how = {name: run.compile for name, run in measured.items() if run.compile != NONE}
+    if not how:
+        return []
+    return [
+        f"compiling: all updates here were eager, but a run would compile {', '.join(how)} (TRAIN.COMPILE "
+        f"{' or '.join(dict.fromkeys(how.values()))}), with other speed and memory; scripts/benchmark_amp.py modes "
+        "measures compiled updates"
+    ]

@@ -53,6 +53,8 @@ class Measured:
     epochs: float = 0.0
     bad_update: int | None = None
     """The first whose gradients were not numbers, where nothing skips such."""
+    compile: str = "none"
+    """What a run would compile of the update, which is eager here."""
     seconds: float = 0.0
     out_of_time: bool = False
     layers: list[Layer] = field(default_factory=list)
@@ -92,6 +94,7 @@ def _measure(job: Job, result: Measured) -> None:
     config = job.config
     with opened(config, compiled=False) as training:  # numbers are the same, and every layer can be looked into
         ready, device = training.ready, training.device
+        result.compile = ready.choices["compile"]
         if job.samples_seed is not None:
             training.take_samples_of(config.model_copy(update={"SEED": job.samples_seed}))
         windows = training.windows()

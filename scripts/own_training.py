@@ -73,7 +73,8 @@ def _endless(ready: ReadyToTrain) -> Iterator[Window]:
 def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Iterator[Training]:
     """Everything that a run builds before its first update.
 
-    `compiled`: as TRAIN.COMPILE says for a run as long as the settings make it; else as it is written.
+    `compiled`: as TRAIN.COMPILE says for a run as long as the settings make it; False: eager, and what the run would
+    compile is only noted.
     """
     device = pick_device(config.DEVICE, world)
     threads = prepare(config, device, world)
@@ -85,10 +86,10 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
             ready = together(world, lambda: build_for_training(config, world, device, None, sharding))
             training = Training(ready, device)
             join_gradients(ready.parts, world, config)
+            updates = config.TRAIN.NUM_EPOCHS * ready.train_loader.order.updates
+            compiling = choose_compiling(config, ready.parts, world, updates, {})
+            ready.choices |= compiling.as_noted()
             if compiled:
-                updates = config.TRAIN.NUM_EPOCHS * ready.train_loader.order.updates
-                compiling = choose_compiling(config, ready.parts, world, updates, {})
-                ready.choices |= compiling.as_noted()
                 compile_update(ready.parts, compiling, config)
             yield training
     finally:

@@ -183,6 +183,14 @@ def amp_in_one_word(argv: list[str]) -> list[str]:
     return words
 
 
+def about_one_device(loaded: Loaded) -> list[str]:
+    """What a tool that measures one device says of -ngpus."""
+    number = loaded.config.NGPUS
+    if number > 1 or (number == -1 and loaded.sources["NGPUS"] == "-ngpus"):
+        return [f"-ngpus {number}: one device is measured, with the batch of one"]
+    return []
+
+
 def check_one_training(loaded: Loaded, tool: str) -> None:
     """A tool that measures trainings takes settings of one that begins at its beginning, in one process."""
     config = loaded.config

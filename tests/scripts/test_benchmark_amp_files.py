@@ -22,7 +22,7 @@ COMMANDS = {
     "peers": "benchmark_amp.py peers -precisions fp32 -loops ours -updates 2 -rounds 1",
     "scaling": "benchmark_amp.py scaling -axes processes -processes 1,2 -iters 2 -rounds 1",
     "startup": "benchmark_amp.py startup -rounds 1",
-    "doctor": "doctor.py -modes bf16 -updates 4",
+    "doctor": "doctor.py -modes bf16 -updates 5",
 }
 QUICK = ("windows", "modes")
 SECONDS_TO_LEAVE = 10

@@ -196,6 +196,35 @@ def test_the_order_goes_there_and_back(compare: Call, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
+    ("words", "script", "said"),
+    [
+        ((), "main_single_gpu.py", None),
+        (("-ngpus", "-1"), "main_multi_gpu.py", "each run: 2 process(es)"),
+        (("NGPUS=-1",), "main_multi_gpu.py", "each run: 2 process(es)"),
+        (("-ngpus", "2"), "main_multi_gpu.py", "each run: 2 process(es)"),
+        (("-ngpus", "3"), None, "-ngpus 3: only 2 GPU(s) are visible"),
+    ],
+)
+def test_ngpus_means_what_it_means_to_the_program(
+    words: tuple[str, ...],
+    script: str | None,
+    said: str | None,
+    compare: Call,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scripts: list[str] = []
+    monkeypatch.setattr("engine.device.visible_gpus", lambda _: 2)
+    monkeypatch.setattr(
+        compare_train, "start", lambda command, _: scripts.append(command[0]) or SimpleNamespace(wait=lambda _: 1)
+    )
+    assert compare("-modes", "fp32,bf16", "-seeds", "0,", *words) == (1 if script else 2)
+    assert set(scripts) == ({script} if script else set())
+    told = "".join(capsys.readouterr())
+    assert said is None or said in told
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         (["-modes", "fp32,tf32"], "-modes tf32: TF32 is a feature of NVIDIA GPUs"),

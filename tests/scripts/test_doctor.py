@@ -136,6 +136,18 @@ def test_what_the_report_holds(examined: Any) -> None:
     assert found["recommendation"]["sentence"] in result.out
 
 
+def test_the_report_says_that_a_run_would_compile(
+    examined: Any, vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    words = ("-cfg", tiny, "-updates", 10, "-modes", "bf16", "-output", tmp_path / "out", "TRAIN.COMPILE=blocks")
+    done = doctor(vitamp, *words)
+    assert done.code == 0, done.text
+    assert "all updates here were eager, but a run would compile fp32, bf16 (TRAIN.COMPILE blocks)" in done.out
+    found = json.loads((tmp_path / "out" / "doctor.json").read_text(encoding="utf-8"))
+    assert [mode["compile"] for mode in found["modes"]] == ["blocks"]
+    assert "eager" not in examined[1].out
+
+
 def test_time_that_is_up_cuts_measurements_short(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("-cfg", tiny, "-updates", 5000, "-budget_min", 0.02, "-modes", "bf16", "-output", out)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,8 @@ raise SystemExit(7)
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_process_of_multiprocessing_ends_without_closing_its_loader(listed: Path, method: str) -> None:
-    process = multiprocessing.get_context(method).Process(target=_load_without_closing, args=(listed,))
+    context: Any = multiprocessing.get_context(method)
+    process = context.Process(target=_load_without_closing, args=(listed,))
     process.start()
     process.join(60)
     code = process.exitcode

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from engine.stopping import signals
+from engine.stopping import CTRL_C, ENDED, signals
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
 from utils.config.keys import OF_ONE_START, default_of
@@ -65,10 +65,12 @@ def _guarded(script: str, argv: list[str], many: bool) -> int:
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except Exception as error:
         if lost_another(error):
-            signals.leave_if_asked()
-            # The launcher, or the watch, has time now to end this rank and to tell why.
+            signals.leave_if_asked(CTRL_C)
+            # A launcher ends this rank now by SIGTERM; before that, the watch has time to write why into the log.
+            signals.patient = True
             find_out_who_is_gone()
             time.sleep(SECONDS_TO_FIND_OUT)
+            signals.leave_if_asked(ENDED)
         name = this_rank()
         _tell((f"{name} failed:\n" if name else "") + traceback.format_exc(), aloud=True)
         return EXIT_FAILED

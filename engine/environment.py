@@ -24,6 +24,7 @@ from utils.errors import CommonUserError
 from utils.group import backend_of, join
 from utils.launch import LAUNCHER_PID
 from utils.log import log
+from utils.processes import birth_of
 from utils.world import World
 
 MOST_ROWS = 16
@@ -54,6 +55,7 @@ def _about_this_process(world: World, device: torch.device, threads: int) -> dic
         "local_size": world.local_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "birth": birth_of(os.getpid()),
         "device": describe_one(device),
         "threads": threads,
         "gpu": None,

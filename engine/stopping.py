@@ -76,10 +76,10 @@ class Signals:
         """Training failed, and why was said: whoever ends this process now ends it without another word."""
         self._failed, self.patient = True, False
 
-    def leave_if_asked(self) -> None:
-        """Other ranks are gone: where this one was told to go, too, there is nothing to wait for."""
+    def leave_if_asked(self, *wishes: int) -> None:
+        """Other ranks are gone: where this one was told to go, too, there is nothing more to say."""
         self.all_is_told()
-        if self.wish:
+        if self.wish in wishes:
             os._exit(EXIT_CODES[self.wish])
 
     def _heard(self, number: int, _frame: FrameType | None) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from utils.config.schema import DistConfig
 from utils.errors import CommonError, CommonUserError, UserError
 from utils.log import log
+from utils.processes import Process, birth_of
 from utils.world import World
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def join(
         world_size=world.size,
         timeout=timeout + LONGER,
     )
-    _watch = Watch(store.clone(), world, [name_of(other) for other in members], timeout.total_seconds())
+    names, near = [name_of(other) for other in members], _on_this_machine(members, member)
+    _watch = Watch(store.clone(), world, names, timeout.total_seconds(), near)
     return members
 
 
@@ -101,6 +103,13 @@ def backend_of(dist: DistConfig, device: torch.device) -> str:
 
 def name_of(member: dict[str, Any]) -> str:
     return f"rank {member['rank']} on {member['host']} (process {member['pid']})"
+
+
+def _on_this_machine(members: list[dict[str, Any]], member: dict[str, Any]) -> dict[int, Process]:
+    """Ranks whose processes this one can see by their numbers; in containers of one name it may not."""
+    near = [other for other in members if other["host"] == member["host"] and other["birth"] is not None]
+    seen = {other["rank"]: Process(other["pid"], other["birth"]) for other in near}
+    return {rank: process for rank, process in seen.items() if birth_of(process.pid) == process.birth}
 
 
 def leave(world: World) -> None:

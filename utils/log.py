@@ -11,6 +11,7 @@ from tqdm import tqdm
 from utils.line_file import LineFile
 
 log = logging.getLogger("vitamp")
+LOG = "log.txt"
 
 
 class _Terminal(logging.Handler):
@@ -38,6 +39,7 @@ class _File(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
+        self.path = path
         self._lines = LineFile(path)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -70,7 +72,7 @@ def log_into(folder: Path, rank: int) -> None:
     """From now on also write to the run's folder, what was said until now included."""
     files = [folder / "ranks" / f"{rank}.log"]
     if rank == 0:
-        files.append(folder / "log.txt")
+        files.append(folder / LOG)
     early = [handler for handler in log.handlers if isinstance(handler, _Early)]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +84,18 @@ def log_into(folder: Path, rank: int) -> None:
                 handler.handle(record)
     for kept in early:
         log.removeHandler(kept)
+
+
+def write_to_files(text: str, first_is_gone: bool = False) -> None:
+    """Write an error to this rank's files without printing it; to log.txt, too, where rank 0 cannot any more."""
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
+    for handler in [handler for handler in log.handlers if isinstance(handler, _File)]:
+        handler.handle(record)
+        if first_is_gone:
+            in_its_place = _File(handler.path.parents[1] / LOG)
+            in_its_place.setFormatter(handler.formatter)
+            in_its_place.handle(record)
+            in_its_place.close()
 
 
 def is_heard() -> bool:

@@ -11,19 +11,20 @@ of the training itself, and no device is touched.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from utils.errors import EXIT_FAILED
-from utils.log import is_heard, log
-from utils.world import BY_HAND, TORCHRUN, World
+from utils.log import is_heard, log, write_to_files
+from utils.processes import Process, birth_of
+from utils.world import BY_HAND, MPICH, OPENMPI, TORCHRUN, World
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -38,15 +39,22 @@ SECONDS_OF_SILENCE = 60.0
 SECONDS_OF_SILENCE_IN_A_HURRY = 4.0
 """The same where another rank has lost the connection to it."""
 SECONDS_FOR_THE_LAUNCHER = 5.0
+NAME_THE_KILLED = (TORCHRUN, OPENMPI, MPICH)
+"""Launchers that name on the terminal which of their processes was killed, and end the others a moment later."""
 # A main thread in one of these, or in what they call, waits for other ranks: it is not the one to blame.
 _EXCHANGES = ("torch/distributed/", "torch/autograd/graph.py")
 
 
 class Watch:
-    def __init__(self, store: Store, world: World, names: list[str], timeout: float) -> None:
+    def __init__(
+        self, store: Store, world: World, names: list[str], timeout: float, near: Mapping[int, Process] | None = None
+    ) -> None:
+        """`near`: processes of ranks that this one can see because they are on the same machine."""
         self._store, self._world, self._names, self._timeout = store, world, names, timeout
+        self._others = range(1, world.size) if world.first else [0]
+        self._near = {rank: process for rank, process in (near or {}).items() if rank in self._others}
         self._main, self._beat = _MainThread(), max(BEAT, BEAT_OF_EACH_RANK * world.size)
-        self._stopped, self._hurried = threading.Event(), False
+        self._stopped, self._hurried, self._woken = False, False, threading.Event()
         self._beats = 0
         self._seen: dict[int, tuple[int, float]] = {}
         """When each rank's sign of life last changed, by our own clock."""
@@ -56,13 +64,15 @@ class Watch:
     def _run(self) -> None:
         now = time.monotonic()
         self._seen = dict.fromkeys(range(self._world.size), (-1, now))
-        while not self._stopped.wait(self._beat):
+        while not self._stopped:
             try:
                 self._look_around()
             except Exception as error:  # whatever a broken connection looks like
-                if not self._stopped.is_set():
+                if not self._stopped:
                     self._store_is_gone(error)
                 return
+            self._woken.wait(self._beat)
+            self._woken.clear()
 
     def part(self, seconds: float) -> None:
         """The end of the run: stop, and let nobody's store go before all have stopped."""
@@ -92,9 +102,11 @@ class Watch:
     def hurry(self) -> None:
         """The connection to another rank is lost: which one is gone will soon be known."""
         self._hurried = True
+        self._woken.set()
 
     def _stop(self) -> None:
-        self._stopped.set()
+        self._stopped = True
+        self._woken.set()
         self._thread.join(5)
 
     def _name(self, rank: int | None = None) -> str:
@@ -102,6 +114,7 @@ class Watch:
 
     def _look_around(self) -> None:
         self._beats += 1
+        killed = self._killed()  # before the others' last words are read, which may explain it
         silent = self._main.look()
         mine = {"beats": self._beats, "place": self._main.place, "waits": self._main.waits}
         self._store.set(f"beat/{self._world.rank}", json.dumps(mine))
@@ -111,8 +124,10 @@ class Watch:
             self._store.set("hurry", "1")
         if silent > self._timeout:
             self._store.set("stuck", self._name())
-        others = range(1, self._world.size) if self._world.first else [0]
-        beats = {rank: self._beat_of(rank) for rank in others}
+        beats = {rank: self._beat_of(rank) for rank in self._others}
+        for rank in killed:
+            if "parted" not in beats[rank]:
+                self._decide(self._words_of_killed(rank), rank, self._world.launcher not in NAME_THE_KILLED)
         self._find_the_gone(beats)
         if self._world.first and self._store.check(["stuck"]):
             self._decide(self._who_keeps_all_waiting(beats))
@@ -120,6 +135,13 @@ class Watch:
     def _beat_of(self, rank: int) -> dict[str, Any]:
         key = f"beat/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else {"beats": 0}
+
+    def _killed(self) -> list[int]:
+        """Ranks of this machine whose processes are gone."""
+        return [rank for rank, process in self._near.items() if birth_of(process.pid) != process.birth]
+
+    def _words_of_killed(self, rank: int) -> str:
+        return f"{self._name(rank)} is gone without a word: it was killed, perhaps by the out-of-memory killer"
 
     def _find_the_gone(self, beats: dict[int, dict[str, Any]]) -> None:
         now, hurried = time.monotonic(), self._store.check(["hurry"])
@@ -134,7 +156,7 @@ class Watch:
                     if hurried
                     else f"gives no sign of life for {limit:.0f} s: it was stopped, or its machine or network is down"
                 )
-                self._decide(f"{self._name(rank)} {how}")
+                self._decide(f"{self._name(rank)} {how}", rank)
 
     def _who_keeps_all_waiting(self, beats: dict[int, dict[str, Any]]) -> str:
         """Of those ranks that do not themselves wait for others, the one that stands where no other does."""
@@ -151,24 +173,32 @@ class Watch:
         more = f"; and {len(odd) - MOST_NAMED} more" if len(odd) > MOST_NAMED else ""
         return f"nothing moves {since}: {stand}{more}"
 
-    def _decide(self, text: str) -> NoReturn:
-        end = json.dumps({"text": text, "told_by": None, "found_by": self._world.rank})
-        self._end(json.loads(self._store.compare_set("end", "", end)))
+    def _decide(self, text: str, gone: int | None = None, aloud: bool = True) -> NoReturn:
+        """`aloud`: somebody has to say it on the terminal."""
+        found = {"text": text, "told_by": None, "found_by": self._world.rank, "gone": gone, "aloud": aloud}
+        self._end(json.loads(self._store.compare_set("end", "", json.dumps(found))))
 
     def _store_is_gone(self, error: Exception) -> None:
         """Its keeper is: rank 0, or torchrun, which then says so itself."""
-        if self._stopped.wait(SECONDS_FOR_THE_LAUNCHER):
-            return
-        launched = self._world.launcher == TORCHRUN
-        text = f"the launcher is gone ({error})" if launched else f"{self._name(0)} is gone without a word"
-        self._end({"text": text, "told_by": None, "found_by": 1})
+        found = {"text": f"{self._name(0)} is gone without a word", "told_by": None, "found_by": 1, "gone": 0}
+        if 0 in self._killed():
+            self._end({**found, "text": self._words_of_killed(0), "aloud": self._world.launcher not in NAME_THE_KILLED})
+        end = time.monotonic() + SECONDS_FOR_THE_LAUNCHER
+        while time.monotonic() < end:
+            if self._stopped:
+                return
+            time.sleep(0.1)
+        if self._world.launcher == TORCHRUN:
+            found |= {"text": f"the launcher is gone ({error})", "gone": None}
+        self._end({**found, "aloud": True})
 
     def _end(self, end: dict[str, Any]) -> NoReturn:
         """Say why, once in all, and leave. Not by an exception: the main thread may hang where none reaches it."""
         text, rank = f"{end['text']}. This run ends.", self._world.rank
         by_hand = self._world.launcher == BY_HAND  # a terminal each
-        aloud = by_hand or (end["told_by"] is None and end["found_by"] == rank)
-        speaker = threading.Thread(target=_write, args=(text, aloud), daemon=True)
+        found = end["told_by"] is None and end["found_by"] == rank
+        aloud = by_hand or (found and end["aloud"])
+        speaker = threading.Thread(target=_write, args=(text, aloud, found and end["gone"] == 0), daemon=True)
         speaker.start()
         speaker.join(2)  # a disk that hangs is no reason to hang here
         if rank == 0:
@@ -216,14 +246,11 @@ def _place(innermost: FrameType, ours: FrameType | None) -> str:
     return words(innermost) if ours is None or ours is innermost else f"{words(innermost)}, called from {words(ours)}"
 
 
-def _write(text: str, aloud: bool) -> None:
+def _write(text: str, aloud: bool, first_is_gone: bool) -> None:
     """Into the log's files in any case; on the terminal where it is to be heard."""
-    if is_heard() and aloud:
+    if aloud and is_heard():
         log.error("%s", text)
         return
     if aloud:
         print(f"error: {text}", file=sys.stderr, flush=True)
-    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
-    for handler in log.handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.handle(record)
+    write_to_files(text, first_is_gone)

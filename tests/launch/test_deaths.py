@@ -40,25 +40,29 @@ def launcher(name: str) -> Iterator[tuple[list[object], dict[str, str], str]]:
     if name == "torchrun":
         start = torchrun("--nproc_per_node", 2, "--master_port", free_port())
         yield start, {}, r"Signal 9 \(SIGKILL\) received by PID {pid}"
+    elif name == "plainly":
+        yield [sys.executable], {}, r"rank {rank} on \S+ \(process {pid}\) was ended by SIGKILL"
     elif name == "srun":
         with slurm() as cluster:
             start = ["srun", "-N", 1, "-n", 2, sys.executable]
-            yield start, cluster.env, r"rank 1 on \S+ \(process {pid}\) is gone without a word"
+            yield start, cluster.env, r"rank {rank} on \S+ \(process {pid}\) is gone without a word"
     else:
         needs("mpirun.openmpi", package="openmpi-bin")
         start = ["mpirun.openmpi", "--oversubscribe", "-n", 2, sys.executable]
-        yield start, MPI_AS_ROOT, r"process rank 1 with PID \d+ on node \S+ exited on signal 9"
+        yield start, MPI_AS_ROOT, r"process rank {rank} with PID \d+ on node \S+ exited on signal 9"
 
 
-@pytest.mark.parametrize("name", ["torchrun", "srun", "mpirun"])
-def test_a_killed_rank_ends_all_within_15_seconds(name: str, tiny: Path) -> None:
+@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("name", ["plainly", "torchrun", "srun", "mpirun"])
+def test_a_killed_rank_ends_all_within_15_seconds_and_log_txt_names_it(name: str, victim: int, tiny: Path) -> None:
     run = tiny.parent / "run"
-    lines = run / "metrics.jsonl"
+    lines, log = run / "metrics.jsonl", run / "log.txt"
     with launcher(name) as (start, env, said):
-        command = Command(*start, MULTI, "-cfg", tiny, "-output", run, *ENDLESS, env=env)
+        words = ["-ngpus", 2] * (name == "plainly")
+        command = Command(*start, MULTI, "-cfg", tiny, "-output", run, *ENDLESS, *words, env=env)
         try:
             command.wait_until(lambda: lines.exists() and lines.read_text().count('"train"') > 2, 120)
-            row = re.search(r"^  1 +\S+ +\d+ +(\d+) ", (run / "log.txt").read_text(), re.MULTILINE)
+            row = re.search(rf"^  {victim} +\S+ +\d+ +(\d+) ", log.read_text(), re.MULTILINE)
             assert row is not None
             os.kill(int(row[1]), signal.SIGKILL)
             began = time.monotonic()
@@ -67,7 +71,8 @@ def test_a_killed_rank_ends_all_within_15_seconds(name: str, tiny: Path) -> None
             command.kill()
     assert time.monotonic() - began < 15
     assert done.code not in (0, 2), done.text
-    assert len(re.findall(said.format(pid=row[1]), done.text)) == 1, done.text
+    assert len(re.findall(said.format(pid=row[1], rank=victim), done.text)) == 1, done.text
+    assert len(re.findall(rf"error: rank {victim} on \S+ \(process {row[1]}\) is gone", log.read_text())) == 1
 
 
 @pytest.mark.parametrize("own_store", ["0", "1"])

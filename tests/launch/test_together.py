@@ -203,6 +203,8 @@ def test_a_killed_rank_is_named_within_15_seconds(ranks: Ranks, victim: int) -> 
     )
     assert "Traceback" not in left.text
     assert both[victim].end(10).code == -signal.SIGKILL
+    log = (ranks.place / "run" / "log.txt").read_text()
+    assert log.count(f"rank {victim} on {HOST} (process {ranks.pid(victim)}) is gone without a word") == 1, log
 
 
 @pytest.mark.slow

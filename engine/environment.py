@@ -111,7 +111,11 @@ def environment_table(config: Config, world: World, device: torch.device, member
             "launcher",
             f"{_launcher(world)}, {world.size} processes on {len(hosts)} machine{'s' if len(hosts) > 1 else ''}",
         ),
-        ("backend", f"{backend_of(config.DIST, device)}, {_meeting(world)}; DIST.TIMEOUT {config.DIST.TIMEOUT:g} min"),
+        (
+            "backend",
+            f"{backend_of(config.DIST, device)}, meeting at {members[0]['meeting']}; "
+            f"DIST.TIMEOUT {config.DIST.TIMEOUT:g} min",
+        ),
         ("libraries", ", ".join(f"{name} {what}" for name, what in libraries().items())),
     ]
     links = _links(members)
@@ -141,11 +145,6 @@ def _by_host(members: list[dict[str, Any]], hosts: list[str]) -> list[tuple[str,
 
 def _launcher(world: World) -> str:
     return "main_multi_gpu.py itself" if LAUNCHER_PID in os.environ else world.launcher
-
-
-def _meeting(world: World) -> str:
-    host, port = world.meeting or (os.environ.get("MASTER_ADDR", "?"), os.environ.get("MASTER_PORT", "?"))
-    return f"meeting at {host}:{port}"
 
 
 def _links(members: list[dict[str, Any]]) -> str | None:

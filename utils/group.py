@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from utils.config.schema import DistConfig
 from utils.errors import CommonError, CommonUserError, UserError
 from utils.log import log
+from utils.meeting import meet, minutes
 from utils.processes import Process, birth_of
 from utils.world import World
 
@@ -58,8 +59,9 @@ def join(
 
     backend = backend_of(dist, device)
     timeout = datetime.timedelta(minutes=dist.TIMEOUT)
-    store = _meet(world, timeout)
-    members = _roll_call(store, world, member, settings, timeout)
+    with contextlib.ExitStack() as signpost:
+        store, place = meet(world, timeout, signpost)
+        members = _roll_call(store, world, {**member, "meeting": place}, settings, timeout)
     torch.distributed.init_process_group(
         backend,
         store=torch.distributed.PrefixStore("group", store),
@@ -79,12 +81,10 @@ def refuse(world: World, problem: str) -> None:
     """
     if world.size == 1 or _begun or world.meeting is None:
         return
-    from torch.distributed import TCPStore
-
     me = f"rank {world.rank} on {socket.gethostname()} (process {os.getpid()})"
     timeout = datetime.timedelta(seconds=SECONDS_TO_REFUSE)
-    with contextlib.suppress(Exception):  # nobody there to tell
-        store = TCPStore(*world.meeting, is_master=world.first, timeout=timeout, wait_for_workers=False)
+    with contextlib.suppress(Exception), contextlib.ExitStack() as signpost:  # nobody there to tell
+        store, _ = meet(world, timeout, signpost)
         if not world.first:
             store.set("refused", f"{me}: {problem}")
             store.wait(["verdict"], timeout)
@@ -150,36 +150,6 @@ def find_out_who_is_gone() -> None:
         _watch.hurry()
 
 
-def _meet(world: World, timeout: datetime.timedelta) -> Store:
-    """The place where ranks leave word for each other, at rank 0's or at the launcher's."""
-    from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore, rendezvous
-
-    try:
-        if world.meeting is None:
-            store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-            return PrefixStore(_attempt(), store)
-        host, port = world.meeting
-        return TCPStore(host, port, is_master=world.first, timeout=timeout, wait_for_workers=False)
-    except ValueError as error:  # RANK and WORLD_SIZE without MASTER_ADDR or MASTER_PORT
-        raise UserError(f"rank {world.rank} of {world.size}: {error}; start the ranks with torchrun.") from None
-    except (DistNetworkError, DistStoreError) as error:
-        host, port = world.meeting or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        if world.first and world.meeting is not None:
-            raise UserError(
-                f"rank 0 cannot listen at port {port}: {_first_line(error)} Is a run there already? Try another -port."
-            ) from None
-        raise UserError(
-            f"rank {world.rank} of {world.size}: rank 0 does not answer at {host}:{port} ({_minutes(timeout)}, "
-            "DIST.TIMEOUT). Is it running, is that its machine, and does no firewall stand between?"
-        ) from None
-
-
-def _attempt() -> str:
-    """torchrun may keep one store through restarts; what an earlier start left there must not be taken for ours."""
-    shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
-    return f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if shared else "start"
-
-
 def _roll_call(
     store: Store, world: World, member: dict[str, Any], settings: dict[str, str], timeout: datetime.timedelta
 ) -> list[dict[str, Any]]:
@@ -233,7 +203,7 @@ def _verdict(store: Store, world: World, settings: dict[str, str], timeout: date
             return store.get("refused").decode()
         if missing and time.monotonic() > end:
             return (
-                f"of {world.size} processes {world.size - len(missing)} came within {_minutes(timeout)} "
+                f"of {world.size} processes {world.size - len(missing)} came within {minutes(timeout)} "
                 f"(DIST.TIMEOUT), not {_ranks(missing)}. What they say themselves tells why."
             )
         if missing and time.monotonic() - reminded > SECONDS_BETWEEN_REMINDERS:
@@ -279,14 +249,6 @@ def _wait_until_heard(store: Store, ranks: int, seconds: float) -> None:
     end = time.monotonic() + seconds
     while store.add("heard", 0) < ranks and time.monotonic() < end:
         time.sleep(0.02)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].partition(" - ")[0].rstrip(". ") + "."
-
-
-def _minutes(time_given: datetime.timedelta) -> str:
-    return f"{time_given.total_seconds() / 60:g} minutes"
 
 
 def _ranks(ranks: list[int]) -> str:

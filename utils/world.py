@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.schema import DistConfig
 from utils.errors import CommonUserError, UserError
+from utils.processes import ancestor_without
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +47,10 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     launcher: str = "none"
-    meeting: tuple[str, int] | None = None
-    """Machine and port of rank 0; None where the launcher has a meeting point of its own."""
+    meeting: tuple[str, int | None] | None = None
+    """Machine and port of rank 0; no port where `job` leads to one; None where the launcher has a meeting point."""
+    job: str | None = None
+    """What the launcher calls these processes, alike on all ranks and unlike any other job's."""
     cores: int | None = None
     """How many the launcher gave this process for itself, if it said so."""
 
@@ -79,7 +82,8 @@ def read_world(dist: DistConfig, env: Mapping[str, str] = os.environ) -> World |
             missing = "-rank -world_size" if dist.HOST and dist.PORT else "-port -rank -world_size"
             raise UserError(f"-host, but no launcher tells this process its rank; missing: {missing}")
         return None
-    return replace(found, meeting=_meeting(found, dist, env))
+    host, port, job = _host(found, dist, env), dist.PORT or int(env.get("MASTER_PORT", "0")), _job(found, env)
+    return replace(found, meeting=(host, port or (None if job else DEFAULT_PORT)), job=job)
 
 
 def launched(env: Mapping[str, str] = os.environ) -> World | None:
@@ -128,8 +132,8 @@ def first_host(machines: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0]) if found else machines
 
 
-def _meeting(world: World, dist: DistConfig, env: Mapping[str, str]) -> tuple[str, int]:
-    """Where rank 0 of these processes listens."""
+def _host(world: World, dist: DistConfig, env: Mapping[str, str]) -> str:
+    """The machine of rank 0 of these processes."""
     host = dist.HOST or env.get("MASTER_ADDR")
     if host is None and world.local_size == world.size:
         host = "127.0.0.1"
@@ -141,16 +145,18 @@ def _meeting(world: World, dist: DistConfig, env: Mapping[str, str]) -> tuple[st
             f"{world.launcher} started {world.size} processes on several machines and does not say which is rank 0's: "
             "add -host NAME (and -port N), the machine that the first process runs on."
         )
-    given = dist.PORT or int(env.get("MASTER_PORT", "0"))
-    return host, given or _port_of_job(world, env)
+    return host
 
 
-def _port_of_job(world: World, env: Mapping[str, str]) -> int:
-    """One that all ranks of a job find, and two jobs on a machine hardly ever share."""
+def _job(world: World, env: Mapping[str, str]) -> str | None:
     if world.launcher == SLURM:
-        return 20000 + (int(env["SLURM_JOB_ID"]) * 7 + int(env.get("SLURM_STEP_ID", "0"))) % 12000
-    job = re.search(r"\d+", env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE") or "")
-    return 20000 + int(job[0]) % 12000 if job else DEFAULT_PORT
+        return f"SLURM {env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
+    if world.launcher == OPENMPI:
+        name = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
+        return f"OpenMPI {name}" if name else None
+    # MPICH gives its jobs no name; on one machine all ranks descend from the same process of it.
+    starter = ancestor_without("PMI_RANK") if world.local_size == world.size else None
+    return f"MPICH {starter.pid} {starter.birth}" if starter else None
 
 
 def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:

@@ -29,6 +29,7 @@ def members(machines: int, each: int, **more: Any) -> list[dict[str, Any]]:
             "gpu": f"GPU-{machine}-{local}",
             "visible": each,
             "peers": (each * (each - 1), each * (each - 1)),
+            "meeting": "node0:23456",
             **more,
         }
         for machine in range(machines)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +28,7 @@ from tests.launch.clusters import (
     two_machines,
 )
 from tests.program import TINY_DIGITS, Result, metrics, run_program
+from utils.signpost import ports_of
 
 # Mixed precision, dropout, an average: whatever could differ from rank to rank.
 WORDS = [
@@ -224,3 +228,55 @@ def test_the_script_for_one_device_started_twice_says_what_to_use(
     assert "Start main_multi_gpu.py" in done.err
     assert "Traceback" not in done.err.partition("main_single_gpu.py was started")[0]
     assert not run.exists()
+
+
+def openmpi_5(rank: int, job: int) -> dict[str, str]:
+    """What its mpirun puts into the environment on a machine with digits in its name."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": 2, "LOCAL_SIZE": 2}
+    return {
+        **{f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()},
+        "PMIX_NAMESPACE": f"prterun-node07-{job}@1",
+    }
+
+
+def test_two_jobs_of_openmpi_5_at_a_time_do_not_meet(place: Path) -> None:
+    """And another program listens where the first of them would."""
+    short = ("TRAIN.MAX_UPDATES=2", "DIST.TIMEOUT=1")
+    taken = ports_of("OpenMPI prterun-node07-4711@1")[0]
+    with contextlib.ExitStack() as around:
+        with contextlib.suppress(OSError):  # then somebody has it
+            around.enter_context(socket.create_server(("", taken)))
+        ranks = {
+            (job, rank): Command(
+                sys.executable, *program(place / f"job{job}"), *short, env=openmpi_5(rank, job), cwd=place
+            )
+            for job in (4711, 4712)
+            for rank in (0, 1)
+        }
+        for command in ranks.values():
+            around.callback(command.kill)
+        ended = {key: command.end(120) for key, command in ranks.items()}
+    for job in (4711, 4712):
+        well(ended[job, 0], "OpenMPI, 2 processes on 1 machine")
+        assert (ended[job, 1].code, ended[job, 1].out) == (0, ""), ended[job, 1].text
+    assert f"meeting at 127.0.0.1:{taken}" not in ended[4711, 0].out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["openmpi", "mpich", "srun"])
+def test_two_jobs_of_a_launcher_at_a_time(place: Path, kind: str, request: pytest.FixtureRequest) -> None:
+    """Of SLURM two steps of one job."""
+    start, env = (["srun"], request.getfixturevalue("cluster").env) if kind == "srun" else (mpirun(kind), MPI_AS_ROOT)
+    runs = [place / f"{kind}_{name}" for name in "ab"]
+    lines = [
+        shlex.join(
+            [*map(str, start), *["--exact", "-c", "1"] * (kind == "srun"), "-n", "2", sys.executable, *program(run)]
+        )
+        for run in runs
+    ]
+    script = place / f"{kind}.sh"
+    script.write_text(f"#!/bin/bash\n{lines[0]} &\nfirst=$!\n{lines[1]}\nsecond=$?\nwait $first && exit $second\n")
+    around = ["salloc", "-N", "1", "-n", "4"] if kind == "srun" else []
+    done = launch(*around, "bash", script, env=env)
+    assert done.code == 0, done.text
+    assert done.out.count("Done: best") == 2, done.text

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from utils.config.schema import DistConfig
 from utils.errors import UserError
+from utils.processes import birth_of
+from utils.signpost import ports_of
 from utils.world import World, check_alone, first_host, launched, read_world
 
 SRUN = {
@@ -40,17 +44,19 @@ def test_a_rank_and_a_world_alone_are_one_process_a_machine() -> None:
     assert read_world(NO_FLAGS, {"RANK": "1", "WORLD_SIZE": "4"}) == World(1, 4, 0, 1, "torchrun", None)
 
 
-def test_srun_names_the_first_machine_and_a_port_of_the_job() -> None:
+def test_srun_names_the_first_machine_and_the_step() -> None:
     world = read_world(NO_FLAGS, SRUN)
-    assert world == World(5, 6, 1, 2, "SLURM", ("gpu03", 20000 + 4711 * 7 % 12000))
+    assert world == World(5, 6, 1, 2, "SLURM", ("gpu03", None), "SLURM  4711.0")
     assert world is not None
     first = read_world(NO_FLAGS, {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert first is not None
     assert first.meeting == world.meeting
     assert first.local_size == 4
-    another = read_world(NO_FLAGS, {**SRUN, "SLURM_JOB_ID": "4712"})
-    assert another is not None
-    assert another.meeting != world.meeting
+    assert first.job == world.job
+    # Their numbers fell onto one port: 7 times the job's and the step's, added up.
+    others = ({"SLURM_JOB_ID": "4710", "SLURM_STEP_ID": "7"}, {"SLURM_STEP_ID": "1"}, {"SLURM_CLUSTER_NAME": "b"})
+    names = [found.job for other in others if (found := read_world(NO_FLAGS, {**SRUN, **other}))]
+    assert len({world.job, *names}) == 4
 
 
 def test_srun_on_one_machine_meets_there_and_has_its_cores() -> None:
@@ -91,8 +97,30 @@ def test_openmpi_on_several_machines_has_to_be_told_where_rank_0_is() -> None:
 
 def test_mpi_on_one_machine() -> None:
     world = read_world(NO_FLAGS, {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})
-    assert world == World(3, 4, 3, 4, "OpenMPI", ("127.0.0.1", 20000 + 1234567 % 12000))
-    assert read_world(NO_FLAGS, MPICH) == World(1, 2, 1, 2, "MPICH", ("127.0.0.1", 29500))
+    assert world == World(3, 4, 3, 4, "OpenMPI", ("127.0.0.1", None), "OpenMPI 1234567")
+
+
+def test_two_jobs_of_openmpi_5_on_a_machine_with_digits_in_its_name_differ() -> None:
+    def job(number: int) -> str | None:
+        env = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": f"prterun-node07-{number}@1"}
+        del env["OMPI_MCA_ess_base_jobid"]
+        world = read_world(NO_FLAGS, env)
+        assert world is not None
+        assert world.meeting == ("127.0.0.1", None)
+        return world.job
+
+    assert job(4711) != job(4712)
+    assert ports_of(f"{job(4711)}") != ports_of(f"{job(4712)}")
+
+
+def test_mpich_has_no_name_for_a_job_but_that_of_the_process_that_started_all() -> None:
+    world = read_world(NO_FLAGS, MPICH)
+    assert world is not None
+    parent = birth_of(os.getppid())
+    assert (world.meeting, world.job) == (("127.0.0.1", None), f"MPICH {os.getppid()} {parent}")
+    elsewhere = read_world(DistConfig(HOST="node0"), {**MPICH, "MPI_LOCALNRANKS": "1"})
+    assert elsewhere is not None
+    assert (elsewhere.meeting, elsewhere.job) == (("node0", 29500), None)
 
 
 def test_the_innermost_launcher_counts() -> None:

@@ -139,7 +139,7 @@ def test_a_table_must_lie_above_its_images(tmp_path: Path, tree: Path, heard: py
     assert prepare(tmp_path, "-partial", "-out", elsewhere / "x.csv") == 2
     assert "must not lead out" in heard.text
     assert prepare(tmp_path, "-partial", "-out", tmp_path / "none" / "x.csv") == 2
-    assert "in a folder that exists" in heard.text
+    assert "does not exist; name a file" in heard.text
     assert prepare(tree.parent, "-partial", "-out", tree.parent / "x.csv") == 0
     assert rows(tree.parent / "x.csv")[1][0] == "256_ObjectCategories/001.ak47/001_0001.jpg"
 

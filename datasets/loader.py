@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from utils.cpus import cores
 from utils.errors import TrainingError
 from utils.heap import keep_freed_memory
 from utils.log import log
-from utils.world import cores
 
 from .base import Batch, ImageDataset, Key
 from .broken import Broken, BrokenImages, BrokenInValidation

@@ -29,6 +29,7 @@ from engine.sharding import blocks_of
 from engine.update import Computed, Parts
 from utils.config import Config
 from utils.config.data import DataConfig
+from utils.cpus import cores
 from utils.errors import TrainingError, UserError
 from utils.late_compiler import uncompiled
 from utils.log import log
@@ -167,6 +168,8 @@ def _prepare_compiler(data: DataConfig, precision: Precision) -> None:
     autograd.backward_pass_autocast = "off"  # as backward passes run that are not compiled
     _tell_graphs_apart(precision)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # AMP.TF32 is the switch, not the one it advises
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch does not look at a container's quota
+        inductor.compile_threads = min(inductor.compile_threads or 1, cores())
     inductor.fallback_random = True  # the same dropout and stochastic depth as in code that is not compiled
     if precision.device.type == "cpu":  # it misses a GPU beside the CUDA toolkit
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -8,9 +8,10 @@ import platform
 import torch
 
 from utils.config.schema import Config
+from utils.cpus import cores
 from utils.errors import UserError
 from utils.heap import keep_freed_memory
-from utils.world import ALONE, MPICH, OPENMPI, SLURM, World, cores
+from utils.world import ALONE, MPICH, OPENMPI, SLURM, World
 
 # Launchers that may let every process see its own GPU alone (srun --gpus-per-task=1).
 SHOWS_EACH_ITS_OWN = (SLURM, OPENMPI, MPICH)

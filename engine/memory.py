@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from utils.cgroups import groups_of
+
 GIB = 2**30
-CGROUPS, OWN_GROUPS, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
+MEMINFO = Path("/proc/meminfo")
 # What errors say that are not of torch.OutOfMemoryError: a CPU's, an Apple GPU's, and those of CUDA's libraries.
 MARKS = (
     "can't allocate memory",
@@ -161,25 +163,14 @@ def _left_in_groups() -> list[int]:
 
 def _groups() -> Iterator[tuple[int, int]]:
     """(limit, in use) of every control group with a limit that this process is in, of version 2 or 1."""
-    try:
-        lines = OWN_GROUPS.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root, limit, used, cache = (
-                (CGROUPS, "memory.max", "memory.current", "inactive_file")
-                if not controllers
-                else (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            )
-            # A container may show its own group as the root, and the path as it is outside.
-            own = root / path.lstrip("/")
-            for folder in (own, *own.parents):
-                if (found := _limit_of(folder, limit, used, cache)) is not None:
-                    yield found
-                if folder == root:
-                    break
+    for folder, version in groups_of("memory"):
+        names = (
+            ("memory.max", "memory.current", "inactive_file")
+            if version == 2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        if (found := _limit_of(folder, *names)) is not None:
+            yield found
 
 
 def _limit_of(folder: Path, limit: str, used: str, cache: str) -> tuple[int, int] | None:

@@ -16,8 +16,8 @@ from engine.inputs import per_channel
 from engine.precision import switch_tf32
 from models import build_model
 from utils.config import Config
+from utils.cpus import cores
 from utils.seeding import seed_all
-from utils.world import cores
 
 OURS, STOCK, BEST, PLAIN = "ours", "stock", "best", "plain"
 UPDATES_AN_EPOCH = 100

@@ -11,9 +11,9 @@ from scripts.benchmark_amp_scaling_report import WITHOUT, charts, group, section
 from scripts.benchmark_amp_settings import MODEL, ON_CPU, changed, settings_of, synthetic, told
 from utils.cli import Flag
 from utils.config import Config
+from utils.cpus import cores
 from utils.errors import UserError, nearest
 from utils.script import ToolLine
-from utils.world import cores
 
 if TYPE_CHECKING:
     import torch

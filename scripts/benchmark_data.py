@@ -27,10 +27,10 @@ sys.path.insert(0, str(ROOT))
 
 from utils.cli import Flag  # noqa: E402
 from utils.config import Loaded  # noqa: E402
+from utils.cpus import cores  # noqa: E402
 from utils.errors import EXIT_DONE, UserError, nearest  # noqa: E402
 from utils.log import log  # noqa: E402
 from utils.script import ToolLine, read_line, run_tool  # noqa: E402
-from utils.world import cores  # noqa: E402
 
 PARTS = ("train", "val", "packed", "stages", "loader")
 SIZES = {"small": "500 x 375, 100 KB", "large": "1600 x 1200, 940 KB"}

@@ -27,10 +27,10 @@ from scripts.benchmark_data_paths import bound, is_jpeg, opened, ours, paths
 from scripts.benchmark_data_stages import stage_runs, stages, transfer_milliseconds
 from scripts.made_images import CLASSES, make_images
 from utils.config import Config
+from utils.cpus import cores
 from utils.errors import UserError
 from utils.heap import keep_freed_memory
 from utils.log import log
-from utils.world import cores
 
 Found = dict[str, Any]
 BATCHES = 8

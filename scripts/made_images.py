@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
+from utils.cpus import cores
 from utils.seeding import key
 
 CLASSES = 50
@@ -60,7 +61,7 @@ def make_images(folder: Path, count: int, size: str = "small", seed: int = 0, pr
     validation = root / "val"
     if not validation.is_symlink():
         validation.symlink_to("train")
-    for _ in _made(tasks, processes or len(os.sched_getaffinity(0))):
+    for _ in _made(tasks, processes or cores()):
         pass
     return root
 

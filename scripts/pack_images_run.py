@@ -29,10 +29,10 @@ from datasets.stores import Folder, Found
 from datasets.tars import TarSamples
 from scripts.pack_images_shard import RECORDS, Record, Shard, Stopped, Work, make_shard, start_process
 from utils.config.data import DataConfig
+from utils.cpus import cores
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.seeding import key
-from utils.world import cores
 
 PARTS = {"train": True, "val": False}
 SETTINGS = "settings.json"

@@ -14,9 +14,9 @@ from datasets.shard_index import from_bytes, make_index
 from datasets.shard_set import MADE_BY, MANIFEST, index_name
 from datasets.stores import Folder, Found
 from scripts.pack_images_shard import digest
+from utils.cpus import cores
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
-from utils.world import cores
 
 
 def verify(folder: Path, jobs: int | None) -> int:

@@ -103,11 +103,6 @@ def launched(env: Mapping[str, str] = os.environ) -> World | None:
     return None
 
 
-def cores() -> int:
-    """Those of this machine that this process may use: a batch system, or `taskset`, may leave it only some."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def check_alone(env: Mapping[str, str] = os.environ) -> None:
     """Stop a process that is one of several, but knows no rank: each would train a model of its own."""
     for name in _OTHERS:

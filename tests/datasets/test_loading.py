@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 
 from datasets import Batch, TrainLoader, ValLoader, auto_workers, open_dataset
 from utils.config.data import DataConfig
+from utils.cpus import cores
 from utils.seeding import seed_all
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +104,5 @@ def test_waiting_is_counted_and_handed_over_once(training) -> None:
 
 
 def test_auto_workers_shares_the_cores() -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    assert auto_workers(1) == min(16, cores)
-    assert auto_workers(10 * cores) == 1
+    assert auto_workers(1) == min(16, cores())
+    assert auto_workers(10 * cores()) == 1

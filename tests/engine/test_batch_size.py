@@ -21,6 +21,7 @@ from engine.memory import GIB, LiveMemory, free_memory, limited
 from engine.trial import Trial, largest_that_fits
 from tests.engine.small import CPU
 from tests.program import Result, metrics
+from utils import cgroups
 from utils.config import Config, load_config
 from utils.errors import UserError
 from utils.seeding import seed_host
@@ -269,8 +270,9 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     groups, meminfo = tmp_path / "cgroup", tmp_path / "meminfo"
     groups.write_text("5:cpu:/x\n4:memory:/jobs/mine\n" if version == 1 else "0::/jobs/mine\n")
     meminfo.write_text("MemTotal:  33554432 kB\nMemAvailable:  16777216 kB\n")
-    for name, path in (("CGROUPS", tmp_path), ("OWN_GROUPS", groups), ("MEMINFO", meminfo)):
-        monkeypatch.setattr(memory, name, path)
+    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(cgroups, "MOUNTED", tmp_path)
+    monkeypatch.setattr(cgroups, "OWN", groups)
     assert free_memory(CPU, 1) == 2 * GIB, "3 GiB, of which 2 are in use, 1 by files that can be read again"
     assert free_memory(CPU, 2) == GIB
     groups.write_text("")

@@ -1,0 +1,105 @@
+"""How many cores a process counts on, where a container or a batch system leaves it only some."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from datasets import auto_workers
+from engine.device import prepare
+from utils import cgroups, cpus
+from utils.config import load_config
+from utils.cpus import cores, cpu_quota
+from utils.log import log
+from utils.world import ALONE
+
+VERSIONS = [1, 2]
+
+
+@pytest.fixture(autouse=True)
+def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    cpus._tell.cache_clear()
+
+
+def groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, quotas: dict[str, float | None], own: str = "/pod/me"
+) -> None:
+    """Control groups with quotas of so many cores, as the kernel shows them; this process is in `own`."""
+    root = tmp_path / ("cpu" if version == 1 else "")
+    for path, quota in quotas.items():
+        folder = root / path
+        folder.mkdir(parents=True, exist_ok=True)
+        if version == 1:
+            (folder / "cpu.cfs_quota_us").write_text("-1\n" if quota is None else f"{int(100_000 * quota)}\n")
+            (folder / "cpu.cfs_period_us").write_text("100000\n")
+        else:
+            (folder / "cpu.max").write_text("max 100000\n" if quota is None else f"{int(100_000 * quota)} 100000\n")
+    (tmp_path / "own").write_text(f"4:memory:/x\n3:cpu,cpuacct:{own}\n" if version == 1 else f"0::{own}\n")
+    monkeypatch.setattr(cgroups, "MOUNTED", tmp_path)
+    monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("quotas", "own", "counted"),
+    [
+        ({"pod/me": 4}, "/pod/me", 4),
+        ({"pod/me": None, "pod": 4}, "/pod/me", 4),
+        ({"pod/me": 6, "pod": 3}, "/pod/me", 3),
+        ({"pod/me": 2.5}, "/pod/me", 3),
+        ({"pod/me": 0.25}, "/pod/me", 1),
+        ({"pod/me": 64}, "/pod/me", 16),
+        ({"pod/me": None}, "/pod/me", 16),
+        ({".": 4}, "/as/it/is/outside", 4),
+        ({}, "/pod/me", 16),
+    ],
+)
+def test_a_quota_counts_where_it_is_smaller(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: int,
+    quotas: dict[str, float | None],
+    own: str,
+    counted: int,
+) -> None:
+    groups(tmp_path, monkeypatch, version, quotas, own)
+    assert cores() == counted
+
+
+def test_affinity_counts_where_it_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups(tmp_path, monkeypatch, 2, {"pod/me": 4})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert cores() == 2
+
+
+def test_what_is_no_quota_is_let_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups(tmp_path, monkeypatch, 2, {"pod/me": 4})
+    for text in ("", "nonsense", "100000", "0 100000", "100000 0"):
+        (tmp_path / "pod" / "me" / "cpu.max").write_text(text)
+        assert cpu_quota() is None
+    monkeypatch.setattr(cgroups, "OWN", tmp_path / "none")
+    assert cores() == 16
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_threads_and_workers_follow_the_quota_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    groups(tmp_path, monkeypatch, version, {"pod/me": 4})
+    before = torch.get_num_threads()
+    try:
+        with caplog.at_level(logging.INFO):
+            assert prepare(load_config(None, {}, {}).config, torch.device("cpu"), ALONE) == 4
+            assert torch.get_num_threads() == 4
+            assert auto_workers(1) == 4
+            assert auto_workers(2) == 2
+    finally:
+        torch.set_num_threads(before)
+    assert caplog.text.count("CPU quota: 4 of the 16 cores seen here may be used (") == 1
+    assert str(tmp_path) in caplog.text

@@ -40,7 +40,7 @@ class DataConfig(Section):
         default=0.875, gt=0, le=1, description="Validation: share of the resized image that is kept."
     )
     NUM_WORKERS: Count | None = Field(
-        default=None, description="Loading processes per rank; null: by the cores there are."
+        default=None, description="Loading processes per rank; null: by the cores, or a container's CPU quota."
     )
     IMAGENET_MEAN: Numbers = Field(default=(0.5, 0.5, 0.5), description="Subtracted from images scaled to 0..1.")
     IMAGENET_STD: Numbers = Field(default=(0.5, 0.5, 0.5), description="Divides them afterwards.")

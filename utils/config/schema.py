@@ -92,7 +92,9 @@ class Config(Section):
     LOG_STYLE: Literal["paddlevit", "fleet"] = Field(default="paddlevit", description="Form of the training log lines.")
     DEVICE: Literal["cpu", "cuda", "mps"] | None = Field(default=None, description="null: the best there is.")
     NGPUS: int = Field(default=-1, ge=-1, description="Processes main_multi_gpu.py starts; -1: one a visible GPU.")
-    THREADS: Positive | None = Field(default=None, description="CPU threads per process; null: the cores shared out.")
+    THREADS: Positive | None = Field(
+        default=None, description="CPU threads per process; null: the cores, or a container's CPU quota, shared out."
+    )
     CPU_FP32: Annotated[Literal["auto", "mkl", "onednn", "amx"], BeforeValidator(folded)] = Field(
         default="auto", description="What multiplies fp32 matrices on a CPU; auto: what is known to be the fastest."
     )

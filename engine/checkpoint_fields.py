@@ -61,8 +61,19 @@ class Told(_Fields):
     choices: Choices = Choices()
     classes: list[str] | None = None
     fp32_modules: list[str] = []
+    metrics: dict[str, float | None] = {}
     settings: dict[str, Any] = {}
     """By dotted key; checked where they are loaded."""
+
+
+class BestState(_Fields):
+    figure: float | None = None
+    acc1: float = 0.0
+    """`figure`, as it was called when nothing else could decide."""
+    kind: Literal["acc1", "acc5", "loss", "ema_acc1", "ema_acc5", "ema_loss"] = "acc1"
+    update: Count = 0
+    epoch: Count = 0
+    stale: Count = 0
 
 
 class Meta(Told):
@@ -73,7 +84,7 @@ class Meta(Told):
     epoch: Number
     update: Count
     epoch_finished: bool = False
-    metrics: dict[str, float | None] = {}
+    best: BestState | None = None
     batch: Batch | None = None
     frozen: list[str] = []
     samples: Samples | None = None
@@ -121,16 +132,6 @@ class PositionState(_Fields):
     epoch: Number
     step: Count
     update: Count
-
-
-class BestState(_Fields):
-    figure: float | None = None
-    acc1: float = 0.0
-    """`figure`, as it was called when nothing else could decide."""
-    kind: Literal["acc1", "acc5", "loss", "ema_acc1", "ema_acc5", "ema_loss"] = "acc1"
-    update: Count = 0
-    epoch: Count = 0
-    stale: Count = 0
 
 
 class MeterState(_Fields):

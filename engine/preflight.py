@@ -59,5 +59,5 @@ def check(config: Config) -> None:
     check_amp(config.AMP, config.TRAIN)
     check_teacher(config)
     if config.MODEL.PRETRAINED and (config.MODEL.RESUME is None or _starts_by_auto(config)):
-        check_pretrained(config.MODEL.PRETRAINED, bool(config.MODEL.RESUME_EMA))
+        check_pretrained(config.MODEL.PRETRAINED, config.MODEL.RESUME_EMA)
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))

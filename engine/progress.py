@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from engine.meters import Means
+from utils.better_weights import best_prefix, metric_words
 from utils.config import Config
 from utils.log import log
 
@@ -52,13 +54,18 @@ class Best:
         if self.figure is None:
             return "no figure yet"
         average = "EMA " if self.kind.startswith("ema_") else ""
-        figure = f"loss {self.figure:.4f}" if self.by == "loss" else f"top-{self.by[3:]} {self.figure:.2f} %"
-        return f"{average}{figure} (epoch {self.epoch})"
+        return f"{average}{metric_words(self.by, self.figure)} (epoch {self.epoch})"
+
+    def record(self) -> dict[str, Any] | None:
+        """For meta.json: which weights were the best at which checkpoint."""
+        if self.figure is None:
+            return None
+        return {"kind": self.kind, "figure": self.figure, "update": self.update, "epoch": self.epoch}
 
 
 def best_by(figures: dict[str, Means], by: str, position: Position) -> Best:
-    """The better of what a validation of the model and of its average gave."""
-    prefix = (min if by == "loss" else max)(figures, key=lambda name: getattr(figures[name], by))
+    """The better of what a validation of the model and of its EMA gave."""
+    prefix = best_prefix({f"{name}{by}": getattr(means, by) for name, means in figures.items()}, by) or ""
     return Best(getattr(figures[prefix], by), f"{prefix}{by}", position.update, position.epoch)
 
 

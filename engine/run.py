@@ -52,6 +52,7 @@ from engine.stopping import signals
 from engine.trainer import Trainer
 from engine.verdict import Judge
 from engine.wandb_board import open_board
+from utils.better_weights import best_prefix
 from utils.config import Config, Loaded, config_hash
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.group import leave
@@ -241,9 +242,16 @@ def _evaluate_only(
     reporter = Reporter(config, 1, folder if world.first else None, False, Position())
     reporter.validation(position, figures, time.perf_counter() - began)
     reporter.close()
-    best = max(figures.values(), key=lambda means: means.acc1)
-    log.info("Done: %s; everything lies in %s", _in_words(best), folder)
+    name = f"{checkpoint.folder.name}, " if checkpoint else ""
+    log.info("Done: %s%s; everything lies in %s", name, _in_words(figures, config.SAVE_BEST_BY), folder)
 
 
-def _in_words(means: Means) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in asdict(means).items())
+def _in_words(figures: dict[str, Means], by: str) -> str:
+    """The metrics of the better weights, and which these are; then what decided of the others."""
+    prefix = best_prefix({f"{name}{by}": getattr(means, by) for name, means in figures.items()}, by) or ""
+    text = ", ".join(f"{name} {value:.4f}" for name, value in asdict(figures[prefix]).items())
+    if len(figures) == 1:
+        return text
+    other = "" if prefix else "ema_"
+    names = {"": "plain", "ema_": "EMA"}
+    return f"{names[prefix]} weights, {text}; {names[other]}: {by} {getattr(figures[other], by):.4f}"

@@ -62,7 +62,7 @@ class _Failed:
     error: Exception
 
 
-def progress(position: Position, finished_epoch: int | None, figures: dict[str, Means]) -> dict[str, Any]:
+def progress(position: Position, finished_epoch: int | None, figures: dict[str, Means], best: Best) -> dict[str, Any]:
     """Where a checkpoint stands, for its meta.json. `figures`: of a validation at this very update."""
     return {
         "epoch": finished_epoch or position.epoch,
@@ -71,6 +71,7 @@ def progress(position: Position, finished_epoch: int | None, figures: dict[str, 
         "metrics": {
             f"{prefix}{name}": value for prefix, means in figures.items() for name, value in vars(means).items()
         },
+        "best": best.record(),
     }
 
 

@@ -164,7 +164,7 @@ def _model(config: Config, device: torch.device, afresh: bool) -> nn.Module:
     seed_all(config.SEED, "init")
     model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
     if config.MODEL.PRETRAINED and afresh:
-        wanted = bool(config.MODEL.RESUME_EMA), config.MODEL.NEW_CLASSIFIER
+        wanted = config.MODEL.RESUME_EMA, config.MODEL.NEW_CLASSIFIER, config.EVAL
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *wanted))
     return model.to(device)
 

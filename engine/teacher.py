@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.checkpoint import META
@@ -23,10 +21,12 @@ from engine.inputs import per_channel
 from engine.memory import is_out_of_memory
 from engine.precision import Precision
 from engine.resume import load_weights
+from engine.weights_file import read_header
 from models import build_model, check_pretrained, count_parameters, load_pretrained
 from models.names import is_timm_name
 from utils.config import Config
 from utils.errors import UserError, nearest
+from utils.log import log
 
 KEY = "TRAIN.TEACHER_MODEL"
 EXAMPLE = "regnety_160.deit_in1k"
@@ -145,7 +145,7 @@ def _origin(wanted: str, config: Config, precision: Precision) -> Origin:
         return _trained(Path(place), wanted, config, precision)
     known, channels = timm.get_pretrained_cfg(name), config.DATA.IMAGE_CHANNELS
     assert known is not None  # is_timm_name
-    used_to = _header(Path(place)).get("input") or {}
+    used_to = _input_of(Path(place))
     classes = known.num_classes if place == name else config.MODEL.NUM_CLASSES
     model = timm.create_model(name, num_classes=classes, in_chans=channels)
     for parameter in model.parameters():
@@ -169,7 +169,7 @@ def _trained(place: Path, wanted: str, config: Config, precision: Precision) -> 
     from engine.trained import config_of, find_saved  # which build runs, and so know this module
 
     with _naming_the_teacher():
-        saved, which = find_saved(place, "auto")
+        saved, choice = find_saved(place, "auto")
         theirs = config_of(saved)
     data = theirs.DATA
     if data.IMAGE_CHANNELS != config.DATA.IMAGE_CHANNELS:
@@ -178,11 +178,12 @@ def _trained(place: Path, wanted: str, config: Config, precision: Precision) -> 
             f"{config.DATA.IMAGE_CHANNELS}."
         )
     model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-    load_weights(model, saved.tensors(which), f"{saved.where(which)}")
+    load_weights(model, saved.tensors(choice.which), f"{saved.where(choice.which)}")
+    log.info("Teacher %s: %s", wanted, choice.words)
     if precision.level != "O0":
         force_fp32(model, [*theirs.AMP.FP32_MODULES, *saved.fp32_modules()], precision.device.type)
     names = saved.meta.get("classes")
-    where = f"{theirs.MODEL.NAME} of {saved.where(which)}"
+    where = f"{theirs.MODEL.NAME} of {saved.where(choice.which)}"
     return Origin(model, where, data.IMAGE_SIZE, data.IMAGENET_MEAN, data.IMAGENET_STD, theirs.MODEL.NUM_CLASSES, names)
 
 
@@ -196,7 +197,9 @@ def _parts(wanted: str) -> tuple[str | None, str]:
     path = Path(wanted).expanduser()
     if path.name == "regnety_160.pdparams":  # PaddleViT's default
         raise UserError(f"{KEY} {wanted}: of PaddleViT's RegNets no weights are read; timm's {EXAMPLE} is that model.")
-    if path.is_file() and "settings" not in (header := _header(path)) and not (path.parent / META).exists():
+    with _naming_the_teacher():
+        header = read_header(path)
+    if path.is_file() and "settings" not in header and not (path.parent / META).exists():
         named = [str(header.get("model", "")), path.name.partition(".")[0], path.stem]
         found = next(filter(is_timm_name, filter(None, named)), None)
         if found is None:
@@ -210,18 +213,14 @@ def _parts(wanted: str) -> tuple[str | None, str]:
     raise UserError(f"{KEY} {wanted}: there is no such file, folder, or model of timm's.{hint} {FORMS}")
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """What a file of safetensors says of itself: texts, and what is not text as JSON."""
-    if file.suffix != ".safetensors" or not file.is_file():
-        return {}
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            header = dict(opened.metadata() or {})
-        given = json.loads(header["input"]) if "input" in header else {}
-    except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{KEY} {file}: cannot be read as safetensors ({error}).") from None
-    check_fields(Input, given, file)
-    return {**header, "input": given}
+def _input_of(file: Path) -> dict[str, Any]:
+    """How the images of a file of weights are prepared, as far as its header says."""
+    with _naming_the_teacher():
+        header = read_header(file)
+        exported = "timm_name" in header  # with these fields beside the others, and not under `input`
+        found = header if exported else header.get("input", {})
+        check_fields(Input, found, file)
+    return found
 
 
 def _ask_once(teacher: Teacher, config: Config, device: torch.device) -> None:

@@ -6,19 +6,19 @@ One at a time: how attention and fp32 products are computed are switches of the 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from engine.checkpoint import EMA, META, MODEL, STATE, WEIGHTS, Checkpoint, inspect, read_index, verify
-from engine.checkpoint_fields import Moved, Told, check_fields
+from engine.checkpoint import EMA, META, MODEL, STATE, Checkpoint, inspect, verify
+from engine.checkpoint_fields import Moved, check_fields
+from engine.choose import checkpoint_of
 from engine.device import pick_device, prepare
 from engine.fp32_modules import force_fp32
 from engine.memory import is_out_of_memory
@@ -27,6 +27,8 @@ from engine.precision import Precision, check_amp, check_precision
 from engine.resume import load_weights
 from engine.setup import model_in_precision
 from engine.shards import files_of
+from engine.weights_file import read_told
+from utils.better_weights import BOTH, Choice, Wanted, Which, choose_weights
 from utils.cli import CommandLine, amp_settings
 from utils.config import Config, load_config
 from utils.config.keys import settings, values_to_keep
@@ -36,11 +38,7 @@ from utils.regular_file import kind_of_path
 from utils.run_folder import run_of
 from utils.world import ALONE
 
-Which = Literal["model", "ema"]
-Wanted = Literal["auto", "model", "ema"]
-BOTH: tuple[Which, ...] = ("model", "ema")
 FILES: dict[Which, str] = {"model": MODEL, "ema": EMA}
-MADE_BY = "vitamp"
 
 
 @dataclass
@@ -58,6 +56,8 @@ class Trained:
     """The checkpoint's folder, or the file of weights."""
     weights: Which
     saved: Saved
+    choice: str
+    """For the log: which checkpoint, which of its weights, and how well each validated."""
 
     @torch.no_grad()  # not inference mode: fp8 layers do not run in it
     def logits(self, images: Tensor) -> Tensor:
@@ -109,12 +109,12 @@ def load_trained(
     given: CommandLine | None = None,
 ) -> Trained:
     """The model that `path` means: a run's best checkpoint (else its last), a checkpoint, a file in one, or weights
-    that scripts/checkpoint.py wrote.
+    that scripts/checkpoint.py or scripts/export.py wrote.
 
-    `weights` auto: the moving average where there is one. `device` None: the run's, if it is here. `amp` None: as the
-    run validates; else a word of -amp's, or `on`. `given`: settings that take the place of the run's.
+    `weights` auto: those that validated better, the plain ones or their EMA. `device` None: the run's, if it is here.
+    `amp` None: as the run validates; else a word of -amp's, or `on`. `given`: settings that replace the run's.
     """
-    saved, which = find_saved(Path(path).expanduser(), weights)
+    saved, choice = find_saved(Path(path).expanduser(), weights)
     config = config_of(saved, _flags(device, amp, given), given)
     check_amp(config.AMP, config.TRAIN)
     asked = {**given.flags, **given.words}.keys() if given else ()
@@ -127,8 +127,8 @@ def load_trained(
         force_fp32(model, moved, place.type)
     model.eval()
     classes = saved.meta.get("classes")
-    trained = Trained(model, inputs, precision, config, classes, saved.path, which, saved)
-    trained.take(which)
+    trained = Trained(model, inputs, precision, config, classes, saved.path, choice.which, saved, choice.words)
+    trained.take(choice.which)
     return trained
 
 
@@ -191,58 +191,27 @@ class Saved:
         return state["fp32_modules"]
 
 
-def find_saved(path: Path, weights: Wanted) -> tuple[Saved, Which]:
+def find_saved(path: Path, weights: Wanted) -> tuple[Saved, Choice]:
     """What lies there, and which of its weights are meant."""
     if not path.exists():
         raise UserError(f"{path}: there is no such file or folder; name a run, a checkpoint, or its weights.")
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: it is {kind_of_path(path)}; name a run, a checkpoint, or its weights.")
-    folder = path.parent if path.is_file() else path
-    if path.is_file() and not (folder / META).exists():
-        saved = _weights_alone(path)
+    why = ""
+    if path.is_file() and not (path.parent / META).exists():
+        meta, only = read_told(path)
+        saved = Saved(path, meta, only=only)
     else:
-        checkpoint = inspect(_checkpoint_of(folder))
+        folder, why = checkpoint_of(path)
+        checkpoint = inspect(folder)
         saved = Saved(checkpoint.folder, checkpoint.meta, checkpoint)
     named: Which | None = next((which for which, file in FILES.items() if path.name == file), None)
-    either: Which = "ema" if saved.has("ema") else "model"
-    which: Which = weights if weights != "auto" else named or either
-    saved.require(which)
-    return saved, which
-
-
-def _checkpoint_of(folder: Path) -> Path:
-    """A checkpoint is itself; of a run, the best one, else the last."""
-    if (folder / META).exists() or folder.name.startswith("step-"):
-        return folder
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    there = {found.name: found for found in sorted(root.glob("step-*"))}
-    if not there:
-        raise UserError(f"{folder}: no checkpoint lies there (looked for {root}/step-*).")
-    index = read_index(root)
-    return there.get(index["best"] or "") or there.get(index["last"] or "") or there[max(there)]
-
-
-def _weights_alone(path: Path) -> Saved:
-    if path.suffix != ".safetensors":
-        what = "weights that do not say what they are of" if path.name.endswith(WEIGHTS) else "no weights of vitamp's"
-        raise UserError(f"{path}: {what}. Name a run, a checkpoint, or a file that scripts/checkpoint.py strip wrote.")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            header = file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read as safetensors ({error}).") from None
-    if header.get("made_by") != MADE_BY or "settings" not in header:
-        missing = "has no settings: it was written by an older vitamp" if "made_by" in header else "is not vitamp's"
-        raise UserError(
-            f"{path}: its header {missing}, so nothing tells which model these weights are of. Write it by "
-            "scripts/checkpoint.py strip from the run, or validate it by main_single_gpu.py -cfg FILE -eval -pretrained"
-        )
-    try:
-        meta = {key: json.loads(header[key]) for key in ("settings", "classes", "choices", "fp32_modules")}
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{path}: its header cannot be read ({error!r}).") from None
-    check_fields(Told, meta, path)
-    return Saved(path, meta, only="ema" if "moving average" in header.get("weights", "") else "model")
+    asked = weights if weights != "auto" else named or "auto"
+    if asked != "auto":
+        saved.require(asked)
+    reason = f"-weights {weights}" if weights != "auto" else ""
+    choice = choose_weights(saved.meta, [which for which in BOTH if saved.has(which)], asked, reason)
+    return saved, replace(choice, words=f"{saved.path.name}{f' ({why})' if why else ''}, {choice.words}")
 
 
 def _flags(device: str | None, amp: str | None, given: CommandLine | None) -> dict[str, tuple[Any, str]]:

@@ -229,7 +229,6 @@ class Trainer:
         """Validate the model and, where there is one, its average. True if the best figure so far came of it."""
         parts, began = self.parts, perf_counter()
         self.health.look(self.position, together=True)  # skips are told before it, wherever the run is stopped
-        buffers_from_first(parts.model, self.world)
         models: dict[str, nn.Module] = {"": parts.model}
         if parts.ema is not None:
             models["ema_"] = parts.ema.module
@@ -254,6 +253,7 @@ class Trainer:
     def _evaluate(self, model: nn.Module) -> Means:
         parts, samples, check = self.parts, self.validation_samples, partial(self._stopping.check, of="batches")
         model = on_its_device(model, parts.precision.device)
+        buffers_from_first(model, self.world)
         return evaluate(model, self.val_loader, samples, parts.inputs, parts.precision, self.world, between=check)
 
     def _save(self, finished_epoch: int | None = None) -> None:
@@ -271,7 +271,7 @@ class Trainer:
             return
         self.reporter.flush()
         figures = self._last_figures if position.validated == position.update else {}
-        meta = {**progress(position, finished_epoch, figures), **self.meta}
+        meta = {**progress(position, finished_epoch, figures, self.best), **self.meta}
         self.saver.save(*self._all_that_is_saved(meters), meta, self.best, began)
 
     def _all_that_is_saved(self, meters: dict[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:

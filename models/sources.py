@@ -18,6 +18,7 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
+from utils.better_weights import BOTH, Wanted, Which, choose_weights
 from utils.errors import UserError, nearest
 from utils.regular_file import NotRegular, require_regular
 
@@ -37,26 +38,28 @@ class Source:
 
     file: Path
     label_offset: int = 0
+    words: str = ""
+    """Of a run or checkpoint: which of its weights these are, and how well they validated."""
 
 
-def check_pretrained(source: str, average: bool = False) -> None:
+def check_pretrained(source: str, average: bool | None = False) -> None:
     """Raise what can be known about `source` without a model: there is such a thing, and it can be read."""
-    path = _local(source, average)
-    if path is not None:
-        check_file(path)
+    found = _local(source, average)
+    if found is not None:
+        check_file(found.file)
     else:
         _on_hub(_timm_config(source), source, fetch=False)
 
 
-def locate(source: str, average: bool = False) -> Source:
+def locate(source: str, average: bool | None = False) -> Source:
     """The file that `source` means; downloaded where it is a timm name that is not in the cache yet.
 
-    `average`: of a run's weights, their average.
+    `average`: of a run or checkpoint, the EMA (true), the plain weights (false), or those that validated better (None).
     """
-    path = _local(source, average)
-    if path is not None:
-        check_file(path)
-        return Source(path)
+    found = _local(source, average)
+    if found is not None:
+        check_file(found.file)
+        return found
     config = _timm_config(source)
     file = _on_hub(config, source, fetch=True)
     assert file is not None
@@ -93,13 +96,13 @@ def unreadable(path: Path, reason: object) -> str:
     return f"Pretrained weights {path}: the file is damaged or not of the kind its ending says ({reason})."
 
 
-def _local(source: str, average: bool) -> Path | None:
+def _local(source: str, average: bool | None) -> Source | None:
     """The file that a path means; None where `source` is a timm name."""
     path = Path(source).expanduser()
     if path.is_dir():
-        return _average_beside(_in_folder(path)) if average else _in_folder(path)
+        return _better(_in_folder(path), average)
     if path.exists():
-        return _average_beside(path) if average else path
+        return Source(_average_beside(path) if average else path)
     if is_timm_name(source):
         if average:
             raise UserError(
@@ -108,7 +111,7 @@ def _local(source: str, average: bool) -> Path | None:
         return None
     paddles = path.with_name(path.name + PADDLE)
     if paddles.exists():  # PaddleViT's command lines leave the ending out
-        return paddles
+        return Source(paddles)
     for candidate in (path.with_name(path.name + ending) for ending in ENDINGS):
         if candidate.exists():
             raise UserError(f"Pretrained weights {path}: no such file, but there is {candidate.name}.")
@@ -151,6 +154,28 @@ def _in_folder(folder: Path) -> Path:
     raise UserError(
         f"Pretrained weights {folder}: no {' or '.join(HUB_FILES)} in this folder, nor checkpoints/index.json of a run."
     )
+
+
+def _better(plain: Path, average: bool | None) -> Source:
+    """Of a checkpoint's weights the ones asked for, else the better ones by its meta.json."""
+    if average:
+        _average_beside(plain)
+    there: tuple[Which, ...] = BOTH if plain.with_name(AVERAGE).is_file() else ("model",)
+    wanted: Wanted = "auto" if average is None else "ema" if average else "model"
+    reason = "" if average is None else f"MODEL.RESUME_EMA {str(average).lower()}"
+    meta = _meta_beside(plain)
+    choice = choose_weights(meta, there, wanted, reason)
+    file = plain if choice.which == "model" else plain.with_name(AVERAGE)
+    return Source(file, words=f"{plain.parent.name}, {choice.words}" if meta else "")
+
+
+def _meta_beside(weights: Path) -> dict[str, Any]:
+    """What the checkpoint says of itself; nothing where a folder merely holds weights."""
+    try:
+        found = json.loads(weights.with_name("meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _average_beside(weights: Path) -> Path:

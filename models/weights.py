@@ -18,33 +18,53 @@ from utils.errors import UserError
 from .freeze import classifiers, lies_in
 from .paddle_file import read_pdparams
 from .paddle_names import convert
-from .sources import PADDLE, locate, unreadable
+from .sources import PADDLE, Source, locate, unreadable
 
 SHOWN = 5  # tensors named in an error, of each kind
+FRESH = "freshly initialised"
 
 Weights = dict[str, Tensor]
 
 
 def load_pretrained(
-    module: nn.Module, source: str, name: str, average: bool = False, new_classifier: bool = False
+    module: nn.Module,
+    source: str,
+    name: str,
+    average: bool | None = False,
+    new_classifier: bool = False,
+    whole: bool = False,
 ) -> str:
     """Fill the model called `name` from `source`; returns a sentence for the log: what was used and changed.
 
-    `average`: of a run or checkpoint, that of its weights. `new_classifier`: keep the model's own, whatever is there.
+    `average`: of a run or checkpoint, the EMA, the plain weights, or (None) the better ones. `new_classifier`: keep the
+    model's own, whatever is there. `whole`: no weights are trained afterwards, so none may stay freshly initialised.
     """
     found = locate(source, average)
+    what, changes = _fill(module, found, name, new_classifier)
+    said = f"Pretrained weights: {'; '.join([f'{what} from {found.file}', *changes])}"
+    if whole and any(FRESH in change for change in changes):
+        raise UserError(
+            f"{said}. Nothing is trained by -eval, so its accuracy would be that of an untrained classifier: "
+            "take the MODEL.NUM_CLASSES that the weights were trained with and data of these classes, without "
+            "MODEL.NEW_CLASSIFIER; or train first, without -eval."
+        )
+    return f"{said} ({found.words})" if found.words else said
+
+
+def _fill(module: nn.Module, found: Source, name: str, new_classifier: bool) -> tuple[str, list[str]]:
+    """How much was taken, and what was changed on the way."""
     fresh = classifiers(module) if new_classifier else ()
     if found.file.suffix == ".npz":
         own = {key: value.clone() for key, value in module.state_dict().items() if lies_in(key, fresh)}
-        said = _load_npz(module, found.file, name)
+        what, changes = _load_npz(module, found.file, name)
         module.load_state_dict(own, strict=False)
-        return said + (f"; {', '.join(fresh)} left as freshly initialised" if own else "")
+        return what, changes + ([f"{', '.join(fresh)} left as {FRESH}"] if own else [])
     return _load_tensors(module, _read(found.file), found.file, name, found.label_offset, fresh)
 
 
 def _load_tensors(
     module: nn.Module, weights: Weights, file: Path, name: str, label_offset: int, fresh_modules: tuple[str, ...]
-) -> str:
+) -> tuple[str, list[str]]:
     before = {key: tuple(value.shape) for key, value in weights.items()}
     weights = _adapt_channels(module, _filter(module, weights, file, name))
     target = module.state_dict()
@@ -56,7 +76,7 @@ def _load_tensors(
     fresh, exchanges = _exchange_classifier(module, weights, target, label_offset, fresh_modules)
     _require_fit(weights, target, fresh, file, name)
     module.load_state_dict(weights, strict=False)
-    return _summary(f"{len(weights)} of {len(target)} tensors", file, [*changes, *exchanges])
+    return f"{len(weights)} of {len(target)} tensors", [*changes, *exchanges]
 
 
 def _read(file: Path) -> Weights:
@@ -122,7 +142,7 @@ def _exchange_classifier(
     fresh = {key for key in target if lies_in(key, unwanted)}
     for key in [key for key in weights if lies_in(key, unwanted)]:
         del weights[key]
-    words = [f"{prefix} left as freshly initialised (MODEL.NEW_CLASSIFIER)" for prefix in unwanted]
+    words = [f"{prefix} left as {FRESH} (MODEL.NEW_CLASSIFIER)" for prefix in unwanted]
     for prefix in _named(module, "classifier"):
         keys = [key for key in (f"{prefix}.weight", f"{prefix}.bias") if key in target]
         if not keys or fresh.issuperset(keys):
@@ -130,7 +150,7 @@ def _exchange_classifier(
         given, own = weights.get(keys[0]), target[keys[0]]
         if given is None:
             fresh.update(keys)
-            words.append(f"no {prefix} in it, which stays freshly initialised")
+            words.append(f"no {prefix} in it, which stays {FRESH}")
             continue
         if label_offset and given.shape[0] == own.shape[0] + label_offset:
             weights.update({key: weights[key][label_offset:] for key in keys if key in weights})
@@ -138,9 +158,7 @@ def _exchange_classifier(
             for key in keys:
                 weights.pop(key, None)
             fresh.update(keys)
-            words.append(
-                f"{prefix} exchanged ({given.shape[0]} classes there, {own.shape[0]} here, freshly initialised)"
-            )
+            words.append(f"{prefix} exchanged ({given.shape[0]} classes there, {own.shape[0]} here, {FRESH})")
     return fresh, words
 
 
@@ -172,7 +190,7 @@ def _listed(title: str, found: list[str]) -> list[str]:
     return [f"  {title} ({len(found)}):", *(f"    {line}" for line in found[:SHOWN]), *more]
 
 
-def _load_npz(module: Any, file: Path, name: str) -> str:
+def _load_npz(module: Any, file: Path, name: str) -> tuple[str, list[str]]:
     """Google's ViT weights (AugReg and its forerunners), through timm's reader for them."""
     if not hasattr(module, "load_pretrained"):
         raise UserError(f"Pretrained weights {file}: .npz files are for ViTs; {name} is a {type(module).__name__}.")
@@ -193,7 +211,7 @@ def _load_npz(module: Any, file: Path, name: str) -> str:
         module.load_pretrained(str(file))
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"Pretrained weights {file} do not fit {name}: {error}.") from None
-    return _summary(f"{len(names)} arrays", file, changes)
+    return f"{len(names)} arrays", changes
 
 
 def _npz_changes(module: Any, shapes: dict[str, tuple[int, ...]]) -> list[str]:
@@ -204,9 +222,9 @@ def _npz_changes(module: Any, shapes: dict[str, tuple[int, ...]]) -> list[str]:
         changes.append(f"pos_embed resized from {_shape(position)} to {_shape(own)}")
     head = next((shape[-1] for key, shape in shapes.items() if key.endswith("head/bias")), None)
     if head is None:
-        changes.append("no head in it, which stays freshly initialised")
+        changes.append(f"no head in it, which stays {FRESH}")
     elif head != module.num_classes:
-        changes.append(f"head exchanged ({head} classes there, {module.num_classes} here, freshly initialised)")
+        changes.append(f"head exchanged ({head} classes there, {module.num_classes} here, {FRESH})")
     return changes
 
 
@@ -218,7 +236,3 @@ def _named(module: nn.Module, trait: str) -> tuple[str, ...]:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
-
-
-def _summary(what: str, file: Path, changes: list[str]) -> str:
-    return f"Pretrained weights: {'; '.join([f'{what} from {file}', *changes])}"

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
                 "--weights",
                 choices=("auto", "model", "ema"),
                 default="auto",
-                help="the model's weights or their moving average (default: the average, where there is one)",
+                help="the model's weights or their moving average (default: those that validated better)",
             )
         if name == "average":
             command.add_argument("-last", "--last", type=int, metavar="K", help="the last K checkpoints of a run")

@@ -12,9 +12,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engine.checkpoint import EMA, MODEL, Checkpoint, naming_the_fault, read_index
-from engine.trained import MADE_BY, Saved
+from engine.checkpoint import EMA, Checkpoint, naming_the_fault, verify
+from engine.choose import checkpoint_of
+from engine.trained import FILES, Saved, find_saved
+from engine.weights_file import MADE_BY
 from scripts.checkpoint_files import folders_of, verified
+from utils.better_weights import BOTH, SHORT, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError
 from utils.log import log
 from utils.output_file import writing
@@ -33,22 +36,29 @@ SECTIONS = (
     "CPU_BF16",
     "DETERMINISTIC",
     "DIST.STRATEGY",
+    "SAVE_BEST_BY",
 )
 OWN = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "TRAIN.TEACHER_MODEL")
 """Settings with paths in them, which are nobody else's business."""
 
 
-def strip(path: Path, out: Path, weights: str) -> int:
-    source = verified(_one(path))
-    name = _file([source], weights)
+def strip(path: Path, out: Path, weights: Wanted) -> int:
+    saved, choice = find_saved(path, weights)
+    if saved.checkpoint is None:
+        raise UserError(f"{path}: these are weights alone already; name a run or a checkpoint.")
+    source, name = verify(saved.checkpoint), FILES[choice.which]
+    log.info("%s", choice.words)
     write_weights(out, source.tensors(name), _header(source, {"weights": _words(name), "from": source.folder.name}))
     log.info("%s: %s of %s, without optimiser and position", out, _words(name), source.folder)
     return EXIT_DONE
 
 
-def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int:
-    sources = [verified(folder) for folder in (_last(paths[0], last) if last else map(_one, paths))]
-    name = _file(sources, weights)
+def average(paths: list[Path], last: int | None, out: Path, weights: Wanted) -> int:
+    sources = [
+        verified(folder) for folder in (_last(paths[0], last) if last else (checkpoint_of(path)[0] for path in paths))
+    ]
+    name, words = _file(sources, weights)
+    log.info("%s", words)
     mean = _mean(sources, name)
     names = [source.folder.name if last else f"{source.folder}" for source in sources]
     header = _header(sources[-1], {"weights": f"average of {_words(name)}", "from": names}, averaged=True)
@@ -58,16 +68,6 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         log.info("  %s", source.folder)
     log.info("No figure is known of it yet: validate it by -eval -pretrained %s.", out)
     return EXIT_DONE
-
-
-def _one(path: Path) -> Path:
-    """A checkpoint is itself; of a run, the best one, else the last."""
-    folders = folders_of(path)
-    if len(folders) == 1:
-        return folders[0]
-    index = read_index(folders[0].parent)
-    names = {folder.name: folder for folder in folders}
-    return names.get(index.get("best") or "", folders[-1])
 
 
 def _last(path: Path, count: int) -> list[Path]:
@@ -80,12 +80,17 @@ def _last(path: Path, count: int) -> list[Path]:
     return folders[-count:]
 
 
-def _file(sources: list[Checkpoint], weights: str) -> str:
-    """Which of their files: the moving average where all have one, unless the other was asked for."""
+def _file(sources: list[Checkpoint], weights: Wanted) -> tuple[str, str]:
+    """The file to take of each: the EMA where it validated better in most of them. And the words for the log."""
     without = [source.folder for source in sources if not source.has(EMA)]
     if weights == "ema" and without:
         raise UserError(f"-weights ema: {without[0]} has no moving average (TRAIN.MODEL_EMA); take -weights model.")
-    return MODEL if weights == "model" or without else EMA
+    there: tuple[Which, ...] = ("model",) if without else BOTH
+    reason = "" if weights == "auto" else f"-weights {weights}"
+    votes = sum(choose_weights(source.meta, there, weights).which == "ema" for source in sources)
+    which: Which = "ema" if 2 * votes > len(sources) else "model"
+    why = reason if reason or without else f"the EMA is better in {votes} of {len(sources)} checkpoints"
+    return FILES[which], f"{SHORT[which]} weights{f' ({why})' if why else ''}"
 
 
 def _words(name: str) -> str:
@@ -118,13 +123,19 @@ def _mean_of(tensors: list[Tensor]) -> Tensor:
 def _header(source: Checkpoint, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
     """safetensors keeps texts only; what is not one is JSON."""
     known = {key: source.meta[key] for key in TOLD if key in source.meta and not (averaged and key == "metrics")}
-    saved = Saved(source.folder, source.meta, source)
-    if settings := saved.settings():
-        known["settings"] = {key: value for key, value in settings.items() if _is_told(key)}
-        known["fp32_modules"] = saved.fp32_modules()
+    known |= needed_by_tools(Saved(source.folder, source.meta, source))
     content = {**known, **origin, "made_by": MADE_BY}
     plain = {key: value if isinstance(value, str) else json.dumps(value) for key, value in content.items()}
     return {"format": "pt", **plain}
+
+
+def needed_by_tools(saved: Saved) -> dict[str, Any]:
+    """What builds the model again, for the header of a file that predict.py and its like are to read."""
+    settings = saved.settings()
+    if settings is None:
+        return {}
+    told = {key: value for key, value in settings.items() if _is_told(key)}
+    return {"settings": told, "fp32_modules": saved.fp32_modules()}
 
 
 def _is_told(key: str) -> bool:

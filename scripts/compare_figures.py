@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from scripts.run_lines import Lines, last_line, perf, read_lines, seconds, warm
+from scripts.run_lines import Lines, best_top1, last_line, perf, read_lines, seconds, warm
 from utils.config import load_config
 
 Figures = dict[str, Any]
@@ -51,9 +51,7 @@ def figures_of(folder: Path) -> Figures:
         "skipped": train[-1]["skipped"] if train else 0,
         "diverged": _diverged(train),
         "last_acc1": val[-1]["acc1"] if val else None,
-        "best_acc1": max(
-            (line[key] for line in val for key in ("acc1", "ema_acc1") if line.get(key) is not None), default=None
-        ),
+        "best_acc1": best[0] if (best := best_top1(lines)) else None,
         "last_loss": val[-1]["loss"] if val else None,
         "seconds": seconds(lines),
         "starts": sum(line["event"] == "run" and line["what"] in ("start", "resume") for line in lines),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 OWN = (
     Flag(
         "weights",
-        "auto, model, ema, or both side by side (auto: the average, where there is one)",
+        "auto, model, ema, or both side by side (auto: those that validated better)",
         "WHICH",
         ("WEIGHTS",),
     ),
@@ -78,6 +78,8 @@ def _evaluate(argv: list[str]) -> int:
         trained.saved.require(which)
     data = open_part(trained, part == "train")
     log.setLevel("INFO")
+    if not both:
+        log.info("%s: %s", argv[0], trained.choice)
     found: dict[Which, Figures] = {}
     for which in BOTH if both else (trained.weights,):
         if which != trained.weights:

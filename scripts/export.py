@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
+from utils.log import log  # noqa: E402
 from utils.output_file import check_output_file  # noqa: E402
 from utils.script import run_tool, tool_parser  # noqa: E402
 
@@ -56,6 +57,7 @@ def _work(argv: list[str]) -> int:
     for name in formats:
         FORMATS[name].require()
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off")
+    log.info("%s: %s", asked.path, trained.choice)
     images = images_for_check(trained, asked.images, asked.check)
     wishes = Wishes(asked.dtype, asked.with_preprocess, asked.opset)
     for name in formats:
@@ -106,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         "--weights",
         choices=("auto", "model", "ema"),
         default="auto",
-        help="the model's weights or their moving average (default: the average, where there is one)",
+        help="the model's weights or their moving average (default: those that validated better)",
     )
     add("-dtype", "--dtype", choices=DTYPES, default="fp32", help="half precision halves the file (default: fp32)")
     add(

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint import naming_the_fault
+from engine.weights_file import EXPORTED
 from scripts.export_model import DTYPES, Plain, Whole, Wishes
 from utils.errors import TrainingError, UserError
 
-INPUT, OUTPUT, BATCH, ABOUT = "images", "logits", "batch", "vitamp"
+INPUT, OUTPUT, BATCH, ABOUT = "images", "logits", "batch", EXPORTED
 TRIED_WITH = 2
 """Images in the example: of one, torch would conclude that it is always one."""
 OWN_MARKS = "pkg."
@@ -35,6 +36,8 @@ class Task:
     example: Tensor
     """Two images as the file takes them"""
     about: dict[str, Any]
+    needed: dict[str, Any]
+    """What vitamp's own tools need besides, to take a file of weights for a trained model"""
     wishes: Wishes
 
 
@@ -139,7 +142,8 @@ class Safetensors:
         state = task.plain.module.state_dict()
         tensors = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
         with naming_the_fault(file):
-            header = {ABOUT: json.dumps(task.about)}  # several keys would come in another order each time
+            # One key, since several would come in another order each time.
+            header = {ABOUT: json.dumps({**task.about, **task.needed})}
             safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata=header)
         return "weights by timm's names"
 

@@ -17,6 +17,7 @@ from datasets.given import squeezes
 from engine.inputs import Inputs, per_channel
 from engine.resume import load_weights
 from engine.trained import Trained
+from engine.weights_file import MADE_BY
 from models import timm_call
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -71,7 +72,7 @@ def about(trained: Trained, plain: Plain, wishes: Wishes) -> dict[str, Any]:
     """What goes into the file beside the weights. It tells nothing of the machine it was made on."""
     data, channels = trained.config.DATA, trained.config.DATA.IMAGE_CHANNELS
     return {
-        "made_by": "vitamp",
+        "made_by": MADE_BY,
         "model": trained.config.MODEL.NAME,
         "checkpoint": trained.source.name,
         "weights": trained.weights,

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from engine.trained import Trained
+from scripts.checkpoint_weights import needed_by_tools
 from scripts.export_check import TOLERANCES, CheckImages, compare, reference
 from scripts.export_formats import Format, Task
 from scripts.export_model import Plain, Whole, Wishes, about
@@ -31,7 +32,10 @@ def export_one(
     wanted = reference(trained, images)
     batches = images.batches(trained, wishes.with_preprocess)
     example = torch.cat([batches[-1], batches[-1]])[:2]
-    task = Task(plain, Whole(trained, plain.module, wishes), example, about(trained, plain, wishes), wishes)
+    saved = trained.saved
+    needed = {key: saved.meta[key] for key in ("choices", "metrics") if key in saved.meta} | needed_by_tools(saved)
+    whole = Whole(trained, plain.module, wishes)
+    task = Task(plain, whole, example, about(trained, plain, wishes), needed, wishes)
     with writing(out, "-out"):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:

@@ -52,6 +52,7 @@ def _work(argv: list[str]) -> int:
 
     paths = paths_of(asked.images)
     trained = load_trained(asked.path, asked.weights, asked.device, asked.amp)
+    print(f"{asked.path}: {trained.choice}", file=sys.stderr)
     with _opened(asked.out) as stream:
         form = FORMATS[_format(asked)](stream, trained.names(), asked.topk, paths)
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("topk", "classes shown of each image (default 5)", type=int, default=5, metavar="N")
     flag("format", "default: by the ending of -out, else table", choices=sorted(FORMATS))
     flag("out", "write there; only a whole result takes its name", type=Path, metavar="FILE")
-    flag("weights", "default: the moving average, where there is one", choices=("auto", "model", "ema"), default="auto")
+    flag("weights", "default: those that validated better", choices=("auto", "model", "ema"), default="auto")
     flag("amp", f"{AMP_WORDS}; alone: on (default: as the run validates)", metavar="HOW")
     flag("device", "default: the run's, if it is here, else the best", choices=("cpu", "cuda", "mps"))
     flag("batch_size", "images at a time (default: as the run validates)", type=int, metavar="N")

@@ -13,7 +13,7 @@ from PIL import Image
 
 from datasets import ImageDataset
 from engine.predictions import batches_of, name_of, picture_of, validation_part
-from engine.trained import Trained, Which, load_trained
+from engine.trained import Trained, load_trained
 from scripts.evaluate_figures import Figures, Rows, figures_from
 from utils.errors import TrainingError, UserError
 
@@ -74,7 +74,6 @@ def look(folder: Path) -> Seen | str:
     """Or why nothing can be seen."""
     try:
         trained = load_trained(folder)
-        trained.take(_better(trained))
         dataset = validation_part(trained)
         rows, numbers = _rows(trained, dataset)
     except (UserError, TrainingError) as error:
@@ -83,7 +82,7 @@ def look(folder: Path) -> Seen | str:
     listed = _of_classes(trained, figures)
     chosen = _chosen(figures)
     return Seen(
-        words=trained.words(),
+        words=f"{trained.words()}: {trained.choice}",
         figures=figures,
         classes=listed[:MOST_ROWS],
         left_out=max(0, len(listed) - MOST_ROWS),
@@ -100,15 +99,6 @@ def _rows(trained: Trained, dataset: ImageDataset) -> tuple[Rows, torch.Tensor]:
     found = [(Rows.of(logits, labels), indices.cpu()) for logits, labels, indices in batches_of(trained, dataset)]
     rows, numbers = zip(*found, strict=True)
     return Rows(*(torch.cat(column) for column in zip(*rows, strict=True))), torch.cat(numbers)
-
-
-def _better(trained: Trained) -> Which:
-    """Of the checkpoint's weights and their average, those that validated better; the page tells of the best figure."""
-    found = trained.saved.meta.get("metrics", {})
-    plain, average = found.get("acc1"), found.get("ema_acc1")
-    if plain is None or average is None:
-        return trained.weights
-    return "ema" if average > plain else "model"
 
 
 def _of_classes(trained: Trained, figures: Figures) -> list[OfClass]:

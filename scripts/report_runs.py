@@ -13,7 +13,8 @@ from statistics import median
 from typing import Any
 
 from engine.pace import clock
-from scripts.run_lines import perf, read_lines, seconds, warm
+from engine.trained import find_saved
+from scripts.run_lines import best_top1, perf, read_lines, seconds, warm
 from utils.config import Config, load_config
 from utils.config.keys import settings, value_of
 from utils.config.write import one_line
@@ -79,13 +80,16 @@ class Run:
 
     def best(self) -> tuple[float, str] | None:
         """The best validated top-1 in percent, and where it was found."""
-        found = [
-            (line[key], f"epoch {line['epoch']}{', average' if key.startswith('ema') else ''}")
-            for line in self.of("val")
-            for key in ("acc1", "ema_acc1")
-            if line.get(key) is not None
-        ]
-        return max(found, key=lambda pair: pair[0]) if found else None
+        found = best_top1(self.lines)
+        return (found[0], f"epoch {found[1]}{found[2] and f', {found[2]}'}") if found else None
+
+    @property
+    def best_checkpoint(self) -> str:
+        """Which it is, which of its weights are better, and how well each validated."""
+        try:
+            return find_saved(self.folder, "auto")[1].words
+        except UserError:  # no checkpoint is there, or none that is whole
+            return ""
 
     def stages(self) -> dict[str, float]:
         """Milliseconds of an update by stage; nothing without REPORT_STAGES."""
@@ -169,7 +173,7 @@ def _last_words(run: Run) -> str:
     if not told:
         return ""
     average = told[-1].get("ema_acc1")
-    return f"{told[-1]['acc1']:.2f} %" + (f", average {average:.2f} %" if average is not None else "")
+    return f"{told[-1]['acc1']:.2f} %" + (f", EMA {average:.2f} %" if average is not None else "")
 
 
 def _parameters(run: Run) -> str:
@@ -200,6 +204,7 @@ def _versions(run: Run) -> str:
 _ROWS = (
     ("best top-1", _best_words),
     ("last top-1", _last_words),
+    ("checkpoint", lambda run: run.best_checkpoint),
     ("precision", lambda run: run.precision),
     ("images/s", lambda run: f"{run.speed:,.0f}" if run.speed else ""),
     ("peak memory", lambda run: f"{run.peak_memory:.2f} GB" if run.peak_memory else ""),

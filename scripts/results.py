@@ -29,7 +29,7 @@ from scripts.benchmark_amp_run import markdown as table_as_markdown  # noqa: E40
 from scripts.benchmark_amp_tables import TABLES  # noqa: E402
 from scripts.benchmark_data_report import markdown  # noqa: E402
 from scripts.compare_table import markdown as comparison_as_markdown  # noqa: E402
-from scripts.run_lines import read_lines, seconds, warm  # noqa: E402
+from scripts.run_lines import best_top1, read_lines, seconds, warm  # noqa: E402
 from utils.config import load_config  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 
@@ -45,7 +45,8 @@ def one_run(folder: Path) -> Row:
     config = load_config(str(folder / "config.yaml")).config
     lines = read_lines(folder)
     train, val = ([line for line in lines if line["event"] == kind] for kind in ("train", "val"))
-    if not lines or lines[-1]["event"] != "run" or lines[-1]["what"] != "end":
+    best = best_top1(lines)
+    if not lines or lines[-1]["event"] != "run" or lines[-1]["what"] != "end" or best is None:
         raise UserError(f"{folder}: this run did not end; only whole runs are results.")
     return {
         "model": config.MODEL.NAME,
@@ -54,7 +55,8 @@ def one_run(folder: Path) -> Row:
         "processes": about["choices"]["world_size"],
         "seed": config.SEED,
         "epochs": config.TRAIN.NUM_EPOCHS,
-        "best_acc1": max(line["acc1"] for line in val),
+        "best_acc1": best[0],
+        "best_of": "plain weights and EMA",
         "last_acc1": val[-1]["acc1"],
         "skipped": train[-1]["skipped"],
         "seconds": seconds(lines),
@@ -107,8 +109,10 @@ def table(name: str) -> str:
         skipped = sum(row["skipped"] for row in rows)
         lines.append(f"| {model} | {precision} | {len(rows)} | {best} | {last} | {skipped} |")
     versions = runs[0]["versions"]
+    of = "of plain weights and EMA alike" if all("best_of" in run for run in runs) else "of the plain weights"
     lines += [
         "",
+        f"Best top-1 is the highest of all validations, {of}. "
         f"Measured on {runs[0]['device']}, torch {versions['torch']}, timm {versions['timm']}, {runs[0]['date']}, "
         f"`{runs[0]['command']}` and its like; every run is in [{name}.json](LINK/{name}.json).",
     ]

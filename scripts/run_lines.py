@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from utils.better_weights import PREFIX, SHORT
 from utils.line_file import json_lines, whole_lines
 
 TAIL = 2**16
@@ -49,6 +50,21 @@ def warm(lines: Lines, event: str, figure: str, strictly: bool = False) -> list[
     each = [perf(start, event, figure) for start in starts(lines)]
     later = [value for values in each for value in values[1:]]
     return later or ([] if strictly else [value for values in each for value in values])
+
+
+def best_top1(lines: Lines) -> tuple[float, int, str] | None:
+    """The best top-1 in percent over all validations, of the plain weights and of their EMA, as the run itself has it.
+
+    With its epoch, and `EMA` where that was the better one.
+    """
+    found = [
+        (line[f"{prefix}acc1"], line["epoch"], SHORT[which] if prefix else "")
+        for line in lines
+        if line.get("event") == "val"
+        for which, prefix in PREFIX.items()
+        if line.get(f"{prefix}acc1") is not None
+    ]
+    return max(found, key=lambda one: one[0], default=None)
 
 
 def seconds(lines: Lines) -> float:

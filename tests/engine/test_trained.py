@@ -81,11 +81,12 @@ def test_a_special_model_too(vitamp: Callable[..., Result], tiny: Path, tmp_path
     assert (share(found), float(loss)) == (validated["acc1"], pytest.approx(validated["loss"], rel=1e-12))
 
 
-def test_the_average_is_taken_where_there_is_one(digits_run: Path) -> None:
-    assert load_trained(digits_run).weights == "ema"
+def test_weights_are_the_better_ones_or_those_named(digits_run: Path) -> None:
+    validated = metrics(digits_run, "val")[-1]
+    assert validated["acc1"] > validated["ema_acc1"], "the EMA of a run this short lags behind"
     folder = digits_run / "checkpoints" / BEST
-    assert load_trained(folder / MODEL).weights == "model", "a file that is named is the one meant"
-    assert load_trained(folder / "meta.json").weights == "ema"
+    assert [load_trained(path).weights for path in (digits_run, folder, folder / "meta.json")] == ["model"] * 3
+    assert load_trained(folder / EMA).weights == "ema", "a file that is named is the one meant"
     trained = load_trained(folder, "model")
     before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
     trained.take("ema")
@@ -112,7 +113,7 @@ def test_a_checkpoint_alone_is_enough(digits_run: Path, stripped: Path, tmp_path
     assert outside.classes == [str(digit) for digit in range(10)]
     assert torch.equal(validation_predictions(outside, workers=0).logits, inside)
     weights = load_trained(stripped)
-    assert (weights.weights, weights.classes) == ("ema", outside.classes)
+    assert (weights.weights, weights.classes) == ("model", outside.classes)
     assert torch.equal(validation_predictions(weights, workers=0).logits, inside)
 
 
@@ -219,7 +220,7 @@ def test_what_cannot_be_loaded_is_said(digits_run: Path, tmp_path: Path) -> None
     wrong: tuple[tuple[Path, dict[str, Any], str], ...] = (
         (tmp_path / "nothing", {}, "no such file or folder"),
         (tmp_path / "empty", {}, "no checkpoint lies there"),
-        (damaged, {}, f"the contents of {EMA} are not what was written"),
+        (damaged, {"weights": "ema"}, f"the contents of {EMA} are not what was written"),
         (newer, {}, "MODEL.WARP; use the version of vitamp that trained it"),
         (without, {"weights": "ema"}, r"no moving average \(TRAIN.MODEL_EMA\) weights; take -weights model"),
         (tmp_path / "foreign.safetensors", {}, "its header is not vitamp's"),
@@ -230,4 +231,4 @@ def test_what_cannot_be_loaded_is_said(digits_run: Path, tmp_path: Path) -> None
     for path, how, said in wrong:
         with pytest.raises(UserError, match=said):
             load_trained(path, **how)
-    assert load_trained(damaged, "model").weights == "model", "what is not used is not in the way"
+    assert load_trained(damaged).weights == "model", "what is not used is not in the way"

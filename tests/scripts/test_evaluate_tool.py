@@ -197,7 +197,7 @@ def test_classes_of_other_data_are_matched_by_name(
     root = tree({3: "3", 4: "4", 8: "8"})
     done = say(digits_run, *OTHER, "-data_path", root, "-out", tmp_path / "eval.json", "-confusion", tmp_path / "m.png")
     assert done.code == 0, done.err
-    found = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))["figures"]["ema"]
+    found = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))["figures"]["model"]
     own = validation_predictions(load_trained(digits_run), workers=0)
     chosen = torch.isin(own.labels, torch.tensor([3, 4, 8]))
     guess, labels = own.guesses()[chosen, 0], own.labels[chosen]
@@ -244,7 +244,7 @@ def test_stripped_weights_take_data_from_the_command_line(
     done = say(tmp_path / "w.safetensors", "-out", tmp_path / "eval.json")
     assert done.code == 0, done.err
     told = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
-    assert told["figures"]["ema"]["acc1"] == metrics(digits_run, "val")[-1]["ema_acc1"]
+    assert told["figures"]["model"]["acc1"] == metrics(digits_run, "val")[-1]["acc1"]
 
 
 def test_an_image_that_cannot_be_read(
@@ -255,7 +255,7 @@ def test_an_image_that_cannot_be_read(
     done = say(digits_run, *OTHER, "-data_path", root)
     assert done.code == 1
     assert "bad.png (it is no image of a kind that is known)" in done.err
-    assert "top-1" not in done.out, "figures of other images than asked for are none"
+    assert "top-5" not in done.out, "figures of other images than asked for are none"
 
 
 def test_what_cannot_be_done_is_said(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_three_formats_say_what_the_model_says(tool: Export, run: Path, tmp_path
         told = about_of(tmp_path / name)
         assert told["classes"] == [str(digit) for digit in range(10)]
         assert (told["mean"], told["std"], told["image_size"], told["crop"]) == ([0.5], [0.5], 8, "none")
-        assert (told["input"], told["weights"], told["dtype"]) == ("normalised", "ema", "fp32")
+        assert (told["input"], told["weights"], told["dtype"]) == ("normalised", "model", "fp32")
         held = (tmp_path / name).read_bytes()
         assert not [place for place in (str(ROOT), sys.prefix, str(tmp_path)) if place.encode() in held]
         assert (tmp_path / name).stat().st_mode & 0o444 == 0o444 & ~_umask(), "others may read it"

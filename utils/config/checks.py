@@ -65,7 +65,7 @@ def _data(data: DataConfig) -> Iterator[Problem]:
 
 def _train(config: Config) -> Iterator[Problem]:
     train = config.TRAIN
-    if train.LAST_EPOCH >= train.NUM_EPOCHS:
+    if train.LAST_EPOCH >= train.NUM_EPOCHS and not config.EVAL:
         yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves nothing of TRAIN.NUM_EPOCHS {train.NUM_EPOCHS} to train"
     betas = train.OPTIMIZER.BETAS
     if betas is not None and not all(0 <= beta < 1 for beta in betas):

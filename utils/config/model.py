@@ -23,7 +23,9 @@ class ModelConfig(Section):
         default=None, description="Weights to start from: .safetensors, .pth, .npz, .pdparams, a run, or a timm name."
     )
     RESUME_EMA: bool | None = Field(
-        default=False, description="Take the average for the weights, of the run that PRETRAINED or RESUME names."
+        default=None,
+        description="Weights to start from, of the run that PRETRAINED or RESUME names: true the EMA, false the plain "
+        "ones. null: with PRETRAINED those that validated better, with RESUME the plain ones.",
     )
     NEW_CLASSIFIER: bool = Field(
         default=False,

@@ -1,0 +1,190 @@
+"""Of the plain weights and their EMA the better ones are used, by every tool alike, and each says which."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from engine.weights_file import read_header
+from scripts.results import one_run
+from scripts.run_lines import best_top1, read_lines
+from tests.conftest import TINY_DIGITS
+from tests.program import Result, metrics, run_program
+from utils.better_weights import choose_weights
+
+LAST, BEFORE, MIDDLE = "step-000000088", "step-000000044", "step-000000066"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs, whose EMA hardly moved from the initial weights; one checkpoint within an epoch."""
+    place = tmp_path_factory.mktemp("ema_at_chance")
+    (place / "tiny.yaml").write_text(TINY_DIGITS)
+    slow = ("TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_WARMUP=false", "TRAIN.MODEL_EMA_DECAY=0.9999")
+    words = (*slow, "SAVE_FREQ=1", "SAVE_EVERY_UPDATES=22", "KEEP_LAST=0")
+    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place)
+    assert done.code == 0, done.text
+    (validated,) = [line for line in metrics(place / "run", "val") if line["update"] == 88]
+    assert validated["acc1"] > 2 * validated["ema_acc1"]
+    assert f"Done: best top-1 {validated['acc1']:.2f} %" in done.out.splitlines()[-1]
+    return place / "run"
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8")) | changes
+    kept = {key: value for key, value in meta.items() if value is not None}
+    (folder / "meta.json").write_text(json.dumps(kept), encoding="utf-8")
+
+
+def test_every_tool_uses_the_plain_weights_where_the_ema_is_at_chance(
+    vitamp: Callable[..., Result], run: Path, tmp_path: Path
+) -> None:
+    best = metrics(run, "val")[-1]
+    line = f"{LAST} (the run's best), plain weights, top-1 {best['acc1']:.2f} %; EMA: {best['ema_acc1']:.2f} %"
+    assert json.loads((run / "checkpoints" / LAST / "meta.json").read_text())["best"] == {
+        "kind": "acc1",
+        "figure": best["acc1"],
+        "update": 88,
+        "epoch": 2,
+    }
+    Image.new("L", (8, 8)).save(tmp_path / "x.png")
+    page, weights, stripped = (tmp_path / name for name in ("report.html", "x.safetensors", "y.safetensors"))
+    for words, script in (
+        ((run, "-out", tmp_path / "eval.json"), "evaluate.py"),
+        ((run, tmp_path / "x.png"), "predict.py"),
+        ((run, "-to", "safetensors", "-out", weights, "-check", 8), "export.py"),
+        (("strip", run, "-out", stripped), "checkpoint.py"),
+        ((run, "-out", page), "report.py"),
+    ):
+        done = vitamp(*words, script=f"scripts/{script}")
+        assert done.code == 0, done.text
+        assert script == "report.py" or line in done.text, script
+    figures = json.loads((tmp_path / "eval.json").read_text())["figures"]
+    assert {which: found["acc1"] for which, found in figures.items()} == {"model": best["acc1"]}
+    assert (read_header(weights)["weights"], read_header(stripped)["weights"]) == ("model", "the model's weights")
+    assert line in page.read_text().replace("&#39;", "'").replace("&#x27;", "'")
+    forced = vitamp(run, "-weights", "ema", "-out", tmp_path / "ema.json", script="scripts/evaluate.py")
+    assert f"EMA weights (-weights ema), top-1 {best['ema_acc1']:.2f} %; plain: {best['acc1']:.2f} %" in forced.out
+
+
+def test_eval_takes_the_runs_best_checkpoint(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    """As evaluate.py does; a checkpoint or epoch that is named is the one meant."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "checkpoints" / "index.json").write_text(json.dumps({"last": LAST, "best": BEFORE}))
+    for number, (words, name) in enumerate(
+        (
+            (("-resume", copy), BEFORE),
+            (("-resume", copy / "checkpoints" / LAST), LAST),
+            (("-resume", copy, "-last_epoch", 2), LAST),
+        )
+    ):
+        done = vitamp("-eval", *words, "-output", tmp_path / f"{number}")
+        assert done.code == 0, done.text
+        (found,) = metrics(tmp_path / f"{number}", "val")
+        assert found == next(line for line in metrics(run, "val") if line["update"] == int(name[5:]))
+        ending = f"plain weights, loss {found['loss']:.4f}, acc1 {found['acc1']:.4f}, acc5 {found['acc5']:.4f}"
+        assert f"Done: {name}, {ending}; EMA: acc1 {found['ema_acc1']:.4f};" in done.out.splitlines()[-1]
+        assert (f"Evaluating {BEFORE}, the run's best." in done.out) == (name == BEFORE)
+    (copy / "checkpoints" / BEFORE / "model.safetensors").write_bytes(b"damaged")
+    done = vitamp("-eval", "-resume", copy, "-output", tmp_path / "damaged")
+    assert f"Done: {LAST}, plain weights" in done.out
+    assert "The newest good checkpoint is evaluated instead." in done.err
+
+
+def test_pretrained_takes_the_better_weights_of_a_run(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    best = metrics(run, "val")[-1]
+    for more, which, prefix in (((), "plain weights", ""), (("MODEL.RESUME_EMA=true",), "EMA weights", "ema_")):
+        words = ("-cfg", run / "config.yaml", "-eval", "-pretrained", run, *more)
+        done = vitamp(*words, "-output", tmp_path / f"eval{prefix}")
+        assert done.code == 0, done.text
+        assert re.search(rf"Pretrained weights: .*\({LAST}, {which}", done.out)
+        (found,) = metrics(tmp_path / f"eval{prefix}", "val")
+        assert found["acc1"] == best[f"{prefix}acc1"]
+
+
+def test_what_is_assumed_without_a_validation_is_said(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    place = tmp_path / MIDDLE
+    shutil.copytree(run / "checkpoints" / MIDDLE, place)
+    settings = json.loads((place / "meta.json").read_text())["settings"]
+    recorded = {"kind": "ema_acc1", "figure": 90.0, "update": 44, "epoch": 1}
+    older = {key: value for key, value in settings.items() if key != "SAVE_BEST_BY"}
+    for changes, words in (
+        ({}, "plain weights (assumed: not validated at this update; the run's best were its plain weights)"),
+        (
+            {"best": recorded},
+            "EMA weights (assumed: not validated at this update; the run's best were its EMA weights)",
+        ),
+        ({"best": None, "settings": older}, "plain weights (assumed: this checkpoint has no validation metrics)"),
+        ({"best": recorded, "metrics": {"acc1": 1.0, "ema_acc1": 2.0}}, "EMA weights, top-1 2.00 %; plain: 1.00 %"),
+    ):
+        rewrite(place, **changes)
+        done = vitamp(place, script="scripts/evaluate.py")
+        assert done.code == 0, done.text
+        assert f"{MIDDLE}, {words}" in done.out
+
+
+@pytest.mark.parametrize(
+    ("metrics", "by", "words"),
+    [
+        ({"loss": 1.0, "ema_loss": 2.0, "acc1": 5, "ema_acc1": 9}, "loss", "plain weights, loss 1.0000; EMA: 2.0000"),
+        ({"loss": float("nan"), "ema_loss": 2.0}, "loss", "EMA weights, loss 2.0000"),
+        ({"acc1": 50.0, "ema_acc1": 50.0}, "acc1", "plain weights, top-1 50.00 %; EMA: 50.00 %"),
+        ({"acc5": 50.0, "ema_acc5": 51.0}, "acc5", "EMA weights, top-5 51.00 %; plain: 50.00 %"),
+        (
+            {"acc1": None, "ema_acc1": None},
+            "acc1",
+            "plain weights (assumed: this checkpoint has no validation metrics)",
+        ),
+    ],
+)
+def test_save_best_by_decides(metrics: dict[str, Any], by: str, words: str) -> None:
+    meta = {"metrics": metrics, "settings": {"SAVE_BEST_BY": by}}
+    assert choose_weights(meta, ("model", "ema"), "auto").words == words
+
+
+def test_best_top1_means_the_same_in_run_report_and_results(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    """The best over all validations, of the plain weights and of their EMA, which is the better one here."""
+    run = tmp_path / "run"
+    words = ("TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.98", "TRAIN.BASE_LR=0.05", "REPORT_FREQ=11")
+    done = vitamp("-cfg", tiny, "-output", run, *words, "TRAIN.LR_SCHEDULER.NAME=step", "TRAIN.NUM_EPOCHS=3")
+    assert done.code == 0, done.text
+    best = max(line[key] for line in metrics(run, "val") for key in ("acc1", "ema_acc1"))
+    assert best > max(line["acc1"] for line in metrics(run, "val"))
+    assert f"Done: best EMA top-1 {best:.2f} % (epoch" in done.out.splitlines()[-1]
+    found = best_top1(read_lines(run))
+    assert found is not None
+    assert (found[0], found[2]) == (best, "EMA")
+    assert (one_run(run)["best_acc1"], one_run(run)["best_of"]) == (best, "plain weights and EMA")
+    assert vitamp(run, "-out", tmp_path / "report.html", script="scripts/report.py").code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert f"{best:.2f} % (epoch {found[1]}, EMA)" in page
+    assert re.search(rf"step-\d+ \(the run.{{1,6}}s best\), EMA weights, top-1 {best:.2f} %", page)
+
+
+def test_eval_refuses_a_classifier_that_nobody_trained(
+    vitamp: Callable[..., Result], run: Path, tmp_path: Path
+) -> None:
+    file = run / "checkpoints" / LAST / "model.safetensors"
+    for more, why in (
+        (("-num_classes", 12), "head exchanged (10 classes there, 12 here, freshly initialised)"),
+        (("MODEL.NEW_CLASSIFIER=true",), "head left as freshly initialised (MODEL.NEW_CLASSIFIER)"),
+    ):
+        words = ("-cfg", run / "config.yaml", "-eval", "-pretrained", file, "-output", tmp_path / "eval", *more)
+        done = vitamp(*words)
+        assert done.code == 2
+        assert why in done.err
+        assert "its accuracy would be that of an untrained classifier" in done.err
+        assert not (tmp_path / "eval").exists()
+    words = ("-cfg", run / "config.yaml", "-pretrained", file, "-output", tmp_path / "new", "-num_classes", 12)
+    done = vitamp(*words, "-dry_run")
+    assert done.code == 0, "training begins with it"

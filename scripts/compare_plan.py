@@ -144,7 +144,7 @@ def plan(line: ToolLine, out: Path) -> Plan:
         for mode in modes[:: -1 if nth % 2 else 1]
     )
     _check_all(runs)
-    return Plan(modes, seeds, runs, name, many, (*loaded.notes, *remarks))
+    return Plan(modes, seeds, runs, name, many, (*loaded.notes, *loaded.warnings, *remarks))
 
 
 def in_another_process(work: Callable[..., T], *given: object) -> T:

@@ -90,7 +90,7 @@ def listed_tflops(name: str, kind: str) -> float | None:
 
 def peak_of(precision: Precision, threads: int, measure: bool, run_file: Path) -> Peak | None:
     """The listed peak of this device, else the measured one if `measure`. `run_file` may remember that."""
-    device, kind = precision.device, precision.name.split()[-1]
+    device, kind = precision.device, precision.name.split("-")[-1]
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         if (listed := listed_tflops(name, kind)) is not None:

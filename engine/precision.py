@@ -120,11 +120,11 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """fp32, tf32, fp16, bf16 or fp8, and the level where it is not autocast's: 'O2 bf16'."""
+        """fp32, tf32, fp16, bf16 or fp8, and the level where it is not autocast's: 'O2-bf16'. A value of -amp."""
         if self.level == "O0":
             return "tf32" if self.tf32 and self.device.type == "cuda" else "fp32"
         kind = "fp8" if self.fp8 else {torch.float16: "fp16", torch.bfloat16: "bf16"}[self.choice.dtype]
-        return kind if self.level == "O1" else f"{self.level} {kind}"
+        return kind if self.level == "O1" else f"{self.level}-{kind}"
 
     @property
     def computes_in_copy(self) -> bool:

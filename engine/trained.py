@@ -219,7 +219,7 @@ def _flags(device: str | None, amp: str | None, given: CommandLine | None) -> di
     if device is not None:
         flags["DEVICE"] = (device, "-device")
     if amp is not None:
-        flags |= {key: (value, "-amp") for key, value in amp_settings(None if amp == "on" else amp).items()}
+        flags |= {key: (value, "-amp") for key, value in amp_settings(amp).items()}
     if flags.get("AMP.ENABLED", (False,))[0]:  # asked for here, it holds here
         flags.setdefault("AMP.EVAL", (True, "-amp"))
     return flags

@@ -109,7 +109,7 @@ def _decide(
     config: Config, model: nn.Module, inputs: Inputs, precision: Precision, world: World, kept: dict[str, Any]
 ) -> Tuning:
     device, fp32, train = precision.device, precision.level == "O0", config.TRAIN
-    computed_in = f"{device.type} {precision.name}"
+    computed_in = f"{device.type} {precision.name.replace('-', ' ')}"  # as checkpoints have it from the first
     if kept.get("computed_in") != computed_in:
         kept = {}
     listed = (*config.AMP.CUSTOM_WHITE_LIST, *config.AMP.CUSTOM_BLACK_LIST)

@@ -33,7 +33,7 @@ def ceiling(config: Config, device: torch.device, precisions: Iterable[AmpConfig
     peaks: dict[str, Any] = {}
     for amp in precisions:
         precision = Precision(amp, device)
-        kind = precision.name.split()[-1]
+        kind = precision.name.split("-")[-1]
         if kind not in peaks and (peak := _peak(kind, precision)) is not None:
             peaks[kind] = {"tflops": peak.tflops, "how": peak.how}
     if device.type == "cuda":

@@ -108,6 +108,16 @@ def subject(found: Found) -> str:
     return f"{model}, {size} pixels, batch {settings.get('DATA.BATCH_SIZE', 256)}"
 
 
+def iteration_line(found: Found) -> str:
+    """What an iteration is."""
+    batch, parts = (int(found["settings"].get(key, usual)) for key, usual in _BATCH.items())
+    each = f"{batch} images" if parts == 1 else f"{parts} micro-batches of {batch} images"
+    return f"an iteration is an update: {each}"
+
+
+_BATCH = {"DATA.BATCH_SIZE": 256, "TRAIN.ACCUM_ITER": 1}
+
+
 def precision_of(found: Found, name: str) -> str:
     """What a contender computed in."""
     return next((turn["precision"] for turn in found["turns"].get(name, []) if "precision" in turn), "-")

@@ -18,6 +18,7 @@ from scripts.benchmark_amp_frame import (
     Table,
     choices_lines,
     control_line,
+    iteration_line,
     middle,
     shown,
     shown_ratio,
@@ -46,7 +47,12 @@ FLAGS = (
     MODEL,
     Flag("iters", "iterations of a turn (default 50; on a CPU 5)", "N", ("ITERS",)),
     Flag("rounds", "turns of each (default 3)", "N", ("ROUNDS",)),
-    Flag("modes", "beside fp32: tf32 fp16 bf16 O2-fp16 ... (default: those that this device has)", "A,B", ("MODES",)),
+    Flag(
+        "modes",
+        "beside fp32, values of -amp: tf32 fp16 bf16 O2-fp16 apex ... (default: those that this device has)",
+        "A,B",
+        ("MODES",),
+    ),
     Flag("no_files", "only on images made on the device", "", ("NO_FILES",)),
     Flag("made", "JPEGs to make (default 8000; on a CPU 200)", "N", ("MADE",)),
 )
@@ -66,7 +72,7 @@ def plan(line: ToolLine) -> Plan:
     from scripts.own_training import quieten
 
     quieten()
-    asked = read_modes(line.own["MODES"][0]) if "MODES" in line.own else None
+    asked = read_modes(line.own["MODES"][0], config.AMP, device) if "MODES" in line.own else None
     left_out: dict[str, str] = {}
     for mode in asked if asked is not None else MODES[1:]:
         reason = _why_not(mode, config, device, asked is not None)
@@ -97,7 +103,7 @@ def _why_not(mode: Mode, config: Config, device: torch.device, asked: bool) -> s
         return "this CPU has no fp16 arithmetic, and takes a detour for every product (-modes measures it all the same)"
     if is_emulated(mode, device):
         return "emulated here, so its speed would say nothing (-modes measures it all the same)"
-    return None if mode.usual else "keeps no fp32 masters (-modes measures it all the same)"
+    return "keeps no fp32 masters (-modes measures it all the same)" if mode.level == "O3" else None
 
 
 def _contenders(modes: list[Mode], files: Config, updates: int, with_files: bool) -> list[Contender]:
@@ -151,6 +157,7 @@ def sections(found: Found) -> list[Section]:
         ceiling_line(found),
         *choices_lines(found, (_name(mode, SYNTHETIC) for mode in _modes(found))),
         control_line(found, _name(REFERENCE, SYNTHETIC), "images_per_second"),
+        iteration_line(found),
     ]
     if with_files:
         notes.append(

@@ -15,6 +15,7 @@ from scripts.benchmark_amp_frame import (
     Table,
     choices_lines,
     control_line,
+    iteration_line,
     precision_of,
     shown,
     subject,
@@ -74,6 +75,7 @@ def sections(found: Found) -> list[Section]:
     iterations = found["settings"]["iterations"]
     title = f"Seconds of {iterations} iterations, {subject(found)}, AMP on: {precision_of(found, ON)}"
     notes = [control_line(found, OFF, "seconds"), ceiling_line(found), *choices_lines(found, (OFF, ON))]
+    notes.append(iteration_line(found))
     return [Section(title, rows, notes)]
 
 

@@ -9,8 +9,8 @@ of its own: DIR/bf16-0 is bf16 with seed 0. What is finished is not trained agai
 the same command; more modes and seeds may be named then. At the end: a verdict, the table behind it, all figures in
 DIR/compare.json, and DIR/report.html. docs/compare.md tells how the verdict is reached.
 
-Modes: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16; O2, O3 and NAIVE
-alone, in what -amp makes of them on this device. O2:bf16 is O2-bf16.
+Modes: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16, O3-fp16, apex; and
+every other value of -amp, as what it makes on this device. O2:bf16 is O2-bf16.
 
 Exit codes: 0 done, 1 a run failed (the others are compared), 2 anything wrong that can be found before training,
 130 interrupted.

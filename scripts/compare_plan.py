@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config import Config, differences, load_config, to_yaml
-from utils.errors import UserError, nearest
+from utils.errors import UserError
 from utils.run_folder import replace_text
 from utils.script import ToolLine, check_one_training
 
@@ -31,7 +31,6 @@ SET_BY_IT = {
     "MAX_TIME": "interrupt it by Ctrl-C when you like; the same command goes on",
 }
 """Settings that the user cannot give as well, and what to give instead."""
-LEVELS = ("O1", "O2", "O3", "NAIVE")
 OF_ONE_START = ("OUTPUT", "SAVE", "MODEL.RESUME")
 
 
@@ -95,27 +94,12 @@ def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, .
 
 
 def _mode(name: str, config: Config, device: torch.device) -> Mode:
-    from engine.precision import choose
-    from scripts.doctor_modes import BY_NAME, MODES, REFERENCE, Mode
+    from scripts.doctor_modes import mode_of, unknown_mode
 
-    level, _, dtype = name.replace(":", "-").partition("-")
-    level = {known.casefold(): known for known in LEVELS}.get(level.casefold(), level)
-    if name.casefold() in ("off", "o0"):
-        return REFERENCE
-    if (level in LEVELS and not dtype) or name.casefold() == "auto":
-        how = {"ENABLED": True, "DTYPE": "auto", "LEVEL": level if level in LEVELS else "O1"}
-        chosen = choose(config.AMP.model_copy(update=how), device).dtype
-        level, dtype = how["LEVEL"], {"torch.float16": "fp16", "torch.bfloat16": "bf16"}[str(chosen)]
-    if level == "O1" and dtype:
-        level, dtype = dtype, ""
-    full = f"{level}-{dtype.casefold()}" if dtype else level
-    if full == "O3-fp16":  # the doctor tries none; with a large TRAIN.OPTIMIZER.EPS it can be trained
-        return Mode(full, "O3", "fp16")
-    if full.casefold() not in BY_NAME:
-        names = [mode.name for mode in MODES]
-        hint = nearest(full, names)
-        raise UserError(f"-modes: there is no {name!r}.{hint} Known are {', '.join(names)}, auto, O1, O2, O3, NAIVE.")
-    return BY_NAME[full.casefold()]
+    mode = mode_of(name, config.AMP, device)
+    if mode is None:
+        raise unknown_mode(name)
+    return mode
 
 
 def plan(line: ToolLine, out: Path) -> Plan:
@@ -166,7 +150,8 @@ def _judged(named: str, config: Config, device: torch.device, many: bool) -> tup
 
 def _settings(line: ToolLine, mode: Mode, seed: int) -> Config:
     amp = mode.amp(line.load().config.AMP)
-    given = {f"AMP.{key}": (getattr(amp, key), "-modes") for key in ("ENABLED", "DTYPE", "LEVEL", "TF32")}
+    keys = dict.fromkeys(("ENABLED", "DTYPE", "LEVEL", "TF32", *mode.settings))
+    given = {f"AMP.{key}": (getattr(amp, key), "-modes") for key in keys}
     return line.load({**given, "SEED": (seed, "-seeds")}).config
 
 

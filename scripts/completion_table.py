@@ -22,8 +22,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils.cli import AMP_WORDS, FLAGS, Flag  # noqa: E402
+from utils.cli import FLAGS, Flag  # noqa: E402
 from utils.config.keys import allowed, choices, settings  # noqa: E402
+from utils.precisions import AMP_WORDS  # noqa: E402
 
 ENTRIES = ("main_single_gpu.py", "main_multi_gpu.py")
 FILE, FOLDER, YAML, MODEL = "file", "folder", "yaml", "model"

@@ -69,7 +69,7 @@ def _examine(argv: list[str]) -> int:
     quieten()
     check(loaded.config)
     device = pick_device(loaded.config.DEVICE, ALONE)
-    asked_for = read_modes(wishes.modes) if wishes.modes is not None else None
+    asked_for = read_modes(wishes.modes, loaded.config.AMP, device) if wishes.modes is not None else None
     for note in [*loaded.notes, *_without_effect(loaded)]:
         log.info(note)
     planned = plan(loaded.config, device, asked_for)

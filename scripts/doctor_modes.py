@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from engine.fp8 import hardware_has_fp8
-from engine.precision import check_amp, check_precision
+from engine.precision import check_amp, check_precision, choose
 from utils.config import AmpConfig, Config
 from utils.errors import UserError, nearest
+from utils.precisions import AMP_WORDS, PRECISIONS, amp_settings_of
 
 FIRST_WITH_TF32 = (8, 0)
 UPDATES_WITHOUT_ARITHMETIC = 20
@@ -20,42 +22,48 @@ UPDATES_WITHOUT_ARITHMETIC = 20
 @dataclass(frozen=True)
 class Mode:
     name: str
-    level: str
-    dtype: str = ""
-    tf32: bool = False
     usual: bool = True
-    """Whether it is compared without being asked for."""
+    """Whether the doctor compares it without being asked for."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Key below AMP -> value."""
+        return PRECISIONS[self.name]
+
+    @property
+    def level(self) -> str:
+        return self.settings.get("LEVEL", "O0")
+
+    @property
+    def dtype(self) -> str:
+        """fp16, bf16, fp8 or auto; '' for fp32 and tf32."""
+        return self.settings.get("DTYPE", "")
+
+    @property
+    def tf32(self) -> bool:
+        return self.settings.get("TF32", False)
 
     def amp(self, user: AmpConfig) -> AmpConfig:
-        """The user's settings with this precision; what they say of scaling, lists and modules stays."""
-        if not self.dtype:
-            return user.model_copy(update={"ENABLED": False, "TF32": self.tf32})
-        return user.model_copy(update={"ENABLED": True, "DTYPE": self.dtype, "LEVEL": self.level})
+        """The user's settings with this precision; what they say of scaling and modules stays."""
+        return user.model_copy(update=self.settings)
 
     def flags(self, user: AmpConfig) -> str:
         """What leads to it on a command line whose settings are `user`, in place of the -amp that it may have."""
         if not self.dtype:
             words = ["-amp off"] + [f"AMP.TF32={str(self.tf32).lower()}"] * (self.tf32 or user.TF32)
-        elif self.level == "O1":
-            words = [f"-amp {self.dtype}"] + ["AMP.LEVEL=O1"] * (user.LEVEL != "O1")
-        else:
-            words = [f"-amp {self.level}", f"AMP.DTYPE={self.dtype}"]
+        else:  # -amp bf16 leaves the level to the other settings
+            words = [f"-amp {self.name}"] + ["AMP.LEVEL=O1"] * (self.level == "O1" != user.LEVEL)
         return " ".join(words)
 
 
-REFERENCE = Mode("fp32", "O0")
+REFERENCE = Mode("fp32")
+APEX = Mode("apex", usual=False)
 # In the order of preference between equally fast ones: what changes least comes first.
 MODES = (
     REFERENCE,
-    Mode("tf32", "O0", tf32=True),
-    Mode("bf16", "O1", "bf16"),
-    Mode("fp16", "O1", "fp16"),
-    Mode("O2-bf16", "O2", "bf16"),
-    Mode("O2-fp16", "O2", "fp16"),
-    Mode("fp8", "O1", "fp8"),
-    Mode("NAIVE-bf16", "NAIVE", "bf16"),
-    Mode("NAIVE-fp16", "NAIVE", "fp16"),
-    Mode("O3-bf16", "O3", "bf16", usual=False),
+    *map(Mode, ("tf32", "bf16", "fp16", "O2-bf16", "O2-fp16", "fp8", "NAIVE-bf16", "NAIVE-fp16")),
+    APEX,
+    *(Mode(name, usual=False) for name in ("O3-bf16", "O3-fp16")),
 )
 BY_NAME = {mode.name.casefold(): mode for mode in MODES}
 
@@ -68,15 +76,37 @@ class Plan:
     """Name -> why."""
 
 
-def read_modes(text: str) -> tuple[Mode, ...]:
+def mode_of(word: str, amp: AmpConfig, device: torch.device) -> Mode | None:
+    """The precision that `-amp WORD` makes on this device; None where there is no such word. O2:bf16 is O2-bf16."""
+    name = word.replace(":", "-").casefold().removeprefix("o1-")
+    if name in BY_NAME:
+        return BY_NAME[name]
+    if name == "o0":
+        return REFERENCE
+    settings = amp_settings_of(name)
+    if settings is None:
+        return None
+    if not settings["ENABLED"]:
+        return REFERENCE
+    level = settings.get("LEVEL", "O1")
+    chosen = choose(amp.model_copy(update={"ENABLED": True, "DTYPE": "auto", "LEVEL": level}), device).dtype
+    dtype = {torch.float16: "fp16", torch.bfloat16: "bf16"}[chosen]
+    return BY_NAME[(dtype if level == "O1" else f"{level}-{dtype}").casefold()]
+
+
+def unknown_mode(word: str) -> UserError:
+    names = list(dict.fromkeys([*(mode.name for mode in MODES), *AMP_WORDS.split()]))
+    return UserError(f"-modes: there is no {word!r}.{nearest(word, names)} Known are {', '.join(names)}.")
+
+
+def read_modes(text: str, amp: AmpConfig, device: torch.device) -> tuple[Mode, ...]:
     """`bf16,O2-fp16` -> what to compare; fp32 takes part in any case."""
-    found: dict[str, Mode] = {}
-    for name in filter(None, (part.strip() for part in text.split(","))):
-        if name.casefold() not in BY_NAME:
-            names = [mode.name for mode in MODES]
-            raise UserError(f"-modes: there is no {name!r}.{nearest(name, names)} Known are {', '.join(names)}.")
-        mode = BY_NAME[name.casefold()]
-        found[mode.name] = mode
+    found: set[str] = set()
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        mode = mode_of(word, amp, device)
+        if mode is None:
+            raise unknown_mode(word)
+        found.add(mode.name)
     return tuple(mode for mode in MODES[1:] if mode.name in found)
 
 

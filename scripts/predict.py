@@ -29,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.predict_show import ENDINGS, FORMATS  # noqa: E402
-from utils.cli import AMP_WORDS  # noqa: E402
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
 from utils.output_file import check_output_file, writing  # noqa: E402
+from utils.precisions import AMP_WORDS  # noqa: E402
 from utils.script import amp_in_one_word, run_tool, tool_parser  # noqa: E402
 
 

@@ -192,7 +192,7 @@ def test_caltech101_in_four_precisions(vitamp: Callable[..., Result], place: Pat
     assert [text.split(",")[0] for text in said] == [
         "fp32",
         "bf16 by autocast",
-        "NAIVE bf16 weights over fp32 masters",
+        "NAIVE-bf16 weights over fp32 masters",
         "bf16 by autocast",
     ]
 

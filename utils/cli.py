@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from utils.config.keys import suggest
 from utils.errors import EXIT_DONE, UserError, nearest
+from utils.precisions import AMP_WORDS, amp_settings_of
 
 Action = Literal["train", "dry_run", "print_config", "print_amp", "list_models", "version"]
 
@@ -58,9 +59,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("version", "show the versions of vitamp, torch and timm", action="version"),
         Flag("h", "show this"),
     ),
-    "Precision": (
-        Flag("amp", "mixed precision: auto off fp16 bf16 fp8 O1 O2 O3 NAIVE; alone: on", "[HOW]", ("AMP.ENABLED",)),
-    ),
+    "Precision": (Flag("amp", f"mixed precision: {AMP_WORDS}; alone: on", "[HOW]", ("AMP.ENABLED",)),),
     "Data": (
         Flag(
             "dataset",
@@ -110,14 +109,6 @@ BY_NAME = {flag.name: flag for group in FLAGS.values() for flag in group}
 ALIASES = {"help": "h", "teacher_model_path": "teacher_model"}
 # torch.distributed.launch hands it over; the environment it sets says the same and is what counts.
 IGNORED = Flag("local_rank", "", "N")
-
-AMP_VALUES: dict[str, dict[str, Any]] = {
-    "auto": {"AMP.ENABLED": True, "AMP.DTYPE": "auto"},
-    "off": {"AMP.ENABLED": False},
-    **{dtype: {"AMP.ENABLED": True, "AMP.DTYPE": dtype} for dtype in ("fp16", "bf16", "fp8")},
-    **{level.casefold(): {"AMP.ENABLED": True, "AMP.LEVEL": level} for level in ("O1", "O2", "O3", "NAIVE")},
-}
-AMP_WORDS = "auto off fp16 bf16 fp8 O1 O2 O3 NAIVE"
 
 WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
@@ -181,7 +172,7 @@ def _flag(text: str, name: str, known: dict[str, Flag]) -> Flag:
 
 def _may_be_value(flag: Flag, text: str) -> bool:
     if flag.name == "amp":
-        return text.casefold() in AMP_VALUES
+        return amp_settings_of(text) is not None
     if flag.name == "list_models" and WORD.fullmatch(text):
         return False
     # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
@@ -202,9 +193,10 @@ def amp_settings(value: str | None) -> dict[str, Any]:
     """The settings that -amp stands for, with `value` behind it or alone."""
     if value is None:
         return {"AMP.ENABLED": True}
-    if value.casefold() not in AMP_VALUES:
+    settings = amp_settings_of(value)
+    if settings is None:
         raise UserError(f"-amp={value}: the values of -amp are {AMP_WORDS}.{nearest(value, AMP_WORDS.split())}")
-    return AMP_VALUES[value.casefold()]
+    return {f"AMP.{key}": setting for key, setting in settings.items()}
 
 
 def _only(actions: dict[Action, str]) -> Action:
@@ -254,7 +246,8 @@ def usage(program: str) -> str:
     for group, flags in FLAGS.items():
         lines += ["", f"{group}:"]
         for flag in flags:
-            lines.append(f"  {f'-{flag.name} {flag.value}'.rstrip():<24}{flag.about}")
+            text = f"  {f'-{flag.name} {flag.value}'.rstrip():<24}{flag.about}"
+            lines += textwrap.wrap(text, 100, subsequent_indent=" " * 26, break_on_hyphens=False)
     lines += ["", *textwrap.wrap(USAGE_END, 100)]
     return "\n".join(lines)
 

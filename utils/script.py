@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from utils.cli import AMP_VALUES, CommandLine, Flag, parse
+from utils.cli import CommandLine, Flag, parse
 from utils.config import Loaded, load_config
 from utils.config.kinds import AUTO
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
 from utils.log import log, start_log
 from utils.output_file import check_output_file, nothing_written_yet, written
+from utils.precisions import amp_settings_of
 from utils.world import read_world
 
 WIDTH = 100
@@ -177,7 +178,7 @@ def amp_in_one_word(argv: list[str]) -> list[str]:
     while rest:
         word = rest.pop(0)
         if word in ("-amp", "--amp"):
-            valued = bool(rest) and rest[0].casefold() in AMP_VALUES
+            valued = bool(rest) and amp_settings_of(rest[0]) is not None
             word = f"{word}={rest.pop(0) if valued else 'on'}"
         words.append(word)
     return words

@@ -45,7 +45,7 @@ def test_print_amp_at_o1_with_an_operator_on_either_list(vitamp: Callable[..., R
 
 def test_print_amp_at_o2_with_modules_and_lists(vitamp: Callable[..., Result], tiny: Path) -> None:
     above, rows = shown(vitamp, tiny, "-amp", "O2", "AMP.DTYPE=bf16")
-    assert "O2 bf16 weights over fp32 masters, norms in fp32" in above
+    assert "O2-bf16 weights over fp32 masters, norms in fp32" in above
     assert rows["blocks.0.attn.qkv"][1] == "bf16"
     assert rows["blocks.0.norm1"][1] == "fp32"
     words = ("AMP.FP32_MODULES=blocks.0.mlp", "AMP.CUSTOM_BLACK_LIST=softmax", "AMP.CUSTOM_WHITE_LIST=gelu")
@@ -102,9 +102,9 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("words", "name", "saved"),
     [
-        (["-amp", "O2"], "O2 bf16", torch.float32),
-        (["-amp", "NAIVE"], "NAIVE bf16", torch.float32),
-        (["-amp", "O3"], "O3 bf16", torch.bfloat16),
+        (["-amp", "O2"], "O2-bf16", torch.float32),
+        (["-amp", "NAIVE"], "NAIVE-bf16", torch.float32),
+        (["-amp", "O3"], "O3-bf16", torch.bfloat16),
         (["-amp", "fp8"], "fp8", torch.float32),
         (["-amp", "bf16", "AMP.LOSS_SCALING=true", "AMP.INIT_LOSS_SCALING=32768"], "bf16", torch.float32),
     ],

@@ -213,7 +213,7 @@ def test_validation_is_a_setting_and_changes_nothing(tiny: Path, mode: str) -> N
 
 def test_o3_trains_in_bf16_and_warns(tiny: Path, said: pytest.LogCaptureFixture) -> None:
     ready = build(tiny, AMP__ENABLED="true", AMP__LEVEL="O3")
-    assert ready.precision.name == "O3 bf16"
+    assert ready.precision.name == "O3-bf16"
     assert not ready.precision.scaler.is_enabled()
     (warning,) = [r.getMessage() for r in said.records if (r.name, r.levelno) == (log.name, logging.WARNING)]
     assert "O3 keeps no fp32 masters" in warning

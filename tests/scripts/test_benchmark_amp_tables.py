@@ -82,12 +82,19 @@ def test_modes(measured: Callable[..., tuple[Found, str]]) -> None:
         "fp32, synthetic", "O2-bf16, synthetic", "fp32, synthetic, again", "fp32, files", "O2-bf16, files"
     ]  # fmt: skip
     assert {name: turns[0]["precision"] for name, turns in found["turns"].items()} == {
-        name: "O2 bf16" if name.startswith("O2") else "fp32" for name in found["turns"]
+        name: "O2-bf16" if name.startswith("O2") else "fp32" for name in found["turns"]
     }
     assert all(0.1 < turns[0]["peak_memory_gb"] < 3 for turns in found["turns"].values())
     (row,) = [line.split() for line in told.splitlines() if line.strip().startswith("O2-bf16")][-1:]
     fast, base = (found["turns"][f"{mode}, synthetic"][0]["images_per_second"] for mode in ("O2-bf16", "fp32"))
     assert f"{fast / base:.2f}" in row
+
+
+def test_an_apex_mode_and_what_an_iteration_is(measured: Callable[..., tuple[Found, str]]) -> None:
+    words = ("-modes", "apex", "-no_files", "-iters", 1, "-rounds", 1, "-accum_iter", 2)
+    found, told = measured("modes", *words)
+    assert "apex, synthetic" in found["turns"]
+    assert "an iteration is an update: 2 micro-batches of 32 images" in told
 
 
 def test_modes_without_files(measured: Callable[..., tuple[Found, str]]) -> None:

@@ -16,7 +16,8 @@ from datasets import names
 from scripts import completion, completion_words
 from scripts.completion_table import ENTRIES, table
 from tests.program import ROOT
-from utils.cli import AMP_WORDS, FLAGS
+from utils.cli import FLAGS
+from utils.precisions import AMP_WORDS
 from utils.script import PAGES
 
 Offers = Callable[[str], list[str]]
@@ -54,7 +55,7 @@ def test_flags_and_their_values(offers: Offers) -> None:
     for program in ENTRIES:
         assert offers(f"python {program} -") == every
     assert offers("./main_single_gpu.py --data") == ["--dataset", "--data_path"]
-    assert offers("python main_single_gpu.py -amp ")[:9] == AMP_WORDS.split()
+    assert offers("python main_single_gpu.py -amp ")[: len(AMP_WORDS.split())] == AMP_WORDS.split()
     assert "-cfg" in offers("python main_single_gpu.py -amp "), "alone it means something too"
     assert offers("python main_single_gpu.py -amp=b") == ["-amp=bf16"]
     assert offers("python main_single_gpu.py -device c") == ["cpu", "cuda"]

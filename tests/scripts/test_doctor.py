@@ -17,7 +17,7 @@ from scripts.doctor_measure import Job, Measured
 from scripts.doctor_modes import Plan, read_modes
 from tests.engine.small import CPU
 from tests.program import Result, metrics
-from utils.config import load_config
+from utils.config import AmpConfig, load_config
 
 UPDATES = 12
 
@@ -83,7 +83,7 @@ def test_what_is_measured_and_from_which_seeds(tiny: Path, tmp_path: Path, monke
         return Measured([2.0], 100.0, peak_memory_gb=1.0)
 
     monkeypatch.setattr(Examination, "_measure", note)
-    modes = read_modes("bf16,O2-bf16")
+    modes = read_modes("bf16,O2-bf16", AmpConfig(), CPU)
     for words in ({"SEED": "5"}, {"SEED": "5", "MODEL.PRETRAINED": str(tmp_path)}):
         config = load_config(str(tiny), words={**words, "AMP.ENABLED": "true", "AMP.TF32": "true"}).config
         Examination(config, CPU, Plan(modes, {}), 10, 60.0)._measure_all()

@@ -12,14 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.precision import Precision, choose
 from scripts.doctor_layers import Layer, Scaled, look_at_layers
 from scripts.doctor_measure import Measured
-from scripts.doctor_modes import BY_NAME, MODES, plan, read_modes
+from scripts.doctor_modes import BY_NAME, MODES, Mode, mode_of, plan, read_modes
 from scripts.doctor_report import as_json, details, table
 from scripts.doctor_verdict import Baseline, Finding, judge, largest_difference, recommend
 from tests.engine.small import CPU, build, train, windows
-from utils.config import load_config
+from utils.cli import parse
+from utils.config import AmpConfig, load_config
 from utils.errors import UserError
+from utils.precisions import AMP_WORDS, PRECISIONS
 
 # Modes
 
@@ -38,8 +41,6 @@ def test_what_is_compared_on_a_cpu(tiny: Path) -> None:
 @pytest.mark.parametrize("settings", [{}, {"LEVEL": "O2", "DTYPE": "fp16", "TF32": "true"}], ids=["plain", "set"])
 def test_the_flags_of_a_mode_lead_to_it(tiny: Path, mode: Any, settings: dict[str, str]) -> None:
     """Whatever the user's file says, the flags give the settings that were measured, in place of the doctor's own."""
-    from utils.cli import parse
-
     text = tiny.read_text(encoding="utf-8")
     tiny.write_text(text + f"AMP: {json.dumps(settings).replace(chr(34), '')}\n", encoding="utf-8")
     given = parse(["-amp", "bf16"], "scripts/doctor.py")
@@ -47,14 +48,14 @@ def test_the_flags_of_a_mode_lead_to_it(tiny: Path, mode: Any, settings: dict[st
     command = parse(mode.flags(user).split(), "main_single_gpu.py")
     told = load_config(str(tiny), command.flags, command.words).config.AMP
     measured = mode.amp(user)
-    keys = ("ENABLED", "DTYPE", "LEVEL", "TF32") if mode.dtype else ("ENABLED", "TF32")
+    keys = {"ENABLED", "DTYPE", "LEVEL", "TF32", *mode.settings} if mode.dtype else ("ENABLED", "TF32")
     assert [getattr(told, key) for key in keys] == [getattr(measured, key) for key in keys]
 
 
 def test_modes_are_read_in_any_case_and_fp32_takes_part_anyway() -> None:
-    assert [mode.name for mode in read_modes("naive-BF16, fp32,bf16")] == ["bf16", "NAIVE-bf16"]
+    assert [mode.name for mode in read_modes("naive-BF16, fp32,bf16", AmpConfig(), CPU)] == ["bf16", "NAIVE-bf16"]
     with pytest.raises(UserError, match="Known are fp32, tf32"):
-        read_modes("int4")
+        read_modes("int4", AmpConfig(), CPU)
 
 
 # Layers
@@ -237,5 +238,32 @@ def test_the_layers_that_lose_most_are_named() -> None:
     assert "steep is nearest to overflow: its gradients fit 2^1 times over" in text
 
 
-def test_names_of_modes_are_unique() -> None:
-    assert len(BY_NAME) == len(MODES)
+def test_every_precision_is_a_mode_and_a_value_of_amp() -> None:
+    assert sorted(BY_NAME) == sorted(name.casefold() for name in PRECISIONS)
+    assert len(MODES) == len(PRECISIONS)
+    assert set(PRECISIONS) < set(AMP_WORDS.split())
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_what_the_banner_prints_can_be_typed(mode: Mode) -> None:
+    if mode.name == "tf32":
+        pytest.skip("no TF32 on a CPU")
+    shown = Precision(mode.amp(AmpConfig()), CPU).name
+    typed = load_config(None, parse(["-amp", shown], "main_single_gpu.py").flags).config.AMP
+    assert Precision(typed, CPU).name == shown
+    assert mode_of(shown, AmpConfig(), CPU) == (BY_NAME["bf16"] if mode.name == "apex" else mode)
+
+
+def test_apex_keeps_its_list_in_fp32_whatever_the_user_listed() -> None:
+    amp = BY_NAME["apex"].amp(AmpConfig(CUSTOM_WHITE_LIST=("gelu",)))
+    assert (amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST) == ((), ("gelu", "layer_norm", "softmax"))
+    assert choose(amp, CPU).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("word", "name"), [("on", "bf16"), ("torch", "bf16"), ("no", "fp32"), ("O1:fp16", "fp16"), ("NAIVE", "NAIVE-bf16")]
+)
+def test_modes_take_the_words_of_amp(word: str, name: str) -> None:
+    mode = mode_of(word, AmpConfig(), CPU)
+    assert mode is not None
+    assert mode.name == name

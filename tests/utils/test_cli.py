@@ -106,6 +106,23 @@ def test_the_last_of_two_equal_flags_counts() -> None:
         ("-amp o2", {"ENABLED": True, "LEVEL": "O2"}),
         ("-amp naive", {"ENABLED": True, "LEVEL": "NAIVE"}),
         ("-amp off", {"ENABLED": False}),
+        ("-amp No", {"ENABLED": False}),
+        ("-amp yes", {"ENABLED": True}),
+        ("-amp on", {"ENABLED": True}),
+        ("-amp torch", {"ENABLED": True, "DTYPE": "auto", "LEVEL": "O1"}),
+        ("-amp naive-FP16", {"ENABLED": True, "DTYPE": "fp16", "LEVEL": "NAIVE"}),
+        ("-amp=O2-bf16", {"ENABLED": True, "DTYPE": "bf16", "LEVEL": "O2"}),
+        ("-amp fp32", {"ENABLED": False, "TF32": False}),
+        (
+            "-amp apex",
+            {
+                "ENABLED": True,
+                "DTYPE": "auto",
+                "LEVEL": "O1",
+                "CUSTOM_WHITE_LIST": (),
+                "CUSTOM_BLACK_LIST": ("gelu", "layer_norm", "softmax"),
+            },
+        ),
         ("-amp fp16 -amp off", {"ENABLED": False, "DTYPE": "fp16"}),
     ],
 )

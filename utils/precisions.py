@@ -1,0 +1,45 @@
+"""The words for precisions: what -amp and -modes take, and what the banner prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DTYPES = ("fp16", "bf16", "fp8")
+LEVELS = ("O1", "O2", "O3", "NAIVE")
+APEX_FP32 = ("gelu", "layer_norm", "softmax")
+"""Operators that apex's O1 keeps in fp32 and autocast leaves alone or runs in half precision."""
+
+ON = {"ENABLED": True}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"ENABLED": False, "TF32": False},
+    "tf32": {"ENABLED": False, "TF32": True},
+    **{dtype: {**ON, "DTYPE": dtype, "LEVEL": "O1"} for dtype in DTYPES},
+    **{
+        f"{level}-{dtype}": {**ON, "DTYPE": dtype, "LEVEL": level}
+        for level in ("O2", "NAIVE", "O3")
+        for dtype in ("fp16", "bf16")
+    },
+    "apex": {**ON, "DTYPE": "auto", "LEVEL": "O1", "CUSTOM_WHITE_LIST": (), "CUSTOM_BLACK_LIST": APEX_FP32},
+}
+"""Whole precisions, each with all the settings of AMP that make it."""
+
+AMP_SETTINGS: dict[str, dict[str, Any]] = {
+    "auto": {**ON, "DTYPE": "auto"},
+    "off": {"ENABLED": False},
+    # These leave the level, and the levels leave the dtype, to the other settings.
+    **{dtype: {**ON, "DTYPE": dtype} for dtype in DTYPES},
+    **{level: {**ON, "LEVEL": level} for level in LEVELS},
+    "on": ON,
+    "yes": ON,
+    "no": {"ENABLED": False},
+    "torch": {**ON, "DTYPE": "auto", "LEVEL": "O1"},
+}
+AMP_SETTINGS |= {name: settings for name, settings in PRECISIONS.items() if name not in AMP_SETTINGS}
+"""What each value of -amp sets of AMP."""
+AMP_WORDS = " ".join(AMP_SETTINGS)
+_BY_WORD = {word.casefold(): settings for word, settings in AMP_SETTINGS.items()}
+
+
+def amp_settings_of(word: str) -> dict[str, Any] | None:
+    """Key below AMP -> value; None where it is no value of -amp. Case does not matter."""
+    return _BY_WORD.get(word.casefold())

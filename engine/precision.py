@@ -113,6 +113,7 @@ class Precision:
         self.fp8 = low and amp.DTYPE == "fp8"
         self.validates_in_amp = low and amp.EVAL
         self.tf32 = amp.TF32
+        self._in_fp32 = amp.CUSTOM_BLACK_LIST
         # bf16 has fp32's range: nothing underflows, so nothing needs scaling unless asked for.
         scaled = self.choice.dtype is torch.float16 if amp.LOSS_SCALING is None else amp.LOSS_SCALING
         self.scaler = LossScaler(device.type, amp, enabled=low and scaled, half_gradients=self.level == "O3")
@@ -176,7 +177,8 @@ class Precision:
             "O3": "weights alone, without fp32 masters",
         }[self.level]
         scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
-        return f"{self.name} {how}, {scaling} ({self.choice.reason})"
+        listed = f" with {', '.join(self._in_fp32)} in fp32" * bool(self._in_fp32)
+        return f"{self.name} {how}{listed}, {scaling} ({self.choice.reason})"
 
 
 def switch_tf32(on: bool) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.precision import Precision, choose
+from engine.precision import Precision
 from scripts.doctor_layers import Layer, Scaled, look_at_layers
 from scripts.doctor_measure import Measured
 from scripts.doctor_modes import BY_NAME, MODES, Mode, mode_of, plan, read_modes
@@ -257,7 +257,8 @@ def test_what_the_banner_prints_can_be_typed(mode: Mode) -> None:
 def test_apex_keeps_its_list_in_fp32_whatever_the_user_listed() -> None:
     amp = BY_NAME["apex"].amp(AmpConfig(CUSTOM_WHITE_LIST=("gelu",)))
     assert (amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST) == ((), ("gelu", "layer_norm", "softmax"))
-    assert choose(amp, CPU).dtype is torch.bfloat16
+    line = Precision(amp, CPU).line()
+    assert line.startswith("bf16 by autocast with gelu, layer_norm, softmax in fp32, no loss scaling needed")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ class Remaining(Samples):
         self._place = np.full(len(samples), -1, dtype=np.int64)
         self._place[kept] = np.arange(len(kept))
         self.labels, self.classes = samples.labels[kept], samples.classes
+        self.stored, self.remote = samples.stored, samples.remote
 
     def read(self, index: int) -> Encoded:
         return self.samples.read(int(self._kept[index]))

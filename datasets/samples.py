@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 Encoded = bytes | np.ndarray
 """A file's bytes, or pixels (height x width x channels, uint8) that need no decoding."""
+
+Stored = Literal["files", "tar files", "pixels"]
+"""Images as files of their own, as encoded images in tar files, or as pixels that need no decoding."""
 
 
 class Samples(ABC):
@@ -18,6 +22,9 @@ class Samples(ABC):
     """int64, one a sample"""
     classes: list[str] | None = None
     """Names of the classes in the order of their labels, where they are known."""
+    stored: Stored = "files"
+    remote = False
+    """Read through a network, for which loading processes wait without taking a core."""
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -35,6 +35,8 @@ class ShardSamples(Samples):
         self.labels = index.label if rows is None else index.label[rows]
         # Of all kinds of images, only .npy ends in this letter: looking it up costs less than taking out the name.
         self._is_array = np.isin(index.names[index.name_ends - 1], np.frombuffer(b"yY", dtype=np.uint8))
+        self.stored = "pixels" if self._is_array.all() else "tar files"
+        self.remote = store.remote
         self._fetched: dict[int, np.ndarray] = {}
 
     def read(self, index: int) -> Encoded:

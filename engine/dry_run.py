@@ -26,8 +26,9 @@ from engine.out_of_memory import describe
 from engine.pace import peak_memory_gb
 from engine.preflight import target_folder
 from engine.resume import state_of, tensors_of
-from engine.setup import ReadyToTrain, global_batch
+from engine.setup import ReadyToTrain, global_batch, setting_of
 from engine.sharding import own_part
+from engine.verdict import load_faster
 from utils.config import Config
 from utils.errors import TrainingError, UserError
 from utils.log import log
@@ -45,7 +46,8 @@ def try_out(config: Config, ready: ReadyToTrain, world: World, updates_left: int
         window, batch = together(world, lambda: _first(windows))
         memory, updates = _updates(ready, world, window, batch)
         _tell_first(config, ready, batch)
-        speed = Speed(updates, *_loading(ready, world, windows), _validation(ready, world))
+        faster = load_faster(setting_of(ready))
+        speed = Speed(updates, *_loading(ready, world, windows), faster, _validation(ready, world))
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -45,6 +45,8 @@ class Speed:
     loading: float
     """Seconds in which the batches of an update come where nobody computes."""
     in_memory: bool
+    faster: str
+    """What would make loading faster, in a sentence."""
     validation: float
     """Seconds of one."""
 
@@ -96,7 +98,7 @@ def _memory(config: Config, costs: Costs, world: World, device: torch.device) ->
     }
     yield "           " + ", ".join(f"{name} {in_gib(size)}" for name, size in shares.items() if size)
     if costs.total and memory.peak > NEARLY_FULL * costs.total:
-        yield "           nearly all there is: a smaller -batch_size, -amp or TRAIN.GRAD_CHECKPOINT=blocks leaves room"
+        yield f"           nearly all there is: {_room(config)} leaves room"
     if config.TRAIN.SIZE_SCHEDULE or config.TRAIN.TOKEN_DROP:
         yield "           later epochs take more memory and time: they see more of each image"
 
@@ -125,11 +127,17 @@ def _time(config: Config, costs: Costs, world: World, device: torch.device) -> I
     )
 
 
+def _room(config: Config) -> str:
+    """What takes less memory and is not done yet."""
+    ways = ["a smaller MODEL.NAME" if config.DATA.BATCH_SIZE == 1 else "a smaller -batch_size"]
+    ways += ["-amp"] if not config.AMP.ENABLED else []
+    ways += ["TRAIN.GRAD_CHECKPOINT=blocks"] if config.TRAIN.GRAD_CHECKPOINT == "none" else []
+    return " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
+
+
 def _bound(speed: Speed) -> str:
     if speed.loading > NEARLY_ALIKE * speed.computing:
-        if speed.in_memory:
-            return "data, though it lies in memory: a larger DATA.BATCH_SIZE would help"
-        return "data: more -num_workers or packed images help; see docs/data_speed.md"
+        return f"data. {speed.faster}"
     if speed.computing > NEARLY_ALIKE * speed.loading:
         return "the model: images come faster than it takes them"
     return "both: images come about as fast as the model takes them"

@@ -32,10 +32,14 @@ def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> Non
         )
 
 
-def hint(model: nn.Module, batch: int, classes: int) -> str | None:
-    """Tensor cores work on tiles: sizes that do not fill them waste part of them."""
-    width = getattr(model, "embed_dim", None)
-    sizes = {"DATA.BATCH_SIZE": batch, "MODEL.NUM_CLASSES": classes, "MODEL.EMBED_DIM": width}
+def hint(model: nn.Module, batch: int, device: str) -> str | None:
+    """A GPU's tensor cores work on tiles: sizes that do not fill them waste part of them.
+
+    The number of classes is not up to the user, and the classifier takes next to no time.
+    """
+    if device != "cuda":
+        return None
+    sizes = {"DATA.BATCH_SIZE": batch, "MODEL.EMBED_DIM": getattr(model, "embed_dim", None)}
     odd = [f"{key} {size}" for key, size in sizes.items() if isinstance(size, int) and size % TILE]
     return f"Mixed precision is fastest with sizes that are multiples of {TILE}: {', '.join(odd)}" if odd else None
 

@@ -136,7 +136,7 @@ def _train(
     warning = ready.precision.choice.warning
     if warning:
         log.warning(warning)
-    advice = hint(ready.model, config.DATA.BATCH_SIZE, config.MODEL.NUM_CLASSES)
+    advice = hint(ready.model, config.DATA.BATCH_SIZE, device.type)
     if advice and ready.precision.level != "O0":
         log.info(advice)
     folder = None if lock is None else folder_of(config, world, "train", lock)

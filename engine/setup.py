@@ -47,6 +47,7 @@ from models import build_model, frozen_weights, load_pretrained
 from utils.config import Config
 from utils.config.keys import values_to_keep
 from utils.config.kinds import AUTO
+from utils.cpus import cores
 from utils.log import log
 from utils.seeding import seed_all
 from utils.world import ALONE, World, together
@@ -239,7 +240,12 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     """What a verdict's advice depends on."""
     device, amp = ready.precision.device, ready.precision.level != "O0"
     workers = None if ready.train_set.in_memory else ready.train_loader.workers
-    return Setting(device.type, amp, ready.choices.get("compile", "none") != "none", workers)
+    samples = samples_of(ready.train_set)
+    # Arrays that are not read one by one are pixels, too.
+    stored, remote = ("pixels", False) if samples is None else (samples.stored, samples.remote)
+    compiled = ready.choices.get("compile", "none") != "none"
+    here = max(1, cores() // ready.parts.world.local_size)
+    return Setting(device.type, amp, compiled, workers, here, stored, remote)
 
 
 def checkpoint_meta(

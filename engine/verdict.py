@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from datasets.samples import Stored
 from engine.stages import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, TEACHER, StageTimes
 from utils.world import World, all_of
 
@@ -53,6 +54,10 @@ class Setting:
     compiled: bool
     workers: int | None
     """Loading processes; None where images lie in memory."""
+    cores: int
+    """For the loading processes of this rank"""
+    stored: Stored = "files"
+    remote: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,13 +122,28 @@ def _input(who: str, waited: float, rate: float, could: float, setting: Setting)
         f"input-bound: the {who} waited {waited:.0f} % of the time; the loader gives {rate:,.0f} img/s, the model "
         f"could take {could:,.0f}."
     )
+    return f"{text} {load_faster(setting)}."
+
+
+def load_faster(setting: Setting) -> str:
+    """What can still be done for loading, in a sentence."""
     if setting.workers is None:
-        return f"{text} The images lie in memory already: a larger DATA.BATCH_SIZE would help; see docs/performance.md."
-    now = f"now {setting.workers}" if setting.workers else "now 0: the training process loads them itself"
-    return (
-        f"{text} More loading processes (-num_workers, {now}), or images packed once (scripts/pack_images.py), would "
-        "help; see docs/data_speed.md."
-    )
+        return "The images lie in memory already: a larger DATA.BATCH_SIZE would help; see docs/performance.md"
+    ways = []
+    if setting.remote or setting.workers < setting.cores:
+        now = f"now {setting.workers}" if setting.workers else "now 0: the training process loads them itself"
+        ways.append(f"more loading processes (-num_workers, {now})")
+    if setting.stored == "files":
+        ways.append("images packed once (scripts/pack_images.py)")
+    elif setting.stored == "tar files":
+        ways.append("pixels packed instead of encoded images (scripts/pack_images.py -raw)")
+    if not ways:
+        return (
+            f"There are {setting.workers} loading processes for {setting.cores} cores, and the images are pixels "
+            "already: what is left is more cores, a faster disk, or less augmentation; see docs/data_speed.md"
+        )
+    text = f"{', or '.join(ways)}{',' * (len(ways) > 1)} would help; see docs/data_speed.md"
+    return text[:1].upper() + text[1:]
 
 
 def _compute(who: str, waited: float, shares: dict[str, float], setting: Setting) -> str:

@@ -22,7 +22,7 @@ from tests.engine.small import CPU
 from tests.program import Result
 from utils.world import ALONE
 
-ON_A_GPU = Setting("cuda", amp=True, compiled=True, workers=8)
+ON_A_GPU = Setting("cuda", amp=True, compiled=True, workers=8, cores=16)
 NAP = 0.12
 
 
@@ -84,11 +84,11 @@ def test_the_devices_own_time_counts_before_the_hosts() -> None:
 @pytest.mark.parametrize(
     ("setting", "advice"),
     [
-        (Setting("cuda", False, False, 8), "-amp (scripts/doctor.py tells what it brings) and TRAIN.COMPILE"),
-        (Setting("cuda", True, False, 8), "Faster may be: TRAIN.COMPILE;"),
-        (Setting("cpu", False, False, 8), "Faster may be: -amp (scripts/doctor.py tells what it brings);"),
-        (Setting("cuda", False, True, 8), "Faster may be: -amp"),
-        (Setting("cuda", True, True, 8), "a smaller model, or more devices"),
+        (Setting("cuda", False, False, 8, 16), "-amp (scripts/doctor.py tells what it brings) and TRAIN.COMPILE"),
+        (Setting("cuda", True, False, 8, 16), "Faster may be: TRAIN.COMPILE;"),
+        (Setting("cpu", False, False, 8, 16), "Faster may be: -amp (scripts/doctor.py tells what it brings);"),
+        (Setting("cuda", False, True, 8, 16), "Faster may be: -amp"),
+        (Setting("cuda", True, True, 8, 16), "a smaller model, or more devices"),
     ],
 )
 def test_advice_for_what_computes_all_the_time(setting: Setting, advice: str) -> None:
@@ -101,12 +101,32 @@ def test_advice_for_what_computes_all_the_time(setting: Setting, advice: str) ->
 
 
 def test_advice_on_loading_knows_how_it_is_done() -> None:
-    here = partial(Setting, "cpu", True, True)
+    here = partial(Setting, "cpu", True, True, cores=4)
     assert "the CPU waited" in verdict(tally(waited=41.0), here(0)).text
     assert "now 0: the training process loads them itself" in verdict(tally(waited=41.0), here(0)).text
     in_memory = verdict(tally(waited=41.0), here(None)).text
     assert "-num_workers" not in in_memory
     assert "a larger DATA.BATCH_SIZE" in in_memory
+
+
+@pytest.mark.parametrize(
+    ("loading", "said", "not_said"),
+    [
+        ({"workers": 2, "cores": 4}, ("-num_workers, now 2", "scripts/pack_images.py)"), ()),
+        ({"workers": 4, "cores": 4}, ("images packed once",), ("-num_workers",)),
+        ({"workers": 2, "cores": 4, "stored": "tar files"}, ("-num_workers", "pack_images.py -raw"), ("packed once",)),
+        ({"workers": 4, "cores": 4, "stored": "tar files"}, ("pack_images.py -raw",), ("-num_workers", "packed once")),
+        ({"workers": 2, "cores": 4, "stored": "pixels"}, ("-num_workers",), ("pack_images",)),
+        ({"workers": 4, "cores": 4, "stored": "pixels"}, ("more cores",), ("-num_workers", "pack_images")),
+        ({"workers": 4, "cores": 4, "stored": "pixels", "remote": True}, ("-num_workers",), ("pack_images",)),
+    ],
+)
+def test_only_what_can_help_loading_is_advised(
+    loading: dict[str, Any], said: tuple[str, ...], not_said: tuple[str, ...]
+) -> None:
+    text = verdict(tally(waited=41.0), Setting("cuda", True, True, **loading)).text
+    assert all(part.lower() in text.lower() for part in said), text
+    assert not any(part.lower() in text.lower() for part in not_said), text
 
 
 def test_the_slowest_rank_decides() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.prepare import hint
 from tests.program import Result, metrics
 
 Rows = dict[str, list[str]]
@@ -143,12 +142,3 @@ def test_a_precision_that_is_emulated_or_lossy_is_said_in_the_log(
     assert "warning: AMP.LEVEL O3 keeps no fp32 masters" in o3.err
     o1 = vitamp("-cfg", tiny, "-output", tmp_path / "o1", "-amp", "bf16", "-dry_run")
     assert "multiples of 8" not in o1.text, "a CPU has no tensor cores"
-
-
-def test_sizes_that_tensor_cores_like_are_told_where_they_can_be_chosen() -> None:
-    model = torch.nn.Linear(4, 10)
-    assert (
-        hint(model, 30, "cuda") == "Mixed precision is fastest with sizes that are multiples of 8: DATA.BATCH_SIZE 30"
-    )
-    assert hint(model, 32, "cuda") is None
-    assert hint(model, 30, "cpu") is None

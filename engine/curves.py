@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from engine.course import EMA_PREFIX, Course, Points
 from utils.config import Config
 from utils.line_file import json_lines
 from utils.log import log
@@ -16,9 +17,10 @@ from utils.log import log
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Lines = list[dict[str, Any]]
 MOST_POINTS = 2000
 """Of a curve; more are drawn for nobody and take their time."""
+FEW = 60
+"""Points that are marked each."""
 SHARE = 0.03
 """Of the time since the last drawing that the next may take: short epochs are not to wait for their picture."""
 SECONDS = 0.5
@@ -48,10 +50,13 @@ class Curves:
 
 
 def draw_curves(folder: Path, title: str) -> Path | None:
-    """Loss, accuracy, learning rate, gradient norm, loss scale with skips, speed; None if there is nothing to draw."""
-    lines = json_lines(folder / "metrics.jsonl")
-    train, val = ([line for line in lines if line["event"] == kind] for kind in ("train", "val"))
-    if not train and not val:
+    """Loss and accuracy by epoch means, learning rate, gradient norm, loss scale with skips, speed.
+
+    Over epochs, or over updates until the first epoch is whole. None if there is nothing to draw.
+    """
+    course = Course(json_lines(folder / "metrics.jsonl"))
+    train = course.of("train")
+    if not train and not course.of("val"):
         return None
     import matplotlib  # slow to import, and training is not to wait for it before its first update
 
@@ -61,28 +66,25 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
     figure.suptitle(title, parse_math=False)  # a TAG may have dollars in it
     (loss, accuracy, rate), (norm, scale, speed) = axes
-    _curve(loss, train, "loss", "train")
-    _curve(loss, val, "loss", "validation")
-    _curve(loss, val, "ema_loss", "validation (EMA)")
-    _finish(loss, "loss")
-    _curve(accuracy, train, "acc1", "train top-1")
-    _curve(accuracy, val, "acc1", "validation top-1")
-    _curve(accuracy, val, "ema_acc1", "validation top-1 (EMA)")
-    _finish(accuracy, "accuracy (%)")
-    _curve(rate, train, "lr", "learning rate")
-    _finish(rate, "learning rate")
-    _curve(norm, train, "grad_norm", "gradient norm, unscaled")
-    _finish(norm, "gradient norm")
+    _train_and_validation(loss, course, "loss", "")
+    _finish(loss, course, "loss")
+    _train_and_validation(accuracy, course, "acc1", " top-1")
+    _finish(accuracy, course, "accuracy (%)")
+    _curve(rate, course.points("train", "lr"), "learning rate")
+    _finish(rate, course, "learning rate")
+    _curve(norm, course.points("train", "grad_norm"), "gradient norm, unscaled")
+    _finish(norm, course, "gradient norm")
     if any(line["scale"] not in (None, 1) for line in train):
-        _curve(scale, train, "scale", "loss scale")
-        _mark_skips(scale, train)
+        _curve(scale, course.points("train", "scale"), "loss scale")
+        if skips := course.skips():
+            scale.plot(*zip(*skips, strict=True), "x", color="tab:red", label="updates skipped")
         scale.set_yscale("log", base=2)
-        _finish(scale, "loss scale")
+        _finish(scale, course, "loss scale")
     else:  # the loss is not scaled
-        _curve(scale, [{**line, **line["perf"]} for line in train], "data_wait_percent", "waiting for data")
-        _finish(scale, "time (%)")
-    _curve(speed, [{**line, **line["perf"]} for line in train], "images_per_second", "images/s")
-    _finish(speed, "images/s")
+        _curve(scale, course.points("train", "data_wait_percent"), "waiting for data")
+        _finish(scale, course, "time (%)")
+    _curve(speed, course.points("train", "images_per_second"), "images/s")
+    _finish(speed, course, "images/s")
     path = folder / "curves.png"
     whole = path.with_name(f".{path.name}.{os.getpid()}")  # whoever is killed here leaves the picture before
     try:
@@ -101,28 +103,27 @@ def _tell_once(path: Path, reason: str) -> None:
     log.warning("%s cannot be written (%s); training goes on.", path, reason)
 
 
-def _curve(axes: Axes, lines: Lines, key: str, label: str) -> None:
-    points = [(line["update"], line[key]) for line in lines if line.get(key) is not None]
+def _train_and_validation(axes: Axes, course: Course, key: str, what: str) -> None:
+    """Training pale and validation strong, as in the report."""
+    _curve(axes, course.trained(key), f"train{what}", alpha=0.5)
+    _curve(axes, course.points("val", key), f"validation{what}", color="tab:blue")
+    _curve(axes, course.points("val", f"{EMA_PREFIX}{key}"), f"validation{what} (EMA)", linestyle="--")
+    if best := course.best(key):
+        axes.plot(*zip(*best, strict=True), "*", color="tab:red", markersize=11, label="best validation")
+
+
+def _curve(axes: Axes, points: Points, label: str, **look: Any) -> None:
     if len(points) > MOST_POINTS:
         points = [*points[:: -(-len(points) // MOST_POINTS)], points[-1]]
     if points:
-        axes.plot(*zip(*points, strict=True), label=label, linewidth=1.4, marker="." if len(points) < 3 else None)
+        look = {"color": "tab:blue", "linewidth": 1.4, "marker": "." if len(points) < FEW else None, **look}
+        axes.plot(*zip(*points, strict=True), label=label, **look)
 
 
-def _mark_skips(axes: Axes, train: Lines) -> None:
-    """A mark where updates were skipped since the line before."""
-    before = 0
-    where: list[tuple[int, float]] = []
-    for line in train:
-        if line["skipped"] > before and line["scale"] is not None:
-            where.append((line["update"], line["scale"]))
-        before = line["skipped"]
-    if where:
-        axes.plot(*zip(*where, strict=True), "x", color="tab:red", label="updates skipped")
-
-
-def _finish(axes: Axes, name: str) -> None:
-    axes.set_xlabel("update")
+def _finish(axes: Axes, course: Course, name: str) -> None:
+    for number, place in enumerate(course.resumes()):
+        axes.axvline(place, color="tab:gray", linestyle=":", linewidth=1, label="" if number else "resumed")
+    axes.set_xlabel("epoch" if course.by_epoch else "update")
     axes.set_ylabel(name)
     axes.grid(alpha=0.3)
     if axes.lines:

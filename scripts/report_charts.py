@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from scripts.report_runs import Run, points
+from engine.course import EMA_PREFIX, Points
+from scripts.report_runs import Run
 
 COLOURS = 8
 MOST_POINTS = 300
@@ -14,8 +16,6 @@ MOST_POINTS = 300
 WIDTH, HEIGHT = 360, 220
 MOST_SIDE_BY_SIDE = 6
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 36
-
-Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,12 @@ class Chart:
     curves: list[Curve]
     marks: list[tuple[Points, str, int]] = field(default_factory=list)
     """(where, what it means, colour): crosses"""
+    best: list[tuple[Points, str, int]] = field(default_factory=list)
+    """The same, of the best validations: diamonds"""
+    resumed: list[tuple[float, str]] = field(default_factory=list)
+    """(where, which run): upright lines"""
+    below: str = "update"
+    """What x is"""
     logarithmic: bool = False
     note: str = ""
     beside: Sequence[Chart] = ()
@@ -54,17 +60,27 @@ class Chart:
         """Where a curve has few points, each by itself: (x, y, curve, what it says)."""
         few = [curve for curve in self.curves if not curve.faint and 0 < len(curve.points) <= 60]
         return [
-            (*self._place(point), curve, f"{curve.label}, update {point[0]:,.0f}: {short(point[1])}")
+            (*self._place(point), curve, f"{curve.label}, {self.below} {point[0]:,.6g}: {short(point[1])}")
             for curve in few
             for point in curve.points
         ]
 
     def crosses(self) -> list[tuple[float, float, int, str]]:
         return [
-            (*self._place(point), colour, f"{what}, update {point[0]:,.0f}")
+            (*self._place(point), colour, f"{what}, {self.below} {point[0]:,.6g}")
             for where, what, colour in self.marks
             for point in thinned(where)
         ]
+
+    def diamonds(self) -> list[tuple[float, float, int, str]]:
+        return [
+            (*self._place(point), colour, f"{what}, {self.below} {point[0]:,.6g}: {short(point[1])}")
+            for where, what, colour in self.best
+            for point in where
+        ]
+
+    def upright(self) -> list[tuple[float, str]]:
+        return [(self._place((x, 0))[0], f"{who}: resumed, {self.below} {x:,.6g}") for x, who in self.resumed]
 
     def x_ticks(self) -> list[tuple[float, str]]:
         low, high = self._x_range
@@ -169,74 +185,91 @@ def colours_of(runs: Sequence[Run]) -> list[int]:
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
     """Loss, accuracy, speed, and what mixed precision did; those that would be empty are left out."""
+    axis = _Axis.of(runs)
     all_of_them = [
-        _two_parts("Loss", runs, "loss"),
-        _two_parts("Accuracy, top-1 (%)", runs, "acc1"),
-        _trained("Speed (images/s)", runs, "images_per_second"),
-        _trained("Learning rate", runs, "lr"),
-        _trained("Gradient norm, unscaled", runs, "grad_norm"),
-        _scale(runs),
+        _two_parts("Loss", runs, "loss", axis),
+        _two_parts("Accuracy, top-1 (%)", runs, "acc1", axis),
+        _trained("Speed (images/s)", runs, "images_per_second", axis),
+        _trained("Learning rate", runs, "lr", axis),
+        _trained("Gradient norm, unscaled", runs, "grad_norm", axis),
+        _scale(runs, axis),
     ]
     return [chart for chart in all_of_them if chart is not None and not chart.empty]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Epochs, where all runs have whole ones, else updates; and where the runs were resumed."""
+
+    by_epoch: bool
+    resumed: list[tuple[float, str]]
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> _Axis:
+        by_epoch = all(run.course.by_epoch for run in runs)
+        return cls(by_epoch, [(x, run.name) for run in runs for x in run.course.resumes(by_epoch)])
+
+    def chart(self, title: str, curves: list[Curve], **more: Any) -> Chart:
+        return Chart(title, curves, resumed=self.resumed, below="epoch" if self.by_epoch else "update", **more)
 
 
 def side_by_side(runs: Sequence[Run]) -> list[list[Chart]]:
     """A row of losses and one of accuracies, each run by itself on the axes of its row; only of a few runs."""
     if not 1 < len(runs) <= MOST_SIDE_BY_SIDE:
         return []
+    by_epoch = _Axis.of(runs).by_epoch
     found = []
     for title, key in (("loss", "loss"), ("top-1 (%)", "acc1")):
         each = [
-            Chart(f"{run.name}: {title}", _parts(run, colour, key))
+            _Axis(by_epoch, [(x, run.name) for x in run.course.resumes(by_epoch)]).chart(
+                f"{run.name}: {title}", _parts(run, colour, key, by_epoch), best=_best(run, colour, key, by_epoch)
+            )
             for run, colour in zip(runs, colours_of(runs), strict=True)
         ]
         found.append([replace(chart, beside=each) for chart in each if not chart.empty])
     return [row for row in found if row]
 
 
-def _two_parts(title: str, runs: Sequence[Run], key: str) -> Chart:
-    curves = [c for run, colour in zip(runs, colours_of(runs), strict=True) for c in _parts(run, colour, key)]
+def _two_parts(title: str, runs: Sequence[Run], key: str, axis: _Axis) -> Chart:
+    by_colour = list(zip(runs, colours_of(runs), strict=True))
+    curves = [c for run, colour in by_colour for c in _parts(run, colour, key, axis.by_epoch)]
     dashes = any(curve.dashed and curve.points for curve in curves)
-    note = "pale: training; strong: validation" + ("; dashed: validation of the average" if dashes else "")
-    return Chart(title, curves, note=note)
+    note = f"pale: training{', means of epochs' * axis.by_epoch}; strong: validation"
+    note += "; dashed: validation of the EMA" * dashes + "; diamond: best validation"
+    best = [mark for run, colour in by_colour for mark in _best(run, colour, key, axis.by_epoch)]
+    return axis.chart(title, curves, best=best, note=note)
 
 
-def _parts(run: Run, colour: int, key: str) -> list[Curve]:
-    """Training by epochs, or by reports where the epochs are too few for a line."""
-    epochs = points(run.of("epoch"), key)
-    trained = epochs if len(epochs) > 1 else points(run.of("train"), key)
+def _best(run: Run, colour: int, key: str, by_epoch: bool) -> list[tuple[Points, str, int]]:
+    return [(run.course.best(key, by_epoch), f"{run.name}, best validation", colour)]
+
+
+def _parts(run: Run, colour: int, key: str, by_epoch: bool) -> list[Curve]:
+    course = run.course
+    ema = course.points("val", f"{EMA_PREFIX}{key}", by_epoch)
     return [
-        Curve(trained, f"{run.name}, training", colour, faint=True),
-        Curve(points(run.of("val"), key), f"{run.name}, validation", colour),
-        Curve(points(run.of("val"), f"ema_{key}"), f"{run.name}, validation of the average", colour, dashed=True),
+        Curve(course.trained(key, by_epoch), f"{run.name}, training", colour, faint=True),
+        Curve(course.points("val", key, by_epoch), f"{run.name}, validation", colour),
+        Curve(ema, f"{run.name}, validation of the EMA", colour, dashed=True),
     ]
 
 
-def _trained(title: str, runs: Sequence[Run], key: str) -> Chart:
-    return Chart(
-        title, [Curve(points(r.of("train"), key), r.name, c) for r, c in zip(runs, colours_of(runs), strict=True)]
-    )
+def _trained(title: str, runs: Sequence[Run], key: str, axis: _Axis) -> Chart:
+    curves = [
+        Curve(run.course.points("train", key, axis.by_epoch), run.name, colour)
+        for run, colour in zip(runs, colours_of(runs), strict=True)
+    ]
+    return axis.chart(title, curves)
 
 
-def _scale(runs: Sequence[Run]) -> Chart | None:
+def _scale(runs: Sequence[Run], axis: _Axis) -> Chart | None:
     """Only where a loss was scaled: without scaling it is 1 all the time."""
     curves, marks = [], []
     for run, colour in zip(runs, colours_of(runs), strict=True):
-        found = points(run.of("train"), "scale")
+        found = run.course.points("train", "scale", axis.by_epoch)
         if any(scale != 1 for _, scale in found):
             curves.append(Curve(found, run.name, colour))
-            marks.append((skips(run), f"{run.name}: updates skipped", colour))
-    return (
-        Chart("Loss scale", curves, marks, logarithmic=True, note="crosses: updates were skipped") if curves else None
-    )
-
-
-def skips(run: Run) -> Points:
-    """Where updates were skipped since the report before, at the scale of then."""
-    found: Points = []
-    before = 0
-    for line in run.of("train"):
-        if (line.get("skipped") or 0) > before and line.get("scale"):
-            found.append((float(line["update"]), float(line["scale"])))
-        before = line.get("skipped") or before
-    return found
+            marks.append((run.course.skips(axis.by_epoch), f"{run.name}: updates skipped", colour))
+    if not curves:
+        return None
+    return axis.chart("Loss scale", curves, marks=marks, logarithmic=True, note="crosses: updates were skipped")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from scripts.report_charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, charts, colours_of, short, side_by_side
+from scripts.report_charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, charts, colours_of, short, side_by_side
 from scripts.report_runs import NOTHING, Run, differing_settings, read_runs, summary
 from utils.log import log
 from utils.output_file import check_output_file, writing
@@ -95,6 +95,7 @@ def _page(runs: Sequence[Run], verdict: str | None, seen: Sequence[Any]) -> str:
         left=LEFT,
         right=RIGHT,
         bottom=BOTTOM,
+        top=TOP,
         made=time.strftime("%Y-%m-%d %H:%M"),
     )
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from engine.course import Course
 from engine.pace import clock
 from engine.trained import find_saved
 from scripts.run_lines import best_top1, perf, read_lines, seconds, warm
@@ -38,8 +39,12 @@ class Run:
     lines: list[Line]
     """metrics.jsonl, as far as its lines are whole"""
 
+    @cached_property
+    def course(self) -> Course:
+        return Course(self.lines)
+
     def of(self, event: str) -> list[Line]:
-        return [line for line in self.lines if line.get("event") == event]
+        return self.course.of(event)
 
     @property
     def precision(self) -> str:
@@ -234,9 +239,3 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         if key not in OF_ONE_START and len(set(texts)) > 1:
             rows.append((key, texts))
     return rows
-
-
-def points(lines: Sequence[Line], key: str) -> list[tuple[float, float]]:
-    """(update, figure); what is not a number is left out, as are figures under `perf` that are not there."""
-    found = [(line.get("update"), line.get(key, line.get("perf", {}).get(key))) for line in lines]
-    return [(float(x), float(y)) for x, y in found if x is not None and y is not None and math.isfinite(y)]

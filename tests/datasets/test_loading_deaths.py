@@ -251,6 +251,8 @@ def test_those_that_were_started_end_where_another_could_not_be(training, monkey
             raise OSError(12, "Cannot allocate memory")
         return real()
 
+    unraised: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraised.append)
     monkeypatch.setattr(os, "fork", fork)
     began = time.monotonic()
     with pytest.raises(TrainingError, match="could not be started: Cannot allocate memory"):
@@ -258,4 +260,5 @@ def test_those_that_were_started_end_where_another_could_not_be(training, monkey
     assert len(forks) == 6
     assert gone(set(children(os.getpid())) - before, seconds=2)
     gc.collect()
+    assert not unraised
     assert time.monotonic() - began < 5

@@ -70,6 +70,27 @@ def test_training_and_validation_stand_in_the_picture(drawn: Callable[..., Drawn
     assert found["images/s"] == {"images/s": [(10, 100), (20, 100)]}
 
 
+def test_epoch_means_stand_beside_validations_over_epochs(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+    def ended(epoch: int, loss: float, acc1: float) -> list[dict[str, Any]]:
+        at = {"epoch": epoch, "update": 20 * epoch, "perf": {}}
+        ema = {"ema_loss": loss / 4, "ema_acc1": acc1 + 1.0}
+        return [
+            {"event": "epoch", **at, "loss": loss, "acc1": acc1},
+            {"event": "val", **at, "loss": loss / 2, "acc1": acc1 + 2.0, **(ema if epoch < 2 else {"ema_acc1": 99.0})},
+        ]
+
+    resumed = {"event": "run", "epoch": 2, "what": "resume", "update": 30, "perf": {}}
+    write(tmp_path, line(10), line(20), *ended(1, 2.0, 50.0), resumed, line(40, loss=0.1), *ended(2, 1.0, 60.0))
+    found = drawn()
+    assert found["accuracy (%)"]["train top-1"] == [(1, 50), (2, 60)]
+    assert found["accuracy (%)"]["validation top-1"] == [(1, 52), (2, 62)]
+    assert found["accuracy (%)"]["validation top-1 (EMA)"] == [(1, 51), (2, 99)]
+    assert found["accuracy (%)"]["best validation"] == [(2, 99)]
+    assert {x for x, _ in found["loss"]["resumed"]} == {1.5}
+    assert found["loss"]["train"] == [(1, 2), (2, 1)], "means of epochs, no single updates"
+    assert [x for x, _ in found["learning rate"]["learning rate"]] == [0.5, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("amp", "tag", "said"),
     [(True, None, "tiny on digits, AMP bf16"), (False, "night", "night: tiny on digits, bf16, no AMP")],

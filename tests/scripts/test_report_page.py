@@ -91,7 +91,7 @@ def test_two_runs_stand_beside_each_other(page: Page, tmp_path: Path) -> None:
 def test_skips_are_marked_and_named(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "skipping", skips=[20, 40])
     [scale] = [chart for chart in charts(read_runs([run])) if chart.title == "Loss scale"]
-    assert [point[0] for point in scale.marks[0][0]] == [20, 40]
+    assert [point[0] for point in scale.marks[0][0]] == [1, 2]
     text = page(run).text
     assert "2 updates were skipped." in text
     assert "20 linear, blocks.0.mlp.fc1, forward" in text
@@ -245,12 +245,25 @@ def test_side_by_side_the_axes_are_the_same(tmp_path: Path) -> None:
     assert side_by_side(runs[:1]) == []
 
 
-def test_one_epoch_of_training_is_a_line(tmp_path: Path) -> None:
+def test_before_the_first_epoch_is_whole_updates_are_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path / "short")
     metrics = run / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]))
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
     [training, *_] = next(chart for chart in charts(read_runs([run])) if chart.title == "Loss").curves
     assert [update for update, _ in training.points] == [10, 20]
+
+
+def test_epoch_means_the_best_validation_and_resumes_are_shown(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "whole", best=80.0)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "run", "epoch": 3, "what": "resume", "update": 50, "perf": {}}) + "\n")
+    accuracy = next(chart for chart in charts(read_runs([run])) if chart.title.startswith("Accuracy"))
+    assert accuracy.below == "epoch"
+    assert [curve.points for curve in accuracy.curves[:2]] == [[(1, 77), (2, 78), (3, 79), (4, 80)]] * 2
+    assert accuracy.best[0][0] == [(4, 80)]
+    assert [x for x, _ in accuracy.resumed] == [2.5]
+    assert len(accuracy.diamonds()) == 1
+    assert "epoch" in page(run).text
 
 
 def test_seeds_of_a_precision_share_a_colour(tmp_path: Path) -> None:

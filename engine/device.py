@@ -10,6 +10,7 @@ import torch
 from utils.config.schema import Config
 from utils.cpus import cores
 from utils.errors import UserError
+from utils.gpus import check_there
 from utils.heap import keep_freed_memory
 from utils.world import ALONE, MPICH, OPENMPI, SLURM, World
 
@@ -19,6 +20,7 @@ SHOWS_EACH_ITS_OWN = (SLURM, OPENMPI, MPICH)
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
     """The device asked for, or the best there is; one GPU a local rank."""
+    check_there(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     kind = wanted or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
@@ -90,6 +92,7 @@ def visible_gpus(config: Config) -> int:
 def visible_devices(config: Config) -> int:
     """How many processes main_multi_gpu.py starts: one a visible GPU, or as many as -ngpus says."""
     visible = visible_gpus(config)
+    check_there(visible)
     if config.DEVICE == "cuda" and not visible:
         pick_device("cuda", ALONE)  # tells why there is none
     if config.NGPUS == 0:

@@ -34,6 +34,9 @@ class Health:
 
         Alone, a run tells at once; many ranks tell when they report.
         """
+        if self.parts.op_lists is not None:  # the model has been computed by now
+            self.parts.op_lists.tell_uncalled()
+            self.parts.op_lists = None
         watch = self.parts.watch
         if watch is None or (self.world.size > 1 and not together):
             return

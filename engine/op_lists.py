@@ -157,7 +157,9 @@ class OpLists:
 
     def __init__(self, device_type: str, white: Iterable[str], black: Iterable[str]) -> None:
         self.device_type = device_type
+        self._names = (*white, *black)
         self.white, self.black = _operators(white), _operators(black)
+        self._called: set[str] = set()
         self._undo: ExitStack | None = None
 
     def install(self) -> None:
@@ -173,7 +175,8 @@ class OpLists:
             for operators, low in ((self.white, True), (self.black, False)):
                 for name, overloads in operators.items():
                     for overload in overloads:
-                        library.impl(overload, _kernel(name, overload, self.device_type, low), key)
+                        kernel = _kernel(name, overload, self.device_type, low, self._called)
+                        library.impl(overload, kernel, key)
         # Compiled graphs are kept on disk: those made under other lists are not ours.
         tag = f"{compiler_config.cache_key_tag} {key} white={sorted(self.white)} black={sorted(self.black)}"
         self._undo.enter_context(compiler_config.patch(cache_key_tag=tag))  # pyright: ignore[reportAttributeAccessIssue]
@@ -186,6 +189,16 @@ class OpLists:
             self._undo.close()
             self._undo = None
             _forget_compiled()
+
+    def tell_uncalled(self) -> None:
+        """Once the model has been computed: name what is listed and was never called under autocast."""
+        idle = [name for name in self._names if not _operators([name]).keys() & self._called]
+        if self._undo is not None and idle:
+            log.warning(
+                "AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: the model never calls %s; listing %s has no effect.",
+                ", ".join(idle),
+                "it" if len(idle) == 1 else "them",
+            )
 
     def __enter__(self) -> Self:
         self.install()
@@ -206,13 +219,17 @@ def _forget_compiled() -> None:
         torch.compiler.reset()
 
 
-def _kernel(name: str, overload: str, device_type: str, low: bool) -> Callable[..., Any]:
-    """What autocast runs in the operator's place: cast the inputs, then the operator as if there were no autocast."""
+def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[str]) -> Callable[..., Any]:
+    """What autocast runs in the operator's place: cast the inputs, then the operator as if there were no autocast.
+
+    `called`: where it leaves its name.
+    """
     base, _, variant = overload.partition(".")
     operator = getattr(getattr(torch.ops.aten, base), variant or "default")
     castable = 1 if name in _FIRST_INPUT_ONLY else None
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        called.add(name)
         dtype = torch.get_autocast_dtype(device_type) if low else torch.float32
         with torch.autocast(device_type, enabled=False):
             # Where the caller says what shall come out, that stands, as it does under torch's own lists.

@@ -44,6 +44,11 @@ class Reporter:
     ) -> None:
         """`folder` None: nothing is written (another rank, a dry run). `start`: where the run begins or goes on."""
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
+        self._fleet = config.LOG_STYLE == "fleet"
+        if self._fleet:
+            log.info(
+                "LOG_STYLE fleet: lines of epochs and batches count from 0, all else (best, metrics.jsonl) from 1."
+            )
         self._metrics: LineFile | None = None
         self._board: Board | None = None
         self._wandb = wandb
@@ -91,8 +96,11 @@ class Reporter:
 
     def train(self, position: Position, reading: Reading, perf: Perf) -> None:
         now = reading.update
-        style = _fleet_line if self.config.LOG_STYLE == "fleet" else self._paddlevit_line
-        log.info("%s, %s", style(position, reading), _health(reading, perf))
+        if self._fleet:
+            log.info(_fleet_line(position, reading))
+            log.info("Lr: %.6e, %s", reading.lr, _health(reading, perf))
+        else:
+            log.info("%s, %s", self._paddlevit_line(position, reading), _health(reading, perf))
         self._bar.set_postfix_str(f"loss {now.loss:.4f}, {perf.images_per_second:,.0f} img/s", refresh=False)
         figures = {
             "loss": now.loss,
@@ -116,15 +124,7 @@ class Reporter:
         )
 
     def epoch(self, position: Position, means: Means, seconds: float, verdict: Verdict | None = None) -> None:
-        log.info(
-            "----- Epoch[%03d/%03d], Train Loss: %.4f, Train Acc@1: %.4f, Train Acc@5: %.4f, time: %.2f",
-            position.epoch,
-            self.config.TRAIN.NUM_EPOCHS,
-            means.loss,
-            means.acc1,
-            means.acc5,
-            seconds,
-        )
+        self._summary("Train", position, means, seconds)
         fields = {"update": position.update, **vars(means)}
         self.event("epoch", position, _perf(seconds, verdict), **fields)
         self._tell(verdict)
@@ -134,19 +134,16 @@ class Reporter:
         fields: dict[str, float] = {}
         for prefix, means in figures.items():
             fields |= {f"{prefix}{name}": value for name, value in vars(means).items()}
-            log.info(
-                "----- Epoch[%03d/%03d], Validation Loss: %.4f, Validation Acc@1: %.4f, Validation Acc@5: %.4f, "
-                "time: %.2f%s",
-                position.epoch,
-                self.config.TRAIN.NUM_EPOCHS,
-                means.loss,
-                means.acc1,
-                means.acc5,
-                seconds,
-                " (EMA)" if prefix else "",
-            )
+            self._summary("Validation", position, means, seconds, " (EMA)" if prefix else "")
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
+
+    def _summary(self, what: str, position: Position, means: Means, seconds: float, whose: str = "") -> None:
+        epoch = f"----- Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}]"
+        log.info(
+            f"{f'----- Epoch {position.epoch - 1}' if self._fleet else epoch}, {what} Loss: {means.loss:.4f}, "
+            f"{what} Acc@1: {means.acc1:.4f}, {what} Acc@5: {means.acc5:.4f}, time: {seconds:.2f}{whose}"
+        )
 
     def _draw_again(self, metrics: Path, since: int) -> None:
         """All from update `since` on. The last validation, which may be made again now, is undrawn with its update."""

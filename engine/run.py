@@ -77,7 +77,7 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
         check_precision(config.AMP, device)
         with (
             FolderLock() as lock,
-            OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST),
+            OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST) as lists,
         ):
             if not config.EVAL and not dry:
                 together(world, lambda: lock_what_is_there(config, lock) if world.first else None)
@@ -85,7 +85,7 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             if config.EVAL:
                 _evaluate_only(config, world, device, threads, checkpoint, dry)
                 return EXIT_DONE
-            return _train(config, world, device, threads, checkpoint, None if dry else lock)
+            return _train(config, world, device, threads, checkpoint, None if dry else lock, lists)
     except Exception as error:
         signals.patient = True  # the reason is told before anybody ends this process because another went first
         if is_out_of_memory(error):
@@ -122,13 +122,14 @@ def _train(
     threads: int,
     checkpoint: Checkpoint | None,
     lock: FolderLock | None,
+    lists: OpLists,
 ) -> int:
     """The exit code. `lock` None: a dry run."""
     config, found = settle_batch(config, checkpoint, world, device)
     sharding = sharding_of(config, world, device)
     ready = together(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
     ready.choices.update(found)
-    ready.parts.batch_found = bool(found)
+    ready.parts.batch_found, ready.parts.op_lists = bool(found), lists
     kept = checkpoint.meta.get("choices", {}) if checkpoint else {}
     left = updates_left(config, ready.position, ready.train_loader.order.updates)
     compiling = choose_compiling(config, ready.parts, world, left, kept)

@@ -29,6 +29,7 @@ from utils.world import World
 
 if TYPE_CHECKING:
     from engine.compiling import Compiled
+    from engine.op_lists import OpLists
     from engine.out_of_memory import Splitting
 
 
@@ -70,6 +71,8 @@ class Parts:
     """Images of one that have fitted since."""
     batch_found: bool = False
     """Whether DATA.BATCH_SIZE is what `auto` found."""
+    op_lists: OpLists | None = None
+    """AMP's lists, until it was reported which of their operators are never called."""
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 moved, beside those the settings name."""
     skips: SkipRecord = field(default_factory=SkipRecord)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from utils.config.keys import suggest
 from utils.errors import EXIT_DONE, UserError, nearest
+from utils.gpus import show_only
 from utils.precisions import AMP_WORDS, amp_settings_of
 
 Action = Literal["train", "dry_run", "print_config", "print_amp", "list_models", "version"]
@@ -97,6 +98,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "Devices and processes": (
         Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",)),
         Flag("ngpus", "processes main_multi_gpu.py starts; -1: one a visible GPU", "N", ("NGPUS",)),
+        Flag("gpus", "use these GPUs only, as CUDA_VISIBLE_DEVICES does", "0,1,..."),
         Flag("threads", "CPU threads per process", "N", ("THREADS",)),
         Flag("backend", "nccl or gloo", "NAME", ("DIST.BACKEND",)),
         Flag("host", "where rank 0 listens, when ranks are started by hand", "NAME", ("DIST.HOST",)),
@@ -117,7 +119,7 @@ FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 def parse(argv: list[str], program: str, own: tuple[Flag, ...] = ()) -> CommandLine:
     """Read the command line. -h prints and leaves with code 0. `own`: the program's flags beside those of all."""
     known = {**BY_NAME, **{flag.name: flag for flag in own}}
-    cfg, pattern, words = None, None, dict[str, str]()
+    cfg, pattern, gpus, words = None, None, None, dict[str, str]()
     flags: dict[str, tuple[Any, str]] = {}
     actions: dict[Action, str] = {}
     before: Flag | None = None
@@ -132,11 +134,16 @@ def parse(argv: list[str], program: str, own: tuple[Flag, ...] = ()) -> CommandL
             sys.exit(EXIT_DONE)
         elif flag.name == "cfg":
             cfg = value
+        elif flag.name == "gpus":
+            gpus = value
         elif flag.action:
             actions[flag.action], pattern = f"-{flag.name}", value if flag.name == "list_models" else pattern
         else:
             flags.update(_settings_of(flag, value, flags))
         before = flag
+    if gpus is not None:
+        given = {**{key: value for key, (value, _) in flags.items()}, **words}
+        show_only(gpus, given.get("DEVICE"), given.get("NGPUS"), one_process=program == "main_single_gpu.py")
     return CommandLine(cfg, flags, words, _only(actions), pattern)
 
 

@@ -142,3 +142,23 @@ def test_a_precision_that_is_emulated_or_lossy_is_said_in_the_log(
     assert "warning: AMP.LEVEL O3 keeps no fp32 masters" in o3.err
     o1 = vitamp("-cfg", tiny, "-output", tmp_path / "o1", "-amp", "bf16", "-dry_run")
     assert "multiples of 8" not in o1.text, "a CPU has no tensor cores"
+
+
+def test_listed_operators_that_are_never_called_are_named_once(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    lists = ("AMP.CUSTOM_BLACK_LIST=[softmax,conv3d,matmul_v2]", "AMP.CUSTOM_WHITE_LIST=[swish]")
+    words = ("-cfg", tiny, "-amp", "bf16", "TRAIN.MAX_UPDATES=20", "REPORT_FREQ=5", "-output")
+    done = vitamp(*words, tmp_path / "a", *lists)
+    assert done.code == 0, done.text
+    assert done.err.count("the model never calls swish, conv3d; listing them has no effect.") == 1, done.text
+    assert vitamp(*words, tmp_path / "b", "AMP.CUSTOM_BLACK_LIST=[softmax]").err == ""
+
+
+def test_lists_without_amp_are_said_to_be_without_effect(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    words = ("AMP.CUSTOM_BLACK_LIST=[softmax]", "TRAIN.MAX_UPDATES=1", "-output", tmp_path / "run")
+    done = vitamp("-cfg", tiny, "-amp", "off", *words)
+    assert done.text.count("these have no effect: AMP.CUSTOM_BLACK_LIST") == 1, done.text
+    assert "never calls" not in done.text

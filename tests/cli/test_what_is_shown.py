@@ -21,7 +21,7 @@ PADDLEVIT = (
     r"Epoch\[001/001\], Step\[00(10|20|30|40|44)/0044\], Lr: \d\.\d{6}e-\d\d, "
     r"Loss: \d+\.\d{4} \(\d+\.\d{4}\), Avg Acc: \d+\.\d{4}, " + HEALTH
 )
-FLEET = r"\[Epoch 0, batch (0|20|40)\] loss: \d+\.\d{5}, acc1: \d+\.\d{5}, acc5: \d+\.\d{5}, " + HEALTH
+FLEET = r"\[Epoch 0, batch (0|20|40)\] loss: \d+\.\d{5}, acc1: \d+\.\d{5}, acc5: \d+\.\d{5}"
 VALIDATION = (
     r"----- Epoch\[001/001\], Validation Loss: \d+\.\d{4}, Validation Acc@1: \d+\.\d{4}, "
     r"Validation Acc@5: \d+\.\d{4}, time: \d+\.\d\d"
@@ -42,7 +42,15 @@ def test_fleet_lines_count_from_0(vitamp: Callable[..., Result], tiny: Path, tmp
     words = ("LOG_STYLE=fleet", "REPORT_FREQ=20", "TRAIN.NUM_EPOCHS=1")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
     assert len(lines_like(FLEET, done.out)) == 3
+    assert len(lines_like(r"Lr: \d\.\d{6}e-\d\d, " + HEALTH, done.out)) == 3
+    summary = (
+        r"----- Epoch 0, {0} Loss: \d+\.\d{{4}}, {0} Acc@1: \d+\.\d{{4}}, {0} Acc@5: \d+\.\d{{4}}, time: \d+\.\d\d"
+    )
+    for part in ("Train", "Validation"):
+        assert len(lines_like(summary.format(part), done.out)) == 1
     assert "Step[" not in done.out
+    assert "Epoch[" not in done.out
+    assert "lines of epochs and batches count from 0" in done.out
 
 
 def test_piped_output_is_plain_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:

@@ -196,7 +196,10 @@ def test_the_lines_paddlevit_users_grep_for(tmp_path: Path, said: pytest.LogCapt
 
 def test_the_line_of_fleet(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     reporter(tmp_path, LOG_STYLE="fleet").train(Position(1, 6, 6), READING, PERF)
-    assert said.messages[0].startswith("[Epoch 0, batch 5] loss: 0.20044, acc1: 12.50000, acc5: 50.00000")
+    note, line, rest = said.messages
+    assert "count from 0" in note
+    assert line == "[Epoch 0, batch 5] loss: 0.20044, acc1: 12.50000, acc5: 50.00000"
+    assert rest.startswith("Lr: 1.000000e-03, Img/s: 1234.6, Data: 2%, Grad: 1.5000, Scale: 1024, Skipped: 2, ")
 
 
 @pytest.mark.parametrize(

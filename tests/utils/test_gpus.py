@@ -1,0 +1,88 @@
+"""-gpus 0,1: which GPUs a run sees."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.program import Result
+from utils.cli import parse
+from utils.errors import UserError
+from utils.gpus import ASKED, VISIBLE, check_there
+
+
+@pytest.fixture(autouse=True)
+def around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (VISIBLE, ASKED):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+
+
+def shown(*words: str, program: str = "main_multi_gpu.py") -> str:
+    parse(["-gpus", *words], program)
+    return os.environ[VISIBLE]
+
+
+def test_the_gpus_named_are_the_visible_ones() -> None:
+    assert shown("2,0") == "2,0"
+    assert shown("2,0") == "2,0", "as in the ranks that this process starts"
+
+
+def test_an_equal_environment_is_no_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "0,1")
+    assert shown("0, 1", "-ngpus", "2") == "0,1"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["0,x"], "takes the numbers of GPUs"),
+        (["0,,1"], "takes the numbers of GPUs"),
+        (["1,1"], "each once"),
+        (["0,1", "-device", "cpu"], "-gpus 0,1 with -device cpu"),
+        (["0,1", "DEVICE=cpu"], "-gpus 0,1 with -device cpu"),
+        (["0,1", "-ngpus", "4"], "-gpus 0,1 -ngpus 4: one process per GPU"),
+    ],
+)
+def test_what_does_not_go_together_is_named(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        shown(*words)
+    assert VISIBLE not in os.environ
+
+
+def test_another_choice_in_the_environment_is_a_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "3")
+    with pytest.raises(UserError, match=r"-gpus 0,1: CUDA_VISIBLE_DEVICES is '3' in the environment"):
+        shown("0,1")
+
+
+def test_one_device_takes_one_gpu() -> None:
+    assert shown("1", program="main_single_gpu.py") == "1"
+    os.environ.pop(VISIBLE)
+    with pytest.raises(UserError, match=r"this program uses one GPU; name one"):
+        shown("0,1", program="main_single_gpu.py")
+
+
+@pytest.mark.parametrize(("visible", "said"), [(0, "no GPU"), (1, "only 1 of them")])
+def test_gpus_that_are_not_there_are_an_error(visible: int, said: str) -> None:
+    check_there(visible)
+    shown("0,1")
+    with pytest.raises(UserError, match=rf"-gpus 0,1: torch sees {said} on this machine"):
+        check_there(visible)
+    check_there(2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+@pytest.mark.parametrize("script", ["main_single_gpu.py", "main_multi_gpu.py", "scripts/doctor.py"])
+def test_gpus_on_a_machine_without_any_are_an_error(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, script: str
+) -> None:
+    output = [] if script.startswith("scripts") else ["-output", tmp_path / "run"]
+    done = vitamp("-cfg", tiny, "-gpus", "0", *output, script=script)
+    assert (done.code, "Traceback" in done.text) == (2, False), done.text
+    assert "-gpus 0: torch sees no GPU on this machine" in done.err
+    assert not (tmp_path / "run").exists()

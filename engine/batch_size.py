@@ -159,7 +159,7 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
 def _tried(config: Config, each: int | None, world: World, device: torch.device, take_peak: Any) -> tuple[int, Any]:
     try:
         # The buckets by which processes exchange gradients hold them during the forward pass, too.
-        trial = Trial(config, each is not None or world.size > 1, device, take_peak)
+        trial = Trial(config, each is not None or world.size > 1, device, take_peak, each)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

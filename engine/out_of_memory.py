@@ -140,7 +140,7 @@ class Splitting:
             assert isinstance(group, torch.distributed.ProcessGroup)
             self._group = group
 
-    def accumulate(self, parts: Parts, window: Window, update: int) -> MicroBatches:
+    def accumulate(self, parts: Parts, window: Window, update: int) -> MicroBatches | None:
         """As `engine.update.accumulate` does, from the beginning again where memory runs out."""
         batches = list(window)
         while True:
@@ -155,7 +155,10 @@ class Splitting:
         for (share, _), one in zip(batches, computed, strict=True):
             parts.meters.add(one.loss, one.logits, one.labels, share.weight)
         parts.stages.lap(OTHER)
-        return batches if parts.watch is not None else []
+        kept: MicroBatches | None = []
+        for share, batch in batches:
+            kept = parts.watch.collect(kept, share, batch) if parts.watch is not None else None
+        return kept
 
     def _attempt(self, parts: Parts, batches: MicroBatches, update: int) -> tuple[list[Computed] | None, str | None]:
         """What came of each micro-batch; or nothing, and what went wrong."""

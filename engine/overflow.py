@@ -27,9 +27,10 @@ SHOWN_SAMPLES = 8
 
 FIRST_REPLAYS = 3
 UPDATES_BETWEEN_REPLAYS = 50
-KEPT_UPDATES = 2
-KEPT_BYTES = 512 * 2**20
-"""More than KEPT_UPDATES are kept while a GPU is behind, up to this size."""
+KEPT_BYTES = 2**30
+"""Images that are kept for replays at most, those of the update that is being computed included."""
+USUALLY_KEPT = 3
+"""Updates: the one that is computed, the one whose answer travels, and one that is looked at. A GPU may be behind."""
 
 MicroBatches = list[tuple[Share, Batch]]
 Answer = Callable[[], bool | None]
@@ -119,7 +120,7 @@ class _Kept:
 
     @property
     def bytes(self) -> int:
-        return sum(batch.images.nbytes for _, batch in self.micro_batches)
+        return _size(self.micro_batches)
 
 
 class OverflowWatch:
@@ -148,13 +149,27 @@ class OverflowWatch:
         self._found: list[Blame] = []
         self._record = record or SkipRecord()
         self._now = 0
+        self._told_cap = False
 
-    def keep(self, update: int, micro_batches: MicroBatches, scale: Tensor) -> None:
+    def collect(self, kept: MicroBatches | None, share: Share, batch: Batch) -> MicroBatches | None:
+        """Add a micro-batch to those of the update that is being computed; None where all of them are too many.
+
+        Room is made by those of earlier updates, which then cannot be replayed.
+        """
+        if kept is None:
+            return None
+        kept.append((share, batch))
+        size = _size(kept) + sum(old.bytes for old in self._waiting)
+        for old in self._waiting:
+            if size <= KEPT_BYTES:
+                break
+            size -= old.bytes
+            old.micro_batches = []
+        return kept if size <= KEPT_BYTES else None
+
+    def keep(self, update: int, micro_batches: MicroBatches | None, scale: Tensor) -> None:
         """What a replay would need. The scaler changes its scale in place, so this comes before its step."""
-        self._waiting.append(_Kept(update, micro_batches, scale.detach().clone()))
-        for old in list(self._waiting)[:-KEPT_UPDATES]:
-            if sum(kept.bytes for kept in self._waiting) > KEPT_BYTES:
-                old.micro_batches = []
+        self._waiting.append(_Kept(update, micro_batches or [], scale.detach().clone()))
 
     def after(self, update: int, moved: bool | Tensor) -> None:
         """Say whether the update that was kept last moved the weights."""
@@ -185,6 +200,14 @@ class OverflowWatch:
     def _skipped(self, kept: _Kept) -> None:
         record = self._record
         early = record.replays < FIRST_REPLAYS
+        if not kept.micro_batches and not self._told_cap:
+            self._told_cap = True
+            log.info(
+                "update %d was skipped and cannot be replayed: its images are not kept, since at most %.0f GiB are; a "
+                "smaller -batch_size or -accum_iter keeps them. Later ones like it are counted only.",
+                kept.update,
+                KEPT_BYTES / 2**30,
+            )
         if not kept.micro_batches or not (early or kept.update - record.last_replay >= UPDATES_BETWEEN_REPLAYS):
             record.passed_over += 1
             return
@@ -241,6 +264,15 @@ class OverflowWatch:
             return contextlib.nullcontext()
         index = self._device.index or 0
         return torch.random.fork_rng([index], device_type=self._device.type)
+
+
+def kept_for_replays(window: int) -> int:
+    """Bytes of images that are usually kept where one update's take `window` bytes."""
+    return min(KEPT_BYTES, USUALLY_KEPT * window)
+
+
+def _size(micro_batches: MicroBatches) -> int:
+    return sum(batch.images.nbytes for _, batch in micro_batches)
 
 
 def send_to_host(moved: Tensor) -> Answer:

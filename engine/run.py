@@ -129,7 +129,9 @@ def _train(
     sharding = sharding_of(config, world, device)
     ready = together(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
     ready.choices.update(found)
-    ready.parts.batch_found, ready.parts.op_lists = bool(found), lists
+    ready.parts.batch_found = bool(found)
+    if ready.precision.level != "O0":  # without AMP the settings' remarks say that lists have no effect
+        ready.parts.op_lists = lists
     kept = checkpoint.meta.get("choices", {}) if checkpoint else {}
     left = updates_left(config, ready.position, ready.train_loader.order.updates)
     compiling = choose_compiling(config, ready.parts, world, left, kept)

@@ -15,6 +15,7 @@ import torch
 
 from datasets import Batch, ImageDataset, Share, Window, open_dataset
 from engine.memory import is_out_of_memory
+from engine.overflow import kept_for_replays
 from engine.setup import model_in_precision, update_parts
 from engine.update import Parts, train_update
 from utils.config import Config
@@ -61,8 +62,19 @@ def largest_that_fits(fits: Callable[[int], bool], most: int, enough: Callable[[
 class Trial:
     """Updates, or the batches of a validation, on made-up images."""
 
-    def __init__(self, config: Config, accumulates: bool, device: torch.device, take_peak: Callable[[], int]) -> None:
-        """`accumulates`: gradients will be there in the forward pass, though ACCUM_ITER does not say so."""
+    def __init__(
+        self,
+        config: Config,
+        accumulates: bool,
+        device: torch.device,
+        take_peak: Callable[[], int],
+        each: int | None = None,
+    ) -> None:
+        """`accumulates`: gradients will be there in the forward pass, though ACCUM_ITER does not say so.
+
+        `each`: images of an update and process, where the global batch is given.
+        """
+        self._each = each
         # Weights take as much room whatever they are.
         self._config = config.model_copy(update={"MODEL": config.MODEL.model_copy(update={"PRETRAINED": None})})
         self._device, self._take_peak = device, take_peak
@@ -82,7 +94,8 @@ class Trial:
         numbered = self._config.model_copy(update={"DATA": self._config.DATA.model_copy(update={"BATCH_SIZE": STEP})})
         parts = update_parts(numbered, ALONE, self._device, self._computing, per_epoch=1000)
         parts.start_computing()
-        parts.watch = None  # would replay updates that overflow, and keep the images of those before
+        self._keeps_images = parts.watch is not None
+        parts.watch = None  # would replay updates that overflow; what it keeps is taken in its place
         return parts
 
     def most(self, each: int | None, world: World) -> Most:
@@ -138,7 +151,17 @@ class Trial:
     def _train(self, parts: Parts, batch: int, update: int) -> None:
         weight = 1 / self._micro_batches
         shares = tuple(Share(number, np.arange(batch), weight) for number in range(self._micro_batches))
+        kept = self._kept(batch)
         train_update(parts, Window(shares, (self._batch(batch) for _ in shares)), update)
+        del kept
+
+    def _kept(self, batch: int) -> torch.Tensor | None:
+        """As much memory as the images take that a run keeps for replays of updates that overflow."""
+        if not self._keeps_images:
+            return None
+        data, window = self._config.DATA, self._each or batch * self._config.TRAIN.ACCUM_ITER
+        image = data.IMAGE_CHANNELS * data.IMAGE_SIZE**2
+        return torch.ones(kept_for_replays(window * image), dtype=torch.uint8, device=self._device)
 
     @torch.no_grad()
     def _validate(self, batch: int) -> None:

@@ -152,10 +152,10 @@ def train_update(parts: Parts, window: Window, update: int) -> None:
         watch.after(update, moved)
 
 
-def accumulate(parts: Parts, window: Window, update: int) -> MicroBatches:
-    """The gradients of all micro-batches of `window`. Gives them back where the watch wants to keep them."""
+def accumulate(parts: Parts, window: Window, update: int) -> MicroBatches | None:
+    """The gradients of all micro-batches of `window`. Gives them back where the watch keeps them."""
     precision, half_copy, lap = parts.precision, parts.half_copy, parts.stages.lap
-    kept: MicroBatches = []
+    kept: MicroBatches | None = []
     for nth, (share, batch) in enumerate(window, start=1):
         lap(COPY)
         # Erasing, mixing, dropout and stochastic depth depend on where a micro-batch stands in the run, not on who
@@ -169,7 +169,7 @@ def accumulate(parts: Parts, window: Window, update: int) -> MicroBatches:
             half_copy.collect_gradients()
         lap(BACKWARD)
         if parts.watch is not None:
-            kept.append((share, batch))
+            kept = parts.watch.collect(kept, share, batch)
         parts.meters.add(loss.detach(), logits, labels, share.weight)
         lap(OTHER)
     return kept

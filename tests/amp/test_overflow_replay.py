@@ -150,17 +150,52 @@ def test_a_skip_known_late_is_replayed_with_its_own_batch_and_scale() -> None:
     assert watch.take() == []
 
 
-def test_what_waits_for_a_late_answer_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overflow, "KEPT_BYTES", 0)
+def test_what_waits_for_a_late_answer_stays_small(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    """Two updates of two micro-batches fit; the newest two keep their images."""
+    size = micro_batch(0)[1].images.nbytes
+    monkeypatch.setattr(overflow, "KEPT_BYTES", 4 * size)
     late = Late()
     watch = watch_of(with_huge_bias(), send=late)
     images = []
     for update in range(1, 5):
-        kept = micro_batch(update)
-        images.append(weakref.ref(kept[1].images))
-        watch.keep(update, [kept], torch.tensor(1.0))
+        kept: Any = []
+        for nth in (0, 1):
+            kept = watch.collect(kept, *micro_batch(2 * update + nth))
+        images.append(weakref.ref(kept[0][1].images))
+        watch.keep(update, kept, torch.tensor(1.0))
         del kept
         watch.after(update, torch.tensor([False]))
     assert [image() is None for image in images] == [True, True, False, False]
     late.arrived = 4
     assert [(blame.update, blame.passed_over) for blame in watch.take()] == [(3, 2), (4, 0)]
+    assert [line for line in said if "cannot be replayed" in line] == [said[0]]
+    assert said[0].startswith("update 1 was skipped and cannot be replayed: its images are not kept, since at most ")
+
+
+def test_an_update_that_is_too_large_by_itself_is_let_go_while_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(overflow, "KEPT_BYTES", 2 * micro_batch(0)[1].images.nbytes)
+    watch = watch_of(with_huge_bias())
+    for update in (1, 2):
+        kept: Any = []
+        images = []
+        for nth in range(5):
+            share, batch = micro_batch(nth)
+            images.append(weakref.ref(batch.images))
+            kept = watch.collect(kept, share, batch)
+            del batch
+        assert kept is None
+        assert all(image() is None for image in images[:-1])
+        watch.keep(update, kept, torch.tensor(1.0))
+        watch.after(update, False)
+    assert watch.take() == []
+    assert sum("cannot be replayed" in line for line in said) == 1
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines of the log."""
+    lines: list[str] = []
+    monkeypatch.setattr(overflow.log, "info", lambda text, *words: lines.append(text % words))
+    return lines

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from engine import batch_size, memory, trial
+from engine import batch_size, memory, overflow, trial
 from engine.batch_size import settle_batch, share_of
 from engine.memory import GIB, LiveMemory, free_memory, limited
 from engine.trial import Trial, largest_that_fits
@@ -111,6 +111,24 @@ def test_all_that_a_run_keeps_counts(tiny: Path) -> None:
             peaks.append(attempt.peaks[8])
             weights = 4 * sum(p.numel() for p in attempt._computing[0].parameters())
     assert min(peaks[1:]) > peaks[0] + weights / 3, "beside weights, gradients and the optimiser's state"
+
+
+def test_images_kept_for_replays_count(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under loss scaling alone, for all micro-batches of the update, and no more than the cap."""
+    fp16 = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16"}
+
+    def peak_of(words: dict[str, Any], each: int | None = None) -> int:
+        with limited(CPU, GIB) as peak:
+            attempt = Trial(settings(tiny, **words), True, CPU, peak, each)
+            assert attempt.fits(8)
+        return attempt.peaks[8]
+
+    image = 8 * 8  # of digits
+    small, large = peak_of(fp16), peak_of(fp16, each=8000)
+    assert large - small == pytest.approx(3 * (8000 - 8) * image, rel=0.02)
+    monkeypatch.setattr(overflow, "KEPT_BYTES", 1000 * image)
+    assert peak_of(fp16, each=8000) - small < 1100 * image
+    assert peak_of({}, each=8000) == peak_of({}), "without loss scaling nothing is replayed"
 
 
 def test_small_data_and_cpus_set_limits(tiny: Path, memory_of: Callable[[float], None]) -> None:

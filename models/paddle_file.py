@@ -17,9 +17,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from utils.errors import UserError
+from utils.log import log
 from utils.regular_file import only_regular
 
-WEIGHTS_IN = ("model_ema", "state_dict_ema", "model", "state_dict")
+EMA_IN = ("model_ema", "state_dict_ema")
+WEIGHTS_IN = (*EMA_IN, "model", "state_dict")
 """Where a training's checkpoint keeps weights; an average goes before the model's own, as timm has it."""
 NAMES, SLICES = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
 """Paddle's own entries: names of its graph, and how large arrays were cut into pieces."""
@@ -215,7 +217,10 @@ def _dict_of(pairs: Iterable[Any] = ()) -> dict[Any, Any]:
 
 
 def _arrays(content: Any, size: int) -> dict[str, np.ndarray]:
-    inner = next((content[key] for key in WEIGHTS_IN if isinstance(content, dict) and key in content), content)
+    there = [key for key in WEIGHTS_IN if isinstance(content, dict) and key in content]
+    if len(there) > 1 and there[0] in EMA_IN:
+        log.info("It holds %s: the EMA is used.", " and ".join(there))
+    inner = content[there[0]] if there else content
     if not isinstance(inner, dict):
         raise ValueError(f"a {type(inner).__name__} is in it, and no dict of arrays by name")
     found: dict[str, np.ndarray] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib
 import inspect
 import re
@@ -14,9 +16,10 @@ from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
 from utils.errors import UserError
+from utils.log import log
 
 from .freeze import classifiers, lies_in
-from .paddle_file import read_pdparams
+from .paddle_file import EMA_IN, WEIGHTS_IN, read_pdparams
 from .paddle_names import convert
 from .sources import PADDLE, Source, locate, unreadable
 
@@ -85,6 +88,7 @@ def _read(file: Path) -> Weights:
         found = convert(arrays := read_pdparams(file))
         # What has no place in the model is told with all else that does not fit.
         return found.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in found.left_over}
+    _say_if_ema(file)
     try:
         weights: Any = load_state_dict(str(file), weights_only=True)
     except RuntimeError as error:
@@ -100,6 +104,15 @@ def _read(file: Path) -> Weights:
         held = ", ".join(map(str, list(weights)[:SHOWN])) or "nothing"
         raise UserError(f"Pretrained weights {file}: no tensors under model, state_dict or model_ema; it holds {held}.")
     return weights
+
+
+def _say_if_ema(file: Path) -> None:
+    """Of a training's checkpoint timm takes the EMA. Nothing but names is read here; the loading reports errors."""
+    with contextlib.suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
+        held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        there = [key for key in WEIGHTS_IN if held.get(key) is not None]
+        if len(there) > 1 and there[0] in EMA_IN:
+            log.info("%s holds %s: the EMA is used.", file, " and ".join(there))
 
 
 def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weights:

@@ -19,7 +19,7 @@ from utils.config import load_config
 from utils.world import ALONE
 
 FIRST, NEWEST = "step-000000044", "step-000000088"
-GONE = object()
+GONE = "(left out)"
 # Which field (keys on the way to it) gets which value, and what the warning says of it.
 IN_META: list[tuple[str, Any, str]] = [
     ("format", GONE, "format is missing"),
@@ -113,7 +113,7 @@ def replace(content: dict[str, Any], place: str, value: Any) -> None:
     *way, last = place.split()
     for key in way:
         content = content[key]
-    if value is GONE:
+    if value == GONE:
         del content[last]
     else:
         content[last] = value

@@ -87,6 +87,18 @@ def test_torch_files(donor: nn.Module, tmp_path: Path, ending: str, wrapped: str
     assert_equal_weights(ours, donor)
 
 
+def test_the_ema_of_a_training_is_used_with_a_line(
+    donor: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, file = build(seed=9), tmp_path / "w.pth"
+    options = argparse.Namespace(lr=1.0)
+    torch.save({"model": plain.state_dict(), "model_ema": donor.state_dict(), "args": options}, file)
+    with caplog.at_level("INFO"):
+        ours, _ = load(file)
+    assert_equal_weights(ours, donor)
+    assert f"{file} holds model_ema and model: the EMA is used." in caplog.text
+
+
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_prefixes_of_ddp_and_compile_are_taken_off(donor: nn.Module, tmp_path: Path, prefix: str) -> None:
     torch.save({prefix + key: value for key, value in donor.state_dict().items()}, tmp_path / "w.pth")

@@ -8,6 +8,7 @@ import torch
 
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.regular_file import kind_of_path
 
 from .base import ImageDataset, Source
 from .files import FileSamples, data_folder
@@ -59,7 +60,9 @@ def _list_file(root: Path, train: bool) -> Path:
 
 
 def _missing(root: Path, name: str) -> str:
-    return f"DATA.DATA_PATH (-data_path): there is no file {root / name}. {LAYOUT.format(root=root)}"
+    kind = kind_of_path(root / name)
+    there = f"{root / name} is {kind}, not a file" if kind else f"there is no file {root / name}"
+    return f"DATA.DATA_PATH (-data_path): {there}. {LAYOUT.format(root=root)}"
 
 
 SOURCE = Source(_open, _check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -39,6 +40,8 @@ def failure_of(read: Callable[[], None]) -> Failure | None:
                 return Failure(str(error), "damaged")
             again = True
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                return Failure("its links lead back to themselves", "missing")
             pause = next(pauses, None)
             if pause is None:
                 return Failure(_words(error), "storage")

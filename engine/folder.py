@@ -72,6 +72,8 @@ def write_down(
     """config.yaml and run.json. Gives back what MFU is to be measured against, where it is."""
     if not world.first:
         return None
+    with nothing_trained_yet(folder):  # at once: whoever is killed from here on goes on with these
+        replace_text(folder / "config.yaml", to_yaml(config))
     peak = peak_of(ready.precision, threads, config.REPORT_STAGES and not config.EVAL, folder / "run.json")
     if peak is not None and not config.EVAL:
         log.info(peak.words())
@@ -88,6 +90,5 @@ def write_down(
     about["samples"] = {name: len(part) for name, part in parts.items() if part is not None}
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
     with nothing_trained_yet(folder):
-        replace_text(folder / "config.yaml", to_yaml(config))
         write_json(folder / "run.json", about)
     return peak

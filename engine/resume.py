@@ -23,6 +23,7 @@ from engine.shards import OPTIMIZER
 from engine.update import Parts
 from models import frozen_weights
 from utils.config import Config, differences, load_config
+from utils.config.keys import OF_ONE_START, settings
 from utils.errors import UserError
 from utils.log import log
 from utils.run_folder import run_of
@@ -222,26 +223,35 @@ def _say_what_is_trained(checkpoint: Checkpoint, parts: Parts) -> None:
 
 
 def say_what_changed(checkpoint: Checkpoint, config: Config, parts: Parts, position: Position) -> None:
-    """Where the run goes on, what differs from its saved settings, and what that does to the schedule."""
+    """Where the run goes on and at which rate, and what differs from the settings that the checkpoint was made with."""
+    rate = f"; the next update's learning rate is {parts.schedule.rate_at(parts.schedule.moved):.3e}"
     log.info(
-        "Going on from %s: epoch %d, %d updates done; the next update's learning rate is %.3e.",
+        "Going on from %s: epoch %d, %d updates done%s.",
         checkpoint.folder,
         position.epoch,
         position.update,
-        parts.schedule.rate_at(parts.schedule.moved),
+        rate if position.epoch <= config.TRAIN.NUM_EPOCHS else "",
     )
     _say_what_is_trained(checkpoint, parts)
-    run = run_of(checkpoint.folder)
-    if run is None or not (run / "config.yaml").exists():
-        return
     try:
-        old = load_config(str(run / "config.yaml")).config
+        old = _settings_then(checkpoint)
     except UserError as error:
         log.warning("The settings saved with it cannot be compared: %s", error)
         return
-    changed = [line for line in differences(old, config) if not line.startswith(("MODEL.RESUME:", "OUTPUT:"))]
-    for line in changed:
-        log.info("  changed since: %s", line)
+    if old is None:
+        return
+    for line in differences(old, config):
+        if line.partition(":")[0] not in OF_ONE_START:
+            log.info("  changed since: %s", line)
     if old.TRAIN.NUM_EPOCHS != config.TRAIN.NUM_EPOCHS:
         epochs = config.TRAIN.NUM_EPOCHS, old.TRAIN.NUM_EPOCHS
         log.info("  the schedule now spans %d epochs instead of %d", *epochs)
+
+
+def _settings_then(checkpoint: Checkpoint) -> Config | None:
+    """The checkpoint's own: config.yaml may be of a resume that was killed before it saved anything."""
+    if kept := checkpoint.meta.get("settings"):
+        known = {key: (value, str(checkpoint.folder)) for key, value in kept.items() if key in settings()}
+        return load_config(None, known).config
+    run = run_of(checkpoint.folder)  # checkpoints of older versions have none
+    return load_config(str(run / "config.yaml")).config if run and (run / "config.yaml").exists() else None

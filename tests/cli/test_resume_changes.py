@@ -123,8 +123,20 @@ def test_an_ema_that_begins_at_resume_is_logged(vitamp: Callable[..., Result], t
     assert metrics(run, "val")[-1]["ema_acc1"] is not None
 
 
+def test_changes_are_listed_against_the_checkpoint(vitamp: Callable[..., Result], run: Path) -> None:
+    """config.yaml may be of a resume that was killed before it saved anything."""
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("NUM_EPOCHS: 2", "NUM_EPOCHS: 4"))
+    done = vitamp("-resume", run, "-last_epoch", 2, "-dry_run")
+    assert done.code == 0, done.text
+    assert "changed since: TRAIN.NUM_EPOCHS: 2 -> 4" in done.out
+    assert "LAST_EPOCH" not in done.out.replace("-last_epoch", "")
+
+
 def test_fewer_and_more_epochs(vitamp: Callable[..., Result], run: Path) -> None:
-    assert "had already finished" in vitamp("-resume", run, "TRAIN.NUM_EPOCHS=1").out
+    finished = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=1")
+    assert "had already finished" in finished.out
+    assert "next update" not in finished.out
     done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3")
     assert done.code == 0, done.text
     assert "the schedule now spans 3 epochs instead of 2" in done.out

@@ -67,6 +67,22 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
+def test_a_link_to_itself_is_missing_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "x.png").symlink_to("x.png")
+    failure = failure_of(lambda: void(read_regular(tmp_path / "x.png")))
+    assert failure is not None
+    assert (failure.kind, failure.reason) == ("missing", "its links lead back to themselves")
+
+
+def void(_: object) -> None: ...
+
+
+def test_a_list_file_that_is_a_pipe_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train_list.txt")
+    with pytest.raises(UserError, match=r"train_list\.txt is a named pipe, not a file"):
+        check_dataset(DataConfig(DATASET="imagenet2012", DATA_PATH=str(tmp_path)), 2, train=True)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     called = odd(tmp_path / "x.png", kind)

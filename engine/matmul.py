@@ -42,7 +42,9 @@ def choose_products(wanted: str, device: torch.device, fp32: bool, values: int, 
     if wanted != "auto":
         if device.type == "cpu" and (why := _what_is_wrong_with(wanted)):
             raise UserError(f"CPU_FP32 {wanted}: {why}; use mkl.")
-        return Products(wanted, "as asked for")
+        ignored = wanted == ONEDNN and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+        without = "; but this CPU has no AVX-512, and without it torch leaves them to MKL" if ignored else ""
+        return Products(wanted, f"as asked for{without}")
     here = _by_machine(device, fp32, values)
     if kept is None or kept == here.library:
         return here

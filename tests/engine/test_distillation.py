@@ -33,7 +33,8 @@ from utils.errors import UserError
 from utils.seeding import seed_all
 from utils.world import ALONE
 
-DISTILLED = {"MODEL__TYPE": "deit", "MODEL__NAME": "deit_tiny_distilled_patch16_224"}
+DISTILLED = {"MODEL__NAME": "deit_tiny_distilled_patch16_224"}
+"""Without MODEL.TYPE, which would bring the augmentation of its family."""
 MIXED = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__CUTMIX_ALPHA": 1.0, "TRAIN__RANDOM_ERASE_PROB": 0.5}
 UPDATES = 5
 

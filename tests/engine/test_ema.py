@@ -15,6 +15,7 @@ from engine.ema import Ema
 from engine.meters import Means
 from engine.trainer import Trainer
 from tests.engine.small import CPU
+from utils.world import ALONE
 
 STEPS = 30
 
@@ -175,7 +176,7 @@ def test_an_average_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) 
     ema, model = follow(0.5, False, [True], as_tensor=False)
     precision = SimpleNamespace(device=torch.device("meta"))
     parts = SimpleNamespace(precision=precision, inputs=None)
-    loop = SimpleNamespace(parts=parts, validation_samples=1, val_loader=None, world=None)
+    loop = SimpleNamespace(parts=parts, validation_samples=1, val_loader=None, world=ALONE)
     loop._stopping = SimpleNamespace(check=print)
     Trainer._evaluate(loop, ema.module)  # pyright: ignore[reportArgumentType]
     assert seen == [{"meta"}]

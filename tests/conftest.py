@@ -33,7 +33,7 @@ def _log_as_at_first() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _gpus_as_at_first() -> Iterator[None]:
-    """A command line that is parsed in a test may show fewer GPUs to its process; the next test is not to inherit it."""
+    """A command line parsed in a test may show fewer GPUs to its process; the next test does not inherit that."""
     before = {name: os.environ.get(name) for name in (VISIBLE, ASKED)}
     yield
     for name, value in before.items():

@@ -23,7 +23,7 @@ PER_FOLDER = -(-IMAGES // CLASSES)
 WORKERS = 4
 MOST_PRIVATE_MB = 60
 """A list of Python strings takes 115 MB of each worker, this one 15."""
-MOST_SECONDS, MOST_PEAK_MB = 3, 300
+MOST_TIMES_PLAIN, MOST_PEAK_MB = 12, 300
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc"),
@@ -94,7 +94,11 @@ def test_a_long_list_is_read_at_once(imagenet: Path) -> None:
     seconds, peak = time.process_time() - begin, own_megabytes("VmHWM") - before
     assert len(paths) == len(labels) == IMAGES
     assert paths[IMAGES - 1] == f"train/n{(IMAGES - 1) % CLASSES:08d}/{(IMAGES - 1) // CLASSES}.JPEG"
-    assert seconds < MOST_SECONDS
+    begin = time.process_time()
+    with open(imagenet / "train_list.txt", encoding="utf-8") as lines:
+        plain = sum(len(line.rsplit(maxsplit=1)) for line in lines)
+    assert plain == 2 * IMAGES
+    assert seconds < MOST_TIMES_PLAIN * (time.process_time() - begin), "some CPUs are slow: a plain loop is the measure"
     assert peak < MOST_PEAK_MB
 
 

@@ -193,7 +193,7 @@ def test_caltech101_in_four_precisions(vitamp: Callable[..., Result], place: Pat
         "fp32",
         "bf16 by autocast",
         "NAIVE-bf16 weights over fp32 masters",
-        "bf16 by autocast",
+        "bf16 by autocast with gelu",
     ]
 
 

@@ -73,7 +73,7 @@ def _training(config: Config, optimizer: torch.optim.Optimizer, world: World) ->
     *_, end = scaled_rates(train, images)
     text = (
         f"{train.NUM_EPOCHS} epochs, {optimizer_words(optimizer, train.OPTIMIZER.NAME)}, "
-        f"learning rate {rate_words(train, images)} after {train.WARMUP_EPOCHS:g} "
+        f"learning rate {rate_words(train, images)} after {min(train.WARMUP_EPOCHS, train.NUM_EPOCHS):g} "
         f"epochs of warm-up, then {train.LR_SCHEDULER.NAME.removeprefix('warmup')}"
     )
     if train.LR_SCHEDULER.NAME.endswith("cosine"):

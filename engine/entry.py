@@ -5,6 +5,7 @@ Nothing heavy is imported until the settings are known to be right: a typo is an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -30,6 +31,7 @@ from utils.late_compiler import import_compiler_late
 from utils.late_wandb import import_wandb_late
 from utils.log import is_heard, log, start_log
 from utils.run_folder import run_of
+from utils.standard_output import OutputError, discard_output, flushed, watch_standard_output
 from utils.world import ALONE, World, check_alone, launched, read_world
 
 SECONDS_TO_FIND_OUT = 12
@@ -41,8 +43,10 @@ def main(script: str, many: bool) -> NoReturn:
     signals.listen()
     import_compiler_late()
     import_wandb_late()
+    watch_standard_output()
     code = _guarded(script, sys.argv[1:], many)
-    sys.stdout.flush()
+    with contextlib.suppress(OutputError):
+        sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: the interpreter's teardown now and then aborts in a thread of the process group.
     os._exit(code)
@@ -52,7 +56,11 @@ def _guarded(script: str, argv: list[str], many: bool) -> int:
     place = launched() or ALONE
     start_log(place.first)
     try:
-        return _program(script, argv, many)
+        return flushed(lambda: _program(script, argv, many))
+    except OutputError as error:
+        discard_output()
+        _tell(f"{error}.", aloud=True)
+        return EXIT_FAILED
     except UserError as error:
         # Ranks agree on these once they are joined; before that, each machine tells what is wrong on it.
         _tell(str(error), aloud=place.local_rank == 0 and not (isinstance(error, CommonUserError) and place.size > 1))

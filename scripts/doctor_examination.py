@@ -157,7 +157,7 @@ class Examination:
             return texts
         noise = f"speed: three runs of fp32 differed by {100 * base.speed_noise:.0f} %; less than that is chance"
         texts.append(noise + ("; try again when nothing else runs here" if base.speed_noise > MUCH_NOISE else ""))
-        warmup = self._config.TRAIN.WARMUP_EPOCHS
+        warmup = min(self._config.TRAIN.WARMUP_EPOCHS, self._config.TRAIN.NUM_EPOCHS)
         if base.runs[0].epochs < warmup / 2:
             texts.append(
                 f"learning rate: it only rose to {base.runs[0].learning_rate:.2g}, in {base.runs[0].epochs:.2g} of "

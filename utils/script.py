@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import sys
 import textwrap
@@ -20,6 +19,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, T
 from utils.log import log, start_log
 from utils.output_file import check_output_file, nothing_written_yet, written
 from utils.precisions import amp_settings_of
+from utils.standard_output import OutputError, discard_output, flushed, watch_standard_output
 from utils.world import read_world
 
 WIDTH = 100
@@ -46,16 +46,21 @@ def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
     """Do `work`, and turn what stops it into a line of text and an exit code."""
     start_log(speaks=True)
     nothing_written_yet()
+    watch_standard_output()
     try:
-        return work(argv)
+        return flushed(lambda: work(argv))
     except UserError as error:
         log.error("%s", error)
         return EXIT_USAGE
     except TrainingError as error:
         log.error("%s", error)
         return EXIT_FAILED
-    except BrokenPipeError:  # `| head` has seen enough; what python still wants to write goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OutputError as error:
+        log.error("%s; what is there is incomplete.", error)
+        discard_output()
+        return EXIT_USAGE
+    except BrokenPipeError:  # `| head` has seen enough
+        discard_output()
         return EXIT_DONE
     except KeyboardInterrupt:
         log.warning("interrupted; %s", written())

@@ -112,11 +112,15 @@ def test_a_resumed_run_without_cfg_keeps_all(vitamp: Vitamp, swin: Path, tmp_pat
     assert "AdaBelief (betas 0.9 and 0.999, eps 1e-08)" in done.text
 
 
-def test_a_warm_up_that_was_clipped_keeps_its_length(vitamp: Vitamp, swin: Path, tmp_path: Path) -> None:
-    """25 epochs of the 32 that were the default: the family's 20 of today are not taken."""
-    run = tmp_path / "run"
-    first = vitamp("-cfg", swin, "-output", run, "TRAIN.NUM_EPOCHS=25", "TRAIN.WARMUP_EPOCHS=32", "TRAIN.MAX_UPDATES=2")
+@pytest.mark.parametrize("saved", [25, 32])
+def test_a_default_warm_up_longer_than_the_run_stays(vitamp: Vitamp, swin: Path, tmp_path: Path, saved: int) -> None:
+    """The 32 that were the default, saved as 25 by an earlier version: the family's 20 of today are not taken."""
+    run, length = tmp_path / "run", f"TRAIN.WARMUP_EPOCHS={saved}"
+    first = vitamp("-cfg", swin, "-output", run, "TRAIN.NUM_EPOCHS=25", length, "TRAIN.MAX_UPDATES=2")
     assert first.code == 0, first.text
     words = ("TRAIN.NUM_EPOCHS=25", "TRAIN.MAX_UPDATES=3")
-    assert vitamp("-cfg", swin, "-output", run, "-resume", "auto", *words).code == 0
-    assert load_config(str(run / "config.yaml")).config.TRAIN.WARMUP_EPOCHS == 25
+    done = vitamp("-cfg", swin, "-output", run, "-resume", "auto", *words)
+    assert done.code == 0, done.text
+    assert "TRAIN.WARMUP_EPOCHS 32 is more than TRAIN.NUM_EPOCHS 25: clipped to 25" in done.text
+    assert "after 25 epochs of warm-up" in done.text
+    assert load_config(str(run / "config.yaml")).config.TRAIN.WARMUP_EPOCHS == 32

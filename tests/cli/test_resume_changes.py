@@ -123,6 +123,17 @@ def test_an_ema_that_begins_at_resume_is_logged(vitamp: Callable[..., Result], t
     assert metrics(run, "val")[-1]["ema_acc1"] is not None
 
 
+def test_a_longer_run_has_the_whole_warm_up(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=2")
+    assert first.code == 0, first.text
+    assert "clipped to 1, the learning rate rises to the end" in first.out
+    done = vitamp("-resume", run, MORE)
+    assert done.code == 0, done.text
+    assert f"the next update's learning rate is {RATE / 2:.3e}" in done.out
+    assert "clipped" not in done.out
+
+
 def test_changes_are_listed_against_the_checkpoint(vitamp: Callable[..., Result], run: Path) -> None:
     """config.yaml may be of a resume that was killed before it saved anything."""
     text = (run / "config.yaml").read_text()

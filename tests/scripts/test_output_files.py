@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scripts import export
-from tests.program import Result, save_image
+from tests.program import ROOT, Result, save_image
 from utils.errors import EXIT_INTERRUPTED, UserError
 from utils.log import log
 from utils.output_file import check_output_file, writing
@@ -39,6 +41,26 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_image(root / part / "one" / f"{part}.png", seed=len(part))
     (root / "w.pdparams").write_bytes(b"\x80")
     return root
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_standard_output_is_one_line(digits_run: Path, tree: Path, unbuffered: str) -> None:
+    lines = {
+        f"scripts/predict.py {digits_run} {tree / 'train'}": 2,
+        f"scripts/evaluate.py {digits_run} -device cpu": 2,
+        f"scripts/checkpoint.py list {digits_run}": 2,
+        "scripts/checkpoint.py -h": 2,
+        "main_single_gpu.py -print_config": 1,
+    }
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    for line, code in lines.items():
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, *line.split()], stdout=full, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT
+            )
+        assert done.returncode == code, (line, done.stderr)
+        assert "error: standard output cannot be written (No space left on device)" in done.stderr
+        assert done.stderr.count("\n") <= 2, "at most which weights these are, and the error"
 
 
 @pytest.mark.parametrize("tool", TOOLS)

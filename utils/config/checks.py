@@ -195,22 +195,9 @@ def _run(config: Config) -> Iterator[Problem]:
         yield "MAX_TIME", f"{limit} is not a time as HH:MM:SS, such as 11:30:00"
 
 
-def fitted(config: Config) -> tuple[Config, list[str]]:
-    """Clip the warm-up to the run, since its default is longer than a short run."""
-    train = config.TRAIN
-    if train.WARMUP_EPOCHS <= train.NUM_EPOCHS:
-        return config, []
-    note = (
-        f"TRAIN.WARMUP_EPOCHS {train.WARMUP_EPOCHS:g} is more than TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}: "
-        f"clipped to {train.NUM_EPOCHS}, the learning rate rises to the end"
-    )
-    shorter = train.model_copy(update={"WARMUP_EPOCHS": float(train.NUM_EPOCHS)})
-    return config.model_copy(update={"TRAIN": shorter}), [note]
-
-
 def remarks(config: Config, given: Mapping[str, str]) -> list[str]:
     """What the log should say about settings that were given (key -> where)."""
-    notes = []
+    notes = [*_warmup(config)]
     for key, field in settings().items():
         why = _extra(field.json_schema_extra).get("accepted_because")
         if why and key in given and value_of(config, key) != default_of(key):
@@ -221,6 +208,16 @@ def remarks(config: Config, given: Mapping[str, str]) -> list[str]:
         notes.append(f"AMP is off (-amp turns it on), so these have no effect: {', '.join(sorted(idle))}")
     notes += remarks_on_model(config, given)
     return notes
+
+
+def _warmup(config: Config) -> Iterator[str]:
+    """The default is longer than a short run. The setting stays as it is: a resume may lengthen the run."""
+    train = config.TRAIN
+    if train.WARMUP_EPOCHS > train.NUM_EPOCHS:
+        yield (
+            f"TRAIN.WARMUP_EPOCHS {train.WARMUP_EPOCHS:g} is more than TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}: "
+            f"clipped to {train.NUM_EPOCHS}, the learning rate rises to the end"
+        )
 
 
 def _outdone(config: Config, given: Mapping[str, str]) -> Iterator[str]:

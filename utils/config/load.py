@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from utils.errors import UserError, nearest
 
-from .checks import fitted, misfits, remarks
+from .checks import misfits, remarks
 from .families import defaults_of, family_note, family_of
 from .fields import is_no_value
 from .keys import allowed, choices, nested, settings
@@ -61,8 +61,7 @@ def load_config(
     problems = [f"{_where(sources[key])}{key}: {text}{_of_family(sources, text)}" for key, text in misfits(config)]
     if problems:
         raise UserError(_report(problems))
-    config, notes = fitted(config)
-    notes = family_note(family, defaults, {**kept, **given}) + kept_note + notes
+    notes = family_note(family, defaults, {**kept, **given}) + kept_note
     about = remarks(config, {key: entry.source for key, entry in given.items()})
     notes += [f"{note}{_of_family(sources, note)}" for note in about]
     return Loaded(config, sources, tuple(notes), tuple(scaled_unasked(config, layers, sources)))

@@ -42,7 +42,7 @@ def kept_defaults(given: Mapping[str, Entry], defaults: Mapping[str, Any]) -> tu
         if key in given or value_of(saved, key) == (now := defaults.get(key, default_of(key))):
             continue
         for former in _formers(key, saved.MODEL.TYPE):
-            if former != now and _clipped(key, former, saved) == value_of(saved, key):
+            if former != now and value_of(saved, key) in (former, _clipped(key, former, saved)):
                 kept[key] = Entry(former, f"default of the run in {where}")
                 break
     if not kept:
@@ -58,6 +58,7 @@ def _formers(key: str, family: str) -> list[Any]:
 
 
 def _clipped(key: str, value: Any, saved: Config) -> Any:
+    """As an earlier version saved it: a warm-up clipped to the run."""
     return min(value, float(saved.TRAIN.NUM_EPOCHS)) if key == CLIPPED else value
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,7 +232,7 @@ def test_what_cannot_be_done_is_said(
         ((tmp_path / "none", image), "there is no such run, checkpoint or file"),
         ((digits_run, tmp_path / "none.png"), "none.png: there is no such file or folder"),
         ((digits_run, tmp_path / "*.jpg"), "*.jpg: nothing matches it"),
-        ((digits_run, tmp_path / "empty"), "no image lies there"),
+        ((digits_run, tmp_path / "empty"), f"{tmp_path / 'empty'}: no image is there"),
         ((digits_run, "-"), "standard input named no image"),
         ((digits_run, image, "-topk", 0), "-topk 0: takes a whole number from 1 on"),
         ((digits_run, image, "-format", "xml"), "xml"),
@@ -245,6 +246,39 @@ def test_what_cannot_be_done_is_said(
         assert said in done.err, (words, done.err)
         assert not done.out
     assert not list(tmp_path.glob("*x*")), "nothing is left behind"
+
+
+def test_an_empty_folder_among_others_is_skipped(
+    say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path
+) -> None:
+    image = min(digits.iterdir())
+    done = say(digits_run, tmp_path, image, "-format", "jsonl")
+    assert (done.code, [row["image"] for row in lines_of(done.out)]) == (0, [str(image)])
+    assert f"warning: {tmp_path}: no image is there" in done.err
+    assert "skipped" in done.err
+
+
+@pytest.mark.parametrize(
+    ("chunks", "said"),
+    [
+        (itertools.repeat(bytes(1 << 16)), "two zero bytes in a row"),
+        (itertools.repeat(b"x" * 1000), "a name has over 4096 bytes"),
+        ([b"a.png\0", b"\0b.png"], "two zero bytes in a row"),
+    ],
+)
+def test_what_is_no_list_of_files_is_not_read_to_its_end(
+    say: Callable[..., SimpleNamespace],
+    digits_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chunks: Iterable[bytes],
+    said: str,
+) -> None:
+    given = iter(chunks)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=SimpleNamespace(read=lambda _: next(given))))
+    done = say(digits_run, "-")
+    assert done.code == 2
+    assert "standard input is no list of files: " in done.err
+    assert said in done.err
 
 
 def test_amp_takes_no_image_for_its_value(say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path) -> None:

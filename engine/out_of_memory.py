@@ -74,13 +74,13 @@ def describe(error: BaseException, config: Config, parts: Parts, update: int) ->
 def ways_out(config: Config, validating: bool, found: bool = False) -> list[str]:
     """What to add to the command line, each with what it does. `found`: the batch size is what `auto` gave."""
     train, batch = config.TRAIN, config.DATA.BATCH_SIZE
+    validated = config.DATA.BATCH_SIZE_EVAL or batch
     ways = []
-    if validating and (config.DATA.BATCH_SIZE_EVAL or batch) == AUTO:
+    if validating and validated == AUTO:
         ways.append("-batch_size_eval N, fewer than auto found: a validation's figures do not depend on it")
-    elif validating:
-        half = max(1, (config.DATA.BATCH_SIZE_EVAL or batch) // 2)
-        ways.append(f"-batch_size_eval {half}: a validation's figures do not depend on it")
-    elif batch > 1:
+    elif validating and validated > 1:
+        ways.append(f"-batch_size_eval {validated // 2}: a validation's figures do not depend on it")
+    elif not validating and batch > 1:
         factor = next(number for number in range(2, batch + 1) if batch % number == 0)
         accumulation = "" if train.GLOBAL_BATCH else f" -accum_iter {factor * train.ACCUM_ITER}"
         by_itself = " (TRAIN.OOM=split does it by itself, on one device)" if train.OOM == "stop" else ""

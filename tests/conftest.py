@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.program import TINY_DIGITS, Result, run_program, save_image
+from tests.program import TINY_DIGITS, Result, run_program, save_image, train_tiny
 from utils.gpus import ASKED, VISIBLE
 from utils.log import log
 
@@ -79,9 +79,5 @@ def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs on the digits, in bf16 and with a moving average. Not to be changed: tests share it."""
-    place = tmp_path_factory.mktemp("digits_run")
-    (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
     words = ("TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "-amp", "bf16")
-    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place)
-    assert done.code == 0, done.text
-    return place / "run"
+    return train_tiny(tmp_path_factory.mktemp("digits_run"), *words)

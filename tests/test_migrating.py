@@ -25,10 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 
 
-def row_of(flag: str) -> str:
-    """The first row of the page's tables that begins with a flag: timm's, where torchvision has it, too."""
-    lines = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8").splitlines()
-    return next(line for line in lines if line.startswith(f"| `{flag}`"))
+def row_of(flag: str, program: str = "timm") -> str:
+    """The row of a flag in a program's table on the page."""
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    (section,) = [part for part in page.split("\n## ") if part.startswith(f"{program}'s ")]
+    return next(line for line in section.splitlines() if line.startswith(f"| `{flag}`"))
 
 
 def defaults(name: str) -> dict[str, Any]:
@@ -42,7 +43,15 @@ def test_timms_sgd_is_our_nesterov() -> None:
     assert defaults("nesterov")["nesterov"] is True
     assert defaults("SGD")["nesterov"] is False
     assert "which is `nesterov` here" in row_of("--opt")
-    assert get_optimizer_info("rmsprop").defaults == {"alpha": 0.9}, "torchvision's alpha"
+
+
+def test_torchvisions_rmsprop_differs_from_ours_in_eps_alone() -> None:
+    """Its train.py gives RMSprop momentum 0.9, alpha 0.9 and eps 0.0316."""
+    assert get_optimizer_info("rmsprop").defaults == {"alpha": 0.9}
+    ours = defaults("RMSProp")
+    assert (ours["momentum"], ours["alpha"]) == (0.9, 0.9)
+    assert ours["eps"] != 0.0316
+    assert "`rmsprop` is `RMSProp` with `TRAIN.OPTIMIZER.EPS=0.0316`" in row_of("--opt", "torchvision")
 
 
 def test_timms_drop_acts_before_the_classifier_only() -> None:
@@ -69,6 +78,8 @@ def test_torchvisions_erasing_is_const() -> None:
     torch.manual_seed(0)
     images = change(torch.ones(4, 3, 32, 32), torch.zeros(4, dtype=torch.long)).images
     assert images.unique().tolist() == [0.0, 1.0]
+    assert "`TRAIN.RANDOM_ERASE_MODE=const`; ours is noise unless set so" in row_of("--random-erase", "torchvision")
+    assert TrainConfig().RANDOM_ERASE_MODE == "pixel", "noise"
 
 
 def test_images_are_erased_before_they_are_mixed() -> None:
@@ -86,3 +97,6 @@ def test_the_softmax_of_plain_attention_on_a_cpu(
     done = vitamp("-cfg", tiny, "-device", "cpu", "-amp", "bf16", "-print_amp", "MODEL.ATTENTION=plain", *more)
     assert done.code == 0, done.text
     assert f"softmax {precision}" in done.out
+    page = " ".join((ROOT / "docs" / "amp.md").read_text(encoding="utf-8").split())
+    assert "With `MODEL.ATTENTION=plain` on a CPU the softmax takes bf16 and gives bf16" in page
+    assert "`AMP.CUSTOM_BLACK_LIST=[softmax]` computes it in fp32 on both" in page

@@ -14,7 +14,7 @@ import torch
 
 from engine.checkpoint import META, STATE
 from engine.choose import chosen_checkpoint
-from tests.program import TINY_DIGITS, Result, metrics, run_program
+from tests.program import Result, metrics, run_program, train_tiny
 from utils.config import load_config
 from utils.world import ALONE
 
@@ -96,11 +96,7 @@ FLAGS = ("-amp", "fp16", "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=2", "SAVE_FRE
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs with both checkpoints."""
-    place = tmp_path_factory.mktemp("trained")
-    (place / "tiny.yaml").write_text(TINY_DIGITS)
-    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *FLAGS, streams=place)
-    assert done.code == 0, done.text
-    return place / "run"
+    return train_tiny(tmp_path_factory.mktemp("trained"), *FLAGS)
 
 
 @pytest.fixture
@@ -117,6 +113,10 @@ def replace(content: dict[str, Any], place: str, value: Any) -> None:
         del content[last]
     else:
         content[last] = value
+
+
+def damage(run: Path, file: str, *damages: tuple[str, Any]) -> None:
+    (damage_meta if file == META else damage_state)(run, *damages)
 
 
 def damage_meta(run: Path, *damages: tuple[str, Any]) -> None:
@@ -144,28 +144,20 @@ def chosen(run: Path) -> str | None:
     return found.folder.name if found else None
 
 
-def falls_back(run: Path, file: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("file", "place", "value", "said"),
+    [(META, *field) for field in IN_META] + [(STATE, *field) for field in IN_STATE],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_wrong_field_falls_back(
+    run: Path, file: str, place: str, value: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(run, file, (place, value))
     assert chosen(run) == FIRST
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"{NEWEST}/{file}: damaged, " in warning
     assert said in warning
     assert warning.endswith("The one before it is tried.")
-
-
-@pytest.mark.parametrize(("place", "value", "said"), IN_META, ids=lambda value: str(value)[:40])
-def test_a_wrong_field_of_meta_falls_back(
-    run: Path, place: str, value: Any, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    damage_meta(run, (place, value))
-    falls_back(run, META, said, caplog)
-
-
-@pytest.mark.parametrize(("place", "value", "said"), IN_STATE, ids=lambda value: str(value)[:40])
-def test_a_wrong_field_of_the_state_falls_back(
-    run: Path, place: str, value: Any, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    damage_state(run, (place, value))
-    falls_back(run, STATE, said, caplog)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "\x00", '"format"'])
@@ -198,7 +190,7 @@ def test_fields_of_newer_versions_are_ignored(run: Path, caplog: pytest.LogCaptu
 def test_the_program_goes_on_from_the_one_before(
     vitamp: Callable[..., Result], run: Path, file: str, place: str, value: Any, wanted: str
 ) -> None:
-    (damage_meta if file == META else damage_state)(run, (place, value))
+    damage(run, file, (place, value))
     done = vitamp("-resume", "auto" if wanted == "auto" else run, "-output", run)
     assert done.code == 0, done.text
     assert f"{NEWEST}/{file}: damaged, {place}" in done.err
@@ -210,7 +202,7 @@ def test_the_program_goes_on_from_the_one_before(
 @pytest.mark.parametrize("tool", ["evaluate.py", "checkpoint.py verify", "checkpoint.py list", "predict.py"])
 @pytest.mark.parametrize(("file", "place"), [(META, "choices"), (META, "classes"), (STATE, "fp32_modules")])
 def test_tools_name_the_field(run: Path, tmp_path: Path, tool: str, file: str, place: str) -> None:
-    (damage_meta if file == META else damage_state)(run, (place, 5))
+    damage(run, file, (place, 5))
     script, *words = tool.split()
     images = [tmp_path] * (script == "predict.py")
     done = run_program(*words, run / "checkpoints" / NEWEST, *images, script=f"scripts/{script}", streams=tmp_path)

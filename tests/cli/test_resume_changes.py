@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.program import TINY_DIGITS, Result, metrics, run_program
+from tests.program import Result, metrics, train_tiny
 
 RATE = 2e-3
 PER_EPOCH = 44
@@ -24,11 +24,7 @@ AFTER_TWO_OF_FOUR = "epoch 3, 88 updates done; the next update's learning rate i
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two epochs of two. Not to be changed."""
-    place = tmp_path_factory.mktemp("trained")
-    (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
-    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *BASE, streams=place)
-    assert done.code == 0, done.text
-    return place / "run"
+    return train_tiny(tmp_path_factory.mktemp("trained"), *BASE)
 
 
 @pytest.fixture

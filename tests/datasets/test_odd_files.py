@@ -206,17 +206,14 @@ def test_one_list_of_endings_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("walk", ["training", "predict"])
-def test_what_is_passed_over_is_counted_by_ending(
-    tmp_path: Path, walk: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log, "propagate", True)
+def test_what_is_passed_over_is_counted_by_ending(tmp_path: Path, walk: str, said: pytest.LogCaptureFixture) -> None:
     save_image(tmp_path / "one" / "a.png", seed=0)
     for name in ("photo.heic", "b.HEIC", "c.heic", "notes.txt", "Makefile", ".hidden"):
         (tmp_path / "one" / name).write_bytes(b"x")
     for _ in range(2):
         class_files(tmp_path, ["one"]) if walk == "training" else paths_of([str(tmp_path)])
     line = "passed over 5 files: .heic 3 (b.HEIC, c.heic, ...), .txt 1 (notes.txt), without an ending 1 (Makefile)"
-    assert caplog.text.count(f"{tmp_path}: {line}") == 1
+    assert said.text.count(f"{tmp_path}: {line}") == 1
 
 
 def test_passed_over_counts_add_up() -> None:
@@ -241,19 +238,18 @@ def test_links_that_lead_back_end(tmp_path: Path) -> None:
 def test_images_with_two_dots_in_tar_files_are_counted(
     tmp_path: Path,
     settings: Callable[..., DataConfig],
-    caplog: pytest.LogCaptureFixture,
+    said: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(log, "propagate", True)
     dotted = [("cat.front.jpg", picture(7)), ("cat.front.cls", b"1"), ("x.heic", b"x")]
     write_tar(write_set(tmp_path) / "train" / "0001.tar", [*dotted, *samples([1, 2])])
     data = settings(DATASET="shards", DATA_PATH=str(tmp_path))
     told = "passed over 3 files: more than one dot in the name 2 (cat.front.jpg, cat.front.cls), .heic 1 (x.heic)"
     for _ in range(2):  # the second time from the index that was kept
         monkeypatch.setattr("datasets.shard_set.tell_once", log.warning)
-        caplog.clear()
+        said.clear()
         check_dataset(data, 3)
-        assert f"{told}. As in WebDataset, all that follows the first dot" in caplog.text
+        assert f"{told}. As in WebDataset, all that follows the first dot" in said.text
     write_tar(tmp_path / "val" / "0000.tar", dotted)
     with pytest.raises(UserError, match=r"hold no image; passed over 3 files: .*name it cat_front\.jpg"):
         check_dataset(data, 3)

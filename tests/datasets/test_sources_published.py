@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import shutil
@@ -163,12 +162,11 @@ def test_one_that_is_not_whole_is_noticed(tmp_path: Path, settings: Settings, na
 
 
 def test_caltech_with_too_few_images_is_told(
-    tmp_path: Path, settings: Settings, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, settings: Settings, said: pytest.LogCaptureFixture
 ) -> None:
     MAKERS["caltech101"](tmp_path)
-    with caplog.at_level(logging.WARNING, "vitamp"):
-        check_dataset(settings(DATASET="caltech101", DATA_PATH=str(tmp_path)), 101)
-    assert "has 20 images; 8,677 were published" in caplog.text
+    check_dataset(settings(DATASET="caltech101", DATA_PATH=str(tmp_path)), 101)
+    assert "has 20 images; 8,677 were published" in said.text
 
 
 def test_the_number_of_classes_must_fit(tmp_path: Path, settings: Settings) -> None:

@@ -27,7 +27,7 @@ from engine.teacher import Teacher, check_fits, load_teacher
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.engine.test_out_of_memory import Room
-from tests.program import TINY_DIGITS, Result, metrics, run_program
+from tests.program import Result, metrics, train_tiny
 from utils.config import TrainConfig, load_config
 from utils.errors import UserError
 from utils.seeding import seed_all
@@ -42,12 +42,7 @@ UPDATES = 5
 @pytest.fixture(scope="module")
 def teacher_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the tiny recipe, with another seed than the students'."""
-    folder = tmp_path_factory.mktemp("teacher")
-    (folder / "tiny.yaml").write_text(TINY_DIGITS)
-    words = ("-cfg", folder / "tiny.yaml", "-output", folder / "run", "SEED=7")
-    done = run_program(*words, streams=folder)
-    assert done.code == 0, done.text
-    return folder / "run"
+    return train_tiny(tmp_path_factory.mktemp("teacher"), "SEED=7")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -204,8 +205,11 @@ def test_a_validation_alone_with_auto_is_told_what_helps(tiny: Path) -> None:
 @pytest.mark.slow  # three runs
 def test_what_is_said_to_help_helps(small_device: Callable[..., Result], tmp_path: Path) -> None:
     run, whole, words = tmp_path / "run", tmp_path / "whole", ["SAVE_FREQ=1", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=70"]
-    assert small_device(*words, "-batch_size", 28, "-output", run, ABOVE=14, FROM=60).code == 1
-    on = small_device("-resume", run, "-batch_size", 14, "-accum_iter", 2, *words, ABOVE=14)
+    stopped = small_device(*words, "-batch_size", 28, "-output", run, ABOVE=14, FROM=60)
+    assert stopped.code == 1, stopped.text
+    (resume,) = re.findall(r"go on from it by (-resume \S+) and one of these", stopped.err)
+    (advice,) = re.findall(r"Ways out:\n  (-batch_size [^:]+):", stopped.err)
+    on = small_device(*resume.split(), *advice.split(), *words, ABOVE=14)
     assert on.code == 0, on.text
     assert small_device(*words, "-batch_size", 28, "-output", whole).code == 0
     ours, theirs = (metrics(folder, "train") for folder in (run, whole))
@@ -317,6 +321,21 @@ def test_what_cannot_be_split_is_refused(tiny: Path) -> None:
 )
 def test_ways_out_keep_the_images_of_an_update(tiny: Path, words: dict[str, str], first: str) -> None:
     assert ways_out(load_config(str(tiny), words=words).config, validating=False)[0].startswith(first)
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ({"DATA.BATCH_SIZE": "100"}, "-batch_size_eval 50:"),
+        ({"DATA.BATCH_SIZE": "100", "DATA.BATCH_SIZE_EVAL": "60"}, "-batch_size_eval 30:"),
+        ({"DATA.BATCH_SIZE_EVAL": "3"}, "-batch_size_eval 1:"),
+        ({"DATA.BATCH_SIZE_EVAL": "1"}, "-amp:"),
+    ],
+)
+def test_ways_out_of_a_validation_halve_its_own_batch(tiny: Path, words: dict[str, str], first: str) -> None:
+    ways = ways_out(load_config(str(tiny), words=words).config, validating=True)
+    assert ways[0].startswith(first)
+    assert not any("GRAD_CHECKPOINT" in way for way in ways), "a validation keeps nothing for a backward pass"
 
 
 def test_a_gpus_largest_blocks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

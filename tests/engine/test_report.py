@@ -197,7 +197,7 @@ def test_the_lines_paddlevit_users_grep_for(tmp_path: Path, said: pytest.LogCapt
 def test_the_line_of_fleet(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     reporter(tmp_path, LOG_STYLE="fleet").train(Position(1, 6, 6), READING, PERF)
     note, line, rest = said.messages
-    assert "count from 0" in note
+    assert note == "LOG_STYLE fleet: lines of epochs and batches count from 0, all else (best, metrics.jsonl) from 1."
     assert line == "[Epoch 0, batch 5] loss: 0.20044, acc1: 12.50000, acc5: 50.00000"
     assert rest.startswith("Lr: 1.000000e-03, Img/s: 1234.6, Data: 2%, Grad: 1.5000, Scale: 1024, Skipped: 2, ")
 

@@ -75,6 +75,31 @@ def test_thresholds(stages: dict[str, Any], bound: str, percent: float) -> None:
     assert (made.bound, made.percent) == (bound, pytest.approx(percent))
 
 
+@pytest.mark.parametrize(
+    ("stages", "reason", "advice"),
+    [
+        (
+            {"copy": 12.0},
+            "copy-bound: the GPU waited 12 % of the time for images on their way from the host's memory",
+            "smaller ones, or a data set that fits into the GPU's memory, would help",
+        ),
+        (
+            {"optimiser": 30.0},
+            "optimiser-bound: 30 % of the time went into moving the weights, not into gradients",
+            "a larger DATA.BATCH_SIZE, or TRAIN.ACCUM_ITER, would spread it over more images",
+        ),
+        (
+            {"other": 25.0},
+            "held up by the loop: 25 % of the time went neither into data nor into the model",
+            "a larger DATA.BATCH_SIZE, or a larger REPORT_FREQ, would spread it over more images",
+        ),
+    ],
+    ids=["copy", "optimiser", "loop"],
+)
+def test_advice_for_the_other_stages(stages: dict[str, Any], reason: str, advice: str) -> None:
+    assert verdict(tally(**stages)).text == f"{reason}; {advice}; see docs/performance.md."
+
+
 def test_the_devices_own_time_counts_before_the_hosts() -> None:
     """A host that runs ahead waits for data while the GPU still works."""
     assert verdict(tally(waited=60.0, data=2.0)).bound == "compute"

@@ -18,7 +18,7 @@ import torch
 from engine import stopping
 from engine.stopping import Deadline
 from tests.faults.killing import Run, drawn_curves, reported, until
-from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program
+from tests.program import ROOT, Result, Started, metrics, train_tiny
 
 # 12 updates an epoch; every fifth is followed by a validation in batches of two, which takes a while.
 WORDS = (
@@ -34,11 +34,7 @@ SLOW_UPDATES = (
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("undisturbed")
-    (place / "tiny.yaml").write_text(TINY_DIGITS)
-    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *WORDS, streams=place)
-    assert done.code == 0, done.text
-    return place / "run"
+    return train_tiny(tmp_path_factory.mktemp("undisturbed"), *WORDS)
 
 
 def told(run: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from engine.checkpoint import EMA, MODEL, save_checkpoint
-from tests.program import TINY_DIGITS, Result, metrics, run_program
+from tests.program import Result, metrics, train_tiny
 
 TOOL = "scripts/checkpoint.py"
 NAMES = [f"step-{update:09d}" for update in (22, 44, 66, 88)]
@@ -24,12 +24,8 @@ NAMES = [f"step-{update:09d}" for update in (22, 44, 66, 88)]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs with four checkpoints, in the middle and at the end of each."""
-    place = tmp_path_factory.mktemp("checkpoint_tool")
-    (place / "tiny.yaml").write_text(TINY_DIGITS)
     words = ("SAVE_EVERY_UPDATES=22", "KEEP_LAST=0", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1")
-    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place)
-    assert done.code == 0, done.text
-    return place / "run"
+    return train_tiny(tmp_path_factory.mktemp("checkpoint_tool"), *words)
 
 
 @pytest.fixture

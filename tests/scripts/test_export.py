@@ -24,7 +24,7 @@ from engine.predictions import validation_predictions
 from engine.trained import Trained, load_trained
 from scripts import export
 from scripts.export_check import CheckImages, compare
-from tests.program import ROOT, TINY_DIGITS, Result, run_program
+from tests.program import ROOT, Result, train_tiny
 from utils.errors import TrainingError
 
 PAGE = ROOT / "docs" / "export.md"
@@ -35,12 +35,8 @@ Export = Callable[..., tuple[int, str]]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trained in bf16, so that attention and patches were computed by ways of our own, and with an average."""
-    place = tmp_path_factory.mktemp("export")
-    (place / "tiny.yaml").write_text(TINY_DIGITS)
     words = ("-amp", "bf16", "TRAIN.MODEL_EMA=true", "AMP.FP32_MODULES=['blocks.0.mlp']")
-    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place)
-    assert done.code == 0, done.text
-    return place / "run"
+    return train_tiny(tmp_path_factory.mktemp("export"), *words)
 
 
 @pytest.fixture
@@ -268,11 +264,8 @@ def consumer_says(folder: Path, script: str, model: Path, pictures: list[Path]) 
 def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], list[str]]:
     """A run that learned something, its validation images as files, and the class it gives to each."""
     place = tmp_path_factory.mktemp("digits")
-    (place / "tiny.yaml").write_text(TINY_DIGITS)
     words = ("TRAIN.NUM_EPOCHS=8", "MODEL.DEPTH=2", "MODEL.EMBED_DIM=32", "-amp", "bf16")
-    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place)
-    assert done.code == 0, done.text
-    trained = load_trained(place / "run", device="cpu", amp="off")
+    trained = load_trained(train_tiny(place, *words), device="cpu", amp="off")
     found = validation_predictions(trained)
     pictures = [place / f"{row:03d}.png" for row in range(len(found))]
     for row, path in enumerate(pictures):

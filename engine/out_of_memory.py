@@ -49,12 +49,14 @@ def fit(trainer: Trainer) -> int:
 
 def before_training(error: BaseException, config: Config, device: torch.device) -> str:
     """Where not even what a run begins with fits, or the validation that is all there is to do."""
-    validating = IN_VALIDATION in getattr(error, "__notes__", ())
-    auto = config.DATA.BATCH_SIZE == AUTO
-    ways = ways_out(config, validating, found=auto) if validating else ["-amp", "a smaller MODEL.NAME or -batch_size"]
-    if not validating:
-        ways.append("DIST.STRATEGY=fsdp, which deals the weights out over several devices")
-    where = IN_VALIDATION if validating else "before the first update"
+    if IN_VALIDATION in getattr(error, "__notes__", ()):
+        where, ways = IN_VALIDATION, ways_out(config, validating=True, found=config.DATA.BATCH_SIZE == AUTO)
+    else:
+        where, ways = "before the first update", ["a smaller MODEL.NAME or -batch_size"]
+        if not config.AMP.ENABLED:
+            ways.insert(0, "-amp")
+        if config.DIST.STRATEGY != "fsdp":
+            ways.append("DIST.STRATEGY=fsdp, which shards the weights over several devices")
     return "\n".join([f"out of memory {where}: {_taken(error, device)}.", "Ways out:", *(f"  {way}" for way in ways)])
 
 

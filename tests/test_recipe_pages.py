@@ -12,10 +12,12 @@ from typing import NamedTuple
 import pytest
 import timm
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.program import Result, metrics, save_image
+from utils.config import load_config
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "recipes"
 NAMES = ("caltech101_vit", "caltech256_resnet50", "fleet", "paddlevit", "simplenet")
@@ -112,6 +114,36 @@ def test_a_page_is_linked_has_commands_and_a_result(page: str) -> None:
     assert "unmeasured" in text.casefold()
     for link in re.findall(r"\]\(([^)#]+\.(?:md|yaml))", text):
         assert (PAGES / link).is_file(), link
+
+
+FLEET: dict[str, object] = {
+    "ENABLED": True,
+    "INIT_LOSS_SCALING": 32768,
+    "DECR_EVERY_N_NAN_OR_INF": 2,
+    "INCR_EVERY_N_STEPS": 1000,
+    "INCR_RATIO": 2.0,
+    "USE_DYNAMIC_LOSS_SCALING": True,
+    "DECR_RATIO": 0.5,
+    "CUSTOM_WHITE_LIST": (),
+    "CUSTOM_BLACK_LIST": (),
+}
+"""amp_configs as Fleet's page on AMP has them."""
+
+
+def test_fleets_page_and_recipe_have_fleets_values() -> None:
+    page = (PAGES / "fleet.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    printed = yaml.safe_load(block)
+    assert printed == {"AMP": {key: list(v) if v == () else v for key, v in FLEET.items()}, "LOG_STYLE": "fleet"}
+    recipe = load_config(str(PAGES.parents[1] / "configs" / "fleet_amp.yaml")).config
+    assert {key: getattr(recipe.AMP, key) for key in FLEET} == FLEET
+    told = dict(re.findall(r"`([A-Z_]+): (\w+)`", page))
+    assert told == {
+        "LOG_STYLE": recipe.LOG_STYLE,
+        "REPORT_FREQ": str(recipe.REPORT_FREQ),
+        "DECR_EVERY_N_NAN_OR_INF": "2",
+    }
+    assert re.search(r"`\[Epoch 0, batch \d+\] loss: \d+\.\d{5}, acc1: \d+\.\d{5}, acc5: \d+\.\d{5}`", page)
 
 
 def test_there_are_no_other_pages() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.evaluate import evaluate
 from engine.memory import IN_VALIDATION, is_out_of_memory, largest_blocks
-from engine.out_of_memory import Splitting, before_training, describe, ways_out
+from engine.out_of_memory import Splitting, before_training, describe
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train
 from tests.program import ROOT, Result, metrics
@@ -184,6 +184,12 @@ def test_it_is_told_once_what_helps(small_device: Callable[..., Result], tmp_pat
         assert part in done.err, part
 
 
+def test_without_a_checkpoint_the_run_starts_again(small_device: Callable[..., Result], tmp_path: Path) -> None:
+    done = small_device("-batch_size", 28, "-output", tmp_path / "run", ABOVE=14)
+    assert done.code == 1, done.text
+    assert "\nThere is no checkpoint yet: start with one of these." in done.err
+
+
 def test_who_found_the_batch_by_auto_is_not_told_to(small_device: Callable[..., Result], tmp_path: Path) -> None:
     words = ("-batch_size", "auto", "TRAIN.MEMORY_LIMIT=0.0005", "TRAIN.NUM_EPOCHS=9", "-output", tmp_path / "run")
     done = small_device(*words, ABOVE=1, FROM=150)
@@ -231,7 +237,7 @@ def test_what_does_not_even_begin_is_a_mistake_in_the_command(
     assert "Traceback" not in done.text
 
 
-@pytest.mark.slow  # a run; how it is told is tested below
+@pytest.mark.slow  # a run; how it is told is tested in test_ways_out.py
 def test_a_validation_names_its_own_batch(small_device: Callable[..., Result], tmp_path: Path) -> None:
     done = small_device("-output", tmp_path / "run", "-batch_size_eval", 100, ABOVE_EVAL=60)
     assert done.code == 1, done.text
@@ -310,34 +316,6 @@ def test_what_cannot_be_split_is_refused(tiny: Path) -> None:
             load_config(str(tiny), words={"TRAIN.OOM": "split", key: value})
 
 
-@pytest.mark.parametrize(
-    ("words", "first"),
-    [
-        ({"DATA.BATCH_SIZE": "15"}, "-batch_size 5 -accum_iter 3:"),
-        ({"DATA.BATCH_SIZE": "32", "TRAIN.ACCUM_ITER": "3"}, "-batch_size 16 -accum_iter 6:"),
-        ({"DATA.BATCH_SIZE": "32", "TRAIN.GLOBAL_BATCH": "64"}, "-batch_size 16:"),
-        ({"DATA.BATCH_SIZE": "1", "TRAIN.GRAD_CHECKPOINT": "blocks"}, "-amp:"),
-    ],
-)
-def test_ways_out_keep_the_images_of_an_update(tiny: Path, words: dict[str, str], first: str) -> None:
-    assert ways_out(load_config(str(tiny), words=words).config, validating=False)[0].startswith(first)
-
-
-@pytest.mark.parametrize(
-    ("words", "first"),
-    [
-        ({"DATA.BATCH_SIZE": "100"}, "-batch_size_eval 50:"),
-        ({"DATA.BATCH_SIZE": "100", "DATA.BATCH_SIZE_EVAL": "60"}, "-batch_size_eval 30:"),
-        ({"DATA.BATCH_SIZE_EVAL": "3"}, "-batch_size_eval 1:"),
-        ({"DATA.BATCH_SIZE_EVAL": "1"}, "-amp:"),
-    ],
-)
-def test_ways_out_of_a_validation_halve_its_own_batch(tiny: Path, words: dict[str, str], first: str) -> None:
-    ways = ways_out(load_config(str(tiny), words=words).config, validating=True)
-    assert ways[0].startswith(first)
-    assert not any("GRAD_CHECKPOINT" in way for way in ways), "a validation keeps nothing for a backward pass"
-
-
 def test_a_gpus_largest_blocks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def block(size: int, state: str = "active_allocated") -> dict[str, object]:
         return {"size": size << 20, "state": state}
@@ -359,10 +337,14 @@ def full(tiny: Path) -> ReadyToTrain:
     return ready
 
 
-def test_a_validation_leaves_the_model_as_it_was(full: ReadyToTrain, tiny: Path) -> None:
+def test_a_validation_leaves_the_model_as_it_was(
+    full: ReadyToTrain, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.out_of_memory.largest_blocks", lambda _device: "2 x 0.6 GiB")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         evaluate(full.model, full.val_loader, len(full.val_set), full.inputs, full.precision, ALONE)
     assert full.model.training
     told = describe(caught.value, load_config(str(tiny)).config, full.parts, 7)
     assert told.startswith(f"out of memory {IN_VALIDATION} after update 6: ")
-    assert "and 20.00 MiB more were asked for" in told
+    assert re.search(r"was the peak on cpu \(.+\), of [\d.]+ GiB in all, and 20\.00 MiB more were asked for\.\n", told)
+    assert "\n  Most of the memory is taken by 2 x 0.6 GiB.\n" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import shutil
 import socket
@@ -230,25 +231,41 @@ def test_the_script_for_one_device_started_twice_says_what_to_use(
     assert not run.exists()
 
 
-def openmpi_5(rank: int, job: int) -> dict[str, str]:
-    """What its mpirun puts into the environment on a machine with digits in its name."""
+def of_job(kind: str, job: int, rank: int) -> dict[str, str]:
+    """What a launcher puts into the environment of one of two processes on a machine with digits in its name."""
+    if kind == "srun":  # the second job is another step of the same allocation
+        step = {"SLURM_JOB_ID": 4711, "SLURM_STEP_ID": job, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
+        place = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
+        return {name: str(value) for name, value in {**step, **place}.items()}
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": 2, "LOCAL_SIZE": 2}
-    return {
-        **{f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()},
-        "PMIX_NAMESPACE": f"prterun-node07-{job}@1",
-    }
+    name = (
+        {"OMPI_MCA_ess_base_jobid": f"{job}"} if kind == "openmpi 4" else {"PMIX_NAMESPACE": f"prterun-node07-{job}@1"}
+    )
+    return {**{f"OMPI_COMM_WORLD_{key}": str(number) for key, number in numbers.items()}, **name}
 
 
-def test_two_jobs_of_openmpi_5_at_a_time_do_not_meet(place: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "launcher"),
+    [
+        ("openmpi 5", "OpenMPI prterun-node07-4711@1", "OpenMPI"),
+        pytest.param("openmpi 4", "OpenMPI 4711", "OpenMPI", marks=pytest.mark.slow),
+        pytest.param("srun", "SLURM  4711.4711", "SLURM", marks=pytest.mark.slow),
+    ],
+)
+def test_two_jobs_at_a_time_do_not_meet(place: Path, kind: str, name: str, launcher: str) -> None:
     """And another program listens where the first of them would."""
     short = ("TRAIN.MAX_UPDATES=2", "DIST.TIMEOUT=1")
-    taken = ports_of("OpenMPI prterun-node07-4711@1")[0]
+    taken = ports_of(name)[0]
     with contextlib.ExitStack() as around:
         with contextlib.suppress(OSError):  # then somebody has it
             around.enter_context(socket.create_server(("", taken)))
         ranks = {
             (job, rank): Command(
-                sys.executable, *program(place / f"job{job}"), *short, env=openmpi_5(rank, job), cwd=place
+                sys.executable,
+                *program(place / f"{kind.replace(' ', '_')}_{job}"),
+                *short,
+                env=of_job(kind, job, rank),
+                cwd=place,
             )
             for job in (4711, 4712)
             for rank in (0, 1)
@@ -257,9 +274,12 @@ def test_two_jobs_of_openmpi_5_at_a_time_do_not_meet(place: Path) -> None:
             around.callback(command.kill)
         ended = {key: command.end(120) for key, command in ranks.items()}
     for job in (4711, 4712):
-        well(ended[job, 0], "OpenMPI, 2 processes on 1 machine")
+        well(ended[job, 0], f"{launcher}, 2 processes on 1 machine")
         assert (ended[job, 1].code, ended[job, 1].out) == (0, ""), ended[job, 1].text
-    assert f"meeting at 127.0.0.1:{taken}" not in ended[4711, 0].out
+    met = [re.search(r"meeting at 127\.0\.0\.1:(\d+)", ended[job, 0].out) for job in (4711, 4712)]
+    first, second = (int(found[1]) for found in met if found)
+    assert first in ports_of(name)[1:], "the first port was taken"
+    assert second in ports_of("4712".join(name.rsplit("4711", 1)))
 
 
 @pytest.mark.slow

@@ -262,7 +262,8 @@ def test_apex_keeps_its_list_in_fp32_whatever_the_user_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "name"), [("on", "bf16"), ("torch", "bf16"), ("no", "fp32"), ("O1:fp16", "fp16"), ("NAIVE", "NAIVE-bf16")]
+    ("word", "name"),
+    [("on", "bf16"), ("torch", "bf16"), ("no", "fp32"), ("O0", "fp32"), ("O1:fp16", "fp16"), ("NAIVE", "NAIVE-bf16")],
 )
 def test_modes_take_the_words_of_amp(word: str, name: str) -> None:
     mode = mode_of(word, AmpConfig(), CPU)

@@ -7,6 +7,7 @@ import platform
 
 import torch
 
+from engine.no_gpu import has_driver
 from utils.config.schema import Config
 from utils.cpus import cores
 from utils.errors import UserError
@@ -20,7 +21,7 @@ SHOWS_EACH_ITS_OWN = (SLURM, OPENMPI, MPICH)
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
     """The device asked for, or the best there is; one GPU a local rank."""
-    check_there(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    check_there(torch.cuda.device_count() if torch.cuda.is_available() else 0, has_driver())
     kind = wanted or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
@@ -92,7 +93,7 @@ def visible_gpus(config: Config) -> int:
 def visible_devices(config: Config) -> int:
     """How many processes main_multi_gpu.py starts: one a visible GPU, or as many as -ngpus says."""
     visible = visible_gpus(config)
-    check_there(visible)
+    check_there(visible, has_driver())
     if config.DEVICE == "cuda" and not visible:
         pick_device("cuda", ALONE)  # tells why there is none
     if config.NGPUS == 0:

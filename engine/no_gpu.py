@@ -23,6 +23,11 @@ def hint(config: Config, device: torch.device, env: Mapping[str, str] = os.envir
     )
 
 
+def has_driver() -> bool:
+    """Whether the machine seems to have a GPU, also one that CUDA_VISIBLE_DEVICES hides."""
+    return NVIDIA_DRIVER.exists() or torch.version.hip is not None
+
+
 def _why(env: Mapping[str, str]) -> str:
     hidden, driver = env.get("CUDA_VISIBLE_DEVICES"), NVIDIA_DRIVER.exists()
     if hidden is not None and hidden.strip() in ("", "-1"):

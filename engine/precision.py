@@ -169,7 +169,9 @@ class Precision:
     def line(self) -> str:
         """What the banner says of it."""
         if self.level == "O0":
-            return self.name + (f", TF32 {'on' if self.tf32 else 'off'}" if self.device.type == "cuda" else "")
+            if self.device.type == "cuda":
+                return f"{self.name}, TF32 {'on' if self.tf32 else 'off'}"
+            return self.name + " (TF32 was asked for and has no effect here: only CUDA GPUs have it)" * self.tf32
         how = {
             "O1": "by autocast",
             "O2": "weights over fp32 masters, norms in fp32",

@@ -52,6 +52,11 @@ def resolve(model: ModelConfig, sizes_given: bool) -> Base:
         return Base(DEFAULTS[name.casefold()], is_label=True)
     if model.TYPE in DEFAULTS and sizes_given:
         return Base(DEFAULTS[model.TYPE], is_label=True)
+    if sizes_given and model.TYPE not in DEFAULTS and "." not in name:
+        raise UserError(
+            f"MODEL.TYPE: '{model.TYPE}' is no family that is built from sizes ({', '.join(DEFAULTS)} are)."
+            f"{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME to a model of timm, which '{name}' is not."
+        )
     raise UserError(_unknown(model, name))
 
 

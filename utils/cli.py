@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from utils.config.keys import suggest
 from utils.errors import EXIT_DONE, UserError, nearest
+from utils.foreign_flags import hint
 from utils.gpus import show_only
 from utils.precisions import AMP_WORDS, amp_settings_of
 
@@ -112,6 +113,9 @@ ALIASES = {"help": "h", "teacher_model_path": "teacher_model"}
 # torch.distributed.launch hands it over; the environment it sets says the same and is what counts.
 IGNORED = Flag("local_rank", "", "N")
 
+BOOLEANS = {"true", "false", "none", "null", "0", "1"}
+"""Words that others take for on and off: what is spelt like them is not what is meant."""
+
 WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
@@ -156,7 +160,7 @@ def pieces(argv: list[str], known: dict[str, Flag]) -> Iterator[tuple[Flag | Non
         if match is None:
             yield None, text
             continue
-        flag, value = _flag(text, match[1], known), match[2]
+        flag, value = _flag(text, match[1], known, rest), match[2]
         if value is not None and not flag.value:
             raise UserError(f"{text}: -{flag.name} takes no value; leave out '={value}'")
         if value is None and flag.value and rest and _may_be_value(flag, rest[0]):
@@ -166,14 +170,16 @@ def pieces(argv: list[str], known: dict[str, Flag]) -> Iterator[tuple[Flag | Non
         yield flag, value
 
 
-def _flag(text: str, name: str, known: dict[str, Flag]) -> Flag:
+def _flag(text: str, name: str, known: dict[str, Flag], rest: list[str]) -> Flag:
     name = name.replace("-", "_")
     if name == IGNORED.name:
         return IGNORED
     flag = known.get(ALIASES.get(name, name))
     if flag is None:
-        hint = nearest(name, [*known, *ALIASES]).replace("mean ", "mean -")
-        raise UserError(f"unknown flag {text.partition('=')[0]}.{hint} -h lists all flags.")
+        spelling, equals, value = text.partition("=")
+        if not equals and rest and not FLAG.fullmatch(rest[0]) and not WORD.fullmatch(rest[0]):
+            value = rest[0]
+        raise UserError(f"unknown flag {spelling}.{hint(name, value, [*known, *ALIASES])} -h lists all flags.")
     return flag
 
 
@@ -202,8 +208,14 @@ def amp_settings(value: str | None) -> dict[str, Any]:
         return {"AMP.ENABLED": True}
     settings = amp_settings_of(value)
     if settings is None:
-        raise UserError(f"-amp={value}: the values of -amp are {AMP_WORDS}.{nearest(value, AMP_WORDS.split())}")
+        raise UserError(f"-amp={value}: {_about_amp(value)}")
     return {f"AMP.{key}": setting for key, setting in settings.items()}
+
+
+def _about_amp(value: str) -> str:
+    """What to write instead of `-amp value`."""
+    guess = "" if value.casefold() in BOOLEANS else nearest(value, AMP_WORDS.split()).lstrip() + " "
+    return f"{guess}-amp alone switches it on; leave it out for fp32; or give one of: {AMP_WORDS}.".lstrip()
 
 
 def _only(actions: dict[Action, str]) -> Action:
@@ -217,24 +229,24 @@ def _stray(text: str, before: Flag | None, known: dict[str, Flag]) -> UserError:
     key, separator, value = text.partition("=")
     name = text.replace("-", "_").partition("=")[0]
     if text.endswith((".yaml", ".yml")):
-        hint = f" Did you mean -cfg {text}?"
+        about = f" Did you mean -cfg {text}?"
     elif separator and name in known:
-        hint = f" Did you mean -{text}?"
+        about = f" Did you mean -{text}?"
     elif separator:
         close = suggest(key.upper())
-        hint = (
+        about = (
             close.replace("?", f"={value}?")
             if close
             else " Settings are given as KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
         )
     elif before is not None and before.name == "amp":
-        hint = f"{nearest(text, AMP_WORDS.split())} The values of -amp are {AMP_WORDS}."
+        about = f" {_about_amp(text)}"
     elif name in known:
-        hint = f" Did you mean -{name}?"
+        about = f" Did you mean -{name}?"
     else:
-        hint = f" -{before.name} takes no value." if before and not before.value else ""
-        hint = hint or " Settings are given as -flag value or KEY=VALUE; -h lists the flags."
-    return UserError(f"what is '{text}' on the command line?{hint}")
+        about = f" -{before.name} takes no value." if before and not before.value else ""
+        about = about or " Settings are given as -flag value or KEY=VALUE; -h lists the flags."
+    return UserError(f"what is '{text}' on the command line?{about}")
 
 
 def usage(program: str) -> str:

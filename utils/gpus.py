@@ -28,9 +28,11 @@ def show_only(text: str, devices: str | None, processes: str | None, one_process
     os.environ[VISIBLE] = os.environ[ASKED] = chosen
 
 
-def check_there(visible: int) -> None:
-    """Raise UserError where `visible` GPUs are fewer than -gpus asked for."""
+def check_there(visible: int, any_here: bool) -> None:
+    """Raise UserError where `visible` GPUs are fewer than -gpus asked for. `any_here`: the machine has a GPU."""
     asked = os.environ.get(ASKED)
+    if asked is not None and not visible and not any_here:
+        raise UserError(f"-gpus {asked}: this machine has no GPU; leave -gpus out to use the CPU.")
     if asked is not None and visible < asked.count(",") + 1:
         found = f"only {visible} of them" if visible else "no GPU"
         raise UserError(f"-gpus {asked}: torch sees {found} on this machine; name others, or leave -gpus out.")

@@ -52,7 +52,10 @@ def test_a_run_takes_its_familys_defaults_and_says_so(vitamp: Vitamp, swin: Path
 def test_an_unknown_type_is_still_an_error(vitamp: Vitamp, swin: Path) -> None:
     done = vitamp("-cfg", swin, "MODEL.TYPE=swinn")
     assert done.code == 2
-    assert "MODEL.TYPE 'swinn' gives no architecture (vit, deit, swin do)" in done.text
+    assert (
+        "MODEL.TYPE: 'swinn' is no family that is built from sizes (vit, deit, swin are). Did you mean swin?"
+        in done.text
+    )
 
 
 def test_a_typed_rate_that_is_scaled_is_shown_with_its_arithmetic(vitamp: Vitamp, swin: Path) -> None:

@@ -137,6 +137,15 @@ def test_validation_under_autocast_is_a_setting() -> None:
 
 
 @pytest.mark.filterwarnings("error")
+def test_tf32_that_a_cpu_lacks_is_said_to_have_no_effect() -> None:
+    try:
+        line = Precision(AmpConfig(TF32=True), torch.device("cpu")).line()
+    finally:
+        switch_tf32(False)
+    assert line == "fp32 (TF32 was asked for and has no effect here: only CUDA GPUs have it)"
+    assert Precision(AmpConfig(), torch.device("cpu")).line() == "fp32"
+
+
 def test_tf32_is_set_everywhere_and_taken_back() -> None:
     """By the names of new and of old; torch raises where the two contradict, or those of cuDNN's parts."""
     backends: Any = torch.backends

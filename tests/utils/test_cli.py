@@ -174,8 +174,23 @@ def test_the_launchers_local_rank_is_let_pass(line: str) -> None:
         ("-output -amp", "-output needs a value: -output DIR"),
         ("-eval=yes", "-eval takes no value; leave out '=yes'"),
         ("-eval yes", "what is 'yes' on the command line? -eval takes no value."),
-        ("-amp fp61", "what is 'fp61' on the command line? Did you mean fp16? The values of -amp are auto off"),
-        ("-amp=3", "the values of -amp are auto off fp16"),
+        ("-amp fp61", "what is 'fp61' on the command line? Did you mean fp16? -amp alone switches it on"),
+        *(
+            (
+                f"-amp{between}{value}",
+                f"{value}{after} -amp alone switches it on; leave it out for fp32; or give one of: auto",
+            )
+            for value in ("none", "true", "False", "1")
+            for between, after in ((" ", "' on the command line?"), ("=", ":"))
+        ),
+        ("-num_epochs 5", "unknown flag -num_epochs. Did you mean TRAIN.NUM_EPOCHS=5? -h lists"),
+        ("--epochs=5", "unknown flag --epochs. Did you mean TRAIN.NUM_EPOCHS=5?"),
+        ("-lr -amp", "unknown flag -lr. Did you mean TRAIN.BASE_LR=...?"),
+        ("-bs 4", "unknown flag -bs. Did you mean -batch_size?"),
+        ("--workers 4", "unknown flag --workers. Did you mean -num_workers?"),
+        ("--weight-decay 0.1", "unknown flag --weight-decay. Did you mean TRAIN.WEIGHT_DECAY=0.1?"),
+        ("-depth 3", "unknown flag -depth. Did you mean MODEL.DEPTH=3?"),
+        ("-fp16", "unknown flag -fp16. Did you mean -amp fp16?"),
         ("configs/x.yaml", "Did you mean -cfg configs/x.yaml?"),
         ("amp", "Did you mean -amp?"),
         ("batch_size=3", "Did you mean -batch_size=3?"),

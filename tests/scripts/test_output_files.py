@@ -81,11 +81,13 @@ def test_what_cannot_be_written_is_told_before_the_work(
         assert done.out == "", "nothing was looked at yet"
 
 
-def test_kinds_of_places(tmp_path: Path) -> None:
+def test_kinds_of_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "old").write_text("old")
     (tmp_path / "link").symlink_to("old")
     assert check_output_file(tmp_path / "new", "-out") == tmp_path / "new"
+    assert check_output_file(Path("~/new"), "-out") == tmp_path / "new"
     assert check_output_file(tmp_path / "link", "-out") == tmp_path / "link"
     assert (tmp_path / "old").read_text() == "old"
     for path, said in (
@@ -98,6 +100,14 @@ def test_kinds_of_places(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="this is there already"):
         check_output_file(tmp_path / "old", "-out", fresh=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "pipe"], "nothing is left of the trial"
+
+
+def test_a_file_of_another_user_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the system, since root may write everywhere."""
+    (tmp_path / "old").write_text("old")
+    monkeypatch.setattr("utils.output_file.os.access", lambda _path, mode: mode != os.W_OK)
+    with pytest.raises(UserError, match=r"cannot be written \(it may not be overwritten by this user\)"):
+        check_output_file(tmp_path / "old", "-out")
 
 
 def test_a_disk_that_fails_at_the_end_is_a_line(tree: Path, vitamp: Callable[..., Result], tmp_path: Path) -> None:
@@ -118,6 +128,8 @@ def test_an_interrupted_tool_tells_what_it_wrote(
     def interrupted(_argv: list[str]) -> int:
         raise KeyboardInterrupt
 
+    with writing(tmp_path / "earlier", "-out"):  # by another tool in this process
+        pass
     assert run_tool(interrupted, []) == EXIT_INTERRUPTED
     assert "interrupted; no result was written" in capsys.readouterr().err
     from scripts import export_place

@@ -50,7 +50,7 @@ class FileSamples(Samples):
 def data_folder(data: DataConfig) -> Path:
     """DATA_PATH as a folder that exists."""
     if data.DATA_PATH is None:
-        raise UserError(f"DATA.DATASET {data.DATASET} needs DATA.DATA_PATH (-data_path): the folder its images lie in.")
+        raise UserError(f"DATA.DATASET {data.DATASET} needs DATA.DATA_PATH (-data_path): the folder its images are in.")
     folder = Path(data.DATA_PATH).expanduser()
     if not folder.is_dir():
         kind = kind_of_path(folder)

@@ -70,9 +70,7 @@ def check_first_files(file: Path, paths: PathTable | Sequence[str]) -> None:
         if not image.is_file():
             kind = kind_of_path(image)
             there = f"{image} is {kind}, not a file" if kind else f"there is no file {image}"
-            raise UserError(
-                f"{file} names {paths[index]}, but {there}. Its paths are relative to the folder it lies in."
-            )
+            raise UserError(f"{file} names {paths[index]}, but {there}. Its paths are relative to the folder it is in.")
 
 
 def check_path(path: str, where: str) -> str:

@@ -35,7 +35,7 @@ scripts/pack_images.py makes such files."""
 
 
 class ShardSet:
-    """What lies in a store."""
+    """What is in a store."""
 
     def __init__(self, store: Store, data: DataConfig) -> None:
         self.store, self.data = store, data
@@ -55,7 +55,7 @@ class ShardSet:
         )
 
     def index(self, part: str) -> ShardIndex:
-        """Where the samples of a part lie. What its tar files hold besides is told, once a process."""
+        """Where the samples of a part are. What its tar files hold besides is told, once a process."""
         index = self._index(part)
         if index.passed_over:
             tell_once(f"{self.store.root}, part {part}: {_told(index.passed_over)}")
@@ -81,7 +81,7 @@ class ShardSet:
         return index
 
     def _beside(self, part: str) -> ShardIndex | None:
-        """The index that lies with the tar files. Once sent to a store, these have other times than it says."""
+        """The index that is with the tar files. Once sent to a store, these have other times than it says."""
         found = [file._replace(stamp="") for file in self.parts[part]] if self.store.remote else self.parts[part]
         return self._fitting(self.store.whole(index_name(part)), found)
 

@@ -32,7 +32,7 @@ def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
     found = newest_good(root, epoch, check)
     if found is None:
         asked = f" of epoch {epoch}" if epoch else ""
-        raise UserError(f"-resume {path}: no usable checkpoint{asked} lies there (looked for {root}/step-*).")
+        raise UserError(f"-resume {path}: no usable checkpoint{asked} is there (looked for {root}/step-*).")
     return found
 
 
@@ -42,15 +42,15 @@ def check_resumable(path: Path, epoch: int = 0) -> None:
     if folder is not None:
         _of_epoch(inspect(folder), epoch)
     elif not any(root.glob("step-*")):
-        raise UserError(f"-resume {path}: no usable checkpoint lies there (looked for {root}/step-*).")
+        raise UserError(f"-resume {path}: no usable checkpoint is there (looked for {root}/step-*).")
 
 
 def _places(path: Path) -> tuple[Path | None, Path]:
-    """The one checkpoint that `path` means, if it means one; and where a run's checkpoints would lie."""
+    """The one checkpoint that `path` means, if it means one; and where a run's checkpoints would be."""
     prefix = path.with_name(f"{path.name}.pdparams")  # as PaddleViT names two files at once
     if path.suffix in PADDLES or (not path.exists() and prefix.exists()):
         raise UserError(
-            f"-resume {path}: a checkpoint of PaddleViT's, and -resume goes on with runs of vitamp's own. Start a new "
+            f"-resume {path}: a checkpoint of PaddleViT's, and -resume continues runs of vitamp's own. Start a new "
             f"run from its weights: -pretrained {path.with_suffix('.pdparams') if path.suffix in PADDLES else prefix}."
         )
     if not path.exists():

@@ -37,7 +37,7 @@ def checkpoint_of(path: Path) -> tuple[Path, str]:
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     there = {found.name: found for found in sorted(root.glob("step-*"))}
     if not there:
-        raise UserError(f"{folder}: no checkpoint lies there (looked for {root}/step-*).")
+        raise UserError(f"{folder}: no checkpoint is there (looked for {root}/step-*).")
     index = read_index(root)
     if best := there.get(index["best"] or ""):
         return best, "the run's best"

@@ -197,7 +197,7 @@ def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path, peak: 
         log.warning(broken)
     words = "Paused, to be resumed by -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.pace.total)
-    log.info("%s%s; total time %s; everything lies in %s", words, best, total, folder)
+    log.info("%s%s; total time %s; everything is in %s", words, best, total, folder)
     return code
 
 
@@ -206,7 +206,7 @@ def _finished(config: Config, position: Position, best: Best, folder: Path) -> b
     open_end = position.update == limit and position.validated < limit  # it was stopped in its last validation
     if position.epoch <= config.TRAIN.NUM_EPOCHS and (position.update < limit or open_end):
         return False
-    log.info("This run had already finished: %d updates, best %s; it lies in %s", position.update, best.words(), folder)
+    log.info("This run had already finished: %d updates, best %s; it is in %s", position.update, best.words(), folder)
     return True
 
 
@@ -246,7 +246,7 @@ def _evaluate_only(
     reporter.validation(position, figures, time.perf_counter() - began)
     reporter.close()
     name = f"{checkpoint.folder.name}, " if checkpoint else ""
-    log.info("Done: %s%s; everything lies in %s", name, _in_words(figures, config.SAVE_BEST_BY), folder)
+    log.info("Done: %s%s; everything is in %s", name, _in_words(figures, config.SAVE_BEST_BY), folder)
 
 
 def _in_words(figures: dict[str, Means], by: str) -> str:

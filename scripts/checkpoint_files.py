@@ -24,7 +24,7 @@ def folders_of(path: Path) -> list[Path]:
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     found = sorted(root.glob("step-*"))
     if not found:
-        raise UserError(f"{path}: no checkpoint lies there (looked for {root}/step-*).")
+        raise UserError(f"{path}: no checkpoint is there (looked for {root}/step-*).")
     return found
 
 

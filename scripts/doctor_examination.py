@@ -147,7 +147,7 @@ class Examination:
             write_json(folder / REPORT, about)
         title = " ".join(filter(None, (config.TAG, config.MODEL.NAME, config.DATA.DATASET, where)))
         draw(folder / PICTURE, f"{title}\n{advice.sentence}", findings, base)
-        log.info("\n%s\nFlags: %s\nEverything lies in %s", advice.sentence, advice.flags, folder)
+        log.info("\n%s\nFlags: %s\nEverything is in %s", advice.sentence, advice.flags, folder)
 
     def _remarks(self, base: Baseline | None) -> list[str]:
         texts = []

@@ -37,7 +37,7 @@ done
 exec 3>&-
 wait "$teller" || true
 
-run="$(sed -n 's/.*everything lies in //p' "$told" | tail -n 1)"
+run="$(sed -n 's/.*everything is in //p' "$told" | tail -n 1)"
 if [[ $code == 0 && -d $run ]]; then
     "$PYTHON" "$ROOT/scripts/report.py" "$run" || echo 'The run is done; only its report could not be made.' >&2
 fi

@@ -69,7 +69,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "NAME",
             ("DATA.DATASET",),
         ),
-        Flag("data_path", "the folder it lies in", "DIR", ("DATA.DATA_PATH",)),
+        Flag("data_path", "the folder it is in", "DIR", ("DATA.DATA_PATH",)),
         Flag(
             "batch_size",
             "images per process, for validation too; auto: as many as fit",

@@ -219,7 +219,7 @@ def test_what_cannot_be_loaded_is_said(digits_run: Path, tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     wrong: tuple[tuple[Path, dict[str, Any], str], ...] = (
         (tmp_path / "nothing", {}, "no such file or folder"),
-        (tmp_path / "empty", {}, "no checkpoint lies there"),
+        (tmp_path / "empty", {}, "no checkpoint is there"),
         (damaged, {"weights": "ema"}, f"the contents of {EMA} are not what was written"),
         (newer, {}, "MODEL.WARP; use the version of vitamp that trained it"),
         (without, {"weights": "ema"}, r"no moving average \(TRAIN.MODEL_EMA\) weights; take -weights model"),

@@ -81,7 +81,7 @@ def test_only_rank_0_hashes(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("vit.pdparams", "a checkpoint of PaddleViT's, and -resume goes on with runs of vitamp's own"),
+        ("vit.pdparams", "a checkpoint of PaddleViT's, and -resume continues runs of vitamp's own"),
         ("vit", "/vit.pdparams"),
         ("deit.pth", "Start a new run from these weights by -pretrained"),
         ("mine.safetensors", "Start a new run from these weights by -pretrained"),

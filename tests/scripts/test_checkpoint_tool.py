@@ -160,7 +160,7 @@ def test_what_cannot_be_done_is_said(tool: Callable[..., Result], run: Path, tmp
         ((), "list|verify|average|strip"),
         (("mend", run), "invalid choice: 'mend'"),
         (("list", tmp_path / "nothing"), "there is no such file or folder"),
-        (("list", tmp_path), "no checkpoint lies there"),
+        (("list", tmp_path), "no checkpoint is there"),
         (("strip", run), "-out"),
         (("strip", run, "-out", tmp_path / "x.pth"), "name it x.safetensors"),
         (("strip", run, "-out", tmp_path / "no" / "x.safetensors"), "does not exist"),

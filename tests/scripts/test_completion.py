@@ -186,8 +186,7 @@ end
 
 def test_fish(shells: dict[str, str]) -> None:
     assert in_shell(["fish", "--no-config", "-c", FISH], shells) == [
-        "-dataset: imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/data.md) "
-        "-data_path: the folder it lies in",
+        "-dataset: imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/data.md) -data_path: the folder it is in",
         "AMP.LEVEL=O0 AMP.LEVEL=O1 AMP.LEVEL=O2 AMP.LEVEL=O3",
         "",
         "README.md",
@@ -219,7 +218,7 @@ wait_for "lies in"
 def test_zsh(shells: dict[str, str]) -> None:
     said = "\n".join(in_shell(["timeout", "-k", "5", "60", "zsh", "-f", "-c", ZSH], shells))
     assert "AMP.LEVEL=NAIVE" in said
-    assert "-data_path  the folder it lies in" in said
+    assert "-data_path  the folder it is in" in said
 
 
 def test_mistakes(capfd: pytest.CaptureFixture[str]) -> None:

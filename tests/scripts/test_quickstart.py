@@ -25,7 +25,7 @@ echo "training with ${*:2}"
 if [[ -n ${WAIT:-} ]]; then
     for _ in {1..600}; do sleep 0.05; done
 fi
-echo "Done: best top-1 99 %; everything lies in $RUN"
+echo "Done: best top-1 99 %; everything is in $RUN"
 exit "${TRAIN_CODE:-0}"
 """
 

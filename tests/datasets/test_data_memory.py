@@ -23,7 +23,7 @@ PER_FOLDER = -(-IMAGES // CLASSES)
 WORKERS = 4
 MOST_PRIVATE_MB = 60
 """A list of Python strings takes 115 MB of each worker, this one 15."""
-MOST_TIMES_PLAIN, MOST_PEAK_MB = 12, 300
+MOST_TIMES_PLAIN, MOST_PEAK_MB = 10, 300
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc"),

@@ -1,15 +1,15 @@
 """Where samples come from: sources, transforms, the order of samples, loading."""
 
-from .base import PADDING, Batch, ImageDataset
-from .decode import decoder_of
-from .exclude import tell_unmatched
-from .identity import identity_of
-from .images import samples_of
-from .loader import TrainLoader, ValLoader, Window, auto_workers
-from .order import EpochOrder, Share, validation_batches
-from .registry import check_dataset, names, open_dataset
-from .repeated import Repeated
-from .sized import Sized
+from datasets.base import PADDING, Batch, ImageDataset
+from datasets.damage.exclude import tell_unmatched
+from datasets.decoding.reader import decoder_of
+from datasets.images import samples_of
+from datasets.loading.identity import identity_of
+from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
+from datasets.loading.order import EpochOrder, Share, validation_batches
+from datasets.registry import check_dataset, names, open_dataset
+from datasets.repeated import Repeated
+from datasets.sized import Sized
 
 __all__ = [
     "PADDING",

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from datasets.damage.broken import Broken
+from datasets.samples import Encoded
+from datasets.transforms.augment import keys_set
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.log import log
-
-from .augment import keys_set
-from .broken import Broken
-from .samples import Encoded
 
 Key = tuple[int, int]
 """(epoch, sample index): all that the content of a training sample depends on, besides the seed."""

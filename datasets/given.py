@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
+from datasets.damage.broken import Broken, BrokenInValidation
+from datasets.decoding.reader import check_decoder
+from datasets.images import Images
+from datasets.registry import SOURCES
+from datasets.samples import Encoded, Samples
+from datasets.sources.files import PathTable
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
 from utils.regular_file import read_regular
-
-from .broken import Broken, BrokenInValidation
-from .decode import check_decoder
-from .files import PathTable
-from .images import Images
-from .registry import SOURCES
-from .samples import Encoded, Samples
 
 
 class GivenSamples(Samples):

@@ -9,20 +9,19 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from datasets.base import PADDING, Batch, ImageDataset, Key
+from datasets.damage.broken import Broken, allowed
+from datasets.damage.exclude import line_of, without_excluded
+from datasets.damage.retry import Failure, failure_of
+from datasets.randomness import seed_sample
+from datasets.repeated import Repeated
+from datasets.samples import Encoded, Samples
+from datasets.sized import Sized
+from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import TrainingError
 from utils.seeding import host_generators_kept
-
-from .base import PADDING, Batch, ImageDataset, Key
-from .broken import Broken, allowed
-from .exclude import line_of, without_excluded
-from .pixels import Pixels
-from .randomness import seed_sample
-from .reading import Failure, failure_of
-from .repeated import Repeated
-from .samples import Encoded, Samples
-from .sized import Sized
 
 FAILURES_OF_STORAGE = 8
 """So many images in a row that the storage does not give: that is no longer about single images."""

@@ -14,18 +14,17 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
+from datasets.base import PADDING, Batch, ImageDataset, Key
+from datasets.decoding.reader import Reader, reason
+from datasets.images import Images
+from datasets.randomness import sample_table
+from datasets.samples import Encoded, Samples
+from datasets.transforms.affine import BatchAffine, moves
+from datasets.transforms.augment import keys_set
+from datasets.transforms.crops import Box
+from datasets.transforms.pixels import Unreadable
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
-
-from .augment import keys_set
-from .base import PADDING, Batch, ImageDataset, Key
-from .crops import Box
-from .decode import Reader, reason
-from .images import Images
-from .pixels import Unreadable
-from .randomness import sample_table
-from .samples import Encoded, Samples
-from .transforms import BatchAffine, moves
 
 
 class ArraySamples(Samples):

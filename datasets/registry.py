@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import torch
 
-from utils.config.data import DataConfig
-from utils.errors import UserError, nearest
-from utils.log import log
-
-from . import (
+from datasets.base import ImageDataset, Source
+from datasets.damage.exclude import check_exclude
+from datasets.decoding.reader import check_decoder
+from datasets.shards import hub
+from datasets.shards import source as shards
+from datasets.sources import (
     caltech,
     cifar,
+    csv_table,
     digits,
     flowers102,
     food101,
-    hub,
     imagefolder,
     imagenet2012,
     pets,
-    shards,
     synthetic,
-    table,
 )
-from .base import ImageDataset, Source
-from .decode import check_decoder
-from .exclude import check_exclude
-from .transforms import check_ranges
+from datasets.transforms.affine import check_ranges
+from utils.config.data import DataConfig
+from utils.errors import UserError, nearest
+from utils.log import log
 
 SOURCES: dict[str, Source] = {
     "caltech101": caltech.CALTECH101.source(),
     "caltech256": caltech.CALTECH256.source(),
     "cifar10": cifar.CIFAR10,
     "cifar100": cifar.CIFAR100,
-    "csv": table.SOURCE,
+    "csv": csv_table.SOURCE,
     "digits": digits.SOURCE,
     "flowers102": flowers102.SOURCE,
     "food101": food101.SOURCE,

@@ -7,10 +7,9 @@ from collections import defaultdict
 import numpy as np
 import torch
 
+from datasets.base import Batch, ImageDataset, Key
+from datasets.damage.broken import Broken
 from utils.config.train import TrainConfig
-
-from .base import Batch, ImageDataset, Key
-from .broken import Broken
 
 
 class Repeated(ImageDataset):

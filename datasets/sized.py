@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from datasets.base import Batch, ImageDataset, Key
+from datasets.damage.broken import Broken
 from utils.config.train import TrainConfig
-
-from .base import Batch, ImageDataset, Key
-from .broken import Broken
 
 
 class Sized(ImageDataset):

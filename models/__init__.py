@@ -1,10 +1,18 @@
 """What is trained: settings in, `torch.nn.Module` out; and the way weights come in."""
 
-from .build import build_model, build_without_weights, check_model, count_parameters, describe, list_models, timm_call
-from .freeze import classifiers, frozen_weights, lies_in
-from .shortcuts import Shortcuts
-from .sources import check_pretrained
-from .weights import load_pretrained
+from models.build import (
+    build_model,
+    build_without_weights,
+    check_model,
+    count_parameters,
+    describe,
+    list_models,
+    timm_call,
+)
+from models.freeze import classifiers, frozen_weights, lies_in
+from models.shortcuts import Shortcuts
+from models.sources import check_pretrained
+from models.weights import load_pretrained
 
 __all__ = [
     "Shortcuts",

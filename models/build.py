@@ -13,14 +13,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from models.freeze import freeze
+from models.names import RECIPES, Base, family_problem, resolve
+from models.rates import rate_arguments
+from models.shortcuts import NONE, Shortcuts
+from models.sizes import DERIVED, arguments_of, as_text, given_sizes, heads_problems, patch_problems, same, sizes_of
 from utils.config.model import ModelConfig
 from utils.errors import UserError
-
-from .freeze import freeze
-from .names import RECIPES, Base, family_problem, resolve
-from .rates import rate_arguments
-from .shortcuts import NONE, Shortcuts
-from .sizes import DERIVED, arguments_of, as_text, given_sizes, heads_problems, patch_problems, same, sizes_of
 
 log = logging.getLogger("vitamp")
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .names import is_timm_name
+from models.names import is_timm_name
 
 Rules = tuple[tuple[str, str], ...]
 

@@ -9,7 +9,7 @@ from timm.layers.patch_dropout import PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from .sizes import sizes_of
+from models.sizes import sizes_of
 
 
 @dataclass(frozen=True)

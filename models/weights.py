@@ -15,13 +15,12 @@ import torch
 from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
+from models.freeze import classifiers, lies_in
+from models.paddle_file import EMA_IN, WEIGHTS_IN, read_pdparams
+from models.paddle_names import convert
+from models.sources import PADDLE, Source, locate, unreadable
 from utils.errors import UserError
 from utils.log import log
-
-from .freeze import classifiers, lies_in
-from .paddle_file import EMA_IN, WEIGHTS_IN, read_pdparams
-from .paddle_names import convert
-from .sources import PADDLE, Source, locate, unreadable
 
 SHOWN = 5  # tensors named in an error, of each kind
 FRESH = "freshly initialised"

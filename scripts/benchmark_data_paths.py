@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode
 
-from datasets.augment import image_changes
 from datasets.images import Images
 from datasets.samples import Encoded, Samples
+from datasets.transforms.augment import image_changes
 from scripts.benchmark_data_measure import BOUND, OURS, TIMM, TORCHVISION, TORCHVISION_FLOAT, Contender
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from datasets.augment import keys_set
 from datasets.images import Images
-from datasets.pixels import Pixels
 from datasets.randomness import seed_sample
 from datasets.samples import Encoded
+from datasets.transforms.augment import keys_set
+from datasets.transforms.pixels import Pixels
 from scripts.benchmark_data_measure import Contender, Rates
 from scripts.benchmark_data_paths import InMemory, ours
 from utils.config.train import TrainConfig

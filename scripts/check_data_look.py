@@ -14,11 +14,11 @@ from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from datasets.loader import start_worker
-from datasets.pixels import Pixels
-from datasets.reading import failure_of
+from datasets.damage.retry import failure_of
+from datasets.loading.loader import start_worker
+from datasets.loading.workers import WatchedIterator, WatchedLoader, WorkerDied
 from datasets.samples import Encoded, Samples
-from datasets.watch import WatchedIterator, WatchedLoader, WorkerDied
+from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 

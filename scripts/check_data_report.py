@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from datasets.exclude import line_of
+from datasets.damage.exclude import line_of
 from scripts.check_data_find import (
     CONFLICTS,
     DUPLICATES,

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from datasets.crops import Box
-from datasets.decode import Reader, reason
-from datasets.exif import Turned
-from datasets.parquet import kind_of
-from datasets.pixels import Unreadable
+from datasets.decoding.exif import Turned
+from datasets.decoding.reader import Reader, reason
 from datasets.samples import Encoded
-from datasets.tars import IMAGE_KINDS
+from datasets.shards.parquet import kind_of
+from datasets.shards.tar import IMAGE_KINDS
+from datasets.transforms.crops import Box
+from datasets.transforms.pixels import Unreadable
 from utils.config.data import DataConfig
 
 

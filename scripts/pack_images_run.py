@@ -18,15 +18,15 @@ import torch
 from tqdm import tqdm
 
 from datasets import check_dataset, open_dataset
-from datasets.broken import allowed
 from datasets.cache import write_whole
-from datasets.exclude import name_prefix
+from datasets.damage.broken import allowed
+from datasets.damage.exclude import name_prefix
 from datasets.images import samples_of
 from datasets.samples import Samples
-from datasets.shard_index import read_shard
-from datasets.shard_set import MADE_BY, MANIFEST, ShardSet, finish_set
-from datasets.stores import Folder, Found
-from datasets.tars import TarSamples
+from datasets.shards.index import read_shard
+from datasets.shards.layout import MADE_BY, MANIFEST, ShardSet, finish_set
+from datasets.shards.stores import Folder, Found
+from datasets.shards.tar import TarSamples
 from scripts.pack_images_shard import RECORDS, Record, Shard, Stopped, Work, make_shard, start_process
 from utils.config.data import DataConfig
 from utils.cpus import cores

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from datasets.cache import write_whole
-from datasets.reading import failure_of
+from datasets.damage.retry import failure_of
 from datasets.samples import Samples
-from datasets.tars import TarWriter
+from datasets.shards.tar import TarWriter
 from scripts.pack_images_encode import Encoder, Packed
 from utils.config.data import DataConfig
 from utils.errors import TrainingError

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from datasets.shard_index import from_bytes, make_index
-from datasets.shard_set import MADE_BY, MANIFEST, index_name
-from datasets.stores import Folder, Found
+from datasets.shards.index import from_bytes, make_index
+from datasets.shards.layout import MADE_BY, MANIFEST, index_name
+from datasets.shards.stores import Folder, Found
 from scripts.pack_images_shard import digest
 from utils.cpus import cores
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError

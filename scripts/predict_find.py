@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from datasets.formats import ENDINGS
-from datasets.passed_over import PassedOver
-from datasets.walk import images_below
+from datasets.decoding.stored import ENDINGS
+from datasets.sources.passed_over import PassedOver
+from datasets.sources.walk import images_below
 from utils.errors import UserError
 from utils.log import log
 

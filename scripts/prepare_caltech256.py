@@ -36,7 +36,7 @@ from utils.run_folder import replace_text  # noqa: E402
 from utils.script import run_tool, tool_parser  # noqa: E402
 
 if TYPE_CHECKING:
-    from datasets.caltech import Tree
+    from datasets.sources.caltech import Tree
 
 CLASSES = 256
 VAL_FRACTION, SPLIT_SEED = 0.1, 42
@@ -53,8 +53,8 @@ def _prepare(argv: list[str]) -> int:
         out = check_output_file(out, "-out")
 
     # Only now, with the command known to be right: importing torch takes seconds.
-    from datasets.caltech import CALTECH256
-    from datasets.split import split
+    from datasets.sources.caltech import CALTECH256
+    from datasets.sources.split import split
 
     data = DataConfig(DATASET="caltech256", DATA_PATH=str(asked.data_path), DOWNLOAD=asked.download)
     try:

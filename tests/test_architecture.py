@@ -165,7 +165,7 @@ def test_our_datasets_folder_is_the_one_imported() -> None:
         ("utils", "import models"),
         ("utils", "def f():\n    from engine.loop import train"),
         ("models", "from datasets import build"),
-        ("models", "import importlib\nimportlib.import_module('datasets.digits')"),
+        ("models", "import importlib\nimportlib.import_module('datasets.sources.digits')"),
         ("datasets", "from .. import models"),
         ("engine", "import main_single_gpu"),
         ("engine", "import scripts.report"),
@@ -179,7 +179,7 @@ def test_the_import_rule_sees_offences(room: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("room", "source"),
     [
-        ("engine", "import models, datasets.loader\nfrom utils.errors import UserError"),
+        ("engine", "import models, datasets.loading.loader\nfrom utils.errors import UserError"),
         ("models", "from .weights import load\nimport timm.models, torch"),
         ("scripts", "from engine import run"),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from datasets.pixels import Pixels
+from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 
 

@@ -13,9 +13,9 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 
 from datasets import Batch, EpochOrder, Repeated, TrainLoader, open_dataset
-from datasets.augment import image_changes
-from datasets.pixels import Pixels
 from datasets.randomness import seed_sample
+from datasets.transforms.augment import image_changes
+from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 

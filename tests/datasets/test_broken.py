@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import PADDING, Batch, EpochOrder, Repeated, TrainLoader, ValLoader, open_dataset, reading
-from datasets.broken import allowed
+from datasets import PADDING, Batch, EpochOrder, Repeated, TrainLoader, ValLoader, open_dataset
+from datasets.damage import retry
+from datasets.damage.broken import allowed
 from datasets.images import Images
 from datasets.samples import Samples
 from utils.config.data import DataConfig
@@ -212,7 +213,7 @@ EIO, STALE = OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "St
 def test_a_failure_that_passes_changes_nothing(
     loaders: Loaders, monkeypatch: pytest.MonkeyPatch, said: list[str], error: Exception | bytes, times: int
 ) -> None:
-    monkeypatch.setattr(reading, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(retry, "PAUSES", (0.0, 0.0, 0.0))
     expected = epoch(loaders())
     loader = loaders()
     images = loader._feed._fetch.dataset
@@ -231,18 +232,18 @@ def test_how_often_is_tried(
     loaders: Loaders, monkeypatch: pytest.MonkeyPatch, error: Exception | bytes, tries: int
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("datasets.reading.time.sleep", slept.append)
+    monkeypatch.setattr("datasets.damage.retry.time.sleep", slept.append)
     loader = loaders()
     images = loader._feed._fetch.dataset
     assert isinstance(images, Images)
     images.samples = Flaky(images.samples, {4: 99}, error)
     epoch(loader)
     assert images.samples.tries == tries
-    assert slept == list(reading.PAUSES) * (error is EIO), "network file systems are waited for, nothing else"
+    assert slept == list(retry.PAUSES) * (error is EIO), "network file systems are waited for, nothing else"
 
 
 def test_storage_that_is_gone_is_not_taken_for_broken_files(loaders: Loaders, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PAUSES", ())
+    monkeypatch.setattr(retry, "PAUSES", ())
     loader = loaders(MAX_BAD=1000)
     images = loader._feed._fetch.dataset
     assert isinstance(images, Images)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from datasets import check_dataset, open_dataset, samples_of, tell_unmatched
-from datasets.exclude import Remaining
+from datasets.damage.exclude import Remaining
 from datasets.samples import Samples
 from utils.config.data import DataConfig
 from utils.errors import UserError

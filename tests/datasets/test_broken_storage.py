@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from datasets import EpochOrder, TrainLoader, ValLoader, open_dataset, reading
-from datasets.broken import Broken, BrokenImages
+from datasets import EpochOrder, TrainLoader, ValLoader, open_dataset
+from datasets.damage import retry
+from datasets.damage.broken import Broken, BrokenImages
 from datasets.images import Images
-from datasets.pixels import Pixels
+from datasets.transforms.pixels import Pixels
 from tests.datasets.test_broken import Flaky, epoch
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
@@ -26,7 +27,7 @@ EIO = OSError(errno.EIO, "Input/output error")
 @pytest.fixture
 def failing(listed: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainLoader]:
     """A training loader of the twelve listed images, of which the storage does not give some."""
-    monkeypatch.setattr(reading, "PAUSES", ())
+    monkeypatch.setattr(retry, "PAUSES", ())
 
     def make(lost: list[int], max_bad: float, error: Exception = EIO) -> TrainLoader:
         cpu = torch.device("cpu")
@@ -55,7 +56,7 @@ def test_storage_that_is_gone_is_told_whatever_max_bad_allows(
 def test_a_validation_image_the_storage_holds_back(
     listed: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "PAUSES", ())
+    monkeypatch.setattr(retry, "PAUSES", ())
     images = open_dataset(settings(DATA_PATH=str(listed)), False, 3, 5, torch.device("cpu"))
     assert isinstance(images, Images)
     images.samples = Flaky(images.samples, {2: 99}, EIO)

@@ -16,10 +16,10 @@ import simplejpeg
 import torch
 
 from datasets import check_dataset
-from datasets.crops import Box
-from datasets.crops import square as whole
-from datasets.decode import decoder_of
-from datasets.jpeg import JpegStored
+from datasets.decoding.jpeg import JpegStored
+from datasets.decoding.reader import decoder_of
+from datasets.transforms.crops import Box
+from datasets.transforms.crops import square as whole
 from tests.datasets.pictures import apart, encoded, picture, square
 from tests.program import Result
 from utils.config.data import DataConfig

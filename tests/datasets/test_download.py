@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from datasets import check_dataset, open_dataset
-from datasets.download import fetch_once
+from datasets.sources.download import fetch_once
 from tests.datasets.published import FETCHERS, FOLDERS, MAKERS
 from tests.program import Result
 from utils.config.data import DataConfig

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, ValLoader, open_dataset
-from datasets.loader import start_worker
+from datasets.loading.loader import start_worker
 from tests.datasets.processes import children, gone, in_order
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
@@ -176,8 +176,8 @@ def test_a_loading_process_that_never_begins_is_replaced(training, caplog, monke
             time.sleep(600)
         start_worker(number)
 
-    monkeypatch.setattr("datasets.loader.start_worker", stuck_once)
-    monkeypatch.setattr("datasets.watch.SECONDS_TO_BEGIN", 1.0)
+    monkeypatch.setattr("datasets.loading.loader.start_worker", stuck_once)
+    monkeypatch.setattr("datasets.loading.workers.SECONDS_TO_BEGIN", 1.0)
     expected = in_order(training(batch=2), 1)
     before = set(children(os.getpid()))
     loader = training(batch=2, workers=2)

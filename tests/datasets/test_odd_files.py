@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 from datasets import check_dataset
-from datasets.folders import class_files
-from datasets.formats import ENDINGS
+from datasets.damage.retry import failure_of
+from datasets.decoding.stored import ENDINGS
 from datasets.given import open_given
-from datasets.passed_over import PassedOver
-from datasets.reading import failure_of
-from datasets.tars import IMAGE_KINDS
+from datasets.shards.tar import IMAGE_KINDS
+from datasets.sources.folders import class_files
+from datasets.sources.passed_over import PassedOver
 from models.sources import check_pretrained
 from scripts.predict_find import paths_of
 from tests.datasets.tar_files import picture, samples, write_set, write_tar
@@ -246,7 +246,7 @@ def test_images_with_two_dots_in_tar_files_are_counted(
     data = settings(DATASET="shards", DATA_PATH=str(tmp_path))
     told = "passed over 3 files: more than one dot in the name 2 (cat.front.jpg, cat.front.cls), .heic 1 (x.heic)"
     for _ in range(2):  # the second time from the index that was kept
-        monkeypatch.setattr("datasets.shard_set.tell_once", log.warning)
+        monkeypatch.setattr("datasets.shards.layout.tell_once", log.warning)
         said.clear()
         check_dataset(data, 3)
         assert f"{told}. As in WebDataset, all that follows the first dot" in said.text

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from datasets.pixels import Pixels, Unreadable
+from datasets.transforms.pixels import Pixels, Unreadable
 from tests.datasets.pictures import apart, encoded, picture, square
 from utils.config.data import DataConfig
 

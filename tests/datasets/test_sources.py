@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import check_dataset, lists, names, open_dataset
-from datasets.digits import read_digits
-from datasets.split import split
+from datasets import check_dataset, names, open_dataset
+from datasets.sources import lists
+from datasets.sources.digits import read_digits
+from datasets.sources.split import split
 from utils.config.data import DataConfig
 from utils.errors import UserError
 

@@ -12,7 +12,7 @@ import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.images import Images
-from datasets.split import split
+from datasets.sources.split import split
 from tests.datasets.published import image
 from utils.config.data import DataConfig
 from utils.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datasets.stores import Folder, Range
+from datasets.shards.stores import Folder, Range
 
 WHOLE = np.arange(5000, dtype=np.int32).astype(np.uint8)
 PART: Range = ("0.tar", 1000, 500)

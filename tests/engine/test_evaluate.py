@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datasets import PADDING, Batch, validation_batches
-from datasets.broken import BrokenInValidation
+from datasets.damage.broken import BrokenInValidation
 from engine.evaluate import evaluate
 from engine.meters import Means
 from engine.precision import Precision

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from datasets import reading
-from datasets.files import FileSamples
+from datasets.damage import retry
+from datasets.sources.files import FileSamples
 from tests.scripts.packing import Pack, members, photograph
 
 
@@ -26,7 +26,7 @@ def source(tmp_path: Path) -> Path:
 def test_storage_that_fails_leaves_no_image_out(
     source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "PAUSES", (0.01,))
+    monkeypatch.setattr(retry, "PAUSES", (0.01,))
     lost = source / "train" / "a" / "0.jpg"
     words = (source, tmp_path / "packed", "-keep", "-shard_images", 4, "-jobs", 1, "DATA.MAX_BAD=5")
 

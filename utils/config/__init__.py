@@ -1,12 +1,12 @@
 """The run's settings: schema, loading, checking, writing. `load_config` is the door."""
 
-from .amp import AmpConfig
-from .data import DataConfig
-from .load import Loaded, load_config
-from .model import ModelConfig
-from .schema import Config, DistConfig
-from .train import OptimizerConfig, SchedulerConfig, TrainConfig
-from .write import config_hash, differences, format_config, to_yaml
+from utils.config.amp import AmpConfig
+from utils.config.data import DataConfig
+from utils.config.load import Loaded, load_config
+from utils.config.model import ModelConfig
+from utils.config.schema import Config, DistConfig
+from utils.config.train import OptimizerConfig, SchedulerConfig, TrainConfig
+from utils.config.write import config_hash, differences, format_config, to_yaml
 
 __all__ = [
     "AmpConfig",

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from .fields import Section
-from .kinds import AboveZero, Names, Positive
+from utils.config.fields import Section
+from utils.config.kinds import AboveZero, Names, Positive
 
 
 class AmpConfig(Section):

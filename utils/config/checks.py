@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from .data import DataConfig
-from .keys import default_of, settings, value_of
-from .kinds import AUTO
-from .model_checks import Problem, misfits_of_model, remarks_on_model
-from .schema import Config
+from utils.config.data import DataConfig
+from utils.config.keys import default_of, settings, value_of
+from utils.config.kinds import AUTO
+from utils.config.model_checks import Problem, misfits_of_model, remarks_on_model
+from utils.config.schema import Config
 
 POLICIES = ("TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.TRIVIAL_AUGMENT", "TRAIN.THREE_AUGMENT")
 """Each changes an image in its own way, and they were never meant to act together."""

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .fields import Section
-from .kinds import (
+from utils.config.fields import Section
+from utils.config.kinds import (
     Count,
     Fraction,
     NonNegative,

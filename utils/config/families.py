@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .keys import default_of
-from .read import Entry
-from .write import one_line
+from utils.config.keys import default_of
+from utils.config.read import Entry
+from utils.config.write import one_line
 
 TYPE, NAME = "MODEL.TYPE", "MODEL.NAME"
 _BOTH: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from .schema import Config
+from utils.config.schema import Config
 
 # Spellings of earlier PaddleViT files and the key each means today.
 RENAMED = {

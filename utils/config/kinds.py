@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 
-from .fields import revive
+from utils.config.fields import revive
 
 AUTO = "auto"
 Positive = Annotated[int, Field(ge=1)]

@@ -8,16 +8,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from utils.config.checks import misfits, remarks
+from utils.config.families import defaults_of, family_note, family_of
+from utils.config.fields import is_no_value
+from utils.config.keys import allowed, choices, nested, settings
+from utils.config.read import Entry, read_files, read_words
+from utils.config.resumed import kept_defaults
+from utils.config.scaled import scaled_unasked
+from utils.config.schema import Config
 from utils.errors import UserError, nearest
-
-from .checks import misfits, remarks
-from .families import defaults_of, family_note, family_of
-from .fields import is_no_value
-from .keys import allowed, choices, nested, settings
-from .read import Entry, read_files, read_words
-from .resumed import kept_defaults
-from .scaled import scaled_unasked
-from .schema import Config
 
 DEFAULT = "default"
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .fields import Section
-from .kinds import AboveZero, Integers, Names, Positive, Rate, folded
+from utils.config.fields import Section
+from utils.config.kinds import AboveZero, Integers, Names, Positive, Rate, folded
 
 
 class ModelConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from .schema import Config
+from utils.config.schema import Config
 
 AUTO = "auto"
 """What -resume takes for: go on if there is anything."""

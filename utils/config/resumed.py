@@ -9,14 +9,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from utils.config.families import FAMILIES
+from utils.config.keys import default_of, nested, settings, value_of
+from utils.config.read import Entry, read_files
+from utils.config.schema import Config
+from utils.config.write import one_line
 from utils.errors import UserError
 from utils.run_folder import run_of
-
-from .families import FAMILIES
-from .keys import default_of, nested, settings, value_of
-from .read import Entry, read_files
-from .schema import Config
-from .write import one_line
 
 FORMER: dict[str, Any] = {
     "TRAIN.OPTIMIZER.EPS": 1e-8,

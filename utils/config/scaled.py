@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .keys import value_of
-from .read import Entry
-from .schema import Config
-from .write import one_line
+from utils.config.keys import value_of
+from utils.config.read import Entry
+from utils.config.schema import Config
+from utils.config.write import one_line
 
 SCALE = "TRAIN.LINEAR_SCALED_LR"
 RATES = ("TRAIN.BASE_LR", "TRAIN.WARMUP_START_LR", "TRAIN.END_LR")

@@ -9,18 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .amp import AmpConfig
-from .data import DataConfig
-from .fields import Section, inert, revive
-from .kinds import (
-    AboveZero,
-    Count,
-    Names,
-    Positive,
-    folded,
-)
-from .model import ModelConfig
-from .train import TrainConfig
+from utils.config.amp import AmpConfig
+from utils.config.data import DataConfig
+from utils.config.fields import Section, inert, revive
+from utils.config.kinds import AboveZero, Count, Names, Positive, folded
+from utils.config.model import ModelConfig
+from utils.config.train import TrainConfig
 
 
 class DistConfig(Section):

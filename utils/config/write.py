@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from .keys import sections, settings, value_of
-from .schema import Config
+from utils.config.keys import sections, settings, value_of
+from utils.config.schema import Config
 
 if TYPE_CHECKING:
-    from .load import Loaded
+    from utils.config.load import Loaded
 
 
 class _OneLine(yaml.SafeDumper):

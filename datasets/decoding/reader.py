@@ -1,0 +1,90 @@
+"""Which means reads an image: the decoder that DATA.DECODER names for JPEG files, PIL for all others."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from datasets.decoding.exif import upright
+from datasets.decoding.jpeg import JpegStored
+from datasets.decoding.nvimgcodec import RegionStored
+from datasets.decoding.stored import MOST_PIXELS, ArrayStored, PilStored, Stored
+from datasets.samples import Encoded
+from utils.config.data import DataConfig
+from utils.errors import UserError
+from utils.log import log
+
+JPEG_BEGINS = b"\xff\xd8\xff"
+JPEG_DECODERS: dict[str, type[JpegStored]] = {"simplejpeg": JpegStored, "nvimgcodec": RegionStored}
+PACKAGES = {"simplejpeg": ("simplejpeg", "simplejpeg"), "nvimgcodec": ("nvidia.nvimgcodec", "nvidia-nvimgcodec-cu13")}
+"""Decoder -> the module it needs, and what pip calls it"""
+
+
+class Reader:
+    """Opens images. Whatever is wrong with one may raise anything; `reason` puts it into words."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.channels, self.turns = data.IMAGE_CHANNELS, data.EXIF_ROTATE
+        self.jpeg = JPEG_DECODERS.get(decoder_of(data))
+
+    def open(self, encoded: Encoded) -> Stored:
+        if isinstance(encoded, np.ndarray):
+            return ArrayStored(encoded, self.channels)
+        stored = self._open(encoded)
+        if not self.turns:
+            return stored
+        with warnings.catch_warnings(action="ignore"):
+            return upright(stored, encoded)
+
+    def _open(self, data: bytes) -> Stored:
+        if self.jpeg and data.startswith(JPEG_BEGINS):
+            try:
+                return self.jpeg(data, self.channels)
+            except ValueError:
+                pass  # PIL reads more kinds, and says better what is wrong
+        # Of what it can read after all, PIL has much to say: odd EXIF data, large sizes. None of it helps training.
+        with warnings.catch_warnings(action="ignore"):
+            return PilStored(data, self.channels)
+
+
+def reason(error: Exception, encoded: Encoded) -> str:
+    """Why an image could not be read, in words for the one who has the file."""
+    if len(encoded) == 0:
+        return "it is empty: 0 bytes"
+    if isinstance(error, UnidentifiedImageError):
+        return "it is no image of a kind that is known"
+    if isinstance(error, Image.DecompressionBombError):
+        return f"it claims to have more than {MOST_PIXELS:,} pixels, which would fill the memory"
+    return str(error) or type(error).__name__
+
+
+def decoder_of(data: DataConfig) -> str:
+    """DATA.DECODER, with `auto` settled: what reads JPEG files."""
+    if data.DECODER != "auto":
+        return data.DECODER
+    return "pil" if _missing("simplejpeg") else "simplejpeg"
+
+
+def check_decoder(data: DataConfig) -> None:
+    """Raise UserError where what DATA.DECODER asks for is not installed."""
+    needed = {"auto": (), "pil": (), "nvimgcodec": ("nvimgcodec", "simplejpeg")}.get(data.DECODER, (data.DECODER,))
+    for name in needed:
+        if why := _missing(name):
+            raise UserError(
+                f"DATA.DECODER is {data.DECODER}, but {name} cannot be loaded ({why}). "
+                f"Run: pip install {PACKAGES[name][1]}   or set DATA.DECODER to auto or pil."
+            )
+    if data.DECODER == "auto" and (why := _missing("simplejpeg")):
+        log.warning("JPEG files are read by PIL, at half the speed: %s. Run: pip install simplejpeg", why)
+
+
+def _missing(name: str) -> str | None:
+    """Why the package of decoder `name` cannot be imported; None where it can."""
+    try:
+        importlib.import_module(PACKAGES[name][0])
+    except ImportError as error:
+        return str(error)
+    return None

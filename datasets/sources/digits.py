@@ -1,0 +1,67 @@
+"""`digits`: 1,797 handwritten digits, 8 x 8 and grey, that come with scikit-learn: real data without a download.
+
+Crop and flip do not apply to them: an 8 x 8 digit has no margin to crop, and a mirrored digit is another one or none.
+SHIFT, ZOOM and ROTATE do apply.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import logging
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from datasets.base import Source
+from datasets.labels import check_class_count, tell_spare_classes
+from datasets.memory import ArrayPixels, ArraySamples, InMemory
+from datasets.sources.split import split
+from utils.config.data import DataConfig
+from utils.errors import UserError
+
+CLASSES = [str(digit) for digit in range(10)]
+SIDE = 8
+BRIGHTEST = 16
+VALIDATION_SHARE = 0.2
+
+log = logging.getLogger("vitamp")
+
+
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Pixels (1797 x 8 x 8, uint8, 0..255) and labels from scikit-learn's file, without importing scikit-learn."""
+    with gzip.open(_file(), "rt", encoding="ascii") as lines:
+        table = np.loadtxt(lines, delimiter=",")
+    pixels = np.rint(table[:, :-1] * (255 / BRIGHTEST)).astype(np.uint8)
+    return pixels.reshape(-1, SIDE, SIDE), table[:, -1].astype(np.int64)
+
+
+def _file() -> Path:
+    spec = importlib.util.find_spec("sklearn")
+    folders = spec.submodule_search_locations if spec else None
+    file = Path(folders[0]) / "datasets" / "data" / "digits.csv.gz" if folders else None
+    if file is None or not file.is_file():
+        where = f"its file {file} is missing" if file else "the package is not installed"
+        raise UserError(f"DATA.DATASET digits reads a file of scikit-learn: {where}. Run: pip install scikit-learn")
+    return file
+
+
+def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> InMemory:
+    check_class_count(len(CLASSES), num_classes, "The data set digits")
+    pixels, labels = read_digits()
+    part = split(labels, VALIDATION_SHARE, 0, "digits")[0 if train else 1]
+    samples = ArraySamples(pixels[part, :, :, None], labels[part], CLASSES, "digits")
+    return InMemory(samples, data, train, seed, device, cropped=False)
+
+
+def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: ARG001 - both parts lie in one file
+    _file()
+    check_class_count(len(CLASSES), num_classes, "The data set digits")
+    tell_spare_classes(len(CLASSES), num_classes, "The data set digits")
+    if data.DATA_PATH is not None:
+        log.info("DATA.DATA_PATH is not used: the data set digits comes with scikit-learn.")
+
+
+SOURCE = Source(_open, _check, single=partial(ArrayPixels, cropped=False))

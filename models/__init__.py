@@ -11,8 +11,8 @@ from models.build import (
 )
 from models.freeze import classifiers, frozen_weights, lies_in
 from models.shortcuts import Shortcuts
-from models.sources import check_pretrained
-from models.weights import load_pretrained
+from models.weights.find import check_pretrained
+from models.weights.fit import load_pretrained
 
 __all__ = [
     "Shortcuts",

@@ -12,8 +12,8 @@ import timm
 
 from models import build_without_weights
 from models.names import is_timm_name
-from models.paddle_file import read_pdparams
-from models.paddle_names import (
+from models.weights.paddle_file import read_pdparams
+from models.weights.paddle_names import (
     CLASSIFIERS,
     OF_A_CLASSIFIER,
     Converted,

@@ -18,7 +18,7 @@ from datasets.given import open_given
 from datasets.shards.tar import IMAGE_KINDS
 from datasets.sources.folders import class_files
 from datasets.sources.passed_over import PassedOver
-from models.sources import check_pretrained
+from models.weights.find import check_pretrained
 from scripts.predict_find import paths_of
 from tests.datasets.tar_files import picture, samples, write_set, write_tar
 from tests.program import ROOT, Result, save_image

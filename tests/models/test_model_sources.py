@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models import build_model, check_pretrained, load_pretrained, sources
+from models import build_model, check_pretrained, load_pretrained
+from models.weights import find
 from utils.config.model import ModelConfig
 from utils.errors import UserError
 
@@ -123,7 +124,7 @@ def test_an_unreachable_hub_is_told_soon(no_cache: Path, monkeypatch: pytest.Mon
         time.sleep(30)
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
-    monkeypatch.setattr(sources, "PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(find, "PROBE_SECONDS", 1.0)
     started = time.monotonic()
     said = refusal(HUB_NAME)
     assert time.monotonic() - started < 5

@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from engine.trained import load_trained
 from models import build_model, load_pretrained
-from models.paddle_file import read_pdparams
-from models.paddle_names import convert, sizes_of_weights, timm_name
+from models.weights.paddle_file import read_pdparams
+from models.weights.paddle_names import convert, sizes_of_weights, timm_name
 from tests.scripts.paddle_files import (
     BLOCKS,
     MODELS,

@@ -16,7 +16,7 @@ import pytest
 from torch import nn
 
 from models import load_pretrained
-from models.paddle_file import read_pdparams
+from models.weights.paddle_file import read_pdparams
 from tests.scripts.paddle_files import Tool, tool_of, write
 from utils.errors import UserError
 

@@ -16,9 +16,9 @@ from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
 from models.freeze import classifiers, lies_in
-from models.paddle_file import EMA_IN, WEIGHTS_IN, read_pdparams
-from models.paddle_names import convert
-from models.sources import PADDLE, Source, locate, unreadable
+from models.weights.find import PADDLE, Source, locate, unreadable
+from models.weights.paddle_file import EMA_IN, WEIGHTS_IN, read_pdparams
+from models.weights.paddle_names import convert
 from utils.errors import UserError
 from utils.log import log
 

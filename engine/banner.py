@@ -16,7 +16,7 @@ from engine.token_drop import shortcut_words
 from models import describe as describe_model
 from utils.cli import version_text
 from utils.config import Config
-from utils.world import World
+from utils.distributed.world import World
 
 
 def banner(config: Config, ready: Ready, world: World, device: torch.device, threads: int, folder: Path | None) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine.half_copy import BATCH_NORM
 from engine.update import Parts
 from utils.config import Config
+from utils.distributed.world import World
 from utils.log import log
-from utils.world import World
 
 
 def join_statistics(parts: Parts, world: World, config: Config) -> None:

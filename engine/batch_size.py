@@ -19,10 +19,10 @@ from engine.setup import global_batch
 from engine.trial import STEP, Trial, largest_that_fits
 from utils.config import Config
 from utils.config.kinds import AUTO
+from utils.distributed.world import World, all_of, together
 from utils.errors import UserError
 from utils.log import log
 from utils.seeding import host_generators_kept
-from utils.world import World, all_of, together
 
 CHOICE = "batch_size"
 """What a number that was found is called among a run's choices."""

@@ -10,9 +10,9 @@ from engine.checkpoint import Checkpoint, best_of, folder_name, write_index
 from engine.progress import Best
 from engine.report import METRICS
 from engine.wandb_board import NOTE
+from utils.distributed.world import World, from_first, together
 from utils.log import log
 from utils.run_folder import nothing_trained_yet
-from utils.world import World, from_first, together
 
 ABANDONED = "before-resume-{}"
 COPIED = ("config.yaml", "run.json", METRICS, "curves.png", "broken.txt")

@@ -11,9 +11,9 @@ from engine.checkpoint import META, Checkpoint, bring_back, inspect, read_index,
 from engine.checkpoint_find import find, newest_good, resumable
 from engine.preflight import AUTO, resumed_run
 from utils.config import Config
+from utils.distributed.world import World, from_first, together
 from utils.errors import UserError
 from utils.log import log
-from utils.world import World, from_first, together
 
 
 def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:

@@ -20,9 +20,9 @@ from engine.sharding import blocks_of
 from engine.update import Parts
 from models import build_without_weights
 from utils.config import Config
+from utils.distributed.world import World, from_first, together
 from utils.errors import UserError
 from utils.log import log
-from utils.world import World, from_first, together
 
 AUTO, NONE, BLOCKS, WHOLE = "auto", "none", "blocks", "whole"
 CUDA_GRAPHS = "reduce-overhead"

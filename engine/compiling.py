@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from datasets import Batch
-from datasets.cache import cache_folder
 from engine.compile_choice import BLOCKS, CUDA_GRAPHS, NONE, CompileChoice
 from engine.device import processor
 from engine.mixing import unchanged
 from engine.precision import Precision
 from engine.sharding import blocks_of
 from engine.update import Computed, Parts
+from utils.cache import cache_folder
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.cpus import cores

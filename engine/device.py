@@ -10,10 +10,10 @@ import torch
 from engine.no_gpu import has_driver
 from utils.config.schema import Config
 from utils.cpus import cores
+from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
 from utils.errors import UserError
 from utils.gpus import check_there
 from utils.heap import keep_freed_memory
-from utils.world import ALONE, MPICH, OPENMPI, SLURM, World
 
 # Launchers that may let every process see its own GPU alone (srun --gpus-per-task=1).
 SHOWS_EACH_ITS_OWN = (SLURM, OPENMPI, MPICH)

@@ -30,9 +30,9 @@ from engine.setup import ReadyToTrain, global_batch, setting_of
 from engine.sharding import own_part
 from engine.verdict import load_faster
 from utils.config import Config
+from utils.distributed.world import World, all_of, from_first, together
 from utils.errors import TrainingError, UserError
 from utils.log import log
-from utils.world import World, all_of, from_first, together
 
 SECONDS_OF_UPDATES, SECONDS_OF_LOADING, SECONDS_OF_VALIDATION = 8.0, 4.0, 3.0
 MOST_UPDATES, MOST_BATCHES = 20, 200

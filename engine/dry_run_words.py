@@ -15,7 +15,7 @@ from engine.memory import in_gib
 from engine.pace import clock
 from engine.standing import size_words
 from utils.config import Config
-from utils.world import World
+from utils.distributed.world import World
 
 NEARLY_FULL = 0.9
 NEARLY_ALIKE = 1.25

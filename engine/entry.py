@@ -17,6 +17,8 @@ from engine.stopping import CTRL_C, ENDED, signals
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
 from utils.config.keys import OF_ONE_START, default_of
+from utils.distributed.group import find_out_who_is_gone, lost_another, refuse, this_rank
+from utils.distributed.world import ALONE, World, check_alone, launched, read_world
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -26,13 +28,11 @@ from utils.errors import (
     TrainingError,
     UserError,
 )
-from utils.group import find_out_who_is_gone, lost_another, refuse, this_rank
 from utils.late_compiler import import_compiler_late
 from utils.late_wandb import import_wandb_late
 from utils.log import is_heard, log, start_log
 from utils.run_folder import run_of
 from utils.standard_output import OutputError, discard_output, flushed, watch_standard_output
-from utils.world import ALONE, World, check_alone, launched, read_world
 
 SECONDS_TO_FIND_OUT = 12
 SECONDS_TO_SPEAK = 5
@@ -166,7 +166,7 @@ def _start_processes(script: str, argv: list[str], loaded: Loaded, command: Comm
     """No launcher gave us a rank: be the launcher, or the only process."""
     from engine.device import visible_devices
     from engine.preflight import check
-    from utils.launch import self_launch
+    from utils.distributed.launch import self_launch
 
     number = visible_devices(loaded.config)
     if number == 1:
@@ -195,7 +195,7 @@ def _has_gpu() -> bool:
 def _run(loaded: Loaded, world: World, command: CommandLine) -> int:
     from engine.preflight import check
     from engine.run import run
-    from utils.launch import die_with_launcher
+    from utils.distributed.launch import die_with_launcher
 
     if world.size > 1:
         die_with_launcher()

@@ -20,12 +20,12 @@ from engine.device import describe_one
 from utils.cli import version_text
 from utils.config import Config
 from utils.config.keys import settings, value_of
+from utils.distributed.group import backend_of, join
+from utils.distributed.launch import LAUNCHER_PID
+from utils.distributed.processes import birth_of
+from utils.distributed.world import World
 from utils.errors import CommonUserError
-from utils.group import backend_of, join
-from utils.launch import LAUNCHER_PID
 from utils.log import log
-from utils.processes import birth_of
-from utils.world import World
 
 MOST_ROWS = 16
 # They tell ranks apart, or only how they were started.

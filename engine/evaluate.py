@@ -12,9 +12,9 @@ from datasets import ValLoader
 from engine.memory import IN_VALIDATION, is_out_of_memory
 from engine.meters import Means, correct
 from engine.precision import Precision
+from utils.distributed.world import World, sum_over_ranks
 from utils.errors import CommonError
 from utils.late_compiler import uncompiled
-from utils.world import World, sum_over_ranks
 
 
 @torch.no_grad()  # not inference mode: fp8 layers do not run in it

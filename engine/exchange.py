@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.out_of_memory import Splitting
 from engine.update import Parts
 from utils.config import Config
+from utils.distributed.world import World
 from utils.errors import UserError
-from utils.world import World
 
 
 def join_gradients(parts: Parts, world: World, config: Config) -> None:

@@ -14,6 +14,7 @@ from engine.preflight import resumed_run, target_folder
 from engine.setup import Ready
 from models import count_parameters
 from utils.config import Config, to_yaml
+from utils.distributed.world import World, from_first, together
 from utils.errors import UserError
 from utils.lock import FolderLock
 from utils.log import log, log_into
@@ -26,7 +27,6 @@ from utils.run_folder import (
     replace_text,
     write_json,
 )
-from utils.world import World, from_first, together
 
 WRITTEN_WHOLE = ("broken.txt", "config.yaml", "curves.png", "index.json", "metrics.jsonl", "run.json", "wandb.json")
 """Of a run's files, those that get their names once they are whole: .NAME.PID until then."""

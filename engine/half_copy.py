@@ -12,7 +12,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from utils.world import World, sum_over_ranks
+from utils.distributed.world import World, sum_over_ranks
 
 # Its running statistics are fp32 in every level with masters, and its kernels take no weights of another type.
 BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)

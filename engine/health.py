@@ -13,9 +13,9 @@ from engine.replay import FORWARD
 from engine.report import Reporter
 from engine.update import Parts
 from utils.config.amp import AmpConfig
+from utils.distributed.world import World, all_of
 from utils.errors import CommonError
 from utils.log import log
-from utils.world import World, all_of
 
 TIMES_TO_BLAME = 2
 """A module blamed this often moves to fp32 (AMP.AUTO_FP32)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from utils.world import World, sum_over_ranks
+from utils.distributed.world import World, sum_over_ranks
 
 # Places in the two rows of sums.
 LOSS, TOP1, TOP5, SAMPLES = range(4)

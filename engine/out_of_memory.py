@@ -21,12 +21,12 @@ from engine.stopping import OUT_OF_MEMORY, Stopped
 from engine.update import Computed, Parts
 from utils.config import Config
 from utils.config.kinds import AUTO
+from utils.distributed.group import this_rank
+from utils.distributed.world import World
 from utils.errors import TrainingError
-from utils.group import this_rank
 from utils.late_compiler import uncompiled
 from utils.log import log
 from utils.seeding import seed_all
-from utils.world import World
 
 if TYPE_CHECKING:
     from engine.trainer import Trainer

@@ -13,7 +13,7 @@ from datasets import ImageDataset, ValLoader, auto_workers, open_dataset, sample
 from datasets.base import PADDING
 from engine.trained import Trained
 from utils.config.kinds import AUTO
-from utils.world import ALONE
+from utils.distributed.world import ALONE
 
 FIRST = 5
 """Guesses that validation looks at."""

@@ -7,8 +7,8 @@ from types import TracebackType
 
 import torch
 
+from utils.distributed.world import World
 from utils.log import log
-from utils.world import World
 
 SKIPPED, WARMUP = 3, 2  # the first updates allocate and tune; a trace of them misleads
 

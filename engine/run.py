@@ -54,11 +54,11 @@ from engine.verdict import Judge
 from engine.wandb_board import open_board
 from utils.better_weights import best_prefix
 from utils.config import Config, Loaded, config_hash
+from utils.distributed.group import leave
+from utils.distributed.world import ALONE, World, together
 from utils.errors import EXIT_DONE, TrainingError, UserError
-from utils.group import leave
 from utils.lock import FolderLock
 from utils.log import log
-from utils.world import ALONE, World, together
 
 
 def run(loaded: Loaded, world: World, dry: bool) -> int:

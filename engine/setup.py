@@ -48,9 +48,9 @@ from utils.config import Config
 from utils.config.keys import values_to_keep
 from utils.config.kinds import AUTO
 from utils.cpus import cores
+from utils.distributed.world import ALONE, World, together
 from utils.log import log
 from utils.seeding import seed_all
-from utils.world import ALONE, World, together
 
 
 @dataclass

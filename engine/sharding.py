@@ -18,9 +18,9 @@ from engine.fp32_modules import forced
 from engine.half_copy import BATCH_NORM, NORMS
 from engine.precision import Precision
 from utils.config import Config
+from utils.distributed.world import World, agree, sum_over_ranks
 from utils.errors import UserError
 from utils.log import log
-from utils.world import World, agree, sum_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

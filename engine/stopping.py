@@ -13,9 +13,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from utils.distributed.world import World
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 from utils.log import log
-from utils.world import World
 
 if TYPE_CHECKING:
     import torch

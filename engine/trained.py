@@ -32,11 +32,11 @@ from utils.better_weights import BOTH, Choice, Wanted, Which, choose_weights
 from utils.cli import CommandLine, amp_settings
 from utils.config import Config, load_config
 from utils.config.keys import settings, values_to_keep
+from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.regular_file import kind_of_path
 from utils.run_folder import run_of
-from utils.world import ALONE
 
 FILES: dict[Which, str] = {"model": MODEL, "ema": EMA}
 

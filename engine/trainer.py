@@ -27,9 +27,9 @@ from engine.update import Parts, train_update
 from engine.verdict import Judge
 from engine.writers import all_of_it, guessed_seconds, saver_of
 from utils.config import Config
+from utils.distributed.world import World, buffers_from_first, from_first
 from utils.errors import EXIT_DONE, CommonError
 from utils.log import log
-from utils.world import World, buffers_from_first, from_first
 
 
 @dataclass

@@ -19,7 +19,7 @@ from engine.overflow import kept_for_replays
 from engine.setup import model_in_precision, update_parts
 from engine.update import Parts, train_update
 from utils.config import Config
-from utils.world import ALONE, World
+from utils.distributed.world import ALONE, World
 
 STEP = 8
 """Found are multiples of this, which tensor cores like, unless fewer fit."""

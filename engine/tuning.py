@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from datasets.cache import DEFAULT
 from engine.amx_layers import use_amx
 from engine.attention import FUSED, Attention, put_attention_in_force, settled_attention
 from engine.attention_race import raced_attention
@@ -25,8 +24,9 @@ from engine.matmul import AMX, ONEDNN, Products, choose_half_products, choose_pr
 from engine.patches import patches_are_linear, use_linear_patches
 from engine.precision import Precision
 from engine.residual import narrow_stream, stream_is_narrow
+from utils.cache import DEFAULT
 from utils.config import Config
-from utils.world import World, from_first, together
+from utils.distributed.world import World, from_first, together
 
 
 @dataclass(frozen=True)

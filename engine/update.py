@@ -24,8 +24,8 @@ from engine.schedule import Schedule
 from engine.sharding import Sharding, meet_now
 from engine.stages import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
 from engine.token_drop import TokenDrop
+from utils.distributed.world import World
 from utils.seeding import seed_all
-from utils.world import World
 
 if TYPE_CHECKING:
     from engine.compiling import Compiled

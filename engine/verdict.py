@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets.samples import Stored
 from engine.stages import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, TEACHER, StageTimes
-from utils.world import World, all_of
+from utils.distributed.world import World, all_of
 
 LEAST_UPDATES = 10
 """Fewer say nothing: the first ones start processes and set things up."""

@@ -27,8 +27,8 @@ from engine.shards import into_shards
 from engine.standing import StandingCopy
 from engine.update import Parts
 from utils.config import Config
+from utils.distributed.world import World
 from utils.log import log
-from utils.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -171,7 +171,7 @@ def _taken(table: Table, models: list[Model]) -> list[Model | None]:
 
 def _on_cpu(line: ToolLine, models: list[Model] | None) -> bool:
     from engine.device import pick_device
-    from utils.world import ALONE
+    from utils.distributed.world import ALONE
 
     given = {"MODEL.NAME": (models[0].name, "-models")} if models else {}
     return pick_device(line.load(given).config.DEVICE, ALONE).type == "cpu"

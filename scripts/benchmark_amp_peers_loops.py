@@ -21,7 +21,7 @@ from scripts.benchmark_amp_peers_start import OURS, PLAIN, UPDATES_AN_EPOCH, Loo
 from scripts.benchmark_amp_peers_timm import Timm, TimmTrain
 from scripts.benchmark_amp_settings import changed
 from utils.config import Config
-from utils.world import ALONE
+from utils.distributed.world import ALONE
 
 
 def loop_of(way: Way, config: Config, device: torch.device) -> Loop:

@@ -20,9 +20,9 @@ from scripts.benchmark_amp_peers_loops import loop_of
 from scripts.benchmark_amp_peers_start import OURS, Loop, Way
 from scripts.own_training import NO_ROOM, own_processes, warmup_updates
 from utils.config import Config
+from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError
 from utils.log import start_log
-from utils.world import ALONE
 
 Answer = TypeVar("Answer")
 COMPARED = 5

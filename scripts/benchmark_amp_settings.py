@@ -32,7 +32,7 @@ def settings_of(
     beside what the user says.
     """
     from engine.device import pick_device
-    from utils.world import ALONE
+    from utils.distributed.world import ALONE
 
     given = {key: (value, "benchmark_amp.py") for key, value in (fixed or {}).items()}
     if "MODEL" in line.own:

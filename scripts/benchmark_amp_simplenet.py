@@ -141,8 +141,8 @@ class SimpleNet:
         from engine.mixing import Seen
         from engine.precision import Precision
         from engine.setup import update_parts
+        from utils.distributed.world import ALONE
         from utils.seeding import seed_all
-        from utils.world import ALONE
 
         def inputs_and_targets(numbers: Tensor, labels: Tensor) -> Seen:
             return Seen(numbers[0], numbers[1], labels)

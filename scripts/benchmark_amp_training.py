@@ -22,9 +22,9 @@ from engine.update import train_update
 from scripts.benchmark_amp_frame import Figures
 from scripts.own_training import NO_ROOM, Training, opened, own_processes, warmup_updates
 from utils.config import Config
+from utils.distributed.world import ALONE, BY_HAND, World
 from utils.errors import TrainingError, UserError
 from utils.log import start_log
-from utils.world import ALONE, BY_HAND, World
 
 OUT_OF_MEMORY = "out of memory"
 

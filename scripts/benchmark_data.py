@@ -77,7 +77,7 @@ def _benchmark(argv: list[str]) -> int:
     from engine.device import pick_device
     from scripts.benchmark_data_report import report
     from scripts.benchmark_data_run import Benchmark, Plan, on_made_images
-    from utils.world import ALONE
+    from utils.distributed.world import ALONE
 
     config = loaded.config
     for note in loaded.notes:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from datasets import check_dataset, open_dataset
-from datasets.cache import cache_folder
 from datasets.images import Images
 from engine.device import processor
 from scripts.benchmark_data_loaders import loader_name, loaders
@@ -26,6 +25,7 @@ from scripts.benchmark_data_packed import Packed, pack
 from scripts.benchmark_data_paths import bound, is_jpeg, opened, ours, paths
 from scripts.benchmark_data_stages import stage_runs, stages, transfer_milliseconds
 from scripts.made_images import CLASSES, make_images
+from utils.cache import cache_folder
 from utils.config import Config
 from utils.cpus import cores
 from utils.errors import UserError

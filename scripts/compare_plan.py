@@ -113,7 +113,7 @@ def plan(line: ToolLine, out: Path) -> Plan:
     seeds = read_seeds(line.own["SEEDS"][0] if "SEEDS" in line.own else "3")
 
     from engine.device import pick_device
-    from utils.world import ALONE
+    from utils.distributed.world import ALONE
 
     device = pick_device(loaded.config.DEVICE, ALONE)
     named = line.own["MODES"][0] if "MODES" in line.own else "fp32,auto"

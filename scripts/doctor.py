@@ -26,10 +26,10 @@ sys.path.insert(0, str(ROOT))
 
 from utils.cli import Flag  # noqa: E402
 from utils.config import Loaded  # noqa: E402
+from utils.distributed.world import ALONE  # noqa: E402
 from utils.errors import EXIT_DONE, UserError  # noqa: E402
 from utils.log import log  # noqa: E402
 from utils.script import ToolLine, about_one_device, check_one_training, read_line, run_tool  # noqa: E402
-from utils.world import ALONE  # noqa: E402
 
 OWN = (
     Flag("updates", "updates of each measurement (default 300)", "N", ("UPDATES",)),

@@ -18,11 +18,11 @@ from scripts.doctor_report import as_json, details, rounded, table
 from scripts.doctor_verdict import Baseline, Finding, judge, recommend
 from scripts.own_training import NO_ROOM, own_processes
 from utils.config import Config, to_yaml
+from utils.distributed.world import ALONE
 from utils.errors import TrainingError
 from utils.log import log
 from utils.output_file import writing
 from utils.run_folder import describe_run, make_folder, write_json
-from utils.world import ALONE
 
 REPORT, PICTURE = "doctor.json", "doctor.png"
 MUCH_NOISE = 0.15

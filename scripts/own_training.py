@@ -28,8 +28,8 @@ from engine.op_lists import OpLists
 from engine.setup import ReadyToTrain, build_for_training, training_data
 from engine.sharding import sharding_of
 from utils.config import Config
-from utils.group import leave
-from utils.world import ALONE, World, together
+from utils.distributed.group import leave
+from utils.distributed.world import ALONE, World, together
 
 PR_SET_PDEATHSIG = 1
 PRELOADED = ["torch", "torchvision.transforms.v2", "timm", "timm.optim", "timm.scheduler", "pydantic"]

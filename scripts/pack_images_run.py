@@ -18,7 +18,6 @@ import torch
 from tqdm import tqdm
 
 from datasets import check_dataset, open_dataset
-from datasets.cache import write_whole
 from datasets.damage.broken import allowed
 from datasets.damage.exclude import name_prefix
 from datasets.images import samples_of
@@ -28,6 +27,7 @@ from datasets.shards.layout import MADE_BY, MANIFEST, ShardSet, finish_set
 from datasets.shards.stores import Folder, Found
 from datasets.shards.tar import TarSamples
 from scripts.pack_images_shard import RECORDS, Record, Shard, Stopped, Work, make_shard, start_process
+from utils.cache import write_whole
 from utils.config.data import DataConfig
 from utils.cpus import cores
 from utils.errors import TrainingError, UserError

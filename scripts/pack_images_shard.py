@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from datasets.cache import write_whole
 from datasets.damage.retry import failure_of
 from datasets.samples import Samples
 from datasets.shards.tar import TarWriter
 from scripts.pack_images_encode import Encoder, Packed
+from utils.cache import write_whole
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 

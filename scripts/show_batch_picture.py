@@ -21,9 +21,9 @@ from engine.inputs import Inputs
 from engine.mixing import batch_change
 from engine.setup import training_data
 from utils.config import Config
+from utils.distributed.world import ALONE
 from utils.output_file import writing
 from utils.seeding import seed_all
-from utils.world import ALONE
 
 SIDE_INCHES = 1.7
 SMALLEST_SHARE = 0.005

@@ -15,12 +15,12 @@ from typing import Any
 from utils.cli import CommandLine, Flag, parse
 from utils.config import Loaded, load_config
 from utils.config.kinds import AUTO
+from utils.distributed.world import read_world
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
 from utils.log import log, start_log
 from utils.output_file import check_output_file, nothing_written_yet, written
 from utils.precisions import amp_settings_of
 from utils.standard_output import OutputError, discard_output, flushed, watch_standard_output
-from utils.world import read_world
 
 WIDTH = 100
 PAGES = {

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datasets.damage.exclude import REMARK
+from utils.distributed.world import World, all_of
 from utils.errors import CommonError, TrainingError
 from utils.log import log
 from utils.run_folder import replace_text
-from utils.world import World, all_of
 
 LIST = "broken.txt"
 LAST_NAMED, MOST_NAMED = 3, 10

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from datasets.base import Source
-from datasets.cache import cache_folder, only_one
 from datasets.images import Images
 from datasets.shards.layout import MANIFEST, ShardSet, finish_set
 from datasets.shards.parquet import Columns, columns_of, find_parts, need_pyarrow, rows
 from datasets.shards.source import check_parts, open_part
 from datasets.shards.stores import Folder
 from datasets.shards.tar import TarWriter
+from utils.cache import cache_folder, only_one
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from datasets.cache import only_one
+from utils.cache import only_one
 from utils.errors import UserError
 from utils.log import log
 

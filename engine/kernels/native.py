@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from datasets.cache import DEFAULT, only_one
+from utils.cache import DEFAULT, only_one
 from utils.errors import UserError
 from utils.log import log
 

@@ -13,7 +13,7 @@ from engine.half_copy import HalfCopy
 from engine.update import Parts, train_update
 from tests.engine.small import flat, parts_of, window_of
 from utils.config import AmpConfig
-from utils.world import ALONE
+from utils.distributed.world import ALONE
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

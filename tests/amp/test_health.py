@@ -20,7 +20,7 @@ from engine.progress import Position
 from tests.engine.small import CPU, build
 from tests.program import Result, metrics
 from utils.config import AmpConfig
-from utils.world import ALONE
+from utils.distributed.world import ALONE
 
 SHORT = ("-amp", "fp16", "TRAIN.WARMUP_EPOCHS=0", "REPORT_FREQ=4")
 

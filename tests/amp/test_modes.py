@@ -24,9 +24,9 @@ from tests.amp.modes import BF16, FP16, FP32, MODES, PLAIN_STEPS, SCALED, WITH_M
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from utils.config import TrainConfig
+from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import log
-from utils.world import ALONE
 
 
 def noting(outputs: set[torch.dtype]) -> Any:

@@ -16,7 +16,7 @@ from engine.checkpoint import META, STATE
 from engine.choose import chosen_checkpoint
 from tests.program import Result, metrics, run_program, train_tiny
 from utils.config import load_config
-from utils.world import ALONE
+from utils.distributed.world import ALONE
 
 FIRST, NEWEST = "step-000000044", "step-000000088"
 GONE = "(left out)"

@@ -19,7 +19,7 @@ from engine.setup import build_for_training
 from engine.update import Parts
 from tests.program import Result
 from utils.config import load_config
-from utils.world import ALONE
+from utils.distributed.world import ALONE
 
 MIB = 2**20
 COSTS = Costs(

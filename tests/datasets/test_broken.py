@@ -20,8 +20,8 @@ from datasets.damage.broken import allowed
 from datasets.images import Images
 from datasets.samples import Samples
 from utils.config.data import DataConfig
+from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
-from utils.world import ALONE, World
 
 Settings = Callable[..., DataConfig]
 Spoil = Callable[[Path], object]

@@ -17,8 +17,8 @@ from datasets.images import Images
 from datasets.transforms.pixels import Pixels
 from tests.datasets.test_broken import Flaky, epoch
 from utils.config.data import DataConfig
+from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
-from utils.world import ALONE, World
 
 Settings = Callable[..., DataConfig]
 EIO = OSError(errno.EIO, "Input/output error")

@@ -21,7 +21,7 @@ from PIL import Image
 from datasets import Batch
 from engine.setup import training_data
 from utils.config import Config, load_config
-from utils.world import World
+from utils.distributed.world import World
 
 SAMPLES, CLASSES = 101, 4
 GLOBAL_BATCH, BATCH = 8, 2

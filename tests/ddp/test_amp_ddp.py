@@ -19,7 +19,7 @@ from engine.update import train_update
 from tests.engine.small import CPU, build
 from tests.program import Result, metrics
 from utils.config import load_config
-from utils.world import ALONE, World
+from utils.distributed.world import ALONE, World
 
 LEVELS = {
     "fp32": {},

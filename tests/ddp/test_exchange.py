@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ddp.test_amp_ddp import NEVER, PLAIN_STEPS, UPDATES, alike, build_start, on_two, train
-from utils.world import ALONE
+from utils.distributed.world import ALONE
 
 ROUNDED = 2.0**-8
 """What bf16 leaves of a number's digits."""

@@ -15,7 +15,7 @@ from engine.schedule import Schedule, build_scheduler
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import Parts, train_update
 from utils.config import AmpConfig, TrainConfig, load_config
-from utils.world import ALONE
+from utils.distributed.world import ALONE
 
 CPU = torch.device("cpu")
 FP16 = AmpConfig(ENABLED=True, DTYPE="fp16")

@@ -24,8 +24,8 @@ from engine.tuning import tune
 from tests.engine.small import BF16, CPU, OFF, build, train
 from tests.program import metrics
 from utils.config import load_config
+from utils.distributed.world import ALONE
 from utils.errors import UserError
-from utils.world import ALONE
 
 
 class OnGpu:

@@ -18,8 +18,8 @@ from engine.update import Parts
 from tests.engine.small import FP16, parts_of
 from tests.program import Result
 from utils.config import Config
+from utils.distributed.world import ALONE, World
 from utils.log import log
-from utils.world import ALONE, World
 
 TWO = World(rank=0, size=2)
 GPU = torch.device("cuda", 0)

@@ -23,9 +23,9 @@ from tests.engine.small import CPU
 from tests.program import Result, metrics
 from utils import cgroups
 from utils.config import Config, load_config
+from utils.distributed.world import ALONE, World
 from utils.errors import UserError
 from utils.seeding import seed_host
-from utils.world import ALONE, World
 
 AUTO = ("-batch_size", "auto")
 O2 = {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": "O2"}

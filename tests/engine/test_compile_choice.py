@@ -17,8 +17,8 @@ from engine.compile_choice import CompileChoice, choose_compiling
 from engine.compile_gain import gain
 from tests.engine.small import OFF, parts_of
 from utils.config import Config, TrainConfig, load_config
+from utils.distributed.world import ALONE, World
 from utils.errors import UserError
-from utils.world import ALONE, World
 
 Settings = dict[str, Any]
 TWO = World(rank=0, size=2, local_rank=0, local_size=2)

@@ -25,9 +25,9 @@ from tests.engine.small import build, train, windows
 from utils.config import Config
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
+from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.late_compiler import uncompiled
-from utils.world import ALONE
 
 RANDOM = {"MODEL__DEPTH": 2, "MODEL__DROPOUT": 0.1, "MODEL__DROPPATH": 0.2, "DATA__BATCH_SIZE": 16}
 PRECISIONS = {

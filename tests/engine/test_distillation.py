@@ -29,9 +29,9 @@ from tests.engine.test_no_host_copies import read_backs
 from tests.engine.test_out_of_memory import Room
 from tests.program import Result, metrics, train_tiny
 from utils.config import TrainConfig, load_config
+from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.seeding import seed_all
-from utils.world import ALONE
 
 DISTILLED = {"MODEL__NAME": "deit_tiny_distilled_patch16_224"}
 """Without MODEL.TYPE, which would bring the augmentation of its family."""

@@ -15,7 +15,7 @@ from engine.ema import Ema
 from engine.meters import Means
 from engine.trainer import Trainer
 from tests.engine.small import CPU
-from utils.world import ALONE
+from utils.distributed.world import ALONE
 
 STEPS = 30
 

@@ -11,8 +11,8 @@ import torch
 from engine.device import pick_device
 from engine.environment import _check_devices, _dotted, environment_table
 from utils.config import Config
+from utils.distributed.world import World
 from utils.errors import CommonUserError, UserError
-from utils.world import World
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ from engine.meters import Means
 from engine.precision import Precision
 from tests.engine.small import BF16, CPU, OFF
 from utils.config import AmpConfig
+from utils.distributed.world import ALONE
 from utils.errors import TrainingError
-from utils.world import ALONE
 
 SAMPLES = 23
 IMAGES = torch.randint(0, 256, (SAMPLES, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))

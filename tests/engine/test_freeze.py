@@ -24,8 +24,8 @@ from tests.engine.test_batch_norm import TWO, parts_with
 from tests.engine.test_restore import GLOBAL_BATCH, PER_EPOCH, everything, save
 from utils.config import Config, load_config
 from utils.config.model import ModelConfig
+from utils.distributed.world import ALONE
 from utils.errors import UserError
-from utils.world import ALONE
 
 BACKBONE = {"MODEL__FREEZE": "backbone"}
 RANDOM = {"MODEL__DEPTH": 3, "MODEL__DROPOUT": 0.2, "MODEL__ATTENTION_DROPOUT": 0.1, "MODEL__DROPPATH": 0.3}

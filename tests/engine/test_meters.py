@@ -9,7 +9,7 @@ import torch
 
 from engine.meters import NEVER, Reading, TrainMeters, correct
 from tests.engine.small import CPU
-from utils.world import ALONE, World
+from utils.distributed.world import ALONE, World
 
 ONE = torch.tensor(1.0)
 

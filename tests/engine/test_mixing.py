@@ -21,8 +21,8 @@ from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.program import Result, metrics
 from utils.config.train import TrainConfig
+from utils.distributed.world import ALONE
 from utils.seeding import seed_all
-from utils.world import ALONE
 
 CLASSES = 7
 KINDS = {

@@ -19,8 +19,8 @@ from engine.setup import ReadyToTrain
 from tests.engine.small import build, train
 from tests.program import ROOT, Result, metrics
 from utils.config import load_config
+from utils.distributed.world import ALONE
 from utils.errors import UserError
-from utils.world import ALONE
 
 # A device whose memory holds so many images, ABOVE in training, ABOVE_EVAL in validation; from a forward pass on.
 SMALL_DEVICE = f"""

@@ -20,7 +20,7 @@ from tests.datasets.serving import serving
 from tests.datasets.tar_files import write_set
 from tests.engine.small import CPU
 from tests.program import Result
-from utils.world import ALONE
+from utils.distributed.world import ALONE
 
 ON_A_GPU = Setting("cuda", amp=True, compiled=True, workers=8, cores=16)
 NAP = 0.12

@@ -29,7 +29,7 @@ from tests.launch.clusters import (
     two_machines,
 )
 from tests.program import TINY_DIGITS, Result, metrics, run_program
-from utils.signpost import ports_of
+from utils.distributed.signpost import ports_of
 
 # Mixed precision, dropout, an average: whatever could differ from rank to rank.
 WORDS = [

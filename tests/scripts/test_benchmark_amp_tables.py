@@ -19,8 +19,8 @@ from scripts.benchmark_amp_windows import OFF, ON
 from scripts.own_training import opened, own_processes
 from tests.program import Result
 from utils.config import Config, load_config
+from utils.distributed.world import BY_HAND, World
 from utils.seeding import seed_all
-from utils.world import BY_HAND, World
 
 Found = dict[str, Any]
 

@@ -14,8 +14,8 @@ from engine.device import prepare
 from utils import cgroups, cpus
 from utils.config import load_config
 from utils.cpus import cores, cpu_quota
+from utils.distributed.world import ALONE
 from utils.log import log
-from utils.world import ALONE
 
 VERSIONS = [1, 2]
 

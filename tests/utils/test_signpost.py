@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from utils import meeting, signpost
+from utils.distributed import meeting, signpost
+from utils.distributed.signpost import TRIED, Signpost, find_store, ports_of
+from utils.distributed.world import World
 from utils.errors import UserError
-from utils.signpost import TRIED, Signpost, find_store, ports_of
-from utils.world import World
 
 JOB = "OpenMPI prterun-node07-4711@1"
 HERE = "127.0.0.1"

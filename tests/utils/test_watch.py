@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
 
-from utils import group
-from utils.processes import Process, birth_of
-from utils.watch import BEAT, Watch
-from utils.world import TORCHRUN, World
+from utils.distributed import group
+from utils.distributed.processes import Process, birth_of
+from utils.distributed.watchdog import BEAT, Watch
+from utils.distributed.world import TORCHRUN, World
 
 WAITS = {"beats": 9, "waits": True, "place": "torch/distributed/distributed_c10d.py:1 (all_reduce)"}
 READS = {"beats": 9, "waits": False, "place": "engine/meters.py:70 (read)"}

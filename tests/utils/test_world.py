@@ -7,10 +7,10 @@ import os
 import pytest
 
 from utils.config.schema import DistConfig
+from utils.distributed.processes import birth_of
+from utils.distributed.signpost import ports_of
+from utils.distributed.world import World, check_alone, first_host, launched, read_world
 from utils.errors import UserError
-from utils.processes import birth_of
-from utils.signpost import ports_of
-from utils.world import World, check_alone, first_host, launched, read_world
 
 SRUN = {
     "SLURM_JOB_ID": "4711",

@@ -15,17 +15,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from utils.config.schema import DistConfig
+from utils.distributed.meeting import meet, minutes
+from utils.distributed.processes import Process, birth_of
+from utils.distributed.world import World
 from utils.errors import CommonError, CommonUserError, UserError
 from utils.log import log
-from utils.meeting import meet, minutes
-from utils.processes import Process, birth_of
-from utils.world import World
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-    from utils.watch import Watch
+    from utils.distributed.watchdog import Watch
 
 SECONDS_BETWEEN_REMINDERS = 30
 SECONDS_TO_PART = 60
@@ -55,7 +55,7 @@ def join(
     _name, _begun = name_of(member), True
     import torch.distributed
 
-    from utils.watch import Watch
+    from utils.distributed.watchdog import Watch
 
     backend = backend_of(dist, device)
     timeout = datetime.timedelta(minutes=dist.TIMEOUT)

@@ -21,15 +21,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from utils.distributed.processes import Process, birth_of
+from utils.distributed.world import BY_HAND, MPICH, OPENMPI, TORCHRUN, World
 from utils.errors import EXIT_FAILED
 from utils.log import is_heard, log, write_to_files
-from utils.processes import Process, birth_of
-from utils.world import BY_HAND, MPICH, OPENMPI, TORCHRUN, World
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-ROOT = str(Path(__file__).resolve().parents[1]) + os.sep
+ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
 MOST_NAMED = 3
 BEAT = 1.0
 BEAT_OF_EACH_RANK = 0.01

@@ -12,9 +12,9 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
+from utils.distributed.signpost import Signpost, find_store, ports_of
+from utils.distributed.world import World
 from utils.errors import UserError
-from utils.signpost import Signpost, find_store, ports_of
-from utils.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import Store

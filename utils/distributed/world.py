@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.schema import DistConfig
+from utils.distributed.processes import ancestor_without
 from utils.errors import CommonUserError, UserError
-from utils.processes import ancestor_without
 
 if TYPE_CHECKING:
     import torch

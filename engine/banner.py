@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from engine.device import describe as describe_device
-from engine.distillation import teacher_of
-from engine.environment import arguments, libraries
-from engine.fine_tuning import fine_tuning_words
-from engine.optim import optimizer_words, rate_words, scaled_rates
+from engine.distill.targets import teacher_of
+from engine.inputs.token_drop import shortcut_words
+from engine.machine.device import describe as describe_device
+from engine.machine.environment import arguments, libraries
+from engine.optim.build import optimizer_words, rate_words, scaled_rates
+from engine.optim.layer_rates import fine_tuning_words
 from engine.setup import Ready, ReadyToTrain, global_batch
-from engine.token_drop import shortcut_words
 from models import describe as describe_model
 from utils.cli import version_text
 from utils.config import Config

@@ -6,10 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
-from engine.checkpoint import Checkpoint, best_of, folder_name, write_index
-from engine.progress import Best
-from engine.report import METRICS
-from engine.wandb_board import NOTE
+from engine.checkpoint.folder import Checkpoint, best_of, folder_name, write_index
+from engine.measure.progress import Best
+from engine.report.reporter import METRICS
+from engine.report.wandb import NOTE
 from utils.distributed.world import World, from_first, together
 from utils.log import log
 from utils.run_folder import nothing_trained_yet

@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from engine.stopping import CTRL_C, ENDED, signals
+from engine.machine.stopping import CTRL_C, ENDED, signals
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
 from utils.config.keys import OF_ONE_START, default_of
@@ -151,7 +151,7 @@ def _list_models(pattern: str | None) -> int:
 
 
 def _print_amp(loaded: Loaded) -> int:
-    from engine.precision import check_amp
+    from engine.amp.precision import check_amp
     from engine.run import show_precisions
     from models import check_model
 
@@ -164,7 +164,7 @@ def _print_amp(loaded: Loaded) -> int:
 
 def _start_processes(script: str, argv: list[str], loaded: Loaded, command: CommandLine) -> int:
     """No launcher gave us a rank: be the launcher, or the only process."""
-    from engine.device import visible_devices
+    from engine.machine.device import visible_devices
     from engine.preflight import check
     from utils.distributed.launch import self_launch
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datasets import ValLoader
-from engine.memory import IN_VALIDATION, is_out_of_memory
-from engine.meters import Means, correct
-from engine.precision import Precision
+from engine.amp.precision import Precision
+from engine.machine.memory import IN_VALIDATION, is_out_of_memory
+from engine.measure.meters import Means, correct
 from utils.distributed.world import World, sum_over_ranks
 from utils.errors import CommonError
 from utils.late_compiler import uncompiled

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from datasets import check_dataset
-from engine.checkpoint_find import check_resumable
-from engine.optim import optimizer_name
-from engine.precision import check_amp
-from engine.sharding import check_sharding
-from engine.teacher import check_teacher
-from engine.token_drop import shortcuts_of
-from engine.wandb_board import check_wandb
+from engine.amp.precision import check_amp
+from engine.checkpoint.find import check_resumable
+from engine.distill.teacher import check_teacher
+from engine.inputs.token_drop import shortcuts_of
+from engine.optim.build import optimizer_name
+from engine.parallel.fsdp import check_sharding
+from engine.report.wandb import check_wandb
 from models import check_model, check_pretrained
 from utils.config import Config
 from utils.run_folder import check_output, holds_a_run, run_of

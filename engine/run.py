@@ -9,36 +9,41 @@ from pathlib import Path
 
 import torch
 
-from engine import no_gpu
+from engine.amp.fp32_modules import force_fp32, forced
+from engine.amp.half_copy import HalfCopy
+from engine.amp.op_lists import OpLists
+from engine.amp.precision import check_precision
+from engine.amp.prepare_model import hint
+from engine.amp.print_amp import amp_table
 from engine.banner import banner
-from engine.batch_norm import join_statistics
-from engine.batch_size import settle_batch
 from engine.branch import prepare_folder
-from engine.checkpoint import EMA, Checkpoint
-from engine.choose import chosen_checkpoint
-from engine.compile_choice import choose_compiling
-from engine.compiling import compile_update
-from engine.curves import title_of
-from engine.device import pick_device, prepare
-from engine.dry_run import try_out
-from engine.environment import enter
+from engine.checkpoint.chosen import chosen_checkpoint
+from engine.checkpoint.folder import EMA, Checkpoint
+from engine.checkpoint.state import load_weights, say_what_changed
+from engine.compile.choice import choose_compiling
+from engine.compile.compiled import compile_update
 from engine.evaluate import evaluate
-from engine.exchange import join_gradients
-from engine.flops import Peak, Utilisation
-from engine.folder import folder_of, lock_what_is_there, write_down
-from engine.fp32_modules import force_fp32, forced
-from engine.half_copy import HalfCopy
-from engine.memory import is_out_of_memory
-from engine.meters import Means
-from engine.op_lists import OpLists
-from engine.out_of_memory import before_training, fit
-from engine.pace import Pace, clock
-from engine.precision import check_precision
-from engine.prepare import hint
-from engine.print_amp import amp_table
-from engine.progress import Best, Position, updates_left
-from engine.report import METRICS, Reporter
-from engine.resume import load_weights, say_what_changed
+from engine.fit.batch_size import settle_batch
+from engine.fit.dry_run import try_out
+from engine.fit.out_of_memory import before_training, fit
+from engine.machine import no_gpu
+from engine.machine.device import pick_device, prepare
+from engine.machine.environment import enter
+from engine.machine.memory import is_out_of_memory
+from engine.machine.stopping import signals
+from engine.measure.bottleneck import Judge
+from engine.measure.meters import Means
+from engine.measure.mfu import Peak, Utilisation
+from engine.measure.progress import Best, Position, updates_left
+from engine.measure.throughput import Pace, clock
+from engine.parallel.ddp import join_gradients
+from engine.parallel.fsdp import sharding_of
+from engine.parallel.sync_batch_norm import join_statistics
+from engine.report.curves import title_of
+from engine.report.reporter import METRICS, Reporter
+from engine.report.wandb import open_board
+from engine.run_folder import folder_of, lock_what_is_there, write_down
+from engine.run_lock import FolderLock
 from engine.setup import (
     ReadyToTrain,
     build_for_evaluation,
@@ -47,17 +52,12 @@ from engine.setup import (
     model_in_precision,
     setting_of,
 )
-from engine.sharding import sharding_of
-from engine.stopping import signals
 from engine.trainer import Trainer
-from engine.verdict import Judge
-from engine.wandb_board import open_board
 from utils.better_weights import best_prefix
 from utils.config import Config, Loaded, config_hash
 from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, together
 from utils.errors import EXIT_DONE, TrainingError, UserError
-from utils.lock import FolderLock
 from utils.log import log
 
 

@@ -23,26 +23,26 @@ from datasets import (
     samples_of,
     tell_unmatched,
 )
-from engine.checkpoint import Checkpoint
-from engine.distillation import distil, teacher_of
-from engine.ema import Ema
-from engine.fine_tuning import tell_parameters
-from engine.inputs import Inputs, per_channel
-from engine.meters import TrainMeters
-from engine.mixing import batch_change
-from engine.optim import build_optimizer, scaled_rates
-from engine.precision import Precision
-from engine.prepare import prepare_model
-from engine.progress import Best, Position
-from engine.resume import check_samples, restore
-from engine.schedule import Schedule, build_scheduler
-from engine.sharding import Sharding
-from engine.stages import DATA, stages_of
-from engine.teacher import check_fits
-from engine.token_drop import shortcuts_of, token_drop_of
-from engine.tuning import Tuning, tune
+from engine.amp.precision import Precision
+from engine.amp.prepare_model import prepare_model
+from engine.checkpoint.folder import Checkpoint
+from engine.checkpoint.state import check_samples, restore
+from engine.distill.targets import distil, teacher_of
+from engine.distill.teacher import check_fits
+from engine.inputs.mixup import batch_change
+from engine.inputs.normalize import Inputs, per_channel
+from engine.inputs.token_drop import shortcuts_of, token_drop_of
+from engine.measure.bottleneck import Setting
+from engine.measure.meters import TrainMeters
+from engine.measure.progress import Best, Position
+from engine.measure.stage_times import DATA, stages_of
+from engine.optim.build import build_optimizer, scaled_rates
+from engine.optim.ema import Ema
+from engine.optim.layer_rates import tell_parameters
+from engine.optim.schedule import Schedule, build_scheduler
+from engine.parallel.fsdp import Sharding
+from engine.speed.tuning import Tuning, tune
 from engine.update import Parts
-from engine.verdict import Setting
 from models import build_model, frozen_weights, load_pretrained
 from utils.config import Config
 from utils.config.keys import values_to_keep

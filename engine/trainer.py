@@ -11,21 +11,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from datasets import TrainLoader, ValLoader
-from engine.curves import Curves
-from engine.ema import on_its_device
+from engine.checkpoint.saver import progress
+from engine.checkpoint.sharded_saver import all_of_it, guessed_seconds, saver_of
+from engine.checkpoint.state import finite_everywhere, state_of
 from engine.evaluate import evaluate
-from engine.health import Health
-from engine.meters import Means, Reading
-from engine.pace import Pace, seconds_of
-from engine.profile import UpdateProfiler
-from engine.progress import Best, Position, best_by, start_of_best
-from engine.report import Reporter
-from engine.resume import finite_everywhere, state_of
-from engine.saving import progress
-from engine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
+from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
+from engine.measure.bottleneck import Judge
+from engine.measure.meters import Means, Reading
+from engine.measure.profile import UpdateProfiler
+from engine.measure.progress import Best, Position, best_by, start_of_best
+from engine.measure.throughput import Pace, seconds_of
+from engine.optim.ema import on_its_device
+from engine.report.curves import Curves
+from engine.report.reporter import Reporter
+from engine.report.skips import Health
 from engine.update import Parts, train_update
-from engine.verdict import Judge
-from engine.writers import all_of_it, guessed_seconds, saver_of
 from utils.config import Config
 from utils.distributed.world import World, buffers_from_first, from_first
 from utils.errors import EXIT_DONE, CommonError

@@ -12,25 +12,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from datasets import Batch, Window
-from engine.ema import Ema
-from engine.fp32_modules import force_fp32, forced
-from engine.gradients import Gradients
-from engine.half_copy import HalfCopy
-from engine.meters import TrainMeters
-from engine.mixing import BatchChange, unchanged
-from engine.overflow import MicroBatches, OverflowWatch, SkipRecord
-from engine.precision import Precision
-from engine.schedule import Schedule
-from engine.sharding import Sharding, meet_now
-from engine.stages import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
-from engine.token_drop import TokenDrop
+from engine.amp.fp32_modules import force_fp32, forced
+from engine.amp.half_copy import HalfCopy
+from engine.amp.precision import Precision
+from engine.amp.skip_watch import MicroBatches, OverflowWatch, SkipRecord
+from engine.inputs.mixup import BatchChange, unchanged
+from engine.inputs.token_drop import TokenDrop
+from engine.measure.meters import TrainMeters
+from engine.measure.stage_times import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
+from engine.optim.clip import Gradients
+from engine.optim.ema import Ema
+from engine.optim.schedule import Schedule
+from engine.parallel.fsdp import Sharding, meet_now
 from utils.distributed.world import World
 from utils.seeding import seed_all
 
 if TYPE_CHECKING:
-    from engine.compiling import Compiled
-    from engine.op_lists import OpLists
-    from engine.out_of_memory import Splitting
+    from engine.amp.op_lists import OpLists
+    from engine.compile.compiled import Compiled
+    from engine.fit.out_of_memory import Splitting
 
 
 class Computed(NamedTuple):

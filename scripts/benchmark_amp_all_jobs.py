@@ -170,7 +170,7 @@ def _taken(table: Table, models: list[Model]) -> list[Model | None]:
 
 
 def _on_cpu(line: ToolLine, models: list[Model] | None) -> bool:
-    from engine.device import pick_device
+    from engine.machine.device import pick_device
     from utils.distributed.world import ALONE
 
     given = {"MODEL.NAME": (models[0].name, "-models")} if models else {}

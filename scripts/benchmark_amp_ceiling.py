@@ -12,8 +12,8 @@ from utils.config import AmpConfig, Config
 if TYPE_CHECKING:
     import torch
 
-    from engine.flops import Peak
-    from engine.precision import Precision
+    from engine.amp.precision import Precision
+    from engine.measure.mfu import Peak
 
 
 _peaks: dict[tuple[str, str, int], Peak | None] = {}
@@ -24,8 +24,8 @@ def ceiling(config: Config, device: torch.device, precisions: Iterable[AmpConfig
     """GFLOP of an image in training, and TFLOP/s of the device in each precision: listed, or measured here."""
     import torch
 
-    from engine.flops import training_flops
-    from engine.precision import Precision
+    from engine.amp.precision import Precision
+    from engine.measure.mfu import training_flops
     from models import build_without_weights
 
     size, channels = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
@@ -44,7 +44,7 @@ def ceiling(config: Config, device: torch.device, precisions: Iterable[AmpConfig
 def _peak(kind: str, precision: Precision) -> Peak | None:
     import torch
 
-    from engine.flops import peak_of
+    from engine.measure.mfu import peak_of
 
     threads = torch.get_num_threads()
     key = kind, str(precision.device), threads

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 from datasets import Batch, Share, Window
-from engine.compile_choice import NONE, WHOLE, choose_compiling
-from engine.compiling import compile_update
-from engine.device import prepare
+from engine.compile.choice import NONE, WHOLE, choose_compiling
+from engine.compile.compiled import compile_update
+from engine.machine.device import prepare
 from engine.setup import tuned_model, update_parts
 from engine.update import train_update
 from scripts.benchmark_amp_peers_start import OURS, PLAIN, UPDATES_AN_EPOCH, Loop, Made, Way

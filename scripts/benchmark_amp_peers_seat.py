@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from datasets import Batch
-from engine.device import pick_device
-from engine.memory import is_out_of_memory
-from engine.pace import peak_memory_gb
+from engine.machine.device import pick_device
+from engine.machine.memory import is_out_of_memory
+from engine.measure.throughput import peak_memory_gb
 from scripts.benchmark_amp_frame import Figures
 from scripts.benchmark_amp_peers_loops import loop_of
 from scripts.benchmark_amp_peers_start import OURS, Loop, Way

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from datasets import Batch
-from engine.inputs import per_channel
-from engine.precision import switch_tf32
+from engine.amp.precision import switch_tf32
+from engine.inputs.normalize import per_channel
 from models import build_model
 from utils.config import Config
 from utils.cpus import cores

@@ -136,7 +136,7 @@ def _processes(line: ToolLine, device: torch.device) -> list[int]:
 
 def _work(points: set[Point], config: Config) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """By a point's name: images, and GFLOP of an image. And why some cannot be."""
-    from engine.flops import training_flops
+    from engine.measure.mfu import training_flops
     from models import build_without_weights
 
     work: dict[str, dict[str, Any]] = {}

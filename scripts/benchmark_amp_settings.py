@@ -31,7 +31,7 @@ def settings_of(
     `small`: what holds on a CPU where the user said nothing, and `usual` elsewhere. `fixed`: what this table gives
     beside what the user says.
     """
-    from engine.device import pick_device
+    from engine.machine.device import pick_device
     from utils.distributed.world import ALONE
 
     given = {key: (value, "benchmark_amp.py") for key, value in (fixed or {}).items()}

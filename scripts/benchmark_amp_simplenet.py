@@ -138,8 +138,8 @@ class SimpleNet:
     def _parts(self, enabled: bool) -> Parts:
         from torch import Tensor, nn
 
-        from engine.mixing import Seen
-        from engine.precision import Precision
+        from engine.amp.precision import Precision
+        from engine.inputs.mixup import Seen
         from engine.setup import update_parts
         from utils.distributed.world import ALONE
         from utils.seeding import seed_all

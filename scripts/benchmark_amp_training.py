@@ -15,9 +15,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from datasets import Window
-from engine.device import describe
-from engine.memory import is_out_of_memory
-from engine.pace import peak_memory_gb
+from engine.machine.device import describe
+from engine.machine.memory import is_out_of_memory
+from engine.measure.throughput import peak_memory_gb
 from engine.update import train_update
 from scripts.benchmark_amp_frame import Figures
 from scripts.own_training import NO_ROOM, Training, opened, own_processes, warmup_updates
@@ -188,7 +188,7 @@ def _or_why_not(work: Callable[[], Figures]) -> Figures:
 
 
 def device_in_words(config: Config, device: torch.device) -> str:
-    from engine.device import prepare
+    from engine.machine.device import prepare
 
     return describe(device, ALONE, prepare(config, device, ALONE))
 

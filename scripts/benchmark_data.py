@@ -74,7 +74,7 @@ def _benchmark(argv: list[str]) -> int:
     _check(loaded, line, wishes)
 
     # Only now, with everything known to be right: importing torch takes seconds.
-    from engine.device import pick_device
+    from engine.machine.device import pick_device
     from scripts.benchmark_data_report import report
     from scripts.benchmark_data_run import Benchmark, Plan, on_made_images
     from utils.distributed.world import ALONE

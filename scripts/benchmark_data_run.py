@@ -18,7 +18,7 @@ import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.images import Images
-from engine.device import processor
+from engine.machine.device import processor
 from scripts.benchmark_data_loaders import loader_name, loaders
 from scripts.benchmark_data_measure import OURS, TIMM, TORCHVISION, Budget, Rates, Ratio, measure, ratio
 from scripts.benchmark_data_packed import Packed, pack

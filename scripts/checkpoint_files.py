@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from engine.checkpoint import META, Checkpoint, inspect, read_index, verify
-from engine.checkpoint_find import resumable
-from engine.standing import size_words
+from engine.checkpoint.find import resumable
+from engine.checkpoint.folder import META, Checkpoint, inspect, read_index, verify
+from engine.checkpoint.host_copy import size_words
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
 

@@ -12,10 +12,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engine.checkpoint import EMA, Checkpoint, naming_the_fault, verify
-from engine.choose import checkpoint_of
-from engine.trained import FILES, Saved, find_saved
-from engine.weights_file import MADE_BY
+from engine.checkpoint.chosen import checkpoint_of
+from engine.checkpoint.folder import EMA, Checkpoint, naming_the_fault, verify
+from engine.checkpoint.weights_file import MADE_BY
+from engine.saved.trained import FILES, Saved, find_saved
 from scripts.checkpoint_files import folders_of, verified
 from utils.better_weights import BOTH, SHORT, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError

@@ -112,7 +112,7 @@ def plan(line: ToolLine, out: Path) -> Plan:
     check_one_training(loaded, "compare.py")
     seeds = read_seeds(line.own["SEEDS"][0] if "SEEDS" in line.own else "3")
 
-    from engine.device import pick_device
+    from engine.machine.device import pick_device
     from utils.distributed.world import ALONE
 
     device = pick_device(loaded.config.DEVICE, ALONE)
@@ -139,7 +139,7 @@ def in_another_process(work: Callable[..., T], *given: object) -> T:
 
 def _judged(named: str, config: Config, device: torch.device, many: bool) -> tuple[tuple[Mode, ...], list[str], str]:
     """The modes, what is to be told of them, and what the device is called: all that the device itself is asked."""
-    from engine.device import describe_one, visible_devices
+    from engine.machine.device import describe_one, visible_devices
 
     modes = read_modes(named, config, device)
     remarks = _remarks(modes, config, device)

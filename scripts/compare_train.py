@@ -17,7 +17,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from engine.pace import clock
+from engine.measure.throughput import clock
 from scripts.compare_figures import figures_of, is_finished, share_done
 from scripts.compare_plan import Plan, Run, command_of, write_settings
 from utils.log import log

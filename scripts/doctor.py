@@ -60,7 +60,7 @@ def _examine(argv: list[str]) -> int:
     _check(loaded)
 
     # Only now, with everything known to be right: importing torch takes seconds.
-    from engine.device import pick_device
+    from engine.machine.device import pick_device
     from engine.preflight import check
     from scripts.doctor_examination import Examination
     from scripts.doctor_modes import plan, read_modes

@@ -8,9 +8,9 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from engine.compile_choice import NONE
-from engine.device import describe, prepare
-from engine.precision import choose
+from engine.amp.precision import choose
+from engine.compile.choice import NONE
+from engine.machine.device import describe, prepare
 from scripts.doctor_measure import Job, Measured, measure
 from scripts.doctor_modes import REFERENCE, UPDATES_WITHOUT_ARITHMETIC, Mode, Plan, is_emulated, lacks_arithmetic
 from scripts.doctor_picture import draw

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from datasets import Batch, Share
-from engine.half_copy import NORMS
+from engine.amp.half_copy import NORMS
 from engine.setup import ReadyToTrain, model_in_precision
 from utils.config import Config
 from utils.seeding import seed_all

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from datasets import TrainLoader, Window
-from engine.memory import is_out_of_memory
-from engine.meters import NEVER
-from engine.pace import peak_memory_gb
+from engine.machine.memory import is_out_of_memory
+from engine.measure.meters import NEVER
+from engine.measure.throughput import peak_memory_gb
 from engine.setup import ReadyToTrain
 from engine.update import train_update
 from scripts.doctor_layers import Layer, look_at_layers

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from engine.fp8 import hardware_has_fp8
-from engine.precision import check_amp, check_precision, choose
+from engine.amp.fp8 import hardware_has_fp8
+from engine.amp.precision import check_amp, check_precision, choose
 from utils.config import AmpConfig, Config
 from utils.errors import UserError, nearest
 from utils.precisions import AMP_WORDS, PRECISIONS, amp_settings_of

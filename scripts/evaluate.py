@@ -31,7 +31,7 @@ from utils.run_folder import write_json  # noqa: E402
 from utils.script import ToolLine, read_line, run_tool  # noqa: E402
 
 if TYPE_CHECKING:
-    from engine.trained import Which
+    from engine.saved.trained import Which
     from scripts.evaluate_figures import Figures
 
 OWN = (
@@ -65,7 +65,7 @@ def _evaluate(argv: list[str]) -> int:
     _check(line)
 
     # Only now, with the command known to be right: importing torch takes seconds.
-    from engine.trained import BOTH, Wanted, load_trained
+    from engine.saved.trained import BOTH, Wanted, load_trained
     from scripts.evaluate_data import open_part
     from scripts.evaluate_figures import figures_of
     from scripts.evaluate_show import as_json, text, write_matrix

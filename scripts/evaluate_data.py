@@ -12,7 +12,7 @@ from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.images import Images
 from datasets.labels import ANY_LABEL
 from datasets.memory import ArraySamples, InMemory
-from engine.trained import Trained
+from engine.saved.trained import Trained
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 

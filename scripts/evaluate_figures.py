@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.meters import correct
-from engine.predictions import batches_of, guesses
-from engine.trained import Trained
+from engine.measure.meters import correct
+from engine.saved.predictions import batches_of, guesses
+from engine.saved.trained import Trained
 from scripts.evaluate_data import Part
 
 

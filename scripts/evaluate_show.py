@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.trained import Trained
+from engine.saved.trained import Trained
 from scripts.evaluate_data import Part
 from scripts.evaluate_figures import Figures
 from scripts.predict_show import shown

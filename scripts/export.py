@@ -48,7 +48,7 @@ def _work(argv: list[str]) -> int:
     files = _files(asked.out, formats)
 
     # Only now, with the command known to be right: importing torch takes seconds.
-    from engine.trained import load_trained
+    from engine.saved.trained import load_trained
     from scripts.export_check import images_for_check
     from scripts.export_formats import FORMATS
     from scripts.export_model import Wishes, plain_model

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from datasets import PADDING, ImageDataset
 from datasets.given import open_given
-from engine.predictions import name_of, validation_part
-from engine.trained import Trained
+from engine.saved.predictions import name_of, validation_part
+from engine.saved.trained import Trained
 from utils.errors import TrainingError, UserError
 from utils.log import log
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint import naming_the_fault
-from engine.weights_file import EXPORTED
+from engine.checkpoint.folder import naming_the_fault
+from engine.checkpoint.weights_file import EXPORTED
 from scripts.export_model import DTYPES, Plain, Whole, Wishes
 from utils.errors import TrainingError, UserError
 

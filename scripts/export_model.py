@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from datasets.given import squeezes
-from engine.inputs import Inputs, per_channel
-from engine.resume import load_weights
-from engine.trained import Trained
-from engine.weights_file import MADE_BY
+from engine.checkpoint.state import load_weights
+from engine.checkpoint.weights_file import MADE_BY
+from engine.inputs.normalize import Inputs, per_channel
+from engine.saved.trained import Trained
 from models import timm_call
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine.trained import Trained
+from engine.saved.trained import Trained
 from scripts.checkpoint_weights import needed_by_tools
 from scripts.export_check import TOLERANCES, CheckImages, compare, reference
 from scripts.export_formats import Format, Task

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import torch
 
 from datasets import Window
-from engine.compile_choice import choose_compiling
-from engine.compiling import compile_update
-from engine.device import pick_device, prepare
-from engine.environment import enter
-from engine.exchange import join_gradients
-from engine.op_lists import OpLists
+from engine.amp.op_lists import OpLists
+from engine.compile.choice import choose_compiling
+from engine.compile.compiled import compile_update
+from engine.machine.device import pick_device, prepare
+from engine.machine.environment import enter
+from engine.parallel.ddp import join_gradients
+from engine.parallel.fsdp import sharding_of
 from engine.setup import ReadyToTrain, build_for_training, training_data
-from engine.sharding import sharding_of
 from utils.config import Config
 from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, together

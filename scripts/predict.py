@@ -46,7 +46,7 @@ def _work(argv: list[str]) -> int:
     log.setLevel("WARNING")  # standard output is for the results
 
     # Only now, with the command known to be right: importing torch takes seconds.
-    from engine.trained import load_trained
+    from engine.saved.trained import load_trained
     from scripts.predict_find import paths_of
     from scripts.predict_images import predict
 

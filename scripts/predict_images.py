@@ -11,8 +11,8 @@ from tqdm import tqdm
 from datasets import ValLoader, auto_workers
 from datasets.base import PADDING
 from datasets.given import Unread, open_given
-from engine.predictions import batch_size, guesses
-from engine.trained import Trained
+from engine.saved.predictions import batch_size, guesses
+from engine.saved.trained import Trained
 from scripts.predict_show import Form, Guess
 from utils.log import log
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.course import EMA_PREFIX, Points
+from engine.report.course import EMA_PREFIX, Points
 from scripts.report_runs import Run
 
 COLOURS = 8

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from datasets import ImageDataset
-from engine.predictions import batches_of, name_of, picture_of, validation_part
-from engine.trained import Trained, load_trained
+from engine.saved.predictions import batches_of, name_of, picture_of, validation_part
+from engine.saved.trained import Trained, load_trained
 from scripts.evaluate_figures import Figures, Rows, figures_from
 from utils.errors import TrainingError, UserError
 

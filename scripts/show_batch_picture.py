@@ -16,9 +16,9 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
-from engine.device import pick_device, prepare
-from engine.inputs import Inputs
-from engine.mixing import batch_change
+from engine.inputs.mixup import batch_change
+from engine.inputs.normalize import Inputs
+from engine.machine.device import pick_device, prepare
 from engine.setup import training_data
 from utils.config import Config
 from utils.distributed.world import ALONE

@@ -14,9 +14,9 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torchvision.transforms import RandomErasing
 
-from engine.ema import Ema
-from engine.mixing import batch_change
-from engine.optim import build_optimizer
+from engine.inputs.mixup import batch_change
+from engine.optim.build import build_optimizer
+from engine.optim.ema import Ema
 from models import build_model
 from tests.program import Result
 from utils.config import ModelConfig, OptimizerConfig, TrainConfig

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from datasets import Batch, Share
-from engine.overflow import Blame, OverflowWatch
+from engine.amp.skip_watch import Blame, OverflowWatch
 
 CPU = torch.device("cpu")
 SAMPLES = 4

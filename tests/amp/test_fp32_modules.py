@@ -13,7 +13,7 @@ from small_vit import aot, batch, small_vit, step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.fp32_modules import force_fp32, forced
+from engine.amp.fp32_modules import force_fp32, forced
 from utils.errors import UserError
 
 ALL = ["patch_embed", "blocks.*", "norm", "head"]

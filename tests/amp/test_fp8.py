@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine import fp8
-from engine.precision import check_amp
+from engine.amp import fp8
+from engine.amp.precision import check_amp
 from tests.amp.modes import MODES, PLAIN_STEPS, amp, change
 from tests.engine.small import build, windows
 from utils.config import AmpConfig, TrainConfig

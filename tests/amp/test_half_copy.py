@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from engine.half_copy import HalfCopy
+from engine.amp.half_copy import HalfCopy
 from engine.update import Parts, train_update
 from tests.engine.small import flat, parts_of, window_of
 from utils.config import AmpConfig

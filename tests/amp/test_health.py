@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.fp32_modules import forced
-from engine.health import Health
-from engine.meters import TrainMeters
-from engine.overflow import Blame
-from engine.progress import Position
+from engine.amp.fp32_modules import forced
+from engine.amp.skip_watch import Blame
+from engine.measure.meters import TrainMeters
+from engine.measure.progress import Position
+from engine.report.skips import Health
 from tests.engine.small import CPU, build
 from tests.program import Result, metrics
 from utils.config import AmpConfig

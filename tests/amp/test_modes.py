@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from datasets import Batch, Share, Window
-from engine.checkpoint import MODEL, save_checkpoint
+from engine.amp.precision import Precision, check_amp
+from engine.amp.prepare_model import hint
+from engine.checkpoint.folder import MODEL, save_checkpoint
 from engine.evaluate import evaluate
-from engine.precision import Precision, check_amp
-from engine.prepare import hint
 from engine.setup import ReadyToTrain
 from engine.update import train_update
 from tests.amp.modes import BF16, FP16, FP32, MODES, PLAIN_STEPS, SCALED, WITH_MASTERS, amp, change

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import config as compiler_config
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.op_lists import OPERATORS, PADDLE, OpLists, check_names
+from engine.amp.op_lists import OPERATORS, PADDLE, OpLists, check_names
 from tests.program import ROOT
 from utils.errors import UserError
 
@@ -239,7 +239,7 @@ def test_removing_puts_torchs_behaviour_back() -> None:
 def test_putting_kernels_where_autocast_has_its_own_is_no_matter_for_a_warning(tmp_path: Path) -> None:
     """In a process of its own, since torch warns once in each."""
     script = tmp_path / "lists.py"
-    script.write_text("from engine.op_lists import OpLists\nOpLists('cpu', ['softmax'], ['linear']).install()\n")
+    script.write_text("from engine.amp.op_lists import OpLists\nOpLists('cpu', ['softmax'], ['linear']).install()\n")
     words = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", str(script)]
     place = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, env=place, capture_output=True, text=True, timeout=120, check=False)

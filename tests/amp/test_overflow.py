@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.overflow import Blame
+from engine.amp.skip_watch import Blame
 from tests.amp.overflowing import SAMPLES, Forward, blame_of, half, micro_batch, vit, with_huge_bias
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import overflow
+from engine.amp import skip_watch
 from tests.amp.overflowing import Forward, blame_of, micro_batch, vit, watch_of, with_huge_bias
 from utils.seeding import seed_all
 
@@ -153,7 +153,7 @@ def test_a_skip_known_late_is_replayed_with_its_own_batch_and_scale() -> None:
 def test_what_waits_for_a_late_answer_stays_small(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     """Two updates of two micro-batches fit; the newest two keep their images."""
     size = micro_batch(0)[1].images.nbytes
-    monkeypatch.setattr(overflow, "KEPT_BYTES", 4 * size)
+    monkeypatch.setattr(skip_watch, "KEPT_BYTES", 4 * size)
     late = Late()
     watch = watch_of(with_huge_bias(), send=late)
     images = []
@@ -175,7 +175,7 @@ def test_what_waits_for_a_late_answer_stays_small(monkeypatch: pytest.MonkeyPatc
 def test_an_update_that_is_too_large_by_itself_is_let_go_while_it_is_computed(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    monkeypatch.setattr(overflow, "KEPT_BYTES", 2 * micro_batch(0)[1].images.nbytes)
+    monkeypatch.setattr(skip_watch, "KEPT_BYTES", 2 * micro_batch(0)[1].images.nbytes)
     watch = watch_of(with_huge_bias())
     for update in (1, 2):
         kept: Any = []
@@ -197,5 +197,5 @@ def test_an_update_that_is_too_large_by_itself_is_let_go_while_it_is_computed(
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lines of the log."""
     lines: list[str] = []
-    monkeypatch.setattr(overflow.log, "info", lambda text, *words: lines.append(text % words))
+    monkeypatch.setattr(skip_watch.log, "info", lambda text, *words: lines.append(text % words))
     return lines

@@ -10,11 +10,11 @@ import torch
 from small_vit import batch, small_vit
 from torch import Tensor, nn
 
-import engine.amx_layers as amx_layers
-from engine.attention import put_attention_in_force
-from engine.fp32_modules import force_fp32
-from engine.op_lists import OpLists
-from engine.print_amp import amp_table
+import engine.speed.amx.layers as amx_layers
+from engine.amp.fp32_modules import force_fp32
+from engine.amp.op_lists import OpLists
+from engine.amp.print_amp import amp_table
+from engine.speed.attention import put_attention_in_force
 from tests.engine.amx_numbers import needs_amx
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine.checkpoint import MODEL, Checkpoint, inspect, save_checkpoint
-from engine.progress import Best, Position
-from engine.resume import restore, state_of
-from engine.scaler import LossScaler
+from engine.amp.scaler import LossScaler
+from engine.checkpoint.folder import MODEL, Checkpoint, inspect, save_checkpoint
+from engine.checkpoint.state import restore, state_of
+from engine.measure.progress import Best, Position
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train
 from utils.config import AmpConfig

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from engine.weights_file import read_header
+from engine.checkpoint.weights_file import read_header
 from scripts.results import one_run
 from scripts.run_lines import best_top1, read_lines
 from tests.conftest import TINY_DIGITS

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint import META, STATE
-from engine.choose import chosen_checkpoint
+from engine.checkpoint.chosen import chosen_checkpoint
+from engine.checkpoint.folder import META, STATE
 from tests.program import Result, metrics, run_program, train_tiny
 from utils.config import load_config
 from utils.distributed.world import ALONE

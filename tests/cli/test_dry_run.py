@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 import engine.update
 from datasets import Window
-from engine.dry_run import try_out
-from engine.dry_run_words import Costs, Memory, Speed, told
+from engine.fit.dry_run import try_out
+from engine.fit.dry_run_report import Costs, Memory, Speed, told
 from engine.setup import build_for_training
 from engine.update import Parts
 from tests.program import Result

@@ -13,7 +13,7 @@ import torch.distributed
 from safetensors.torch import save_file
 
 from datasets import Window
-from engine.exchange import join_gradients
+from engine.parallel.ddp import join_gradients
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import train_update
 from tests.engine.small import CPU, build

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from engine.checkpoint import inspect, verify
+from engine.checkpoint.folder import inspect, verify
 from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program
 
 FSDP = "DIST.STRATEGY=fsdp"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import native
+from engine.speed.amx import build
 
-needs_amx = pytest.mark.skipif(bool(native.missing()), reason=f"no kernels here: {native.missing()}")
+needs_amx = pytest.mark.skipif(bool(build.missing()), reason=f"no kernels here: {native.missing()}")
 FP32_BOUND = 1e-6
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter
 
-import engine.kernels.attention as kernels
-import engine.packed_attention as packed_attention_module
-from engine.kernels.attention import packed_attention, takes
-from engine.packed_attention import pack
+import engine.speed.kernels.attention as kernels
+import engine.speed.packed_attention as packed_attention_module
+from engine.speed.kernels.attention import packed_attention, takes
+from engine.speed.packed_attention import pack
 from tests.engine.exact_attention import apart, exact_attention
 
 kernels.IN_C.clear()  # Triton in the place of what is in C for CPUs

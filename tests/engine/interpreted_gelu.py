@@ -15,9 +15,9 @@ from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine import fused_mlp
-from engine.fp32_modules import force_fp32
-from engine.kernels import gelu
+from engine.amp.fp32_modules import force_fp32
+from engine.speed import fused_mlp
+from engine.speed.kernels import gelu
 
 HALVES = [torch.bfloat16, torch.float16]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from datasets import Batch, Share, Window
-from engine.meters import TrainMeters
-from engine.precision import Precision
-from engine.schedule import Schedule, build_scheduler
+from engine.amp.precision import Precision
+from engine.measure.meters import TrainMeters
+from engine.optim.schedule import Schedule, build_scheduler
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import Parts, train_update
 from utils.config import AmpConfig, TrainConfig, load_config

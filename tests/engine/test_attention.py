@@ -14,13 +14,13 @@ from timm.models import create_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine.attention_race as attention_race
-from engine import matmul, tuning
-from engine.attention import Attention, attention_layers, put_attention_in_force, settled_attention
-from engine.attention_race import Call, first_call, race, raced_attention, winner
-from engine.inputs import Inputs
-from engine.precision import Precision
-from engine.tuning import tune
+import engine.speed.attention_race as attention_race
+from engine.amp.precision import Precision
+from engine.inputs.normalize import Inputs
+from engine.speed import cpu_products, tuning
+from engine.speed.attention import Attention, attention_layers, put_attention_in_force, settled_attention
+from engine.speed.attention_race import Call, first_call, race, raced_attention, winner
+from engine.speed.tuning import tune
 from tests.engine.small import BF16, CPU, OFF, build, train
 from tests.program import metrics
 from utils.config import load_config
@@ -64,7 +64,7 @@ def vit() -> nn.Module:
 def test_a_cpu_goes_by_a_rule_unless_told_otherwise(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], kind: str
 ) -> None:
-    monkeypatch.setattr(matmul, "_error_of_onednn", lambda: 0.0)  # some CPUs compute in bf16 by it, and refuse it
+    monkeypatch.setattr(cpu_products, "_error_of_onednn", lambda: 0.0)  # some CPUs compute in bf16 by it, and refuse it
     ready = build(tiny, **settings)
     assert ready.tuning.attention.kind == ready.choices["attention"] == kind
     computing = ready.parts.forward  # a half-precision copy where there is one

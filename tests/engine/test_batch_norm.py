@@ -12,8 +12,8 @@ import torch
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
-from engine.batch_norm import join_statistics
-from engine.overflow import OverflowWatch
+from engine.amp.skip_watch import OverflowWatch
+from engine.parallel.sync_batch_norm import join_statistics
 from engine.update import Parts
 from tests.engine.small import FP16, parts_of
 from tests.program import Result

@@ -15,10 +15,12 @@ import pytest
 import torch
 import yaml
 
-from engine import batch_size, memory, overflow, trial
-from engine.batch_size import settle_batch, share_of
-from engine.memory import GIB, LiveMemory, free_memory, limited
-from engine.trial import Trial, largest_that_fits
+from engine.amp import skip_watch
+from engine.fit import batch_size, batch_trial
+from engine.fit.batch_size import settle_batch, share_of
+from engine.fit.batch_trial import Trial, largest_that_fits
+from engine.machine import memory
+from engine.machine.memory import GIB, LiveMemory, free_memory, limited
 from tests.engine.small import CPU
 from tests.program import Result, metrics
 from utils import cgroups
@@ -126,7 +128,7 @@ def test_images_kept_for_replays_count(tiny: Path, monkeypatch: pytest.MonkeyPat
     image = 8 * 8  # of digits
     small, large = peak_of(fp16), peak_of(fp16, each=8000)
     assert large - small == pytest.approx(3 * (8000 - 8) * image, rel=0.02)
-    monkeypatch.setattr(overflow, "KEPT_BYTES", 1000 * image)
+    monkeypatch.setattr(skip_watch, "KEPT_BYTES", 1000 * image)
     assert peak_of(fp16, each=8000) - small < 1100 * image
     assert peak_of({}, each=8000) == peak_of({}), "without loss scaling nothing is replayed"
 
@@ -144,7 +146,7 @@ def test_a_cpu_that_is_slow_is_not_kept_busy(
     tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory_of(1000)
-    monkeypatch.setattr(trial, "SECONDS_A_TRY_ON_CPU", 0.0)
+    monkeypatch.setattr(batch_trial, "SECONDS_A_TRY_ON_CPU", 0.0)
     assert found(settings(tiny)) == (8, 1)
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint import (
+from engine.checkpoint.find import newest_good
+from engine.checkpoint.folder import (
     META,
     MODEL,
     STATE,
@@ -29,7 +30,6 @@ from engine.checkpoint import (
     verify,
     write_index,
 )
-from engine.checkpoint_find import newest_good
 from utils.errors import UserError
 from utils.log import log
 

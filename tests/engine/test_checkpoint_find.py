@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import MODEL, STATE, folder_name, save_checkpoint, write_index
-from engine.checkpoint_find import find
+from engine.checkpoint.find import find
+from engine.checkpoint.folder import MODEL, STATE, folder_name, save_checkpoint, write_index
 from utils.errors import UserError
 
 

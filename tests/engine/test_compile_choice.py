@@ -12,9 +12,9 @@ import timm
 import torch
 from torch import nn
 
-from engine import compile_choice
-from engine.compile_choice import CompileChoice, choose_compiling
-from engine.compile_gain import gain
+from engine.compile import choice
+from engine.compile.choice import CompileChoice, choose_compiling
+from engine.compile.gain import gain
 from tests.engine.small import OFF, parts_of
 from utils.config import Config, TrainConfig, load_config
 from utils.distributed.world import ALONE, World
@@ -28,17 +28,17 @@ LONG, SHORT = 500_000, 100
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that agree in everything."""
-    monkeypatch.setattr(compile_choice, "together", lambda _, work: work())
-    monkeypatch.setattr(compile_choice, "from_first", lambda value, _: value)
+    monkeypatch.setattr(choice, "together", lambda _, work: work())
+    monkeypatch.setattr(choice, "from_first", lambda value, _: value)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """One with all that compiling takes; gives the folder of Python's headers."""
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(compile_choice.sysconfig, "get_path", lambda *_: str(tmp_path))
+    monkeypatch.setattr(choice.sysconfig, "get_path", lambda *_: str(tmp_path))
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setattr(compile_choice.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(choice.shutil, "which", lambda name: f"/usr/bin/{name}")
     return tmp_path
 
 
@@ -106,7 +106,7 @@ def test_a_run_resumed_where_there_is_no_compiler_chooses_anew(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(compile_choice.shutil, "which", lambda _: None)
+    monkeypatch.setattr(choice.shutil, "which", lambda _: None)
     assert choose(kept="whole", device="cuda").how == "none"
     assert "this run had TRAIN.COMPILE whole before, and now torch.compile needs a compiler" in caplog.text
 

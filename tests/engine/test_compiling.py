@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine import compiling
-from engine.attention import put_attention_in_force
-from engine.compile_choice import BLOCKS, WHOLE, CompileChoice
-from engine.compiling import compile_update
+from engine.amp.precision import Precision
+from engine.compile import compiled as compiling
+from engine.compile.choice import BLOCKS, WHOLE, CompileChoice
+from engine.compile.compiled import compile_update
 from engine.evaluate import evaluate
-from engine.precision import Precision
 from engine.setup import ReadyToTrain
+from engine.speed.attention import put_attention_in_force
 from tests.engine.small import build, train, windows
 from utils.config import Config
 from utils.config.amp import AmpConfig

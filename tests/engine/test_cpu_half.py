@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from timm.models import create_model
 from torch import Tensor, nn
 
-import engine.amx_layers as amx_layers
-from engine.amx_layers import LONGEST, serves, use_amx
-from engine.attention import put_attention_in_force
-from engine.fused_mlp import fuse_mlps
-from engine.kernels.products import _library, amx_linear, amx_mlp
-from engine.patches import use_linear_patches
+import engine.speed.amx.layers as amx_layers
+from engine.speed.amx.layers import LONGEST, serves, use_amx
+from engine.speed.amx.products import _library, amx_linear, amx_mlp
+from engine.speed.attention import put_attention_in_force
+from engine.speed.fused_mlp import fuse_mlps
+from engine.speed.linear_patches import use_linear_patches
 from tests.engine.amx_numbers import FP32_BOUND, layers_of, needs_amx
 from tests.engine.exact_attention import apart
 from tests.engine.small import build, train
@@ -101,7 +101,7 @@ def test_bits_do_not_depend_on_threads() -> None:
 @needs_amx
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_threads_with_small_stacks_have_room(dtype: str) -> None:
-    code = "import torch; torch.set_num_threads(3); from engine.kernels.products import amx_linear; "
+    code = "import torch; torch.set_num_threads(3); from engine.speed.amx.products import amx_linear; "
     code += f"x = torch.ones(300, 96, dtype=torch.{dtype}); print(amx_linear(x, torch.ones(40, 96), None).sum().item())"
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_STACKSIZE": "200k"}, check=True)

@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from timm.models import create_model
 from torch import Tensor, nn
 
-import engine.amx_layers as amx_layers
-import engine.packed_attention as packed
-from engine.amx_layers import AmxLinear, serves, use_amx
-from engine.attention import put_attention_in_force
-from engine.fused_mlp import FusedMlp, fuse_mlps
-from engine.kernels import native
-from engine.kernels.attention import packed_attention
-from engine.kernels.products import amx_linear, amx_mlp
-from engine.patches import use_linear_patches
+import engine.speed.amx.layers as amx_layers
+import engine.speed.packed_attention as packed
+from engine.speed.amx import build as native
+from engine.speed.amx.layers import AmxLinear, serves, use_amx
+from engine.speed.amx.products import amx_linear, amx_mlp
+from engine.speed.attention import put_attention_in_force
+from engine.speed.fused_mlp import FusedMlp, fuse_mlps
+from engine.speed.kernels.attention import packed_attention
+from engine.speed.linear_patches import use_linear_patches
 from tests.engine.amx_numbers import FP32_BOUND, layers_of, needs_amx, numbers
 from tests.engine.exact_attention import apart, exact_attention
 from tests.engine.small import build, train
@@ -346,7 +346,7 @@ def test_a_library_that_was_cut_off_is_built_again(monkeypatch: pytest.MonkeyPat
     whole = built.read_bytes()
     built.unlink()  # what is loaded keeps its own
     built.write_bytes(whole[:20000])
-    loads = "import sys; from pathlib import Path; from engine.kernels import native; "
+    loads = "import sys; from pathlib import Path; from engine.speed.kernels import native; "
     loads += "native.keep_kernels_in(Path(sys.argv[1])); native.load('products_amx')"
     subprocess.run([sys.executable, "-c", loads, str(tmp_path)], check=True)
     assert len(built.read_bytes()) >= len(whole)

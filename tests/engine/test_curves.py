@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from engine import curves
-from engine.curves import MOST_POINTS, Curves, draw_curves, title_of
+from engine.report import curves
+from engine.report.curves import MOST_POINTS, Curves, draw_curves, title_of
 from utils.config import Config
 from utils.log import log
 

@@ -18,12 +18,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from engine.distillation import teacher_of
-from engine.exchange import join_gradients
-from engine.mixing import batch_change
-from engine.precision import Precision
+from engine.amp.precision import Precision
+from engine.distill.targets import teacher_of
+from engine.distill.teacher import Teacher, check_fits, load_teacher
+from engine.inputs.mixup import batch_change
+from engine.parallel.ddp import join_gradients
 from engine.setup import ReadyToTrain
-from engine.teacher import Teacher, check_fits, load_teacher
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.engine.test_out_of_memory import Room
@@ -330,8 +330,8 @@ def test_two_processes_learn_what_one_learns(
 def test_compiled_updates_learn_the_same(
     student: Callable[..., ReadyToTrain], tiny: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    from engine import compiling
-    from engine.compile_choice import CompileChoice
+    from engine.compile import compiled as compiling
+    from engine.compile.choice import CompileChoice
 
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     words = {**DISTILLED, **MIXED}

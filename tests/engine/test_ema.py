@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import trainer
-from engine.ema import Ema
-from engine.meters import Means
+from engine.measure.meters import Means
+from engine.optim.ema import Ema
 from engine.trainer import Trainer
 from tests.engine.small import CPU
 from utils.distributed.world import ALONE

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from datasets import PADDING, Batch, validation_batches
 from datasets.damage.broken import BrokenInValidation
+from engine.amp.precision import Precision
 from engine.evaluate import evaluate
-from engine.meters import Means
-from engine.precision import Precision
+from engine.measure.meters import Means
 from tests.engine.small import BF16, CPU, OFF
 from utils.config import AmpConfig
 from utils.distributed.world import ALONE

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from engine import flops
-from engine.flops import Peak, Utilisation, listed_tflops, measured_tflops, peak_of, training_flops
-from engine.pace import Pace
-from engine.precision import Precision, switch_tf32
-from engine.progress import Position
-from engine.stages import FORWARD, HostStages
+from engine.amp.precision import Precision, switch_tf32
+from engine.measure import mfu as flops
+from engine.measure.mfu import Peak, Utilisation, listed_tflops, measured_tflops, peak_of, training_flops
+from engine.measure.progress import Position
+from engine.measure.stage_times import FORWARD, HostStages
+from engine.measure.throughput import Pace
 from models import Shortcuts, build_without_weights
 from tests.engine.small import BF16, CPU, OFF
 from tests.program import Result
@@ -230,10 +230,10 @@ def test_tokens_are_dropped_from_the_model_that_is_counted() -> None:
 
 def test_counting_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is its time a stage's."""
-    from engine import pace
+    from engine.measure import throughput
 
     now = [0.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
 
     def counting(*_: object) -> float:
         now[0] += 1000.0

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.batch_norm import join_statistics
+from engine.checkpoint.state import restore, say_what_changed
 from engine.evaluate import evaluate
-from engine.flops import training_flops
-from engine.resume import restore, say_what_changed
+from engine.measure.mfu import training_flops
+from engine.parallel.sync_batch_norm import join_statistics
 from engine.setup import ReadyToTrain
 from models import build_without_weights, classifiers, frozen_weights
 from models.freeze import freeze

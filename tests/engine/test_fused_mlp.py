@@ -20,8 +20,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import fused_mlp
-from engine.fused_mlp import FusedMlp, fuse_mlps, mlps_are_fused
+from engine.speed import fused_mlp
+from engine.speed.fused_mlp import FusedMlp, fuse_mlps, mlps_are_fused
 from tests.engine.small import build
 from tests.program import ROOT
 from utils.errors import UserError
@@ -117,7 +117,7 @@ def test_kernels_that_fail_are_an_obstacle(
     def no_compiler(_device: torch.device, _dtype: torch.dtype) -> None:
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
-    gelu = pytest.importorskip("engine.kernels.gelu")
+    gelu = pytest.importorskip("engine.speed.kernels.gelu")
     monkeypatch.setattr(gelu, "try_out", no_compiler)
     assert mlps_are_fused("auto", vit, on(), ()) is False
     assert "auto has no effect: its kernels fail here (RuntimeError: Failed to find C compiler.)" in caplog.text

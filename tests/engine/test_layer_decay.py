@@ -12,9 +12,9 @@ import torch
 from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
-from engine.fine_tuning import fine_tuning_words
-from engine.optim import build_optimizer
-from engine.schedule import Schedule, build_scheduler
+from engine.optim.build import build_optimizer
+from engine.optim.layer_rates import fine_tuning_words
+from engine.optim.schedule import Schedule, build_scheduler
 from tests.engine.small import CPU, build, train
 from tests.engine.test_freeze import copies
 from utils.config import TrainConfig, load_config

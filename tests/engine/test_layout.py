@@ -10,9 +10,9 @@ import torch
 from timm.models import create_model
 from torch import Tensor, nn
 
-from engine.inputs import Inputs
-from engine.layout import channels_go_last, put_channels_last
-from engine.precision import Precision
+from engine.amp.precision import Precision
+from engine.inputs.normalize import Inputs
+from engine.speed.channels_last import channels_go_last, put_channels_last
 from tests.engine.small import CPU, OFF, build, train
 from tests.program import metrics
 from utils.config.data import DataConfig

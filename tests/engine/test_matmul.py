@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-import engine.matmul as matmul
-from engine.matmul import Products, choose_half_products, choose_products, put_products_in_force
+import engine.speed.cpu_products as matmul
+from engine.speed.cpu_products import Products, choose_half_products, choose_products, put_products_in_force
 from tests.engine.small import CPU, build
 from utils.errors import UserError
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from datasets import Window
 from engine.evaluate import evaluate
-from engine.mixing import Mixing, Seen, batch_change, unchanged
+from engine.inputs.mixup import Mixing, Seen, batch_change, unchanged
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.program import Result, metrics

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import no_gpu
+from engine.machine import no_gpu
 from tests.program import Result
 from utils.config import Config
 

@@ -10,7 +10,7 @@ import torch
 from timm.optim._optim_factory import create_optimizer_v2
 from torch import nn
 
-from engine.optim import build_optimizer, optimizer_name, optimizer_words
+from engine.optim.build import build_optimizer, optimizer_name, optimizer_words
 from engine.update import train_update
 from tests.engine.small import CPU, FP16, Scale, build, flat, parts_of, train, window_of
 from utils.config import OptimizerConfig, TrainConfig

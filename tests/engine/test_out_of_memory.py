@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.evaluate import evaluate
-from engine.memory import IN_VALIDATION, is_out_of_memory, largest_blocks
-from engine.out_of_memory import Splitting, before_training, describe
+from engine.fit.out_of_memory import Splitting, before_training, describe
+from engine.machine.memory import IN_VALIDATION, is_out_of_memory, largest_blocks
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train
 from tests.program import ROOT, Result, metrics
@@ -340,7 +340,7 @@ def full(tiny: Path) -> ReadyToTrain:
 def test_a_validation_leaves_the_model_as_it_was(
     full: ReadyToTrain, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.out_of_memory.largest_blocks", lambda _device: "2 x 0.6 GiB")
+    monkeypatch.setattr("engine.fit.out_of_memory.largest_blocks", lambda _device: "2 x 0.6 GiB")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         evaluate(full.model, full.val_loader, len(full.val_set), full.inputs, full.precision, ALONE)
     assert full.model.training

@@ -15,14 +15,14 @@ from timm.layers.attention import Attention as TimmAttention
 from timm.models import create_model
 from torch import Tensor, nn
 
-import engine.kernels.attention as kernels
-import engine.packed_attention as packed
-from engine import attention_race
-from engine.attention import PACKED, attention_layers, put_attention_in_force, settled_attention
-from engine.attention_race import raced_attention
-from engine.kernels.attention import key_blocks, takes
-from engine.packed_attention import PackedAttention, can_be_packed, packed_alone
-from engine.precision import Precision
+import engine.speed.kernels.attention as kernels
+import engine.speed.packed_attention as packed
+from engine.amp.precision import Precision
+from engine.speed import attention_race
+from engine.speed.attention import PACKED, attention_layers, put_attention_in_force, settled_attention
+from engine.speed.attention_race import raced_attention
+from engine.speed.kernels.attention import key_blocks, takes
+from engine.speed.packed_attention import PackedAttention, can_be_packed, packed_alone
 from tests.engine.exact_attention import apart, exact_attention
 from tests.engine.small import BF16, CPU
 from utils.errors import UserError
@@ -232,7 +232,7 @@ def test_a_resumed_run_keeps_it_where_its_kernels_run(monkeypatch: pytest.Monkey
 
 
 def test_without_triton_it_is_no_kind_among_others() -> None:
-    code = "import sys; sys.modules['triton'] = None; import engine.packed_attention as p, engine.attention as a"
+    code = "import sys; sys.modules['triton'] = None; import engine.speed.packed_attention as p, engine.speed.attention as a"
     code += "; assert not a.packed_is_possible(())"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

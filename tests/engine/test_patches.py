@@ -11,10 +11,10 @@ import torch
 from timm.models import create_model
 from torch import Tensor, nn
 
-from engine.fp32_modules import force_fp32
-from engine.mixed_in import mix_in
-from engine.patches import LinearPatches, patches_are_linear, use_linear_patches
-from engine.precision import Precision
+from engine.amp.fp32_modules import force_fp32
+from engine.amp.precision import Precision
+from engine.speed.linear_patches import LinearPatches, patches_are_linear, use_linear_patches
+from engine.speed.replace_forward import mix_in
 from tests.engine.small import BF16, CPU, OFF, build, train
 from utils.errors import UserError
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine import precision
-from engine.ema import Ema
-from engine.precision import Precision, check_precision, choose, switch_tf32
+from engine.amp import precision
+from engine.amp.precision import Precision, check_precision, choose, switch_tf32
+from engine.optim.ema import Ema
 from engine.update import Parts, train_update
 from tests.engine.small import BF16, CPU, FP16, OFF, Scale, flat, parts_of, window_of
 from utils.config import AmpConfig

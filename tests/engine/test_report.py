@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from engine import pace
-from engine.meters import Means, Reading
-from engine.overflow import Blame
-from engine.pace import Pace, Perf, clock, seconds_of
-from engine.progress import Position
-from engine.report import Reporter
+from engine.amp.skip_watch import Blame
+from engine.measure import throughput
+from engine.measure.meters import Means, Reading
+from engine.measure.progress import Position
+from engine.measure.throughput import Pace, Perf, clock, seconds_of
+from engine.report.reporter import Reporter
 from tests.engine.small import CPU
 from utils.config import Config
 from utils.log import log
@@ -217,7 +217,7 @@ def test_seconds_of(text: str, seconds: float) -> None:
 
 def test_pace_counts_from_report_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now)
     made = Pace(CPU)
     made.count(64)
     made.count(64)

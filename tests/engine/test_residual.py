@@ -10,8 +10,8 @@ import torch
 from timm.models import create_model
 from torch import Tensor, nn
 
-from engine.precision import Precision
-from engine.residual import narrow_stream, stream_is_narrow
+from engine.amp.precision import Precision
+from engine.speed.residual_dtype import narrow_stream, stream_is_narrow
 from tests.engine.small import BF16, CPU, OFF, build, train
 from utils.config import AmpConfig
 from utils.errors import UserError

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint import EMA, MODEL, Checkpoint, inspect, save_checkpoint
-from engine.progress import Best, Position
-from engine.resume import finite, restore, state_of
+from engine.checkpoint.folder import EMA, MODEL, Checkpoint, inspect, save_checkpoint
+from engine.checkpoint.state import finite, restore, state_of
+from engine.measure.progress import Best, Position
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows
 from utils.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint import MODEL
+from engine.checkpoint.folder import MODEL
 from utils import run_folder
 from utils.errors import UserError
 from utils.run_folder import check_output, make_folder, replace_text, run_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint import inspect, read_index, verify
+from engine.checkpoint.folder import inspect, read_index, verify
 from tests.program import Result, metrics
 from utils.config import config_hash, load_config
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.optim import build_optimizer, scaled_rates
-from engine.schedule import Schedule, build_scheduler
+from engine.optim.build import build_optimizer, scaled_rates
+from engine.optim.schedule import Schedule, build_scheduler
 from engine.update import train_update
 from tests.engine.small import CPU, FP16, Scale, flat, parts_of, window_of
 from utils.config import OptimizerConfig, SchedulerConfig, TrainConfig
@@ -147,7 +147,7 @@ def test_rates_follow_the_global_batch_where_asked(reference: Any, factor: float
 
 def test_the_table_on_the_device_is_filled_anew_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With skips in between: then the count on the device lags behind the updates the host has seen."""
-    monkeypatch.setattr("engine.schedule.TABLE_UPDATES", 4)
+    monkeypatch.setattr("engine.optim.schedule.TABLE_UPDATES", 4)
     rates = []
     for device in (None, torch.device("cpu")):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1)

@@ -14,10 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import stages
-from engine.pace import Pace
-from engine.setup import ReadyToTrain
-from engine.stages import (
+from engine.measure import stage_times
+from engine.measure.stage_times import (
     BACKWARD,
     COPY,
     DATA,
@@ -30,6 +28,8 @@ from engine.stages import (
     Stages,
     stages_of,
 )
+from engine.measure.throughput import Pace
+from engine.setup import ReadyToTrain
 from tests.engine.small import CPU, build, train
 from tests.program import Result, metrics
 
@@ -156,7 +156,7 @@ def test_events_are_used_again() -> None:
 
 
 def test_a_device_far_behind_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "MOST_EVENTS", 60)
+    monkeypatch.setattr(stage_times, "MOST_EVENTS", 60)
     gpu = Gpu()
     made = EventStages(gpu.new_event)
     for _ in range(100):

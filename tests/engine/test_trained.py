@@ -13,11 +13,11 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 
-from engine.checkpoint import EMA, MODEL, save_checkpoint
-from engine.fp32_modules import forced
-from engine.predictions import Predictions, guesses, validation_predictions
-from engine.shards import shard_name
-from engine.trained import load_trained
+from engine.amp.fp32_modules import forced
+from engine.checkpoint.folder import EMA, MODEL, save_checkpoint
+from engine.checkpoint.shard_files import shard_name
+from engine.saved.predictions import Predictions, guesses, validation_predictions
+from engine.saved.trained import load_trained
 from scripts import checkpoint
 from tests.program import Result, metrics
 from utils.errors import TrainingError, UserError

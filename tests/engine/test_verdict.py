@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from engine.pace import Pace
-from engine.stages import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, HostStages, StageTimes
-from engine.verdict import Judge, Setting, Tally, Verdict, judge
+from engine.measure.bottleneck import Judge, Setting, Tally, Verdict, judge
+from engine.measure.stage_times import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, HostStages, StageTimes
+from engine.measure.throughput import Pace
 from tests.datasets.serving import serving
 from tests.datasets.tar_files import write_set
 from tests.engine.small import CPU
@@ -175,10 +175,10 @@ def test_the_first_epoch_is_judged_and_no_other() -> None:
 
 
 def test_the_tally_leaves_out_what_sets_up_and_what_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine import pace
+    from engine.measure import throughput
 
     now = [0.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
     stages = HostStages(lambda: now[0])
     made = Pace(CPU, stages)
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from engine import preflight, wandb_board
-from engine.progress import Best
-from engine.wandb_board import WandbBoard, open_board
+from engine import preflight
+from engine.measure.progress import Best
+from engine.report import wandb
+from engine.report.wandb import WandbBoard, open_board
 from tests.program import ROOT, Result, metrics
 from utils.config import Config, load_config
 from utils.errors import UserError
@@ -228,7 +229,7 @@ def test_without_the_package_nothing_begins(tiny: Path, monkeypatch: pytest.Monk
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(wandb_board, "version", missing)
+    monkeypatch.setattr(wandb, "version", missing)
     preflight.check(load_config(str(tiny)).config)
     preflight.check(load_config(str(tiny), words={"WANDB": "mine", "EVAL": "true"}).config)
     with pytest.raises(UserError, match=r"WANDB mine: .* missing\. Run: pip install wandb"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.out_of_memory import before_training, ways_out
+from engine.fit.out_of_memory import before_training, ways_out
 from tests.engine.small import CPU
 from utils.config import load_config
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine import saving
-from engine.board import Board
-from engine.checkpoint import MODEL, inspect, read_index, save_checkpoint, verify
-from engine.checkpoint_find import newest_good
-from engine.progress import Best
-from engine.saving import Saver
+from engine.checkpoint import saver as saving
+from engine.checkpoint.find import newest_good
+from engine.checkpoint.folder import MODEL, inspect, read_index, save_checkpoint, verify
+from engine.checkpoint.saver import Saver
+from engine.measure.progress import Best
+from engine.report.tensorboard import Board
 from tests.faults.killing import Run, reported, until
 from tests.faults.small_disk import SmallDisk, small_disk
 from tests.program import Result, metrics
@@ -243,7 +243,7 @@ def test_curves_wait_for_room(
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr("engine.board.SECONDS_BETWEEN_TRIES", 0.0)
+    monkeypatch.setattr("engine.report.tensorboard.SECONDS_BETWEEN_TRIES", 0.0)
     board = Board(disk.folder / "tensorboard", 0)
     for update in range(1, 301):
         if update == 100:

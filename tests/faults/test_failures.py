@@ -41,7 +41,7 @@ def test_a_failing_rank_ends_all_and_tells_why_once(start: Callable[..., Run], t
     assert done.code == 1, done.text
     assert done.text.count("RuntimeError: rank one has had enough") == 1
     assert done.text.count("Traceback") == 1
-    assert "engine/update.py" in done.err or "engine/precision.py" in done.err, "where in our code it happened"
+    assert "engine/update.py" in done.err or "engine/amp/precision.py" in done.err, "where in our code it happened"
     assert "rank one has had enough" in (tmp_path / "run" / "ranks" / "1.log").read_text()
     until(lambda: not run.alive(), 5)
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from engine import run_lock
+from engine.run_lock import FolderLock
 from tests.faults.killing import reported, until
 from tests.program import Result, Started
-from utils import lock
 from utils.errors import UserError
-from utils.lock import FolderLock
 
 ENDLESS = ("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=100000")
 
@@ -53,14 +53,14 @@ def test_of_many_runs_at_once_into_a_new_folder_one_trains(begin: Callable[..., 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "SECONDS_BETWEEN_SIGNS", 0.1)
-    monkeypatch.setattr(lock, "SECONDS_TO_WATCH", 2.0)
-    monkeypatch.setattr(lock, "SECONDS_FOR_THE_DYING", 0.2)
+    monkeypatch.setattr(run_lock, "SECONDS_BETWEEN_SIGNS", 0.1)
+    monkeypatch.setattr(run_lock, "SECONDS_TO_WATCH", 2.0)
+    monkeypatch.setattr(run_lock, "SECONDS_FOR_THE_DYING", 0.2)
 
 
 def write_as(folder: Path, sign: int, host: str = "elsewhere") -> None:
     about = {"host": host, "pid": 4711, "since": "2026-01-01 00:00:00", "sign": sign}
-    (folder / lock.NAME).write_text(json.dumps(about) + "\n")
+    (folder / run_lock.NAME).write_text(json.dumps(about) + "\n")
 
 
 @pytest.mark.usefixtures("quick")
@@ -90,8 +90,8 @@ def test_a_run_on_another_machine_that_is_dead(tmp_path: Path) -> None:
     write_as(tmp_path, 1)
     with FolderLock() as mine:
         assert mine.take(tmp_path)
-        assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == os.getpid()
-    assert (tmp_path / lock.NAME).read_text() == ""
+        assert json.loads((tmp_path / run_lock.NAME).read_text())["pid"] == os.getpid()
+    assert (tmp_path / run_lock.NAME).read_text() == ""
 
 
 @pytest.mark.usefixtures("quick")
@@ -123,6 +123,6 @@ def test_a_loading_process_that_outlives_the_run_does_not_hold_the_lock(tmp_path
 def test_it_shows_that_it_lives(tmp_path: Path) -> None:
     with FolderLock() as mine:
         mine.take(tmp_path)
-        path = tmp_path / lock.NAME
+        path = tmp_path / run_lock.NAME
         first = json.loads(path.read_text())["sign"]
         until(lambda: json.loads(path.read_text() or "{}").get("sign", 0) > first, 5)

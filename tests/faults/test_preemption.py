@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import stopping
-from engine.stopping import Deadline
+from engine.machine import stopping
+from engine.machine.stopping import Deadline
 from tests.faults.killing import Run, drawn_curves, reported, until
 from tests.program import ROOT, Result, Started, metrics, train_tiny
 

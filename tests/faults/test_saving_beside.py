@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine import checkpoint as disk
-from engine import saving
-from engine.checkpoint import EMA, MODEL, STATE, bring_back, folder_name, inspect, verify
-from engine.checkpoint_find import newest_good
-from engine.progress import Best
-from engine.saving import Saver, Snapshot
-from engine.standing import StandingCopy
+from engine.checkpoint import folder as disk
+from engine.checkpoint import saver as saving
+from engine.checkpoint.find import newest_good
+from engine.checkpoint.folder import EMA, MODEL, STATE, bring_back, folder_name, inspect, verify
+from engine.checkpoint.host_copy import StandingCopy
+from engine.checkpoint.saver import Saver, Snapshot
+from engine.measure.progress import Best
 from tests.program import Result
 from utils.config.schema import Config
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint import MODEL, STATE, folder_name, save_checkpoint
-from engine.checkpoint_find import newest_good
+from engine.checkpoint.find import newest_good
+from engine.checkpoint.folder import MODEL, STATE, folder_name, save_checkpoint
 from tests.faults.killing import Run
 from tests.program import Result
 

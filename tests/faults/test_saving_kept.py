@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint import folder_name, read_index
+from engine.checkpoint.folder import folder_name, read_index
 from tests.program import Result, metrics
 
 

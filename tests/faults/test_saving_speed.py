@@ -10,10 +10,10 @@ import pytest
 import timm
 import torch
 
-from engine.checkpoint import EMA, MODEL
-from engine.progress import Best
-from engine.resume import finite
-from engine.saving import Saver
+from engine.checkpoint.folder import EMA, MODEL
+from engine.checkpoint.saver import Saver
+from engine.checkpoint.state import finite
+from engine.measure.progress import Best
 from utils.config.schema import Config
 
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from timm.layers.attention import Attention
 from torch import Tensor
 
-from engine.attention import PACKED, put_attention_in_force
-from engine.compiling import CACHE
-from engine.kernels.attention import packed_attention
-from engine.packed_attention import PackedAttention
+from engine.compile.compiled import CACHE
+from engine.speed.attention import PACKED, put_attention_in_force
+from engine.speed.kernels.attention import packed_attention
+from engine.speed.packed_attention import PackedAttention
 from tests.engine.exact_attention import apart, exact_attention
 from tests.gpu.runs import Train, on_a_gpu_alone
 

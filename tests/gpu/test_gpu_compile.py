@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import compile_choice
+from engine.compile import choice
 from tests.gpu.runs import PLACE, Train, apart, far, on_a_gpu_alone
 
 pytestmark = [on_a_gpu_alone, pytest.mark.slow]
@@ -23,7 +23,7 @@ PATIENCE = 500
 
 @pytest.fixture(autouse=True)
 def _tools() -> None:
-    if missing := compile_choice._missing_tool(PLACE):
+    if missing := choice._missing_tool(PLACE):
         pytest.skip(missing)
 
 

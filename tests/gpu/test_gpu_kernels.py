@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 
-from engine.fused_mlp import fuse_mlps
+from engine.speed.fused_mlp import fuse_mlps
 from tests.gpu.runs import PLACE, Train, apart, on_a_gpu_alone
 
 pytestmark = on_a_gpu_alone
@@ -24,7 +24,7 @@ Operator = Callable[[Tensor, Tensor], Tensor]
 
 @pytest.fixture(params=["eager", "compiled"])
 def operator(request: pytest.FixtureRequest) -> Operator:
-    import engine.kernels.gelu  # noqa: F401
+    import engine.speed.kernels.gelu  # noqa: F401
 
     def call(h: Tensor, bias: Tensor) -> Tensor:
         return torch.ops.vitamp.gelu_with_bias(h, bias)

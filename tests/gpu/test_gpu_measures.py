@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.flops import listed_tflops
-from engine.stages import STAGES
+from engine.measure.mfu import listed_tflops
+from engine.measure.stage_times import STAGES
 from tests.gpu.runs import UPDATES, Train, on_a_gpu_alone
 
 pytestmark = on_a_gpu_alone

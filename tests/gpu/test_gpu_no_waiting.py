@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from datasets import Window
-from engine.op_lists import OpLists
+from engine.amp.op_lists import OpLists
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows
 from tests.gpu.runs import PLACE, on_a_gpu_alone

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from engine.predictions import validation_part
-from engine.trained import load_trained
+from engine.saved.predictions import validation_part
+from engine.saved.trained import load_trained
 from tests.gpu.runs import KIND, SMALL, Run
 from tests.program import Result, run_program
 

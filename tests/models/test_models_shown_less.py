@@ -9,7 +9,7 @@ import torch
 from timm.layers.patch_dropout import PatchDropout
 from torch import Tensor, nn
 
-from engine.token_drop import TokenDrop, shortcut_words
+from engine.inputs.token_drop import TokenDrop, shortcut_words
 from models import Shortcuts, build_model, check_model
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig

@@ -307,7 +307,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_device_is_measured_once_for_all_tables(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[torch.dtype] = []
-    monkeypatch.setattr("engine.flops.measured_tflops", lambda _device, dtype: kinds.append(dtype) or 0.05)
+    monkeypatch.setattr("engine.measure.mfu.measured_tflops", lambda _device, dtype: kinds.append(dtype) or 0.05)
     monkeypatch.setattr(benchmark_amp_ceiling, "_peaks", {})
     config = load_config(str(place / "tiny.yaml")).config
     on = changed(config, "AMP", ENABLED=True, DTYPE="bf16").AMP

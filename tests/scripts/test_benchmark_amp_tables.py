@@ -30,7 +30,7 @@ def measured(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Found, str]]:
     """`measured("windows", "-iters", 2)`: what the file holds, and what was told."""
-    monkeypatch.setattr("engine.flops.measured_tflops", lambda *_: 0.05)
+    monkeypatch.setattr("engine.measure.mfu.measured_tflops", lambda *_: 0.05)
 
     def call(table: str, *words: object) -> tuple[Found, str]:
         files = ["-json", tmp_path / "t.json", "-out", tmp_path / "t.png"]

@@ -14,7 +14,7 @@ import timm
 import torch
 from safetensors import safe_open
 
-from engine.checkpoint import EMA, MODEL, save_checkpoint
+from engine.checkpoint.folder import EMA, MODEL, save_checkpoint
 from tests.program import Result, metrics, train_tiny
 
 TOOL = "scripts/checkpoint.py"

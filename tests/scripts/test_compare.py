@@ -214,7 +214,7 @@ def test_ngpus_means_what_it_means_to_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scripts: list[str] = []
-    monkeypatch.setattr("engine.device.visible_gpus", lambda _: 2)
+    monkeypatch.setattr("engine.machine.device.visible_gpus", lambda _: 2)
     monkeypatch.setattr(
         compare_train, "start", lambda command, _: scripts.append(command[0]) or SimpleNamespace(wait=lambda _: 1)
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.precision import Precision
+from engine.amp.precision import Precision
 from scripts.doctor_layers import Layer, Scaled, look_at_layers
 from scripts.doctor_measure import Measured
 from scripts.doctor_modes import BY_NAME, MODES, Mode, mode_of, plan, read_modes

@@ -17,8 +17,8 @@ from PIL import Image
 from sklearn import metrics as sklearn
 
 from datasets.base import Batch, ImageDataset, Key
-from engine.predictions import validation_part, validation_predictions
-from engine.trained import load_trained
+from engine.saved.predictions import validation_part, validation_predictions
+from engine.saved.trained import load_trained
 from scripts import checkpoint, evaluate
 from scripts.evaluate_data import Part
 from scripts.evaluate_figures import Figures, figures_of

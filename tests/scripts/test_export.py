@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from engine.predictions import validation_predictions
-from engine.trained import Trained, load_trained
+from engine.saved.predictions import validation_predictions
+from engine.saved.trained import Trained, load_trained
 from scripts import export
 from scripts.export_check import CheckImages, compare
 from tests.program import ROOT, Result, train_tiny

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
-from engine.weights_file import read_header
+from engine.checkpoint.weights_file import read_header
 from tests.program import Result, metrics
 
 

@@ -14,7 +14,7 @@ import timm
 import torch
 from safetensors import safe_open
 
-from engine.trained import load_trained
+from engine.saved.trained import load_trained
 from models import build_model, load_pretrained
 from models.weights.paddle_file import read_pdparams
 from models.weights.paddle_names import convert, sizes_of_weights, timm_name

@@ -21,10 +21,10 @@ from PIL import Image
 
 from datasets.given import open_given
 from datasets.memory import ArraySamples, open_arrays
-from engine.checkpoint import MODEL, save_checkpoint
-from engine.predictions import validation_part, validation_predictions
+from engine.checkpoint.folder import MODEL, save_checkpoint
+from engine.saved.predictions import validation_part, validation_predictions
+from engine.saved.trained import load_trained
 from engine.setup import model_in_precision
-from engine.trained import load_trained
 from scripts import predict
 from tests.program import ROOT, metrics, save_image
 from utils.better_weights import SHORT

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from datasets import auto_workers
-from engine.device import prepare
+from engine.machine.device import prepare
 from utils import cgroups, cpus
 from utils.config import load_config
 from utils.cpus import cores, cpu_quota

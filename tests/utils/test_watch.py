@@ -17,7 +17,7 @@ from utils.distributed.watchdog import BEAT, Watch
 from utils.distributed.world import TORCHRUN, World
 
 WAITS = {"beats": 9, "waits": True, "place": "torch/distributed/distributed_c10d.py:1 (all_reduce)"}
-READS = {"beats": 9, "waits": False, "place": "engine/meters.py:70 (read)"}
+READS = {"beats": 9, "waits": False, "place": "engine/measure/meters.py:70 (read)"}
 HANGS = {"beats": 9, "waits": False, "place": "datasets/images.py:33 (read)"}
 
 
@@ -49,7 +49,7 @@ def test_the_one_that_stands_elsewhere_is_named(others: list[dict[str, Any]]) ->
 
 def test_where_it_cannot_be_known_all_are_named() -> None:
     said = blamed(READS, HANGS)
-    assert "rank 0 on node0 stands in engine/meters.py:70 (read); rank 1 on node1 stands in datasets" in said
+    assert "rank 0 on node0 stands in engine/measure/meters.py:70 (read); rank 1 on node1 stands in datasets" in said
     assert blamed(WAITS, WAITS, WAITS, WAITS).endswith("; and 1 more")
 
 

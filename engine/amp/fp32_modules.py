@@ -1,0 +1,106 @@
+"""AMP.FP32_MODULES: modules that compute in fp32 while the rest of the model runs under autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from types import MethodType
+from typing import Any
+
+import torch
+import torch._functorch.config as autograd_config
+from torch import nn
+
+from engine.amp.op_lists import cast_floats
+from utils.errors import UserError, nearest
+
+HALVES = (torch.float16, torch.bfloat16)
+# Loops, checkpointing among them, take the members of these one by one and never call the container.
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> list[str]:
+    """Let the modules that `patterns` name compute in fp32, forward and backward. Gives the names newly taken.
+
+    A pattern is a glob over module names (`blocks.11.*`, `head`) or class names (`*Norm*`). What lies inside a module
+    taken needs no taking. Works on a model in training too; parameters, their names and dtypes stay as they are.
+    """
+    patterns = tuple(patterns)
+    modules = dict(_named(model))
+    for pattern in patterns:
+        if not any(_matches(name, module, pattern) for name, module in modules.items()):
+            raise _no_match(pattern, modules)
+    taken: list[str] = []
+    outermost = ""
+    for name, module in modules.items():
+        if outermost and name.startswith(outermost + "."):
+            continue
+        if is_forced(module):
+            outermost = name
+        elif any(_matches(name, module, pattern) for pattern in patterns):
+            outermost = name
+            taken += [part for part, inner in _callable_parts(name, module) if _take(inner, device_type)]
+    if taken:
+        # A compiled backward pass runs under the autocast around its forward call; an eager one does not. Under
+        # autocast the gradients of these modules would be computed in low precision after all.
+        autograd_config.backward_pass_autocast = "off"
+    return taken
+
+
+def forced(model: nn.Module) -> list[str]:
+    """The names of the modules in force."""
+    return [name for name, module in _named(model) if is_forced(module)]
+
+
+def is_forced(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is _forward_in_fp32
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules inside the model by the names they have before compiling."""
+    for name, module in model.named_modules():
+        own = ".".join(part for part in name.split(".") if part != "_orig_mod")
+        if own and not name.endswith("_orig_mod"):
+            yield own, getattr(module, "_orig_mod", module)
+
+
+def _matches(name: str, module: nn.Module, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
+
+
+def _callable_parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if type(module) not in CONTAINERS:
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _callable_parts(f"{name}.{child_name}", child)
+
+
+def _take(module: nn.Module, device_type: str) -> bool:
+    if is_forced(module):
+        return False
+    # Plain attributes of the instance: no key of the state dict changes, and a copy's method belongs to the copy.
+    module.fp32_on = device_type  # pyright: ignore[reportArgumentType]
+    module.forward = MethodType(_forward_in_fp32, module)
+    return True
+
+
+def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for a module's forward. Under autocast fp32 comes out, as it does of autocast's own fp32 operators."""
+    device_type: str = self.fp32_on  # pyright: ignore[reportAssignmentType]
+    under_autocast = torch.is_autocast_enabled(device_type)
+    with torch.autocast(device_type, enabled=False):
+        wide_args, wide_kwargs = (cast_floats(given, torch.float32, device_type) for given in (args, kwargs))
+        outputs = type(self).forward(self, *wide_args, **wide_kwargs)
+    came_in = next((x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), torch.float32)
+    # Without autocast the next module is in half precision itself and takes nothing else.
+    return outputs if under_autocast or came_in not in HALVES else cast_floats(outputs, came_in, device_type)
+
+
+def _no_match(pattern: str, modules: dict[str, nn.Module]) -> UserError:
+    classes = {type(module).__name__ for module in modules.values()}
+    tops = [name for name in modules if "." not in name]
+    return UserError(
+        f"AMP.FP32_MODULES: no module's name or class matches {pattern!r}.{nearest(pattern, [*modules, *classes])} "
+        f"Outermost modules: {', '.join(tops)}. Classes: {', '.join(sorted(classes))}."
+    )

@@ -1,0 +1,101 @@
+"""Checkpoints of weights that are dealt out over ranks: each rank writes its rows into a file of its own.
+
+`model.safetensors` becomes `model.shard-1-of-2.safetensors` and `model.shard-2-of-2.safetensors`: the same names in
+each, rows of the first file before rows of the second. So any number of ranks can read what any other number wrote,
+and all of it is safetensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.parallel.fsdp import Sharding, is_dealt, own_part
+
+OPTIMIZER = "optimizer.safetensors"
+_SHARD = re.compile(r"\.shard-(\d+)-of-(\d+)\.safetensors$")
+
+
+def shard_name(name: str, nth: int, count: int) -> str:
+    """`nth` from 0."""
+    return f"{name.removesuffix('.safetensors')}.shard-{nth + 1}-of-{count}.safetensors"
+
+
+def files_of(name: str, files: Collection[str]) -> list[str]:
+    """The file `name`, or its shards in order; empty where neither is all there."""
+    if name in files:
+        return [name]
+    counts = {int(found[2]) for found in map(_SHARD.search, files) if found}
+    wanted = [shard_name(name, nth, max(counts, default=0)) for nth in range(max(counts, default=0))]
+    return wanted if set(wanted) <= set(files) else []
+
+
+class Joined(Mapping[str, Tensor]):
+    """The whole tensors of several shards, each read when it is asked for."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._files: list[Any] = [safe_open(str(path), framework="pt") for path in paths]
+        self._where: dict[str, list[Any]] = {}
+        for file in self._files:
+            for name in file.keys():  # noqa: SIM118  # a file of safetensors is no mapping
+                self._where.setdefault(name, []).append(file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        rows = [file.get_tensor(name) for file in self._where[name]]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        first, *others = [file.get_slice(name).get_shape() for file in self._where[name]]
+        return (first[0] + sum(rows for rows, *_ in others), *first[1:]) if others else tuple(first)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def into_shards(
+    tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], sharding: Sharding
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """What this rank saves, by the file it goes to, and the state without what it put there."""
+    moments, optimizer = _taken_out(state["optimizer"])
+    found = {name: _rows(named, sharding) for name, named in {**tensors, OPTIMIZER: moments}.items()}
+    names = {name: shard_name(name, sharding.nth, sharding.count) for name in found}
+    return {names[name]: rows for name, rows in found.items()}, {**state, "optimizer": optimizer}
+
+
+def _rows(tensors: Mapping[str, Tensor], sharding: Sharding) -> dict[str, Tensor]:
+    """Rows of what is dealt out (a small tensor has some for a few ranks only); what all hold goes with the first."""
+    rows = {name: own_part(tensor.detach()) for name, tensor in tensors.items() if is_dealt(tensor)}
+    whole = {name: tensor.detach() for name, tensor in tensors.items() if not is_dealt(tensor)}
+    return {name: part for name, part in rows.items() if len(part)} | (whole if sharding.nth == 0 else {})
+
+
+def _taken_out(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    moments: dict[str, Tensor] = {}
+    rest: dict[Any, dict[str, Any]] = {}
+    for number, values in optimizer["state"].items():
+        moments |= {f"{number}.{key}": value for key, value in values.items() if is_dealt(value)}
+        rest[number] = {key: value for key, value in values.items() if not is_dealt(value)}
+    return moments, {**optimizer, "state": rest}
+
+
+def put_in(
+    optimizer: dict[str, Any], moments: Mapping[str, Tensor], parameters: list[Tensor], how: Sharding | None
+) -> None:
+    """Complete the saved state of an optimiser, dealt out `how` its parameters are now."""
+    for name in moments:
+        number, _, key = name.partition(".")
+        optimizer["state"].setdefault(int(number), {})[key] = moments[name]
+    if how is not None:
+        for number, values in optimizer["state"].items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    values[key] = how.like(value, parameters[number])

@@ -1,0 +1,187 @@
+"""How much of a device's arithmetic training uses: the model's own operations, counted, against the device's peak.
+
+Counted is what the model must do for an image, forward and backward, a multiplication and an addition being two. What
+is computed twice to spare memory counts once, and what a mask throws away counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.amp.precision import Precision
+from engine.inputs.token_drop import shortcuts_of, token_drop_of
+from engine.machine.device import describe_one
+from engine.measure.progress import Position
+from models import build_without_weights
+from utils.config import Config
+from utils.log import log
+
+# Dense peaks in TFLOP/s as the vendor's data sheets have them (theirs of sparse matrices halved), products summed up
+# in fp32. Names as the driver gives them.
+H100_SXM = {"fp32": 67.0, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
+LISTED: tuple[tuple[str, dict[str, float]], ...] = (
+    # NVIDIA T4, V100, A10 and A100 Tensor Core GPU, data sheets
+    (r"(Tesla )?T4", {"fp32": 8.1, "fp16": 65.0}),
+    (r"(Tesla )?V100-SXM2-\d+GB", {"fp32": 15.7, "fp16": 125.0}),
+    (r"(Tesla )?V100-PCIE-\d+GB", {"fp32": 14.0, "fp16": 112.0}),
+    (r"A10", {"fp32": 31.2, "tf32": 62.5, "fp16": 125.0, "bf16": 125.0}),
+    (r"A100(-SXM4|-PCIE)-\d+GB|A100 80GB PCIe", {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}),
+    # NVIDIA L4 and L40S, data sheets
+    (r"L4", {"fp32": 30.3, "tf32": 60.0, "fp16": 121.0, "bf16": 121.0, "fp8": 242.5}),
+    (r"L40S", {"fp32": 91.6, "tf32": 183.0, "fp16": 362.0, "bf16": 362.0, "fp8": 733.0}),
+    # NVIDIA Ampere GA102 and Ada GPU architecture, white papers
+    (r"GeForce RTX 3090", {"fp32": 35.6, "tf32": 35.6, "fp16": 71.0, "bf16": 71.0}),
+    (r"GeForce RTX 4090", {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "bf16": 165.2, "fp8": 330.3}),
+    # NVIDIA H100 and H200 Tensor Core GPU, data sheets
+    (r"H100 PCIe", {"fp32": 51.0, "tf32": 378.0, "fp16": 756.0, "bf16": 756.0, "fp8": 1513.0}),
+    (r"H100 80GB HBM3", H100_SXM),
+    (r"H200", H100_SXM),
+    # NVIDIA HGX B200, data sheet, an eighth
+    (r"B200", {"fp32": 75.0, "tf32": 1100.0, "fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0}),
+)
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+MEASURED_FOR = 0.8
+LONG_ENOUGH, LARGEST = 0.05, 8192
+"""Seconds, and rows: matrices are not made larger than it takes to time a product well."""
+IMAGES = 2
+"""Counted at once: a norm over the batch takes no single image for training."""
+
+
+def training_flops(model: nn.Module, channels: int, image_size: int) -> float | None:
+    """Operations of one image in training; None where they cannot be counted. `model` holds no weights (meta)."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    images = torch.empty(IMAGES, channels, image_size, image_size, device="meta")
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model.train()(images).sum().backward()
+    except Exception as error:  # whatever a model does that needs values
+        log.debug("The model's operations cannot be counted: %s", error)
+        return None
+    return counter.get_total_flops() / IMAGES or None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a device could do at most, in TFLOP/s."""
+
+    tflops: float
+    kind: str
+    how: str
+    device: str
+
+    def words(self) -> str:
+        return f"MFU is what training uses of {self.tflops:.3g} TFLOP/s in {self.kind} for each device ({self.how})."
+
+
+def listed_tflops(name: str, kind: str) -> float | None:
+    """By the driver's name of a GPU. A part of one (MIG) or a sister model is not listed."""
+    name = name.removeprefix("NVIDIA ").strip()
+    return next((peaks.get(kind) for pattern, peaks in LISTED if re.fullmatch(pattern, name)), None)
+
+
+def peak_of(precision: Precision, threads: int, measure: bool, run_file: Path) -> Peak | None:
+    """The listed peak of this device, else the measured one if `measure`. `run_file` may remember that."""
+    device, kind = precision.device, precision.name.split("-")[-1]
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        if (listed := listed_tflops(name, kind)) is not None:
+            return Peak(listed, kind, "its data sheet", name)
+    if not measure or kind not in DTYPES:
+        return None
+    name = f"{describe_one(device)}, {threads} threads" if device.type == "cpu" else describe_one(device)
+    known = _remembered(run_file)
+    if known is not None and (known.kind, known.device) == (kind, name):
+        return known
+    return Peak(measured_tflops(device, DTYPES[kind]), kind, "measured by a large matrix product", name)
+
+
+def _remembered(run_file: Path) -> Peak | None:
+    try:
+        return Peak(**json.loads(run_file.read_text(encoding="utf-8"))["peak"])
+    except (OSError, ValueError, KeyError, TypeError):  # no run yet, or one that measured nothing
+        return None
+
+
+def measured_tflops(device: torch.device, dtype: torch.dtype, seconds: float = MEASURED_FOR) -> float:
+    """The best of some products of square matrices, larger and larger until one takes long enough to be timed well."""
+    best, size, began = 0.0, 256, perf_counter()
+    left = _matrix(size, device, dtype)
+    while perf_counter() - began < seconds:
+        passed = _seconds_of_product(left, device)
+        best = max(best, 2 * size**3 / passed / 1e12)
+        if passed < LONG_ENOUGH and size < LARGEST:
+            size *= 2
+            left = _matrix(size, device, dtype)
+            _seconds_of_product(left, device)  # the first of its size sets things up
+    return best
+
+
+def _matrix(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Random, as what is trained on is: products of numbers that are all equal are faster, on an H200 by an eighth."""
+    return torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
+
+
+def _seconds_of_product(matrix: torch.Tensor, device: torch.device) -> float:
+    _wait(device)
+    began = perf_counter()
+    torch.mm(matrix, matrix)
+    _wait(device)
+    return perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+class Utilisation:
+    """Model FLOPs utilisation (MFU): the model's operations a second, in percent of the devices' peak."""
+
+    def __init__(self, config: Config, peak: Peak, devices: int, position: Position) -> None:
+        """`position`: where the run stands; an image may cost less at first (TRAIN.SIZE_SCHEDULE, TOKEN_DROP)."""
+        self._config, self._tflops, self._position = config, peak.tflops * devices, position
+        self._flops: dict[tuple[int, bool], float | None] = {}
+
+    @property
+    def counted(self) -> bool:
+        """Whether the operations are known; counting them takes up to a second or two."""
+        return self._kind() in self._flops
+
+    def percent(self, images_per_second: float) -> float | None:
+        """Counts where it must: at the first report, and at the first after an image's cost changed."""
+        kind = self._kind()
+        if kind not in self._flops:
+            self._flops[kind] = self._count(kind[0])
+            if self._flops[kind] is None:
+                log.info("MFU is not shown: the operations of this model cannot be counted.")
+        flops = self._flops[kind]
+        return None if flops is None else 100 * images_per_second * flops / 1e12 / self._tflops
+
+    def _kind(self) -> tuple[int, bool]:
+        """Of the images in this epoch: their size, and whether tokens are left out."""
+        train, epoch = self._config.TRAIN, self._position.epoch
+        drops = train.TOKEN_DROP > 0 and epoch <= train.NUM_EPOCHS - train.TOKEN_DROP_TAIL
+        return train.size_in(epoch, self._config.DATA.IMAGE_SIZE), drops
+
+    def _count(self, size: int) -> float | None:
+        config, data, drop = self._config, self._config.DATA, token_drop_of(self._config.TRAIN)
+        model = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS, shortcuts_of(config))
+        if drop is not None:
+            drop.set(self._position.epoch, model)
+        return training_flops(model, data.IMAGE_CHANNELS, size)
+
+
+def as_noted(peak: Peak | None) -> dict[str, Any]:
+    """For run.json."""
+    return {} if peak is None else {"peak": asdict(peak)}

@@ -1,0 +1,125 @@
+"""How fast a run goes and what memory it takes; all of it stands under `perf`, apart from what must be reproducible."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.measure.bottleneck import LEAST_UPDATES, Tally
+from engine.measure.mfu import Utilisation
+from engine.measure.stage_times import Stages, StageTimes
+
+
+@dataclass(frozen=True)
+class Perf:
+    images_per_second: float
+    data_wait_percent: float
+    peak_memory_gb: float
+    seconds: float
+    stages: StageTimes | None = None
+    mfu: float | None = None
+
+    def as_dict(self) -> dict[str, float]:
+        figures = {
+            "images_per_second": self.images_per_second,
+            "data_wait_percent": self.data_wait_percent,
+            "peak_memory_gb": self.peak_memory_gb,
+            "seconds": self.seconds,
+            **self.parts(),
+        }
+        return {key: round(value, 4) for key, value in figures.items()}
+
+    def parts(self) -> dict[str, float]:
+        """What is told where it is known: milliseconds of an update by stage, and MFU."""
+        stages = {} if self.stages is None else self.stages.milliseconds()
+        known = {} if self.mfu is None else {"mfu": self.mfu}
+        return {f"{stage}_ms": value for stage, value in stages.items()} | known
+
+    def words(self) -> str:
+        """The same for a log line."""
+        text = "" if self.mfu is None else f", MFU: {self.mfu:.3g}%"
+        if self.stages is None:
+            return text
+        shares = " ".join(f"{stage} {percent:.0f}%" for stage, percent in self.stages.percent().items())
+        return f"{text}, Stages: {shares} of {1000 * self.stages.total / self.stages.updates:.3g} ms"
+
+
+class Pace:
+    """Between two reports: images, seconds, the share of them spent waiting for data; and all of that in one tally."""
+
+    def __init__(
+        self, device: torch.device, stages: Stages | None = None, utilisation: Utilisation | None = None
+    ) -> None:
+        self._device, self._stages, self._utilisation = device, stages or Stages(), utilisation
+        self._began = self._last = time.perf_counter()
+        self._images = self._updates = 0
+        self._first, self._later, self._started = Tally(), Tally(), False
+
+    def count(self, images: int) -> None:
+        """One update was made, of so many images."""
+        self._images += images
+        self._updates += 1
+
+    def restart(self) -> None:
+        """Leave out what was not training: validation, saving."""
+        self._stages.pause()
+        self._stages.take()
+        self._begin_anew()
+
+    def read(self, waited: float) -> Perf:
+        """Since the last call. `waited`: seconds of it that the host waited for data."""
+        passed = max(time.perf_counter() - self._last, 1e-9)
+        now = Tally(self._updates, self._images, passed, waited, self._stages.take())
+        if self._started:
+            self._later += now
+        else:
+            self._first, self._started = now, True
+        rate, wait = now.images / passed, 100 * min(waited / passed, 1.0)
+        perf = Perf(rate, wait, peak_memory_gb(self._device), self.total, now.stages, self._mfu(rate))
+        self._begin_anew()
+        return perf
+
+    @property
+    def tally(self) -> Tally:
+        """Of the run so far; without the part up to its first report, which sets things up, if the rest is enough."""
+        return self._later if self._later.updates >= LEAST_UPDATES else self._first + self._later
+
+    def _mfu(self, rate: float) -> float | None:
+        if self._utilisation is None:
+            return None
+        if not self._utilisation.counted:
+            self._stages.pause()  # counting is not training
+        return self._utilisation.percent(rate)
+
+    def _begin_anew(self) -> None:
+        self._last, self._images, self._updates = time.perf_counter(), 0, 0
+
+    @property
+    def total(self) -> float:
+        """Seconds since the run began."""
+        return time.perf_counter() - self._began
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most the tensors took on a GPU; on a CPU, the most the process took."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def clock(seconds: float) -> str:
+    """3725.4 -> 1:02:05."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+def seconds_of(text: str) -> float:
+    """'01:30:00' -> 5400.0; the form was checked with the config."""
+    hours, minutes, seconds = (int(part) for part in text.split(":"))
+    return 3600.0 * hours + 60 * minutes + seconds

@@ -1,0 +1,116 @@
+"""What skipped updates have to say: which operation overflowed, and what is done when it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.amp.overflow_replay import FORWARD
+from engine.amp.skip_watch import Blame
+from engine.checkpoint.folder import read_index
+from engine.measure.meters import NEVER, Reading
+from engine.measure.progress import Position
+from engine.report.reporter import Reporter
+from engine.update import Parts
+from utils.config.amp import AmpConfig
+from utils.distributed.world import World, all_of
+from utils.errors import CommonError
+from utils.log import log
+
+TIMES_TO_BLAME = 2
+"""A module blamed this often moves to fp32 (AMP.AUTO_FP32)."""
+
+
+@dataclass
+class Health:
+    amp: AmpConfig
+    parts: Parts
+    world: World
+    reporter: Reporter
+    _last: Blame | None = None
+
+    def look(self, position: Position, together: bool) -> None:
+        """Tell what was skipped since the last look. `together`: all ranks look now, and one of them may have seen it.
+
+        Alone, a run tells at once; many ranks tell when they report.
+        """
+        if self.parts.op_lists is not None:  # the model has been computed by now
+            self.parts.op_lists.tell_uncalled()
+            self.parts.op_lists = None
+        watch = self.parts.watch
+        if watch is None or (self.world.size > 1 and not together):
+            return
+        for blame in _clearest(all_of(watch.take(), self.world)):
+            log.info("%s", blame.words())
+            self.reporter.skip(position, blame)
+            self._last = blame
+            if self.amp.AUTO_FP32:
+                self._move_to_fp32(blame)
+
+    def _move_to_fp32(self, blame: Blame) -> None:
+        """What overflows forward does so at any loss scale; what overflows backward only counts at the smallest one."""
+        if blame.module not in dict(self.parts.model.named_modules()) or not blame.module:
+            return
+        if blame.direction != FORWARD and blame.scale > 1:
+            return
+        blamed = self.parts.skips.blamed
+        blamed[blame.module] = blamed.get(blame.module, 0) + 1
+        if blamed[blame.module] == TIMES_TO_BLAME:
+            self.parts.force_fp32([blame.module])
+            log.info(
+                "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", blame.module, TIMES_TO_BLAME
+            )
+
+    def look_is_due(self, position: Position) -> bool:
+        """Reports may be far apart; a run of skips that ends the run is not to be missed between them."""
+        limit = self.amp.STOP_AFTER_SKIPS
+        scaled = self.parts.precision.scaler.is_enabled()
+        return scaled and limit is not None and position.update % limit == 0
+
+    def too_many(self, reading: Reading) -> bool:
+        limit = self.amp.STOP_AFTER_SKIPS
+        return limit is not None and reading.skipped_in_a_row >= limit
+
+    def diagnosis(self, reading: Reading, update: int) -> CommonError:
+        last = f" The last one replayed: {self._last.words()}." if self._last else ""
+        return CommonError(
+            f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update} "
+            f"(AMP.STOP_AFTER_SKIPS {self.amp.STOP_AFTER_SKIPS}); the loss scale is {reading.scale:g}.{last} The "
+            f"weights are as they were before, and saved. {self._advice()}"
+        )
+
+    def stop_on_nan(self, reading: Reading, position: Position, folder: Path) -> None:
+        """Without a scaler nothing skips a bad update: going on would only train on NaN."""
+        if reading.first_bad == NEVER:
+            return
+        update = reading.first_bad
+        since = position.update - update  # in the same epoch: the device is read at the end of each
+        rate = self.parts.schedule.rate_at(self.parts.schedule.moved - since - 1)
+        last = read_index(folder / "checkpoints")["last"]
+        raise CommonError(
+            f"the gradients stopped being numbers at update {update} (epoch {position.epoch}, step "
+            f"{position.step - since}; learning rate {rate:.3e}). Nothing was saved since. Try a lower TRAIN.BASE_LR, "
+            f"a longer TRAIN.WARMUP_EPOCHS, TRAIN.GRAD_CLIP=1.0, or -amp off to see whether the precision is to blame. "
+            + (f"The last good checkpoint is {last}; go on from it by -resume." if last else "No checkpoint yet.")
+        )
+
+    def _advice(self) -> str:
+        if not self.amp.USE_DYNAMIC_LOSS_SCALING:
+            return "The scale is fixed (AMP.USE_DYNAMIC_LOSS_SCALING false): set a smaller AMP.INIT_LOSS_SCALING."
+        blame = self._last
+        if blame is not None and blame.module.startswith("teacher."):
+            return "The teacher overflows, whatever the loss scale: use bf16, or another TRAIN.TEACHER_MODEL."
+        if blame is not None and blame.direction == FORWARD and blame.module:
+            return (
+                f"Keep that module in fp32 (AMP.FP32_MODULES=['{blame.module}'], or AMP.AUTO_FP32=true), or use bf16."
+            )
+        return "Use bf16, or lower TRAIN.BASE_LR; AMP.AUTO_FP32=true moves modules that overflow to fp32."
+
+
+def _clearest(blames: list[Blame]) -> list[Blame]:
+    """One an update, and of several ranks' the one that found something."""
+    best: dict[int, Blame] = {}
+    for blame in blames:
+        if blame.update not in best or (blame.operation and not best[blame.update].operation):
+            best[blame.update] = blame
+    return [best[update] for update in sorted(best)]

@@ -1,0 +1,56 @@
+"""attention_amx.c, as the operator calls it."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.speed.amx.build import address, load, scratch
+
+SOURCE = "attention_amx"
+DTYPES = (torch.float32, torch.bfloat16)
+MOST_TOKENS = 1024
+"""Beyond, what a head works with does not stay in the second cache."""
+MOST_WIDTH = 128
+_pointer, _long = ctypes.c_void_p, ctypes.c_long
+
+
+def takes(tokens: int, width: int, dtype: torch.dtype) -> bool:
+    return tokens <= MOST_TOKENS and width <= MOST_WIDTH and dtype in DTYPES
+
+
+def forward(qkv: Tensor, out: Tensor, norms: Tensor, heads: int) -> None:
+    _call("forward", (qkv, out, norms), qkv, heads)
+
+
+def backward(grad: Tensor, qkv: Tensor, out: Tensor, norms: Tensor, dqkv: Tensor, heads: int) -> None:
+    _call("backward", (grad, qkv, out, norms, dqkv), qkv, heads)
+
+
+def _call(which: str, tensors: tuple[Tensor, ...], qkv: Tensor, heads: int) -> None:
+    batch, tokens, packed = qkv.shape
+    width, threads = packed // heads // 3, torch.get_num_threads()
+    half = qkv.dtype is torch.bfloat16
+    bytes_ = _room()(tokens, width, half, which == "backward")
+    room = scratch(bytes_ * threads)
+    sizes = (batch, tokens, heads, width, half)
+    _function(which, len(tensors))(*map(address, tensors), *sizes, address(room), bytes_, threads)
+
+
+@cache
+def _function(name: str, tensors: int) -> Any:
+    function = getattr(load(SOURCE), name)
+    function.argtypes = [*[_pointer] * tensors, *[_long] * 4, ctypes.c_int, _pointer, _long, ctypes.c_int]
+    function.restype = None
+    return function
+
+
+@cache
+def _room() -> Any:
+    function = load(SOURCE).room
+    function.argtypes, function.restype = [_long, _long, ctypes.c_int, ctypes.c_int], _long
+    return function

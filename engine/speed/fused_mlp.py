@@ -1,0 +1,156 @@
+"""MODEL.FUSED_MLP: bias and GELU of a transformer's MLP in one kernel, and the bias's gradient with GELU's own.
+
+What lies between an MLP's products only moves memory: torch reads there once more than it has to. On GPUs the products
+stay as they are; on a CPU with AMX, GELU is computed by the product before it, while the numbers are at hand.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import activations
+from timm.layers.mlp import Mlp
+from torch import Tensor, nn
+
+from engine.amp.fp32_modules import HALVES, is_forced
+from engine.amp.precision import Precision
+from engine.speed.amx.layers import AmxLinear, serves
+from engine.speed.cpu_products import AMX, MKL
+from engine.speed.cpu_products import LISTED as LAYERS
+from engine.speed.replace_forward import mix_in
+from utils.errors import UserError
+from utils.log import log
+
+LISTED = LAYERS | {"gelu"}
+"""Names on AMP's lists that mean the layer or its activation: neither could be told to compute otherwise."""
+FIRST_CAPABILITY = (8, 0)
+"""Where bf16 begins, and tensor cores so fast that memory is what an MLP waits for between its products."""
+
+
+class FusedMlp(nn.Module):
+    """timm's Mlp with its first bias and GELU as one operator; in fp32, or watched, as timm has it."""
+
+    by_amx: torch.dtype | None = None
+    """The precision of products that are computed so, on a CPU."""
+    fc1: nn.Linear
+    act: nn.Module
+    drop1: nn.Dropout
+    norm: nn.Module
+    fc2: nn.Module
+    drop2: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        if any(_is_another(part) for part in (self.fc1, self.act)):
+            return super().forward(x)
+        if self.by_amx:
+            return self._by_amx(x)
+        if not _in_half(x):
+            return super().forward(x)
+        h = F.linear(x, self.fc1.weight)
+        y = torch.ops.vitamp.gelu_with_bias(h, self.fc1.bias)
+        return self.drop2(self.fc2(self.norm(self.drop1(y))))
+
+    def _by_amx(self, x: Tensor) -> Tensor:
+        weights = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+        drops = self.training and self.drop1.p > 0
+        frozen = torch.is_grad_enabled() and not all(weight is None or weight.requires_grad for weight in weights)
+        in_parts = drops or frozen or self.fc2.bias is None or _is_another(self.fc2)
+        if in_parts or not serves(x, self.fc1.weight, self.by_amx):
+            return super().forward(x)
+        return self.drop2(torch.ops.vitamp.amx_mlp(x.to(self.by_amx), *weights)[0])
+
+
+def mlps_are_fused(
+    wanted: Any,
+    model: nn.Module,
+    precision: Precision,
+    listed: Iterable[str],
+    dealt_out: bool = False,
+    library: str = MKL,
+) -> bool:
+    """auto: on a GPU in half precision, where the kernels are there and right; where `library` is amx, on a CPU.
+
+    `dealt_out`: weights, over ranks. `library`: of products on a CPU.
+    """
+    by_amx = library == AMX
+    if wanted is False:
+        return False
+    if precision.level == "O0" and not by_amx:
+        if wanted is True:
+            log.info("MODEL.FUSED_MLP true has no effect: AMP is off")
+        return False
+    obstacle = _obstacle(model, precision, listed, dealt_out, by_amx)
+    if not obstacle and not by_amx and (obstacle := _kernels_fail(precision)) and wanted == "auto":
+        log.info("MODEL.FUSED_MLP auto has no effect: %s", obstacle)
+    if obstacle and wanted is True:
+        raise UserError(f"MODEL.FUSED_MLP true: {obstacle}; leave it auto.")
+    return not obstacle
+
+
+def fuse_mlps(model: nn.Module, by_amx: torch.dtype | None = None) -> None:
+    if by_amx is None:
+        import engine.speed.kernels.gelu  # noqa: F401
+
+    for mlp in _plain_mlps(model):
+        mix_in(mlp, FusedMlp)
+        mlp.by_amx = by_amx  # pyright: ignore[reportArgumentType]
+
+
+def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], dealt_out: bool, by_amx: bool) -> str:
+    reached = LISTED.intersection(listed)
+    if not any(True for _ in _plain_mlps(model)):
+        return f"{type(model).__name__} has no MLP of a linear layer with a bias and an exact GELU"
+    if not by_amx and (precision.device.type != "cuda" or torch.version.hip is not None):
+        here = (
+            "products by amx on a CPU (CPU_FP32, CPU_BF16)" if precision.device.type == "cpu" else "a GPU of NVIDIA's"
+        )
+        return f"its kernels need {here}"
+    if precision.fp8:
+        return "fp8 has linear layers of its own"
+    if dealt_out:
+        return "it was not tried with DIST.STRATEGY fsdp"
+    if reached:
+        return f"AMP's lists name {', '.join(sorted(reached))}, which cannot be reached inside a fused operator"
+    return ""
+
+
+def _kernels_fail(precision: Precision) -> str:
+    """By trying: Triton needs a driver, a compiler for C and headers that go with them, and says so only then."""
+    if torch.cuda.get_device_capability(precision.device) < FIRST_CAPABILITY:
+        return "this GPU is older than compute capability 8.0"
+    if importlib.util.find_spec("triton") is None:
+        return "it needs the package triton, which is not installed"
+    from engine.speed.kernels.gelu import try_out
+
+    try:
+        try_out(precision.device, precision.choice.dtype)
+    except Exception as error:
+        log.debug("MODEL.FUSED_MLP", exc_info=True)
+        return f"its kernels fail here ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+    return ""
+
+
+def _plain_mlps(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if type(module) is Mlp and _is_plain(module):
+            yield module
+
+
+def _is_plain(mlp: Mlp) -> bool:
+    act, fc1 = mlp.act, mlp.fc1
+    exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
+    linear = all(type(fc) is nn.Linear or isinstance(fc, AmxLinear) for fc in (fc1, mlp.fc2))
+    return exact and linear and fc1.bias is not None and type(mlp.norm) is nn.Identity
+
+
+def _in_half(x: Tensor) -> bool:
+    return x.is_cuda and (x.dtype in HALVES or torch.is_autocast_enabled("cuda"))
+
+
+def _is_another(part: nn.Module) -> bool:
+    """Told to compute in fp32, or with hooks that wait for its call."""
+    return is_forced(part) or bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks)

@@ -1,0 +1,78 @@
+"""TRAIN.GRAD_CHECKPOINT: blocks whose backward pass computes their forward pass again, and so keeps little of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from engine.amp.half_copy import BATCH_NORM
+from engine.parallel.fsdp import blocks_of
+from engine.speed.replace_forward import mix_in
+from utils.errors import UserError
+
+
+class Recomputed(nn.Module):
+    """A block that keeps its input alone. Dropout draws the same numbers in both passes."""
+
+    recomputed: bool
+    frozen: bool
+    """In training it is in the state of evaluation all the same, and may have gradients to hand on."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        trains = self.training or (self.frozen and inputs[0].requires_grad)
+        if not (self.recomputed and trains and torch.is_grad_enabled()):
+            return super().forward(*inputs, **named)
+        if any(isinstance(module, BATCH_NORM) for module in self.modules()):
+            named["context_fn"] = self._contexts
+        return checkpoint(self._as_written, *inputs, use_reentrant=False, **named)
+
+    def _as_written(self, *inputs: Any, **named: Any) -> Any:
+        return super().forward(*inputs, **named)
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _running_statistics_kept(self)
+
+
+def which_blocks(model: nn.Module, wanted: str | int) -> str:
+    """In words; nothing where none are asked for."""
+    if wanted == "none":
+        return ""
+    count = len(list(blocks_of(model)))
+    if not count:
+        raise UserError(
+            f"TRAIN.GRAD_CHECKPOINT {wanted}: {type(model).__name__} has no row of like blocks to recompute; set none."
+        )
+    return f"{len(range(0, count, _every(wanted)))} of {count} blocks"
+
+
+def checkpoint_blocks(model: nn.Module, wanted: str | int) -> None:
+    """`blocks`: all of them; N: the first of every N."""
+    if wanted == "none":
+        return
+    for number, (_, block) in enumerate(list(blocks_of(model))):
+        mix_in(block, Recomputed)  # all of them: a row stays one of like blocks
+        block.recomputed = number % _every(wanted) == 0  # pyright: ignore[reportArgumentType]
+        block.frozen = not any(weight.requires_grad for weight in block.parameters())  # pyright: ignore[reportArgumentType]
+
+
+def _every(wanted: str | int) -> int:
+    return 1 if wanted == "blocks" else int(wanted)
+
+
+@contextmanager
+def _running_statistics_kept(block: nn.Module) -> Iterator[None]:
+    """A batch's statistics go into the running ones once; when it is computed again, into copies."""
+    norms = [module for module in block.modules() if isinstance(module, BATCH_NORM)]
+    real = [dict(norm._buffers) for norm in norms]
+    for norm, buffers in zip(norms, real, strict=True):
+        norm._buffers.update({name: value if value is None else value.clone() for name, value in buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, real, strict=True):
+            norm._buffers.update(buffers)

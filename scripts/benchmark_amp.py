@@ -1,95 +1,12 @@
 #!/usr/bin/env python3
-"""What mixed precision and this program's update are worth on this machine: one command a table.
-
-    python scripts/benchmark_amp.py windows -model vit_base_patch16_224 -batch_size 64
-    python scripts/benchmark_amp.py TABLE -h                         # what there is to say of one
-    python scripts/benchmark_amp.py TABLE -budget_min 9 -json F.json # once more, to go on where the time was up
-    python scripts/benchmark_amp.py all -budget_min 9                # all, for several models
-
-Contenders take turns, each after a warm-up, forwards in one round and backwards in the next; figures are medians of the
-turns, ratios are taken turn by turn, and one contender takes part twice, so that its ratio to itself shows what chance
-is. A file given by -json is written after every turn. All flags and settings of main_single_gpu.py hold.
-"""
-
-from __future__ import annotations
+"""What mixed precision and this program's update are worth on this machine: one command a table."""
 
 import sys
-import textwrap
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.benchmark_amp_all import measure_all  # noqa: E402
-from scripts.benchmark_amp_all_jobs import ABOUT as ABOUT_ALL  # noqa: E402
-from scripts.benchmark_amp_all_jobs import OWN as OWN_OF_ALL  # noqa: E402
-from scripts.benchmark_amp_frame import Found, Table  # noqa: E402
-from scripts.benchmark_amp_run import draw_table, lines, plan_and_measure  # noqa: E402
-from scripts.benchmark_amp_tables import TABLES  # noqa: E402
-from scripts.benchmark_data_measure import Budget  # noqa: E402
-from utils.cli import Flag  # noqa: E402
-from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, nearest  # noqa: E402
-from utils.log import log  # noqa: E402
-from utils.script import WIDTH, about_tool, read_line, run_tool  # noqa: E402
-
-OWN = (
-    Flag("budget_min", "minutes in all; the same call goes on from its -json (default 10)", "M", ("BUDGET_MIN",)),
-    Flag("json", "keep every turn here, with device, versions and command", "FILE", ("JSON",)),
-    Flag("out", "draw it", "FILE.png", ("OUT",)),
-)
-ALL = "all"
-COMMANDS = (*TABLES, ALL)
-FLAGS = (*(flag for table in TABLES.values() for flag in table.flags), *OWN_OF_ALL)
-"""What one or another of them takes beside OWN, for completion."""
-
-
-def main(argv: list[str]) -> int:
-    return run_tool(_benchmark, argv)
-
-
-def _benchmark(argv: list[str]) -> int:
-    if argv[:1] == [ALL]:
-        return measure_all(argv[1:])
-    table = _table(argv)
-    line = read_line(argv[1:], "benchmark_amp.py", table.about, (*table.flags, *OWN))
-    json_file = line.file("JSON", ".json") if "JSON" in line.own else None
-    picture = line.file("OUT", ".png") if "OUT" in line.own else None
-    budget = Budget(60 * line.above_zero("BUDGET_MIN", 10))
-    try:
-        found = plan_and_measure(table, line, argv[1:], budget, json_file)
-    except KeyboardInterrupt:
-        if json_file is None or not json_file.exists():
-            raise
-        log.warning("interrupted; every turn so far is in %s, and the same call goes on from there", json_file)
-        return EXIT_INTERRUPTED
-    _report(table, found, json_file, picture)
-    return EXIT_DONE
-
-
-def _table(argv: list[str]) -> Table:
-    asked = argv[0] if argv else "-h"
-    if asked.lstrip("-") in ("h", "help"):
-        print(f"{about_tool(__doc__, 'benchmark_amp.py')}\n")
-        for name, about in {**{table.name: table.about for table in TABLES.values()}, ALL: ABOUT_ALL}.items():
-            line = f"  {name:<11}{about.splitlines()[0]}"
-            print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 13))
-        sys.exit(EXIT_DONE)
-    if asked not in TABLES:
-        raise UserError(f"{asked}: there is no such table.{nearest(asked, COMMANDS)} First comes {' '.join(COMMANDS)}.")
-    return TABLES[asked]
-
-
-def _report(table: Table, found: Found, json_file: Path | None, picture: Path | None) -> None:
-    print("\n".join(lines(table, found)))
-    if found["cut"]:
-        more = "the same call goes on" if json_file else "with -json FILE the same call could go on"
-        log.warning("the time was up (-budget_min) before all rounds were done; %s", more)
-    if json_file is not None:
-        log.info("all figures: %s", json_file)
-    if picture is not None:
-        draw_table(table, found, picture)
-        log.info("the picture: %s", picture)
-
+from tools.benchmark_amp.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

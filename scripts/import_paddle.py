@@ -1,62 +1,12 @@
 #!/usr/bin/env python3
-"""Read weights of PaddleViT (.pdparams), and write them as timm and vitamp take them (.safetensors).
+"""Read weights of PaddleViT (.pdparams), and write them as timm and vitamp take them (.safetensors)."""
 
-    python scripts/import_paddle.py vit_base_patch16_224.pdparams
-    python scripts/import_paddle.py Epoch-300-Loss-2.1.pdparams -out mine.safetensors -name deit_small_patch16_224
-
-ViT, DeiT (distilled too) and Swin, of all of PaddleViT's generations, weights alone or a training's checkpoint. Which
-model it is follows from the file's name or from the sizes; -name says it. Every tensor is told: used and under which
-name, not used, or missing. The file is a pickle, and is read without running anything in it: arrays of numbers are
-taken, and whatever else asks to be made is refused.
-
-main_single_gpu.py -pretrained takes the .pdparams too. docs/paddlevit_weights.md has more.
-
-Exit codes: 0 done (a missing classifier is only told), 1 something else is missing or left over and nothing was
-written, 2 anything wrong with the command or the file.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils.errors import UserError  # noqa: E402
-from utils.output_file import check_output_file  # noqa: E402
-from utils.script import run_tool, tool_parser  # noqa: E402
-
-
-def main(argv: list[str]) -> int:
-    return run_tool(_work, argv)
-
-
-def _work(argv: list[str]) -> int:
-    asked = _parser().parse_args(argv)
-    file, out = asked.file.expanduser(), (asked.out or asked.file.with_suffix(".safetensors")).expanduser()
-    if not file.is_file():
-        raise UserError(f"{file}: there is no such file.")
-    if out.suffix != ".safetensors":
-        raise UserError(f"-out {out}: the file is one of safetensors; name it {out.stem or 'weights'}.safetensors.")
-    check_output_file(out, "-out", fresh=True)
-
-    # Only now, with the command known to be right: importing torch takes seconds.
-    from scripts.import_paddle_weights import import_weights
-
-    return import_weights(file, out, asked.name)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = tool_parser("import_paddle.py", __doc__)
-    parser.add_argument("file", type=Path, metavar="FILE.pdparams")
-    parser.add_argument(
-        "-out", "--out", type=Path, metavar="FILE.safetensors", help="default: the same name, another ending"
-    )
-    parser.add_argument("-name", "--name", metavar="NAME", help="timm's name of the model, where sizes do not tell it")
-    return parser
-
+from tools.import_paddle.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -168,7 +168,7 @@ def test_our_datasets_folder_is_the_one_imported() -> None:
         ("models", "import importlib\nimportlib.import_module('datasets.sources.digits')"),
         ("datasets", "from .. import models"),
         ("engine", "import main_single_gpu"),
-        ("engine", "import scripts.report"),
+        ("engine", "import tools.report.command"),
         ("engine", "from tests.helpers import x"),
     ],
 )

@@ -25,11 +25,11 @@ import pytest
 
 from tests.documents import PAGES, Block, blocks, commands, spans
 from tests.program import ROOT
+from tools.common.command_line import PAGES as PAGES_OF_TOOLS
 from utils.cli import BY_NAME, FLAG, WORD, parse, usage
 from utils.config import load_config
 from utils.config.keys import settings
 from utils.errors import UserError
-from utils.script import PAGES as PAGES_OF_TOOLS
 
 BLOCKS = list(blocks())
 RUN = [block for block in BLOCKS if block.mark == "runs"]

@@ -81,7 +81,7 @@ def place(tmp_path: Path) -> Path:
 @pytest.fixture
 def prepared(place: Path) -> Path:
     """The folder with the table of the made-up Caltech-256."""
-    from scripts.prepare_caltech256 import main
+    from tools.prepare_caltech256.command import main
 
     (command,) = commands("caltech256_resnet50", "prepare_caltech256")
     assert main([*moved_to(command, place).words, "-partial"]) == 0

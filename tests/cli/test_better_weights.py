@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from engine.checkpoint.weights_file import read_header
-from scripts.results import one_run
-from scripts.run_lines import best_top1, read_lines
+from scripts.dev.results import one_run
 from tests.conftest import TINY_DIGITS
 from tests.program import Result, metrics, run_program
+from tools.common.runs import best_top1, read_lines
 from utils.better_weights import choose_weights
 
 LAST, BEFORE, MIDDLE = "step-000000088", "step-000000044", "step-000000066"

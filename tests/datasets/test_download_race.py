@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torchvision.datasets.caltech as theirs
 
-from scripts.prepare_caltech256 import main
 from tests.datasets.published import MAKERS
 from tests.datasets.serving import serving
+from tools.prepare_caltech256.command import main
 
 FORK = multiprocessing.get_context("fork")
 RACERS = 4

@@ -19,9 +19,9 @@ from datasets.shards.tar import IMAGE_KINDS
 from datasets.sources.folders import class_files
 from datasets.sources.passed_over import PassedOver
 from models.weights.find import check_pretrained
-from scripts.predict_find import paths_of
 from tests.datasets.tar_files import picture, samples, write_set, write_tar
 from tests.program import ROOT, Result, save_image
+from tools.predict.find import paths_of
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log

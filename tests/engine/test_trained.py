@@ -18,8 +18,8 @@ from engine.checkpoint.folder import EMA, MODEL, save_checkpoint
 from engine.checkpoint.shard_files import shard_name
 from engine.saved.predictions import Predictions, guesses, validation_predictions
 from engine.saved.trained import load_trained
-from scripts import checkpoint
 from tests.program import Result, metrics
+from tools.checkpoint import command as checkpoint
 from utils.errors import TrainingError, UserError
 
 BEST = "step-000000088"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.pack_images import main
 from tests.scripts.packing import Pack
+from tools.pack_images.command import main
 
 
 @pytest.fixture

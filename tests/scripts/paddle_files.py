@@ -17,7 +17,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from scripts import import_paddle
+from tools.import_paddle import command as import_paddle
 
 Arrays = dict[str, np.ndarray]
 Tool = Callable[..., tuple[int, str]]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark_amp_run
-from scripts.benchmark_amp import main
-from scripts.benchmark_amp_frame import AGAIN, Contender, Figures, Found, Plan, Section, Table, control_line, middle
-from scripts.benchmark_amp_run import lines, markdown, measure
-from scripts.benchmark_data_measure import Budget
+from tools.benchmark_amp import measure as benchmark_amp_run
+from tools.benchmark_amp.command import main
+from tools.benchmark_amp.frame import AGAIN, Contender, Figures, Found, Plan, Section, Table, control_line, middle
+from tools.benchmark_amp.measure import lines, markdown, measure
+from tools.common.turns import Budget
 from utils.errors import TrainingError, UserError
 
 

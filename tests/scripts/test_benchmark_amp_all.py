@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import benchmark_amp_all, benchmark_amp_all_jobs, benchmark_amp_ceiling, results
-from scripts.benchmark_amp import main
-from scripts.benchmark_amp_all_jobs import asked_for
-from scripts.benchmark_amp_settings import changed
+from scripts.dev import results
 from tests.program import TINY_DIGITS, Result, run_program
+from tools.benchmark_amp import all as benchmark_amp_all
+from tools.benchmark_amp import all_jobs
+from tools.benchmark_amp import ceiling as benchmark_amp_ceiling
+from tools.benchmark_amp.all_jobs import asked_for
+from tools.benchmark_amp.command import main
+from tools.benchmark_amp.settings import changed
 from utils.config import load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
@@ -286,7 +289,7 @@ def test_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
         "modes_vit_tiny_patch16_224",
         "simplenet",
     ]
-    monkeypatch.setattr(benchmark_amp_all_jobs, "_on_cpu", lambda *_: False)
+    monkeypatch.setattr(all_jobs, "_on_cpu", lambda *_: False)
     found = [job.name for job in asked_for([]).jobs]
     assert len(found) == 12
     assert found[:4] == [

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import benchmark_amp_peers_seat
-from scripts.benchmark_amp import main
-from scripts.benchmark_amp_peers import FIXED, apart, disagreements, sections
-from scripts.benchmark_amp_peers_loops import loop_of
-from scripts.benchmark_amp_peers_seat import COMPARED, _batches
-from scripts.benchmark_amp_peers_start import Loop, Way
-from scripts.benchmark_amp_settings import changed
 from tests.engine.small import CPU
 from tests.program import Result
+from tools.benchmark_amp.command import main
+from tools.benchmark_amp.peers import seat
+from tools.benchmark_amp.peers.loops import loop_of
+from tools.benchmark_amp.peers.seat import COMPARED, _batches
+from tools.benchmark_amp.peers.start import Loop, Way
+from tools.benchmark_amp.peers.table import FIXED, apart, disagreements, sections
+from tools.benchmark_amp.settings import changed
 from utils.config import Config, load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 
@@ -148,12 +148,10 @@ def test_one_that_trains_otherwise_is_refused(
     def broken(way: Way, config: Config, device: torch.device) -> Loop:
         return loop_of(way, changed(config, "TRAIN", **wrong) if way.kind == "ours" else config, device)
 
-    monkeypatch.setattr(benchmark_amp_peers_seat, "own_processes", Here)
-    monkeypatch.setattr(
-        benchmark_amp_peers_seat, "_at_once", lambda work, seats: {n: work(s) for n, s in seats.items()}
-    )
-    monkeypatch.setattr(benchmark_amp_peers_seat, "start_log", lambda **_: None)
-    monkeypatch.setattr(benchmark_amp_peers_seat, "loop_of", broken)
+    monkeypatch.setattr(seat, "own_processes", Here)
+    monkeypatch.setattr(seat, "_at_once", lambda work, seats: {n: work(s) for n, s in seats.items()})
+    monkeypatch.setattr(seat, "start_log", lambda **_: None)
+    monkeypatch.setattr(seat, "loop_of", broken)
     code = main(["peers", "-cfg", str(tiny), "-precisions", "fp32", "-updates", "1", "-rounds", "1"])
     told = capsys.readouterr()
     assert code == EXIT_FAILED
@@ -170,9 +168,9 @@ class Here:
 
     def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
         done: Future[Any] = Future()
-        benchmark_amp_peers_seat._course = self._course
+        seat._course = self._course
         done.set_result(work(*given))
-        self._course = benchmark_amp_peers_seat._course
+        self._course = seat._course
         return done
 
     def shutdown(self) -> None: ...
@@ -211,10 +209,8 @@ def test_a_file_that_is_no_train_py_is_refused(
     text: str | None,
     told: str,
 ) -> None:
-    monkeypatch.setattr(benchmark_amp_peers_seat, "own_processes", Here)
-    monkeypatch.setattr(
-        benchmark_amp_peers_seat, "_at_once", lambda work, seats: {n: work(s) for n, s in seats.items()}
-    )
+    monkeypatch.setattr(seat, "own_processes", Here)
+    monkeypatch.setattr(seat, "_at_once", lambda work, seats: {n: work(s) for n, s in seats.items()})
     path = tmp_path / "train.py"
     if text is not None:
         path.write_text(text, encoding="utf-8")
@@ -249,8 +245,8 @@ def test_a_loop_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch, error
     def full() -> None:
         raise error
 
-    monkeypatch.setattr(benchmark_amp_peers_seat, "start_log", lambda **_: None)
-    assert benchmark_amp_peers_seat._or_why_not(full) == "out of memory"
+    monkeypatch.setattr(seat, "start_log", lambda **_: None)
+    assert seat._or_why_not(full) == "out of memory"
 
 
 def test_variants_of_a_loop_that_is_left_out(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from scripts.benchmark_amp import main
-from scripts.benchmark_amp_frame import AGAIN
-from scripts.benchmark_amp_training import OUT_OF_MEMORY, Job, Seat, _Course
-from scripts.benchmark_amp_windows import OFF, ON
-from scripts.own_training import opened, own_processes
 from tests.program import Result
+from tools.benchmark_amp.amp import OFF, ON
+from tools.benchmark_amp.command import main
+from tools.benchmark_amp.frame import AGAIN
+from tools.benchmark_amp.training import OUT_OF_MEMORY, Job, Seat, _Course
+from tools.common.processes import opened, own_processes
 from utils.config import Config, load_config
 from utils.distributed.world import BY_HAND, World
 from utils.seeding import seed_all
@@ -162,7 +162,7 @@ def test_without_exchange_each_process_goes_its_own_way(tiny: Path) -> None:
 
 
 def _in_two_processes(job: Job) -> list[float]:
-    from scripts.benchmark_amp_training import _free_port
+    from tools.benchmark_amp.training import _free_port
 
     meeting = ("127.0.0.1", _free_port())
     with own_processes(2) as pool:
@@ -179,7 +179,7 @@ def _weights(job: Job, world: World) -> float:
 def test_the_probe_finds_the_parts_of_starting_up(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     result, began = tmp_path / "parts.json", time.monotonic()
     script = ("main_single_gpu.py", "-cfg", tiny, "-output", tmp_path / "run")
-    done = vitamp(result, began, *script, script="scripts/benchmark_amp_startup_probe.py")
+    done = vitamp(result, began, *script, script="tools/benchmark_amp/startup_probe.py")
     passed = time.monotonic() - began
     assert done.code == 0, done.text
     found = json.loads(result.read_text(encoding="utf-8"))

@@ -12,8 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scripts.benchmark_data import main
-from scripts.benchmark_data_measure import (
+from tests.program import Result
+from tools.benchmark_data.command import main
+from tools.benchmark_data.report import verdict
+from tools.benchmark_data.stages import CHANGE, CROP, DECODE, READ, WHOLE, stages
+from tools.common.made_images import made_jpeg, make_images
+from tools.common.turns import (
     BOUND,
     OURS,
     TIMM,
@@ -24,10 +28,6 @@ from scripts.benchmark_data_measure import (
     measure,
     ratio,
 )
-from scripts.benchmark_data_report import verdict
-from scripts.benchmark_data_stages import CHANGE, CROP, DECODE, READ, WHOLE, stages
-from scripts.made_images import made_jpeg, make_images
-from tests.program import Result
 
 SCRIPT = "scripts/benchmark_data.py"
 PACKED = (f"{OURS}, packed (256, quality 90)", f"{OURS}, packed (256, raw)")
@@ -153,7 +153,7 @@ def test_contenders_take_turns_over_the_same_samples() -> None:
 
 def test_no_round_is_begun_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("scripts.benchmark_data_measure.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tools.common.turns.time.monotonic", lambda: now[0])
 
     def work(nth: int, _: list[int]) -> None:
         now[0] += 10.0 if nth > 1 else 0.0

@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 
 from datasets.samples import Samples
-from scripts.check_data_look import look_at
 from tests.program import Result, save_image
+from tools.check_data.look import look_at
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 

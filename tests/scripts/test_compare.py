@@ -16,10 +16,10 @@ from typing import IO, Any
 import pytest
 import torch
 
-from scripts import compare_plan, compare_train
-from scripts.compare import main
-from scripts.compare_plan import read_modes, read_seeds
 from tests.program import ROOT, Started, metrics
+from tools.compare import plan, train
+from tools.compare.command import main
+from tools.compare.plan import read_modes, read_seeds
 from utils.config import Config
 from utils.errors import UserError
 
@@ -54,7 +54,7 @@ class Trainings:
 @pytest.fixture
 def trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
     made = Trainings(tmp_path)
-    monkeypatch.setattr(compare_train, "start", made.start)
+    monkeypatch.setattr(train, "start", made.start)
     return made
 
 
@@ -108,8 +108,8 @@ def test_two_modes_from_settings_to_verdict_and_no_training_twice(
     def refuse(path: Path, _content: object) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("scripts.compare.write_json", refuse)
-    monkeypatch.setattr("scripts.report_page.replace_text", refuse)
+    monkeypatch.setattr("tools.compare.command.write_json", refuse)
+    monkeypatch.setattr("tools.report.page.replace_text", refuse)
     assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 0
     said = capsys.readouterr()
     assert found["verdicts"][0]["text"] in said.out, "a full disk does not cost the verdict"
@@ -131,8 +131,8 @@ def test_it_holds_no_gpu_while_its_runs_train(compare: Call, tmp_path: Path, mon
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: opened.append("here"))
     hopper = SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda _: hopper, raising=False)
-    monkeypatch.setattr(compare_plan, "in_another_process", elsewhere)
-    monkeypatch.setattr(compare_train, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
+    monkeypatch.setattr(plan, "in_another_process", elsewhere)
+    monkeypatch.setattr(train, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
     assert compare("-device", "cuda", "-modes", "fp32,auto,tf32,fp8", "-seeds", "0,") == 1
     assert figures(tmp_path / "out")["compared"] == ["fp32", "fp16", "tf32", "fp8"]
     assert figures(tmp_path / "out")["device"] == "H100, 80 GiB, compute capability 9.0"
@@ -140,9 +140,9 @@ def test_it_holds_no_gpu_while_its_runs_train(compare: Call, tmp_path: Path, mon
 
 
 def test_another_process_is_another_and_hands_errors_on() -> None:
-    assert compare_plan.in_another_process(os.getpid) != os.getpid()
+    assert plan.in_another_process(os.getpid) != os.getpid()
     with pytest.raises(UserError, match="takes how many"):
-        compare_plan.in_another_process(read_seeds, "x")
+        plan.in_another_process(read_seeds, "x")
 
 
 def test_a_run_that_fails_is_told_and_the_others_are_compared(
@@ -161,7 +161,7 @@ def test_a_run_that_fails_is_told_and_the_others_are_compared(
             del timeout
             return self.code
 
-    monkeypatch.setattr(compare_train, "start", Fails)
+    monkeypatch.setattr(train, "start", Fails)
     assert compare("-modes", "fp32,bf16", "-seeds", "2") == 1
     assert figures(tmp_path / "out")["failed"] == {
         "fp32-0": "exit code 1: the gradients stopped being numbers",
@@ -186,7 +186,7 @@ def test_the_order_goes_there_and_back(compare: Call, monkeypatch: pytest.Monkey
             del timeout
             return 1
 
-    monkeypatch.setattr(compare_train, "start", Fails)
+    monkeypatch.setattr(train, "start", Fails)
     assert compare("-modes", "bf16,fp32,O2", "-seeds", "3") == 1
     assert order == [
         *("bf16-0", "fp32-0", "O2-bf16-0"),
@@ -216,7 +216,7 @@ def test_ngpus_means_what_it_means_to_the_program(
     scripts: list[str] = []
     monkeypatch.setattr("engine.machine.device.visible_gpus", lambda _: 2)
     monkeypatch.setattr(
-        compare_train, "start", lambda command, _: scripts.append(command[0]) or SimpleNamespace(wait=lambda _: 1)
+        train, "start", lambda command, _: scripts.append(command[0]) or SimpleNamespace(wait=lambda _: 1)
     )
     assert compare("-modes", "fp32,bf16", "-seeds", "0,", *words) == (1 if script else 2)
     assert set(scripts) == ({script} if script else set())
@@ -269,7 +269,7 @@ def test_other_settings_in_the_same_folder_are_an_error_that_names_them(
             del timeout
             return 1
 
-    monkeypatch.setattr(compare_train, "start", Fails)
+    monkeypatch.setattr(train, "start", Fails)
     assert compare("-modes", "fp32,bf16", "-seeds", "1") == 1
     capsys.readouterr()
     assert compare("-modes", "fp32,bf16", "-seeds", "2", "TRAIN.BASE_LR=0.5", "TAG=mine") == 2

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from scripts.compare_figures import figures_of, is_finished, share_done
-from scripts.compare_plan import Run
-from scripts.compare_train import Clock
+from tools.compare.figures import figures_of, is_finished, share_done
+from tools.compare.plan import Run
+from tools.compare.train import Clock
 from utils.config import Config, to_yaml
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from scripts.compare_table import notes, sentences, table
-from scripts.compare_verdict import (
+from tools.compare.table import notes, sentences, table
+from tools.compare.verdict import (
     ByMode,
     between,
     by_mode,

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from datasets import names
-from scripts import completion, completion_words
-from scripts.completion_table import ENTRIES, table
 from tests.program import ROOT
+from tools.common.command_line import PAGES
+from tools.completion import command as completion
+from tools.completion import words as completion_words
+from tools.completion.table import ENTRIES, table
 from utils.cli import FLAGS
 from utils.precisions import AMP_WORDS
-from utils.script import PAGES
 
 Offers = Callable[[str], list[str]]
 

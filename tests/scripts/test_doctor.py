@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from datasets import Batch, Window
-from scripts import doctor_measure
-from scripts.doctor_examination import Examination
-from scripts.doctor_measure import Job, Measured
-from scripts.doctor_modes import Plan, read_modes
 from tests.engine.small import CPU
 from tests.program import Result, metrics
+from tools.choose_precision import measure as doctor_measure
+from tools.choose_precision.examination import Examination
+from tools.choose_precision.measure import Job, Measured
+from tools.common.precisions import Plan, read_modes
 from utils.config import AmpConfig, load_config
 
 UPDATES = 12

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from engine.amp.precision import Precision
-from scripts.doctor_layers import Layer, Scaled, look_at_layers
-from scripts.doctor_measure import Measured
-from scripts.doctor_modes import BY_NAME, MODES, Mode, mode_of, plan, read_modes
-from scripts.doctor_report import as_json, details, table
-from scripts.doctor_verdict import Baseline, Finding, judge, largest_difference, recommend
 from tests.engine.small import CPU, build, train, windows
+from tools.choose_precision.layers import Layer, Scaled, look_at_layers
+from tools.choose_precision.measure import Measured
+from tools.choose_precision.report import as_json, details, table
+from tools.choose_precision.verdict import Baseline, Finding, judge, largest_difference, recommend
+from tools.common.precisions import BY_NAME, MODES, Mode, mode_of, plan, read_modes
 from utils.cli import parse
 from utils.config import AmpConfig, load_config
 from utils.errors import UserError

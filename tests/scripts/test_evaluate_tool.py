@@ -19,11 +19,12 @@ from sklearn import metrics as sklearn
 from datasets.base import Batch, ImageDataset, Key
 from engine.saved.predictions import validation_part, validation_predictions
 from engine.saved.trained import load_trained
-from scripts import checkpoint, evaluate
-from scripts.evaluate_data import Part
-from scripts.evaluate_figures import Figures, figures_of
-from scripts.evaluate_show import figures_as_json
 from tests.program import Result, metrics
+from tools.checkpoint import command as checkpoint
+from tools.common.figures import Figures, figures_of
+from tools.common.parts import Part
+from tools.evaluate import command as evaluate
+from tools.evaluate.show import figures_as_json
 
 CLASSES = 7
 SCORES: Any = sklearn.precision_recall_fscore_support  # its type stubs do not know the values it takes
@@ -285,7 +286,7 @@ def test_what_cannot_end_well_is_not_begun(
     say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a pass over all images, not after it."""
-    monkeypatch.setattr("scripts.evaluate_figures.batches_of", lambda *_: pytest.fail("it was evaluated"))
+    monkeypatch.setattr("tools.common.figures.batches_of", lambda *_: pytest.fail("it was evaluated"))
     plain = tmp_path / "plain.safetensors"
     assert checkpoint.main(["strip", str(digits_run), "-weights", "model", "-out", str(plain)]) == 0
     done = say(plain, "-weights", "both")

@@ -22,9 +22,9 @@ from safetensors import safe_open
 
 from engine.saved.predictions import validation_predictions
 from engine.saved.trained import Trained, load_trained
-from scripts import export
-from scripts.export_check import CheckImages, compare
 from tests.program import ROOT, Result, train_tiny
+from tools.export import command as export
+from tools.export.check import CheckImages, compare
 from utils.errors import TrainingError
 
 PAGE = ROOT / "docs" / "export.md"

@@ -13,8 +13,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from models import build_model, load_pretrained
-from scripts import import_paddle
 from tests.scripts.paddle_files import BLOCKS, MODELS, TODAY, VIT, drawn, of_paddle, write
+from tools.import_paddle import command as import_paddle
 from utils.cli import parse
 from utils.config import load_config
 

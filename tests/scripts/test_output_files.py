@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts import export
 from tests.program import ROOT, Result, save_image
+from tools.common.command_line import run_tool
+from tools.export import command as export
 from utils.errors import EXIT_INTERRUPTED, UserError
 from utils.log import log
 from utils.output_file import check_output_file, writing
-from utils.script import run_tool
 
 TOOLS = {
     "check_data": ("-dataset", "imagefolder", "-data_path", "{tree}", "-num_classes", "1", "-out", "{out}.txt"),
@@ -132,9 +132,9 @@ def test_an_interrupted_tool_tells_what_it_wrote(
         pass
     assert run_tool(interrupted, []) == EXIT_INTERRUPTED
     assert "interrupted; no result was written" in capsys.readouterr().err
-    from scripts import export_place
+    from tools.export import place
 
-    really, files = export_place.compare, []
+    really, files = place.compare, []
 
     def compare(*given: object) -> str:
         files.append(given)
@@ -142,7 +142,7 @@ def test_an_interrupted_tool_tells_what_it_wrote(
             raise KeyboardInterrupt
         return really(*given)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(export_place, "compare", compare)
+    monkeypatch.setattr(place, "compare", compare)
     words = [str(digits_run), "-to", "torch,safetensors", "-out", str(tmp_path / "vit")]
     assert export.main(words) == EXIT_INTERRUPTED
     log.handlers.clear()

@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 
 from datasets import check_dataset, open_dataset
-from scripts.pack_images import main
 from tests.scripts.packing import Pack, all_bytes, members, photograph
+from tools.pack_images.command import main
 from utils.config.data import DataConfig
 
 CPU = torch.device("cpu")

@@ -25,8 +25,8 @@ from engine.checkpoint.folder import MODEL, save_checkpoint
 from engine.saved.predictions import validation_part, validation_predictions
 from engine.saved.trained import load_trained
 from engine.setup import model_in_precision
-from scripts import predict
 from tests.program import ROOT, metrics, save_image
+from tools.predict import command as predict
 from utils.better_weights import SHORT
 from utils.config import load_config
 from utils.config.data import DataConfig

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from datasets import open_dataset, samples_of
-from scripts.prepare_caltech256 import main
 from tests.datasets.published import image
+from tools.prepare_caltech256.command import main
 from utils.config.data import DataConfig
 from utils.log import log
 
@@ -34,7 +34,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr("utils.script.start_log", lambda **_: None)
+    monkeypatch.setattr("tools.common.command_line.start_log", lambda **_: None)
     monkeypatch.setattr(log, "propagate", True)
     caplog.set_level(logging.INFO, log.name)
     return caplog

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from scripts.report_page import write_report
 from tests.program import Result, run_program, save_image
 from tests.scripts.browser import View, views_of
 from tests.scripts.made_runs import MISCHIEF
+from tools.report.page import write_report
 
 CLASSES = ("<script>alert(1)<", "'single' & \"double\"", "x" * 60)
 

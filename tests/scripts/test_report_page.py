@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.evaluate_figures import Rows
-from scripts.report import main
-from scripts.report_charts import MOST_POINTS, Chart, Curve, charts, colours_of, short, side_by_side, thinned
-from scripts.report_page import write_report
-from scripts.report_runs import read_runs
 from tests.scripts.made_runs import MISCHIEF, make_run
+from tools.common.figures import Rows
+from tools.report.charts import MOST_POINTS, Chart, Curve, charts, colours_of, short, side_by_side, thinned
+from tools.report.command import main
+from tools.report.page import write_report
+from tools.report.runs import read_runs
 
 Page = Callable[..., "Seen"]
 

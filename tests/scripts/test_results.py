@@ -1,4 +1,4 @@
-"""scripts/results.py: what a run that is to be a result says of itself."""
+"""scripts/dev/results.py: what a run that is to be a result says of itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.results import one_run
+from scripts.dev.results import one_run
 from tests.scripts.made_runs import make_run
 from utils.errors import UserError
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scripts.show_batch import main
-from scripts.show_batch_picture import Shown, draw, first_images
 from tests.engine.small import build, windows
 from tests.program import Result
+from tools.show_batch.command import main
+from tools.show_batch.picture import Shown, draw, first_images
 from utils.config import load_config
 
 MIXED = {"TRAIN.MIXUP_ALPHA": "0.8", "TRAIN.MIXUP_MODE": "elem"}

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts import make_config_docs
+from scripts.dev import make_config_docs
 from utils.config.keys import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_both_files_are_current() -> None:
-    command = [sys.executable, "scripts/make_config_docs.py", "--check"]
+    command = [sys.executable, "scripts/dev/make_config_docs.py", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tools.common.command_line import ToolLine, read_line
 from utils import cli
 from utils.cli import Flag
 from utils.errors import UserError
-from utils.script import ToolLine, read_line
 
 OWN = (
     Flag("out", "where to", "FILE.png", ("OUT",)),

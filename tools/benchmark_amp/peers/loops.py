@@ -1,0 +1,109 @@
+"""The training loops that `peers` compares.
+
+What a loop itself reads back while it trains, it reads back here; `train_one` is for the comparison of losses, and is
+not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+
+from datasets import Batch, Share, Window
+from engine.compile.choice import NONE, WHOLE, choose_compiling
+from engine.compile.compiled import compile_update
+from engine.machine.device import prepare
+from engine.setup import tuned_model, update_parts
+from engine.update import train_update
+from tools.benchmark_amp.peers.start import OURS, PLAIN, UPDATES_AN_EPOCH, Loop, Made, Way
+from tools.benchmark_amp.peers.train_py import Timm, TimmTrain
+from tools.benchmark_amp.settings import changed
+from utils.config import Config
+from utils.distributed.world import ALONE
+
+
+def loop_of(way: Way, config: Config, device: torch.device) -> Loop:
+    if way.kind == OURS:
+        return Ours(way, config, device)
+    if way.kind == PLAIN:
+        return Plain(way, config, device)
+    return (TimmTrain if way.train_py else Timm)(way, config, device)
+
+
+class Ours:
+    """What main_single_gpu.py builds, and its update."""
+
+    def __init__(self, way: Way, config: Config, device: torch.device) -> None:
+        amp = {"ENABLED": way.precision != "fp32"} | ({"DTYPE": way.precision} if way.precision != "fp32" else {})
+        config = changed(way.settings or config, "AMP", **amp)
+        config = changed(config, "TRAIN", COMPILE=WHOLE if way.compiled else NONE)
+        prepare(config, device, ALONE)
+        in_precision, tuning = tuned_model(config, device, ALONE, {})
+        in_precision[0].train()
+        self._parts = update_parts(config, ALONE, device, in_precision, UPDATES_AN_EPOCH)
+        self._parts.start_computing()
+        compiling = choose_compiling(config, self._parts, ALONE, 0, {})
+        self.choices = tuning.choices() | compiling.as_noted()
+        compile_update(self._parts, compiling, config)
+        self._done = 0
+
+    def train(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            self._done += 1
+            share = Share(0, batch.indices.numpy(), 1.0)
+            train_update(self._parts, Window((share,), iter((batch,))), self._done)
+
+    def train_one(self, batch: Batch) -> float:
+        self.train([batch])
+        return self._parts.meters.read(self._parts.precision.scale_tensor(), 0.0).update.loss
+
+
+class Plain:
+    """The loop that one would write, with torch alone."""
+
+    def __init__(self, way: Way, config: Config, device: torch.device) -> None:
+        made = self._made = Made(config, device, way.precision)
+        train, model = config.TRAIN, made.model
+        spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # pyright: ignore
+        named = list(model.named_parameters())
+        plain = [p for name, p in named if p.ndim <= 1 or name in spared]
+        decayed = [p for name, p in named if p.ndim > 1 and name not in spared]
+        groups = [{"params": decayed, "weight_decay": train.WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, train.BASE_LR, **train.OPTIMIZER.arguments())
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, partial(_share_of_rate, made))
+        follow = torch.optim.swa_utils.get_ema_multi_avg_fn(train.MODEL_EMA_DECAY)
+        self._average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=follow)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=way.precision == "fp16")
+        mean, std = made.mean_and_std()
+        self._mean, self._std = (torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (mean, std))
+
+    def train(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            self.train_one(batch)
+
+    def train_one(self, batch: Batch) -> float:
+        made = self._made
+        images = (batch.images.float() / 255 - self._mean) / self._std
+        with made.autocast():
+            loss = made.criterion(made.model(images), batch.labels)
+        self._scaler.scale(loss).backward()
+        self._scaler.unscale_(self._optimizer)
+        torch.nn.utils.clip_grad_norm_(made.model.parameters(), made.clip)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+        self._schedule.step()
+        self._average.update_parameters(made.model)
+        return loss.item()
+
+
+def _share_of_rate(made: Made, update: int) -> float:
+    """Linear warm-up, then a cosine, as a share of the base rate."""
+    train = made.config.TRAIN
+    if update < made.warmup:
+        start = train.WARMUP_START_LR / train.BASE_LR
+        return start + update * (1 - start) / made.warmup
+    end = train.END_LR / train.BASE_LR
+    return end + 0.5 * (1 - end) * (1 + math.cos(math.pi * (update - made.warmup) / (made.total - made.warmup)))

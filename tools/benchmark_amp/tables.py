@@ -1,0 +1,23 @@
+"""The tables of benchmark_amp.py. A new one is a file with a TABLE, and two lines here."""
+
+from __future__ import annotations
+
+from tools.benchmark_amp.amp import TABLE as WINDOWS
+from tools.benchmark_amp.frame import Table
+from tools.benchmark_amp.peers.table import TABLE as PEERS
+from tools.benchmark_amp.precisions import TABLE as MODES
+from tools.benchmark_amp.scaling import TABLE as SCALING
+from tools.benchmark_amp.simplenet import TABLE as SIMPLENET
+from tools.benchmark_amp.startup import TABLE as STARTUP
+
+TABLES: dict[str, Table] = {
+    table.name: table
+    for table in (
+        WINDOWS,
+        MODES,
+        SIMPLENET,
+        SCALING,
+        PEERS,
+        STARTUP,
+    )
+}

@@ -1,0 +1,78 @@
+"""The same images as they would be after scripts/pack_images.py: what would packing bring here?"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from datasets import ImageDataset, open_dataset
+from datasets.images import Images
+from tools.pack_images import command as pack_images
+from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
+from utils.errors import TrainingError
+
+QUALITY = 90
+SUFFIX = {"train": True, "val": False}
+
+Packed = dict[str, dict[bool, Images]]
+"""Kind of packing -> training part (True) and validation part (False)."""
+
+
+def pack(parts: dict[bool, Images], orders: dict[bool, np.ndarray], changes: TrainConfig, folder: Path) -> Packed:
+    """Write the chosen samples to `folder`, pack them as JPEG and raw, and open what came of it."""
+    source = folder / "images"
+    for name, train in SUFFIX.items():
+        _write(parts[train], orders[train], source / name / "images")
+    data = parts[True].data
+    side = round(256 * max(1.0, data.IMAGE_SIZE / 224))
+    kinds = {
+        f"packed ({side}, quality {QUALITY})": ["-quality", str(QUALITY)],
+        f"packed ({side}, raw)": ["-raw"],
+    }
+    found: Packed = {}
+    for number, (kind, words) in enumerate(kinds.items()):
+        packed = folder / str(number)
+        how = ["-dataset", "imagefolder", "-short_side", str(side), f"DATA.IMAGE_CHANNELS={data.IMAGE_CHANNELS}"]
+        with _quietly():
+            code = pack_images.main([str(source), str(packed), *words, *how])
+        if code:
+            raise TrainingError("Packing failed, as said above; -parts train,val,stages,loader does without.")
+        found[kind] = _opened(data, changes, packed)
+    return found
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Only what goes wrong is told: nobody is to train on what is packed here."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _write(part: Images, order: np.ndarray, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for number, index in enumerate(order.tolist()):
+        content = part.samples.read(index)
+        assert isinstance(content, bytes), "pixels that need no decoding gain nothing from packing"
+        # Images whose name has no ending of its own come as something PIL can tell by itself.
+        suffix = Path(part.samples.name(index)).suffix or ".jpg"
+        (folder / f"{number:06d}{suffix}").write_bytes(content)
+
+
+def _opened(data: DataConfig, changes: TrainConfig, folder: Path) -> dict[bool, Images]:
+    shards = data.model_copy(update={"DATASET": "shards", "DATA_PATH": str(folder), "EXCLUDE": None})
+    found: dict[bool, Images] = {}
+    for train in (True, False):
+        part: ImageDataset = open_dataset(shards, train, 1, 0, torch.device("cpu"))
+        part = part.augment(changes) if train else part
+        assert isinstance(part, Images)
+        found[train] = part
+    return found

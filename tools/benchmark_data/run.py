@@ -1,0 +1,211 @@
+"""One benchmark of the data path from beginning to end, and what came of it as plain figures."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from datasets import check_dataset, open_dataset
+from datasets.images import Images
+from engine.machine.device import processor
+from tools.benchmark_data.loaders import loader_name, loaders
+from tools.benchmark_data.packed import Packed, pack
+from tools.benchmark_data.paths import bound, is_jpeg, opened, ours, paths
+from tools.benchmark_data.stages import stage_runs, stages, transfer_milliseconds
+from tools.common.made_images import CLASSES, make_images
+from tools.common.turns import OURS, TIMM, TORCHVISION, Budget, Rates, Ratio, measure, ratio
+from utils.cache import cache_folder
+from utils.config import Config
+from utils.cpus import cores
+from utils.errors import UserError
+from utils.heap import keep_freed_memory
+from utils.log import log
+
+Found = dict[str, Any]
+BATCHES = 8
+"""There are at least so many batches in a round, or a loader would be measured while it begins."""
+LOOKED_AT = 64
+"""Samples whose kind and size are told."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, how often, and for how long at most."""
+
+    rounds: int
+    images: int
+    workers: tuple[int, ...]
+    seconds: float
+    parts: tuple[str, ...]
+
+
+class Benchmark:
+    """The parts of the data set, and what was found so far."""
+
+    def __init__(self, config: Config, plan: Plan, device: torch.device) -> None:
+        # As loading processes have it. Operations must not spread over other cores; and the others gain by it too.
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        check_dataset(config.DATA, config.MODEL.NUM_CLASSES)
+        self.config, self.plan, self.device = config, plan, device
+        self.budget = Budget(plan.seconds)
+        self.parts = {train: self._open(train) for train in (True, False)}
+        self.orders = {train: self._chosen(part) for train, part in self.parts.items()}
+        self.images = len(self.orders[True])
+        self.batch = max(1, min(config.DATA.BATCH_SIZE, self.images // BATCHES))
+
+    def _open(self, train: bool) -> Images:
+        config = self.config
+        part = open_dataset(config.DATA, train, config.MODEL.NUM_CLASSES, config.SEED, torch.device("cpu"))
+        part = part.augment(config.TRAIN) if train else part
+        if not isinstance(part, Images):
+            raise UserError(
+                f"DATA.DATASET {config.DATA.DATASET}: its images lie in memory, ready for use; there is no loading "
+                f"to measure. Leave -dataset out to measure on JPEGs that are made, or name another one."
+            )
+        return part
+
+    def _chosen(self, part: Images) -> np.ndarray:
+        """Samples from all over the part, in an order that suits its source: tar files are read one after another."""
+        generator = np.random.Generator(np.random.Philox(key=self.config.SEED))
+        return part.shuffled(generator)[: self.plan.images]
+
+    def run(self) -> Found:
+        begin = time.monotonic()
+        about = _about(self.parts[True], self.orders[True][:LOOKED_AT])
+        opening = (time.monotonic() - begin) / min(LOOKED_AT, self.images)
+        found: Found = {
+            "date": time.strftime("%Y-%m-%d"),
+            "command": _command(),
+            "machine": f"{processor()}, {cores()} cores",
+            "versions": library_versions(),
+            "images": about,
+            "rounds": self.plan.rounds,
+            "images_a_round": self.images,
+            "batch": self.batch,
+        }
+        with tempfile.TemporaryDirectory(dir=cache_folder(self.config.DATA, "benchmark")) as folder:
+            packed = self._packed(Path(folder), opening)
+            steps = {
+                "train": lambda: self._per_core(True, packed),
+                "val": lambda: self._per_core(False, packed),
+                "stages": self._stages,
+                "loader": self._loaders,
+            }
+            for name, step in steps.items():
+                if name in self.plan.parts:
+                    log.info("Measuring: %s", name)
+                    found[name] = step()
+        return found | {"cut": self.budget.cut}
+
+    def _packed(self, folder: Path, opening: float) -> Packed:
+        encoded = self.parts[True].samples.read(int(self.orders[True][0]))
+        if "packed" not in self.plan.parts or not isinstance(encoded, bytes):
+            return {}
+        # Twice for two parts, twice for two kinds, and encoding takes about as long as opening.
+        if not self.budget.allows(8 * opening * self.images):
+            return {}
+        log.info("Packing %d images for comparison", self.images)
+        return pack(self.parts, self.orders, self.config.TRAIN, folder)
+
+    def _per_core(self, train: bool, packed: Packed) -> Found:
+        part, order = self.parts[train], self.orders[train]
+        contenders = paths(part, order, train, self.config.TRAIN, self.batch)
+        for kind, parts in packed.items():
+            contenders.append(ours(f"{OURS}, {kind}", parts[train], np.arange(len(parts[train])), self.batch))
+        if is_jpeg(part.samples.read(int(order[0]))):
+            contenders.append(bound(part.samples, order))
+        return per_core(measure(contenders, self.plan.rounds, len(order), self.budget))
+
+    def _stages(self) -> Found:
+        runs = stage_runs(self.parts[True], self.orders[True], self.config.TRAIN, self.batch)
+        found = stages(measure(runs, self.plan.rounds, self.images, self.budget))
+        transfer = transfer_milliseconds(self.parts[True], self.device, self.batch)
+        return found | ({"transfer": transfer} if transfer is not None else {})
+
+    def _loaders(self) -> Found:
+        order = self.orders[True][: self.images // self.batch * self.batch]
+        with loaders(self.parts[True], order, self.config.TRAIN, self.batch, self.plan.workers) as contenders:
+            return through_loaders(measure(contenders, self.plan.rounds, len(order), self.budget), self.plan.workers)
+
+
+def per_core(found: dict[str, Rates]) -> Found:
+    """A row a contender: images a second of one core, and how many times as fast as timm and torchvision."""
+    return {
+        name: {
+            "images_per_second": _median(rates.cpu),
+            "rounds": rates.cpu,
+            "to": {other: _plain(ratio(rates.cpu, found[other].cpu)) for other in (TIMM, TORCHVISION) if other != name},
+        }
+        for name, rates in found.items()
+        if rates.cpu
+    }
+
+
+def through_loaders(found: dict[str, Rates], counts: tuple[int, ...]) -> Found:
+    """A row a number of workers: ours and timm's, by the clock and by the time of all cores that had a part in it."""
+    rows: Found = {}
+    for workers in counts:
+        mine, other = (found[loader_name(name, workers)] for name in (OURS, TIMM))
+        if mine.wall:
+            rows[str(workers)] = {
+                OURS: _median(mine.wall),
+                TIMM: _median(other.wall),
+                "to": _plain(ratio(mine.wall, other.wall)),
+                "to_by_core_time": _plain(ratio(mine.cpu, other.cpu)),
+            }
+    return rows
+
+
+def on_made_images(config: Config, count: int, size: str) -> Config:
+    """The same settings for JPEGs that are made now, unless they were before."""
+    root = make_images(cache_folder(config.DATA, "made"), count, size)
+    data = config.DATA.model_copy(update={"DATASET": "imagefolder", "DATA_PATH": str(root)})
+    model = config.MODEL.model_copy(update={"NUM_CLASSES": CLASSES})
+    return config.model_copy(update={"DATA": data, "MODEL": model})
+
+
+def _command() -> str:
+    """As a reader would type it: where this machine keeps what is made is its own affair."""
+    words = [word for word in sys.argv[1:] if not word.startswith("DATA.CACHE=")]
+    return shlex.join(["python", "scripts/benchmark_data.py", *words])
+
+
+def library_versions() -> dict[str, str]:
+    """Of everything that has a part in these figures."""
+    wanted = ("torch", "torchvision", "timm", "pillow", "simplejpeg", "numpy")
+    installed = {found.metadata["Name"].lower(): found.version for found in distributions()}
+    return {"python": platform.python_version()} | {name: installed[name] for name in wanted if name in installed}
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def _plain(found: Ratio | None) -> dict[str, float] | None:
+    return None if found is None else asdict(found)
+
+
+def _about(part: Images, looked_at: np.ndarray) -> Found:
+    """What kind of images these are."""
+    encoded = [part.samples.read(int(index)) for index in looked_at]
+    sizes = [opened(one).size for one in encoded]
+    kilobytes = [len(one) / 1000 if isinstance(one, bytes) else one.nbytes / 1000 for one in encoded]
+    return {
+        "count": len(part),
+        "kilobytes": round(statistics.fmean(kilobytes), 1),
+        "width": int(statistics.median(width for width, _ in sizes)),
+        "height": int(statistics.median(height for _, height in sizes)),
+        "jpeg": sum(map(is_jpeg, encoded)) / len(encoded),
+    }

@@ -1,0 +1,79 @@
+"""Where the time of our path goes, stage by stage: read, decode, crop and resize, augment, collate, transfer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from datasets.images import Images
+from datasets.randomness import seed_sample
+from datasets.samples import Encoded
+from datasets.transforms.augment import keys_set
+from datasets.transforms.pixels import Pixels
+from tools.benchmark_data.paths import InMemory, ours
+from tools.common.turns import Contender, Rates
+from utils.config.train import TrainConfig
+
+READ, DECODE, CROP, CHANGE, WHOLE = "read", "decode", "crop and resize", "augment", "collate"
+"""Each is the name of a stage, and of the part of the path that ends with it."""
+TRANSFERS = 20
+
+
+def stage_runs(images: Images, order: np.ndarray, changes: TrainConfig, batch: int) -> list[Contender]:
+    """Ever longer parts of the path. A stage is the difference of two, so that nothing is measured inside of it."""
+    plain, changed = Pixels(images.data, True), Pixels(images.data, True, changes)
+    size, channels = images.data.IMAGE_SIZE, images.data.IMAGE_CHANNELS
+    out = torch.zeros(channels, size, size, dtype=torch.uint8)
+    runs = [
+        Contender(READ, order, lambda _, indices: [images.samples.read(index) for index in indices]),
+        _from_memory(DECODE, images, order, plain.decode),
+        _from_memory(CROP, images, order, lambda encoded: plain(encoded, out)),
+        ours(WHOLE, images, order, batch),
+    ]
+    if keys_set(changes):
+        runs.append(_from_memory(CHANGE, images, order, lambda encoded: changed(encoded, out)))
+    return runs
+
+
+def _from_memory(name: str, images: Images, order: np.ndarray, step: Callable[[Encoded], object]) -> Contender:
+    held = InMemory(images.samples)
+
+    def work(nth: int, indices: list[int]) -> None:
+        for index in indices:
+            seed_sample(images.seed, nth, index)
+            step(held[index])
+
+    return Contender(name, order, work, held.hold)
+
+
+def stages(found: dict[str, Rates]) -> dict[str, float]:
+    """Milliseconds of one core for an image, a stage at a time."""
+    spent = {name: 1000 / np.array(rates.cpu) for name, rates in found.items() if rates.cpu}
+    if not spent:
+        return {}
+    steps = {READ: spent[READ], DECODE: spent[DECODE], CROP: spent[CROP] - spent[DECODE]}
+    if CHANGE in spent:
+        steps[CHANGE] = spent[CHANGE] - spent[CROP]
+    steps[WHOLE] = spent[WHOLE] - spent[READ] - spent.get(CHANGE, spent[CROP])
+    # A difference may come out a little below zero where the stage costs next to nothing.
+    return {name: max(0.0, statistics.median(each.tolist())) for name, each in steps.items()}
+
+
+def transfer_milliseconds(images: Images, device: torch.device, batch: int) -> float | None:
+    """Milliseconds for one image from pinned memory to the device; None where there is nothing to transfer to."""
+    if device.type == "cpu":
+        return None
+    size, channels = images.data.IMAGE_SIZE, images.data.IMAGE_CHANNELS
+    pixels = torch.zeros(batch, channels, size, size, dtype=torch.uint8)
+    pixels = pixels.pin_memory() if device.type == "cuda" else pixels
+    times = []
+    for _ in range(TRANSFERS):
+        begin = time.perf_counter()
+        pixels.to(device, non_blocking=True)
+        torch.accelerator.synchronize()
+        times.append(time.perf_counter() - begin)
+    return 1000 * statistics.median(times) / batch

@@ -1,0 +1,109 @@
+"""What was found in a data set: for people, for machines, and as a list for DATA.EXCLUDE."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from datasets.damage.exclude import line_of
+from tools.check_data.find import (
+    CONFLICTS,
+    DUPLICATES,
+    LABELS,
+    MODES,
+    OVERLAP,
+    SMALL,
+    UNREADABLE,
+    Classes,
+    Findings,
+    Found,
+)
+from utils.config.data import DataConfig
+
+SHOWN = 10
+TABLE = 40
+HEADINGS = {
+    UNREADABLE: "cannot be read",
+    LABELS: "labels out of range",
+    CONFLICTS: "the same bytes with different labels",
+    DUPLICATES: "duplicates within a part",
+    OVERLAP: "in the training and in the validation part",
+    MODES: "not stored as the model takes them; converted when they are read",
+    SMALL: "smaller than IMAGE_SIZE; enlarged when they are read",
+}
+
+
+def text(findings: Findings) -> str:
+    """For people."""
+    blocks = [_table(classes) for classes in findings.classes]
+    if findings.empty:
+        named = ", ".join(findings.empty[:SHOWN]) + (", ..." if len(findings.empty) > SHOWN else "")
+        blocks.append(f"DEFECT: classes without a training image: {len(findings.empty)}\n    {named}")
+    blocks += [_listing("DEFECT: ", kind, found) for kind, found in findings.defects.items() if found]
+    blocks += [_listing("note: ", kind, found) for kind, found in findings.notes.items() if found]
+    return "\n\n".join(blocks)
+
+
+def _table(classes: Classes) -> str:
+    counts = classes.counts
+    lines = [f"{classes.part} part: {sum(counts.values()):,} images in {len(counts):,} classes"]
+    lines[0] = lines[0][:1].upper() + lines[0][1:]
+    shown = sorted(counts.items(), key=lambda item: item[1])
+    if len(shown) > TABLE:
+        lines.append(f"  the {SHOWN} smallest and the {SHOWN} largest of them:")
+        shown = [*shown[:SHOWN], *shown[-SHOWN:]]
+    lines += [f"  {count:>9,}  {name}{'' if count else '  (empty)'}" for name, count in shown]
+    return "\n".join(lines)
+
+
+def _listing(mark: str, kind: str, found: list[Found]) -> str:
+    lines = [f"{mark}{HEADINGS[kind]}: {len(found):,}"]
+    if kind == MODES:
+        lines[0] += (
+            " (" + ", ".join(f"{count:,} {mode}" for mode, count in Counter(f.about for f in found).items()) + ")"
+        )
+    lines += [f"    {one.name}: {one.about}" for one in found[:SHOWN]]
+    if len(found) > SHOWN:
+        lines.append(f"    ... and {len(found) - SHOWN:,} more; -json FILE has them all")
+    return "\n".join(lines)
+
+
+def as_json(findings: Findings) -> dict[str, Any]:
+    """For machines."""
+
+    def listed(kinds: dict[str, list[Found]]) -> dict[str, Any]:
+        return {
+            kind.replace(" ", "_").lower(): [
+                {"part": f.part, "name": f.name, "about": f.about, **({"kind": f.kind} if f.kind else {})}
+                for f in found
+            ]
+            for kind, found in kinds.items()
+        }
+
+    return {
+        "clean": findings.clean,
+        "classes": {classes.part: classes.counts for classes in findings.classes},
+        "defects": {"empty_classes": findings.empty, **listed(findings.defects)},
+        "notes": listed(findings.notes),
+    }
+
+
+def to_exclude(findings: Findings, duplicates: bool, small: bool) -> list[Found]:
+    """What a list is to name, each image once."""
+    chosen = list(findings.defects[UNREADABLE])
+    if duplicates:
+        chosen += findings.defects[CONFLICTS] + findings.defects[DUPLICATES] + findings.defects[OVERLAP]
+    if small:
+        chosen += findings.notes[SMALL]
+    return list({(found.part, found.number): found for found in reversed(chosen)}.values())[::-1]
+
+
+def exclude_list(chosen: list[Found], data: DataConfig) -> str:
+    """In the form that DATA.EXCLUDE takes; what that names already is not looked at, and stays."""
+    before = Path(data.EXCLUDE).expanduser().read_text(encoding="utf-8-sig").rstrip("\n") if data.EXCLUDE else ""
+    today = datetime.date.today().isoformat()
+    head = f"# Images to leave out (DATA.EXCLUDE), found by scripts/check_data.py on {today}"
+    lines = [line_of(found.name, found.about, data) for found in chosen]
+    return "\n".join([*([before] if before else []), head, *lines]) + "\n"

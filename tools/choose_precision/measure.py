@@ -1,0 +1,201 @@
+"""One precision on the user's data: loss curve, speed, memory, skipped updates. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from datasets import TrainLoader, Window
+from engine.machine.memory import is_out_of_memory
+from engine.measure.meters import NEVER
+from engine.measure.throughput import peak_memory_gb
+from engine.setup import ReadyToTrain
+from engine.update import train_update
+from tools.choose_precision.layers import Layer, look_at_layers
+from tools.common.processes import opened, warmup_updates
+from utils.config import Config
+from utils.log import log, start_log
+
+WINDOWS = 20
+"""Speed is the median over about so many stretches of updates, so that a hiccup of the machine does not count."""
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    config: Config
+    updates: int
+    deadline: float
+    """By time.monotonic(), which all processes of a machine share."""
+    samples_seed: int | None = None
+    """Take samples, and their augmentation, in another seed's order; None: in that of `config`."""
+    layers: bool = False
+    """Look at every layer's gradients at the end."""
+
+
+@dataclass
+class Measured:
+    losses: list[float] = field(default_factory=list)
+    """One an update, the mean over its micro-batches."""
+    images_per_second: float = 0.0
+    data_wait_percent: float = 0.0
+    peak_memory_gb: float = 0.0
+    skipped: int = 0
+    scale: float = 1.0
+    learning_rate: float = 0.0
+    """Of the last update."""
+    epochs: float = 0.0
+    bad_update: int | None = None
+    """The first whose gradients were not numbers, where nothing skips such."""
+    compile: str = "none"
+    """What a run would compile of the update, which is eager here."""
+    seconds: float = 0.0
+    out_of_time: bool = False
+    layers: list[Layer] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failed: str = ""
+    """Why there are no figures."""
+
+
+def measure(job: Job) -> Measured:
+    """What `job` asks for. A precision that torch cannot run, or that does not fit in memory, is an answer too."""
+    started = time.monotonic()
+    start_log(speaks=False)
+    notes = _Notes()
+    log.addHandler(notes)
+    result = Measured()
+    try:
+        _measure(job, result)
+    except (MemoryError, RuntimeError) as error:
+        result.failed = "out of memory" if is_out_of_memory(error) else str(error).strip().partition("\n")[0]
+    result.notes += notes.texts
+    result.seconds = time.monotonic() - started
+    return result
+
+
+class _Notes(logging.Handler):
+    """Keeps warnings for the report."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _measure(job: Job, result: Measured) -> None:
+    config = job.config
+    with opened(config, compiled=False) as training:  # numbers are the same, and every layer can be looked into
+        ready, device = training.ready, training.device
+        result.compile = ready.choices["compile"]
+        if job.samples_seed is not None:
+            training.take_samples_of(config.model_copy(update={"SEED": job.samples_seed}))
+        windows = training.windows()
+        _train(job, ready, windows, device, result)
+        if job.layers and result.bad_update is None:
+            result.layers = look_at_layers(config, ready, next(iter(next(windows))), result.scale)
+
+
+def _train(job: Job, ready: ReadyToTrain, windows: Iterator[Window], device: torch.device, result: Measured) -> None:
+    parts, curve = ready.parts, _Curve(ready)
+    stretches = _Stretches(job.updates, ready.train_loader, device)
+    for update in range(1, job.updates + 1):
+        window = next(windows)
+        train_update(parts, window, update)
+        curve.close_update()
+        stretches.count(update, sum(len(share.indices) for share in window.shares))
+        if parts.watch is not None:
+            result.notes += [blame.words() for blame in parts.watch.take()]
+        if time.monotonic() > job.deadline and update > stretches.warmup and update < job.updates:
+            result.out_of_time = True
+            break
+    stretches.end()
+    reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
+    result.losses = curve.values()
+    result.epochs = len(result.losses) / ready.train_loader.order.updates
+    result.images_per_second = stretches.images_per_second()
+    result.data_wait_percent = stretches.data_wait_percent()
+    result.peak_memory_gb = peak_memory_gb(device)
+    result.skipped, result.scale, result.learning_rate = reading.skipped, reading.scale, reading.lr
+    result.bad_update = None if reading.first_bad == NEVER else reading.first_bad
+
+
+class _Curve:
+    """Every update's loss. It stays on the device until the end: reading it at once would slow training down."""
+
+    def __init__(self, ready: ReadyToTrain) -> None:
+        self._criterion = ready.parts.criterion
+        self._micro_batches: list[Tensor] = []
+        self._updates: list[Tensor] = []
+        ready.parts.criterion = self._recorded
+
+    def _recorded(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = self._criterion(logits, labels)
+        self._micro_batches.append(loss.detach())
+        return loss
+
+    def close_update(self) -> None:
+        self._updates.append(torch.stack(self._micro_batches).mean())
+        self._micro_batches.clear()
+
+    def values(self) -> list[float]:
+        return torch.stack(self._updates).tolist()
+
+
+class _Stretches:
+    """Speed over stretches of updates, after a warm-up. A GPU is waited for only at the end of a stretch."""
+
+    def __init__(self, updates: int, loader: TrainLoader, device: torch.device) -> None:
+        self.warmup = warmup_updates(updates)
+        self._length = max(1, (updates - self.warmup) // WINDOWS)
+        self._loader, self._device = loader, device
+        self._images = self._updates = 0
+        self._began = self._last = time.perf_counter()
+        self._waited = 0.0
+        self._speeds: list[float] = []
+
+    def count(self, update: int, images: int) -> None:
+        if update <= self.warmup:
+            if update == self.warmup:
+                self._start()
+            return
+        self._images += images
+        self._updates += 1
+        if self._updates == self._length:
+            self._close()
+
+    def _start(self) -> None:
+        self._wait_for_device()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._loader.take_wait()
+        self._began = self._last = time.perf_counter()
+
+    def _close(self) -> None:
+        self._wait_for_device()
+        now = time.perf_counter()
+        self._speeds.append(self._images / (now - self._last))
+        self._last, self._images, self._updates = now, 0, 0
+
+    def end(self) -> None:
+        if self._updates and not self._speeds:  # time was up before the first stretch was whole
+            self._close()
+        self._wait_for_device()
+        self._waited = self._loader.take_wait() / max(time.perf_counter() - self._began, 1e-9)
+
+    def images_per_second(self) -> float:
+        return statistics.median(self._speeds)
+
+    def data_wait_percent(self) -> float:
+        return 100 * min(self._waited, 1.0)
+
+    def _wait_for_device(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)

@@ -1,0 +1,168 @@
+"""scripts/evaluate.py: the figures, from one pass over the images."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.measure.meters import correct
+from engine.saved.predictions import batches_of, guesses
+from engine.saved.trained import Trained
+from tools.common.parts import Part
+
+
+class Bin(NamedTuple):
+    """Images of about the same confidence. Shares in percent."""
+
+    images: int
+    confidence: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Shares are percent."""
+
+    images: int
+    acc1: float
+    acc5: float
+    nll: float
+    """Mean negative logarithm of the true class's probability: validation's loss without label smoothing"""
+    brier: float
+    """Mean squared distance between probabilities and truth, summed over classes: 0 to 2"""
+    ece: float
+    bins: list[Bin]
+    labels: Tensor
+    """The true class of each image"""
+    guesses: Tensor
+    """The model's first guess of each"""
+    classes: int
+    not_finite: int
+    """Images whose logits are no numbers"""
+
+    def confusion(self) -> Tensor:
+        """Images by true class (rows) and first guess (columns)."""
+        return self._counted(self.labels * self.classes + self.guesses, self.classes**2).reshape(self.classes, -1)
+
+    @cached_property
+    def support(self) -> Tensor:
+        """Images of each class"""
+        return self._counted(self.labels, self.classes)
+
+    @cached_property
+    def guessed(self) -> Tensor:
+        """How often each class was the first guess"""
+        return self._counted(self.guesses, self.classes)
+
+    @cached_property
+    def right(self) -> Tensor:
+        return self._counted(self.labels[self.labels == self.guesses], self.classes)
+
+    @property
+    def recall(self) -> Tensor:
+        return _share(self.right, self.support)
+
+    @property
+    def precision(self) -> Tensor:
+        """0 of a class that was never guessed"""
+        return _share(self.right, self.guessed)
+
+    @property
+    def f1(self) -> Tensor:
+        return _share(2 * self.right, self.support + self.guessed)
+
+    def taken_for(self, label: int) -> tuple[int, int]:
+        """The class that images of this one were most often mistaken for, and how many; 0 where none was."""
+        wrong = self.guesses[(self.labels == label) & (self.guesses != label)]
+        counts = self._counted(wrong, self.classes)
+        return int(counts.argmax()), int(counts.max())
+
+    @staticmethod
+    def _counted(values: Tensor, length: int) -> Tensor:
+        return torch.bincount(values, minlength=length)
+
+    def macro(self, of_class: Tensor) -> float:
+        """The mean over classes that have images."""
+        return float(of_class[self.support > 0].mean())
+
+    def weighted(self, of_class: Tensor) -> float:
+        """The mean over images."""
+        return float((of_class * self.support).sum() / self.support.sum())
+
+
+def figures_of(trained: Trained, part: Part, bins: int) -> Figures:
+    """Memory for a few numbers an image, however many classes there are."""
+    rows = [Rows.of(logits, part.labels(labels)) for logits, labels, _ in _with_bar(trained, part)]
+    seen = Rows(*(torch.cat(column) for column in zip(*rows, strict=True)))
+    return figures_from(seen, trained.config.MODEL.NUM_CLASSES, bins)
+
+
+def figures_from(seen: Rows, classes: int, bins: int) -> Figures:
+    images = len(seen.label)
+    ece, found = calibration(seen.confidence, seen.label == seen.guess, bins)
+    return Figures(
+        images=images,
+        acc1=100 * int((seen.label == seen.guess).sum()) / images,
+        acc5=100 * int(seen.among_five.sum()) / images,
+        nll=float(seen.nll.sum()) / images,
+        brier=float(seen.brier.sum()) / images,
+        ece=ece,
+        bins=found,
+        labels=seen.label,
+        guesses=seen.guess,
+        classes=classes,
+        not_finite=int((~seen.nll.isfinite()).sum()),
+    )
+
+
+class Rows(NamedTuple):
+    """What is kept of each image, on the host."""
+
+    label: Tensor
+    guess: Tensor
+    among_five: Tensor
+    confidence: Tensor
+    nll: Tensor
+    brier: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, labels: Tensor) -> Rows:
+        _, among_five = correct(logits, labels)  # on the device, where validation chooses among equal logits
+        guess = guesses(logits)[:, 0].cpu()
+        losses = F.cross_entropy(logits, labels, reduction="none").cpu().double()
+        logits, labels = logits.cpu().double(), labels.cpu()
+        shares = logits.softmax(-1)
+        truth = F.one_hot(labels, logits.shape[-1])
+        confidence = shares.gather(1, guess[:, None])[:, 0]
+        return cls(labels, guess, among_five.cpu(), confidence, losses, (shares - truth).square().sum(1))
+
+
+def calibration(confidence: Tensor, right: Tensor, count: int) -> tuple[float, list[Bin]]:
+    """ECE in percent, and its bins: of equal width, each with its upper edge."""
+    number = (confidence.nan_to_num() * count).ceil().long().sub(1).clamp(0, count - 1)
+    images, sure, hits = (
+        torch.zeros(count, dtype=torch.float64).index_add_(0, number, values)
+        for values in (torch.ones_like(confidence), confidence, right.double())
+    )
+    ece = 100 * float((sure - hits).abs().sum() / len(confidence))
+    shares = [100 * values / images.clamp(min=1) for values in (sure, hits)]
+    return ece, [Bin(int(n), float(c), float(a)) for n, c, a in zip(images, *shares, strict=True)]
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    return 100 * part.double() / whole.clamp(min=1)
+
+
+def _with_bar(trained: Trained, part: Part) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    with tqdm(total=len(part.dataset), unit=" images", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+        for logits, labels, indices in batches_of(trained, part.dataset):
+            yield logits, labels, indices
+            bar.update(len(labels))

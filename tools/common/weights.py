@@ -1,0 +1,157 @@
+"""scripts/checkpoint.py average and strip: weights out of checkpoints, in a file that explains itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from engine.checkpoint.chosen import checkpoint_of
+from engine.checkpoint.folder import EMA, Checkpoint, naming_the_fault, verify
+from engine.checkpoint.weights_file import MADE_BY
+from engine.saved.trained import FILES, Saved, find_saved
+from tools.checkpoint.files import folders_of, verified
+from utils.better_weights import BOTH, SHORT, Wanted, Which, choose_weights
+from utils.errors import EXIT_DONE, UserError
+from utils.log import log
+from utils.output_file import writing
+
+TOLD = ("model", "classes", "num_classes", "input", "choices", "epoch", "update", "metrics", "config_hash")
+"""What of meta.json goes into the header of the file."""
+SECTIONS = (
+    "MODEL.",
+    "DATA.",
+    "TRAIN.",
+    "AMP.",
+    "SEED",
+    "DEVICE",
+    "THREADS",
+    "CPU_FP32",
+    "CPU_BF16",
+    "DETERMINISTIC",
+    "DIST.STRATEGY",
+    "SAVE_BEST_BY",
+)
+OWN = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "TRAIN.TEACHER_MODEL")
+"""Settings with paths in them, which are nobody else's business."""
+
+
+def strip(path: Path, out: Path, weights: Wanted) -> int:
+    saved, choice = find_saved(path, weights)
+    if saved.checkpoint is None:
+        raise UserError(f"{path}: these are weights alone already; name a run or a checkpoint.")
+    source, name = verify(saved.checkpoint), FILES[choice.which]
+    log.info("%s", choice.words)
+    write_weights(out, source.tensors(name), _header(source, {"weights": _words(name), "from": source.folder.name}))
+    log.info("%s: %s of %s, without optimiser and position", out, _words(name), source.folder)
+    return EXIT_DONE
+
+
+def average(paths: list[Path], last: int | None, out: Path, weights: Wanted) -> int:
+    sources = [
+        verified(folder) for folder in (_last(paths[0], last) if last else (checkpoint_of(path)[0] for path in paths))
+    ]
+    name, words = _file(sources, weights)
+    log.info("%s", words)
+    mean = _mean(sources, name)
+    names = [source.folder.name if last else f"{source.folder}" for source in sources]
+    header = _header(sources[-1], {"weights": f"average of {_words(name)}", "from": names}, averaged=True)
+    write_weights(out, mean, header)
+    log.info("%s: uniform average of %s of %d checkpoints:", out, _words(name), len(sources))
+    for source in sources:
+        log.info("  %s", source.folder)
+    log.info("No figure is known of it yet: validate it by -eval -pretrained %s.", out)
+    return EXIT_DONE
+
+
+def _last(path: Path, count: int) -> list[Path]:
+    folders = folders_of(path)
+    if len(folders) < count:
+        raise UserError(
+            f"-last {count}: {path} has {len(folders)} checkpoint{'s' if len(folders) > 1 else ''}. "
+            "KEEP_LAST and KEEP_EVERY say how many a run keeps."
+        )
+    return folders[-count:]
+
+
+def _file(sources: list[Checkpoint], weights: Wanted) -> tuple[str, str]:
+    """The file to take of each: the EMA where it validated better in most of them. And the words for the log."""
+    without = [source.folder for source in sources if not source.has(EMA)]
+    if weights == "ema" and without:
+        raise UserError(f"-weights ema: {without[0]} has no moving average (TRAIN.MODEL_EMA); take -weights model.")
+    there: tuple[Which, ...] = ("model",) if without else BOTH
+    reason = "" if weights == "auto" else f"-weights {weights}"
+    votes = sum(choose_weights(source.meta, there, weights).which == "ema" for source in sources)
+    which: Which = "ema" if 2 * votes > len(sources) else "model"
+    why = reason if reason or without else f"the EMA is better in {votes} of {len(sources)} checkpoints"
+    return FILES[which], f"{SHORT[which]} weights{f' ({why})' if why else ''}"
+
+
+def _words(name: str) -> str:
+    return "the moving average" if name == EMA else "the model's weights"
+
+
+def _mean(sources: list[Checkpoint], name: str) -> dict[str, Tensor]:
+    """Tensor by tensor, summed in double precision: of many checkpoints only one tensor each is in memory."""
+    files = [source.one_by_one(name) for source in sources]
+    shapes = [{key: file.shape(key) for key in file} for file in files]
+    for source, found in zip(sources, shapes, strict=True):
+        if found != shapes[0]:
+            key = next(k for k in sorted({*found, *shapes[0]}) if found.get(k) != shapes[0].get(k))
+            raise UserError(
+                f"{source.folder} and {sources[0].folder} are of different architectures and have no average: "
+                f"{key} is {found.get(key, 'not there')} and {shapes[0].get(key, 'not there')}."
+            )
+    return {key: _mean_of([file[key] for file in files]) for key in shapes[0]}
+
+
+def _mean_of(tensors: list[Tensor]) -> Tensor:
+    if not tensors[-1].is_floating_point():  # a count of batches has no average
+        return tensors[-1]
+    total = torch.zeros_like(tensors[0], dtype=torch.float64)
+    for tensor in tensors:
+        total += tensor
+    return (total / len(tensors)).to(tensors[0].dtype)
+
+
+def _header(source: Checkpoint, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
+    """safetensors keeps texts only; what is not one is JSON."""
+    known = {key: source.meta[key] for key in TOLD if key in source.meta and not (averaged and key == "metrics")}
+    known |= needed_by_tools(Saved(source.folder, source.meta, source))
+    content = {**known, **origin, "made_by": MADE_BY}
+    plain = {key: value if isinstance(value, str) else json.dumps(value) for key, value in content.items()}
+    return {"format": "pt", **plain}
+
+
+def needed_by_tools(saved: Saved) -> dict[str, Any]:
+    """What builds the model again, for the header of a file that predict.py and its like are to read."""
+    settings = saved.settings()
+    if settings is None:
+        return {}
+    told = {key: value for key, value in settings.items() if _is_told(key)}
+    return {"settings": told, "fp32_modules": saved.fp32_modules()}
+
+
+def _is_told(key: str) -> bool:
+    return key.startswith(SECTIONS) and key not in OWN
+
+
+def write_weights(out: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
+    """Under its name only once it is whole."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    with writing(out, "-out"):
+        try:
+            with naming_the_fault(out):
+                safetensors.torch.save_file(tensors, temporary, metadata=header)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(out)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)

@@ -1,0 +1,118 @@
+"""How good is a trained model? More than its accuracy, on its own validation part or on any other data.
+
+    python scripts/evaluate.py runs/flowers
+    python scripts/evaluate.py runs/flowers -weights both -out eval.json
+    python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers -confusion matrix.png
+
+The model comes first: a run (its best checkpoint), one checkpoint, or weights that scripts/checkpoint.py wrote. The
+settings are those of the run but for what is given here; all flags and settings of main_single_gpu.py hold, -batch_size
+and -amp among them. Classes of another data set are matched to the model's by name.
+
+Precision, recall and F1 are means over the classes that have images. The calibration error is ECE: the mean distance
+between confidence and accuracy, over bins of equal width. Flags of its own:
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from tools.common.command_line import ToolLine, read_line, run_tool
+from utils.cli import Flag
+from utils.errors import EXIT_DONE, UserError
+from utils.log import log
+from utils.output_file import writing
+from utils.run_folder import write_json
+
+if TYPE_CHECKING:
+    from engine.saved.trained import Which
+    from tools.common.figures import Figures
+
+OWN = (
+    Flag(
+        "weights",
+        "auto, model, ema, or both side by side (auto: those that validated better)",
+        "WHICH",
+        ("WEIGHTS",),
+    ),
+    Flag("part", "val, or train: its images without augmentation (default val)", "PART", ("PART",)),
+    Flag("out", "write all figures for machines", "FILE.json", ("OUT",)),
+    Flag("confusion", "write the confusion matrix", "FILE.csv|png", ("CONFUSION",)),
+    Flag("bins", "bins of the calibration error (default 15)", "N", ("BINS",)),
+)
+REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
+
+
+def main(argv: list[str]) -> int:
+    return run_tool(_evaluate, argv)
+
+
+def _evaluate(argv: list[str]) -> int:
+    named = bool(argv) and not argv[0].startswith("-")
+    line = read_line(argv[1:] if named else argv, "evaluate.py", __doc__, OWN)
+    if not named:
+        raise UserError("the model comes first: python scripts/evaluate.py RUN_OR_CHECKPOINT [-flag value ...]")
+    weights = _one_of(line, "WEIGHTS", ("auto", "model", "ema", "both"))
+    part = _one_of(line, "PART", ("val", "train"))
+    bins = line.whole("BINS", 15, most=1000)
+    out, matrix = (_file(line, key, kinds) for key, kinds in (("OUT", (".json",)), ("CONFUSION", (".csv", ".png"))))
+    _check(line)
+
+    # Only now, with the command known to be right: importing torch takes seconds.
+    from engine.saved.trained import BOTH, Wanted, load_trained
+    from tools.common.figures import figures_of
+    from tools.common.parts import open_part
+    from tools.evaluate.show import as_json, text, write_matrix
+
+    log.setLevel("WARNING")  # how the model is built was told when it was trained
+    given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py")})
+    both = weights == "both"
+    trained = load_trained(argv[0], "auto" if both else cast(Wanted, weights), given=given)
+    for which in BOTH if both else ():
+        trained.saved.require(which)
+    data = open_part(trained, part == "train")
+    log.setLevel("INFO")
+    if not both:
+        log.info("%s: %s", argv[0], trained.choice)
+    found: dict[Which, Figures] = {}
+    for which in BOTH if both else (trained.weights,):
+        if which != trained.weights:
+            trained.take(which)
+        found[which] = figures_of(trained, data, bins)
+    log.info("%s", text(trained, data, found))
+    if matrix is not None:
+        for which, figures in found.items():
+            path = matrix if len(found) == 1 else matrix.with_stem(f"{matrix.stem}_{which}")
+            write_matrix(path, figures, trained.names())
+            log.info("The confusion matrix lies in %s", path)
+    if out is not None:
+        with writing(out, "-out"):
+            write_json(out, as_json(trained, data, found))
+        log.info("All figures lie in %s", out)
+    return EXIT_DONE
+
+
+def _one_of(line: ToolLine, key: str, known: tuple[str, ...]) -> str:
+    value, flag = line.own.get(key, (known[0], ""))
+    if value not in known:
+        raise UserError(f"{flag} {value}: takes {', '.join(known[:-1])} or {known[-1]}.")
+    return value
+
+
+def _file(line: ToolLine, key: str, endings: tuple[str, ...]) -> Path | None:
+    if key not in line.own:
+        return None
+    text, flag = line.own[key]
+    if not text.lower().endswith(endings):
+        raise UserError(f"{flag} {text}: name a file that ends in {' or '.join(endings)}.")
+    return line.file(key)
+
+
+def _check(line: ToolLine) -> None:
+    if line.run.cfg is not None:
+        raise UserError("-cfg: the settings are those of the run; give what is to differ as flags or KEY=VALUE.")
+    for key in REFUSED:
+        if key in line.run.flags or key in line.run.words:
+            where = line.run.flags[key][1] if key in line.run.flags else key
+            raise UserError(f"{where}: the model is the one named first, as it was trained; leave it out.")

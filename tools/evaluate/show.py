@@ -1,0 +1,147 @@
+"""scripts/evaluate.py: its figures as text, for machines, and as a picture."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.saved.trained import Trained
+from tools.common.figures import Figures
+from tools.common.parts import Part
+from tools.common.tables import in_columns
+from tools.predict.show import shown
+from utils.output_file import writing
+
+ALL_SHOWN, WORST_SHOWN = 20, 10
+MOST_IN_JSON = 1000
+"""Classes whose whole confusion matrix goes into the JSON file"""
+NAMES_IN_PICTURE, NUMBERS_IN_PICTURE = 60, 20
+TITLES = {"model": "model", "ema": "moving average"}
+
+
+def text(trained: Trained, part: Part, found: dict[Any, Figures]) -> str:
+    first = next(iter(found.values()))
+    counted = f"{part.title}: {first.images} images of {int((first.support > 0).sum())} classes"
+    counted += f"; calibration in {len(first.bins)} bins"
+    what = f"{trained.config.MODEL.NAME} of {trained.source}, in {trained.precision.name}"
+    rows = [["", *(TITLES[which] for which in found)]]
+    rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in CELLS.items()]
+    parts = [what, counted, "", "\n".join(in_columns(rows))]
+    for which, figures in found.items():
+        if figures.not_finite:
+            parts += [f"{figures.not_finite} images got logits that are no numbers from the {TITLES[which]}."]
+    parts += ["", *_classes(trained, first, TITLES[next(iter(found))] if len(found) > 1 else "")]
+    return "\n".join(parts)
+
+
+CELLS = {
+    "top-1": lambda one: f"{one.acc1:.2f} %",
+    "top-5": lambda one: f"{one.acc5:.2f} %",
+    "precision, macro": lambda one: f"{one.macro(one.precision):.2f} %",
+    "precision, weighted": lambda one: f"{one.weighted(one.precision):.2f} %",
+    "recall, macro": lambda one: f"{one.macro(one.recall):.2f} %",
+    "recall, weighted": lambda one: f"{one.weighted(one.recall):.2f} %",
+    "F1, macro": lambda one: f"{one.macro(one.f1):.2f} %",
+    "F1, weighted": lambda one: f"{one.weighted(one.f1):.2f} %",
+    "calibration error": lambda one: f"{one.ece:.2f} %",
+    "NLL": lambda one: f"{one.nll:.4f}",
+    "Brier": lambda one: f"{one.brier:.4f}",
+}
+
+
+def _classes(trained: Trained, figures: Figures, of: str) -> list[str]:
+    """A line a class; of many, those the model finds worst."""
+    present = torch.nonzero(figures.support)[:, 0].tolist()
+    many = len(present) > ALL_SHOWN
+    if many:
+        present = sorted(present, key=lambda label: (float(figures.recall[label]), label))[:WORST_SHOWN]
+    head = f"The {WORST_SHOWN} classes with the lowest recall" if many else "Each class"
+    rows = [["class", "images", "precision", "recall", "F1", "most often taken for"]]
+    for label in present:
+        values = (figures.precision[label], figures.recall[label], figures.f1[label])
+        rows.append(
+            [
+                shown(trained.name_of(label)),
+                f"{int(figures.support[label])}",
+                *(f"{float(value):.1f} %" for value in values),
+                _taken_for(trained, figures, label),
+            ]
+        )
+    return [f"{head}{f' ({of})' if of else ''}:", "\n".join(in_columns(rows))]
+
+
+def _taken_for(trained: Trained, figures: Figures, label: int) -> str:
+    other, times = figures.taken_for(label)
+    return f"{shown(trained.name_of(other))} ({times})" if times else "-"
+
+
+def as_json(trained: Trained, part: Part, found: dict[Any, Figures]) -> dict[str, Any]:
+    """Shares in percent, as everywhere."""
+    return {
+        "model": trained.config.MODEL.NAME,
+        "source": str(trained.source),
+        "precision": trained.precision.name,
+        "data": part.title,
+        "classes": trained.names(),
+        "figures": {which: figures_as_json(figures) for which, figures in found.items()},
+    }
+
+
+def figures_as_json(one: Figures) -> dict[str, Any]:
+    of_class = {"precision": one.precision, "recall": one.recall, "f1": one.f1}
+    means = {f"{name}_macro": one.macro(values) for name, values in of_class.items()}
+    means |= {f"{name}_weighted": one.weighted(values) for name, values in of_class.items()}
+    whole = one.classes <= MOST_IN_JSON
+    plain = {"acc1": one.acc1, "acc5": one.acc5, **means, "nll": one.nll, "brier": one.brier, "ece": one.ece}
+    return {
+        "images": one.images,
+        **_numbers(plain),
+        "bins": [_numbers(bin._asdict()) for bin in one.bins],
+        "per_class": {"images": one.support.tolist(), **{name: values.tolist() for name, values in of_class.items()}},
+        "confusion": one.confusion().tolist() if whole else None,
+    }
+
+
+def _numbers(values: dict[str, float]) -> dict[str, float | None]:
+    """JSON knows no NaN; null stands for it."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def write_matrix(path: Path, figures: Figures, names: list[str]) -> None:
+    with writing(path, "-confusion"):
+        (_write_picture if path.suffix.lower() == ".png" else _write_table)(path, figures, names)
+
+
+def _write_table(path: Path, figures: Figures, names: list[str]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("actual / predicted", *names))
+        for name, row in zip(names, figures.confusion().tolist(), strict=True):
+            writer.writerow((name, *row))
+
+
+def _write_picture(path: Path, figures: Figures, names: list[str]) -> None:
+    """Rows in percent of their class, so that rare classes are seen as well as frequent ones."""
+    from matplotlib.figure import Figure
+
+    counts = figures.confusion()
+    shares = 100 * counts.double() / figures.support.clamp(min=1)[:, None]
+    side = min(16.0, max(5.0, 0.35 * len(names) + 2))
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=100)
+    axes.set(xlabel="predicted", ylabel="actual", title=f"{figures.images} images, top-1 {figures.acc1:.2f} %")
+    if len(names) <= NAMES_IN_PICTURE:
+        places, labels = range(len(names)), [shown(name)[:30] for name in names]
+        axes.set_xticks(places, labels, rotation=90, parse_math=False)
+        axes.set_yticks(places, labels, parse_math=False)
+    if len(names) <= NUMBERS_IN_PICTURE:
+        for row, column in torch.nonzero(counts).tolist():
+            colour = "white" if shares[row, column] > 50 else "black"
+            axes.text(column, row, f"{int(counts[row, column])}", ha="center", va="center", color=colour)
+    figure.colorbar(image, ax=axes, label="% of the class", shrink=0.7)
+    figure.savefig(path, dpi=120)

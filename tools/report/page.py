@@ -1,0 +1,151 @@
+"""One page about one run or several, in one file that needs nothing else: no network, no script."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from tools.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, charts, colours_of, short, side_by_side
+from tools.report.runs import NOTHING, Run, differing_settings, read_runs, summary
+from utils.log import log
+from utils.output_file import check_output_file, writing
+from utils.run_folder import replace_text
+
+TEMPLATE = "report_page.html"
+IN_TILES = ("best top-1", "precision", "images/s", "peak memory", "training time", "updates skipped")
+MOST_SKIPS = 20
+
+
+class Skip(NamedTuple):
+    at: str
+    """The update"""
+    what: str
+    """What overflowed"""
+    scale: str
+
+
+@dataclass(frozen=True)
+class Amp:
+    """How a run fared in its precision."""
+
+    words: str
+    skips: list[Skip]
+    more: int
+
+
+def write_report(
+    runs: Sequence[Path], out: Path | None = None, verdict: str | None = None, predictions: bool = True
+) -> Path:
+    """The file it wrote. `out` None: beside the runs. `predictions`: load the best weights and ask them."""
+    read = read_runs(runs)
+    out = check_output_file(out or _beside(read) / "report.html", "-out")
+    seen: list[Any] = []
+    if predictions:
+        from tools.report.predictions import look  # needs torch and timm, which the rest does without
+
+        for run in read:
+            log.info("%s: asking its best weights about the validation images ...", run.name)
+            seen.append(look(run.folder))
+    # Names of files may be bytes that are no text: they are shown as far as they are.
+    text = _page(read, verdict, seen).encode(errors="surrogateescape").decode(errors="replace")
+    with writing(out, "-out"):
+        replace_text(out, text)
+    return out
+
+
+def _beside(runs: Sequence[Run]) -> Path:
+    """The run's own folder, or the nearest one that holds all of them; where only / does, the current one."""
+    folders = [run.folder.resolve() for run in runs]
+    if len(folders) == 1:
+        return folders[0]
+    above = next(above for above in folders[0].parents if all(folder.is_relative_to(above) for folder in folders))
+    return Path.cwd() if above.parent == above else above
+
+
+def _page(runs: Sequence[Run], verdict: str | None, seen: Sequence[Any]) -> str:
+    here = Path(__file__).parent
+    pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    rows = summary(runs)
+    by_name = dict(rows)
+    tiles = [(name, *_in_brackets(by_name[name][0])) for name in IN_TILES if by_name.get(name, [NOTHING])[0] != NOTHING]
+    readable = all(run.config is not None for run in runs)
+    return pages.get_template(TEMPLATE).render(
+        title=_title(runs),
+        subtitle=_subtitle(runs),
+        verdict=verdict,
+        runs=runs,
+        colours=colours_of(runs),
+        tiles=tiles,
+        short_rows=[(name, by_name[name]) for name in IN_TILES if name in by_name],
+        rows=rows,
+        settings=differing_settings(runs),
+        no_settings="Nothing." if readable else "Not known: a config.yaml is missing or cannot be read.",
+        charts=charts(runs),
+        side_by_side=side_by_side(runs),
+        shares=[_shares(run) for run in runs],
+        amp=[_amp(run) for run in runs],
+        seen=seen,
+        width=WIDTH,
+        height=HEIGHT,
+        left=LEFT,
+        right=RIGHT,
+        bottom=BOTTOM,
+        top=TOP,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+    )
+
+
+def _in_brackets(text: str) -> tuple[str, str]:
+    """'98.61 % (epoch 29)' -> '98.61 %', 'epoch 29'."""
+    value, _, more = text.partition(" (")
+    return value, more.removesuffix(")")
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    known = [run.config for run in runs if run.config is not None]
+    what = dict.fromkeys(f"{config.MODEL.NAME} on {config.DATA.DATASET}" for config in known)
+    devices = dict.fromkeys(str(run.about["device"]) for run in runs if run.about.get("device"))
+    return "; ".join([*what, *devices])
+
+
+def _shares(run: Run) -> list[tuple[str, float]]:
+    """(what, percent of the time): by stages where they were measured, else waiting for data and the rest."""
+    stages = run.stages()
+    if stages:
+        total = sum(stages.values())
+        return [(stage, 100 * value / total) for stage, value in stages.items()]
+    if run.waited is None:
+        return []
+    return [("computing", 100 - run.waited), ("waiting for data", run.waited)]
+
+
+def _amp(run: Run) -> Amp:
+    told = run.of("skip")
+    why = run.about.get("choices", {}).get("why")
+    words = f"{run.precision}{f' ({why})' if why else ''}."
+    scales = [line["scale"] for line in run.of("train") if line.get("scale")]
+    if any(scale != 1 for scale in scales):
+        words += f" The loss scale went from {short(scales[0])} to {short(scales[-1])}."
+        words += f" {run.skipped} updates were skipped." if run.skipped else " No update was skipped."
+    elif scales:
+        words += " The loss needed no scaling, and no update was skipped."
+    found = [Skip(str(skip.get("update", NOTHING)), _overflowed(skip), _scale(skip)) for skip in told]
+    return Amp(words, found[:MOST_SKIPS], max(0, len(found) - MOST_SKIPS))
+
+
+def _overflowed(skip: dict[str, Any]) -> str:
+    where = [str(skip[key]) for key in ("operation", "module", "direction") if skip.get(key)]
+    return ", ".join(where) or "not found"
+
+
+def _scale(skip: dict[str, Any]) -> str:
+    return short(skip["scale"]) if skip.get("scale") else NOTHING

@@ -1,0 +1,241 @@
+"""scripts/report.py: what the files of a run say of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from engine.measure.throughput import clock
+from engine.report.course import Course
+from engine.saved.trained import find_saved
+from tools.common.runs import best_top1, perf, read_lines, seconds, warm
+from utils.config import Config, load_config
+from utils.config.keys import settings, value_of
+from utils.config.write import one_line
+from utils.errors import UserError
+from utils.run_folder import holds_a_run, run_of
+
+Line = dict[str, Any]
+OF_ONE_START = ("OUTPUT", "SAVE", "BASE", "MODEL.RESUME", "MAX_TIME", "LOCAL_RANK", "NGPUS")
+"""Settings that say where and how often a run was started, not what it is."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's folder, read."""
+
+    folder: Path
+    name: str
+    config: Config | None
+    about: Line
+    """run.json"""
+    lines: list[Line]
+    """metrics.jsonl, as far as its lines are whole"""
+
+    @cached_property
+    def course(self) -> Course:
+        return Course(self.lines)
+
+    def of(self, event: str) -> list[Line]:
+        return self.course.of(event)
+
+    @property
+    def precision(self) -> str:
+        return str(self.about.get("choices", {}).get("precision", "unknown"))
+
+    @property
+    def state(self) -> str:
+        """How it ended, as far as its files tell."""
+        told = self.of("run")
+        last = told[-1].get("what", "") if told else ""
+        if last in ("end", "paused"):
+            return {"end": "finished", "paused": "paused, to be resumed"}[last]
+        return "running, or cut off" if self.lines else "nothing reported yet"
+
+    @property
+    def peak_memory(self) -> float | None:
+        return max(perf(self.lines, "train", "peak_memory_gb"), default=None)
+
+    @property
+    def speed(self) -> float | None:
+        """The middle of what was reported, in images a second; the first report of each start, which warms up, not."""
+        found = warm(self.lines, "train", "images_per_second")
+        return median(found) if found else None
+
+    @property
+    def skipped(self) -> int:
+        return max((line.get("skipped") or 0 for line in self.of("train")), default=0)
+
+    @property
+    def seconds(self) -> float | None:
+        return seconds(self.lines) or None
+
+    @property
+    def verdict(self) -> str:
+        """Where the time went, in the run's own words; the last one counts."""
+        told = [line["perf"]["verdict"]["text"] for line in self.lines if "verdict" in line.get("perf", {})]
+        return str(told[-1]) if told else ""
+
+    def best(self) -> tuple[float, str] | None:
+        """The best validated top-1 in percent, and where it was found."""
+        found = best_top1(self.lines)
+        return (found[0], f"epoch {found[1]}{found[2] and f', {found[2]}'}") if found else None
+
+    @property
+    def best_checkpoint(self) -> str:
+        """Which it is, which of its weights are better, and how well each validated."""
+        try:
+            return find_saved(self.folder, "auto")[1].words
+        except UserError:  # no checkpoint is there, or none that is whole
+            return ""
+
+    def stages(self) -> dict[str, float]:
+        """Milliseconds of an update by stage; nothing without REPORT_STAGES."""
+        of_last: dict[str, list[float]] = {}
+        for line in self.of("train")[1:]:
+            for key, value in line.get("perf", {}).items():
+                if key.endswith("_ms") and value is not None:
+                    of_last.setdefault(key.removesuffix("_ms"), []).append(value)
+        return {stage: median(values) for stage, values in of_last.items() if median(values) > 0}
+
+    @property
+    def waited(self) -> float | None:
+        """Percent of the time that training waited for data."""
+        found = [line.get("perf", {}).get("data_wait_percent") for line in self.of("train")]
+        known = [share for share in found if share is not None]
+        return median(known) if known else None
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    folders: list[Path] = []
+    for path in paths:
+        folder = run_of(path) or path
+        if not path.exists() or not folder.is_dir() or not holds_a_run(folder):
+            raise UserError(f"{path}: no run lies there (looked for config.yaml, run.json, metrics.jsonl).")
+        if folder.resolve() not in [known.resolve() for known in folders]:
+            folders.append(folder)
+    return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+
+
+def _read(folder: Path, name: str) -> Run:
+    return Run(folder, name, _config(folder), _json(folder / "run.json"), read_lines(folder))
+
+
+def _config(folder: Path) -> Config | None:
+    try:
+        return load_config(str(folder / "config.yaml")).config
+    except UserError:  # of a later version perhaps, or cut off before it was written: the rest can be shown
+        return None
+
+
+def _json(path: Path) -> Line:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names, with as many above them as tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    names = [own[-1] for own in parts]
+    depth = 1
+    while len(set(names)) < len(names) and depth < max(map(len, parts)):
+        depth += 1
+        twice = {name for name, count in Counter(names).items() if count > 1}
+        names = ["/".join(own[-depth:]) if name in twice else name for name, own in zip(names, parts, strict=True)]
+    return names
+
+
+def summary(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Rows of the first table: what it is called, and one text a run. Rows that say nothing of any run are left out."""
+    rows = [(title, [_text(of(run)) for run in runs]) for title, of in _ROWS]
+    return [(title, texts) for title, texts in rows if any(text != NOTHING for text in texts)]
+
+
+NOTHING = "-"
+
+
+def _text(value: Any) -> str:
+    return NOTHING if value is None or value == "" else str(value)
+
+
+def _best_words(run: Run) -> str:
+    best = run.best()
+    return f"{best[0]:.2f} % ({best[1]})" if best else ""
+
+
+def _last_words(run: Run) -> str:
+    told = [line for line in run.of("val") if line.get("acc1") is not None]
+    if not told:
+        return ""
+    average = told[-1].get("ema_acc1")
+    return f"{told[-1]['acc1']:.2f} %" + (f", EMA {average:.2f} %" if average is not None else "")
+
+
+def _parameters(run: Run) -> str:
+    found = run.about.get("parameters", {})
+    if not found:
+        return ""
+    some = found["trainable"] != found["all"]
+    return f"{found['all']:,}" + (f", trainable {found['trainable']:,}" if some else "")
+
+
+def _data(run: Run) -> str:
+    samples = run.about.get("samples", {})
+    counts = ", ".join(f"{count:,} {part}" for part, count in samples.items())
+    name = run.config.DATA.DATASET if run.config else ""
+    return f"{name} ({counts})" if name and counts else name or counts
+
+
+def _epochs(run: Run) -> str:
+    done = max((line.get("epoch") or 0 for line in run.of("epoch")), default=0)
+    of_all = f" of {run.config.TRAIN.NUM_EPOCHS}" if run.config else ""
+    return f"{done}{of_all}" if run.lines else ""
+
+
+def _versions(run: Run) -> str:
+    return ", ".join(f"{name} {number}" for name, number in run.about.get("versions", {}).items())
+
+
+_ROWS = (
+    ("best top-1", _best_words),
+    ("last top-1", _last_words),
+    ("checkpoint", lambda run: run.best_checkpoint),
+    ("precision", lambda run: run.precision),
+    ("images/s", lambda run: f"{run.speed:,.0f}" if run.speed else ""),
+    ("peak memory", lambda run: f"{run.peak_memory:.2f} GB" if run.peak_memory else ""),
+    ("training time", lambda run: clock(run.seconds) if run.seconds is not None else ""),
+    ("epochs", _epochs),
+    ("updates skipped", lambda run: run.skipped if run.of("train") else ""),
+    ("state", lambda run: run.state),
+    ("model", lambda run: run.config.MODEL.NAME if run.config else ""),
+    ("parameters", _parameters),
+    ("data", _data),
+    ("device", lambda run: run.about.get("device")),
+    ("processes", lambda run: run.about.get("choices", {}).get("world_size")),
+    ("tag", lambda run: run.about.get("tag")),
+    ("started", lambda run: re.sub(r"T(\d\d:\d\d).*", r" \1", run.about.get("started", ""))),
+    ("versions", _versions),
+    ("command", lambda run: run.about.get("command")),
+    ("folder", lambda run: run.folder.resolve()),
+)
+
+
+def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The settings in which the runs differ, and what each has."""
+    configs = [run.config for run in runs if run.config is not None]
+    rows = []
+    for key in settings() if len(configs) == len(runs) else ():
+        texts = [one_line(value_of(config, key)) for config in configs]
+        if key not in OF_ONE_START and len(set(texts)) > 1:
+            rows.append((key, texts))
+    return rows

@@ -18,7 +18,8 @@ ROOMS: dict[str, set[str]] = {
     "models": {"utils"},
     "datasets": {"utils"},
     "engine": {"models", "datasets", "utils"},
-    "scripts": {"engine", "models", "datasets", "utils"},
+    "tools": {"engine", "models", "datasets", "utils"},
+    "scripts": {"tools", "engine", "models", "datasets", "utils"},
     "main": {"engine", "models", "datasets", "utils"},
 }
 KEPT_HIDDEN, LEFT_BEHIND = {".ci", ".gitignore"}, {"output", "data", "node_modules"}

@@ -19,9 +19,9 @@ from engine.parallel.sync_batch_norm import join_statistics
 from engine.setup import ReadyToTrain
 from models import build_without_weights, classifiers, frozen_weights
 from models.freeze import freeze
+from tests.engine.checkpoint.test_restore import GLOBAL_BATCH, PER_EPOCH, everything, save
+from tests.engine.parallel.test_batch_norm import TWO, parts_with
 from tests.engine.small import build, train, windows
-from tests.engine.test_batch_norm import TWO, parts_with
-from tests.engine.test_restore import GLOBAL_BATCH, PER_EPOCH, everything, save
 from utils.config import Config, load_config
 from utils.config.model import ModelConfig
 from utils.distributed.world import ALONE

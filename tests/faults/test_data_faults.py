@@ -101,7 +101,7 @@ def test_a_list_that_does_not_exist(train: Callable[..., Result], tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow  # tests/datasets/test_loading_deaths.py shows the same of the batches, in a tenth of the time
+@pytest.mark.slow  # tests/datasets/loading/test_loading_deaths.py shows the same of the batches, in a tenth of the time
 def test_killed_loading_processes_change_nothing(
     start: Callable[..., Run], train: Callable[..., Result], photos: Path, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from engine.compile.compiled import CACHE
 from engine.speed.attention import PACKED, put_attention_in_force
 from engine.speed.kernels.attention import packed_attention
 from engine.speed.packed_attention import PackedAttention
-from tests.engine.exact_attention import apart, exact_attention
+from tests.engine.speed.exact_attention import apart, exact_attention
 from tests.gpu.runs import Train, on_a_gpu_alone
 
 pytestmark = on_a_gpu_alone

@@ -9,7 +9,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("utils", "models", "datasets", "engine", "scripts")
+ROOMS = ("utils", "models", "datasets", "engine", "tools", "scripts")
 
 
 def imported() -> dict[str, str]:

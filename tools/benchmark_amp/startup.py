@@ -31,7 +31,7 @@ from tools.benchmark_amp.settings import settings_of, told
 from tools.common.command_line import ToolLine
 from utils.cli import Flag
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ABOUT = """Seconds from the command to the first update, by part: imports, model, data index, compiling.
 
     python scripts/benchmark_amp.py startup                     # on the digits, as README.md begins
@@ -78,7 +78,7 @@ def _start(words: list[str]) -> Figures:
     """From the command to the first update, in a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "parts.json"
-        probe = str(ROOT / "scripts" / "benchmark_amp_startup_probe.py")
+        probe = str(ROOT / "tools" / "benchmark_amp" / "startup_probe.py")
         script = [str(ROOT / "main_single_gpu.py"), *words, f"OUTPUT={folder}/run"]
         figures = _timed([probe, str(result), "BEGAN", *script])
         return figures if "failed" in figures else figures | json.loads(result.read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ from tools.compare.figures import figures_of, is_finished, share_done
 from tools.compare.plan import Plan, Run, command_of, write_settings
 from utils.log import log
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS_BETWEEN_LOOKS = 0.5
 
 

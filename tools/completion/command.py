@@ -16,12 +16,11 @@ import shlex
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-
 from tools.common.command_line import run_tool
 from tools.completion.table import ENTRIES
 from utils.errors import EXIT_DONE, UserError, nearest
 
+ROOT = Path(__file__).resolve().parents[2]
 BASH = """\
 # Completion for vitamp in bash; made by scripts/completion.py
 for _vitamp_load in _comp_load _completion_loader; do
@@ -115,7 +114,7 @@ def _work(argv: list[str]) -> int:
 
 
 def script_for(shell: str) -> str:
-    ask = f"{shlex.quote(sys.executable)} -I -S {shlex.quote(str(ROOT / 'scripts' / 'completion_words.py'))}"
+    ask = f"{shlex.quote(sys.executable)} -I -S {shlex.quote(str(ROOT / 'tools' / 'completion' / 'words.py'))}"
     tools = [*ENTRIES, *sorted(path.name for path in (ROOT / "scripts").glob("*.py"))]
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     commands = ["python", "python3", python, "torchrun", *ENTRIES]

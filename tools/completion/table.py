@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from utils.cli import FLAGS, Flag  # noqa: E402
@@ -42,7 +42,7 @@ def table() -> dict[str, Any]:
     for path in sorted((ROOT / "scripts").glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "__main__" in text and ("\nOWN" in text or "\ndef _parser" in text):
-            programs[path.name] = _tool(importlib.import_module(f"scripts.{path.stem}"))
+            programs[path.name] = _tool(importlib.import_module(f"tools.{path.stem}.command"))
     programs["completion.py"] = {"flags": {}, "words": ["bash", "zsh", "fish"], "settings": False, "paths": None}
     timm = importlib.util.find_spec("timm")
     return {"programs": programs, "settings": _settings(), "timm": timm.origin if timm else None}

@@ -15,8 +15,8 @@ import sys
 import zlib
 from collections.abc import Iterator
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SOURCES = ("scripts", "utils", "utils/config", "datasets")
+ROOT = os.path.abspath(__file__).rsplit(os.sep, 3)[0]
+SOURCES = ("scripts", "tools", "utils", "datasets")
 """Folders whose files tell which words there are."""
 ENOUGH = 2000
 YAML_ENDINGS = (".yaml", ".yml")
@@ -111,7 +111,7 @@ def known() -> dict:
     """The table, made anew when one of the files it comes from is younger."""
     file = os.path.join(_cache(), f"completion-{zlib.crc32(ROOT.encode()):08x}.json")
     if _age(file) <= max(_age(path) for path in _sources()):
-        script = os.path.join(ROOT, "scripts", "completion_table.py")
+        script = os.path.join(ROOT, "tools", "completion", "table.py")
         subprocess.run([sys.executable, script, file], capture_output=True, check=False, timeout=20)
     with open(file, encoding="utf-8") as text:
         return json.load(text)
@@ -135,9 +135,8 @@ def models(table: dict) -> list[str]:
 
 def _sources() -> Iterator[str]:
     for folder in SOURCES:
-        for entry in os.scandir(os.path.join(ROOT, folder)):
-            if entry.name.endswith(".py"):
-                yield entry.path
+        for place, _, names in os.walk(os.path.join(ROOT, folder)):
+            yield from (os.path.join(place, name) for name in names if name.endswith(".py"))
 
 
 def _age(path: str) -> float:

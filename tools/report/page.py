@@ -16,7 +16,7 @@ from utils.log import log
 from utils.output_file import check_output_file, writing
 from utils.run_folder import replace_text
 
-TEMPLATE = "report_page.html"
+TEMPLATE = "page.html"
 IN_TILES = ("best top-1", "precision", "images/s", "peak memory", "training time", "updates skipped")
 MOST_SKIPS = 20
 

@@ -1,0 +1,147 @@
+"""What is no fault of the images: storage that fails, and memory that runs out."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from datasets import EpochOrder, TrainLoader, ValLoader, open_dataset
+from datasets.damage import retry
+from datasets.damage.broken import Broken, BrokenImages
+from datasets.images import Images
+from datasets.transforms.pixels import Pixels
+from tests.datasets.damage.test_broken import Flaky, epoch
+from utils.config.data import DataConfig
+from utils.distributed.world import ALONE, World
+from utils.errors import TrainingError
+
+Settings = Callable[..., DataConfig]
+EIO = OSError(errno.EIO, "Input/output error")
+
+
+@pytest.fixture
+def failing(listed: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainLoader]:
+    """A training loader of the twelve listed images, of which the storage does not give some."""
+    monkeypatch.setattr(retry, "PAUSES", ())
+
+    def make(lost: list[int], max_bad: float, error: Exception = EIO) -> TrainLoader:
+        cpu = torch.device("cpu")
+        images = open_dataset(settings(DATA_PATH=str(listed), MAX_BAD=max_bad), True, 3, 5, cpu)
+        assert isinstance(images, Images)
+        images.samples = Flaky(images.samples, dict.fromkeys(lost, 99), error)
+        return TrainLoader(images, EpochOrder(12, 4, 1, 0, 1, 5, True, 1), 5, 0, cpu)
+
+    return make
+
+
+@pytest.mark.parametrize("max_bad", [0, 1, 7, 8])
+def test_storage_that_is_gone_is_told_whatever_max_bad_allows(
+    failing: Callable[..., TrainLoader], max_bad: int
+) -> None:
+    with pytest.raises(TrainingError) as caught:
+        epoch(failing(list(range(12)), max_bad))
+    text = str(caught.value)
+    assert "Input/output error" in text
+    assert "storage" in text
+    assert "-resume" in text
+    assert "DATA.EXCLUDE" not in text
+    assert "raise DATA.MAX_BAD" not in text
+
+
+def test_a_validation_image_the_storage_holds_back(
+    listed: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "PAUSES", ())
+    images = open_dataset(settings(DATA_PATH=str(listed)), False, 3, 5, torch.device("cpu"))
+    assert isinstance(images, Images)
+    images.samples = Flaky(images.samples, {2: 99}, EIO)
+    loader = ValLoader(images, 4, 0, 1, 0, torch.device("cpu"))
+    assert sum(int((batch.indices >= 0).sum()) for batch in loader) == len(images) - 1
+    with pytest.raises(TrainingError, match=r"Input/output error.*-resume when the storage is back") as caught:
+        loader.broken.raise_together(ALONE)
+    assert "DATA.EXCLUDE" not in str(caught.value)
+
+
+@pytest.mark.parametrize("max_bad", [0, 3])
+def test_all_of_eight_are_tried_before_it_is_said(failing: Callable[..., TrainLoader], max_bad: int) -> None:
+    loader = failing(list(range(12)), max_bad)
+    images = loader._feed._fetch.dataset
+    with pytest.raises(TrainingError, match="The storage gave none of 8 training images in a row"):
+        images.__getitems__([(1, 0)])
+
+
+def test_what_the_storage_did_not_give_is_left_out_of_no_later_run(
+    failing: Callable[..., TrainLoader], listed: Path, settings: Settings, tmp_path: Path
+) -> None:
+    (listed / "train" / "2.png").write_bytes(b"x")
+    loader = failing([4, 9], 3)
+    loader.broken.write_into(tmp_path)
+    for number in (1, 2):
+        epoch(loader, number)
+        loader.broken.share(World())
+    file = tmp_path / "broken.txt"
+    lines = sorted(file.read_text().splitlines())
+    assert lines[:2] == ["# train/4.png  # Input/output error", "# train/9.png  # Input/output error"]
+    assert len(lines) == 3
+    assert "3 training images could not be read" in loader.broken.summary()
+    assert "but for 2 that the storage did not give" in loader.broken.summary()
+    data = settings(DATA_PATH=str(listed), EXCLUDE=str(file))
+    images = open_dataset(data, True, 3, 5, torch.device("cpu"))
+    assert isinstance(images, Images)
+    assert len(images) == 11, "2.png alone is left out"
+
+
+def test_more_that_the_storage_holds_back_than_max_bad_allows(failing: Callable[..., TrainLoader]) -> None:
+    """It counts like any other, but nobody is told to leave good files out."""
+    with pytest.raises(TrainingError) as caught:
+        epoch(failing([1, 4, 9], 2))
+    text = str(caught.value)
+    assert "3 training images could not be read, and DATA.MAX_BAD allows 2" in text
+    assert "The storage did not give 3 of them" in text
+    assert "DATA.EXCLUDE" not in text
+
+
+def test_what_the_storage_held_back_may_turn_out_to_be_damaged() -> None:
+    broken = BrokenImages(5)
+    broken.met([Broken(3, "a/3.png", "Input/output error", "# 3.png", storage=True)])
+    broken.met([Broken(3, "a/3.png", "cut off", "3.png")])
+    broken.met([Broken(3, "a/3.png", "Input/output error", "# 3.png", storage=True)])
+    assert "1 training image could not be read" in broken.summary()
+    assert "but for" not in broken.summary()
+
+
+def test_the_line_of_the_one_too_many_adds_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
+    broken = BrokenImages(1)
+    broken.met([Broken(3, "3.png", "cut off", "3.png")])
+    with pytest.raises(TrainingError):
+        broken.met([Broken(4, "4.png", "cut off", "4.png")])
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "Its neighbour takes its place. (1 so far; DATA.MAX_BAD allows 1.)" in first
+    assert second.endswith("4.png cannot be read: cut off. (2 so far; DATA.MAX_BAD allows 1.)")
+
+
+@pytest.mark.parametrize("where", ["decoding", "reading"])
+def test_memory_that_ran_out_is_no_broken_image(
+    failing: Callable[..., TrainLoader], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    loader = failing([4] if where == "reading" else [], 12, MemoryError())
+    if where == "decoding":
+
+        def starve(*_: object) -> None:
+            raise MemoryError
+
+        images = loader._feed._fetch.dataset
+        assert isinstance(images, Images)
+        assert isinstance(images.pixels, Pixels)
+        monkeypatch.setattr(images.pixels.reader, "open", starve)
+    with pytest.raises(TrainingError, match=r"Memory ran out.*NUM_WORKERS.*-resume"):
+        epoch(loader)
+    assert loader.broken.summary() == ""

@@ -1,0 +1,255 @@
+"""Pipes, sockets, devices and files of other kinds where images, lists and tables are looked for."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from datasets import check_dataset
+from datasets.damage.retry import failure_of
+from datasets.decoding.stored import ENDINGS
+from datasets.given import open_given
+from datasets.shards.tar import IMAGE_KINDS
+from datasets.sources.folders import class_files
+from datasets.sources.passed_over import PassedOver
+from models.weights.find import check_pretrained
+from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
+from tests.program import ROOT, Result, save_image
+from tools.predict.find import paths_of
+from utils.config.data import DataConfig
+from utils.errors import UserError
+from utils.log import log
+from utils.regular_file import NotRegular, only_regular, read_regular
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+SECONDS = 60
+"""Many times what each of these takes. Without a limit, a program that waits for a pipe never ends."""
+SMALL = (
+    *("-dataset", "imagefolder", "-num_classes", "2", "-image_size", "16", "-batch_size", "4", "-num_workers", "0"),
+    *("MODEL.TRANS.PATCH_SIZE=8", "MODEL.TRANS.EMBED_DIM=16", "MODEL.TRANS.DEPTH=1", "MODEL.TRANS.NUM_HEADS=1"),
+    *("DATA.IMAGE_CHANNELS=3", "TRAIN.NUM_EPOCHS=1", "-device", "cpu"),
+)
+
+
+def odd(path: Path, kind: str) -> str:
+    """Make something at `path` that is no file; what the program is to call it."""
+    if kind == "pipe":
+        os.mkfifo(path)
+        return "a named pipe"
+    if kind == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # a socket's path has room for 107 bytes
+        try:
+            with socket.socket(socket.AF_UNIX) as one:
+                one.bind(path.name)
+        finally:
+            os.chdir(here)
+        return "a socket"
+    path.symlink_to("/dev/zero")
+    return "a character device"
+
+
+KINDS = ("pipe", "socket", "endless")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Two classes, eight images each for training and two for validation."""
+    for part, count in (("train", 8), ("val", 2)):
+        for number in range(2 * count):
+            save_image(tmp_path / "tree" / part / f"class_{number % 2}" / f"{number}.png", seed=number + 100 * count)
+    return tmp_path / "tree"
+
+
+def test_a_link_to_itself_is_missing_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "x.png").symlink_to("x.png")
+    failure = failure_of(lambda: void(read_regular(tmp_path / "x.png")))
+    assert failure is not None
+    assert (failure.kind, failure.reason) == ("missing", "its links lead back to themselves")
+
+
+def void(_: object) -> None: ...
+
+
+def test_a_list_file_that_is_a_pipe_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train_list.txt")
+    with pytest.raises(UserError, match=r"train_list\.txt is a named pipe, not a file"):
+        check_dataset(DataConfig(DATASET="imagenet2012", DATA_PATH=str(tmp_path)), 2, train=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
+    called = odd(tmp_path / "x.png", kind)
+    with pytest.raises(NotRegular, match=f"it is {called}, not a file"):
+        read_regular(tmp_path / "x.png")
+
+    def read() -> None:
+        read_regular(tmp_path / "x.png")
+
+    failure = failure_of(read)
+    assert failure is not None
+    assert failure.kind == "not a file"
+    (tmp_path / "real").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("real")
+    assert read_regular(tmp_path / "link") == b"content"
+    with pytest.raises(IsADirectoryError):
+        os.close(only_regular(tmp_path, os.O_RDONLY))
+
+
+def test_training_replaces_what_is_no_file(tree: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+    for kind in KINDS:
+        odd(tree / "train" / "class_0" / f"{kind}.png", kind)
+    save_image(tree / "train" / "class_0" / "one_more.png", seed=1)  # five whole batches: all are asked for
+    words = ("-data_path", tree, "-output", tmp_path / "run", "DATA.MAX_BAD=3")
+    done = vitamp("-cfg", "configs/vit_digits.yaml", *SMALL, *words, timeout=SECONDS)
+    assert done.code == 0, done.text
+    for name, called in (("pipe", "named pipe"), ("socket", "socket"), ("endless", "character device")):
+        assert f"{name}.png cannot be read: it is a {called}, not a file. Its neighbour takes its place." in done.text
+
+
+def test_check_data_names_what_is_no_file(tree: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+    odd(tree / "val" / "class_1" / "pipe.png", "pipe")
+    words = ("-dataset", "imagefolder", "-data_path", tree, "-num_classes", "2", "-out", tmp_path / "list.txt")
+    done = vitamp(*words, script="scripts/check_data.py", timeout=SECONDS)
+    assert done.code == 1, done.text
+    assert "val/class_1/pipe.png: it is a named pipe, not a file" in done.text
+    assert "val/class_1/pipe.png" in (tmp_path / "list.txt").read_text()
+
+
+def test_pack_images_leaves_out_what_is_no_file(tree: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+    odd(tree / "train" / "class_1" / "pipe.png", "pipe")
+    done = vitamp(
+        *(tree, tmp_path / "packed", "-dataset", "imagefolder", "-jobs", "1"),
+        script="scripts/pack_images.py",
+        timeout=SECONDS,
+    )
+    assert done.code == 0, done.text
+    assert "pipe.png: it is a named pipe, not a file" in done.text
+    assert "20 images in 2 tar files" in done.text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("-cfg", "{pipe}"), ("-cfg", "configs/vit_digits.yaml", "DATA.EXCLUDE={pipe}", "-dataset", "digits")],
+    ids=["-cfg", "exclude"],
+)
+def test_settings_that_name_a_pipe_are_refused(
+    words: tuple[str, ...], tmp_path: Path, vitamp: Callable[..., Result]
+) -> None:
+    odd(tmp_path / "pipe", "pipe")
+    done = vitamp(*(word.format(pipe=tmp_path / "pipe") for word in words), timeout=SECONDS)
+    assert done.code == 2
+    assert "it is a named pipe, not a file" in done.text
+
+
+@pytest.mark.parametrize("name", ["w.pth", "w.safetensors", "w.pdparams", "w.npz"])
+def test_weights_that_are_a_pipe_are_refused(tmp_path: Path, name: str) -> None:
+    odd(tmp_path / name, "pipe")
+    with pytest.raises(UserError, match=rf"{name}: it is a named pipe, not a file\.$"):
+        check_pretrained(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "place", "name"),
+    [
+        ("csv", "table.csv", "table.csv"),
+        ("imagefolder", "folder", "folder"),
+        ("shards", "folder", "folder"),
+        ("shards", ".", "dataset.json"),
+        ("shards", ".", "index-train.npz"),
+        ("hf:{root}", None, "train.parquet"),
+    ],
+)
+def test_data_that_is_a_pipe_is_refused(
+    tmp_path: Path, settings: Callable[..., DataConfig], dataset: str, place: str | None, name: str
+) -> None:
+    write_set(tmp_path)
+    odd(tmp_path / name, "pipe")
+    data = settings(
+        DATASET=dataset.format(root=tmp_path),
+        DATA_PATH=None if place is None else str(tmp_path / place),
+        CACHE=str(tmp_path / "cache"),
+    )
+    with pytest.raises(UserError, match="is a named pipe, not a"):
+        check_dataset(data, 3)
+
+
+def test_a_list_that_names_a_pipe_is_refused(tmp_path: Path, settings: Callable[..., DataConfig]) -> None:
+    odd(tmp_path / "pipe.png", "pipe")
+    (tmp_path / "all.csv").write_text("path,target\npipe.png,0\nb.png,0\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"names pipe\.png, but .*pipe\.png is a named pipe, not a file"):
+        check_dataset(settings(DATASET="csv", DATA_PATH=str(tmp_path / "all.csv"), VAL_FRACTION=0.5), 1)
+
+
+def test_one_list_of_endings_everywhere(tmp_path: Path) -> None:
+    """A file counts for training where it counts for predict, and the decoder reads each kind."""
+    made = [ending for ending in ENDINGS if not (ending == ".avif" and ".avif" not in Image.registered_extensions())]
+    for ending in made:
+        image = Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8))
+        folder = tmp_path / "one"
+        folder.mkdir(exist_ok=True)
+        (image.convert("1") if ending == ".pbm" else image).save(folder / f"x{ending}")
+    paths, _ = class_files(tmp_path, ["one"])
+    assert {Path(path).suffix for path in paths} == set(made)
+    assert [os.path.relpath(path, tmp_path) for path in paths_of([str(tmp_path)])] == paths
+    assert f" {' '.join(ENDINGS)}," in (ROOT / "docs" / "data.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert {f".{kind}" for kind in IMAGE_KINDS} == {*ENDINGS, ".npy"}
+    part = open_given([str(tmp_path / path) for path in paths], DataConfig(IMAGE_SIZE=8, DATASET="imagefolder"))
+    part.__getitems__([(0, index) for index in range(len(part))])
+    assert part.take_broken() == []
+
+
+@pytest.mark.parametrize("walk", ["training", "predict"])
+def test_what_is_passed_over_is_counted_by_ending(tmp_path: Path, walk: str, said: pytest.LogCaptureFixture) -> None:
+    save_image(tmp_path / "one" / "a.png", seed=0)
+    for name in ("photo.heic", "b.HEIC", "c.heic", "notes.txt", "Makefile", ".hidden"):
+        (tmp_path / "one" / name).write_bytes(b"x")
+    for _ in range(2):
+        class_files(tmp_path, ["one"]) if walk == "training" else paths_of([str(tmp_path)])
+    line = "passed over 5 files: .heic 3 (b.HEIC, c.heic, ...), .txt 1 (notes.txt), without an ending 1 (Makefile)"
+    assert said.text.count(f"{tmp_path}: {line}") == 1
+
+
+def test_passed_over_counts_add_up() -> None:
+    one, two = PassedOver(), PassedOver()
+    one.add("a.heic")
+    two.add("b.heic")
+    two.add("c.heic")
+    one.merge(two)
+    assert one.line() == "passed over 3 files: .heic 3 (a.heic, b.heic, ...)"
+    assert PassedOver().line() == ""
+
+
+def test_links_that_lead_back_end(tmp_path: Path) -> None:
+    save_image(tmp_path / "one" / "a.png", seed=0)
+    for name in ("back", "again"):
+        (tmp_path / "one" / name).symlink_to(tmp_path)
+    (tmp_path / "one" / "self").symlink_to("self")
+    assert class_files(tmp_path, ["one"])[0] == ["one/a.png"]
+    assert paths_of([str(tmp_path)]) == [str(tmp_path / "one" / "a.png")]
+
+
+def test_images_with_two_dots_in_tar_files_are_counted(
+    tmp_path: Path,
+    settings: Callable[..., DataConfig],
+    said: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dotted = [("cat.front.jpg", picture(7)), ("cat.front.cls", b"1"), ("x.heic", b"x")]
+    write_tar(write_set(tmp_path) / "train" / "0001.tar", [*dotted, *samples([1, 2])])
+    data = settings(DATASET="shards", DATA_PATH=str(tmp_path))
+    told = "passed over 3 files: more than one dot in the name 2 (cat.front.jpg, cat.front.cls), .heic 1 (x.heic)"
+    for _ in range(2):  # the second time from the index that was kept
+        monkeypatch.setattr("datasets.shards.layout.tell_once", log.warning)
+        said.clear()
+        check_dataset(data, 3)
+        assert f"{told}. As in WebDataset, all that follows the first dot" in said.text
+    write_tar(tmp_path / "val" / "0000.tar", dotted)
+    with pytest.raises(UserError, match=r"hold no image; passed over 3 files: .*name it cat_front\.jpg"):
+        check_dataset(data, 3)

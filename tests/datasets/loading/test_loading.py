@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from datasets import Batch, TrainLoader, ValLoader, auto_workers, open_dataset
+from utils.config.data import DataConfig
+from utils.cpus import cores
+from utils.seeding import seed_all
+
+ROOT = Path(__file__).parents[3]
+Settings = Callable[..., DataConfig]
+
+
+def by_sample(loader: TrainLoader, epoch: int, start: int = 0) -> dict[int, torch.Tensor]:
+    batches = [batch for window in loader.epoch(epoch, start) for _, batch in window]
+    return {int(i): image for batch in batches for i, image in zip(batch.indices, batch.images, strict=True)}
+
+
+def equal(one: dict[int, torch.Tensor], other: dict[int, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[i], other[i]) for i in one)
+
+
+def test_a_sample_does_not_depend_on_workers_or_on_its_batch(training) -> None:
+    reference = by_sample(training(), 1)
+    assert len(reference) == 12
+    assert equal(reference, by_sample(training(workers=2), 1))
+    assert equal(reference, by_sample(training(batch=3, accum=2), 1))
+    assert not equal(reference, by_sample(training(), 2))
+    assert not equal(reference, by_sample(training(seed=6), 1))
+
+
+def test_persistent_workers_serve_later_epochs_and_interrupted_ones(training) -> None:
+    loader, fresh = training(workers=2), training()
+    by_sample(loader, 0)
+    for _ in loader.epoch(1):
+        break
+    assert equal(by_sample(loader, 2, start=1), by_sample(fresh, 2, start=1))
+
+
+def test_windows_tell_their_shares_before_fetching(training) -> None:
+    loader = training(batch=3, accum=3)
+    windows = [len(window) for window in loader.epoch(0)]
+    assert windows == [3, 1]
+    for window in loader.epoch(0):
+        for share, batch in window:
+            assert batch.indices.tolist() == share.indices.tolist()
+            assert batch.images.dtype == torch.uint8
+            assert batch.images.shape == (3, 3, 8, 8)
+            assert batch.labels.tolist() == [i % 3 for i in batch.indices.tolist()]
+
+
+def test_a_window_left_early_does_not_shift_the_next(training) -> None:
+    for window in training(batch=2, accum=3).epoch(0):
+        share, batch = next(iter(window))
+        assert batch.indices.tolist() == share.indices.tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loading_leaves_the_random_numbers_of_training_alone(training, workers: int) -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    seed_all("test")
+    expected = draws()
+    seed_all("test")
+    by_sample(training(workers=workers), 0)
+    assert draws() == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["imagenet2012", "digits", "synthetic"])
+def test_validation_is_padded_and_complete(
+    listed: Path, settings: Settings, cpu: torch.device, name: str, workers: int
+) -> None:
+    data = settings(DATASET=name, DATA_PATH=str(listed), SYNTHETIC_VAL=41)
+    dataset = open_dataset(data, False, 10, 0, cpu)
+    seen: list[Batch] = []
+    for rank in range(3):
+        loader = ValLoader(dataset, 5, rank, 3, workers, cpu)
+        batches = list(loader)
+        loader.close()
+        assert len(batches) == len(loader)
+        seen.extend(batches)
+    indices = torch.cat([batch.indices for batch in seen])
+    assert sorted(indices[indices >= 0].tolist()) == list(range(len(dataset)))
+    assert len({batch.images.shape for batch in seen}) == 1
+    padding = torch.cat([batch.labels for batch in seen])[indices < 0]
+    assert padding.eq(0).all()
+
+
+def test_waiting_is_counted_and_handed_over_once(training) -> None:
+    loader = training()
+    begin = time.perf_counter()
+    by_sample(loader, 0)
+    assert 0 < loader.take_wait() < time.perf_counter() - begin
+    assert loader.take_wait() == 0
+
+
+def test_auto_workers_shares_the_cores() -> None:
+    assert auto_workers(1) == min(16, cores())
+    assert auto_workers(10 * cores()) == 1

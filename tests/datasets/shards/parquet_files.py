@@ -1,0 +1,65 @@
+"""Parquet files for tests, as the hub has them, and what is read from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from datasets import check_dataset, open_dataset
+from datasets.images import Images
+from tests.datasets.shards.tar_files import picture
+from utils.config.data import DataConfig
+
+pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
+pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+
+CPU = torch.device("cpu")
+NOTES = {
+    "image": {"_type": "Image"},
+    "label": {"_type": "ClassLabel", "names": ["ant", "bee", "cat"]},
+}
+
+
+def write(
+    path: Path,
+    numbers: range,
+    *,
+    notes: dict[str, Any] | None = NOTES,
+    labels: list[Any] | None = None,
+    columns: tuple[str, str] = ("image", "label"),
+    struct: bool = True,
+    kind: str = "PNG",
+) -> Path:
+    """A parquet file as the hub has them: image k has the label k modulo 3."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = [picture(k, kind) for k in numbers]
+    as_struct = pa.array(
+        [{"bytes": image, "path": f"{k}.png"} for k, image in zip(numbers, images, strict=True)],
+        pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+    )
+    table = pa.table(
+        {
+            "id": list(numbers),
+            columns[0]: as_struct if struct else pa.array(images, pa.binary()),
+            columns[1]: labels if labels is not None else [k % 3 for k in numbers],
+        }
+    )
+    if notes is not None:
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": notes}})})
+    pq.write_table(table, path, row_group_size=4)
+    return path
+
+
+def part(data: DataConfig, train: bool = True) -> Any:
+    check_dataset(data, 3)
+    dataset = open_dataset(data, train, 3, 0, CPU)
+    assert isinstance(dataset, Images)
+    return dataset.samples
+
+
+def content(samples: Any) -> list[bytes]:
+    return [samples.read(k) for k in range(len(samples))]

@@ -1,0 +1,131 @@
+"""`hf:`: image sets in parquet files, copied once and then read like any shards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from datasets import check_dataset, open_dataset
+from tests.datasets.shards.parquet_files import content, part, write
+from tests.datasets.shards.tar_files import picture
+from utils.config.data import DataConfig
+from utils.log import start_log
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_images_are_copied_unchanged_with_their_labels(
+    tmp_path: Path, of_hub: Callable[..., DataConfig], kind: str
+) -> None:
+    write(tmp_path / "data" / "train-00000-of-00002.parquet", range(10), kind=kind)
+    write(tmp_path / "data" / "train-00001-of-00002.parquet", range(10, 15), kind=kind)
+    write(tmp_path / "data" / "test-00000-of-00001.parquet", range(20, 24), kind=kind)
+    train, val = part(of_hub(tmp_path)), part(of_hub(tmp_path), train=False)
+    assert content(train) == [picture(k, kind) for k in range(15)]
+    assert content(val) == [picture(k, kind) for k in range(20, 24)]
+    assert train.labels.tolist() == [k % 3 for k in range(15)]
+    assert val.labels.tolist() == [k % 3 for k in range(20, 24)]
+    assert train.classes == ["ant", "bee", "cat"]
+    ending = "jpg" if kind == "JPEG" else kind.lower()
+    assert train.name(12).endswith(f"/train/00000.tar/00001/00000002.{ending}")
+    assert open_dataset(of_hub(tmp_path), True, 3, 0, CPU).__getitems__([(0, 3)]).images.any()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("train/0000.parquet", "validation/0000.parquet"), ("a-train.parquet", "a-val.parquet"), ("x.parquet", None)],
+)
+def test_parts_by_file_or_folder(
+    tmp_path: Path, of_hub: Callable[..., DataConfig], names: tuple[str, str | None]
+) -> None:
+    write(tmp_path / names[0], range(12))
+    if names[1]:
+        write(tmp_path / names[1], range(20, 24))
+        write(tmp_path / names[1].replace("val", "test"), range(30, 34))
+    data = of_hub(tmp_path, VAL_FRACTION=0.25)
+    train, val = content(part(data)), content(part(data, train=False))
+    if names[1]:
+        assert (train, val) == ([picture(k) for k in range(12)], [picture(k) for k in range(20, 24)])
+    else:
+        assert (len(train), len(val)) == (9, 3)
+        assert sorted(train + val) == sorted(picture(k) for k in range(12))
+
+
+def test_columns_by_the_hubs_notes_or_by_their_names(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:
+    notes = {"pixels": {"_type": "Image"}, "species": {"_type": "ClassLabel", "names": ["a", "b", "c"]}}
+    write(tmp_path / "noted" / "train.parquet", range(9), notes=notes, columns=("pixels", "species"))
+    write(tmp_path / "plain" / "train.parquet", range(9), notes=None, struct=False, columns=("img", "target"))
+    names = ["cat", "ant", "bee"] * 3
+    write(tmp_path / "named" / "train.parquet", range(9), notes=None, labels=names)
+    for name, classes in (("noted", ["a", "b", "c"]), ("plain", None), ("named", ["ant", "bee", "cat"])):
+        train = part(of_hub(tmp_path / name, VAL_FRACTION=0.4))
+        numbers = [next(k for k in range(9) if picture(k) == image) for image in content(train)]
+        assert train.classes == classes
+        shift = 2 if name == "named" else 0
+        assert train.labels.tolist() == [(k + shift) % 3 for k in numbers]
+
+
+def test_the_copy_is_made_once_and_anew_when_the_files_change(
+    tmp_path: Path, of_hub: Callable[..., DataConfig], said: pytest.LogCaptureFixture
+) -> None:
+    data = of_hub(tmp_path / "set")
+    write(tmp_path / "set" / "train.parquet", range(12))
+    part(data)
+    assert "copying its images into" in said.text
+    assert "12 images copied" in said.text
+    said.clear()
+    part(data)
+    assert "copying" not in said.text
+    write(tmp_path / "set" / "train.parquet", range(30, 45))
+    assert len(part(data)) + len(part(data, train=False)) == 15
+    assert "15 images copied" in said.text
+
+
+def test_the_order_of_an_epoch_mixes_everything(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:
+    """Files of the hub are often sorted by class: a window of a few would be one class."""
+    write(tmp_path / "train.parquet", range(12))
+    write(tmp_path / "val.parquet", range(3))
+    train = part(of_hub(tmp_path, SHARD_WINDOW=1))
+    orders = [train.shuffled(np.random.default_rng(seed)).tolist() for seed in range(5)]
+    assert all(sorted(order) == list(range(12)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 5
+
+
+def _prepare(data: DataConfig, out: Path) -> None:
+    sys.stdout = out.open("w")
+    start_log(speaks=True)
+    check_dataset(data, 3)
+    sys.stdout.flush()
+
+
+def test_several_processes_copy_once_and_a_broken_off_copy_is_made_anew(
+    tmp_path: Path, of_hub: Callable[..., DataConfig]
+) -> None:
+    """They begin together; what a killed one left behind is in their way."""
+    write(tmp_path / "set" / "train.parquet", range(24))
+    write(tmp_path / "set" / "test.parquet", range(4))
+    data = of_hub(tmp_path / "set")
+    check_dataset(data, 3)
+    (copied,) = (path for path in Path(data.CACHE or "", "hf").iterdir() if path.is_dir())
+    before = {path.name: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    half = copied.with_name(f".{copied.name}.part")
+    copied.rename(half)
+    (half / "dataset.json").unlink()
+    (half / "train" / "00000.tar").write_bytes(b"half")
+    outs = [tmp_path / f"out{number}" for number in range(3)]
+    processes = [multiprocessing.get_context("fork").Process(target=_prepare, args=(data, out)) for out in outs]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert sorted("copying its images" in out.read_text() for out in outs) == [False, False, True]
+    assert {path.name: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+    assert not half.exists()

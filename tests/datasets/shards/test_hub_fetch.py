@@ -1,0 +1,85 @@
+"""Sets of the hub are fetched once; afterwards they need no network."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+from datasets import check_dataset
+from tests.datasets.shards.parquet_files import content, part, write
+from tests.datasets.shards.serving import serving
+from tests.datasets.shards.tar_files import picture
+from utils.config.data import DataConfig
+from utils.errors import UserError
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as fetching a data set asks for."""
+
+    protocol_version = "HTTP/1.1"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    root: Path
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        files = sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
+        name = self.path.partition("?")[0]
+        if name.startswith("/api/datasets/owner/flowers/revision/"):
+            about = {"id": "owner/flowers", "sha": self.commit, "siblings": [{"rfilename": file} for file in files]}
+            return self._answer(json.dumps(about).encode())
+        if name == f"/api/datasets/owner/flowers/tree/{self.commit}":
+            sizes = {file: (self.root / file).stat().st_size for file in files}
+            tree = [{"type": "file", "path": file, "size": size, "oid": str(size)} for file, size in sizes.items()]
+            return self._answer(json.dumps(tree).encode())
+        prefix = f"/datasets/owner/flowers/resolve/{self.commit}/"
+        if name.startswith(prefix) and name.removeprefix(prefix) in files:
+            content = (self.root / name.removeprefix(prefix)).read_bytes()
+            return self._answer(content, {"ETag": f'"{len(content)}"', "X-Repo-Commit": self.commit})
+        return self._answer(b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, code=404)
+
+    def _answer(self, body: bytes, headers: dict[str, str] | None = None, code: int = 200) -> None:
+        self.send_response(code)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[str]:
+    """A server like the hub, with owner/flowers in tmp_path/hub."""
+    handler = type("Handler", (Hub,), {"root": tmp_path / "hub"})
+    with serving(handler) as place:
+        yield place
+
+
+def test_a_set_of_the_hub_is_fetched_copied_and_then_needs_no_network(
+    tmp_path: Path, hub: str, of_hub: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet", range(12))
+    write(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", range(4))
+    (tmp_path / "hub" / "README.md").write_text("not fetched")
+    constants = "huggingface_hub.constants"
+    monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "home"))
+    for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
+        there = getattr(importlib.import_module(constants), name)
+        monkeypatch.setattr(f"{constants}.{name}", there.replace("https://huggingface.co", hub))
+    train = part(of_hub("owner/flowers", DOWNLOAD=True))
+    assert content(train) == [picture(k) for k in range(12)]
+    assert not list((tmp_path / "home").rglob("README.md"))
+    with pytest.raises(UserError, match=r"owner/nothing could not be fetched .*Not Found"):
+        check_dataset(of_hub("owner/nothing", DOWNLOAD=True), 3)
+    shutil.rmtree(tmp_path / "hub")
+    shutil.rmtree(tmp_path / "home")
+    assert len(part(of_hub("owner/flowers"), train=False)) == 4

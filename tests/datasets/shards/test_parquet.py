@@ -1,0 +1,69 @@
+"""Which rows and columns of parquet files become samples, by the files' names and the columns' kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from datasets import check_dataset, open_dataset
+from datasets.images import Images
+from tests.datasets.shards.tar_files import picture
+from utils.config.data import DataConfig
+
+pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
+pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+
+
+@pytest.fixture
+def samples(settings: Callable[..., DataConfig], tmp_path: Path) -> Callable[[bool], Any]:
+    """The training or the validation images of tmp_path/set."""
+
+    def call(train: bool) -> Any:
+        data = settings(DATASET=f"hf:{tmp_path}/set", CACHE=str(tmp_path / "cache"))
+        check_dataset(data, 3)
+        dataset = open_dataset(data, train, 3, 0, torch.device("cpu"))
+        assert isinstance(dataset, Images)
+        return dataset.samples
+
+    return call
+
+
+def write(path: Path, numbers: range, labels: Any = None) -> None:
+    """Image k has the label k modulo 3."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    labels = labels if labels is not None else [k % 3 for k in numbers]
+    pq.write_table(pa.table({"image": pa.array([picture(k) for k in numbers], pa.binary()), "label": labels}), path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("train/a/0000", "train/b/0000"), ("train/" + "ä" * 90, "train/" + "ä" * 90 + "b"), ("train/x", "train/x.y")],
+    ids=["of one name", "of long names that begin alike", "with dots"],
+)
+def test_any_names_of_files_will_do(tmp_path: Path, samples: Callable[[bool], Any], first: str, second: str) -> None:
+    write(tmp_path / "set" / f"{first}.parquet", range(4))
+    write(tmp_path / "set" / f"{second}.parquet", range(4, 7))
+    write(tmp_path / "set" / "val.parquet", range(7, 9))
+    train = samples(True)
+    assert [train.read(k) for k in range(7)] == [picture(k) for k in range(7)]
+    assert train.labels.tolist() == [k % 3 for k in range(7)]
+    assert train.name(6).endswith("/train/00000.tar/00001/00000002.png"), "the second file, and the row in it"
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_labels_may_be_categories(tmp_path: Path, samples: Callable[[bool], Any], large: bool) -> None:
+    """As pandas writes a column of categories: numbers, and the names they stand for."""
+    text = pa.large_string() if large else pa.string()
+    for name, numbers, categories in (("train", range(6), ["cat", "ant", "bee"]), ("val", range(3), ["bee", "ant"])):
+        codes = pa.array([k % len(categories) for k in numbers], pa.int8())
+        labels = pa.DictionaryArray.from_arrays(codes, pa.array(categories, text))
+        write(tmp_path / "set" / f"{name}.parquet", numbers, labels)
+    train, val = samples(True), samples(False)
+    assert train.classes == ["ant", "bee", "cat"]
+    assert train.labels.tolist() == [2, 0, 1] * 2
+    assert val.labels.tolist() == [1, 0, 1]
+    assert train.read(4) == picture(4)

@@ -1,0 +1,236 @@
+"""Shards: what is read from them, in which order, and how their index is kept."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from datasets import check_dataset, open_dataset
+from datasets.shards.source import pixels_of
+from datasets.shards.stores import MOST_OPEN
+from datasets.transforms.pixels import Unreadable
+from tests.datasets.opened import part, pixels
+from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
+from tests.program import Result
+from utils.config.data import DataConfig
+
+CPU = torch.device("cpu")
+Settings = Callable[..., DataConfig]
+
+
+def test_samples_are_those_of_the_tar_files(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+    data = of_shards(write_set(tmp_path))
+    check_dataset(data, 3)
+    train, val = part(data), part(data, train=False)
+    assert [len(train), len(val)] == [12, 4]
+    assert [train.read(k) for k in range(12)] == [picture(k) for k in range(12)]
+    assert [val.read(k) for k in range(4)] == [picture(k) for k in range(12, 16)]
+    assert train.labels.tolist() == [k % 3 for k in range(12)]
+    assert train.name(6) == f"{tmp_path}/train/0001.tar/0006.png"
+
+
+def test_pixels_are_those_of_the_same_images_in_folders(
+    tmp_path: Path, of_shards: Callable[..., DataConfig], settings: Settings
+) -> None:
+    """In training too: the random numbers of a sample depend on its number, not on where it lies."""
+    write_set(tmp_path / "tars")
+    lines = {"train": range(12), "val": range(12, 16)}
+    for name, numbers in lines.items():
+        (tmp_path / "files" / name).mkdir(parents=True)
+        for k in numbers:
+            (tmp_path / "files" / name / f"{k}.png").write_bytes(picture(k))
+        (tmp_path / "files" / f"{name}_list.txt").write_text("".join(f"{name}/{k}.png {k % 3}\n" for k in numbers))
+    files = settings(DATASET="imagenet2012", DATA_PATH=str(tmp_path / "files"))
+    for train, count in ((True, 12), (False, 4)):
+        here, there = (open_dataset(data, train, 3, 7, CPU) for data in (of_shards(tmp_path / "tars"), files))
+        keys = [(2, k) for k in [*range(count), -1]]
+        for ours, theirs in zip(here.__getitems__(keys), there.__getitems__(keys), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        ("train/a.tar", "validation/a.tar"),
+        ("train/a.tar", "test/a.tar"),
+        ("flowers-train-0.tar", "flowers-val-0.tar"),
+        ("imagenet1k-train-0000.tar", "imagenet1k-validation-00.tar"),
+    ],
+)
+def test_parts_are_told_apart_by_folders_or_names(
+    tmp_path: Path, of_shards: Callable[..., DataConfig], train: str, val: str
+) -> None:
+    write_tar(tmp_path / train, samples(range(6)))
+    write_tar(tmp_path / val, samples(range(6, 9)))
+    data = of_shards(tmp_path)
+    assert part(data).read(0) == picture(0)
+    assert [part(data, train=False).read(k) for k in range(3)] == [picture(k) for k in (6, 7, 8)]
+
+
+@pytest.mark.parametrize("name", ["train/0.tar", "interval-trainval-0.tar"])
+def test_without_a_validation_part_one_is_taken_off(
+    tmp_path: Path, of_shards: Callable[..., DataConfig], name: str
+) -> None:
+    write_tar(tmp_path / name, samples(range(30)))
+    data = of_shards(tmp_path, VAL_FRACTION=0.2)
+    check_dataset(data, 3)
+    train, val = part(data), part(data, train=False)
+    names = [one.name(k) for one in (train, val) for k in range(len(one))]
+    assert (len(train), len(val), len(set(names))) == (24, 6, 30)
+    assert np.bincount(val.labels).tolist() == [2, 2, 2]
+    for one in (train, val):
+        for k in range(len(one)):
+            number = int(Path(one.name(k)).stem)
+            assert one.read(k) == picture(number)
+            assert one.labels[k] == number % 3
+        assert sorted(one.shuffled(np.random.default_rng(0))) == list(range(len(one)))
+
+
+def test_labels_come_as_text_as_json_or_as_names(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+    members = [
+        ("a.b/x.png", picture(0)),
+        ("a.b/x.cls", b"2\n"),
+        ("a.b/x.seg.png", b"another thing about x"),
+        ("y.cls", b"bee"),
+        ("y.JPG", picture(1, "JPEG")),
+        ("z.json", json.dumps({"label": 0, "filename": "z.webp"}).encode()),
+        ("z.webp", picture(2, "WEBP")),
+        ("both.json", b'{"width": 3}'),
+        ("both.cls", b"1"),
+        ("both.png", picture(3)),
+        ("notes.txt", b"no image"),
+    ]
+    write_tar(tmp_path / "train" / "0.tar", members)
+    write_tar(tmp_path / "val" / "0.tar", samples([1]))
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
+    train = part(of_shards(tmp_path))
+    assert train.labels.tolist() == [2, 1, 0, 1]
+    assert train.classes == ["ant", "bee", "cat"]
+    assert [Path(train.name(k)).name for k in range(4)] == ["x.png", "y.JPG", "z.webp", "both.png"]
+    (tmp_path / "classes.txt").write_text("bee\ncat\n")
+    assert part(of_shards(tmp_path)).labels.tolist() == [2, 0, 0, 1], "the index does not outlive the names"
+
+
+@pytest.mark.parametrize(("height", "width", "channels"), [(20, 30, 3), (7, 7, 1), (9, 5, None)])
+def test_arrays_are_pixels(
+    tmp_path: Path, of_shards: Callable[..., DataConfig], height: int, width: int, channels: int | None
+) -> None:
+    shape = (height, width) if channels is None else (height, width, channels)
+    array = np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8)
+    file = io.BytesIO()
+    np.save(file, array)
+    grey = Image.fromarray(array.squeeze())
+    png = io.BytesIO()
+    grey.save(png, "PNG")
+    for name, kind, content in (("arrays", "npy", file.getvalue()), ("files", "png", png.getvalue())):
+        for of_part in ("train", "val"):
+            members = [(f"0.{kind}", content), ("0.cls", b"0"), ("1.jpeg", picture(1, "JPEG")), ("1.cls", b"0")]
+            write_tar(tmp_path / name / of_part / "0.tar", members)
+    found = part(of_shards(tmp_path / "arrays")).read(0)
+    assert isinstance(found, np.ndarray)
+    assert np.array_equal(found.reshape(shape), array)
+    arrays, files = (open_dataset(of_shards(tmp_path / name), True, 1, 0, CPU) for name in ("arrays", "files"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's, of memory that may not be written to
+        assert torch.equal(pixels(arrays, 0, 1), pixels(files, 0, 1))
+
+
+def test_more_shards_than_files_are_kept_open(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+    """Raw ones too, and one that was cut off while it was in use is no crash but an error."""
+    array = np.random.default_rng(0).integers(0, 256, (90, 12, 12, 3), dtype=np.uint8)
+    for k in range(90):
+        write_tar(tmp_path / "train" / f"{k:02d}.tar", [("0.npy", npy(array[k])), ("0.cls", b"0")])
+    train = part(of_shards(tmp_path, VAL_FRACTION=0.01))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        for k in range(len(train)):
+            found = train.read(k)
+            assert isinstance(found, np.ndarray)
+            assert np.array_equal(found, array[int(Path(train.name(k)).parent.stem)])
+    assert len(os.listdir("/proc/self/fd")) - before <= 2 * MOST_OPEN + 1
+    last = train.name(len(train) - 1)
+    os.truncate(Path(last).parent, 600)
+    with pytest.raises(OSError, match="ends before byte"):
+        train.read(len(train) - 1)
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("exploded",)
+
+
+def npy(array: np.ndarray, **how: object) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, **how)  # pyright: ignore[reportArgumentType]
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        npy(np.zeros((4, 4, 3), np.float32)),
+        npy(np.zeros((4, 4, 4), np.uint8)),
+        npy(np.zeros((4, 0, 3), np.uint8)),
+        npy(np.asfortranarray(np.zeros((4, 5, 3), np.uint8))),
+        npy(np.array([Bomb()], dtype=object), allow_pickle=True),
+        npy(np.zeros((4, 4, 3), np.uint8))[:-5],
+        npy(np.zeros((4, 4, 3), np.uint8))[:60],
+        b"\x93NUMPY\x01\x00\x20\x00{'descr':__import__('os').mkdir('exploded')}",
+        pickle.dumps(Bomb()),
+        b"",
+    ],
+    ids=["floats", "four channels", "empty", "columns first", "objects", "cut", "cut header", "code", "pickle", "none"],
+)
+def test_arrays_that_are_no_pixels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Unreadable):
+        pixels_of(np.frombuffer(bytearray(content), dtype=np.uint8))
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 100])
+def test_an_epoch_stays_within_windows_of_shards(
+    tmp_path: Path, of_shards: Callable[..., DataConfig], window: int
+) -> None:
+    sizes = [5, 1, 7, 0, 4, 3, 6]
+    data = of_shards(write_set(tmp_path, sizes), SHARD_WINDOW=window)
+    train = part(data)
+    home = np.repeat(np.arange(7), sizes)
+    orders = [train.shuffled(np.random.default_rng(seed)) for seed in range(20)]
+    most = 0
+    for order in orders:
+        assert sorted(order) == list(range(26))
+        last = {shard: place for place, shard in enumerate(home[order].tolist())}
+        inside, end = set[int](), 0
+        for place, shard in enumerate(home[order].tolist()):
+            inside.add(shard)
+            end = max(end, last[shard])
+            if place == end:  # none of these shards comes again
+                most, inside = max(most, len(inside)), set()
+    assert most == min(window, 6)
+    assert len({tuple(order) for order in orders}) == 20
+    assert np.array_equal(orders[3], part(data).shuffled(np.random.default_rng(3)))
+    firsts = {int(home[order[0]]) for order in orders}
+    assert len(firsts) > 3, "shards come in any order"
+
+
+def test_training_and_validation_on_shards(tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+    place = write_set(tmp_path / "set", [20, 12])
+    done = vitamp(
+        *("-dataset", "shards", "-data_path", place, "-num_classes", 3, "-image_size", 16, "-batch_size", 8),
+        *("-output", tmp_path / "run", "-device", "cpu", "-num_workers", 1, "MODEL.NAME=tiny", "MODEL.PATCH_SIZE=8"),
+        *("MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2", "TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=0"),
+        f"DATA.CACHE={tmp_path}",
+    )
+    assert done.code == 0, done.text
+    assert "32 images; their index is kept as" in done.out

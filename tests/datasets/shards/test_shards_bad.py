@@ -1,0 +1,249 @@
+"""Shards that are damaged, hostile or not what they should be."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from datasets import check_dataset, open_dataset
+from datasets.images import Images
+from tests.datasets.shards.tar_files import Member, picture, samples, write_set, write_tar
+from tests.program import Result
+from utils.config.data import DataConfig
+from utils.errors import UserError
+from utils.log import log
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def check(settings: Callable[..., DataConfig], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return lambda place, **more: check_dataset(
+        settings(DATASET="shards", DATA_PATH=None if place is None else str(place), CACHE=cache, **more), 3
+    )
+
+
+def cut_image(content: bytes) -> tuple[bytes, str]:
+    """In the middle of the last image: the header of its member begins 4 blocks before the end's zeros."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        last = tar.getmembers()[-2]
+    return content[: last.offset_data + last.size // 2], f"{last.offset:,}"
+
+
+def cut_between(content: bytes) -> tuple[bytes, str]:
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        last = tar.getmembers()[-2]
+    return content[: last.offset], f"{last.offset:,}"
+
+
+def cut_header(content: bytes) -> tuple[bytes, str]:
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        last = tar.getmembers()[-2]
+    return content[: last.offset + 100], f"{last.offset:,}"
+
+
+def overwritten(content: bytes) -> tuple[bytes, str]:
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        third = tar.getmembers()[2]
+    return content[: third.offset] + b"x" * 512 + content[third.offset + 512 :], f"{third.offset:,}"
+
+
+def zeroed(content: bytes) -> tuple[bytes, str]:
+    """A hole from the second image on, that ends among the members behind it."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        _, _, third, _, fifth, *_ = tar.getmembers()
+    return content[: third.offset] + bytes(fifth.offset - third.offset) + content[fifth.offset :], f"{third.offset:,}"
+
+
+def room_only(content: bytes) -> tuple[bytes, str]:
+    """A copy that got its room at the beginning, and then only its first image."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        third = tar.getmembers()[2]
+    return content[: third.offset] + bytes((1 << 20) + 512), f"{third.offset:,}"
+
+
+@pytest.mark.parametrize("damage", [cut_image, cut_between, cut_header, overwritten, zeroed, room_only])
+def test_a_damaged_shard_is_named_with_the_place(
+    tmp_path: Path, check: Callable[..., None], damage: Callable[[bytes], tuple[bytes, str]]
+) -> None:
+    """However it was cut: nothing behind the damage is lost silently."""
+    shard = write_set(tmp_path) / "train" / "0001.tar"
+    content, place = damage(shard.read_bytes())
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match=rf"train/0001\.tar is damaged or was cut off.* begins at byte {place} "):
+        check(tmp_path)
+
+
+def test_zeros_that_end_a_shard_are_no_damage(tmp_path: Path, check: Callable[..., None]) -> None:
+    """Programs that write tar files differ in how many there are."""
+    shard = write_set(tmp_path) / "train" / "0001.tar"
+    for blocks in (1, 2, 2047):
+        with tarfile.open(shard) as tar:
+            end = tar.getmembers()[-1].offset_data + 512
+        shard.write_bytes(shard.read_bytes()[:end] + bytes(512 * blocks))
+        check(tmp_path)
+
+
+def test_a_shard_that_is_cut_off_after_it_was_indexed(
+    tmp_path: Path, settings: Callable[..., DataConfig], vitamp: Callable[..., Result]
+) -> None:
+    """A run that goes on names shard and byte where it meets it; a new one names the shard before it begins."""
+    data = settings(DATASET="shards", DATA_PATH=str(write_set(tmp_path)), CACHE=str(tmp_path))
+    train = open_dataset(data, True, 3, 0, CPU)
+    assert isinstance(train, Images)
+    shard = tmp_path / "train" / "0001.tar"
+    os.truncate(shard, 5000)
+    assert train.samples.read(5) == picture(5)
+    with pytest.raises(OSError, match=r"train/0001\.tar ends before byte \d+"):
+        train.samples.read(7)
+    done = vitamp("-dataset", "shards", "-data_path", tmp_path, "-num_classes", 3, "-batch_size", 4, "-dry_run")
+    assert done.code == 2, done.text
+    assert f"{shard} is damaged or was cut off" in done.err
+    assert "Traceback" not in done.text
+
+
+@pytest.mark.parametrize("name", ["../0009.png", "a/../../0009.png", "/etc/0009.png"])
+def test_names_that_lead_out_are_refused(tmp_path: Path, check: Callable[..., None], name: str) -> None:
+    write_tar(write_set(tmp_path) / "train" / "0001.tar", [*samples([1]), (name, picture(9)), ("0009.cls", b"0")])
+    with pytest.raises(UserError, match=r"0001\.tar: the member '.*0009\.png' leads out"):
+        check(tmp_path)
+    assert not list(tmp_path.rglob("*.png")), "nothing is ever extracted"
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
+def test_links_and_devices_are_passed_over(
+    tmp_path: Path,
+    check: Callable[..., None],
+    kind: bytes,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    link = tarfile.TarInfo("0009.png")
+    link.type, link.linkname = kind, "/etc/passwd"
+    write_tar(write_set(tmp_path) / "train" / "0001.tar", [link, ("0009.cls", b"0"), *samples([1, 2])])
+    with caplog.at_level(logging.INFO):
+        check(tmp_path)
+    assert "0001.tar: 1 links or other members that are no files are passed over" in caplog.text
+    assert "11 images; their index" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ([("a.png", picture(0))], r"a\.png has no label: no a\.cls beside it"),
+        ([("a.png", picture(0)), ("a.json", b'{"width": 30}')], r"a\.png has no label"),
+        ([("a.png", picture(0)), ("a.json", b'{"label": ')], r"a\.json is no label"),
+        ([("a.png", picture(0)), ("a.json", b'{"label": 1.5}')], r"a\.json is no label: its 'label' is neither"),
+        ([("a.png", picture(0)), ("a.json", b'{"label": true}')], r"a\.json is no label: its 'label' is neither"),
+        ([("a.png", picture(0)), ("a.cls", b"")], r"a\.cls is no label: it is empty"),
+        ([("a.png", picture(0)), ("a.cls", b"\xff\xfe")], r"a\.cls is no label"),
+        (
+            [("a.png", picture(0)), ("a.cls", b"3")],
+            r"label of a\.png is 3.*MODEL\.NUM_CLASSES 3: labels go from 0 to 2",
+        ),
+        ([("a.png", picture(0)), ("a.cls", b"-1")], r"label of a\.png is -1"),
+        ([("a.png", picture(0)), ("a.cls", b"9" * 30)], r"a\.cls says 9+, which is no class"),
+        ([("a.png", picture(0)), ("a.cls", b"cat")], r"label of a\.png is 'cat'.*classes\.txt.*which is not there"),
+        ([("a.png", picture(0)), ("a.jpg", picture(1)), ("a.cls", b"0")], r"a\.jpg is a second image beside a\.png"),
+        ([("a.txt", b"nothing to see")], "hold no image"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_with_samples(
+    tmp_path: Path, check: Callable[..., None], members: list[Member], said: str
+) -> None:
+    write_set(tmp_path, [2])
+    write_tar(tmp_path / "train" / "0000.tar", members)
+    with pytest.raises(UserError, match=said):
+        check(tmp_path)
+
+
+def test_names_as_labels_need_names_that_differ(tmp_path: Path, check: Callable[..., None]) -> None:
+    write_set(tmp_path)
+    (tmp_path / "classes.txt").write_text("crane\nbee\ncrane\n")
+    check(tmp_path)
+    write_tar(tmp_path / "train" / "0009.tar", [("a.png", picture(0)), ("a.cls", b"crane")])
+    with pytest.raises(UserError, match=r"has the line 'crane' more than once"):
+        check(tmp_path)
+
+
+def test_more_classes_than_the_classifier_has(tmp_path: Path, check: Callable[..., None]) -> None:
+    (write_set(tmp_path) / "classes.txt").write_text("a\nb\nc\nd\n")
+    with pytest.raises(UserError, match=r"has 4 classes, but MODEL\.NUM_CLASSES is 3"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no tar at all" * 99, bytes(100)])
+def test_files_that_are_no_tar_files(tmp_path: Path, check: Callable[..., None], content: bytes) -> None:
+    (write_set(tmp_path) / "train" / "0002.tar").write_bytes(content)
+    with pytest.raises(UserError, match=r"train/0002\.tar is no tar file that can be read: "):
+        check(tmp_path)
+
+
+def test_compressed_tar_files_are_to_be_unpacked(tmp_path: Path, check: Callable[..., None]) -> None:
+    shard = write_set(tmp_path) / "train" / "0002.tar"
+    shard.write_bytes(gzip.compress(shard.read_bytes()))
+    with pytest.raises(UserError, match=r"train/0002\.tar is no tar file.*gunzip"):
+        check(tmp_path)
+
+
+def test_places_without_shards_show_the_layout(tmp_path: Path, check: Callable[..., None]) -> None:
+    for place, said in (
+        (None, "needs DATA.DATA_PATH"),
+        (tmp_path / "nowhere", "does not exist"),
+        (tmp_path, "there is no tar file in"),
+        ("memory://nothing/here", "there is no tar file in"),
+        ("gopher://a/b", "cannot be opened: Protocol not known: gopher"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check(place)
+    write_tar(tmp_path / "val" / "0.tar", samples([1]))
+    with pytest.raises(UserError, match=r"(?s)no tar file for training.*Expected layout.*train/0000\.tar"):
+        check(tmp_path)
+
+
+def manifest(root: Path, **changes: object) -> None:
+    """As packing writes it, over the tar files of write_set."""
+    shards = {
+        part: [
+            {"name": f"{part}/{path.name}", "bytes": path.stat().st_size, "samples": 1}
+            for path in sorted((root / part).iterdir())
+        ]
+        for part in ("train", "val")
+    }
+    about = {"made_by": "vitamp", "classes": ["a", "b", "c"], "parts": {k: {"shards": v} for k, v in shards.items()}}
+    (root / "dataset.json").write_text(json.dumps({**about, **changes}))
+
+
+def test_what_was_packed_must_be_there_whole(tmp_path: Path, check: Callable[..., None]) -> None:
+    manifest(write_set(tmp_path))
+    check(tmp_path)
+    os.truncate(tmp_path / "train" / "0001.tar", 4096)
+    with pytest.raises(UserError, match=r"train/0001\.tar has 4,096 bytes; dataset\.json says that it has \d+,"):
+        check(tmp_path)
+    (tmp_path / "train" / "0001.tar").unlink()
+    with pytest.raises(UserError, match=r"train/0001\.tar is missing"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", '{"made_by": "vitamp"}', '{"made_by": "vitamp", "parts": 3, "classes": null}'])
+def test_a_damaged_manifest_is_named(tmp_path: Path, check: Callable[..., None], text: str) -> None:
+    (write_set(tmp_path) / "dataset.json").write_text(text)
+    with pytest.raises(UserError, match=r"dataset\.json cannot be read"):
+        check(tmp_path)
+
+
+def test_a_manifest_of_somebody_else_is_let_be(tmp_path: Path, check: Callable[..., None]) -> None:
+    manifest(write_set(tmp_path), made_by="another program", parts=["of another form"])
+    check(tmp_path)

@@ -1,0 +1,102 @@
+"""Shards behind a URL and in a store."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+import torch
+
+from datasets import EpochOrder, TrainLoader, check_dataset, open_dataset
+from datasets.images import Images
+from tests.datasets.opened import pixels
+from tests.datasets.shards.serving import serving
+from tests.datasets.shards.tar_files import write_set
+from utils.config.data import DataConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """A web server over tmp_path that knows ranges, as object stores do."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def send_head(self) -> io.BytesIO | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")
+            if not path.is_file() or not wanted:
+                return super().send_head()  # pyright: ignore[reportReturnType]
+            first, last = (int(word) for word in wanted.removeprefix("bytes=").split("-"))
+            content = path.read_bytes()
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}")
+            body = content[first : last + 1]
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            return io.BytesIO(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with serving(partial(Handler, directory=str(tmp_path))) as place:
+        yield place
+
+
+def batches(data: DataConfig, workers: int) -> list[tuple[list[int], torch.Tensor]]:
+    train = open_dataset(data, True, 3, 5, CPU)
+    order = EpochOrder(len(train), 4, 1, 0, 1, seed=5, drop_last=True, shuffled=train.shuffled)
+    loader = TrainLoader(train, order, 5, workers, CPU)
+    try:
+        return [(b.indices.tolist(), b.images.clone()) for w in loader.epoch(1) for _, b in w]
+    finally:
+        loader.close()
+
+
+def test_shards_behind_a_url_are_read_as_those_on_disk(
+    tmp_path: Path, of_shards: Callable[..., DataConfig], address: str, said: pytest.LogCaptureFixture
+) -> None:
+    """By loading processes too, whose connections are their own."""
+    pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
+    write_set(tmp_path / "set", [6, 5, 9])
+    here, there = of_shards(tmp_path / "set", SHARD_WINDOW=2), of_shards(f"{address}/set/", SHARD_WINDOW=2)
+    check_dataset(there, 3)
+    expected = batches(here, 0)
+    assert len(expected) == 5
+    (tmp_path / "set" / "index-train.npz").unlink()
+    said.clear()
+    for workers in (0, 2):
+        for ours, theirs in zip(expected, batches(there, workers), strict=True):
+            assert ours[0] == theirs[0]
+            assert torch.equal(ours[1], theirs[1])
+    assert "Reading the headers" not in said.text, "the index is kept on this machine"
+
+
+def test_shards_in_a_store_are_fetched_a_batch_at_a_time(
+    tmp_path: Path, of_shards: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    write_set(tmp_path)
+    store = fsspec.filesystem("memory")
+    store.put(str(tmp_path), "/bucket/set", recursive=True)
+    try:
+        data = of_shards("memory://bucket/set")
+        check_dataset(data, 3)
+        train = open_dataset(data, True, 3, 0, CPU)
+        assert isinstance(train, Images)
+        asked: list[int] = []
+        whole = type(store).cat_ranges
+        monkeypatch.setattr(
+            type(store), "cat_ranges", lambda *a, **k: (asked.append(len(a[1])), whole(*a, **k))[1], raising=False
+        )
+        expected = open_dataset(of_shards(tmp_path), True, 3, 0, CPU)
+        assert torch.equal(pixels(train, 3, 8, 1, 3), pixels(expected, 3, 8, 1, 3))
+        assert asked == [4]
+        store.rm("/bucket/set/train/0001.tar")
+        with pytest.raises(OSError, match="0001"):
+            train.samples.read(6)
+    finally:
+        store.rm("/bucket", recursive=True)

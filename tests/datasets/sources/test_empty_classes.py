@@ -1,0 +1,74 @@
+"""A class without an image is told before training, whatever the images lie in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from datasets import check_dataset
+from tests.datasets.shards.tar_files import samples, write_tar
+from tests.datasets.sources.published import MAKERS
+from utils.config.data import DataConfig
+
+Settings = Callable[..., DataConfig]
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """The warnings of the check before a run."""
+
+    def check(data: DataConfig, classes: int, train: bool = True) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "vitamp"):
+            check_dataset(data, classes, train)
+        return [record.getMessage() for record in caplog.records]
+
+    return check
+
+
+def test_shards(tmp_path: Path, of_shards: Callable[..., DataConfig], told: Callable[..., list[str]]) -> None:
+    write_tar(tmp_path / "train" / "0.tar", samples([0, 2, 3]))  # labels 0, 2, 0
+    write_tar(tmp_path / "val" / "0.tar", samples([1, 2]))
+    data, owner = of_shards(tmp_path), f"part of the data set in {tmp_path} has no image for"
+    assert told(data, 3) == [
+        f"The training {owner} 1 of its 3 classes, 1 among them.",
+        f"The validation {owner} 1 of its 3 classes, 0 among them.",
+    ]
+    assert told(data, 3, False) == [f"The validation {owner} 1 of its 3 classes, 0 among them."]
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
+    assert told(data, 3)[0] == f"The training {owner} 1 of its 3 classes, bee among them."
+
+
+def test_shards_that_are_split(
+    tmp_path: Path, of_shards: Callable[..., DataConfig], told: Callable[..., list[str]]
+) -> None:
+    """What is too rare for the validation part is no sign of anything."""
+    write_tar(tmp_path / "0.tar", samples([0, 3, 6, 9, 2]))
+    data = of_shards(tmp_path, VAL_FRACTION=0.4)
+    assert told(data, 3) == [
+        f"The training part of the data set in {tmp_path} has no image for 1 of its 3 classes, 1 among them."
+    ]
+    write_tar(tmp_path / "0.tar", samples([0, 3, 6, 9, 2, 1]))
+    assert told(data, 3) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "said"),
+    [
+        ("flowers102", 102, ["training: 99 of its 102 classes, 1 ", "validation: 100 of its 102 classes, 0 "]),
+        ("pets", 3, ["validation: 1 of its 3 classes, Abyssinian "]),
+        ("food101", 2, []),
+    ],
+)
+def test_published_ones(
+    tmp_path: Path, settings: Settings, told: Callable[..., list[str]], name: str, classes: int, said: list[str]
+) -> None:
+    MAKERS[name](tmp_path)
+    wanted = []
+    for line in said:
+        part, rest = line.split(": ")
+        wanted.append(f"The {part} part of the data set {name} has no image for {rest}among them.")
+    assert told(settings(DATASET=name, DATA_PATH=str(tmp_path)), classes) == wanted

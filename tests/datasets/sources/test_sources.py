@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from datasets import check_dataset, names, open_dataset
+from datasets.sources import lists
+from datasets.sources.digits import read_digits
+from datasets.sources.split import split
+from utils.config.data import DataConfig
+from utils.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+Settings = Callable[..., DataConfig]
+
+
+def keys(*indices: int, epoch: int = 0) -> list[tuple[int, int]]:
+    return [(epoch, index) for index in indices]
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = read_digits()
+    images, target = load_digits(return_X_y=True)
+    assert pixels.shape == (1797, 8, 8)
+    assert np.array_equal(np.rint(pixels / (255 / 16)).reshape(-1, 64), images)
+    assert np.array_equal(labels, target)
+    assert pixels.max() == 255
+
+
+def test_digits_are_split_by_class_and_always_alike() -> None:
+    _, labels = read_digits()
+    train, validation = split(labels, 0.2, 0, "digits")
+    assert (len(train), len(validation)) == (1437, 360)
+    assert sorted([*train, *validation]) == list(range(1797))
+    for label in range(10):
+        share = (labels[validation] == label).sum() / (labels == label).sum()
+        assert abs(share - 0.2) < 0.005
+    assert np.array_equal(split(labels, 0.2, 0, "digits")[1], validation)
+    assert validation.sum() == 314_610
+
+
+def test_digits_do_not_import_scikit_learn() -> None:
+    script = """
+import sys, torch
+from datasets import open_dataset
+from utils.config.data import DataConfig
+dataset = open_dataset(DataConfig(DATASET="digits", IMAGE_SIZE=8), True, 10, 0, torch.device("cpu"))
+print(len(dataset), "sklearn" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1437", "False"]
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UserError, match="pip install scikit-learn"):
+        check_dataset(settings(DATASET="digits"), 10)
+
+
+@pytest.mark.parametrize(("size", "channels"), [(8, 1), (8, 3), (32, 3)])
+def test_digits_take_the_size_and_channels_asked_for(
+    settings: Settings, cpu: torch.device, size: int, channels: int
+) -> None:
+    data = settings(DATASET="digits", IMAGE_SIZE=size, IMAGE_CHANNELS=channels)
+    batch = open_dataset(data, False, 10, 0, cpu).__getitems__(keys(3, -1, 0))
+    assert batch.images.shape == (3, channels, size, size)
+    assert batch.images[0].any()
+    assert not batch.images[1].any()
+    assert (batch.images == batch.images[:, :1]).all()
+    assert batch.labels[1] == 0
+    assert batch.indices.tolist() == [3, -1, 0]
+
+
+def test_digits_move_by_sample_and_epoch_alone(settings: Settings, cpu: torch.device) -> None:
+    data = settings(DATASET="digits", IMAGE_CHANNELS=1, SHIFT=0.2, ZOOM=0.2, ROTATE=20)
+    dataset = open_dataset(data, True, 10, 0, cpu)
+    together = dataset.__getitems__(keys(*range(64))).images
+    assert torch.equal(together[7:9], dataset.__getitems__(keys(7, 8)).images)
+    assert not torch.equal(together, dataset.__getitems__(keys(*range(64), epoch=1)).images)
+    assert torch.equal(together, dataset.__getitems__(keys(*range(64))).images)
+    still = open_dataset(settings(DATASET="digits", IMAGE_CHANNELS=1), True, 10, 0, cpu)
+    assert not torch.equal(together, still.__getitems__(keys(*range(64))).images)
+    unmoved = open_dataset(settings(DATASET="digits", IMAGE_CHANNELS=1), False, 10, 0, cpu)
+    validation = open_dataset(data, False, 10, 0, cpu)
+    assert torch.equal(validation.__getitems__(keys(5)).images, unmoved.__getitems__(keys(5)).images)
+
+
+def test_affine_prob_leaves_the_others_as_they_are(settings: Settings, cpu: torch.device) -> None:
+    plain = {"DATASET": "digits", "IMAGE_CHANNELS": 1}
+    still = open_dataset(settings(**plain), True, 10, 0, cpu).__getitems__(keys(*range(1000))).images
+    half = settings(**plain, SHIFT=0.3, ROTATE=20, AFFINE_PROB=0.4)
+    moved = open_dataset(half, True, 10, 0, cpu).__getitems__(keys(*range(1000))).images
+    share = (moved != still).flatten(1).any(1).float().mean()
+    assert 0.33 < share < 0.47
+
+
+def test_synthetic_can_be_learned_and_repeated(settings: Settings, cpu: torch.device) -> None:
+    data = settings(DATASET="synthetic", SYNTHETIC_TRAIN=500, SYNTHETIC_VAL=70)
+    train, validation = (open_dataset(data, part, 7, 1, cpu) for part in (True, False))
+    assert (len(train), len(validation)) == (500, 70)
+    batch = train.__getitems__(keys(5, 499, 5))
+    assert batch.images.dtype == torch.uint8
+    assert torch.equal(batch.images[0], batch.images[2])
+    assert not torch.equal(batch.images[0], batch.images[1])
+    assert torch.equal(batch.images[0], validation.__getitems__(keys(5, epoch=3)).images[0])
+    everything = train.__getitems__(keys(*range(500)))
+    assert set(everything.labels.tolist()) == set(range(7))
+
+
+@pytest.mark.parametrize("validation", ["val", "validation", "test"])
+@pytest.mark.parametrize("name", ["imagefolder", "imagenet2012"])
+def test_class_folders(
+    class_tree: Callable[..., Path], settings: Settings, cpu: torch.device, name: str, validation: str
+) -> None:
+    data = settings(DATASET=name, DATA_PATH=str(class_tree(validation)))
+    check_dataset(data, 3)
+    for train in (True, False):
+        dataset = open_dataset(data, train, 3, 0, cpu)
+        assert dataset.classes == ["ant", "bee", "cat"]
+        batch = dataset.__getitems__(keys(*range(6)))
+        assert batch.labels.tolist() == [0, 1, 1, 2, 2, 2]
+        assert batch.images.float().mean((2, 3)).argmax(1).tolist() == batch.labels.tolist()
+
+
+def test_class_folders_may_be_nested_and_hold_other_files(
+    class_tree: Callable[..., Path], settings: Settings, cpu: torch.device
+) -> None:
+    root = class_tree()
+    (root / "train" / "ant" / "deep" / "er").mkdir(parents=True)
+    shutil.copy(root / "train" / "cat" / "0.png", root / "train" / "ant" / "deep" / "er" / "x.PNG")
+    (root / "train" / "ant" / "notes.txt").write_text("not an image")
+    (root / "train" / ".cache").mkdir()
+    dataset = open_dataset(settings(DATASET="imagefolder", DATA_PATH=str(root)), True, 3, 0, cpu)
+    assert dataset.classes == ["ant", "bee", "cat"]
+    assert len(dataset) == 7
+    assert dataset.__getitems__(keys(1)).images.float().mean((2, 3)).argmax(1).item() == 2
+
+
+def test_validation_uses_the_labels_of_training(
+    class_tree: Callable[..., Path], settings: Settings, cpu: torch.device
+) -> None:
+    root = class_tree()
+    shutil.rmtree(root / "val" / "ant")
+    dataset = open_dataset(settings(DATASET="imagefolder", DATA_PATH=str(root)), False, 3, 0, cpu)
+    assert dataset.__getitems__(keys(0)).labels.item() == 1
+
+
+def test_validation_alone_needs_no_training_part(
+    class_tree: Callable[..., Path], settings: Settings, cpu: torch.device
+) -> None:
+    root = class_tree()
+    shutil.rmtree(root / "train")
+    data = settings(DATASET="imagefolder", DATA_PATH=str(root))
+    check_dataset(data, 3, train=False)
+    assert open_dataset(data, False, 3, 0, cpu).classes == ["ant", "bee", "cat"]
+    with pytest.raises(UserError, match="train"):
+        check_dataset(data, 3)
+
+
+def test_lists(listed: Path, settings: Settings, cpu: torch.device) -> None:
+    data = settings(DATA_PATH=str(listed))
+    check_dataset(data, 3)
+    train, validation = (open_dataset(data, part, 3, 0, cpu) for part in (True, False))
+    assert (len(train), len(validation), train.classes) == (12, 7, None)
+    assert validation.__getitems__(keys(4, 5, 6)).labels.tolist() == [1, 2, 0]
+
+
+def test_list_lines_may_hold_spaces_tabs_and_windows_line_ends(
+    listed: Path, settings: Settings, cpu: torch.device
+) -> None:
+    shutil.copy(listed / "val" / "0.png", listed / "val" / "a b.png")
+    (listed / "val_list.txt").write_bytes(b"\xef\xbb\xbfval/a b.png 2\r\n\r\nval/1.png\t1\r\n")
+    dataset = open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, cpu)
+    assert dataset.__getitems__(keys(0, 1)).labels.tolist() == [2, 1]
+
+
+def test_fewer_classes_than_the_classifier_are_told(
+    listed: Path, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vitamp"):
+        check_dataset(settings(DATA_PATH=str(listed)), 1000)
+    assert "3 classes; 997 of MODEL.NUM_CLASSES stay unused" in caplog.text
+
+
+def test_names() -> None:
+    torchvisions = {"caltech101", "caltech256", "cifar10", "cifar100", "flowers102", "food101", "pets"}
+    assert {"csv", "digits", "imagefolder", "imagenet2012", "synthetic"} | torchvisions <= set(names())
+    assert names() == sorted(names())
+
+
+def test_a_list_is_read_once_for_its_check_and_the_run(imagenet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+    lines = lists._lines
+    monkeypatch.setattr(lists, "_lines", lambda file: reads.append(file) or lines(file))
+    data = DataConfig(DATASET="imagenet2012", DATA_PATH=str(imagenet), IMAGE_SIZE=16)
+    for _ in range(2):
+        check_dataset(data, 4)
+        assert len(open_dataset(data, True, 4, 0, torch.device("cpu"))) == 24
+    assert [file.name for file in reads].count("train_list.txt") == 2, "once a run, and anew for another one"
+
+
+def test_a_list_that_was_changed_since_its_check_is_read_again(imagenet: Path, tmp_path: Path) -> None:
+    shutil.copytree(imagenet, tmp_path / "data")
+    data = DataConfig(DATASET="imagenet2012", DATA_PATH=str(tmp_path / "data"), IMAGE_SIZE=16)
+    check_dataset(data, 4)
+    with (tmp_path / "data" / "train_list.txt").open("a", encoding="utf-8") as file:
+        file.write("train/n00000000/train_0.JPEG 0\n")
+    assert len(open_dataset(data, True, 4, 0, torch.device("cpu"))) == 25

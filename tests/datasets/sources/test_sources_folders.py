@@ -1,0 +1,144 @@
+"""Class folders without parts, and what lists and folders tell of classes without images."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from datasets import check_dataset, open_dataset
+from datasets.images import Images
+from datasets.sources.split import split
+from tests.datasets.sources.published import image
+from utils.config.data import DataConfig
+from utils.errors import UserError
+
+Settings = Callable[..., DataConfig]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def unparted(tmp_path: Path) -> Path:
+    for name, count in (("daisy", 10), ("rose", 20)):
+        for number in range(count):
+            image(tmp_path / name / "deep" / f"{number:02d}.png", number)
+    return tmp_path
+
+
+def paths(data: DataConfig, train: bool) -> list[tuple[str, int]]:
+    dataset = open_dataset(data, train, 10, 0, CPU)
+    assert isinstance(dataset, Images)
+    samples = dataset.samples
+    return [(samples.name(k), int(samples.labels[k])) for k in range(len(samples))]
+
+
+def test_class_folders_without_parts_are_split(unparted: Path, settings: Settings) -> None:
+    data = settings(DATASET="imagefolder", DATA_PATH=str(unparted), VAL_FRACTION=0.2)
+    check_dataset(data, 2)
+    train, validation = paths(data, True), paths(data, False)
+    assert [label for _, label in validation] == [0] * 2 + [1] * 4
+    assert not set(train) & set(validation)
+    expected = [(str(path), int("rose" in str(path))) for path in sorted(unparted.rglob("*.png"))]
+    assert sorted(train + validation) == expected
+    assert open_dataset(data, False, 2, 0, CPU).classes == ["daisy", "rose"]
+    batch = open_dataset(data, True, 2, 0, CPU).__getitems__([(1, k) for k in range(len(train))])
+    assert batch.labels.tolist() == [label for _, label in train]
+
+
+def test_the_split_is_stratified_and_depends_on_its_seed_alone() -> None:
+    labels = np.random.default_rng(0).choice(5, 1000, p=[0.5, 0.3, 0.1, 0.09, 0.01])
+    train, validation = split(labels, 0.25, 0)
+    assert len(validation) == 250
+    assert sorted([*train, *validation]) == list(range(1000))
+    for label in range(5):
+        assert abs((labels[validation] == label).sum() - (labels == label).sum() * 0.25) < 1
+    assert np.array_equal(split(labels, 0.25, 0)[1], validation)
+    assert not np.array_equal(split(labels, 0.25, 1)[1], validation)
+
+
+def test_the_share_is_not_larger_for_rounding_of_the_machine() -> None:
+    assert len(split(np.zeros(70, dtype=np.int64), 0.1, 0)[1]) == 7
+
+
+def test_every_class_keeps_an_image_for_training() -> None:
+    labels = np.array([0, 1, 1, 2, 2, 2])
+    train, validation = split(labels, 0.95, 0)
+    assert sorted(labels[train].tolist()) == [0, 1, 2]
+    assert sorted(labels[validation].tolist()) == [1, 2, 2]
+
+
+def test_too_few_images_for_two_parts(tmp_path: Path, settings: Settings) -> None:
+    for name in ("a", "b"):
+        image(tmp_path / name / "only.png")
+    with pytest.raises(UserError, match="too few images to part them: 2 of 2 classes"):
+        check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 2)
+
+
+def test_one_folder_too_high_is_noticed(unparted: Path, settings: Settings) -> None:
+    image(unparted / "flowers" / "train" / "tulip" / "0.png")
+    with pytest.raises(UserError, match=f"one folder too high. Try -data_path {unparted / 'flowers'}"):
+        check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(unparted)), 10)
+
+
+@pytest.mark.parametrize("name", ["train", "val", "test"])
+def test_a_class_may_be_called_like_a_part(
+    unparted: Path, settings: Settings, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    for number in range(10):
+        image(unparted / name / f"{number}.png")
+    data = settings(DATASET="imagefolder", DATA_PATH=str(unparted))
+    with caplog.at_level(logging.WARNING, "vitamp"):
+        check_dataset(data, 3)
+    assert f"{unparted / name} is taken for a class" in caplog.text
+    assert open_dataset(data, True, 3, 0, CPU).classes == sorted(["daisy", "rose", name])
+    image(unparted / name / "express" / "0.png")
+    with pytest.raises(UserError) as error:
+        check_dataset(data, 3)
+    assert f"{unparted / name} is taken for a part of the data, not for a class beside daisy" in str(error.value)
+
+
+def test_parts_without_class_folders_are_no_two_classes(tmp_path: Path, settings: Settings) -> None:
+    for part in ("train", "val"):
+        for number in range(10):
+            image(tmp_path / part / f"{number}.png")
+    with pytest.raises(UserError, match="has no images in class folders"):
+        check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 2)
+
+
+def test_empty_classes_of_a_part_are_told(
+    class_tree: Callable[..., Path], settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = class_tree()
+    (root / "train" / "dog").mkdir()
+    with caplog.at_level(logging.WARNING, "vitamp"):
+        check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(root)), 10)
+    assert f"{root / 'train'} has no image for 1 of its 4 classes, dog among them" in caplog.text
+
+
+def test_a_folder_without_images_shows_the_layout(tmp_path: Path, settings: Settings) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "plan.txt").write_text("buy a camera")
+    with pytest.raises(UserError) as error:
+        check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 10)
+    assert f"{tmp_path}/train/<class>/image.jpg" in str(error.value)
+    assert f"{tmp_path}/<class>/image.jpg" in str(error.value)
+
+
+def test_empty_classes_are_told(unparted: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    (unparted / "tulip").mkdir()
+    with caplog.at_level(logging.WARNING, "vitamp"):
+        check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(unparted)), 10)
+    assert f"{unparted} has no image for 1 of its 3 classes, tulip among them" in caplog.text
+
+
+def test_a_list_that_skips_labels_is_told(listed: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    lines = (listed / "train_list.txt").read_text().replace(" 1\n", " 4\n")
+    (listed / "train_list.txt").write_text(lines)
+    with caplog.at_level(logging.WARNING, "vitamp"):
+        check_dataset(settings(DATA_PATH=str(listed)), 10)
+    assert "train_list.txt has no image for 2 of its 5 classes, 1 among them" in caplog.text
+    assert "val_list.txt has" not in caplog.text

@@ -1,0 +1,271 @@
+"""The published data sets, on small trees of their real layouts: the same images and labels as torchvision's."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from datasets import check_dataset, open_dataset
+from datasets.images import Images
+from tests.datasets.sources.published import FOLDERS, MAKERS, cifar10, cifar100, python_two, torchvisions
+from tests.program import Result
+from utils.config.data import DataConfig
+from utils.errors import UserError
+
+Settings = Callable[..., DataConfig]
+FILES = sorted(set(MAKERS) - {"cifar10", "cifar100"})
+CPU = torch.device("cpu")
+
+
+def opened(data: DataConfig, train: bool = True) -> Any:
+    return open_dataset(data, train, 257, 0, CPU)
+
+
+def listed(dataset: Images, root: Path) -> list[tuple[str, int]]:
+    """(path, label) of each sample in its order."""
+    samples = dataset.samples
+    return [(os.path.relpath(samples.name(k), root), int(samples.labels[k])) for k in range(len(samples))]
+
+
+@pytest.mark.parametrize("name", ["flowers102", "food101", "pets"])
+@pytest.mark.parametrize("train", [True, False])
+def test_lists_are_read_as_torchvision_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings, name: str, train: bool
+) -> None:
+    MAKERS[name](tmp_path)
+    data = settings(DATASET=name, DATA_PATH=str(tmp_path))
+    check_dataset(data, 257)
+    theirs = torchvisions(monkeypatch, name, tmp_path, train)
+    paths = theirs._images if name == "pets" else theirs._image_files
+    expected = [(os.path.relpath(path, tmp_path), label) for path, label in zip(paths, theirs._labels, strict=True)]
+    dataset = opened(data, train)
+    assert sorted(listed(dataset, tmp_path)) == sorted(expected)
+    batch = dataset.__getitems__([(1, index) for index in range(len(dataset))])
+    assert batch.labels.tolist() == [label for _, label in listed(dataset, tmp_path)]
+    assert batch.images.flatten(1).any(1).all()
+
+
+def test_pets_and_dishes_have_names(tmp_path: Path, settings: Settings) -> None:
+    for name, classes in (
+        ("pets", ["Abyssinian", "american_bulldog", "Bengal"]),
+        ("food101", ["apple_pie", "waffles"]),
+    ):
+        MAKERS[name](tmp_path)
+        assert opened(settings(DATASET=name, DATA_PATH=str(tmp_path)), False).classes == classes
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "dropped", "images"),
+    [
+        ("caltech101", ["Faces", "accordion", "wild_cat"], "BACKGROUND_Google", 20),
+        ("caltech256", ["001.ak47", "002.american-flag"], "257.clutter", 12),
+    ],
+)
+def test_caltech_is_split_and_its_clutter_left_out(
+    tmp_path: Path, settings: Settings, name: str, classes: list[str], dropped: str, images: int
+) -> None:
+    MAKERS[name](tmp_path)
+    data = settings(DATASET=name, DATA_PATH=str(tmp_path), VAL_FRACTION=0.3)
+    check_dataset(data, 257)
+    parts = [opened(data, train) for train in (True, False)]
+    assert parts[0].classes == parts[1].classes == classes
+    train, validation = (listed(part, tmp_path) for part in parts)
+    assert len(validation) == -(-images * 3 // 10)
+    assert not set(train) & set(validation)
+    every = sorted(train + validation)
+    inner = tmp_path / name / f"{name.removeprefix('caltech')}_ObjectCategories"
+    assert [tmp_path / path for path, _ in every] == [p for p in sorted(inner.rglob("*.jpg")) if dropped not in str(p)]
+    assert all(Path(path).parent.name == classes[label] for path, label in every)
+    assert {label for _, label in validation} == set(range(len(classes)))
+    other = listed(opened(settings(DATASET=name, DATA_PATH=str(tmp_path), VAL_FRACTION=0.3, SPLIT_SEED=1)), tmp_path)
+    assert other != train
+    assert listed(opened(data), tmp_path) == train
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+@pytest.mark.parametrize("train", [True, False])
+def test_cifar_is_read_as_torchvision_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings, name: str, train: bool
+) -> None:
+    MAKERS[name](tmp_path)
+    data = settings(DATASET=name, DATA_PATH=str(tmp_path), IMAGE_SIZE=32, CROP="none", FLIP=0.0)
+    check_dataset(data, 257)
+    theirs, dataset = torchvisions(monkeypatch, name, tmp_path, train), opened(data, train)
+    batch = dataset.__getitems__([(1, index) for index in range(len(dataset))])
+    assert np.array_equal(batch.images.permute(0, 2, 3, 1).numpy(), theirs.data)
+    assert (batch.labels.tolist(), dataset.classes) == (theirs.targets, theirs.classes)
+
+
+@pytest.mark.parametrize("size", [32, 40])
+def test_cifar_one_by_one_is_what_it_is_in_memory(tmp_path: Path, settings: Settings, size: int) -> None:
+    """A crop that takes all of an image, and no other change: both ways must give the same."""
+    cifar10(tmp_path)
+    data = settings(DATASET="cifar10", DATA_PATH=str(tmp_path), IMAGE_SIZE=size, FLIP=0.0)
+    all_of_it = data.model_copy(update={"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0)})
+    keys = [(1, index) for index in range(20)]
+    one_by_one, in_memory = opened(all_of_it), opened(data.model_copy(update={"CROP": "none"}))
+    assert (one_by_one.in_memory, in_memory.in_memory) == (False, True)
+    got, expected = one_by_one.__getitems__(keys), in_memory.__getitems__(keys)
+    assert torch.equal(got.labels, expected.labels)
+    assert torch.equal(got.images, expected.images)
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_data_path_may_be_the_folder_itself(tmp_path: Path, settings: Settings, name: str) -> None:
+    MAKERS[name](tmp_path)
+    outer, inner = (settings(DATASET=name, DATA_PATH=str(tmp_path / sub)) for sub in ("", FOLDERS[name]))
+    check_dataset(inner, 257)
+    assert len(opened(inner)) == len(opened(outer)) > 0
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_one_that_is_not_there_shows_its_layout(tmp_path: Path, settings: Settings, name: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_dataset(settings(DATASET=name, DATA_PATH=str(tmp_path)), 257)
+    said = str(error.value)
+    assert f"there is no {name} in {tmp_path}" in said
+    assert f"Expected layout:\n  {tmp_path}/{FOLDERS[name]}/" in said
+    assert "DATA.DOWNLOAD=true fetches it (" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "said"),
+    [
+        ("cifar10", "data_batch_4", "there is no data_batch_4"),
+        ("cifar100", "meta", "there is no meta"),
+        ("flowers102", "setid.mat", "there is no setid.mat"),
+        ("flowers102", "jpg/image_00009.jpg", "1 of 3 images missing, first jpg/image_00009.jpg"),
+        ("food101", "images/waffles/7.jpg", "1 of 4 images missing, first images/waffles/7.jpg"),
+        ("food101", "images/waffles", "3 of 6 images missing, first images/waffles/1"),
+        ("pets", "images/Bengal_2.jpg", "1 of 2 images missing, first images/Bengal_2.jpg"),
+        ("pets", "annotations/test.txt", "there is no annotations/test.txt"),
+        ("caltech101", "101_ObjectCategories", "there is no 101_ObjectCategories"),
+    ],
+)
+def test_one_that_is_not_whole_is_noticed(tmp_path: Path, settings: Settings, name: str, lost: str, said: str) -> None:
+    MAKERS[name](tmp_path)
+    path = tmp_path / FOLDERS[name] / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(UserError) as error:
+        check_dataset(settings(DATASET=name, DATA_PATH=str(tmp_path), DOWNLOAD=True), 257)
+    assert f"{tmp_path / FOLDERS[name]} is not whole: {said}" in str(error.value)
+    assert "Remove the folder, and DATA.DOWNLOAD=true fetches it anew" in str(error.value)
+
+
+def test_caltech_with_too_few_images_is_told(
+    tmp_path: Path, settings: Settings, said: pytest.LogCaptureFixture
+) -> None:
+    MAKERS["caltech101"](tmp_path)
+    check_dataset(settings(DATASET="caltech101", DATA_PATH=str(tmp_path)), 101)
+    assert "has 20 images; 8,677 were published" in said.text
+
+
+def test_the_number_of_classes_must_fit(tmp_path: Path, settings: Settings) -> None:
+    for name, classes in (("cifar10", 10), ("flowers102", 102), ("pets", 3), ("food101", 2), ("caltech256", 2)):
+        MAKERS[name](tmp_path)
+        data = settings(DATASET=name, DATA_PATH=str(tmp_path))
+        with pytest.raises(UserError, match=f"has {classes} classes, .* -num_classes {classes}"):
+            check_dataset(data, classes - 1)
+        check_dataset(data, classes)
+
+
+@pytest.mark.parametrize("name", ["setid.mat", "imagelabels.mat"])
+def test_a_damaged_list_of_flowers_is_named(tmp_path: Path, settings: Settings, name: str) -> None:
+    MAKERS["flowers102"](tmp_path)
+    (tmp_path / "flowers-102" / name).write_bytes(b"<html>not found</html>")
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
+        check_dataset(settings(DATASET="flowers102", DATA_PATH=str(tmp_path)), 102)
+
+
+def test_damaged_lists_of_food_and_pets_are_named(tmp_path: Path, settings: Settings) -> None:
+    MAKERS["food101"](tmp_path)
+    MAKERS["pets"](tmp_path)
+    (tmp_path / "food-101" / "meta" / "test.json").write_text('{"waffles": ["waf')
+    (tmp_path / "oxford-iiit-pet" / "annotations" / "trainval.txt").write_text("Abyssinian_100 one 1 1\n")
+    for name, file in (("food101", "meta/test.json"), ("pets", "annotations/trainval.txt")):
+        with pytest.raises(UserError, match=f"{file} cannot be read"):
+            check_dataset(settings(DATASET=name, DATA_PATH=str(tmp_path)), 101)
+
+
+@pytest.mark.parametrize("damage", ["cut", "shape", "type", "label", "no labels", "text"])
+def test_a_damaged_cifar_file_is_named(tmp_path: Path, settings: Settings, damage: str) -> None:
+    cifar100(tmp_path)
+    file = tmp_path / "cifar-100-python" / "test"
+    pixels, labels = np.zeros((2, 3072), np.uint8), [0, 99]
+    damaged = {
+        "cut": file.read_bytes()[:9000],
+        "shape": python_two({"data": pixels[:, 1:], "fine_labels": labels}),
+        "type": python_two({"data": pixels.astype(np.int16), "fine_labels": labels}),
+        "label": python_two({"data": pixels, "fine_labels": [0, 100]}),
+        "no labels": python_two({"data": pixels}),
+        "text": b"<html>not found</html>",
+    }
+    file.write_bytes(damaged[damage])
+    with pytest.raises(
+        UserError, match=r"cifar-100-python is not whole: test (cannot be read|holds|has labels beyond)"
+    ):
+        check_dataset(settings(DATASET="cifar100", DATA_PATH=str(tmp_path)), 100)
+
+
+class Harm:
+    """Unpickled by python's own reader, it runs a command."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("name", ["data_batch_2", "test_batch", "batches.meta"])
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_cifar_file_meant_to_run_a_program_is_refused(
+    tmp_path: Path, settings: Settings, name: str, protocol: int
+) -> None:
+    cifar10(tmp_path)
+    trace = tmp_path / "was here"
+    harmful = {"data": Harm(f"touch '{trace}'"), "labels": [0], "label_names": ["a"]}
+    (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(harmful, protocol))
+    with pytest.raises(UserError, match=r"calls \w+\.system, which no CIFAR file does"):
+        check_dataset(settings(DATASET="cifar10", DATA_PATH=str(tmp_path)), 10)
+    assert not trace.exists()
+
+
+RECIPE = """\
+DATA: {DATASET: cifar10, IMAGE_SIZE: 32, BATCH_SIZE: 8, CROP: pad, NUM_WORKERS: 1}
+MODEL: {NAME: tiny, NUM_CLASSES: 10, PATCH_SIZE: 8, EMBED_DIM: 16, DEPTH: 1, NUM_HEADS: 2}
+TRAIN: {NUM_EPOCHS: 1, WARMUP_EPOCHS: 0, BASE_LR: 1e-3}
+REPORT_FREQ: 1
+THREADS: 1
+DEVICE: cpu
+"""
+
+
+def test_training_on_cifar(tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+    cifar10(tmp_path, images=10)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    common = ("-cfg", recipe, "-data_path", tmp_path)
+    for name, changes in (("memory", ()), ("files", ("TRAIN.RAND_AUGMENT=true",)), ("crops", ("DATA.CROP=random",))):
+        done = vitamp(*common, "-output", tmp_path / name, *changes)
+        assert done.code == 0, done.text
+        assert "Step[0006/0006]" in done.out
+
+
+def test_a_bad_cifar_ends_before_training(tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    done = vitamp("-cfg", recipe, "-data_path", tmp_path, "-output", tmp_path / "run")
+    assert done.code == 2
+    assert "cifar-10-batches-py/data_batch_1, data_batch_2" in done.err
+    assert "DATA.DOWNLOAD=true fetches it (171 MB)" in done.err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,301 @@
+"""What every level of mixed precision means, and that one update is the same story in all of them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from datasets import Batch, Share, Window
+from engine.amp.precision import Precision, check_amp
+from engine.amp.prepare_model import hint
+from engine.checkpoint.folder import MODEL, save_checkpoint
+from engine.evaluate import evaluate
+from engine.setup import ReadyToTrain
+from engine.update import train_update
+from tests.engine.amp.modes import BF16, FP16, FP32, MODES, PLAIN_STEPS, SCALED, WITH_MASTERS, amp, change
+from tests.engine.small import CPU, build, train, windows
+from tests.engine.test_no_host_copies import read_backs
+from utils.config import TrainConfig
+from utils.distributed.world import ALONE
+from utils.errors import UserError
+from utils.log import log
+
+
+def noting(outputs: set[torch.dtype]) -> Any:
+    """A hook that keeps the precision of what a module gives."""
+    return lambda _module, _args, output: outputs.add(output.dtype)
+
+
+def kept(window: Window) -> list[tuple[Share, Batch]]:
+    return list(window)
+
+
+def again(pairs: list[tuple[Share, Batch]]) -> Window:
+    return Window(tuple(share for share, _ in pairs), iter([batch for _, batch in pairs]))
+
+
+def as_one(pairs: list[tuple[Share, Batch]]) -> Window:
+    """The same samples in one large batch."""
+    batches = [batch for _, batch in pairs]
+    merged = Batch(*(torch.cat([getattr(batch, field) for batch in batches]) for field in Batch._fields))
+    return Window((Share(0, np.concatenate([share.indices for share, _ in pairs]), 1.0),), iter([merged]))
+
+
+# ---- one update
+
+
+@pytest.mark.parametrize("mode", ["fp32", *WITH_MASTERS])
+@pytest.mark.parametrize("update", [0, 14], ids=["full", "short"])
+def test_micro_batches_equal_the_large_batch(tiny: Path, mode: str, update: int) -> None:
+    """44 micro-batches in windows of three: the last one has two, each of them half of the mean."""
+    words = {**MODES.get(mode, {}), **PLAIN_STEPS, "TRAIN__ACCUM_ITER": 3}
+    ready, large, exact = build(tiny, **words), build(tiny, **words), build(tiny, **PLAIN_STEPS)
+    pairs = kept(next(ready.train_loader.epoch(1, start=update)))
+    assert len(pairs) == (2 if update else 3)
+    one, many = change(large, as_one(pairs)), change(ready, again(pairs))
+    rounding = {"fp32": 1e-5}.get(mode, 0.02 if mode.endswith("bf16") else 0.003)
+    assert (many - one).norm() < rounding * one.norm()
+    assert (many - change(exact, as_one(pairs))).norm() < 3 * rounding * one.norm()
+
+
+@pytest.mark.parametrize("mode", WITH_MASTERS)
+def test_the_norm_that_is_told_is_fp32_s_and_clipping_sees_the_unscaled_one(tiny: Path, mode: str) -> None:
+    words = {**PLAIN_STEPS, "TRAIN__ACCUM_ITER": 2}
+    pairs = kept(next(windows(build(tiny, **words))))
+    told = {}
+    for name, keys in (("fp32", {}), (mode, MODES[mode])):
+        for clip in ("null", "0.125") if keys else ("null",):
+            ready = build(tiny, **{**words, **keys, "TRAIN__GRAD_CLIP": clip})
+            moved = change(ready, again(pairs)).norm().item()
+            norm = ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).grad_norm
+            told[name, clip] = norm
+            assert moved == pytest.approx(norm if clip == "null" else 0.125, rel=1e-3), "the norm before clipping"
+    assert told[mode, "null"] > 0.25, "there must be something to clip"
+    assert told[mode, "null"] == told[mode, "0.125"] == pytest.approx(told["fp32", "null"], rel=0.01)
+
+
+def standing(ready: ReadyToTrain) -> dict[str, Any]:
+    """All that a skipped update must leave alone."""
+    parts = ready.parts
+    assert parts.ema is not None
+    found: dict[str, Any] = {"moved": parts.schedule.moved, "averaged": int(parts.ema.updates)}
+    modules = {"model": parts.model, "average": parts.ema.module, "forward": parts.forward}
+    found |= {f"{key}.{name}": t.tolist() for key, m in modules.items() for name, t in m.state_dict().items()}
+    state = parts.optimizer.state_dict()["state"]
+    found |= {f"optimizer.{i}.{k}": torch.as_tensor(v).tolist() for i, s in state.items() for k, v in s.items()}
+    found["rate"] = parts.optimizer.param_groups[0]["lr"]
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "LAMB"])  # torch's fused one skips by itself, timm's is not called
+@pytest.mark.parametrize("mode", SCALED)
+def test_all_stands_still_on_a_skip_and_goes_on_after(tiny: Path, mode: str, optimizer: str) -> None:
+    ready = build(
+        tiny,
+        **MODES[mode],
+        TRAIN__MODEL_EMA="true",
+        TRAIN__ACCUM_ITER=2,
+        TRAIN__WARMUP_EPOCHS=0,
+        TRAIN__OPTIMIZER__NAME=optimizer,
+    )
+    source = windows(ready)
+    train(ready, 2, source)
+    before = standing(ready)
+    (share, good), (other, bad) = kept(next(source))
+    window = Window((share, other), iter([good, bad._replace(images=torch.full(bad.images.shape, float("inf")))]))
+    train_update(ready.parts, window, 3)
+    after = standing(ready)
+    assert {key for key in before if before[key] != after[key]} == set()
+    assert ready.parts.precision.scaler.get_scale() == 512
+    assert all(p.grad is None for model in (ready.parts.model, ready.parts.forward) for p in model.parameters())
+    train(ready, 1, source, done=3)
+    now = standing(ready)
+    assert (now["moved"], now["averaged"]) == (before["moved"] + 1, before["averaged"] + 1)
+    still = {key for key in before if before[key] == now[key] and ".running" not in key}
+    assert not {key for key in still if key.startswith(("model.", "average.", "forward.", "rate"))}
+    assert all(np.isfinite(value).all() for key, value in now.items() if key.startswith("model."))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(MODES[name] for name in MODES if name not in ("O1 bf16", "O1 fp16")),
+        {**MODES["O1 fp16"], "AMP__DECR_EVERY_N_NAN_OR_INF": 2},
+        {**MODES["O2 fp16"], "AMP__USE_DYNAMIC_LOSS_SCALING": "false"},
+        {**MODES["O1 bf16"], "AMP__LOSS_SCALING": "true"},
+    ],
+    ids=lambda words: "-".join(str(value) for value in words.values()),
+)
+def test_no_mode_reads_anything_back(tiny: Path, words: dict[str, object]) -> None:
+    ready = build(tiny, **words, TRAIN__ACCUM_ITER=2, TRAIN__MODEL_EMA="true")
+    scaled = ready.parts.precision.scaler.is_enabled()
+    assert (ready.parts.watch is not None) is scaled, "the watch over overflows is on wherever something is scaled"
+    assert read_backs(ready) == set()
+    assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).skipped == 0
+
+
+# ---- what a level is
+
+
+def dtypes(tensors: Any) -> set[torch.dtype]:
+    return {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_what_is_held_in_which_precision(tiny: Path, tmp_path: Path, mode: str) -> None:
+    ready = build(tiny, **MODES[mode], TRAIN__MODEL_EMA="true")
+    parts = ready.parts
+    assert parts.ema is not None
+    gradients: dict[str, torch.dtype] = {}
+
+    def noted(*_: Any) -> None:
+        gradients.update({n: p.grad.dtype for n, p in parts.model.named_parameters() if p.grad is not None})
+
+    parts.optimizer.register_step_pre_hook(noted)
+    train(ready, 3)
+    half = FP16 if mode.endswith("fp16") else BF16
+    held = half if mode.startswith("O3") else FP32
+    # The model that is saved, its gradients as the optimiser sees them, and the optimiser's own state.
+    assert dtypes(parts.model.parameters()) == set(gradients.values()) == {held}
+    assert len(gradients) == len(list(parts.model.parameters()))
+    moments = [v for s in parts.optimizer.state.values() for k, v in s.items() if k != "step"]
+    assert dtypes(moments) == {held}
+    assert dtypes(parts.ema.module.parameters()) == {FP32}
+    # The model that computes.
+    computing = {n: p.dtype for n, p in parts.forward.named_parameters()}
+    norms = {n for n in computing if "norm" in n}
+    assert norms
+    expected = {"O2": half, "NAIVE": half, "O3": half}.get(mode.split()[0], FP32)
+    assert {computing[n] for n in computing if n not in norms} == {expected}
+    assert {computing[n] for n in norms} == {FP32 if mode.startswith("O2") else expected}
+    # The file.
+    saved = save_checkpoint(tmp_path, 3, {MODEL: parts.model.state_dict()}, {}, {"epoch": 1, "update": 3})
+    assert dtypes(load_file(saved / MODEL).values()) == {held}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_every_mode_learns(tiny: Path, mode: str) -> None:
+    """Sixty updates of a few thousand weights; a level that lost its gradients stays at chance."""
+    words = {**MODES[mode], "TRAIN__BASE_LR": 5e-3, "TRAIN__WARMUP_EPOCHS": 0}
+    updates = 60 if mode.endswith(("bf16", "fp8")) else 30  # fp16 is slow on a CPU
+    ready = build(tiny, **words)
+    train(ready, updates)
+    means = evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE)
+    assert means.loss < 1.9 if updates == 60 else means.loss < 2.2
+    assert means.acc1 > 25
+
+
+@pytest.mark.parametrize("mode", ["O1 bf16", "O2 bf16", "NAIVE bf16", "O2 fp16"])
+def test_validation_is_a_setting_and_changes_nothing(tiny: Path, mode: str) -> None:
+    figures = {}
+    for name, words in ((mode, MODES[mode]), ("fp32 for it", {**MODES[mode], "AMP__EVAL": "false"}), ("fp32", {})):
+        ready = build(tiny, **words)
+        before = {key: tensor.clone() for key, tensor in ready.model.state_dict().items()}
+        seen: set[torch.dtype] = set()
+        handle = ready.model.get_submodule("head").register_forward_hook(noting(seen))
+        means = evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE)
+        handle.remove()
+        figures[name] = means.loss
+        assert seen == {ready.precision.choice.dtype if name == mode else FP32}
+        assert all(torch.equal(tensor, before[key]) for key, tensor in ready.model.state_dict().items())
+        assert ready.model.training
+    assert figures["fp32 for it"] == pytest.approx(figures["fp32"], abs=1e-6)
+    assert figures[mode] != figures["fp32"]
+
+
+def test_o3_trains_in_bf16_and_warns(tiny: Path, said: pytest.LogCaptureFixture) -> None:
+    ready = build(tiny, AMP__ENABLED="true", AMP__LEVEL="O3")
+    assert ready.precision.name == "O3-bf16"
+    assert not ready.precision.scaler.is_enabled()
+    (warning,) = [r.getMessage() for r in said.records if (r.name, r.levelno) == (log.name, logging.WARNING)]
+    assert "O3 keeps no fp32 masters" in warning
+    assert "O2" in warning
+
+
+def test_o3_in_fp16_only_where_its_epsilon_is_no_zero() -> None:
+    eps = {"NAME": "AdamW", "EPS": 1e-8}
+    with pytest.raises(UserError, match=r"O3 in fp16.*EPS 1e-08.*explode.*0\.0001.*bf16.*O2"):
+        check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": eps}))
+    check_amp(amp(LEVEL="O3", DTYPE="bf16"), TrainConfig.model_validate({"OPTIMIZER": eps}))
+    check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {**eps, "EPS": 1e-4}}))
+    check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {"NAME": "SGD"}}))
+
+
+@pytest.mark.parametrize(("eps", "sane"), [(1e-4, True), (1e-8, False)])
+def test_the_epsilon_is_what_o3_in_fp16_breaks_at(tiny: Path, eps: float, sane: bool) -> None:
+    """The reason that is given is the true one."""
+    words = {"AMP__LEVEL": "O3", "AMP__DTYPE": "fp16", "AMP__ENABLED": "true", "AMP__INIT_LOSS_SCALING": 1024}
+    ready = build(tiny, **words, TRAIN__OPTIMIZER__EPS=eps, TRAIN__WARMUP_EPOCHS=0)
+    train(ready, 3)
+    largest = max(p.detach().abs().max().item() for p in ready.model.parameters())
+    assert (largest < 2) is sane, "three updates by 0.002 take no weight far from 1"
+    assert ready.parts.precision.scaler.is_enabled()
+
+
+@pytest.mark.parametrize("level", ["NAIVE", "O3"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"CUSTOM_WHITE_LIST": ["softmax"]},
+        {"CUSTOM_BLACK_LIST": ["gelu"]},
+        {"FP32_MODULES": ["head"]},
+        {"AUTO_FP32": True},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_nothing_can_be_left_out_where_all_is_half(level: str, keys: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"AMP\.{next(iter(keys))}.*{level}.*use O1 or O2"):
+        check_amp(amp(LEVEL=level, **keys), TrainConfig())
+    check_amp(amp(LEVEL="O2", **keys), TrainConfig())
+
+
+@pytest.mark.parametrize("keys", [{"DTYPE": "fp8"}, {"LEVEL": "O3"}])
+def test_validation_in_fp32_needs_fp32_layers(keys: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"AMP\.EVAL false"):
+        check_amp(amp(EVAL=False, **keys), TrainConfig())
+    check_amp(amp(EVAL=False, LEVEL="O2"), TrainConfig())
+
+
+@pytest.mark.parametrize(("dtype", "scaling", "on"), [("bf16", True, True), ("fp16", False, False)])
+def test_scaling_can_be_asked_for_and_declined(dtype: str, scaling: bool, on: bool) -> None:
+    chosen = Precision(amp(DTYPE=dtype, LOSS_SCALING=scaling, INIT_LOSS_SCALING=32), CPU)
+    assert chosen.scaler.is_enabled() is on
+    assert float(chosen.scale_tensor()) == (32.0 if on else 1.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_modules_kept_in_fp32_hold_and_compute_in_it(tiny: Path, level: str) -> None:
+    words = {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": level}
+    ready = build(tiny, **words, AMP__FP32_MODULES="blocks.0.mlp")
+    forward = ready.parts.forward
+    inside, beside = set[torch.dtype](), set[torch.dtype]()
+    forward.get_submodule("blocks.0.mlp.fc1").register_forward_hook(noting(inside))
+    forward.get_submodule("blocks.0.attn.qkv").register_forward_hook(noting(beside))
+    assert change(ready, next(windows(ready))).isfinite().all()
+    assert (inside, beside) == ({FP32}, {BF16})
+    weight = forward.get_parameter("blocks.0.mlp.fc1.weight")
+    assert weight is ready.model.get_parameter("blocks.0.mlp.fc1.weight")
+    assert forward.get_parameter("blocks.0.attn.qkv.weight").dtype is (BF16 if level == "O2" else FP32)
+
+
+# ---- the hint
+
+
+def test_the_hint_names_sizes_that_fill_no_tiles() -> None:
+    model = nn.Linear(1, 1)
+    for width, batch in itertools.product((192, 100), (64, 30)):
+        model.embed_dim = width  # pyright: ignore[reportArgumentType]
+        told = hint(model, batch, "cuda")
+        for key, size, odd in (("MODEL.EMBED_DIM", width, width == 100), ("DATA.BATCH_SIZE", batch, batch == 30)):
+            assert (f"{key} {size}" in (told or "")) is odd
+        assert (told is None) is ((width, batch) == (192, 64))
+        assert hint(model, batch, "cpu") is None, "a CPU has no tensor cores"
+    assert hint(nn.Linear(1, 1), 8, "cuda") is None, "a model without a width of that name"

@@ -1,0 +1,192 @@
+"""When an update is skipped, the log names what overflowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.amp.skip_watch import Blame
+from tests.engine.amp.overflowing import SAMPLES, Forward, blame_of, half, micro_batch, vit, with_huge_bias
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Parent(nn.Module):
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def forward(self, x: Tensor) -> Any:
+        across = BadGradient.apply(self.child(x.transpose(0, 1)))
+        return across.transpose(0, 1)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+class BadGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004
+        return grads[0].mul(float("inf"))
+
+
+# ---- what is named
+
+
+def test_a_huge_bias_is_named_with_its_linear_layer() -> None:
+    blame = blame_of(with_huge_bias(), scale=2.0)
+    assert (blame.operation, blame.module, blame.direction) == ("linear", "blocks.2.mlp.fc1", "forward")
+    assert (blame.parameter, blame.dtype, blame.scale) == ("blocks.2.mlp.fc1.bias", "fp16", 2.0)
+    assert blame.sample_indices == blame.bad_samples == (100, 101, 102, 103)
+    line = blame.words()
+    assert "linear in blocks.2.mlp.fc1 (forward" in line
+    assert "blocks.2.mlp.fc1.bias does not fit fp16" in line
+    assert "100, 101, 102, 103" in line
+    assert "loss scale 2" in line
+    assert "later" not in line
+
+
+def test_a_huge_product_of_queries_and_keys_is_named_with_its_attention() -> None:
+    model = vit()
+    attention = model.blocks[1].attn
+    attention.fused_attn = False
+    with torch.no_grad():
+        attention.qkv.weight[:64] *= 3000
+    blame = blame_of(model)
+    assert (blame.operation, blame.module, blame.direction) == ("matmul", "blocks.1.attn", "forward")
+
+
+@pytest.mark.parametrize(("fused", "operation"), [(True, "scaled_dot_product_attention"), (False, "matmul")])
+def test_attention_that_overflows_backward_is_named_fused_or_not(fused: bool, operation: str) -> None:
+    model = vit()
+    attention = model.blocks[1].attn
+    attention.fused_attn = fused
+    with torch.no_grad():  # logits as before, but a huge gradient of the queries
+        attention.qkv.weight[:32] /= 3000
+        attention.qkv.weight[32:64] *= 3000
+        attention.qkv.weight[64:] *= 100
+    blame = blame_of(model, scale=2.0**15)
+    assert (blame.operation, blame.module, blame.direction) == (operation, "blocks.1.attn", "backward")
+
+
+def test_a_scale_far_too_large_is_blamed_on_the_loss() -> None:
+    blame = blame_of(vit(), scale=2.0**26)
+    assert (blame.module, blame.direction, blame.dtype) == ("loss", "backward", "fp16")
+    assert "the scale is too large" in blame.words()
+    blame = blame_of(vit(), scale=3e38)
+    assert (blame.operation, blame.module) == ("scaling", "loss")
+    assert "the scaled loss itself" in blame.words()
+
+
+def test_a_gradient_is_blamed_on_the_module_it_broke_in() -> None:
+    """A ViT is full of modules that hand their input on; they must not lead astray."""
+    model = vit()
+    model.blocks[1].mlp.drop1 = Forward(BadGradient.apply)
+    assert isinstance(model.blocks[2].drop_path1, nn.Identity)
+    blame = blame_of(model)
+    assert (blame.module, blame.direction) == ("blocks.1.mlp.drop1", "backward")
+
+
+def test_checkpointing_does_not_lead_astray() -> None:
+    model = vit()
+    model.set_grad_checkpointing(True)
+    model.blocks[1].attn.proj_drop = Forward(BadGradient.apply)
+    assert blame_of(model).module == "blocks.1.attn.proj_drop"
+
+
+def test_a_gradient_is_blamed_on_the_parent_where_it_broke_behind_a_child() -> None:
+    model = vit()
+    model.blocks[1].mlp = Parent(nn.Linear(32, 32))
+    assert blame_of(model).module == "blocks.1.mlp"
+
+
+def test_one_bad_sample_is_told_from_the_others() -> None:
+    share, batch = micro_batch()
+    batch.images[2, 0, 0, 0] = float("nan")
+    blame = blame_of(vit(), (share, batch))
+    assert (blame.module, blame.bad_samples) == ("batch", (102,))
+    assert "the images were not finite" in blame.words()
+    batch.images[2, 0, 0, 0] = 1e6
+    blame = blame_of(vit(), (share, batch))
+    assert (blame.operation, blame.module, blame.bad_samples) == ("conv2d", "patch_embed.proj", (102,))
+    assert "in 1 of 4 samples: 102" in blame.words()
+
+
+def test_the_micro_batch_that_overflowed_is_named() -> None:
+    share, batch = micro_batch(1)
+    batch.images[0] = 1e6
+    blame = blame_of(vit(), micro_batch(0), (share, batch), micro_batch(2))
+    assert blame.sample_indices == (200, 201, 202, 203)
+    assert blame.bad_samples == (200,)
+
+
+def test_an_infinity_that_harms_nothing_is_not_blamed() -> None:
+    model = vit()
+    model.blocks[0].norm1 = Forward(lambda x: x + (x - x).detach().log().nan_to_num(neginf=0.0))
+    assert blame_of(model).operation == ""
+    assert blame_of(model, scale=2.0**26).module == "loss"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinity_of_either_sign_is_found_where_it_arises(sign: int) -> None:
+    model = vit()
+    nn.init.constant_(model.blocks[2].mlp.fc1.bias, sign * 7e4)
+    assert blame_of(model).parameter == "blocks.2.mlp.fc1.bias"
+    model = vit()
+    model.blocks[1].norm1 = Forward(lambda x: (x.float().abs() + 1) * 1e38 * (sign * 1e38))
+    assert blame_of(model).module == "blocks.1.norm1"
+    model.blocks[1].norm1 = Forward(lambda x: (x.float() * 1e10).half())
+    assert blame_of(model).module == "blocks.1.norm1"
+
+
+def test_a_mask_is_not_blamed_for_what_overflows_behind_it() -> None:
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    model = with_huge_bias()
+    model.blocks[0].norm1 = Forward(lambda x: F.scaled_dot_product_attention(*[x[:, None]] * 3, attn_mask=mask)[:, 0])
+    assert blame_of(model).module == "blocks.2.mlp.fc1"
+
+
+@torch.library.custom_op("vitamp_tests::attention", mutates_args=())
+def attention(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.clone(), torch.full_like(x, torch.inf)
+
+
+def test_what_attention_keeps_for_the_way_back_is_not_blamed() -> None:
+    model = with_huge_bias()
+    model.blocks[0].norm1 = Forward(lambda x: attention(x.detach())[0])
+    assert blame_of(model).module == "blocks.2.mlp.fc1"
+
+
+def test_nothing_is_made_up_where_the_replay_finds_nothing() -> None:
+    blame = blame_of(vit(), micro_batch(0), micro_batch(1), scale=8.0)
+    assert (blame.operation, blame.module) == ("", "")
+    assert "not seen again in the replay" in blame.words()
+    assert "overflowed only in their sum" in blame.words()
+    assert len(blame.sample_indices) == 2 * SAMPLES
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_is_replayed_as_it_is_written(in_place: bool) -> None:
+    model = with_huge_bias()
+    trained: Any = model
+    if in_place:
+        model.compile(backend="eager", fullgraph=True)
+    else:
+        trained = torch.compile(model, backend="eager", fullgraph=True)
+    _, batch = micro_batch()
+    with half():
+        assert not trained(batch.images).isfinite().all()
+    blame = blame_of(model)
+    assert (blame.operation, blame.module) == ("linear", "blocks.2.mlp.fc1")
+
+
+def test_long_rows_of_samples_are_cut_short_in_the_log_only() -> None:
+    indices = tuple(range(1000, 1256))
+    blame = Blame(3, 3, "linear", "head", "backward", "fp16", indices, 4.0, kernel="aten::mm")
+    assert "1007, ..." in blame.words()
+    assert "1008" not in blame.words()

@@ -1,0 +1,201 @@
+"""The replay of a skipped update leaves no trace, is rare, and finds the batch it is about."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.amp import skip_watch
+from tests.engine.amp.overflowing import Forward, blame_of, micro_batch, vit, watch_of, with_huge_bias
+from utils.seeding import seed_all
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ---- no trace
+
+
+def test_the_replay_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Flatten(), nn.Linear(288, 10))
+    model[4].eval()
+    nn.init.constant_(model.get_parameter("4.bias"), 7e4)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+        parameter.register_post_accumulate_grad_hook(lambda _: pytest.fail("others wait for this gradient"))
+    gradients = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None}
+    tensors = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    modes = [module.training for module in model.modules()]
+    hooks = len(nn.modules.module._global_forward_hooks), len(nn.modules.module._global_forward_pre_hooks)
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    expected = random.random(), np.random.rand(), torch.rand(1)
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+
+    assert blame_of(model).module == "4"
+
+    assert (random.random(), np.random.rand(), torch.rand(1)) == expected
+    for name, (gradient, before) in gradients.items():
+        assert model.get_parameter(name).grad is gradient
+        assert torch.equal(gradient, before)
+    now = model.state_dict(keep_vars=True)
+    for name, (value, before) in tensors.items():
+        assert now[name] is value
+        assert torch.equal(value, before)
+    assert [module.training for module in model.modules()] == modes
+    assert (len(nn.modules.module._global_forward_hooks), len(nn.modules.module._global_forward_pre_hooks)) == hooks
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_replay_draws_the_update_s_random_numbers() -> None:
+    drawn: list[Tensor] = []
+    model = nn.Sequential(Forward(lambda x: (drawn.append(torch.rand(3)), x)[1]), nn.Flatten(), nn.Linear(192, 10))
+    watch = watch_of(model)
+    watch.keep(5, [micro_batch(0), micro_batch(1)], torch.tensor(1.0))
+    watch.after(5, False)
+    for number in (0, 1):
+        seed_all(7, "micro", 5, number)
+        assert torch.equal(drawn[number], torch.rand(3))
+
+
+def test_a_replay_that_fails_does_not_end_the_run() -> None:
+    def fail(_: Tensor) -> Tensor:
+        raise RuntimeError("out of memory\nwith much more to say")
+
+    model = vit()
+    model.blocks[1].mlp.drop1 = Forward(fail)
+    blame = blame_of(model)
+    assert blame.operation == ""
+    assert "the replay failed (out of memory)" in blame.words()
+    assert not nn.modules.module._global_forward_hooks
+
+
+class Counted(TorchDispatchMode):
+    """The names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_normal_update_costs_one_copy_of_the_scale() -> None:
+    watch, scale = watch_of(Forward(lambda _: pytest.fail("a forward pass"))), torch.tensor(2.0)
+    micro_batches = [micro_batch()]
+    held = weakref.ref(micro_batches[0][1].images)
+    with Counted() as counted:
+        watch.keep(1, micro_batches, scale)
+        watch.after(1, True)
+        assert watch.take() == []
+    assert sorted(set(counted.names)) == ["aten::clone", "aten::detach"]
+    del micro_batches
+    assert held() is None
+
+
+# ---- how often
+
+
+def test_replays_are_few() -> None:
+    watch = watch_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 10)))
+    for update in range(1, 121):
+        watch.keep(update, [micro_batch()], torch.tensor(1.0))
+        watch.after(update, update == 2)
+    found = [(blame.update, blame.passed_over) for blame in watch.take()]
+    assert found == [(1, 0), (3, 0), (4, 0), (54, 49), (104, 49)]
+
+
+# ---- known late
+
+
+class Late:
+    """Answers that arrive when the test says so."""
+
+    def __init__(self) -> None:
+        self.flags: list[Tensor] = []
+        self.arrived = 0
+
+    def __call__(self, moved: Tensor) -> Callable[[], bool | None]:
+        number = len(self.flags)
+        self.flags.append(moved.clone())
+        return lambda: bool(self.flags[number]) if number < self.arrived else None
+
+
+def test_a_skip_known_late_is_replayed_with_its_own_batch_and_scale() -> None:
+    late = Late()
+    watch, scale = watch_of(with_huge_bias(), send=late), torch.tensor(64.0)
+    for update, moved in ((1, True), (2, False), (3, True)):
+        watch.keep(update, [micro_batch(update)], scale)
+        scale *= 0.5  # as the scaler does, in place
+        watch.after(update, torch.tensor([moved]))
+        assert watch.take() == []
+    late.arrived = 2
+    (blame,) = watch.take()
+    assert (blame.update, blame.noticed_at, blame.scale) == (2, 3, 32.0)
+    assert blame.sample_indices == (300, 301, 302, 303)
+    assert "noticed 1 update later" in blame.words()
+    assert watch.take() == []
+
+
+def test_what_waits_for_a_late_answer_stays_small(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    """Two updates of two micro-batches fit; the newest two keep their images."""
+    size = micro_batch(0)[1].images.nbytes
+    monkeypatch.setattr(skip_watch, "KEPT_BYTES", 4 * size)
+    late = Late()
+    watch = watch_of(with_huge_bias(), send=late)
+    images = []
+    for update in range(1, 5):
+        kept: Any = []
+        for nth in (0, 1):
+            kept = watch.collect(kept, *micro_batch(2 * update + nth))
+        images.append(weakref.ref(kept[0][1].images))
+        watch.keep(update, kept, torch.tensor(1.0))
+        del kept
+        watch.after(update, torch.tensor([False]))
+    assert [image() is None for image in images] == [True, True, False, False]
+    late.arrived = 4
+    assert [(blame.update, blame.passed_over) for blame in watch.take()] == [(3, 2), (4, 0)]
+    assert [line for line in said if "cannot be replayed" in line] == [said[0]]
+    assert said[0].startswith("update 1 was skipped and cannot be replayed: its images are not kept, since at most ")
+
+
+def test_an_update_that_is_too_large_by_itself_is_let_go_while_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(skip_watch, "KEPT_BYTES", 2 * micro_batch(0)[1].images.nbytes)
+    watch = watch_of(with_huge_bias())
+    for update in (1, 2):
+        kept: Any = []
+        images = []
+        for nth in range(5):
+            share, batch = micro_batch(nth)
+            images.append(weakref.ref(batch.images))
+            kept = watch.collect(kept, share, batch)
+            del batch
+        assert kept is None
+        assert all(image() is None for image in images[:-1])
+        watch.keep(update, kept, torch.tensor(1.0))
+        watch.after(update, False)
+    assert watch.take() == []
+    assert sum("cannot be replayed" in line for line in said) == 1
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines of the log."""
+    lines: list[str] = []
+    monkeypatch.setattr(skip_watch.log, "info", lambda text, *words: lines.append(text % words))
+    return lines

@@ -1,0 +1,117 @@
+"""The table of -print_amp: what it says is what the modules really had."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import timm
+import torch
+from small_vit import batch, small_vit
+from torch import Tensor, nn
+
+import engine.speed.amx.layers as amx_layers
+from engine.amp.fp32_modules import force_fp32
+from engine.amp.op_lists import OpLists
+from engine.amp.print_amp import amp_table
+from engine.speed.attention import put_attention_in_force
+from tests.engine.speed.amx_numbers import needs_amx
+
+
+def table(model: nn.Module, images: Tensor | None = None, amp: bool = True) -> dict[str, list[str]]:
+    """Module -> class, parameters, inputs, outputs, operations."""
+
+    def forward() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            model(batch()[0] if images is None else images)
+
+    lines = amp_table(model, forward).splitlines()
+    rows = [re.split(r"\s{2,}", line) for line in lines if not line.startswith("*")]
+    assert rows[0] == ["module", "class", "parameters", "inputs", "outputs", "operations"]
+    return {row[0]: row[1:] for row in rows[1:]}
+
+
+def test_a_vit_under_autocast() -> None:
+    rows = table(small_vit())
+    assert rows["(model)"] == ["VisionTransformer", "fp32", "fp32", "bf16", "add fp32"]
+    assert rows["patch_embed.proj"] == ["Conv2d", "fp32", "fp32", "bf16", "conv2d bf16"]
+    assert rows["blocks.0-1.attn"] == ["Attention", "fp32", "fp32", "bf16", "mul bf16, matmul bf16, softmax bf16"]
+    assert rows["blocks.0-1.mlp.fc1"] == ["Linear", "fp32", "fp32", "bf16", "linear bf16"]
+    assert rows["norm"] == ["LayerNorm", "fp32", "fp32", "fp32", "layer_norm fp32"]
+
+
+def test_without_autocast_all_is_fp32() -> None:
+    cells = [cell for row in table(small_vit(), amp=False).values() for cell in row[1:]]
+    assert not any("bf16" in cell for cell in cells)
+
+
+def test_fused_attention_is_one_operation() -> None:
+    assert table(small_vit(fused=True))["blocks.0-1.attn"][-1] == "scaled_dot_product_attention bf16"
+
+
+@needs_amx
+def test_layers_by_kernels_of_our_own_show_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx_layers, "SMALLEST", 0)
+    model = small_vit()
+    amx_layers.use_amx(model, torch.bfloat16)
+    put_attention_in_force("packed", model)
+    rows = table(model)
+    assert rows["blocks.0-1.attn"][-1] == "scaled_dot_product_attention bf16"
+    for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
+        assert rows[f"blocks.0-1.{layer}"][-1] == "linear bf16"
+
+
+def test_listed_operators_show_even_inside_a_module() -> None:
+    assert "softmax bf16" in table(small_vit())["blocks.0-1.attn"][-1]
+    with OpLists("cpu", [], ["softmax", "gelu"]):
+        rows = table(small_vit())
+    assert "softmax fp32" in rows["blocks.0-1.attn"][-1]
+    assert rows["blocks.0-1.mlp.act"] == ["GELU", "-", "bf16", "fp32", "gelu fp32"]
+    with OpLists("cpu", ["layer_norm"], []):
+        assert table(small_vit())["norm"] == ["LayerNorm", "fp32", "fp32", "bf16", "layer_norm bf16"]
+
+
+def test_forced_modules_are_marked_and_not_folded_with_others() -> None:
+    model = small_vit()
+    force_fp32(model, ["blocks.1", "head"], "cpu")
+    rows = table(model)
+    assert rows["blocks.0.mlp.fc1"][-1] == "linear bf16"
+    assert rows["blocks.1"][2] == "fp32*"
+    assert rows["blocks.1.mlp.fc1"][-1] == "linear fp32"
+    assert rows["head"] == ["Linear", "fp32", "fp32*", "fp32", "linear fp32"]
+
+
+def test_half_parameters_show() -> None:
+    model = small_vit().to(torch.bfloat16)
+    model.norm.float()
+    rows = table(model, batch()[0].bfloat16())
+    assert rows["(model)"][1] == "bf16+fp32"
+    assert rows["norm"][1] == "fp32"
+    assert rows["head"][1] == "bf16"
+
+
+def test_modules_out_of_step_share_a_row_where_they_agree() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) if n % 2 else nn.GELU() for n in range(6)), nn.Identity())
+    rows = table(model, torch.rand(2, 4))
+    assert rows["0"] == ["GELU", "-", "fp32", "fp32", "gelu fp32"]
+    assert rows["1"] == ["Linear", "fp32", "fp32", "bf16", "linear bf16"]
+    assert rows["2,4"] == ["GELU", "-", "bf16", "bf16", "gelu bf16"]
+    assert rows["3,5"] == ["Linear", "fp32", "bf16", "bf16", "linear bf16"]
+    assert "6" not in rows
+
+
+def test_a_resnet_keeps_its_running_statistics_out_of_the_operations() -> None:
+    rows = table(timm.create_model("resnet10t", num_classes=10), torch.rand(2, 3, 32, 32))
+    assert rows["layer1.0.bn1"] == ["BatchNorm2d", "fp32", "bf16", "bf16", "batch_norm bf16"]
+    assert rows["layer1.0.conv2"][-1] == "conv2d bf16"
+    assert rows["fc"][-1] == "linear bf16"
+
+
+def test_columns_are_aligned_and_no_hook_stays() -> None:
+    model = small_vit()
+    lines = amp_table(model, lambda: model(batch()[0])).splitlines()
+    start = lines[0].index("class")
+    assert all(line[start - 1] == " " and line[start] != " " for line in lines)
+    with pytest.raises(ZeroDivisionError):
+        amp_table(model, lambda: 1 // 0)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

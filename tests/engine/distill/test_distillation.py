@@ -1,0 +1,341 @@
+"""Distillation: DeiT's loss, a teacher that stands still and sees what the student sees, and the same run again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from engine.amp.precision import Precision
+from engine.distill.targets import teacher_of
+from engine.distill.teacher import Teacher, check_fits, load_teacher
+from engine.inputs.mixup import batch_change
+from engine.parallel.ddp import join_gradients
+from engine.setup import ReadyToTrain
+from tests.engine.fit.test_out_of_memory import Room
+from tests.engine.small import CPU, build, train, windows
+from tests.engine.test_no_host_copies import read_backs
+from tests.program import Result, metrics, train_tiny
+from utils.config import TrainConfig, load_config
+from utils.distributed.world import ALONE
+from utils.errors import UserError
+from utils.seeding import seed_all
+
+DISTILLED = {"MODEL__NAME": "deit_tiny_distilled_patch16_224"}
+"""Without MODEL.TYPE, which would bring the augmentation of its family."""
+MIXED = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__CUTMIX_ALPHA": 1.0, "TRAIN__RANDOM_ERASE_PROB": 0.5}
+UPDATES = 5
+
+
+@pytest.fixture(scope="module")
+def teacher_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the tiny recipe, with another seed than the students'."""
+    return train_tiny(tmp_path_factory.mktemp("teacher"), "SEED=7")
+
+
+@pytest.fixture
+def student(tiny: Path, teacher_run: Path) -> Callable[..., ReadyToTrain]:
+    def made(kind: str = "hard", **words: object) -> ReadyToTrain:
+        given = {"TRAIN__DISTILLATION_TYPE": kind, "TRAIN__TEACHER_MODEL": teacher_run}
+        return build(tiny, **{**given, **words})
+
+    return made
+
+
+def teacher_in(ready: ReadyToTrain) -> Teacher:
+    teacher = teacher_of(ready.parts.change)
+    assert teacher is not None
+    return teacher
+
+
+def weights_of(run: Path) -> dict[str, Tensor]:
+    index = json.loads((run / "checkpoints" / "index.json").read_text())
+    return load_file(run / "checkpoints" / index["best"] / "model.safetensors")
+
+
+def losses_of(ready: ReadyToTrain, updates: int = UPDATES) -> list[float]:
+    source, losses = windows(ready), []
+    for done in range(updates):
+        train(ready, 1, source, done)
+        losses.append(ready.parts.meters.read(torch.ones(()), 0.0).update.loss)
+    return losses
+
+
+SIZES: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10}
+SIZES |= {"embed_dim": 16, "depth": 1, "num_heads": 2}
+CONSTANT = {"TRAIN__WARMUP_EPOCHS": 0, "TRAIN__LR_SCHEDULER__NAME": "step", "TRAIN__WEIGHT_DECAY": 0}
+CONSTANT |= {"TRAIN__GRAD_CLIP": "null", "TRAIN__SMOOTHING": 0.1}
+
+
+def plain_losses(ready: ReadyToTrain, run: Path, mixing: dict[str, Any], kind: str, alpha: float, tau: float):
+    """The same updates written down plainly: timm's models, torch's AdamW, DeiT's loss."""
+    start = ready.parts.model.state_dict()
+    two = "dist_token" in start
+    student = (VisionTransformerDistilled if two else VisionTransformer)(**SIZES).train()
+    student.load_state_dict(start)
+    if isinstance(student, VisionTransformerDistilled):
+        student.set_distilled_training(True)
+    teacher = VisionTransformer(**SIZES).eval()
+    teacher.load_state_dict(weights_of(run))
+    train_config = TrainConfig.model_validate({key.removeprefix("TRAIN__"): value for key, value in mixing.items()})
+    change, optimizer = batch_change(train_config, 10, CPU), AdamW(student.parameters(), lr=2e-3, weight_decay=0.0)
+    losses = []
+    for update, window in enumerate(itertools.islice(windows(ready), UPDATES), start=1):
+        ((share, batch),) = window
+        seed_all(0, "micro", update, share.number)
+        seen = change((batch.images.float() / 255 - 0.5) / 0.5, batch.labels)
+        answers = student(seen.images)
+        by_labels, by_teacher = answers if two else (answers, answers)
+        with torch.no_grad():
+            answer = teacher(seen.images)
+        taught = F.cross_entropy(by_teacher, answer.argmax(1))
+        if kind == "soft":
+            own, theirs = F.log_softmax(by_teacher / tau, 1), F.softmax(answer / tau, 1)
+            taught = (theirs * (theirs.log() - own)).sum(1).mean() * tau**2
+        loss = (1 - alpha) * F.cross_entropy(by_labels, seen.targets, label_smoothing=0.1) + alpha * taught
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("mixing", [{}, MIXED], ids=["plain", "mixed"])
+@pytest.mark.parametrize("heads", [{}, DISTILLED], ids=["one", "two"])
+@pytest.mark.parametrize(("kind", "alpha", "tau"), [("hard", 0.5, 1.0), ("soft", 0.3, 3.0)])
+def test_losses_are_those_of_a_plain_loop(
+    student: Callable[..., ReadyToTrain],
+    teacher_run: Path,
+    kind: str,
+    alpha: float,
+    tau: float,
+    heads: dict[str, Any],
+    mixing: dict[str, Any],
+) -> None:
+    words = {"TRAIN__DISTILLATION_ALPHA": alpha, "TRAIN__DISTILLATION_TAU": tau, **CONSTANT, **heads, **mixing}
+    plain = plain_losses(student(kind, **words), teacher_run, mixing, kind, alpha, tau)
+    ours = losses_of(student(kind, **words))
+    assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) < 1e-6
+    assert len(set(ours)) == UPDATES
+
+
+def test_the_teacher_stands_still_and_is_no_part_of_what_is_trained_or_saved(
+    student: Callable[..., ReadyToTrain], teacher_run: Path
+) -> None:
+    ready = student("soft", TRAIN__MODEL_EMA="true", **DISTILLED)
+    teacher = teacher_in(ready)
+    losses_of(ready)
+    saved = weights_of(teacher_run)
+    assert all(torch.equal(value, saved[name]) for name, value in teacher.model.state_dict().items())
+    assert not any(part.training for part in teacher.model.modules())
+    trained = {id(weight) for group in ready.parts.optimizer.param_groups for weight in group["params"]}
+    assert trained == {id(weight) for weight in ready.parts.model.parameters()}
+    assert ready.parts.ema is not None
+    assert ready.parts.ema.module.state_dict().keys() == ready.parts.model.state_dict().keys()
+    assert not any("teacher" in name for name in ready.parts.model.state_dict())
+    assert ready.choices["teacher"].startswith("tiny of ")
+
+
+def test_two_classifiers_answer_as_one_in_validation(student: Callable[..., ReadyToTrain]) -> None:
+    model = student(**DISTILLED).parts.model
+    images = torch.randn(3, 1, 8, 8)
+    assert model.train()(images).shape == (3, 2, 10)
+    together = model.eval()(images)
+    tokens: Any = model
+    features = tokens.forward_features(images)
+    expected = (tokens.head(features[:, 0]) + tokens.head_dist(features[:, 1])) / 2
+    assert torch.equal(together, expected)
+
+
+def test_a_teacher_sees_the_same_picture_its_own_way(tiny: Path, tmp_path: Path) -> None:
+    """Another size, and another mean and deviation."""
+    whole = timm.create_model("test_vit.r160_in1k", num_classes=10, in_chans=1)
+    save_file(whole.state_dict(), tmp_path / "weights.safetensors")
+    wanted = f"test_vit.r160_in1k={tmp_path / 'weights.safetensors'}"
+    own = {"DATA__IMAGENET_MEAN": 0.3, "DATA__IMAGENET_STD": 0.2}
+    ready = build(tiny, TRAIN__DISTILLATION_TYPE="hard", TRAIN__TEACHER_MODEL=wanted, **own)
+    teacher, known = teacher_in(ready), timm.get_pretrained_cfg("test_vit.r160_in1k")
+    assert known is not None
+    assert teacher.origin.image_size == 160
+    pixels = torch.rand(4, 1, 8, 8)
+    large = F.interpolate(pixels, size=(160, 160), mode="bicubic", antialias=True)
+    mean, std = sum(known.mean) / 3, sum(known.std) / 3
+    expected = whole.eval()((large - mean) / std)
+    assert torch.allclose(teacher((pixels - 0.3) / 0.2), expected, atol=2e-4)
+    assert expected.std() > 1e-3
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "NAIVE"])
+def test_the_teacher_computes_in_the_precision_of_the_run(student: Callable[..., ReadyToTrain], level: str) -> None:
+    ready = student(AMP__ENABLED="true", AMP__DTYPE="bf16", AMP__LEVEL=level)
+    teacher, seen = teacher_in(ready), []
+    layer: nn.Module = next(part for part in teacher.model.modules() if isinstance(part, nn.Linear))
+    layer.register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    losses_of(ready, 2)
+    assert set(seen) == {torch.bfloat16}
+    assert {weight.dtype for weight in teacher.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("mixing", [{}, MIXED], ids=["plain", "mixed"])
+def test_nothing_is_read_back_from_the_device(student: Callable[..., ReadyToTrain], mixing: dict[str, Any]) -> None:
+    assert read_backs(student("soft", **DISTILLED, **mixing)) == set()
+
+
+@pytest.mark.parametrize("heads", [{}, DISTILLED], ids=["one", "two"])
+def test_what_does_not_fit_at_once_teaches_the_same_in_parts(
+    student: Callable[..., ReadyToTrain], tiny: Path, heads: dict[str, Any]
+) -> None:
+    words = {"TRAIN__OOM": "split", **heads, **MIXED}
+    whole, parted = student("soft", **words), student("soft", **words)
+    join_gradients(parted.parts, ALONE, load_config(str(tiny), words={"TRAIN.OOM": "split"}).config)
+    room = Room(parted.parts.model, images=20, since=1, in_backward=False)
+    found = zip(losses_of(whole), losses_of(parted), strict=True)
+    assert max(abs(a - b) for a, b in found) < 1e-5
+    assert room.failed > 0
+
+
+def test_a_skipped_update_is_replayed_with_the_teacher(student: Callable[..., ReadyToTrain]) -> None:
+    scale = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 1e38}
+    ready = student("soft", **scale, **DISTILLED)
+    losses_of(ready, 1)
+    assert ready.parts.watch is not None
+    (blame,) = ready.parts.watch.take()
+    assert blame.operation, blame.words()
+    assert "replay failed" not in blame.words()
+
+
+def test_a_teacher_that_overflows_is_named(student: Callable[..., ReadyToTrain]) -> None:
+    ready = student("soft", AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=1)
+    teacher_in(ready).model.get_parameter("blocks.0.mlp.fc2.weight").fill_(1e5)
+    losses_of(ready, 1)
+    assert ready.parts.watch is not None
+    (blame,) = ready.parts.watch.take()
+    assert blame.module == "teacher.blocks.0.mlp.fc2"
+
+
+def test_labels_alone_can_be_asked_for(student: Callable[..., ReadyToTrain]) -> None:
+    """As -dry_run does with its one batch."""
+    ready = student(**DISTILLED)
+    logits, labels = torch.randn(4, 2, 10), torch.tensor([1, 2, 3, 4])
+    assert torch.equal(ready.parts.criterion(logits, labels), F.cross_entropy(logits[:, 0], labels))
+
+
+def refused(student: Callable[..., ReadyToTrain], **words: object) -> str:
+    with pytest.raises(UserError) as caught:
+        student(**words)
+    assert str(caught.value).startswith("TRAIN.TEACHER_MODEL")
+    return str(caught.value)
+
+
+def test_a_teacher_that_cannot_teach_is_refused(student: Callable[..., ReadyToTrain], tmp_path: Path) -> None:
+    small = timm.create_model("test_vit.r160_in1k", num_classes=7, in_chans=1)
+    headless = {name: value for name, value in small.state_dict().items() if not name.startswith("head.")}
+    for name, weights in {"seven": small.state_dict(), "headless": headless}.items():
+        save_file(weights, tmp_path / f"{name}.safetensors")
+        text = refused(student, TRAIN__TEACHER_MODEL=f"test_vit.r160_in1k={tmp_path / name}.safetensors")
+        assert "10 classes" in text
+    assert "NAME=FILE" in refused(student, TRAIN__TEACHER_MODEL=tmp_path / "seven.safetensors")
+    assert "test_vit.r160_in1k=: no file follows the =" in refused(student, TRAIN__TEACHER_MODEL="test_vit.r160_in1k=")
+    assert "Did you mean" in refused(student, TRAIN__TEACHER_MODEL="regnety_16")
+    assert "regnety_160.deit_in1k" in refused(student, TRAIN__TEACHER_MODEL="./regnety_160.pdparams")
+
+
+def test_of_another_number_of_classes_or_channels(tiny: Path, teacher_run: Path) -> None:
+    for word, said in (
+        ("MODEL.NUM_CLASSES=7", "knows 10 classes, and MODEL.NUM_CLASSES is 7"),
+        ("DATA.IMAGE_CHANNELS=3", "images of 1 channels, and DATA.IMAGE_CHANNELS is 3"),
+    ):
+        key, value = word.split("=")
+        config = load_config(str(tiny), words={key: value, "TRAIN.TEACHER_MODEL": str(teacher_run)}).config
+        with pytest.raises(UserError, match=said):
+            load_teacher(config, Precision(config.AMP, CPU))
+
+
+def test_classes_in_another_order_are_refused(student: Callable[..., ReadyToTrain]) -> None:
+    teacher = teacher_in(student())
+    names = list(teacher.origin.names or [])
+    assert len(names) == 10
+    check_fits(teacher, names, {})
+    with pytest.raises(UserError, match=r"class 0 is .* both must have the same classes in the same order"):
+        check_fits(teacher, names[::-1], {})
+
+
+def test_a_run_is_gone_on_with_by_the_teacher_it_began_with(student: Callable[..., ReadyToTrain]) -> None:
+    teacher = teacher_in(student())
+    kept = teacher.as_noted()
+    check_fits(teacher, None, kept)
+    check_fits(teacher, None, {**kept, "teacher_model": "another", "teacher_sha256": "other"})
+    with pytest.raises(UserError, match="not those this run began with"):
+        check_fits(teacher, None, {**kept, "teacher": "its checkpoint of then", "teacher_sha256": "other"})
+
+
+def test_resuming_changes_nothing(vitamp: Callable[..., Result], tiny: Path, teacher_run: Path, tmp_path: Path) -> None:
+    """With all that changes images, two classifiers, an average, and accumulation."""
+    given = [f"{key.replace('__', '.')}={value}" for key, value in {**DISTILLED, **MIXED}.items()]
+    words = ("-cfg", tiny, *given, "TRAIN.DISTILLATION_TYPE=soft", "-teacher_model_path", teacher_run, "-accum_iter", 2)
+    words = (*words, "TRAIN.MODEL_EMA=true", "-amp", "bf16", "REPORT_STAGES=true")
+    whole = vitamp(*words, "-output", tmp_path / "whole")
+    assert whole.code == 0, whole.text
+    assert "  teacher    tiny of " in whole.text
+    assert " teacher " in next(line for line in whole.out.splitlines() if "Stages:" in line)
+    parts = tmp_path / "parts"
+    stopped = vitamp(*words, "-output", parts, "TRAIN.MAX_UPDATES=27")
+    assert stopped.code == 0, stopped.text
+    again = vitamp(*words, "-output", parts, "-resume", "auto")
+    assert again.code == 0, again.text
+    assert metrics(parts, "val")[-1] == metrics(tmp_path / "whole", "val")[-1]
+    last = [sorted(run.glob("checkpoints/step-*/*model.safetensors"))[-1] for run in (parts, tmp_path / "whole")]
+    assert last[0].read_bytes() == last[1].read_bytes()
+    noted = json.loads((parts / "run.json").read_text())["choices"]
+    assert noted["teacher"].startswith("tiny of ")
+    assert len(noted["teacher_sha256"]) == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_learns(
+    vitamp: Callable[..., Result], tiny: Path, teacher_run: Path, tmp_path: Path, strategy: str
+) -> None:
+    given = [f"{key.replace('__', '.')}={value}" for key, value in {**DISTILLED, **MIXED}.items()]
+    words = ("-cfg", tiny, *given, "TRAIN.DISTILLATION_TYPE=hard", "-teacher_model", teacher_run, "REPORT_FREQ=1")
+    words = (*words, "TRAIN.MAX_UPDATES=8", "TRAIN.GLOBAL_BATCH=64")
+    one = vitamp(*words, "-output", tmp_path / "one")
+    two = vitamp(
+        *(*words, "-output", tmp_path / "two", "-ngpus", 2, f"DIST.STRATEGY={strategy}"),
+        script="main_multi_gpu.py",
+        timeout=300,
+    )
+    assert (one.code, two.code) == (0, 0), one.text + two.text
+    losses = [[line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("one", "two")]
+    assert len(losses[0]) == 8
+    if strategy == "ddp":
+        assert losses[0] == losses[1]
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_compiled_updates_learn_the_same(
+    student: Callable[..., ReadyToTrain], tiny: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    from engine.compile import compiled as compiling
+    from engine.compile.choice import CompileChoice
+
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    words = {**DISTILLED, **MIXED}
+    plain, compiled = student("soft", **words), student("soft", **words)
+    choice = CompileChoice(how, "default", "as asked for")
+    compiling.compile_update(compiled.parts, choice, load_config(str(tiny)).config)
+    assert losses_of(compiled) == pytest.approx(losses_of(plain), abs=1e-5)

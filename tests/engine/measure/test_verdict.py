@@ -1,0 +1,285 @@
+"""What holds a run up: the rule on made-up figures, and what a user is told of a slow and of a fast source."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.measure.bottleneck import Judge, Setting, Tally, Verdict, judge
+from engine.measure.stage_times import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, HostStages, StageTimes
+from engine.measure.throughput import Pace
+from tests.datasets.shards.serving import serving
+from tests.datasets.shards.tar_files import write_set
+from tests.engine.small import CPU
+from tests.program import Result
+from utils.distributed.world import ALONE
+
+ON_A_GPU = Setting("cuda", amp=True, compiled=True, workers=8, cores=16)
+NAP = 0.12
+
+
+def tally(waited: float = 0.0, *, updates: int = 100, **stages: Any) -> Tally:
+    """A run of 100 seconds, at 820 images a second. Stages are percent; the rest is the backward pass."""
+    times = None
+    if stages:
+        rest = 100 - sum(stages.values())
+        names = (DATA, COPY, FORWARD, BACKWARD, OPTIMISER, OTHER)
+        times = StageTimes(updates, dict.fromkeys(names, 0.0) | {BACKWARD: rest} | stages)
+    return Tally(updates, 82_000, 100.0, waited, times)
+
+
+def verdict(found: Tally, setting: Setting = ON_A_GPU, waited: list[float] | None = None) -> Verdict:
+    made = judge(found, setting, waited)
+    assert made is not None
+    return made
+
+
+def test_a_gpu_that_waits_is_input_bound() -> None:
+    made = verdict(tally(waited=41.0))
+    assert made.bound == "input"
+    assert made.text.startswith(
+        "input-bound: the GPU waited 41 % of the time; the loader gives 820 img/s, the model could take 1,390."
+    )
+    assert "-num_workers, now 8" in made.text
+    assert "docs/data_speed.md" in made.text
+    assert made.could_take == pytest.approx(1389.8, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "bound", "percent"),
+    [
+        ({"data": 41.0}, "input", 41),
+        ({"data": 15.0}, "input", 15),
+        ({"data": 14.9}, "compute", 85.1),
+        ({"copy": 10.0}, "copy", 10),
+        ({"copy": 9.9}, "compute", 90.1),
+        ({"optimiser": 25.0}, "optimiser", 25),
+        ({"optimiser": 24.9}, "compute", 75.1),
+        ({"other": 20.0}, "loop", 20),
+        ({"other": 19.9}, "compute", 80.1),
+        ({"forward": 30.0}, "compute", 100),
+        ({"data": 16.0, "optimiser": 30.0}, "optimiser", 30),  # the one that takes most
+        ({"data": 24.0, "optimiser": 24.0}, "input", 24),  # below its own threshold the optimiser does not count
+    ],
+)
+def test_thresholds(stages: dict[str, Any], bound: str, percent: float) -> None:
+    made = verdict(tally(**stages))
+    assert (made.bound, made.percent) == (bound, pytest.approx(percent))
+
+
+@pytest.mark.parametrize(
+    ("stages", "reason", "advice"),
+    [
+        (
+            {"copy": 12.0},
+            "copy-bound: the GPU waited 12 % of the time for images on their way from the host's memory",
+            "smaller ones, or a data set that fits into the GPU's memory, would help",
+        ),
+        (
+            {"optimiser": 30.0},
+            "optimiser-bound: 30 % of the time went into moving the weights, not into gradients",
+            "a larger DATA.BATCH_SIZE, or TRAIN.ACCUM_ITER, would spread it over more images",
+        ),
+        (
+            {"other": 25.0},
+            "held up by the loop: 25 % of the time went neither into data nor into the model",
+            "a larger DATA.BATCH_SIZE, or a larger REPORT_FREQ, would spread it over more images",
+        ),
+    ],
+    ids=["copy", "optimiser", "loop"],
+)
+def test_advice_for_the_other_stages(stages: dict[str, Any], reason: str, advice: str) -> None:
+    assert verdict(tally(**stages)).text == f"{reason}; {advice}; see docs/performance.md."
+
+
+def test_the_devices_own_time_counts_before_the_hosts() -> None:
+    """A host that runs ahead waits for data while the GPU still works."""
+    assert verdict(tally(waited=60.0, data=2.0)).bound == "compute"
+    assert verdict(tally(waited=60.0)).bound == "input"
+
+
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        (Setting("cuda", False, False, 8, 16), "-amp (scripts/doctor.py tells what it brings) and TRAIN.COMPILE"),
+        (Setting("cuda", True, False, 8, 16), "Faster may be: TRAIN.COMPILE;"),
+        (Setting("cpu", False, False, 8, 16), "Faster may be: -amp (scripts/doctor.py tells what it brings);"),
+        (Setting("cuda", False, True, 8, 16), "Faster may be: -amp"),
+        (Setting("cuda", True, True, 8, 16), "a smaller model, or more devices"),
+    ],
+)
+def test_advice_for_what_computes_all_the_time(setting: Setting, advice: str) -> None:
+    made = verdict(tally(waited=2.0), setting)
+    who = "CPU" if setting.device == "cpu" else "GPU"
+    assert made.text.startswith(f"compute-bound: the {who} waited for data 2 % of the time.")
+    assert advice in made.text
+    assert made.percent == pytest.approx(98)
+    assert "forward 30 % and backward 68 %" in verdict(tally(data=2.0, forward=30.0), setting).text
+
+
+def test_advice_on_loading_knows_how_it_is_done() -> None:
+    here = partial(Setting, "cpu", True, True, cores=4)
+    assert "the CPU waited" in verdict(tally(waited=41.0), here(0)).text
+    assert "now 0: the training process loads them itself" in verdict(tally(waited=41.0), here(0)).text
+    in_memory = verdict(tally(waited=41.0), here(None)).text
+    assert "-num_workers" not in in_memory
+    assert "a larger DATA.BATCH_SIZE" in in_memory
+
+
+@pytest.mark.parametrize(
+    ("loading", "said", "not_said"),
+    [
+        ({"workers": 2, "cores": 4}, ("-num_workers, now 2", "scripts/pack_images.py)"), ()),
+        ({"workers": 4, "cores": 4}, ("images packed once",), ("-num_workers",)),
+        ({"workers": 2, "cores": 4, "stored": "tar files"}, ("-num_workers", "pack_images.py -raw"), ("packed once",)),
+        ({"workers": 4, "cores": 4, "stored": "tar files"}, ("pack_images.py -raw",), ("-num_workers", "packed once")),
+        ({"workers": 2, "cores": 4, "stored": "pixels"}, ("-num_workers",), ("pack_images",)),
+        ({"workers": 4, "cores": 4, "stored": "pixels"}, ("more cores",), ("-num_workers", "pack_images")),
+        ({"workers": 4, "cores": 4, "stored": "pixels", "remote": True}, ("-num_workers",), ("pack_images",)),
+    ],
+)
+def test_only_what_can_help_loading_is_advised(
+    loading: dict[str, Any], said: tuple[str, ...], not_said: tuple[str, ...]
+) -> None:
+    text = verdict(tally(waited=41.0), Setting("cuda", True, True, **loading)).text
+    assert all(part.lower() in text.lower() for part in said), text
+    assert not any(part.lower() in text.lower() for part in not_said), text
+
+
+def test_the_slowest_rank_decides() -> None:
+    """The others wait for its gradients, which looks like work."""
+    made = verdict(tally(waited=1.0), waited=[1.0, 2.0, 41.0, 0.5])
+    assert made.bound == "input"
+    assert "the GPU of rank 2 waited 41 %" in made.text
+
+
+def test_too_few_updates_say_nothing() -> None:
+    assert judge(tally(waited=41.0, updates=9), ON_A_GPU) is None
+    assert judge(tally(waited=41.0, updates=10), ON_A_GPU) is not None
+    assert judge(Tally(), ON_A_GPU) is None
+
+
+def test_the_first_epoch_is_judged_and_no_other() -> None:
+    court = Judge(ON_A_GPU, ALONE)
+    made = [court.first_epoch(tally(waited=41.0)) for _ in range(3)]
+    assert [item is not None for item in made] == [True, False, False]
+    assert court.now(tally(waited=2.0)) is not None
+
+
+def test_the_tally_leaves_out_what_sets_up_and_what_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.measure import throughput
+
+    now = [0.0]
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    stages = HostStages(lambda: now[0])
+    made = Pace(CPU, stages)
+
+    def updates(number: int, seconds: float) -> None:
+        for _ in range(number):
+            stages.begin()
+            now[0] += seconds
+            stages.lap(FORWARD)
+            made.count(64)
+
+    updates(10, 5.0)
+    made.read(waited=30.0)
+    assert (made.tally.updates, made.tally.seconds) == (10, 50.0), "all there is"
+    updates(5, 1.0)
+    made.read(waited=0.0)
+    assert (made.tally.updates, made.tally.seconds) == (15, 55.0), "too few without the first"
+    updates(15, 1.0)
+    made.read(waited=2.0)
+    now[0] += 1000
+    made.restart()
+    updates(20, 1.0)
+    made.read(waited=1.0)
+    assert (made.tally.updates, made.tally.images, made.tally.seconds, made.tally.waited) == (40, 2560, 40.0, 3.0)
+    assert made.tally.stages is not None
+    assert made.tally.stages.seconds[FORWARD] == 40.0
+    assert made.tally.stages.total == 40.0
+
+
+@pytest.fixture
+def slow_source(tmp_path: Path) -> Iterator[str]:
+    """The address of shards of 48 images, of which each answer takes its time."""
+    pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
+
+    class Handler(SimpleHTTPRequestHandler):
+        def send_head(self) -> io.BytesIO | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")
+            if not path.is_file() or not wanted:
+                return super().send_head()  # pyright: ignore[reportReturnType]
+            time.sleep(NAP)
+            first, last = (int(word) for word in wanted.removeprefix("bytes=").split("-"))
+            content = path.read_bytes()
+            body = content[first : last + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{first + len(body) - 1}/{len(content)}")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            return io.BytesIO(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    write_set(tmp_path / "set", [48])
+    with serving(partial(Handler, directory=str(tmp_path))) as place:
+        yield f"{place}/set/"
+
+
+def told(done: Result) -> list[str]:
+    return [line.split(": ", 1)[1] for line in done.out.splitlines() if line.startswith("Where the time went: ")]
+
+
+def perfs(run: Path) -> dict[str, dict[str, Any]]:
+    """By kind of event, the last one's `perf`."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line.get("what", line["event"]): line["perf"] for line in lines}
+
+
+def test_a_slow_source_is_found_out(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, slow_source: str
+) -> None:
+    words = ("DATA.IMAGE_SIZE=16", "DATA.IMAGE_CHANNELS=3", "MODEL.NUM_CLASSES=3", "-batch_size", 4, "-num_workers", 0)
+    once = ("TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=6", f"DATA.CACHE={tmp_path / 'cache'}")
+    run = tmp_path / "run"
+    done = vitamp(
+        *("-cfg", tiny, "-dataset", "shards", "-data_path", slow_source, "-output", run, *words, *once),
+    )
+    assert done.code == 0, done.text
+    (sentence,) = told(done)
+    assert sentence.startswith("input-bound: the CPU waited ")
+    assert "the training process loads them itself" in sentence
+    found = perfs(run)
+    assert found["epoch"]["verdict"]["bound"] == "input"
+    assert found["epoch"]["verdict"]["percent"] > 30
+    assert found["epoch"]["verdict"] == found["end"]["verdict"]
+    assert found["end"]["verdict"]["text"] == sentence
+
+
+def test_a_source_that_keeps_up_is_not_blamed(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    words = ("DATA.IMAGE_SIZE=32", "MODEL.EMBED_DIM=64", "MODEL.DEPTH=4", "-batch_size", 32, "REPORT_STAGES=true")
+    run = tmp_path / "run"
+    done = vitamp(
+        *("-cfg", tiny, "-dataset", "synthetic", "-output", run, *words),
+        *("DATA.SYNTHETIC_TRAIN=512", "DATA.SYNTHETIC_VAL=32", "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=4"),
+    )
+    assert done.code == 0, done.text
+    (sentence,) = told(done)
+    assert sentence.startswith("compute-bound: the CPU waited for data ")
+    assert "-amp" in sentence
+    assert perfs(run)["end"]["verdict"]["bound"] == "compute"
+
+
+def test_a_run_of_a_few_updates_is_not_judged(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.MAX_UPDATES=5")
+    assert done.code == 0, done.text
+    assert told(done) == []
+    assert "verdict" not in perfs(tmp_path / "run")["end"]

@@ -1,0 +1,268 @@
+"""MODEL.ATTENTION packed: its kernels by Triton's interpreter, and which layers and calls they are taken for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from timm.layers.attention import Attention as TimmAttention
+from timm.models import create_model
+from torch import Tensor, nn
+
+import engine.speed.kernels.attention as kernels
+import engine.speed.packed_attention as packed
+from engine.amp.precision import Precision
+from engine.speed import attention_race
+from engine.speed.attention import PACKED, attention_layers, put_attention_in_force, settled_attention
+from engine.speed.attention_race import raced_attention
+from engine.speed.kernels.attention import key_blocks, takes
+from engine.speed.packed_attention import PackedAttention, can_be_packed, packed_alone
+from tests.engine.small import BF16, CPU
+from tests.engine.speed.exact_attention import apart, exact_attention
+from utils.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+BOUNDS = {"bfloat16": 2.0**-5, "float16": 2.0**-9}
+"""The interpreter cuts bf16 off where a GPU rounds."""
+
+
+class OnGpu:
+    """As much of a precision as a decision asks for."""
+
+    device, level, name = torch.device("cuda", 0), "O1", "bf16"
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict[str, Any]]:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.engine.speed.interpreted_attention"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow  # an interpreter, and a compiler to import
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("tokens", "width"), [(197, 64), (50, 64), (17, 32), (256, 32), (1, 64)])
+def test_both_passes_are_near_to_fp64(
+    interpreted: dict[str, dict[str, Any]], tokens: int, width: int, dtype: str
+) -> None:
+    errors = interpreted[f"{tokens} {width} {dtype}"]
+    assert errors.pop("norms") < 1e-6
+    assert set(errors) == {"out", "dq", "dk", "dv"}
+    assert max(errors.values()) < BOUNDS[dtype], errors
+
+
+@pytest.mark.slow
+def test_gradients_of_queries_add_up_over_blocks_of_keys(interpreted: dict[str, dict[str, Any]]) -> None:
+    """As they do where there are more keys than one block of the backward pass holds."""
+    errors = interpreted["in blocks of keys"]
+    assert max(errors.values()) < BOUNDS["float16"], errors
+
+
+@pytest.mark.slow
+def test_torch_takes_it_for_an_operator_of_its_own_kind(interpreted: dict[str, dict[str, Any]]) -> None:
+    assert set(interpreted["operator"].values()) == {"SUCCESS"}
+    assert interpreted["layer"] == {"compiled": True, "checkpointed": True}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks"),
+    [
+        (1, (16, 0, 0)),
+        (17, (32, 0, 0)),
+        (50, (64, 0, 0)),
+        (197, (128, 64, 16)),
+        (145, (128, 32, 0)),
+        (256, (256, 0, 0)),
+    ],
+)
+def test_keys_are_held_by_powers_of_two(tokens: int, blocks: tuple[int, int, int]) -> None:
+    assert key_blocks(tokens) == blocks
+
+
+def test_all_numbers_of_tokens_are_held_and_none_by_more_than_one_block_would() -> None:
+    for tokens in range(1, 257):
+        held = sum(key_blocks(tokens))
+        assert tokens <= held <= max(16, 1 << (tokens - 1).bit_length())
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Sizes of what the kernels are called with: on a CPU, by fp64 in their place."""
+    sizes: list[tuple[int, ...]] = []
+
+    def stand_in(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        sizes.append(tuple(qkv.shape))
+        grad = qkv.new_zeros(*qkv.shape[:2], qkv.shape[2] // 3)
+        out, norms, _ = exact_attention(qkv, heads, grad)
+        return out.to(qkv.dtype), norms.float()
+
+    monkeypatch.setattr(packed, "packed_attention", stand_in)
+    monkeypatch.setattr(packed, "serves", lambda qkv, heads: takes(qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype))
+    return sizes
+
+
+@pytest.fixture
+def layer() -> Any:
+    torch.manual_seed(0)
+    return TimmAttention(64, num_heads=2, qkv_bias=True)
+
+
+def under_autocast(layer: nn.Module, *inputs: Any, **named: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(*inputs, **named)
+
+
+def test_a_packed_layer_computes_what_it_did(layer: Any, taken: list[tuple[int, ...]]) -> None:
+    x = torch.randn(2, 17, 64)
+    expected, names = under_autocast(layer, x), list(layer.state_dict())
+    packed.pack(layer)
+    assert isinstance(layer, PackedAttention)
+    assert type(layer).__name__ == "Attention"
+    assert list(layer.state_dict()) == names
+    assert 0 < apart(under_autocast(layer, x), expected.double()) < 2.0**-6
+    assert taken == [(2, 17, 192)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "autocast", "mask", "drop"),
+    [(17, False, False, 0.0), (257, True, False, 0.0), (17, True, True, 0.0), (17, True, False, 0.5)],
+    ids=["fp32", "many tokens", "a mask", "dropout"],
+)
+def test_where_the_kernels_do_not_serve_torchs_does(
+    layer: Any, taken: list[tuple[int, ...]], tokens: int, autocast: bool, mask: bool, drop: float
+) -> None:
+    layer.attn_drop.p = drop
+    x, seen = torch.randn(2, tokens, 64), torch.ones(tokens, tokens, dtype=torch.bool).tril() if mask else None
+    found: list[Tensor] = []
+    for packing in (False, True):
+        if packing:
+            packed.pack(layer)
+        torch.manual_seed(0)
+        found.append(under_autocast(layer, x, attn_mask=seen) if autocast else layer(x, attn_mask=seen))
+    assert torch.equal(*found)
+    assert taken == []
+
+
+def test_dropout_is_no_hindrance_where_nothing_is_dropped(layer: Any, taken: list[tuple[int, ...]]) -> None:
+    layer.attn_drop.p = 0.5
+    packed.pack(layer)
+    under_autocast(layer.eval(), torch.randn(2, 17, 64))
+    assert len(taken) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"qk_norm": True, "norm_layer": nn.LayerNorm}, {"scale_norm": True, "norm_layer": nn.LayerNorm}, {"gated": True}],
+)
+def test_a_layer_with_more_in_it_is_left_alone(options: dict[str, Any]) -> None:
+    layer: Any = TimmAttention(64, num_heads=2, **options)
+    packed.pack(layer)
+    assert type(layer) is TimmAttention
+    assert not can_be_packed(layer)
+
+
+def test_another_kind_of_layer_is_left_alone() -> None:
+    swin = create_model("swin_tiny_patch4_window7_224", img_size=32, window_size=4, depths=(1, 1, 1, 1))
+    assert attention_layers(swin)
+    put_attention_in_force(PACKED, swin)
+    assert not any(isinstance(module, PackedAttention) for module in swin.modules())
+    put_attention_in_force("fused", swin)
+
+
+def test_kinds_replace_each_other(layer: Any, taken: list[tuple[int, ...]]) -> None:
+    x, calls = torch.randn(2, 17, 64), []
+    for kind in (PACKED, "fused", PACKED, "plain"):
+        put_attention_in_force(kind, layer)
+        under_autocast(layer, x)
+        calls.append(len(taken))
+    put_attention_in_force("fused", layer)
+    assert calls == [1, 1, 2, 2]
+
+
+def test_without_its_kernels_it_is_neither_raced_nor_given_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_here(*_: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(packed, "_have_tried", none_here)
+    monkeypatch.setattr(packed, "missing", lambda: "this CPU has no AMX")
+    vit, images = create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
+    with pytest.raises(UserError, match=r"MODEL\.ATTENTION packed: torch has none.*only fused, plain"):
+        raced_attention(PACKED, vit, images, Precision(BF16, CPU))
+    assert not any(isinstance(module, PackedAttention) for module in vit.modules())
+    with pytest.raises(UserError, match=r"packed: this CPU has no AMX; cpu has fused and plain; or leave it auto"):
+        settled_attention(PACKED, vit, Precision(BF16, CPU), "mkl", (), None)
+
+
+def test_lists_that_name_torchs_operator_leave_ours_out() -> None:
+    vit, precision = create_model("test_vit", num_classes=3), OnGpu()
+    ours: Any = precision
+    listed = ("scaled_dot_product_attention",)
+    with pytest.raises(UserError, match=r"packed needs Triton, and AMP's lists not to name"):
+        settled_attention(PACKED, vit, ours, "mkl", listed, None)
+    assert settled_attention("auto", vit, ours, "mkl", listed, PACKED) is None, "another kind has to be found"
+    assert settled_attention("auto", vit, ours, "mkl", (), PACKED) is None, "it has to be tried on this GPU"
+    with pytest.raises(UserError, match="name softmax"):
+        settled_attention(PACKED, vit, ours, "mkl", ("softmax",), None)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_resumed_run_keeps_it_where_its_kernels_run(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """Another GPU may have too little memory on its chip."""
+
+    def try_kernels(*_: Any) -> None:
+        if not there:
+            raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(packed, "_have_tried", try_kernels)
+    monkeypatch.setattr(packed, "serves", lambda *_: True)
+    monkeypatch.setattr(packed, "packed_attention", lambda qkv, _heads: (qkv[..., : qkv.shape[2] // 3] * 1.0, None))
+    monkeypatch.setattr(attention_race, "_by_events", lambda work: work() or 1.0)
+    vit, images = create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
+    found = raced_attention("auto", vit, images, Precision(BF16, CPU), kept=PACKED)
+    assert (found.kind, found.reason == "as this run began") == ((PACKED, True) if there else ("fused", False))
+
+
+def test_without_triton_it_is_no_kind_among_others() -> None:
+    code = "import sys; sys.modules['triton'] = None; import engine.speed.packed_attention"
+    code += "; import engine.speed.attention as a; assert not a.packed_is_possible(())"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_race_takes_these_kernels_alone_or_not_at_all(
+    layer: Any, taken: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, 17, 64)
+    with pytest.raises(RuntimeError, match="no kernel for 17 tokens"), packed_alone(layer, 17, torch.float16, CPU):
+        pass
+    monkeypatch.setattr(packed, "_have_tried", lambda *_: None)
+    with packed_alone(layer, 17, torch.bfloat16, CPU):
+        under_autocast(layer, x)
+        with pytest.raises(RuntimeError, match=r"no kernel for .* torch\.float32"):
+            layer(x)
+        with pytest.raises(RuntimeError, match="no kernel for dropout or a mask"):
+            under_autocast(layer, x, is_causal=True)
+    assert taken == [(2, 17, 192)]
+    assert type(layer) is TimmAttention
+    under_autocast(layer, x)
+    assert len(taken) == 1
+
+
+def test_a_kernel_that_cannot_run_or_is_wrong_is_no_kind_of_this_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(packed, "try_out", fail)
+    with pytest.raises(RuntimeError, match="does not run here: no compiler"):
+        packed._have_tried(17, 64, torch.bfloat16, torch.device("cuda", 0))
+    monkeypatch.setattr(kernels, "packed_attention", lambda qkv, heads: (qkv[..., : 64 * heads] * 1.0, None))
+    with pytest.raises(RuntimeError, match="off by"):
+        kernels.try_out(CPU, torch.bfloat16, 17, 64)

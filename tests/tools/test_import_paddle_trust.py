@@ -1,0 +1,141 @@
+"""A pickle that wants anything but arrays is refused, a broken one is told, and none takes memory."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from models import load_pretrained
+from models.weights.paddle_file import read_pdparams
+from tests.tools.paddle_files import Tool, tool_of, write
+from utils.errors import UserError
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
+    return tool_of(capsys)
+
+
+class Calls:
+    """A pickle that calls what it likes."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, self.arguments
+
+
+class WithId(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return Calls(os.system, "touch ran") if isinstance(obj, set) else None
+
+
+def by_persistent_id() -> bytes:
+    stream = io.BytesIO()
+    WithId(stream, 2).dump({"w": {1}})
+    return stream.getvalue()
+
+
+def objects() -> np.ndarray:
+    return np.array([Calls(os.system, "touch ran"), 1], dtype=object)
+
+
+MALICIOUS: dict[str, tuple[bytes, str]] = {
+    "os.system": (pickle.dumps({"w": Calls(os.system, "touch ran")}), "posix.system"),
+    "os.system, protocol 0": (pickle.dumps({"w": Calls(os.system, "touch ran")}, 0), "posix.system"),
+    "eval": (pickle.dumps({"w": Calls(eval, "open('ran', 'w')")}), "builtins.eval"),
+    "getattr": (pickle.dumps([Calls(getattr, "x", "join")]), "builtins.getattr"),
+    "numpy's own": (pickle.dumps({"w": Calls(np.load, "ran")}), "numpy.load"),
+    "nested": (pickle.dumps({"model": {"w": [({"a": Calls(os.system, "touch ran")},)]}}), "posix.system"),
+    "as a key": (pickle.dumps({("w", 1): 1}), "a dict by tuple"),
+    "in a persistent id": (by_persistent_id(), "posix.system"),
+    "a persistent id": (b"\x80\x02}U\x01wU\x01xQs.", "persistent ids"),
+    "an array of objects": (pickle.dumps({"w": objects()}), "'O8'"),
+    "an array of records": (pickle.dumps({"w": np.zeros(2, [("a", "f4")])}), "'V4'"),
+    "an instance": (b"(iposix\nsystem\np0\n.", "posix.system"),
+    "an object": (b"(cposix\nsystem\nS'touch ran'\no.", "posix.system"),
+    "an extension": (b"\x80\x02\x82\x01.", "extensions"),
+    "a call of what is no function": (b"\x80\x02U\x01x)R.", "no function"),
+    "a change of a function": (b"\x80\x02cnumpy\nndarray\n}U\x04callU\x01xsb.", "no array"),
+    "a subclass in the array's place": (
+        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n(cnumpy\ndtype\nK\x00\x85U\x01btR.",
+        "in a way that numpy does not",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MALICIOUS)
+def test_what_is_no_array_is_refused_and_nothing_is_run(
+    kind: str, tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content, told = MALICIOUS[kind]
+    (tmp_path / "w.pdparams").write_bytes(content)
+    code, said = tool(tmp_path / "w.pdparams")
+    assert code == 2, said
+    assert told in said
+    assert "nothing in it was run" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.pdparams"]
+    with pytest.raises(UserError, match=r"w\.pdparams"):
+        load_pretrained(nn.Linear(1, 1), str(tmp_path / "w.pdparams"), "linear")
+    assert not (tmp_path / "ran").exists()
+
+
+def huge(size: int) -> bytes:
+    """An array whose shape says so much, over three numbers."""
+    content = pickle.dumps({"w": np.arange(3, dtype=np.float32)}, protocol=2)
+    assert content.count(b"K\x03\x85") == 1
+    return content.replace(b"K\x03\x85", b"\x8a\x05" + size.to_bytes(5, "little") + b"\x85")
+
+
+BROKEN: dict[str, bytes] = {
+    "no pickle": b"PK\x03\x04 what is this",
+    "empty": b"",
+    "cut off": pickle.dumps({"w": np.arange(300.0)})[:-500],
+    "no dict": pickle.dumps([1, 2]),
+    "no arrays": pickle.dumps({"epoch": 3}),
+    "a shape without numbers": huge(2**38),
+    "bytes that are not there": b"\x80\x04}U\x01w\x8e" + struct.pack("<Q", 2**40) + b"x",
+    "a frame that is not there": b"\x80\x04\x95" + struct.pack("<Q", 2**40) + b"}.",
+    "a place in the memo": b"\x80\x02}r\xff\xff\xff\xff.",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_file_is_told_and_takes_no_memory(kind: str, tmp_path: Path, tool: Tool) -> None:
+    import tracemalloc
+
+    (tmp_path / "w.pdparams").write_bytes(BROKEN[kind])
+    tracemalloc.start()
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / "w.pdparams"))):
+        read_pdparams(tmp_path / "w.pdparams")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert tool(tmp_path / "w.pdparams")[0] == 2
+
+
+def test_a_small_file_does_not_grow(tmp_path: Path) -> None:
+    """The same numbers by a thousand names, and the same text made bytes a thousand times."""
+    array = np.arange(10_000.0)
+    write(tmp_path / "w.pdparams", {str(n): array for n in range(1000)})
+    with pytest.raises(UserError, match="larger than the file"):
+        read_pdparams(tmp_path / "w.pdparams")
+    text = "x" * 100_000
+    again = b"c_codecs\nencode\nh\x00U\x06latin1\x86R0" * 1000
+    (tmp_path / "w.pdparams").write_bytes(
+        b"\x80\x02X" + struct.pack("<I", len(text)) + text.encode() + b"q\x000" + again + b"N."
+    )
+    with pytest.raises(UserError, match="more bytes than it holds"):
+        read_pdparams(tmp_path / "w.pdparams")

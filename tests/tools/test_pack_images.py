@@ -1,0 +1,287 @@
+"""scripts/pack_images.py: what it writes, that it goes on after a kill, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from datasets import check_dataset, open_dataset
+from tests.tools.packing import Pack, all_bytes, members, photograph
+from tools.pack_images.command import main
+from utils.config.data import DataConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders of 12 + 5 photographs of 96 x 64, the training ones of many kinds."""
+    root = tmp_path_factory.mktemp("source")
+    for k in range(12):
+        photograph(root / "train" / "abc"[k % 3] / f"{k}.jpg", k, size=(96, 64) if k % 2 else (64, 96))
+    for k in range(5):
+        photograph(root / "val" / "abc"[k % 3] / f"{k}.jpg", 100 + k)
+    photograph(root / "train" / "a" / "small.jpg", 50, size=(40, 30), progressive=True)
+    photograph(root / "train" / "b" / "lossless.png", 51)
+    Image.new("L", (90, 70), 77).save(root / "train" / "c" / "grey.jpg")
+    return root
+
+
+def opened(folder: Path, train: bool, dataset: str = "shards", classes: int = 3) -> Any:
+    data = DataConfig.model_validate({"DATASET": dataset, "DATA_PATH": str(folder), "IMAGE_SIZE": 24})
+    check_dataset(data, classes)
+    return open_dataset(data, train, classes, 0, CPU)
+
+
+def test_images_become_small_baseline_jpegs(source: Path, tmp_path: Path, pack: Pack) -> None:
+    assert pack(source, tmp_path / "packed", "-short_side", 48, "-shard_images", 5) == 0
+    found = members(tmp_path / "packed", "train")
+    sizes, kept = [], 0
+    for name, content in found.items():
+        if name.endswith(".cls"):
+            continue
+        with Image.open(io.BytesIO(content)) as image:
+            sizes.append(image.size)
+            if min(image.size) < 48:
+                kept += content == (source / "train" / "a" / "small.jpg").read_bytes()
+                continue
+            assert image.format == "JPEG"
+            assert "progressive" not in image.info
+            if image.mode == "RGB":
+                assert image.layer[0][1:3] == (2, 2), "brightness"  # pyright: ignore
+                assert image.layer[1][1:3] == (1, 1), "colours, at half of it"  # pyright: ignore
+    assert kept == 1, "never enlarged"
+    assert sorted(sizes) == sorted([(72, 48)] * 7 + [(48, 72)] * 6 + [(62, 48), (40, 30)])
+    told = json.loads((tmp_path / "packed" / "dataset.json").read_text())
+    assert [len(told["parts"][part]["shards"]) for part in ("train", "val")] == [3, 1]
+    assert (told["small"], told["left_out"], told["classes"]) == (1, [], ["a", "b", "c"])
+    assert not (tmp_path / "packed" / ".packing").exists()
+
+
+def test_every_image_keeps_its_label_and_looks_the_same(source: Path, tmp_path: Path, pack: Pack) -> None:
+    assert pack(source, tmp_path / "packed", "-short_side", 60, "-quality", 95) == 0
+    places = ((source, "imagefolder"), (tmp_path / "packed", "shards"))
+    before, after = (opened(place, True, name) for place, name in places)
+    assert after.classes == before.classes
+    assert sorted(after.samples.labels) == sorted(before.samples.labels)
+    assert after.samples.labels.tolist() != before.samples.labels.tolist(), "classes are mixed"
+    one, two = (opened(place, False, name).__getitems__([(0, k) for k in range(5)]) for place, name in places)
+    assert one.labels.tolist() == two.labels.tolist()
+    assert (one.images.float() - two.images.float()).abs().mean() < 3
+
+
+def test_kept_files_are_the_same_bytes_and_validate_alike(imagenet: Path, tmp_path: Path, pack: Pack) -> None:
+    packed = tmp_path / "packed"
+    assert pack(imagenet, packed, "-keep", "-shard_images", 10) == 0
+    for part, count in (("train", 24), ("val", 8)):
+        files = sorted(path.read_bytes() for path in (imagenet / part).rglob("*.JPEG"))
+        images = sorted(image for name, image in members(packed, part).items() if not name.endswith(".cls"))
+        assert len(images) == count
+        assert images == files
+    keys = [(0, k) for k in range(8)]
+    one, two = opened(imagenet, False, "imagenet2012", 4), opened(packed, False, "shards", 4)
+    for ours, theirs in zip(one.__getitems__(keys), two.__getitems__(keys), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_raw_pixels_need_no_decoding(source: Path, tmp_path: Path, pack: Pack) -> None:
+    assert pack(source, tmp_path / "packed", "-raw", "-short_side", 48) == 0
+    found = members(tmp_path / "packed", "val")
+    arrays = [np.load(io.BytesIO(content)) for name, content in found.items() if name.endswith(".npy")]
+    assert [array.shape for array in arrays] == [(48, 72, 3)] * 5
+    with Image.open(source / "val" / "a" / "0.jpg") as image:
+        assert np.array_equal(arrays[0], np.asarray(image.resize((72, 48), Image.Resampling.BICUBIC)))
+    batch = opened(tmp_path / "packed", True).__getitems__([(1, k) for k in range(15)])
+    assert batch.images.flatten(1).any(1).all()
+
+
+def test_packing_twice_gives_the_same_bytes(source: Path, tmp_path: Path, pack: Pack) -> None:
+    for name, jobs in (("one", 1), ("two", 3)):
+        assert pack(source, tmp_path / name, "-short_side", 48, "-shard_images", 4, "-jobs", jobs) == 0
+    assert all_bytes(tmp_path / "one") == all_bytes(tmp_path / "two")
+    before = all_bytes(tmp_path / "one")
+    assert pack(source, tmp_path / "one", "-short_side", 48, "-shard_images", 4) == 0
+    assert all_bytes(tmp_path / "one") == before
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """So many images that packing takes long enough to be killed."""
+    root = tmp_path_factory.mktemp("many")
+    first = photograph(root / "train" / "a" / "0.jpg", 0, size=(1000, 800))
+    for k in range(1, 80):
+        os.link(first, root / "train" / "a" / f"{k}.jpg")
+    photograph(root / "val" / "a" / "0.jpg", 1)
+    return root
+
+
+def _become(words: list[str], out: Path) -> None:
+    sys.stdout = sys.stderr = out.open("w")
+    sys.exit(main(words))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_packing_goes_on_where_it_was(many: Path, tmp_path: Path, pack: Pack, how: signal.Signals) -> None:
+    words = [str(word) for word in (many, tmp_path / "packed", "-short_side", 200, "-shard_images", 10, "-jobs", 2)]
+    process = multiprocessing.get_context("fork").Process(target=_become, args=(words, tmp_path / "out"))
+    process.start()
+    deadline = time.monotonic() + 60
+    while not (shards := sorted((tmp_path / "packed" / "train").glob("*.tar"))) and time.monotonic() < deadline:
+        assert process.is_alive(), (tmp_path / "out").read_text()
+        time.sleep(0.005)
+    os.kill(process.pid or 0, how)
+    process.join(60)
+    assert process.exitcode == (130 if how == signal.SIGINT else -9)
+    if how == signal.SIGINT:
+        assert "interrupted; the tar files that are finished stay" in (tmp_path / "out").read_text()
+    assert "Traceback" not in (tmp_path / "out").read_text()
+    assert (tmp_path / "packed" / ".packing").is_dir()
+    first = shards[0]
+    written = first.stat().st_mtime_ns
+    later = [path for path in (tmp_path / "packed" / "train").glob("*.tar") if path != first]
+    for path in later:
+        path.write_bytes(path.read_bytes()[:-1] + b"x")  # as a disk may leave it after a power cut
+    assert pack(*words) == 0
+    assert first.stat().st_mtime_ns == written, "finished, and not packed again"
+    assert pack(many, tmp_path / "fresh", *words[2:]) == 0
+    assert all_bytes(tmp_path / "packed") == all_bytes(tmp_path / "fresh")
+
+
+def test_a_full_disk_ends_with_a_message_and_room_lets_it_go_on(
+    many: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], check=False, capture_output=True)
+    if mount.returncode:
+        pytest.skip("only root may make a small disk")
+    try:
+        words = (many, disk / "packed", "-raw", "-short_side", 60, "-shard_images", 10, "-jobs", 2)
+        assert pack(*words) == 1
+        said = capsys.readouterr().err
+        assert f"No room is left for {disk}/packed/train/" in said
+        assert "make room, and the same command goes on" in said
+        shards = list((disk / "packed" / "train").glob("*.tar"))
+        written = {path: path.stat().st_mtime_ns for path in shards}
+        assert 1 <= len(shards) < 8
+        assert not list((disk / "packed" / "train").glob(".*")), "half a shard takes no room"
+        subprocess.run(["mount", "-o", "remount,size=9m", disk], check=True)
+        assert pack(*words) == 0
+        assert {path: path.stat().st_mtime_ns for path in shards} == written
+        assert len(list((disk / "packed" / "train").glob("*.tar"))) == 8
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def spoil(source: Path, root: Path) -> Path:
+    """A copy with a text file, an empty one and one that was cut off among the training images."""
+    shutil.copytree(source, root)
+    (root / "train" / "a" / "text.jpg").write_text("no image")
+    (root / "train" / "b" / "empty.jpg").write_bytes(b"")
+    whole = (root / "train" / "b" / "1.jpg").read_bytes()
+    (root / "train" / "b" / "1.jpg").write_bytes(whole[: len(whole) // 2])
+    return root
+
+
+@pytest.mark.parametrize("how", ["-keep", "-raw", "-quality=80"])
+def test_broken_images_are_named_and_left_out(
+    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    root = spoil(source, tmp_path / "spoiled")
+    assert pack(root, tmp_path / "packed", how, "DATA.MAX_BAD=3") == 0
+    said = capsys.readouterr()
+    broken = ("train/a/text.jpg", "train/b/empty.jpg", "train/b/1.jpg")
+    assert all(f"{root}/{name}" in said.err for name in broken), said.err
+    assert "19 images in 2 tar files" in said.out
+    assert "3 left out" in said.out
+    left_out = json.loads((tmp_path / "packed" / "dataset.json").read_text())["left_out"]
+    assert len(left_out) == 3
+    assert all(any(name in line for line in left_out) for name in broken)
+
+
+def test_too_many_broken_images_stop_it(
+    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = spoil(source, tmp_path / "spoiled")
+    assert pack(root, tmp_path / "packed", "-keep", "DATA.MAX_BAD=2") == 1
+    assert "3 images cannot be read, and DATA.MAX_BAD allows 2" in capsys.readouterr().err
+    assert not (tmp_path / "packed" / "dataset.json").exists()
+    assert pack(root, tmp_path / "packed", "-keep", "DATA.MAX_BAD=3") == 0
+
+
+def test_what_is_refused(
+    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], imagenet: Path
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "diary.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    done = tmp_path / "done"
+    assert pack(source, done, "-short_side", 48) == 0
+    before = all_bytes(tmp_path)
+    for words, said in (
+        ([source], "needs two places: SRC, what to pack, and DST, where to; got 1"),
+        ([], "got neither"),
+        ([source, "a", "b"], "got 3"),
+        ([source, tmp_path / "full"], "holds something else, diary.txt for one"),
+        ([source, tmp_path / "file"], "is a file; it needs a folder"),
+        ([source, done, "-short_side", 50], "packed with short_side 48, not 50"),
+        ([source, done, "-raw", "-short_side", 48], "packed with kind jpeg, not raw"),
+        ([imagenet, done, "-short_side", 48], "packed from other images"),
+        ([tmp_path / "nowhere", tmp_path / "new"], "does not exist"),
+        ([source, tmp_path / "new", "-raw", "-keep"], "-raw and -keep exclude each other"),
+        ([source, tmp_path / "new", "-raw", "-quality", 80], "-quality has no effect with -raw"),
+        ([source, tmp_path / "new", "-keep", "-short_side", 80], "-short_side has no effect with -keep"),
+        ([source, tmp_path / "new", "-quality", 101], "-quality 101: takes a whole number from 1 to 100"),
+        ([source, tmp_path / "new", "-short_side", "big"], "-short_side big: takes a whole number"),
+        ([source, tmp_path / "new", "-data_path", source], "-data_path: pack_images.py takes it as its first word"),
+        ([source, tmp_path / "new", "-dataset", "digits"], "lies in memory"),
+        ([source, tmp_path / "new", "-qualty", 80], "unknown flag -qualty. Did you mean -quality?"),
+        (["-verify", tmp_path / "full"], "dataset.json cannot be read"),
+        (["-verify", done, source], "packs nothing"),
+    ):
+        assert pack(*words) == 2, said
+        assert said in capsys.readouterr().err
+    assert all_bytes(tmp_path) == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_verify_names_what_differs(
+    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = tmp_path / "packed"
+    assert pack(source, packed, "-short_side", 48, "-shard_images", 5) == 0
+    assert pack("-verify", packed) == 0
+    assert "4 tar files and their indexes are as they were packed" in capsys.readouterr().out
+    whole = all_bytes(packed)
+
+    def problem(name: str, content: bytes | None, said: str) -> None:
+        (packed / name).unlink() if content is None else (packed / name).write_bytes(content)
+        assert pack("-verify", packed) == 1
+        told = capsys.readouterr().err
+        assert said in told
+        of = "1 of 2 indexes" if name.endswith(".npz") else "1 of 4 tar files"
+        assert f"{of} differ" in told
+        (packed / name).write_bytes(whole[name])
+
+    second = whole["train/00001.tar"]
+    flipped = second[:2000] + bytes([second[2000] ^ 1]) + second[2001:]
+    problem("train/00001.tar", flipped, f"{packed}/train/00001.tar has another checksum")
+    problem("train/00001.tar", second[:-512], f"{packed}/train/00001.tar has")
+    problem("train/00001.tar", None, f"{packed}/train/00001.tar cannot be read")
+    problem("index-train.npz", whole["index-val.npz"], "index-train.npz does not match the tar files")
+    problem("index-train.npz", None, "index-train.npz is missing")
+    assert pack("-verify", packed) == 0

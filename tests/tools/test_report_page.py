@@ -1,0 +1,277 @@
+"""scripts/report.py: what its page says, of whole runs, of cut ones, and of names that mean mischief."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tools.made_runs import MISCHIEF, make_run
+from tools.common.figures import Rows
+from tools.report.charts import MOST_POINTS, Chart, Curve, charts, colours_of, short, side_by_side, thinned
+from tools.report.command import main
+from tools.report.page import write_report
+from tools.report.runs import read_runs
+
+Page = Callable[..., "Seen"]
+
+
+class Seen(HTMLParser):
+    """A page: its text, and its elements."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.html, self.words, self.tags = html, [], []
+        self.feed(html)
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+    def named(self, tag: str) -> list[dict[str, Any]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    def call(*runs: Path, **options: Any) -> Seen:
+        options = {"out": tmp_path / "page.html", "predictions": False, **options}
+        return Seen(write_report(runs, **options).read_text(encoding="utf-8"))
+
+    return call
+
+
+def test_figures_of_one_run(page: Page, tmp_path: Path) -> None:
+    text = page(make_run(tmp_path / "night", best=97.5, seconds=3725)).text
+    assert "97.50 % best top-1, epoch 4" in text
+    assert "1:02:05 training time" in text
+    assert "fp16 precision" in text
+    assert "compute-bound: the CPU waited" in text
+    assert "finished" in text
+
+
+def test_time_and_speed_of_a_run_that_was_resumed(page: Page, tmp_path: Path) -> None:
+    """Each start has a clock of its own, and a first report that does not count for the speed."""
+    run = make_run(tmp_path / "resumed", seconds=3600)
+    metrics = run / "metrics.jsonl"
+    begun, *lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    half = next(number for number, line in enumerate(lines) if '"update": 50' in line)
+    again = json.dumps({"event": "run", "epoch": 3, "what": "resume", "update": 40, "perf": {"seconds": 0.1}})
+    metrics.write_text("".join([begun, *lines[:half], f"{again}\n", *lines[half:]]), encoding="utf-8")
+    assert "1:30:00 training time" in page(run).text
+    [read] = read_runs([run])
+    assert read.speed == 150.0, "the middle of 120 to 140 and 160 to 180"
+
+
+def test_two_runs_stand_beside_each_other(page: Page, tmp_path: Path) -> None:
+    runs = make_run(tmp_path / "a", rate="1e-3"), make_run(tmp_path / "b", rate="2e-3", precision="fp32")
+    seen = page(*runs, verdict="a is better\nby far")
+    assert "TRAIN.BASE_LR 0.001 0.002" in seen.text
+    assert "TRAIN.NUM_EPOCHS" not in seen.text, "what is equal is not listed"
+    assert "a is better by far" in seen.text
+    assert "a (fp16)" in seen.text
+    assert "b (fp32)" in seen.text
+
+
+def test_skips_are_marked_and_named(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "skipping", skips=[20, 40])
+    [scale] = [chart for chart in charts(read_runs([run])) if chart.title == "Loss scale"]
+    assert [point[0] for point in scale.marks[0][0]] == [1, 2]
+    text = page(run).text
+    assert "2 updates were skipped." in text
+    assert "20 linear, blocks.0.mlp.fc1, forward" in text
+
+
+def test_a_run_without_scaling_has_no_curve_of_it(page: Page, tmp_path: Path) -> None:
+    seen = page(make_run(tmp_path / "plain", precision="bf16", scale=1.0))
+    assert not any("Loss scale" in mark["aria-label"] for mark in seen.named("svg"))
+    assert "The loss needed no scaling" in seen.text
+
+
+@pytest.mark.parametrize("what", ["cut", "empty", "config", "run.json", "no metrics"])
+def test_a_page_of_what_there_is(page: Page, tmp_path: Path, what: str) -> None:
+    run = make_run(tmp_path / "cut")
+    metrics = run / "metrics.jsonl"
+    if what == "cut":
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-2]) + '{"event": "val", "epo')
+    elif what == "empty":
+        metrics.write_text("")
+    elif what == "no metrics":
+        metrics.unlink()
+    else:
+        (run / ("config.yaml" if what == "config" else what)).write_text("{ no end")
+    text = page(run, make_run(tmp_path / "whole")).text
+    assert {"cut": "running, or cut off", "config": "Not known: a config.yaml", "run.json": "unknown"}.get(
+        what, "nothing reported yet"
+    ) in text
+
+
+def test_nothing_of_a_name_is_run(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / 'a "quoted" <img src=x onerror=alert(1)>', tag=MISCHIEF)
+    seen = page(run, make_run(tmp_path / "other"), verdict=MISCHIEF)
+    assert not seen.named("script")
+    assert not seen.named("img")
+    assert seen.text.count(MISCHIEF) >= 2, "it is shown as it is written"
+    assert not [a for _, a in seen.tags if any(name.startswith("on") for name in a)]
+    policy = next(a for a in seen.named("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    allowed = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    assert policy["content"] == allowed
+
+
+def test_nothing_comes_from_elsewhere(digits_run: Path, page: Page) -> None:
+    seen = page(digits_run, predictions=True)
+    assert not seen.named("link")
+    assert {mark["src"][:15] for mark in seen.named("img")} <= {"data:image/png;"}
+    assert not re.search(r"url\(|@import|https?://", seen.html)
+
+
+def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None:
+    seen = page(digits_run, predictions=True)
+    lines = [json.loads(line) for line in (digits_run / "metrics.jsonl").read_text().splitlines()]
+    best = max(line[key] for line in lines if line["event"] == "val" for key in ("acc1", "ema_acc1"))
+    assert f"{best:.2f} % of 360 validation images are right" in seen.text
+    wrong = round(360 * (1 - best / 100))
+    assert len(seen.named("figure")) == min(12, wrong)
+    in_matrix = [int(a["title"].rpartition(" ")[2]) for a in seen.named("td") if "taken for" in a.get("title", "")]
+    assert sum(in_matrix) == 360
+
+
+def test_equal_logits_count_as_in_validation(digits_run: Path, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them comes first, a GPU decides otherwise than a CPU: they are judged where they were computed."""
+    judged: list[bool] = []
+    rows = Rows.of
+
+    def look(logits: torch.Tensor, labels: torch.Tensor) -> Rows:
+        judged.append(len(logits) <= 64)
+        return rows(logits, labels)
+
+    monkeypatch.setattr(Rows, "of", look)
+    page(digits_run, predictions=True)
+    assert len(judged) > 1
+    assert all(judged), "batch by batch, as validation does"
+
+
+def test_names_that_are_no_text_are_shown_as_far_as_they_are(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / os.fsdecode(b"caf\xe9"))
+    assert "caf\N{REPLACEMENT CHARACTER}" in page(run, make_run(tmp_path / "other")).text
+
+
+def test_weights_that_are_gone_leave_the_rest(digits_run: Path, page: Page, tmp_path: Path) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(digits_run, copied, ignore=shutil.ignore_patterns("*.safetensors"))
+    text = page(copied, predictions=True).text
+    assert "The model could not be asked:" in text
+    assert "best top-1" in text
+
+
+def test_where_the_page_lies(tmp_path: Path) -> None:
+    one, two = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "deep" / "two")
+    assert write_report([one], predictions=False) == one / "report.html"
+    assert write_report([one, two, one], predictions=False) == tmp_path / "runs" / "report.html"
+    assert "2 runs: one, two" in (tmp_path / "runs" / "report.html").read_text()
+
+
+def test_runs_that_share_nothing_but_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = make_run(tmp_path / "here")
+    top = "/var/tmp" if tmp_path.is_relative_to("/dev") else "/dev/shm"
+    with tempfile.TemporaryDirectory(dir=top) as elsewhere:
+        monkeypatch.chdir(tmp_path)
+        runs = [here, make_run(Path(elsewhere) / "there")]
+        assert write_report(runs, predictions=False) == tmp_path / "report.html"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere"], "nowhere: no run lies there"),
+        (["{run}", "-out", "page.txt"], "-out page.txt: name a file that ends in .html"),
+        (["{run}", "-out", "page"], "-out page: name a file that ends in .html"),
+        (["{run}", "-out", "no/such/page.html"], "the folder no/such does not exist"),
+        (["{run}", "-verdict"], "-h shows what there is"),
+        ([], "-h shows what there is"),
+    ],
+)
+def test_bad_command_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    run = make_run(tmp_path / "run")
+    assert main([word.replace("{run}", str(run)) for word in words]) == 2
+    assert told in capfd.readouterr().err
+    assert not (run / "report.html").exists()
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    assert main([str(run), "-no_predictions"]) == 0
+    assert f"Report: {run / 'report.html'}" in capfd.readouterr().out
+
+
+def test_long_curves_are_thinned() -> None:
+    points = [(float(n), float(n)) for n in range(100_000)]
+    assert len(thinned(points)) <= MOST_POINTS + 1
+    assert thinned(points)[-1] == points[-1]
+    assert thinned([]) == []
+
+
+@pytest.mark.parametrize("points", [[(1.0, 2.0)], [(1.0, 0.0), (2.0, 0.0)], [(1.0, -3e-9), (9.0, 5e9)], []])
+def test_any_curve_can_be_drawn(points: list[tuple[float, float]]) -> None:
+    for logarithmic in (False, True):
+        chart = Chart("any", [Curve(points, "curve", 0)], logarithmic=logarithmic)
+        texts = [text for _, text in [*chart.x_ticks(), *chart.y_ticks()]]
+        assert len(texts) > 1
+        assert all(0 <= y <= 260 for _, path in chart.lines() for y in map(float, re.findall(r",(-?[\d.]+)", path)))
+
+
+def test_side_by_side_the_axes_are_the_same(tmp_path: Path) -> None:
+    runs = read_runs([make_run(tmp_path / "a", best=90), make_run(tmp_path / "b", best=50)])
+    losses, found = side_by_side(runs)
+    assert [chart.title for chart in losses] == ["a: loss", "b: loss"]
+    assert [chart.title for chart in found] == ["a: top-1 (%)", "b: top-1 (%)"]
+    assert found[0].y_ticks() == found[1].y_ticks()
+    assert found[0].lines() != found[1].lines()
+    assert side_by_side(runs[:1]) == []
+
+
+def test_before_the_first_epoch_is_whole_updates_are_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "short")
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
+    [training, *_] = next(chart for chart in charts(read_runs([run])) if chart.title == "Loss").curves
+    assert [update for update, _ in training.points] == [10, 20]
+
+
+def test_epoch_means_the_best_validation_and_resumes_are_shown(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "whole", best=80.0)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "run", "epoch": 3, "what": "resume", "update": 50, "perf": {}}) + "\n")
+    accuracy = next(chart for chart in charts(read_runs([run])) if chart.title.startswith("Accuracy"))
+    assert accuracy.below == "epoch"
+    assert [curve.points for curve in accuracy.curves[:2]] == [[(1, 77), (2, 78), (3, 79), (4, 80)]] * 2
+    assert accuracy.best[0][0] == [(4, 80)]
+    assert [x for x, _ in accuracy.resumed] == [2.5]
+    assert len(accuracy.diamonds()) == 1
+    assert "epoch" in page(run).text
+
+
+def test_seeds_of_a_precision_share_a_colour(tmp_path: Path) -> None:
+    made = [make_run(tmp_path / f"{kind}-{seed}", precision=kind) for kind in ("fp32", "bf16") for seed in (0, 1)]
+    assert colours_of(read_runs(made)) == [0, 0, 1, 1]
+    assert colours_of(read_runs(made[:2])) == [0, 1]
+
+
+def test_short_numbers() -> None:
+    found = [short(value) for value in (0, 0.25, 1234, 12345, 2_500_000, 0.00012, 2.0**40, -3)]
+    assert found == ["0", "0.25", "1234", "12.35k", "2.5M", "1.2e-4", "1.10e12", "-3"]

@@ -1,0 +1,38 @@
+"""scripts/dev/results.py: what a run that is to be a result says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.dev.results import one_run
+from tests.tools.made_runs import make_run
+from utils.errors import UserError
+
+
+def test_time_and_speed_are_those_of_all_starts(tmp_path: Path) -> None:
+    """As scripts/report.py and scripts/compare.py tell them: each start has a clock, and a first report, of its own."""
+    run = make_run(tmp_path / "run", seconds=60.0)
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    at = next(number for number, line in enumerate(lines) if line.get("update") == 50)
+    for line in lines[at:]:
+        if "seconds" in line["perf"]:
+            line["perf"]["seconds"] -= 30
+    lines.insert(at, {"event": "run", "epoch": 3, "what": "resume", "update": 40, "perf": {}})
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    row = one_run(run)
+    assert row["seconds"] == 60
+    assert row["images_per_second"] == 100 + (20 + 30 + 40 + 60 + 70 + 80) / 6, "of 10 and 50 were the first"
+    assert (row["best_acc1"], row["last_acc1"], row["skipped"]) == (90.0, 90.0, 0)
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_run_that_did_not_end_is_no_result(tmp_path: Path, cut: int) -> None:
+    run = make_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines[: -1 if cut else 0]) + cut * '\n{"event": "ru')
+    with pytest.raises(UserError, match="did not end"):
+        one_run(run)

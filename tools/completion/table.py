@@ -39,10 +39,10 @@ Option = dict[str, Any]
 
 def table() -> dict[str, Any]:
     programs = {name: _program([flag for group in FLAGS.values() for flag in group]) for name in ENTRIES}
-    for path in sorted((ROOT / "scripts").glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if "__main__" in text and ("\nOWN" in text or "\ndef _parser" in text):
-            programs[path.name] = _tool(importlib.import_module(f"tools.{path.stem}.command"))
+    for path in sorted((ROOT / "tools").glob("*/command.py")):
+        name, text = path.parent.name, path.read_text(encoding="utf-8")
+        if "\nOWN" in text or "\ndef _parser" in text:
+            programs[f"{name}.py"] = _tool(importlib.import_module(f"tools.{name}.command"))
     programs["completion.py"] = {"flags": {}, "words": ["bash", "zsh", "fish"], "settings": False, "paths": None}
     timm = importlib.util.find_spec("timm")
     return {"programs": programs, "settings": _settings(), "timm": timm.origin if timm else None}

@@ -56,6 +56,7 @@ def resolve(model: ModelConfig, sizes_given: bool) -> Base:
         raise UserError(
             f"MODEL.TYPE: '{model.TYPE}' is no family that is built from sizes ({', '.join(DEFAULTS)} are)."
             f"{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME to a model of timm, which '{name}' is not."
+            f"{nearest(name, [*timm.list_models(), *RECIPES])}"
         )
     raise UserError(_unknown(model, name))
 

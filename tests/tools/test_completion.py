@@ -111,7 +111,7 @@ def test_other_programs_are_left_alone(offers: Offers) -> None:
 
 def test_answers_are_made_without_torch_and_follow_the_files(cache: Path) -> None:
     """No list is imported at a TAB: site-packages are not even looked at. A younger source makes the table anew."""
-    command = [sys.executable, "-I", "-S", "-X", "importtime", str(ROOT / "scripts" / "completion_words.py")]
+    command = [sys.executable, "-I", "-S", "-X", "importtime", str(ROOT / "tools" / "completion" / "words.py")]
     env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
 
     def ask() -> subprocess.CompletedProcess[str]:

@@ -220,7 +220,7 @@ def test_the_mode_of_the_environment_is_left_alone(
 
 def test_off_it_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
-    module = runpy.run_path(str(ROOT / "engine" / "wandb_board.py"))
+    module = runpy.run_path(str(ROOT / "engine" / "report" / "wandb.py"))
     assert module["open_board"](Config(), tmp_path, "fp32", tmp_path / "metrics.jsonl") is None
     assert list(tmp_path.iterdir()) == []
 

@@ -226,7 +226,7 @@ def test_what_cannot_be_loaded_is_said(digits_run: Path, tmp_path: Path) -> None
         (tmp_path / "foreign.safetensors", {}, "its header is not vitamp's"),
         (tmp_path / "short.safetensors", {}, "cannot be read as safetensors"),
         (tmp_path / "x.pth", {}, "weights that do not say what they are of"),
-        (digits_run, {"amp": "fp7"}, "the values of -amp are"),
+        (digits_run, {"amp": "fp7"}, "give one of: auto off fp16"),
     )
     for path, how, said in wrong:
         with pytest.raises(UserError, match=said):

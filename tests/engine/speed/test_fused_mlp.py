@@ -33,7 +33,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def test_the_kernels_by_the_interpreter() -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    tests = ROOT / "tests" / "engine" / "interpreted_gelu.py"
+    tests = ROOT / "tests" / "engine" / "speed" / "interpreted_gelu.py"
     command = [sys.executable, "-m", "pytest", tests, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

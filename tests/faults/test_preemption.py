@@ -189,7 +189,7 @@ def test_a_launcher_kills_ranks_that_do_not_end(tmp_path: Path) -> None:
     )
     (tmp_path / "launcher.py").write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from utils import launch\n"
+        "from utils.distributed import launch\n"
         "launch.SECONDS_TO_SAVE = 1\n"
         f"sys.exit(launch.self_launch({str(tmp_path / 'deaf.py')!r}, [], 2))\n"
     )

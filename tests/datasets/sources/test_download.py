@@ -128,7 +128,7 @@ def test_a_killed_download_is_begun_anew_by_the_one_that_waits(tmp_path: Path) -
     assert heard[0].startswith("Waiting for another process")
     assert heard[1].startswith("An earlier download was broken off: ")
     assert heard[-1] == "whole: True"
-    assert not half.parents[2].exists()
+    assert not half.parents[1].exists()
 
 
 def test_a_download_killed_long_ago_is_begun_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

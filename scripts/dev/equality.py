@@ -137,7 +137,11 @@ def difference(one: Path, other: Path) -> Iterator[str]:
     first, second = lines_of(one), lines_of(other)
     if len(first) != len(second):
         yield f"{len(first)} and {len(second)} lines of metrics"
-    yield from (f"metrics: {a} and {b}" for a, b in zip(first, second, strict=False) if a != b)
+    for one_line, other_line in zip(first, second, strict=False):
+        fields = [key for key in {**one_line, **other_line} if one_line.get(key) != other_line.get(key)]
+        if fields:
+            told = ", ".join(f"{key} {one_line.get(key)} and {other_line.get(key)}" for key in fields)
+            yield f"{one_line.get('event')} of update {one_line.get('update')}: {told}"
     folders = [{p.name for p in (run / "checkpoints").iterdir() if p.is_dir()} for run in (one, other)]
     if folders[0] != folders[1]:
         yield f"checkpoints {sorted(folders[0])} and {sorted(folders[1])}"

@@ -3,13 +3,10 @@
 from datasets.base import PADDING, Batch, ImageDataset
 from datasets.damage.exclude import tell_unmatched
 from datasets.decoding.reader import decoder_of
-from datasets.images import samples_of
-from datasets.loading.identity import identity_of
 from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
-from datasets.loading.order import EpochOrder, Share, validation_batches
+from datasets.loading.order import EpochOrder, Share, identity_of, validation_batches
 from datasets.registry import check_dataset, names, open_dataset
-from datasets.repeated import Repeated
-from datasets.sized import Sized
+from datasets.variants import Repeated, Sized
 
 __all__ = [
     "PADDING",
@@ -28,7 +25,6 @@ __all__ = [
     "identity_of",
     "names",
     "open_dataset",
-    "samples_of",
     "tell_unmatched",
     "validation_batches",
 ]

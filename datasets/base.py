@@ -1,22 +1,20 @@
-"""What every source gives and what a batch is."""
+"""What every source gives, what a batch is, and the random numbers of a sample."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from datasets.damage.broken import Broken
-from datasets.samples import Encoded
-from datasets.transforms.augment import keys_set
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.log import log
+from utils.seeding import key, seed_host
 
 Key = tuple[int, int]
 """(epoch, sample index): all that the content of a training sample depends on, besides the seed."""
@@ -35,6 +33,56 @@ class Batch(NamedTuple):
     """int64, B"""
 
 
+Encoded = bytes | np.ndarray
+"""A file's bytes, or pixels (height x width x channels, uint8) that need no decoding."""
+
+Stored = Literal["files", "tar files", "pixels"]
+"""Images as files of their own, as encoded images in tar files, or as pixels that need no decoding."""
+
+
+class Samples(ABC):
+    """One part of a data set. Loading processes share it: it holds no open file, and no object a sample."""
+
+    labels: np.ndarray
+    """int64, one a sample"""
+    classes: list[str] | None = None
+    """Names of the classes in the order of their labels, where they are known."""
+    stored: Stored = "files"
+    remote = False
+    """Read through a network, for which loading processes wait without taking a core."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def read(self, index: int) -> Encoded:
+        """The sample's image as it is stored. Raises OSError where it cannot be had."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """What messages and lists of broken files call the sample; it leads a person to it."""
+
+    def expect(self, indices: Sequence[int]) -> None:  # noqa: B027 - most sources have nothing to do
+        """These are read next. A source that is far away may fetch them all at once."""
+
+    def shuffled(self, generator: np.random.Generator) -> np.ndarray:
+        """The order of one epoch: every sample once."""
+        return generator.permutation(len(self))
+
+
+class Broken(NamedTuple):
+    """One image that cannot be read."""
+
+    sample: int
+    name: str
+    """Leads a person to it."""
+    reason: str
+    line: str
+    """What a list for DATA.EXCLUDE says of it."""
+    storage: bool = False
+    """The storage did not give it, which is no fault of the file."""
+
+
 class ImageDataset(Dataset[Batch]):
     """Images with a label each, fetched in batches."""
 
@@ -47,7 +95,7 @@ class ImageDataset(Dataset[Batch]):
 
     def augment(self, train: TrainConfig) -> ImageDataset:
         """This part with TRAIN's changes of single images. Where images are in memory, there is no place for them."""
-        if without_effect := keys_set(train):
+        if without_effect := train.single_image_keys:
             log.warning(
                 "%s: without effect on this data set, whose images are never opened one by one. Mixup, cutmix and "
                 "random erasing do act.",
@@ -62,6 +110,10 @@ class ImageDataset(Dataset[Batch]):
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """The order of one epoch: every sample once."""
         return generator.permutation(len(self))
+
+    def single_images(self) -> Samples | None:
+        """The images of this part where they are read one by one; None where batches come from memory."""
+        return None
 
     def take_broken(self) -> list[Broken]:
         """Images that could not be read since the last call, in this process."""
@@ -87,3 +139,14 @@ class Source:
     """What writes the pixels of one image as validation does, where that is not the way of files"""
     fetches: bool = False
     """With DATA.DOWNLOAD, `check` gets what is not there"""
+
+
+def seed_sample(seed: int, epoch: int, index: int) -> None:
+    """Seed python, numpy and torch for the transforms of one sample."""
+    seed_host(seed, "sample", epoch, index)
+
+
+def sample_table(seed: int, epoch: int, samples: int, columns: int) -> np.ndarray:
+    """Uniform numbers in 0..1, a row a sample: for sources that transform whole batches at once."""
+    generator = np.random.Generator(np.random.Philox(key=key(seed, "sample", epoch)))
+    return generator.random((samples, columns))

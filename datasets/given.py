@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
-from datasets.damage.broken import Broken, BrokenInValidation
+from datasets.base import Broken, Encoded, Samples
+from datasets.damage.broken import BrokenInValidation
 from datasets.decoding.reader import check_decoder
 from datasets.images import Images
 from datasets.registry import SOURCES
-from datasets.samples import Encoded, Samples
 from datasets.sources.files import PathTable
 from utils.config.data import DataConfig
 from utils.errors import UserError

@@ -9,14 +9,10 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from datasets.base import PADDING, Batch, ImageDataset, Key
-from datasets.damage.broken import Broken, allowed
+from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, seed_sample
+from datasets.damage.broken import allowed
 from datasets.damage.exclude import line_of, without_excluded
 from datasets.damage.retry import Failure, failure_of
-from datasets.randomness import seed_sample
-from datasets.repeated import Repeated
-from datasets.samples import Encoded, Samples
-from datasets.sized import Sized
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
@@ -55,6 +51,9 @@ class Images(ImageDataset):
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         return self.samples.shuffled(generator)
+
+    def single_images(self) -> Samples:
+        return self.samples
 
     def take_broken(self) -> list[Broken]:
         met, self._met = self._met, {}
@@ -129,13 +128,6 @@ class Images(ImageDataset):
         if self.train:
             seed_sample(self.seed, *key)
         self.pixels(self.samples.read(index), out)
-
-
-def samples_of(dataset: ImageDataset) -> Samples | None:
-    """The images a part reads one by one; None where it does not."""
-    while isinstance(dataset, Repeated | Sized):
-        dataset = dataset.samples
-    return dataset.samples if isinstance(dataset, Images) else None
 
 
 def _storage(name: str, problem: str) -> str:

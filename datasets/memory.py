@@ -14,15 +14,11 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from datasets.base import PADDING, Batch, ImageDataset, Key
-from datasets.decoding.reader import Reader, reason
+from datasets.base import PADDING, Batch, Encoded, ImageDataset, Key, Samples, sample_table
+from datasets.decoding.reader import Reader, Unreadable, reason
+from datasets.decoding.stored import Box
 from datasets.images import Images
-from datasets.randomness import sample_table
-from datasets.samples import Encoded, Samples
 from datasets.transforms.affine import BatchAffine, moves
-from datasets.transforms.augment import keys_set
-from datasets.transforms.crops import Box
-from datasets.transforms.pixels import Unreadable
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -91,7 +87,7 @@ class InMemory(ImageDataset):
         """What changes single images goes through loading processes like any other image."""
         if not self.cropped:
             return super().augment(train)
-        if self.train and keys_set(train):
+        if self.train and train.single_image_keys:
             return Images(self.samples, self.data, self.train, self.seed).augment(train)
         return self
 

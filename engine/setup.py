@@ -20,7 +20,6 @@ from datasets import (
     auto_workers,
     identity_of,
     open_dataset,
-    samples_of,
     tell_unmatched,
 )
 from engine.amp.precision import Precision
@@ -114,7 +113,7 @@ def build_for_training(
     ready = build_for_evaluation(config, world, device, checkpoint)
     log.info(tell_parameters(ready.model))
     train_set, loader = training_data(config, world, device)
-    tell_unmatched(config.DATA, map(samples_of, (train_set, ready.val_set)))
+    tell_unmatched(config.DATA, [part.single_images() for part in (train_set, ready.val_set)])
     train, updates = config.TRAIN, loader.order.updates
     parts = update_parts(config, world, device, (ready.model, ready.inputs, ready.precision), updates, sharding)
     loader.on_arrival(partial(parts.stages.lap, DATA))
@@ -240,7 +239,7 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     """What a verdict's advice depends on."""
     device, amp = ready.precision.device, ready.precision.level != "O0"
     workers = None if ready.train_set.in_memory else ready.train_loader.workers
-    samples = samples_of(ready.train_set)
+    samples = ready.train_set.single_images()
     # Arrays that are not read one by one are pixels, too.
     stored, remote = ("pixels", False) if samples is None else (samples.stored, samples.remote)
     compiled = ready.choices.get("compile", "none") != "none"

@@ -22,6 +22,23 @@ ROOMS: dict[str, set[str]] = {
     "scripts": {"tools", "engine", "models", "datasets", "utils"},
     "main": {"engine", "models", "datasets", "utils"},
 }
+# Floors inside a room, the lowest first. A part (a folder, or a file of the room itself) imports from itself and from
+# parts on lower floors; `__init__` is the door of the room. New parts need a floor.
+FLOORS: dict[str, list[str]] = {
+    "datasets": [
+        "base labels",
+        "decoding",
+        "transforms",
+        "damage",
+        "images variants",
+        "memory loading",
+        "sources",
+        "shards",
+        "registry",
+        "given",
+        "__init__",
+    ],
+}
 KEPT_HIDDEN, LEFT_BEHIND = {".ci", ".gitignore"}, {"output", "data", "node_modules"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 OLD_NAMES = ("torch.cuda.amp", "torch.cpu.amp", "apex")
@@ -87,6 +104,59 @@ def forbidden_imports(tree: ast.Module, room: str, package: tuple[str, ...] = ()
     return found
 
 
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+@cache
+def module_imports() -> dict[str, set[str]]:
+    """Every module of the product (a package by its `__init__`) -> those of them that it imports anywhere."""
+    known = {module_name(path) for path in CODE}
+
+    def module_of(name: str) -> str | None:
+        """The module that an imported name is, or is in. A package's own `__init__` counts where it has the name."""
+        places = (name, f"{name}.__init__", name.rpartition(".")[0], f"{name.rpartition('.')[0]}.__init__")
+        return next((place for place in places if place in known), None)
+
+    return {
+        module_name(path): {
+            module
+            for _, name in imports(tree_of(path), path.relative_to(ROOT).parent.parts)
+            if (module := module_of(name)) and module != module_name(path)
+        }
+        for path in CODE
+    }
+
+
+def upward_imports(room: str, found: dict[str, set[str]]) -> list[str]:
+    """Imports within a room from a part that is not on a lower floor, and parts that have no floor."""
+    floors = {part: floor for floor, parts in enumerate(FLOORS[room]) for part in parts.split()}
+
+    def part(module: str) -> str:
+        return module.split(".")[1]
+
+    inside = {name: imported for name, imported in found.items() if name.split(".")[0] == room}
+    homeless = sorted({f"{room}.{part(name)} has no floor" for name in inside if part(name) not in floors})
+    return homeless or [
+        f"{name} imports {other}"
+        for name, imported in sorted(inside.items())
+        for other in sorted(imported & inside.keys())
+        if part(other) != part(name) and floors[part(other)] >= floors[part(name)]
+    ]
+
+
+def circle(found: dict[str, set[str]]) -> list[str]:
+    """Some modules that import each other in a circle, each the next one; empty where there is no circle."""
+    rest = {name: imported & found.keys() for name, imported in found.items()}
+    while done := [name for name, imported in rest.items() if not imported & rest.keys()]:
+        for name in done:
+            del rest[name]
+    way: list[str] = []
+    while rest and (not way or way[-1] not in way[:-1]):
+        way.append(min(rest[way[-1]] & rest.keys()) if way else min(rest))
+    return way[way.index(way[-1]) :] if way else []
+
+
 def unsafe_calls(tree: ast.Module) -> list[str]:
     found = []
     for node in ast.walk(tree):
@@ -121,6 +191,17 @@ def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
     room = room_of(path)
     assert room is not None
     assert forbidden_imports(tree_of(path), room, path.relative_to(ROOT).parent.parts) == []
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_parts_of_a_room_import_only_parts_on_lower_floors(room: str) -> None:
+    found = upward_imports(room, module_imports())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_no_modules_of_a_room_import_each_other_in_a_circle(room: str) -> None:
+    assert circle({name: found for name, found in module_imports().items() if name.split(".")[0] == room}) == []
 
 
 @pytest.mark.parametrize("path", CODE, ids=NAMES)
@@ -187,6 +268,16 @@ def test_the_import_rule_sees_offences(room: str, source: str) -> None:
 )
 def test_the_import_rule_lets_pass_what_is_right(room: str, source: str) -> None:
     assert forbidden_imports(ast.parse(source), room, (room,)) == []
+
+
+def test_upward_imports_and_circles_are_seen() -> None:
+    above = {"datasets.base": {"datasets.decoding.jpeg"}, "datasets.decoding.jpeg": {"datasets.decoding.stored"}}
+    assert upward_imports("datasets", above | {"datasets.decoding.stored": {"datasets.base"}}) == [
+        "datasets.base imports datasets.decoding.jpeg"
+    ]
+    assert upward_imports("datasets", {"datasets.attic": set()}) == ["datasets.attic has no floor"]
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
+from datasets.base import Broken
 from datasets.damage.exclude import REMARK
 from utils.distributed.world import World, all_of
 from utils.errors import CommonError, TrainingError
@@ -15,19 +15,6 @@ from utils.run_folder import replace_text
 
 LIST = "broken.txt"
 LAST_NAMED, MOST_NAMED = 3, 10
-
-
-class Broken(NamedTuple):
-    """One image that cannot be read."""
-
-    sample: int
-    name: str
-    """Leads a person to it."""
-    reason: str
-    line: str
-    """What a list for DATA.EXCLUDE says of it."""
-    storage: bool = False
-    """The storage did not give it, which is no fault of the file."""
 
 
 def allowed(max_bad: float, samples: int) -> int:

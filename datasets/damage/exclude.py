@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.samples import Encoded, Samples
+from datasets.base import Encoded, Samples
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log

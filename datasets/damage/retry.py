@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from datasets.transforms.pixels import Unreadable
+from datasets.decoding.reader import Unreadable
 from utils.errors import TrainingError
 from utils.regular_file import NotRegular
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from datasets.decoding.stored import PilStored, Stored
-from datasets.transforms.crops import Box
+from datasets.decoding.stored import Box, PilStored, Stored
 
 ORIENTATION = 0x0112
 TURNS = {

@@ -6,8 +6,7 @@ import re
 
 import numpy as np
 
-from datasets.decoding.stored import MOST_PIXELS, PilStored, Stored, in_channels
-from datasets.transforms.crops import Box
+from datasets.decoding.stored import MOST_PIXELS, Box, PilStored, Stored, in_channels
 
 COLOURS = {"YCbCr": ("RGB", 3), "RGB": ("RGB", 3), "Gray": ("GRAY", 1)}
 """What a file holds -> what it is decoded to. The rest is PIL's: CMYK has to be turned round first."""

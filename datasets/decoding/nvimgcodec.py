@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from datasets.decoding.jpeg import JpegStored
-from datasets.decoding.stored import in_channels
-from datasets.transforms.crops import Box
+from datasets.decoding.stored import Box, in_channels
 
 END = b"\xff\xd9"
 

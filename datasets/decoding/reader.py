@@ -8,11 +8,11 @@ import warnings
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from datasets.base import Encoded
 from datasets.decoding.exif import upright
 from datasets.decoding.jpeg import JpegStored
 from datasets.decoding.nvimgcodec import RegionStored
 from datasets.decoding.stored import MOST_PIXELS, ArrayStored, PilStored, Stored
-from datasets.samples import Encoded
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
@@ -21,6 +21,10 @@ JPEG_BEGINS = b"\xff\xd8\xff"
 JPEG_DECODERS: dict[str, type[JpegStored]] = {"simplejpeg": JpegStored, "nvimgcodec": RegionStored}
 PACKAGES = {"simplejpeg": ("simplejpeg", "simplejpeg"), "nvimgcodec": ("nvidia.nvimgcodec", "nvidia-nvimgcodec-cu13")}
 """Decoder -> the module it needs, and what pip calls it"""
+
+
+class Unreadable(Exception):
+    """Bytes that are no image, or a broken one. The text says why."""
 
 
 class Reader:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import io
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
-
-from datasets.transforms.crops import Box
 
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 """What PIL may open. It knows more, but one of the others starts a program, and none is a format for photographs."""
@@ -20,6 +19,15 @@ ENDINGS = (
 """How the names of such files end: the one list for class folders, tar files and the tools."""
 MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**27)
 """PIL opens nothing larger, for fear of a small file that fills the memory; neither do the other decoders."""
+
+
+class Box(NamedTuple):
+    """A part of an image, in whole pixels."""
+
+    left: int
+    top: int
+    width: int
+    height: int
 
 
 class Stored(ABC):

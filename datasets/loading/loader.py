@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from datasets.base import Batch, ImageDataset, Key
-from datasets.damage.broken import Broken, BrokenImages, BrokenInValidation
+from datasets.base import Batch, Broken, ImageDataset, Key
+from datasets.damage.broken import BrokenImages, BrokenInValidation
 from datasets.loading.order import EpochOrder, Share, validation_batches
 from datasets.loading.plan import Plan
 from datasets.loading.workers import WatchedIterator, WatchedLoader, WorkerDied

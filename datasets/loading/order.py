@@ -7,11 +7,13 @@ global batch meets the same micro-batches under the same numbers.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from datasets.base import ImageDataset
 from utils.errors import UserError
 from utils.seeding import key
 
@@ -83,6 +85,15 @@ class EpochOrder:
             # All processes must run equally often, or the exchange of gradients waits for ever: a pass of weight 0.
             shares.append(Share(real + self.rank - more, indices(0), 0.0))
         return tuple(shares)
+
+
+def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, int | str]:
+    """Alike on all processes, and wherever the data set lies."""
+    # Where images are left out (DATA.EXCLUDE), the order depends on which.
+    digest = hashlib.sha256(order.permutation(1).tobytes())
+    if samples := dataset.single_images():
+        digest.update(samples.labels.tobytes())
+    return {"number": order.samples, "updates": order.updates, "order": digest.hexdigest()}
 
 
 def validation_batches(samples: int, batch_size: int, rank: int, world: int) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from datasets.shards.stores import Found, Store
 from datasets.shards.tar import TarSamples, read_tar
-from datasets.sources.passed_over import PassedOver
+from datasets.sources.walk import PassedOver
 from utils.errors import UserError
 
 FORMAT = 1

@@ -16,8 +16,8 @@ import numpy as np
 from datasets.shards.index import ShardIndex, from_bytes, leads_out, make_index
 from datasets.shards.stores import Folder, Found, Store
 from datasets.shards.tar import DOTS, TarSamples
-from datasets.sources.folders import VALIDATION_NAMES
-from datasets.sources.passed_over import tell_once
+from datasets.sources.imagefolder import VALIDATION_NAMES
+from datasets.sources.walk import tell_once
 from utils.cache import cache_folder, only_one, write_whole
 from utils.config.data import DataConfig
 from utils.errors import UserError

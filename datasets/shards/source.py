@@ -9,15 +9,14 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from datasets.base import Source
+from datasets.base import Encoded, Samples, Source
+from datasets.decoding.reader import Unreadable
 from datasets.images import Images
 from datasets.labels import ANY_LABEL, check_class_count, tell_empty_classes, tell_spare_classes
-from datasets.samples import Encoded, Samples
 from datasets.shards.index import ShardIndex
 from datasets.shards.layout import ShardSet
 from datasets.shards.stores import Range, Remote, Store, open_store
 from datasets.sources.split import split
-from datasets.transforms.pixels import Unreadable
 from utils.config.data import DataConfig
 from utils.errors import UserError
 

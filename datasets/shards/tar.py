@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from datasets.decoding.stored import ENDINGS
-from datasets.sources.passed_over import PassedOver
+from datasets.sources.walk import PassedOver
 from utils.errors import UserError
 from utils.log import log
 

@@ -13,7 +13,7 @@ import torch
 from datasets.base import Source
 from datasets.images import Images
 from datasets.labels import check_class_count, tell_spare_classes
-from datasets.sources.folders import class_files, subfolders
+from datasets.sources.imagefolder import class_files, subfolders
 from datasets.sources.published import Published
 from datasets.sources.split import split_files
 from utils.config.data import DataConfig

@@ -13,8 +13,7 @@ import torch
 from datasets.base import Source
 from datasets.images import Images
 from datasets.labels import check_class_count, check_label, tell_empty_classes, tell_spare_classes
-from datasets.sources.files import FileSamples, PathTable
-from datasets.sources.lists import check_first_files, check_path
+from datasets.sources.files import FileSamples, PathTable, check_first_files, check_path
 from datasets.sources.split import split_files
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest

@@ -8,9 +8,8 @@ import torch
 
 from datasets.base import ImageDataset, Source
 from datasets.images import Images
-from datasets.sources.files import FileSamples, data_folder
-from datasets.sources.folders import VALIDATION_NAMES, check_folders, open_folders
-from datasets.sources.lists import check_list, read_list
+from datasets.sources.files import FileSamples, check_list, data_folder, read_list
+from datasets.sources.imagefolder import VALIDATION_NAMES, check_folders, open_folders
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.regular_file import kind_of_path

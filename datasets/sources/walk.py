@@ -1,13 +1,66 @@
-"""The images below a folder, by the endings of their names."""
+"""The images below a folder, by the endings of their names; other files are counted, and reported in one line."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 
 from datasets.decoding.stored import ENDINGS
-from datasets.sources.passed_over import PassedOver
 from utils.log import log
+
+NAMED = 2
+"""Files of each ending that are named"""
+ENDINGS_NAMED = 8
+
+
+class PassedOver:
+    """What was passed over in one place, by ending."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._first: dict[str, list[str]] = {}
+
+    def add(self, name: str, ending: str | None = None) -> None:
+        """Count a file. `ending`: what it is counted as, where that is more than its last dot tells."""
+        ending = ending or os.path.splitext(name)[1].lower() or "without an ending"
+        self._counts[ending] = self._counts.get(ending, 0) + 1
+        named = self._first.setdefault(ending, [])
+        if len(named) < NAMED:
+            named.append(name)
+
+    def merge(self, other: PassedOver) -> None:
+        """Add what was passed over elsewhere."""
+        for ending, count in other._counts.items():
+            self._counts[ending] = self._counts.get(ending, 0) + count
+            named = self._first.setdefault(ending, [])
+            named += other._first[ending][: NAMED - len(named)]
+
+    def line(self) -> str:
+        """'passed over 3 files: .heic 3 (photo.heic, ...)'; '' where there is nothing to tell."""
+        if not self._counts:
+            return ""
+        count = sum(self._counts.values())
+        endings = sorted(self._counts, key=lambda ending: (-self._counts[ending], ending))
+        told = [self._of_ending(ending) for ending in endings[:ENDINGS_NAMED]]
+        more = ["..."] if len(endings) > ENDINGS_NAMED else []
+        return f"passed over {count:,} file{'s' if count > 1 else ''}: {', '.join(told + more)}"
+
+    def _of_ending(self, ending: str) -> str:
+        count, named = self._counts[ending], self._first[ending]
+        return f"{ending} {count:,} ({', '.join([*named, '...'] if count > len(named) else named)})"
+
+    def tell(self, where: str) -> None:
+        """Log the line, once a process for each place."""
+        if line := self.line():
+            tell_once(f"{where}: {line}")
+
+
+@functools.cache
+def tell_once(text: str) -> None:
+    """Warn, but only once in this process."""
+    log.warning("%s", text)
+
 
 Place = tuple[int, int]
 

@@ -14,18 +14,10 @@ from utils.config.train import TrainConfig
 
 ImageChange = Callable[[Image.Image], Image.Image]
 
-KEYS = ("RAND_AUGMENT", "AUTO_AUGMENT", "TRIVIAL_AUGMENT", "THREE_AUGMENT", "COLOR_JITTER")
-"""The settings of TRAIN that act on one image at a time. Of these, only COLOR_JITTER may act beside another one."""
-
 MAGNITUDE_SPREAD = 0.5
 """RandAugment and AutoAugment draw each magnitude from a bell of this width, as DeiT, Swin and PaddleViT do."""
 PROBABILITY = 0.5
 """Of each operation that RandAugment has chosen, as in the same three."""
-
-
-def keys_set(train: TrainConfig) -> list[str]:
-    """Those of the settings above that are on."""
-    return [f"TRAIN.{key}" for key in KEYS if getattr(train, key)]
 
 
 def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:

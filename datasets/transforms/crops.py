@@ -7,21 +7,13 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+from datasets.decoding.stored import Box
 from utils.config.data import DataConfig
 
 TRIES = 10
 """Random shapes drawn before the middle is taken, as torchvision and timm have it."""
 REACH = {"bicubic": 2, "bilinear": 1}
 """How far a filter looks to each side, in pixels of the smaller image."""
-
-
-class Box(NamedTuple):
-    """A part of an image, in whole pixels."""
-
-    left: int
-    top: int
-    width: int
-    height: int
 
 
 class View(NamedTuple):

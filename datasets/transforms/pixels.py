@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from datasets.decoding.reader import Reader, decoder_of, reason
-from datasets.samples import Encoded
+from datasets.base import Encoded
+from datasets.decoding.reader import Reader, Unreadable, decoder_of, reason
 from datasets.transforms.affine import affine_changes
 from datasets.transforms.augment import ImageChange, image_changes
 from datasets.transforms.crops import View, training_views, validation_views
@@ -21,14 +21,8 @@ from datasets.transforms.resize import PilResize, Resize, TorchResize
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
-__all__ = ["Pixels", "Unreadable"]
-
 SHRINKS = (8, 4, 2)
 """Fractions of their size at which JPEG files can be decoded"""
-
-
-class Unreadable(Exception):
-    """Bytes that are no image, or a broken one. The text says why."""
 
 
 class Pixels:

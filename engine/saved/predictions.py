@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datasets import ImageDataset, ValLoader, auto_workers, open_dataset, samples_of
+from datasets import ImageDataset, ValLoader, auto_workers, open_dataset
 from datasets.base import PADDING
 from engine.saved.trained import Trained
 from utils.config.kinds import AUTO
@@ -104,7 +104,7 @@ def batch_size(trained: Trained) -> int:
 
 
 def name_of(dataset: ImageDataset, index: int) -> str:
-    samples = samples_of(dataset)
+    samples = dataset.single_images()
     return samples.name(index) if samples is not None else str(index)
 
 

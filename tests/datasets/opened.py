@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from datasets import open_dataset
-from datasets.base import ImageDataset
+from datasets.base import ImageDataset, Samples
 from datasets.images import Images
-from datasets.samples import Samples
 from utils.config.data import DataConfig
 
 

@@ -14,7 +14,7 @@ import torch
 
 from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, open_dataset
 from datasets.images import Images
-from datasets.sources.lists import read_list
+from datasets.sources.files import read_list
 from tests.program import save_image
 from utils.config.data import DataConfig
 

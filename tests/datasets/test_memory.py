@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from datasets import PADDING, Repeated
+from datasets.base import sample_table
 from datasets.images import Images
 from datasets.memory import ArraySamples, InMemory, open_arrays
-from datasets.randomness import sample_table
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from datasets import Batch, EpochOrder, ImageDataset, Sized, TrainLoader, open_dataset, samples_of
-from datasets.repeated import Repeated
+from datasets import Batch, EpochOrder, ImageDataset, Sized, TrainLoader, open_dataset
+from datasets.variants import Repeated
 from tests.program import save_image
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
@@ -57,7 +57,7 @@ def test_memory_is_shared(imagenet: Path) -> None:
     other: Any = digits.at_size(8)
     assert other.images.data_ptr() == vars(digits)["images"].data_ptr()
     folder = opened(data_of(imagenet, "imagenet2012"))
-    assert samples_of(folder.at_size(8)) is samples_of(folder) is samples_of(Sized(folder, TRAIN, 16))
+    assert folder.at_size(8).single_images() is folder.single_images() is Sized(folder, TRAIN, 16).single_images()
 
 
 def epochs(dataset: ImageDataset, workers: int) -> list[Batch]:

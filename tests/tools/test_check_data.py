@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets.samples import Samples
+from datasets.base import Samples
 from tests.program import Result, save_image
 from tools.check_data.look import look_at
 from utils.config.data import DataConfig

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import open_dataset, samples_of
+from datasets import open_dataset
 from tests.datasets.sources.published import image
 from tools.prepare_caltech256.command import main
 from utils.config.data import DataConfig
@@ -78,7 +78,7 @@ def test_training_from_it_is_training_from_the_folders(tmp_path: Path, target: s
     for train in (True, False):
         mine, theirs = (open_dataset(data, train, 256, 0, torch.device("cpu")) for data in (table, folders))
         assert mine.classes == theirs.classes == list(CLASSES)
-        first, second = samples_of(mine), samples_of(theirs)
+        first, second = mine.single_images(), theirs.single_images()
         assert first is not None
         assert second is not None
         assert np.array_equal(first.labels, second.labels)

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode
 
+from datasets.base import Encoded, Samples
 from datasets.images import Images
-from datasets.samples import Encoded, Samples
 from datasets.transforms.augment import image_changes
 from tools.common.turns import BOUND, OURS, TIMM, TORCHVISION, TORCHVISION_FLOAT, Contender
 from utils.config.data import DataConfig

@@ -9,10 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from datasets.base import Encoded, seed_sample
 from datasets.images import Images
-from datasets.randomness import seed_sample
-from datasets.samples import Encoded
-from datasets.transforms.augment import keys_set
 from datasets.transforms.pixels import Pixels
 from tools.benchmark_data.paths import InMemory, ours
 from tools.common.turns import Contender, Rates
@@ -34,7 +32,7 @@ def stage_runs(images: Images, order: np.ndarray, changes: TrainConfig, batch: i
         _from_memory(CROP, images, order, lambda encoded: plain(encoded, out)),
         ours(WHOLE, images, order, batch),
     ]
-    if keys_set(changes):
+    if changes.single_image_keys:
         runs.append(_from_memory(CHANGE, images, order, lambda encoded: changed(encoded, out)))
     return runs
 

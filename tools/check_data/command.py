@@ -24,7 +24,7 @@ from utils.output_file import writing
 from utils.run_folder import replace_text
 
 if TYPE_CHECKING:
-    from datasets.samples import Samples
+    from datasets.base import Samples
     from tools.check_data.look import Seen
 
 OWN = (
@@ -104,15 +104,15 @@ def _look(config: Config) -> list[Seen]:
 def _open(config: Config, train: bool) -> Samples | None:
     import torch
 
-    from datasets import open_dataset, samples_of
+    from datasets import open_dataset
     from datasets.labels import ANY_LABEL
 
     classes, cpu = config.MODEL.NUM_CLASSES, torch.device("cpu")
     try:
-        return samples_of(open_dataset(config.DATA, train, classes, config.SEED, cpu))
+        return open_dataset(config.DATA, train, classes, config.SEED, cpu).single_images()
     except UserError as error:
         # Labels that do not fit the classifier are to be found with all else, and not one by one.
         try:
-            return samples_of(open_dataset(config.DATA, train, ANY_LABEL, config.SEED, cpu))
+            return open_dataset(config.DATA, train, ANY_LABEL, config.SEED, cpu).single_images()
         except UserError:
             raise error from None

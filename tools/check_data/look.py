@@ -14,10 +14,10 @@ from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from datasets.base import Encoded, Samples
 from datasets.damage.retry import failure_of
 from datasets.loading.loader import start_worker
 from datasets.loading.workers import WatchedIterator, WatchedLoader, WorkerDied
-from datasets.samples import Encoded, Samples
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.errors import TrainingError

@@ -8,13 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from datasets.base import Encoded
 from datasets.decoding.exif import Turned
-from datasets.decoding.reader import Reader, reason
-from datasets.samples import Encoded
+from datasets.decoding.reader import Reader, Unreadable, reason
+from datasets.decoding.stored import Box
 from datasets.shards.parquet import kind_of
 from datasets.shards.tar import IMAGE_KINDS
-from datasets.transforms.crops import Box
-from datasets.transforms.pixels import Unreadable
 from utils.config.data import DataConfig
 
 

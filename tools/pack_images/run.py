@@ -18,10 +18,9 @@ import torch
 from tqdm import tqdm
 
 from datasets import check_dataset, open_dataset
+from datasets.base import Samples
 from datasets.damage.broken import allowed
 from datasets.damage.exclude import name_prefix
-from datasets.images import samples_of
-from datasets.samples import Samples
 from datasets.shards.index import read_shard
 from datasets.shards.layout import MADE_BY, MANIFEST, ShardSet, finish_set
 from datasets.shards.stores import Folder, Found
@@ -57,7 +56,7 @@ def pack(data: DataConfig, num_classes: int, folder: Path, how: dict[str, Any], 
 
 
 def _samples(data: DataConfig, train: bool) -> Samples:
-    samples = samples_of(open_dataset(data, train, ANY_CLASSES, 0, torch.device("cpu")))
+    samples = open_dataset(data, train, ANY_CLASSES, 0, torch.device("cpu")).single_images()
     if samples is None:
         raise UserError(f"DATA.DATASET {data.DATASET} lies in memory: no packing makes it faster.")
     return samples

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from datasets.base import Samples
 from datasets.damage.retry import failure_of
-from datasets.samples import Samples
 from datasets.shards.tar import TarWriter
 from tools.pack_images.encode import Encoder, Packed
 from utils.cache import write_whole

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from datasets.decoding.stored import ENDINGS
-from datasets.sources.passed_over import PassedOver
-from datasets.sources.walk import images_below
+from datasets.sources.walk import PassedOver, images_below
 from utils.errors import UserError
 from utils.log import log
 

@@ -181,6 +181,12 @@ class TrainConfig(Section):
         return reference or None
 
     @property
+    def single_image_keys(self) -> list[str]:
+        """Names of the settings that are on and change one image at a time."""
+        keys = ("RAND_AUGMENT", "AUTO_AUGMENT", "TRIVIAL_AUGMENT", "THREE_AUGMENT", "COLOR_JITTER")
+        return [f"TRAIN.{key}" for key in keys if getattr(self, key)]
+
+    @property
     def mixes(self) -> bool:
         """Whether images are mixed with one another."""
         return self.MIXUP_ALPHA > 0 or self.CUTMIX_ALPHA > 0 or self.CUTMIX_MINMAX is not None

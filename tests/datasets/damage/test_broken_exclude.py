@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import check_dataset, open_dataset, samples_of, tell_unmatched
+from datasets import check_dataset, open_dataset, tell_unmatched
+from datasets.base import Samples
 from datasets.damage.exclude import Remaining
-from datasets.samples import Samples
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -26,7 +26,7 @@ def names(listed: Path, settings: Settings, cpu: torch.device) -> Callable[..., 
     def opened(lines: str, encoding: str = "utf-8", path: str = str(listed)) -> list[list[str]]:
         (listed / "exclude.txt").write_bytes(lines.encode(encoding))
         data = settings(DATA_PATH=path, EXCLUDE=str(listed / "exclude.txt"))
-        parts = [samples_of(open_dataset(data, train, 3, 0, cpu)) for train in (True, False)]
+        parts = [open_dataset(data, train, 3, 0, cpu).single_images() for train in (True, False)]
         tell_unmatched(data, parts)
         return [[Path(part.name(i)).name for i in range(len(part))] for part in parts if part is not None]
 

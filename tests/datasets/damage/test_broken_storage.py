@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from datasets import EpochOrder, TrainLoader, ValLoader, open_dataset
+from datasets.base import Broken
 from datasets.damage import retry
-from datasets.damage.broken import Broken, BrokenImages
+from datasets.damage.broken import BrokenImages
 from datasets.images import Images
 from datasets.transforms.pixels import Pixels
 from tests.datasets.damage.test_broken import Flaky, epoch

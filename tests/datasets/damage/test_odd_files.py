@@ -16,8 +16,8 @@ from datasets.damage.retry import failure_of
 from datasets.decoding.stored import ENDINGS
 from datasets.given import open_given
 from datasets.shards.tar import IMAGE_KINDS
-from datasets.sources.folders import class_files
-from datasets.sources.passed_over import PassedOver
+from datasets.sources.imagefolder import class_files
+from datasets.sources.walk import PassedOver
 from models.weights.find import check_pretrained
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from tests.program import ROOT, Result, save_image

@@ -18,7 +18,7 @@ import torch
 from datasets import check_dataset
 from datasets.decoding.jpeg import JpegStored
 from datasets.decoding.reader import decoder_of
-from datasets.transforms.crops import Box
+from datasets.decoding.stored import Box
 from datasets.transforms.crops import square as whole
 from tests.datasets.pictures import apart, encoded, picture, square
 from tests.program import Result

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 
 from datasets import check_dataset, open_dataset
+from datasets.decoding.reader import Unreadable
 from datasets.shards.source import pixels_of
 from datasets.shards.stores import MOST_OPEN
-from datasets.transforms.pixels import Unreadable
 from tests.datasets.opened import part, pixels
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from tests.program import Result

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from datasets import check_dataset, names, open_dataset
-from datasets.sources import lists
+from datasets.sources import files as lists
 from datasets.sources.digits import read_digits
 from datasets.sources.split import split
 from utils.config.data import DataConfig

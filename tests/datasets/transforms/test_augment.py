@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 
 from datasets import Batch, EpochOrder, Repeated, TrainLoader, open_dataset
-from datasets.randomness import seed_sample
+from datasets.base import seed_sample
 from datasets.transforms.augment import image_changes
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig

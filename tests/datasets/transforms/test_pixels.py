@@ -14,7 +14,8 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from datasets.transforms.pixels import Pixels, Unreadable
+from datasets.decoding.reader import Unreadable
+from datasets.transforms.pixels import Pixels
 from tests.datasets.pictures import apart, encoded, picture, square
 from utils.config.data import DataConfig
 

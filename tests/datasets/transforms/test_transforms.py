@@ -13,8 +13,9 @@ from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_eval
 from torchvision.transforms import v2
 
+from datasets.decoding.stored import Box
 from datasets.transforms.affine import BatchAffine
-from datasets.transforms.crops import Box, training_views, validation_views
+from datasets.transforms.crops import training_views, validation_views
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 

@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
+EMULATED = "VITAMP_EMULATED_TILES"
 PRELOAD = [
     "torch",
     "torch.optim",
@@ -98,6 +99,7 @@ class Started:
     def __init__(self, path: str, argv: list[str], cwd: Path, env: dict[str, str], streams: Path) -> None:
         self._argv, self._out, self._err = argv, streams / "stdout", streams / "stderr"
         files = (str(self._out), str(self._err))
+        env = {EMULATED: os.environ.get(EMULATED, "")} | env  # the server has what its first test set
         self._process = _server.Process(target=_become, args=(path, argv, str(cwd), env, files))
         self._process.start()
 

@@ -25,12 +25,13 @@ from utils.errors import UserError
 from utils.log import log
 
 SOURCES = Path(__file__).parent
-NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16")
+VECTORS = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+BF16 = "avx512_bf16"
+TILES = ("amx_tile", "amx_bf16")
 """Features of the CPU, as Linux names them."""
-FLAGS = (
-    *("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=512"),
-    *("-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-)
+FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=512", "-mfma")
+EMULATED = "VITAMP_EMULATED_TILES"
+"""Environment variable: 1 computes what tiles would by AVX-512, and slowly. It is for tests on CPUs without AMX."""
 COMPILERS = ("cc", "gcc", "clang")
 PATIENCE = 300
 """Seconds that a compiler may take, on a machine that is busy."""
@@ -43,14 +44,20 @@ class NoKernel(RuntimeError):
     """Why there is none here."""
 
 
-@cache
 def missing() -> str:
     """What this machine lacks; nothing where the kernels can be had."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return "they are for Linux on CPUs with AMX (Intel Xeon from Sapphire Rapids on)"
-    if not set(NEEDED) <= _features():
+    if emulated():
+        return "" if _features().issuperset(VECTORS) else f"this CPU has no AVX-512, which {EMULATED} needs"
+    if not _features().issuperset((*VECTORS, BF16, *TILES)):
         return "this CPU has no AMX (Intel Xeon has it from Sapphire Rapids on)"
     return ""
+
+
+def emulated() -> bool:
+    """Whether tiles are emulated by AVX-512."""
+    return os.environ.get(EMULATED, "") not in ("", "0")
 
 
 def keep_kernels_in(folder: Path) -> None:
@@ -64,6 +71,8 @@ def load(name: str) -> ctypes.CDLL:
     if name not in _loaded:
         if why := missing():
             raise NoKernel(why)
+        if emulated():
+            _warn()
         library = _built(name, _folder.expanduser())
         if not library.prepare():
             raise NoKernel("this system does not let programs use AMX")
@@ -71,12 +80,29 @@ def load(name: str) -> ctypes.CDLL:
     return _loaded[name]
 
 
-def _features() -> set[str]:
+@cache
+def _warn() -> None:
+    log.warning("%s is set: AMX's tiles are emulated, which is right and slow, and is for tests.", EMULATED)
+
+
+@cache
+def _features() -> frozenset[str]:
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            return set(next((line for line in file if line.startswith("flags")), "").split())
+            return frozenset(next((line for line in file if line.startswith("flags")), "").split())
     except OSError:
-        return set()
+        return frozenset()
+
+
+def _flags() -> tuple[str, ...]:
+    """Of the compiler, for this CPU. Emulated tiles do without the features for AMX, and for bf16 where they are not.
+
+    They are slow either way; with -O1 the compiler is done in a quarter of the time.
+    """
+    bf16 = (BF16,) if not emulated() or BF16 in _features() else ()
+    features = (*VECTORS, *bf16, *(() if emulated() else TILES))
+    machine = [f"-m{feature.replace('avx512_', 'avx512').replace('_', '-')}" for feature in features]
+    return (*FLAGS, *machine, *(["-O1", "-DEMULATE_TILES"] if emulated() else []))
 
 
 def _compiler() -> list[str]:
@@ -89,7 +115,7 @@ def _compiler() -> list[str]:
 
 def _built(name: str, folder: Path) -> ctypes.CDLL:
     sources = [SOURCES / f"{name}.c", *sorted(SOURCES.glob("*.h"))]
-    content = b"".join(source.read_bytes() for source in sources) + repr(FLAGS).encode()
+    content = b"".join(source.read_bytes() for source in sources) + repr(_flags()).encode()
     target = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}.so"
     if _is_whole(target) and _loads(target):
         return ctypes.CDLL(str(target))
@@ -116,7 +142,7 @@ def _build(source: Path, target: Path) -> None:
     """torch's own threads serve the library, if its names for them are to be seen; else the compiler's."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         part, made = Path(scratch, "part.o"), Path(scratch, target.name)
-        _compile(*FLAGS, "-c", str(source), "-o", str(part))
+        _compile(*_flags(), "-c", str(source), "-o", str(part))
         _compile("-shared", str(part), "-lm", "-o", str(made))
         if not _loads(made):
             _compile("-shared", "-fopenmp", str(part), "-lm", "-o", str(made))

@@ -59,11 +59,13 @@ def use_amx(model: nn.Module, dtype: torch.dtype) -> None:
             layer.by_amx = dtype  # pyright: ignore[reportArgumentType]
 
 
-@cache
 def why_no_amx(dtype: torch.dtype) -> str:
     """Why these layers cannot be had on this machine; nothing where they can."""
-    if why := missing():
-        return why
+    return missing() or _why_products_fail(dtype)
+
+
+@cache
+def _why_products_fail(dtype: torch.dtype) -> str:
     from engine.speed.amx.products import try_out
 
     try:

@@ -15,7 +15,7 @@ from engine.amp.fp32_modules import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.amp.print_amp import amp_table
 from engine.speed.attention import put_attention_in_force
-from tests.engine.speed.amx_numbers import needs_amx
+from tests.engine.speed.amx_numbers import needs_tiles
 
 
 def table(model: nn.Module, images: Tensor | None = None, amp: bool = True) -> dict[str, list[str]]:
@@ -49,7 +49,7 @@ def test_fused_attention_is_one_operation() -> None:
     assert table(small_vit(fused=True))["blocks.0-1.attn"][-1] == "scaled_dot_product_attention bf16"
 
 
-@needs_amx
+@needs_tiles
 def test_layers_by_kernels_of_our_own_show_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amx_layers, "SMALLEST", 0)
     model = small_vit()

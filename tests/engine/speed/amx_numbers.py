@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.speed.amx import build
-
-needs_amx = pytest.mark.skipif(bool(build.missing()), reason=f"no kernels here: {build.missing()}")
+needs_tiles = pytest.mark.usefixtures("tiles")
 FP32_BOUND = 1e-6
 
 

@@ -16,13 +16,15 @@ from timm.models import create_model
 from torch import Tensor, nn
 
 import engine.speed.amx.layers as amx_layers
+import engine.speed.amx.products as products
+from engine.speed.amx import build as kernels
 from engine.speed.amx.layers import LONGEST, serves, use_amx
 from engine.speed.amx.products import _library, amx_linear, amx_mlp
 from engine.speed.attention import put_attention_in_force
 from engine.speed.fused_mlp import fuse_mlps
 from engine.speed.linear_patches import use_linear_patches
 from tests.engine.small import build, train
-from tests.engine.speed.amx_numbers import FP32_BOUND, layers_of, needs_amx
+from tests.engine.speed.amx_numbers import FP32_BOUND, layers_of, needs_tiles
 from tests.engine.speed.exact_attention import apart
 
 BF16 = torch.bfloat16
@@ -41,7 +43,7 @@ def in_half(given: list[Tensor], weights: torch.dtype) -> list[Tensor]:
     return [x.requires_grad_(), *(weight.to(weights).requires_grad_() for weight in weights_), grad]
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.parametrize("weights", [torch.float32, BF16])
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1), (70, 100, 50), (32, 32, 32), (33, 31, 65), (500, 384, 520), (7, 3000, 3), (900, 1600, 96)]
@@ -60,7 +62,28 @@ def test_a_layer_is_rounded_once(sizes: tuple[int, ...], weights: torch.dtype) -
     assert apart(db, grad.double().sum(0)) < max(bound, 1e-5)
 
 
-@needs_amx
+@needs_tiles
+@pytest.mark.parametrize("emulated", [False, True])
+def test_weights_are_rounded_to_bf16_as_torch_rounds(
+    emulated: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`emulated`: the conversions, as on a CPU that has AVX-512 but no instructions for bf16."""
+    if emulated:
+        monkeypatch.setenv(kernels.EMULATED, "1")
+        monkeypatch.setattr(kernels, "_features", lambda: frozenset(kernels.VECTORS))
+        monkeypatch.setattr(kernels, "_loaded", {})
+        monkeypatch.setattr(kernels, "_folder", tmp_path)
+        monkeypatch.setattr(products, "_library", products._library.__wrapped__)
+    bits = torch.randint(-(2**31), 2**31, (64, 64), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    bits[0] = torch.arange(64) * 0x4000 + 0x3F800000  # halfway between two of bf16, among others
+    bits[1] = torch.arange(64)  # below the normal numbers
+    weight = bits.view(torch.float32).nan_to_num(1.0).clamp(-1e38, 1e38)
+    found = amx_linear(torch.eye(64, dtype=BF16), weight, None)
+    normal = weight.where(weight.abs() >= torch.finfo(BF16).tiny, 0.0)
+    assert torch.equal(found, normal.T.to(BF16)), "what is below the normal numbers counts as zero"
+
+
+@needs_tiles
 @pytest.mark.parametrize("sizes", [(70, 100, 50, 40), (33, 64, 520, 64), (1, 5, 9, 3), (450, 96, 384, 96)])
 def test_an_mlp_is_nearer_to_float64_than_autocast(sizes: tuple[int, ...]) -> None:
     x, *weights, grad = in_half(layers_of(*sizes), torch.float32)
@@ -80,7 +103,7 @@ def test_an_mlp_is_nearer_to_float64_than_autocast(sizes: tuple[int, ...]) -> No
         assert apart(one, right) < max(1.2 * apart(other, right), ROUNDED)
 
 
-@needs_amx
+@needs_tiles
 def test_bits_do_not_depend_on_threads() -> None:
     *leaves, grad = in_half(layers_of(333, 100, 70, 90), torch.float32)
 
@@ -98,7 +121,7 @@ def test_bits_do_not_depend_on_threads() -> None:
         torch.set_num_threads(before)
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_threads_with_small_stacks_have_room(dtype: str) -> None:
     code = "import torch; torch.set_num_threads(3); from engine.speed.amx.products import amx_linear; "
@@ -108,7 +131,7 @@ def test_threads_with_small_stacks_have_room(dtype: str) -> None:
     assert float(done.stdout) == pytest.approx(300 * 40 * 96, rel=1e-2)
 
 
-@needs_amx
+@needs_tiles
 def test_torch_finds_the_operators_well_made() -> None:
     for weights in (torch.float32, BF16):
         x, w1, b1, *others = in_half(layers_of(40, 33, 50, 20), weights)
@@ -116,7 +139,7 @@ def test_torch_finds_the_operators_well_made() -> None:
         torch.library.opcheck(torch.ops.vitamp.amx_mlp.default, (x, w1, b1, *others[:2]))
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.usefixtures("however_small")
 def test_sums_too_long_for_bf16_and_other_precisions_are_left_to_torch() -> None:
     assert _library(BF16).longest() == LONGEST
@@ -134,7 +157,7 @@ def test_sums_too_long_for_bf16_and_other_precisions_are_left_to_torch() -> None
         assert not serves(x, weight, BF16)
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.usefixtures("however_small")
 def test_a_model_under_autocast_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     def vit() -> nn.Module:
@@ -168,7 +191,7 @@ def test_a_model_under_autocast_computes_what_it_did(monkeypatch: pytest.MonkeyP
         assert apart(one.grad, other.grad.double()) < 0.05
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.usefixtures("however_small")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_training_by_them_is_the_same_training(tiny: Path, level: str) -> None:
@@ -186,7 +209,7 @@ def test_training_by_them_is_the_same_training(tiny: Path, level: str) -> None:
     assert apart(ends[0], ends[1].double()) < 0.3, "Adam's first steps go by the sign of what may be rounding"
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.parametrize("how", ["blocks", pytest.param("whole", marks=pytest.mark.slow)])
 def test_a_compiled_run_computes_what_one_as_written_does(vitamp, tiny: Path, tmp_path: Path, how: str) -> None:
     ends = []
@@ -202,7 +225,7 @@ def test_a_compiled_run_computes_what_one_as_written_does(vitamp, tiny: Path, tm
     assert ends[1] == pytest.approx(ends[0], abs=5e-3)
 
 
-@needs_amx
+@needs_tiles
 def test_a_run_says_so_and_a_resumed_one_goes_on_with_it(vitamp, tiny: Path, tmp_path: Path) -> None:
     words = ("-cfg", tiny, "-output", tmp_path / "run", "-amp", "bf16", "CPU_BF16=amx")
     done = vitamp(*words, "TRAIN.MAX_UPDATES=2", f"DATA.CACHE={tmp_path / 'cache'}")

@@ -26,7 +26,7 @@ from engine.speed.fused_mlp import FusedMlp, fuse_mlps
 from engine.speed.kernels.attention import packed_attention
 from engine.speed.linear_patches import use_linear_patches
 from tests.engine.small import build, train
-from tests.engine.speed.amx_numbers import FP32_BOUND, layers_of, needs_amx, numbers
+from tests.engine.speed.amx_numbers import FP32_BOUND, layers_of, needs_tiles, numbers
 from tests.engine.speed.exact_attention import apart, exact_attention
 from utils.errors import UserError
 
@@ -40,7 +40,7 @@ def one_thread_again():
     torch.set_num_threads(before)
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("tokens", "heads", "width"),
@@ -69,7 +69,7 @@ def test_attention_is_near_to_fp64(tokens: int, heads: int, width: int, dtype: t
     assert apart(dqkv, exact_grad) < bound  # all three together: of one token, two are nothing but rounding
 
 
-@needs_amx
+@needs_tiles
 def test_attention_of_large_scores_stays_finite() -> None:
     """Before it is scaled down by the largest of its row, a weight would be 2 to the power of thousands."""
     qkv, grad = numbers((1, 40, 3 * 32), (1, 40, 32))
@@ -95,7 +95,7 @@ def compare(ours: Any, torchs: Any, given: list[Tensor]) -> None:
         assert float((one.double() - other).abs().max() / other.abs().max()) < 2 * FP32_BOUND
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1), (70, 100, 50), (32, 32, 32), (33, 31, 65), (500, 384, 520), (7, 1000, 3), (1200, 48, 96)]
 )
@@ -103,7 +103,7 @@ def test_a_layer_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
     compare(amx_linear, F.linear, layers_of(*sizes))
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.parametrize("sizes", [(70, 100, 50, 40), (33, 64, 520, 64), (1, 5, 9, 3), (450, 96, 384, 96)])
 def test_an_mlp_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
     def torchs(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def test_an_mlp_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
     compare(lambda *given: amx_mlp(*given)[0], torchs, layers_of(*sizes))
 
 
-@needs_amx
+@needs_tiles
 def test_gelu_is_right_in_its_tails_and_where_fp32_ends() -> None:
     """A product by one gives its input; what goes through is GELU alone."""
     x = torch.cat([torch.linspace(-14, 14, 2001), torch.tensor([0.0, -0.0, 1e-30, 1e30, -1e30])])[:, None]
@@ -130,7 +130,7 @@ def test_gelu_is_right_in_its_tails_and_where_fp32_ends() -> None:
     assert float((slope.double() - exact_slope).abs().max()) < 2e-6
 
 
-@needs_amx
+@needs_tiles
 def test_what_is_no_number_does_not_pass_for_one() -> None:
     x, weight, *_ = layers_of(40, 40, 40)
     for bad in (float("nan"), float("inf")):
@@ -141,7 +141,7 @@ def test_what_is_no_number_does_not_pass_for_one() -> None:
         assert torch.isfinite(found[4]).all()
 
 
-@needs_amx
+@needs_tiles
 def test_bits_do_not_depend_on_threads() -> None:
     given, attention = layers_of(333, 100, 70, 90), numbers((3, 70, 3 * 2 * 32), (3, 70, 64))
 
@@ -163,7 +163,7 @@ def test_bits_do_not_depend_on_threads() -> None:
         assert all(map(torch.equal, alone, all_numbers(threads)))
 
 
-@needs_amx
+@needs_tiles
 def test_torch_finds_the_operators_well_made() -> None:
     *leaves, grad = layers_of(40, 33, 50, 20)
     x, w1, b1, *_ = leaves
@@ -176,7 +176,7 @@ def test_torch_finds_the_operators_well_made() -> None:
     assert grad.shape == (40, 20)
 
 
-@needs_amx
+@needs_tiles
 def test_only_what_is_trained_has_a_gradient() -> None:
     x, weight, bias, grad = layers_of(40, 30, 20)
     weight.requires_grad_(False)
@@ -188,7 +188,7 @@ def test_only_what_is_trained_has_a_gradient() -> None:
     assert x.grad is not None
 
 
-@needs_amx
+@needs_tiles
 def test_matrices_may_lie_in_memory_as_they_like() -> None:
     x, weight, bias, grad = layers_of(40, 30, 20)
     expected = amx_linear(x, weight, bias)
@@ -219,7 +219,7 @@ def vit_by_kernels() -> nn.Module:
     return model
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.usefixtures("however_small")
 def test_a_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -243,7 +243,7 @@ def test_a_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
         assert apart(one.grad, other.grad.double()) < 1e-5
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.usefixtures("however_small")
 def test_under_autocast_and_for_other_devices_torch_multiplies() -> None:
     model, images = vit_by_kernels(), numbers((2, 3, 32, 32))[0]
@@ -262,7 +262,7 @@ def test_small_products_are_left_to_torch() -> None:
     assert not serves(torch.empty(2048, 256), torch.empty(64, 256), None)
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.usefixtures("however_small")
 def test_an_mlp_that_drops_or_is_frozen_is_computed_in_parts() -> None:
     model = vit_by_kernels()
@@ -283,7 +283,7 @@ def test_an_mlp_that_drops_or_is_frozen_is_computed_in_parts() -> None:
     assert isinstance(mlp.fc1, AmxLinear)
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.usefixtures("however_small")
 def test_training_by_them_is_the_same_training(tiny: Path) -> None:
     """Weights after three updates, from the same ones, apart by rounding."""
@@ -299,7 +299,7 @@ def test_training_by_them_is_the_same_training(tiny: Path) -> None:
     assert apart(ends[0], ends[1].double()) < 1e-3
 
 
-@needs_amx
+@needs_tiles
 def test_a_run_says_so_and_a_resumed_one_goes_on_with_it(vitamp, tiny: Path, tmp_path: Path) -> None:
     words = ("-cfg", tiny, "-output", tmp_path / "run", "CPU_FP32=amx", "MODEL.ATTENTION=packed")
     done = vitamp(*words, "TRAIN.MAX_UPDATES=2", f"DATA.CACHE={tmp_path / 'cache'}")
@@ -307,6 +307,7 @@ def test_a_run_says_so_and_a_resumed_one_goes_on_with_it(vitamp, tiny: Path, tmp
     assert "attention packed (as asked for); fp32 products by amx (as asked for)" in done.text
     built = sorted(path.name.split("-")[0] for path in (tmp_path / "cache" / "kernels").glob("*.so"))
     assert built == ["attention_amx", "products_amx"]
+    assert ("AMX's tiles are emulated" in done.text) == native.emulated()
     assert f"Compiling products_amx for this CPU, once; kept in {tmp_path / 'cache' / 'kernels'}" in done.text
     done = vitamp("-resume", tmp_path / "run", "TRAIN.MAX_UPDATES=3")
     assert done.code == 0, done.text
@@ -326,7 +327,7 @@ def test_without_a_compiler_they_are_refused_before_the_run(vitamp, tiny: Path, 
     assert reason in done.err
 
 
-@needs_amx
+@needs_tiles
 def test_what_a_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(native, "_folder", tmp_path)
@@ -336,7 +337,7 @@ def test_what_a_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert not list(tmp_path.glob("*.so"))
 
 
-@needs_amx
+@needs_tiles
 def test_a_library_that_was_cut_off_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In a process of its own: the system kills what runs code that is not there, and knows what it has loaded."""
     monkeypatch.setattr(native, "_loaded", {})
@@ -346,13 +347,13 @@ def test_a_library_that_was_cut_off_is_built_again(monkeypatch: pytest.MonkeyPat
     whole = built.read_bytes()
     built.unlink()  # what is loaded keeps its own
     built.write_bytes(whole[:20000])
-    loads = "import sys; from pathlib import Path; from engine.speed.kernels import native; "
+    loads = "import sys; from pathlib import Path; from engine.speed.amx import build as native; "
     loads += "native.keep_kernels_in(Path(sys.argv[1])); native.load('products_amx')"
     subprocess.run([sys.executable, "-c", loads, str(tmp_path)], check=True)
     assert len(built.read_bytes()) >= len(whole)
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

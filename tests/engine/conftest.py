@@ -1,0 +1,16 @@
+"""Fixtures for the tests of the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.speed.amx import build
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for CPUs with AMX: by AMX where it is, else by emulated tiles; skipped without AVX-512."""
+    if build.missing():
+        monkeypatch.setenv(build.EMULATED, "1")
+    if why := build.missing():
+        pytest.skip(why)

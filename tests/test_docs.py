@@ -92,7 +92,7 @@ def test_what_is_wrong_is_seen() -> None:
     """Of the check above itself."""
     text = (
         "CUDA_VISIBLE_DEVICES=0 python main_single_gpu.py -cfg \\\n  configs/vit_digits.yaml -bach_size 4 # so\n"
-        "python scripts/doctor.py -cfg configs/none.yaml -updates 3 -nothing TRAIN.NO=1\n"
+        "python scripts/choose_precision.py -cfg configs/none.yaml -updates 3 -nothing TRAIN.NO=1\n"
         "python main_single_gpu.py -cfg configs/vit_digits.yaml TRAIN.BASE_LR=x\n"
         "python scripts/none.py\n"
     )
@@ -226,6 +226,6 @@ def test_help_fits_a_terminal_and_leads_on(script: str, capsys: pytest.CaptureFi
 
 
 def test_every_tool_is_asked_for_help() -> None:
-    """All but the one that has no flags."""
-    tools = {path.name for path in (ROOT / "scripts").glob("*.py")} - {"completion.py"}
+    """All but the one that has no flags, and a former name."""
+    tools = {path.name for path in (ROOT / "scripts").glob("*.py")} - {"completion.py", "doctor.py"}
     assert tools == set(PAGES_OF_TOOLS)

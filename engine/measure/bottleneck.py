@@ -152,7 +152,7 @@ def _compute(who: str, waited: float, shares: dict[str, float], setting: Setting
         text += f", and computed forward {shares[FORWARD]:.0f} % and backward {shares[BACKWARD]:.0f} %"
     ways = []
     if not setting.amp:
-        ways.append("-amp (scripts/doctor.py tells what it brings)")
+        ways.append("-amp (scripts/choose_precision.py tells what it brings)")
     if not setting.compiled and setting.device != "cpu":  # there it takes minutes, and was not seen to repay them
         ways.append("TRAIN.COMPILE")
     advice = f"Faster may be: {' and '.join(ways)}" if ways else "What is left is a smaller model, or more devices"

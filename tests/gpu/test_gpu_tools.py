@@ -62,10 +62,10 @@ def test_predict(vitamp: Callable[..., Result], trained: Run, tmp_path: Path) ->
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-def test_doctor(vitamp: Callable[..., Result], small: Path, tmp_path: Path) -> None:
+def test_choose_precision(vitamp: Callable[..., Result], small: Path, tmp_path: Path) -> None:
     modes = "tf32,fp16,bf16" if KIND == "cuda" else "bf16"
-    done = tool(vitamp, "doctor", "-cfg", small, "-updates", 12, "-modes", modes, "-output", tmp_path / "doctor")
-    found = json.loads((tmp_path / "doctor" / "doctor.json").read_text())
+    done = tool(vitamp, "choose_precision", "-cfg", small, "-updates", 12, "-modes", modes, "-output", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "choose_precision.json").read_text())
     assert {mode["name"] for mode in found["modes"]} == set(modes.split(","))
     assert found["recommendation"]["sentence"] in done.text
     assert KIND != "cuda" or "the most the whole process took" not in done.text

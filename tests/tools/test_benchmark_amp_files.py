@@ -1,4 +1,4 @@
-"""Each table of benchmark_amp.py, and the doctor, on image files: it ends, and no process stays behind."""
+"""Each table of benchmark_amp.py, and choose_precision.py, on image files: it ends, and no process stays behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMANDS = {
     "peers": "benchmark_amp.py peers -precisions fp32 -loops ours -updates 2 -rounds 1",
     "scaling": "benchmark_amp.py scaling -axes processes -processes 1,2 -iters 2 -rounds 1",
     "startup": "benchmark_amp.py startup -rounds 1",
-    "doctor": "doctor.py -modes bf16 -updates 5",
+    "choose_precision": "choose_precision.py -modes bf16 -updates 5",
 }
 QUICK = ("windows", "modes")
 SECONDS_TO_LEAVE = 10
@@ -36,7 +36,7 @@ SECONDS_TO_LEAVE = 10
 def test_ends_and_leaves_no_process(name: str, imagenet: Path, tmp_path: Path) -> None:
     script, *words = COMMANDS[name].split()
     data = ("-dataset", "imagenet2012", "-data_path", str(imagenet), "-device", "cpu", "-threads", "1")
-    output = ("-output", str(tmp_path / "out")) if name == "doctor" else ()
+    output = ("-output", str(tmp_path / "out")) if name == "choose_precision" else ()
     command = [sys.executable, str(ROOT / "scripts" / script), *words, *data, *WORDS, *SMALL_VIT, *output]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)

@@ -91,9 +91,11 @@ def test_recipes_wherever_one_stands(offers: Offers, tmp_path: Path, monkeypatch
 def test_tools(offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert offers("python scripts/checkpoint.py a") == ["average"]
     assert offers("python scripts/export.py runs -dtype ") == ["fp32", "fp16", "bf16"]
-    assert "-updates" in offers("python scripts/doctor.py -")
-    assert "-dataset" in offers("python scripts/doctor.py -"), "it takes a run's flags too"
-    assert "-print_config" not in offers("python scripts/doctor.py -"), "but not what the entry scripts do instead"
+    assert "-updates" in offers("python scripts/choose_precision.py -")
+    assert "-dataset" in offers("python scripts/choose_precision.py -"), "it takes a run's flags too"
+    assert "-print_config" not in offers("python scripts/choose_precision.py -"), (
+        "but not what the entry scripts do instead"
+    )
     assert offers("python scripts/benchmark_amp.py a") == ["all"]
     assert sorted(offers("python scripts/benchmark_amp.py all -mod")) == ["-model", "-models", "-modes"]
     assert offers("python scripts/completion.py ") == ["bash", "zsh", "fish"]

@@ -77,7 +77,7 @@ def test_gpus_that_are_not_there_are_an_error(visible: int, said: str) -> None:
 
 
 @pytest.mark.skipif(has_driver(), reason="there are GPUs")
-@pytest.mark.parametrize("script", ["main_single_gpu.py", "main_multi_gpu.py", "scripts/doctor.py"])
+@pytest.mark.parametrize("script", ["main_single_gpu.py", "main_multi_gpu.py", "scripts/choose_precision.py"])
 def test_gpus_on_a_machine_without_any_are_an_error(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, script: str
 ) -> None:

@@ -1,13 +1,13 @@
 """Which precision should I train in? Measured on your own model and data, not believed.
 
-    python scripts/doctor.py -cfg configs/vit_digits.yaml
-    python scripts/doctor.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -batch_size 64 \\
-        -updates 300 -budget_min 9 -modes fp16,bf16,O2-bf16
+    python scripts/choose_precision.py -cfg configs/vit_digits.yaml
+    python scripts/choose_precision.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet \\
+        -batch_size 64 -updates 300 -budget_min 9 -modes fp16,bf16,O2-bf16
 
 It trains a few hundred updates in fp32, from three seeds to see what is chance, and in every other precision that
 makes sense on this device, each in a process of its own. It compares speed, memory and loss curve, counts skipped
-updates, and looks at every layer's gradients. It ends with one sentence and the flags to use, and writes doctor.json
-and doctor.png into its folder (-output DIR; otherwise one is made in SAVE).
+updates, and looks at every layer's gradients. It ends with one sentence and the flags to use, and writes
+choose_precision.json and choose_precision.png into its folder (-output DIR; otherwise one is made in SAVE).
 
 All flags and settings of main_single_gpu.py hold, save that AMP.ENABLED, AMP.DTYPE, AMP.LEVEL and AMP.TF32 are what is
 compared. Flags of its own:
@@ -34,7 +34,7 @@ OWN = (
     ),
 )
 FEWEST_UPDATES = 5
-REPORT = "doctor.json"
+NAME, FORMER_NAME = "choose_precision", "doctor"
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,18 @@ class Wishes:
     modes: str | None
 
 
-def main(argv: list[str]) -> int:
-    return run_tool(_examine, argv)
+def main(argv: list[str], name: str = NAME) -> int:
+    """`name`: which the user called, and which the report and its folder bear."""
+    return run_tool(lambda words: _examine(words, name), argv)
 
 
-def _examine(argv: list[str]) -> int:
-    line = read_line(argv, "doctor.py", __doc__, OWN)
+def _examine(argv: list[str], name: str) -> int:
+    if name == FORMER_NAME:
+        log.warning("scripts/%s.py is now scripts/%s.py; under its former name it does the same", name, NAME)
+    line = read_line(argv, f"{NAME}.py", __doc__, OWN)
     wishes = _wishes(line)
     loaded = line.load()
-    _check(loaded)
+    _check(loaded, name)
 
     # Only now, with everything known to be right: importing torch takes seconds.
     from engine.machine.device import pick_device
@@ -68,7 +71,7 @@ def _examine(argv: list[str]) -> int:
     for note in [*loaded.notes, *_without_effect(loaded)]:
         log.info(note)
     planned = plan(loaded.config, device, asked_for)
-    Examination(loaded.config, device, planned, wishes.updates, wishes.seconds).run()
+    Examination(loaded.config, device, planned, wishes.updates, wishes.seconds, name).run()
     return EXIT_DONE
 
 
@@ -84,7 +87,7 @@ def _wishes(line: ToolLine) -> Wishes:
 
 
 def _without_effect(loaded: Loaded) -> list[str]:
-    """What the user set and the doctor does not follow."""
+    """Settings of the user that this tool does not follow."""
     compared = [k for k in ("ENABLED", "DTYPE", "LEVEL", "TF32") if loaded.sources[f"AMP.{k}"] != "default"]
     notes = [f"AMP.{key} ({loaded.sources[f'AMP.{key}']}): this is what is compared here" for key in compared]
     if loaded.config.AMP.AUTO_FP32:
@@ -100,8 +103,8 @@ def _number(line: ToolLine, key: str, default: Any, kind: type) -> Any:
         raise UserError(f"{flag} {text}: takes a {'whole ' * (kind is int)}number, such as {default:g}.") from None
 
 
-def _check(loaded: Loaded) -> None:
+def _check(loaded: Loaded, name: str) -> None:
     config = loaded.config
-    check_one_training(loaded, "doctor.py")
-    if config.OUTPUT is not None and (Path(config.OUTPUT) / REPORT).exists():
-        raise UserError(f"-output {config.OUTPUT}: a doctor's report already lies there; name another folder.")
+    check_one_training(loaded, f"{NAME}.py")
+    if config.OUTPUT is not None and (Path(config.OUTPUT) / f"{name}.json").exists():
+        raise UserError(f"-output {config.OUTPUT}: {name}.json already lies there; name another folder.")

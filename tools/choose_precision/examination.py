@@ -1,4 +1,4 @@
-"""All measurements of the doctor, one after another, and what is made of them."""
+"""All measurements, one after another, and what is made of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from utils.log import log
 from utils.output_file import writing
 from utils.run_folder import describe_run, make_folder, write_json
 
-REPORT, PICTURE = "doctor.json", "doctor.png"
 MUCH_NOISE = 0.15
 """In the speed of equal runs: something else is running on this machine."""
 MUCH_WAITING = 20
@@ -34,8 +33,10 @@ MUCH_WAITING = 20
 class Examination:
     """Measures by `run`, tells on the terminal, and writes its report."""
 
-    def __init__(self, config: Config, device: torch.device, plan: Plan, updates: int, seconds: float) -> None:
-        self._config, self._device, self._plan = config, device, plan
+    def __init__(
+        self, config: Config, device: torch.device, plan: Plan, updates: int, seconds: float, name: str
+    ) -> None:
+        self._config, self._device, self._plan, self._name = config, device, plan, name
         self._wanted = updates
         self._began = time.monotonic()
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -142,11 +143,12 @@ class Examination:
             **as_json(findings, base),
             "config": to_yaml(config),
         }
-        folder = make_folder(config.OUTPUT, config.SAVE, "doctor")
-        with writing(folder / REPORT, "-output"):
-            write_json(folder / REPORT, about)
+        folder = make_folder(config.OUTPUT, config.SAVE, self._name)
+        report = folder / f"{self._name}.json"
+        with writing(report, "-output"):
+            write_json(report, about)
         title = " ".join(filter(None, (config.TAG, config.MODEL.NAME, config.DATA.DATASET, where)))
-        draw(folder / PICTURE, f"{title}\n{advice.sentence}", findings, base)
+        draw(report.with_suffix(".png"), f"{title}\n{advice.sentence}", findings, base)
         log.info("\n%s\nFlags: %s\nEverything is in %s", advice.sentence, advice.flags, folder)
 
     def _remarks(self, base: Baseline | None) -> list[str]:

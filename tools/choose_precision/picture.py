@@ -1,4 +1,4 @@
-"""doctor.png: loss curves, speed, memory and every layer's gradients, of all precisions side by side."""
+"""choose_precision.png: loss curves, speed, memory and every layer's gradients, of all precisions side by side."""
 
 from __future__ import annotations
 

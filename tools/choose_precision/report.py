@@ -1,4 +1,4 @@
-"""The doctor's report in words and figures: the table on the terminal, and what doctor.json holds."""
+"""The report in words and figures: the table on the terminal, and what choose_precision.json holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The precisions that the doctor compares: what each is called, set by, and where it makes sense."""
+"""The precisions that choose_precision.py compares: what each is called, set by, and where it makes sense."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPDATES_WITHOUT_ARITHMETIC = 20
 class Mode:
     name: str
     usual: bool = True
-    """Whether the doctor compares it without being asked for."""
+    """Whether choose_precision.py compares it without being asked for."""
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -257,7 +257,7 @@ def test_a_dry_run_and_a_validation_tell_what_fits(vitamp: Callable[..., Result]
 
 
 def test_tools_and_fsdp_take_a_number(vitamp: Callable[..., Result], tiny: Path) -> None:
-    done = vitamp("-cfg", tiny, *AUTO, script="scripts/doctor.py")
+    done = vitamp("-cfg", tiny, *AUTO, script="scripts/choose_precision.py")
     assert (done.code, done.err.count("auto is for a run")) == (2, 1), done.text
     with pytest.raises(UserError, match=r"auto does not try with DIST\.STRATEGY fsdp"):
         settings(tiny, DIST__STRATEGY="fsdp")

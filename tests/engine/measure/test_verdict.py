@@ -109,9 +109,15 @@ def test_the_devices_own_time_counts_before_the_hosts() -> None:
 @pytest.mark.parametrize(
     ("setting", "advice"),
     [
-        (Setting("cuda", False, False, 8, 16), "-amp (scripts/doctor.py tells what it brings) and TRAIN.COMPILE"),
+        (
+            Setting("cuda", False, False, 8, 16),
+            "-amp (scripts/choose_precision.py tells what it brings) and TRAIN.COMPILE",
+        ),
         (Setting("cuda", True, False, 8, 16), "Faster may be: TRAIN.COMPILE;"),
-        (Setting("cpu", False, False, 8, 16), "Faster may be: -amp (scripts/doctor.py tells what it brings);"),
+        (
+            Setting("cpu", False, False, 8, 16),
+            "Faster may be: -amp (scripts/choose_precision.py tells what it brings);",
+        ),
         (Setting("cuda", False, True, 8, 16), "Faster may be: -amp"),
         (Setting("cuda", True, True, 8, 16), "a smaller model, or more devices"),
     ],

@@ -1,4 +1,4 @@
-"""The doctor: what it measures is the user's own training, and its advice follows from the figures."""
+"""choose_precision.py: what it measures is the user's own training, and its advice follows from the figures."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 from datasets import Batch, Window
 from tests.engine.small import CPU
 from tests.program import Result, metrics
-from tools.choose_precision import measure as doctor_measure
+from tools.choose_precision import measure as measuring
 from tools.choose_precision.examination import Examination
 from tools.choose_precision.measure import Job, Measured
 from tools.common.precisions import Plan, read_modes
 from utils.config import AmpConfig, load_config
 
 UPDATES = 12
+REPORT = "choose_precision.json"
 
 
-def doctor(vitamp: Callable[..., Result], *words: object, **options: Any) -> Result:
-    return vitamp(*words, script="scripts/doctor.py", **options)
+def choose(vitamp: Callable[..., Result], *words: object, **options: Any) -> Result:
+    return vitamp(*words, script="scripts/choose_precision.py", **options)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,9 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> Any:
     cfg.write_text(TINY_DIGITS.replace("THREADS: 1", "THREADS: 1\nSEED: 5"), encoding="utf-8")
     words = ["-cfg", cfg, "-updates", UPDATES, "-output", root / "out", "-modes", "fp16,bf16"]
     scale = ["AMP.INIT_LOSS_SCALING=1e30", "AMP.USE_DYNAMIC_LOSS_SCALING=false"]
-    result = run_program(*words, *scale, script="scripts/doctor.py", streams=root)
+    result = run_program(*words, *scale, script="scripts/choose_precision.py", streams=root)
     assert result.code == 0, result.text
-    return cfg, result, json.loads((root / "out" / "doctor.json").read_text(encoding="utf-8")), root / "out"
+    return cfg, result, json.loads((root / "out" / REPORT).read_text(encoding="utf-8")), root / "out"
 
 
 def test_fp32_is_the_training_of_the_entry_script(examined: Any, vitamp: Callable[..., Result], tmp_path: Path) -> None:
@@ -64,10 +65,10 @@ def test_other_seeds_are_other_trainings_of_the_same_samples(
     def first_batch(_job: Job, _ready: Any, source: Iterator[Window], *_: Any) -> None:
         batches.append(next(iter(next(source)))[1])
 
-    monkeypatch.setattr(doctor_measure, "_train", first_batch)
+    monkeypatch.setattr(measuring, "_train", first_batch)
     for seed, samples in ((5, None), (6, 5), (6, None)):
         config = load_config(str(tiny), words={"SEED": str(seed), "DATA.SHIFT": "0.1"}).config
-        doctor_measure._measure(Job("fp32", config, 1, 0.0, samples), Measured())
+        measuring._measure(Job("fp32", config, 1, 0.0, samples), Measured())
     mine, same, other = batches
     assert torch.equal(mine.indices, same.indices)
     assert torch.equal(mine.images, same.images), "augmentation follows the samples' seed"
@@ -86,7 +87,7 @@ def test_what_is_measured_and_from_which_seeds(tiny: Path, tmp_path: Path, monke
     modes = read_modes("bf16,O2-bf16", AmpConfig(), CPU)
     for words in ({"SEED": "5"}, {"SEED": "5", "MODEL.PRETRAINED": str(tmp_path)}):
         config = load_config(str(tiny), words={**words, "AMP.ENABLED": "true", "AMP.TF32": "true"}).config
-        Examination(config, CPU, Plan(modes, {}), 10, 60.0)._measure_all()
+        Examination(config, CPU, Plan(modes, {}), 10, 60.0, "choose_precision")._measure_all()
     found = [(job.config.AMP.ENABLED, job.config.AMP.LEVEL, job.config.SEED, job.samples_seed) for job in jobs]
     assert found[:5] == [
         (False, "O1", 5, None),
@@ -103,10 +104,10 @@ def test_a_precision_that_does_not_fit_says_so(tiny: Path, monkeypatch: pytest.M
     def full(*_: Any) -> None:
         raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
 
-    monkeypatch.setattr(doctor_measure, "start_log", lambda **_: None)
-    monkeypatch.setattr(doctor_measure, "_train", full)
+    monkeypatch.setattr(measuring, "start_log", lambda **_: None)
+    monkeypatch.setattr(measuring, "_train", full)
     job = Job("fp32", load_config(str(tiny)).config, 1, 0.0)
-    assert doctor_measure.measure(job).failed == "out of memory"
+    assert measuring.measure(job).failed == "out of memory"
 
 
 def test_a_scale_too_large_is_seen_and_not_recommended(examined: Any) -> None:
@@ -122,9 +123,9 @@ def test_a_scale_too_large_is_seen_and_not_recommended(examined: Any) -> None:
 
 def test_what_the_report_holds(examined: Any) -> None:
     _, result, found, folder = examined
-    assert (folder / "doctor.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "choose_precision.png").read_bytes().startswith(b"\x89PNG")
     assert {"command", "started", "device", "versions", "seconds", "recommendation", "config"} <= set(found)
-    assert "doctor.py" in found["command"]
+    assert "choose_precision.py" in found["command"]
     assert found["device"].startswith("cpu")
     bf16 = next(mode for mode in found["modes"] if mode["name"] == "bf16")
     assert len(bf16["losses"]) == UPDATES
@@ -140,10 +141,10 @@ def test_the_report_says_that_a_run_would_compile(
     examined: Any, vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     words = ("-cfg", tiny, "-updates", 10, "-modes", "bf16", "-output", tmp_path / "out", "TRAIN.COMPILE=blocks")
-    done = doctor(vitamp, *words)
+    done = choose(vitamp, *words)
     assert done.code == 0, done.text
     assert "all updates here were eager, but a run would compile fp32, bf16 (TRAIN.COMPILE blocks)" in done.out
-    found = json.loads((tmp_path / "out" / "doctor.json").read_text(encoding="utf-8"))
+    found = json.loads((tmp_path / "out" / REPORT).read_text(encoding="utf-8"))
     assert [mode["compile"] for mode in found["modes"]] == ["blocks"]
     assert "eager" not in examined[1].out
 
@@ -151,10 +152,10 @@ def test_the_report_says_that_a_run_would_compile(
 def test_time_that_is_up_cuts_measurements_short(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("-cfg", tiny, "-updates", 5000, "-budget_min", 0.02, "-modes", "bf16", "-output", out)
-    result = doctor(vitamp, *words, timeout=100)
+    result = choose(vitamp, *words, timeout=100)
     assert result.code == 0, result.text
     assert "the time for it was up" in result.out
-    found = json.loads((out / "doctor.json").read_text(encoding="utf-8"))
+    found = json.loads((out / REPORT).read_text(encoding="utf-8"))
     assert all(10 < len(run["losses"]) < 5000 for run in found["fp32"]["runs"])
     assert found["seconds"] < 60
 
@@ -179,7 +180,7 @@ def test_time_that_is_up_cuts_measurements_short(vitamp: Callable[..., Result], 
 def test_bad_input_is_refused_before_anything_is_measured(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
-    result = doctor(vitamp, "-cfg", tiny, "-output", tmp_path / "out", *words)
+    result = choose(vitamp, "-cfg", tiny, "-output", tmp_path / "out", *words)
     assert result.code == 2, result.text
     assert said in result.err
     assert "Traceback" not in result.text
@@ -187,8 +188,20 @@ def test_bad_input_is_refused_before_anything_is_measured(
 
 
 def test_a_report_is_not_overwritten(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "doctor.json").write_text("mine", encoding="utf-8")
-    result = doctor(vitamp, "-cfg", tiny, "-output", tmp_path)
+    (tmp_path / REPORT).write_text("mine", encoding="utf-8")
+    result = choose(vitamp, "-cfg", tiny, "-output", tmp_path)
     assert result.code == 2, result.text
     assert "already lies there" in result.err
-    assert (tmp_path / "doctor.json").read_text(encoding="utf-8") == "mine"
+    assert (tmp_path / REPORT).read_text(encoding="utf-8") == "mine"
+
+
+def test_the_former_name_does_the_same_and_says_the_new_one_once(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    words = ("-cfg", tiny, "-output", tmp_path / "out", "-updates", 5, "-modes", "bf16")
+    done = vitamp(*words, script="scripts/doctor.py")
+    assert done.code == 0, done.text
+    assert done.text.count("scripts/doctor.py is now scripts/choose_precision.py") == 1
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["doctor.json", "doctor.png"]
+    assert vitamp(*words, script="scripts/doctor.py").code == 2, "a report is there"
+    assert "scripts/choose_precision.py -cfg" in vitamp("-h", script="scripts/doctor.py").out

@@ -1,4 +1,4 @@
-"""What the doctor makes of its figures: modes and their flags, layers, the verdict."""
+"""What choose_precision.py makes of its figures: modes and their flags, layers, the verdict."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_what_is_compared_on_a_cpu(tiny: Path) -> None:
 @pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
 @pytest.mark.parametrize("settings", [{}, {"LEVEL": "O2", "DTYPE": "fp16", "TF32": "true"}], ids=["plain", "set"])
 def test_the_flags_of_a_mode_lead_to_it(tiny: Path, mode: Any, settings: dict[str, str]) -> None:
-    """Whatever the user's file says, the flags give the settings that were measured, in place of the doctor's own."""
+    """Whatever the user's file says, the flags give the settings that were measured, in place of the tool's own."""
     text = tiny.read_text(encoding="utf-8")
     tiny.write_text(text + f"AMP: {json.dumps(settings).replace(chr(34), '')}\n", encoding="utf-8")
-    given = parse(["-amp", "bf16"], "scripts/doctor.py")
+    given = parse(["-amp", "bf16"], "scripts/choose_precision.py")
     user = load_config(str(tiny), given.flags).config.AMP
     command = parse(mode.flags(user).split(), "main_single_gpu.py")
     told = load_config(str(tiny), command.flags, command.words).config.AMP

@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tools.benchmark_amp.frame import with_todays_name  # noqa: E402
 from tools.benchmark_amp.measure import markdown as table_as_markdown  # noqa: E402
 from tools.benchmark_amp.tables import TABLES  # noqa: E402
 from tools.benchmark_data.report import markdown  # noqa: E402
@@ -91,6 +92,7 @@ def table(name: str) -> str:
     """
     found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     if "table" in found:
+        found = with_todays_name(found)
         return table_as_markdown(TABLES[found["table"]], found, f"LINK/{name}.json")
     if "compared" in found:
         return comparison_as_markdown(found, f"LINK/{name}.json")

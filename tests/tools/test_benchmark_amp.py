@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tools.benchmark_amp import measure as benchmark_amp_run
 from tools.benchmark_amp.command import main
 from tools.benchmark_amp.frame import AGAIN, Contender, Figures, Found, Plan, Section, Table, control_line, middle
 from tools.benchmark_amp.measure import lines, markdown, measure
+from tools.benchmark_amp.tables import TABLES
 from tools.common.turns import Budget
 from utils.errors import TrainingError, UserError
 
@@ -62,7 +64,7 @@ def _sections(found: Found) -> list[Section]:
     return [Section("How long", rows, [control_line(found, "a", "seconds")])]
 
 
-TABLE = Table("windows", "", (), lambda _line: Plan([], 0, {}, ""), _sections, lambda _found: [])
+TABLE = Table("amp", "", (), lambda _line: Plan([], 0, {}, ""), _sections, lambda _found: [])
 
 
 def test_contenders_come_there_and_back(clock: Clock) -> None:
@@ -154,10 +156,10 @@ def test_every_turn_is_in_the_file_when_it_is_interrupted(clock: Clock, tmp_path
 
 
 def test_the_report_says_where_and_when_and_what_chance_is(clock: Clock) -> None:
-    words = ["windows", "-iters", "3", "-json", "f.json", "--budget_min=4", "DATA.CACHE=/x", "-amp"]
+    words = ["amp", "-iters", "3", "-json", "f.json", "--budget_min=4", "DATA.CACHE=/x", "-amp"]
     found = measure(TABLE, Turns(clock, **{"a": 1, "a" + AGAIN: 2}).plan(1), Budget(100), None, words)
     for told in ("\n".join(lines(TABLE, found)), markdown(TABLE, found, "LINK/f.json")):
-        assert "python scripts/benchmark_amp.py windows -iters 3 -amp" in told
+        assert "python scripts/benchmark_amp.py amp -iters 3 -amp" in told
         assert "-json" not in told
         assert f"a device, clock {found['clock_mhz'][0]} to" in told or "clock unknown" in told
         assert f"torch {found['versions']['torch']}" in told
@@ -168,14 +170,18 @@ def test_the_report_says_where_and_when_and_what_chance_is(clock: Clock) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["window"], ["window", "Did you mean windows?"]),
-        (["windows", "-iters", "0"], ["-iters 0", "from 1"]),
-        (["windows", "-budget_min", "no"], ["-budget_min no", "above 0"]),
-        (["windows", "-json", "a.txt"], ["-json a.txt", "a.json"]),
-        (["windows", "-eval"], ["-eval", "it measures training"]),
-        (["windows", "-batch_size", "auto"], ["BATCH_SIZE auto", "give a tool a number"]),
-        (["modes", "-modes", "bf17"], ["'bf17'", "Did you mean bf16"]),
-        (["modes", "-modes", "tf32"], ["-modes tf32", "Ampere"]),
+        (["amps"], ["amps", "Did you mean amp?"]),
+        (
+            ["all"],
+            ["no such table any more", "for table in amp precisions scaling timm; do python scripts/benchmark_amp.py"],
+        ),
+        (["amp", "-iters", "0"], ["-iters 0", "from 1"]),
+        (["amp", "-budget_min", "no"], ["-budget_min no", "above 0"]),
+        (["amp", "-json", "a.txt"], ["-json a.txt", "a.json"]),
+        (["amp", "-eval"], ["-eval", "it measures training"]),
+        (["amp", "-batch_size", "auto"], ["BATCH_SIZE auto", "give a tool a number"]),
+        (["precisions", "-modes", "bf17"], ["'bf17'", "Did you mean bf16"]),
+        (["precisions", "-modes", "tf32"], ["-modes tf32", "Ampere"]),
         (["scaling", "-axes", "batch,images"], ["'images'", "Did you mean image"]),
         (["scaling", "-batches", "1,b"], ["-batches 1,b", "1,2,4"]),
         (["scaling", "-model", "vit_huge_patch14_224", "-image_size", "32"], ["not divisible"]),
@@ -190,9 +196,28 @@ def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], words: list
 
 
 def test_help_names_tables_and_their_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in ((["-h"], ["windows", "startup"]), (["scaling", "-h"], ["-axes A,B", "-budget_min M"])):
+    for words, said in ((["-h"], ["amp", "startup"]), (["scaling", "-h"], ["-axes A,B", "-budget_min M"])):
         with pytest.raises(SystemExit) as left:
             main(words)
         assert left.value.code == 0
         told = capsys.readouterr().out
         assert all(word in told for word in said), told
+
+
+def test_former_names_of_tables_work_and_name_todays(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns, path = Turns(clock, a=1), tmp_path / "f.json"
+    monkeypatch.setitem(TABLES, "amp", replace(TABLE, plan=lambda _line: turns.plan(1)))
+    assert main(["windows", "-json", str(path)]) == 0
+    assert capsys.readouterr().err.count("benchmark_amp.py windows is now benchmark_amp.py amp") == 1
+    assert json.loads(path.read_text(encoding="utf-8"))["table"] == "amp"
+
+
+def test_a_file_with_the_former_name_of_its_table_is_gone_on_from(clock: Clock, tmp_path: Path) -> None:
+    path, turns = tmp_path / "f.json", Turns(clock, a=1)
+    found = measure(TABLE, turns.plan(1), Budget(100), path, ["amp", "-iters", "3"])
+    former = {**found, "table": "windows", "command": "python scripts/benchmark_amp.py windows -iters 3"}
+    path.write_text(json.dumps(former), encoding="utf-8")
+    assert measure(TABLE, turns.plan(1), Budget(100), path) == found
+    assert turns.came == ["a"], "nothing was measured again"

@@ -17,14 +17,14 @@ from tests.program import ROOT
 WORDS = ("-num_classes", "4", "-num_workers", "2", "-image_size", "32", "-batch_size", "4")
 SMALL_VIT = ("MODEL.PATCH_SIZE=16", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
 COMMANDS = {
-    "windows": "benchmark_amp.py windows -iters 2 -windows 2",
-    "modes": "benchmark_amp.py modes -modes bf16 -iters 2 -rounds 1",
-    "peers": "benchmark_amp.py peers -precisions fp32 -loops ours -updates 2 -rounds 1",
+    "amp": "benchmark_amp.py amp -iters 2 -windows 2",
+    "precisions": "benchmark_amp.py precisions -modes bf16 -iters 2 -rounds 1",
+    "timm": "benchmark_amp.py timm -precisions fp32 -loops ours -updates 2 -rounds 1",
     "scaling": "benchmark_amp.py scaling -axes processes -processes 1,2 -iters 2 -rounds 1",
     "startup": "benchmark_amp.py startup -rounds 1",
     "choose_precision": "choose_precision.py -modes bf16 -updates 5",
 }
-QUICK = ("windows", "modes")
+QUICK = ("amp", "precisions")
 SECONDS_TO_LEAVE = 10
 """For multiprocessing's own servers, which end when they find that nobody is left."""
 

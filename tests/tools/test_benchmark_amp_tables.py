@@ -29,7 +29,7 @@ Found = dict[str, Any]
 def measured(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Found, str]]:
-    """`measured("windows", "-iters", 2)`: what the file holds, and what was told."""
+    """`measured("amp", "-iters", 2)`: what the file holds, and what was told."""
     monkeypatch.setattr("engine.measure.mfu.measured_tflops", lambda *_: 0.05)
 
     def call(table: str, *words: object) -> tuple[Found, str]:
@@ -47,9 +47,9 @@ def measured(
     return call
 
 
-def test_windows(measured: Callable[..., tuple[Found, str]]) -> None:
-    first, _ = measured("windows", "-iters", 2, "-windows", 1)
-    found, told = measured("windows", "-iters", 2, "-windows", 2)
+def test_amp(measured: Callable[..., tuple[Found, str]]) -> None:
+    first, _ = measured("amp", "-iters", 2, "-windows", 1)
+    found, told = measured("amp", "-iters", 2, "-windows", 2)
     off, on, again = ([turn["seconds"] for turn in found["turns"][name]] for name in (OFF, ON, OFF + AGAIN))
     assert [len(off), len(on), len(again)] == [2, 2, 2]
     assert first["turns"][OFF] == found["turns"][OFF][:1], "the file is gone on from"
@@ -76,8 +76,8 @@ def test_trainings_leave_for_each_other_where_there_is_no_room_for_two(monkeypat
     assert seats[0].turn() == {"failed": OUT_OF_MEMORY}, "room for none"
 
 
-def test_modes(measured: Callable[..., tuple[Found, str]]) -> None:
-    found, told = measured("modes", "-modes", "O2-bf16", "-iters", 1, "-rounds", 1)
+def test_precisions(measured: Callable[..., tuple[Found, str]]) -> None:
+    found, told = measured("precisions", "-modes", "O2-bf16", "-iters", 1, "-rounds", 1)
     assert list(found["turns"]) == [
         "fp32, synthetic", "O2-bf16, synthetic", "fp32, synthetic, again", "fp32, files", "O2-bf16, files"
     ]  # fmt: skip
@@ -92,13 +92,13 @@ def test_modes(measured: Callable[..., tuple[Found, str]]) -> None:
 
 def test_an_apex_mode_and_what_an_iteration_is(measured: Callable[..., tuple[Found, str]]) -> None:
     words = ("-modes", "apex", "-no_files", "-iters", 1, "-rounds", 1, "-accum_iter", 2)
-    found, told = measured("modes", *words)
+    found, told = measured("precisions", *words)
     assert "apex, synthetic" in found["turns"]
     assert "an iteration is an update: 2 micro-batches of 32 images" in told
 
 
-def test_modes_without_files(measured: Callable[..., tuple[Found, str]]) -> None:
-    found, told = measured("modes", "-modes", "bf16", "-iters", 1, "-rounds", 1, "-no_files")
+def test_precisions_without_files(measured: Callable[..., tuple[Found, str]]) -> None:
+    found, told = measured("precisions", "-modes", "bf16", "-iters", 1, "-rounds", 1, "-no_files")
     assert list(found["turns"]) == ["fp32, synthetic", "bf16, synthetic", "fp32, synthetic, again"]
     assert "from files" not in told
 
@@ -203,9 +203,9 @@ def test_startup(measured: Callable[..., tuple[Found, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_modes_with_jpegs_that_it_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_precisions_with_jpegs_that_it_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["-iters", "1", "-rounds", "1", "-modes", "bf16", "-image_size", "32", "-made", "8", "-batch_size", "4"]
-    assert main(["modes", *words, "-device", "cpu", f"DATA.CACHE={tmp_path}"]) == 0
+    assert main(["precisions", *words, "-device", "cpu", f"DATA.CACHE={tmp_path}"]) == 0
     assert len(list((tmp_path / "made").rglob("*.jpg"))) == 8
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("bf16 ")]
     assert row[-1] == "%"

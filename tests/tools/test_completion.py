@@ -96,8 +96,8 @@ def test_tools(offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "-print_config" not in offers("python scripts/choose_precision.py -"), (
         "but not what the entry scripts do instead"
     )
-    assert offers("python scripts/benchmark_amp.py a") == ["all"]
-    assert sorted(offers("python scripts/benchmark_amp.py all -mod")) == ["-model", "-models", "-modes"]
+    assert offers("python scripts/benchmark_amp.py a") == ["amp"]
+    assert sorted(offers("python scripts/benchmark_amp.py scaling -mod")) == ["-model", "-models", "-modes"]
     assert offers("python scripts/completion.py ") == ["bash", "zsh", "fish"]
     assert offers("python scripts/report.py runs -no") == ["-no_predictions"]
     assert not [tool for tool in PAGES if offers(f"python scripts/{tool} -")[0][0] != "-"], "every tool has its flags"

@@ -29,7 +29,7 @@ TOOLS = {
     "report": ("{run}", "-out", "{out}.html"),
     "import_paddle": ("{tree}/w.pdparams", "-out", "{out}.safetensors"),
     "prepare_caltech256": ("-data_path", "{tree}", "-out", "{out}.csv"),
-    "benchmark_amp": ("windows", "-cfg", "configs/vit_digits.yaml", "-json", "{out}.json"),
+    "benchmark_amp": ("amp", "-cfg", "configs/vit_digits.yaml", "-json", "{out}.json"),
     "benchmark_data": ("-out", "{out}.png"),
 }
 

@@ -1,4 +1,4 @@
-"""`windows`: seconds of so many iterations, window after window, with AMP off and on."""
+"""`amp`: seconds of so many iterations, window after window, with AMP off and on."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from utils.cli import Flag
 
 ABOUT = """Seconds per 100 iterations, seven windows of them, AMP off and AMP on; their averages, the speed-up.
 
-    python scripts/benchmark_amp.py windows -cfg configs/vit_base_patch16_224.yaml -batch_size 64
-    python scripts/benchmark_amp.py windows -model vit_small_patch16_224 -amp bf16 -iters 20 -windows 3
+    python scripts/benchmark_amp.py amp -cfg configs/vit_base_patch16_224.yaml -batch_size 64
+    python scripts/benchmark_amp.py amp -model vit_small_patch16_224 -amp bf16 -iters 20 -windows 3
 
 On images made on the device, unless -dataset names others. -amp says what is on in `AMP on` (default: what
 AMP.DTYPE auto takes on this device)."""
@@ -93,4 +93,4 @@ def charts(found: Found) -> list[Chart]:
     return [told, Chart("speed-up", "times", bars=bars | ({"the control": control.median} if control else {}))]
 
 
-TABLE = Table("windows", ABOUT, FLAGS, plan, sections, charts)
+TABLE = Table("amp", ABOUT, FLAGS, plan, sections, charts)

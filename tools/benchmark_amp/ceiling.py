@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 _peaks: dict[tuple[str, str, int], Peak | None] = {}
-"""By kind, device and threads: measured once a process, for all tables that it makes."""
+"""By kind, device and threads: measured once a process."""
 
 
 def ceiling(config: Config, device: torch.device, precisions: Iterable[AmpConfig]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """What mixed precision and this program's update are worth on this machine: one command a table.
 
-    python scripts/benchmark_amp.py windows -model vit_base_patch16_224 -batch_size 64
+    python scripts/benchmark_amp.py amp -model vit_base_patch16_224 -batch_size 64
     python scripts/benchmark_amp.py TABLE -h                         # what there is to say of one
     python scripts/benchmark_amp.py TABLE -budget_min 9 -json F.json # once more, to go on where the time was up
-    python scripts/benchmark_amp.py all -budget_min 9                # all, for several models
 
 Contenders take turns, each after a warm-up, forwards in one round and backwards in the next; figures are medians of the
 turns, ratios are taken turn by turn, and one contender takes part twice, so that its ratio to itself shows what chance
@@ -16,10 +15,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from tools.benchmark_amp.all import measure_all
-from tools.benchmark_amp.all_jobs import ABOUT as ABOUT_ALL
-from tools.benchmark_amp.all_jobs import OWN as OWN_OF_ALL
-from tools.benchmark_amp.frame import Found, Table
+from tools.benchmark_amp.frame import FORMER_NAMES, Found, Table
 from tools.benchmark_amp.measure import draw_table, lines, plan_and_measure
 from tools.benchmark_amp.tables import TABLES
 from tools.common.command_line import WIDTH, about_tool, read_line, run_tool
@@ -33,10 +29,15 @@ OWN = (
     Flag("json", "keep every turn here, with device, versions and command", "FILE", ("JSON",)),
     Flag("out", "draw it", "FILE.png", ("OUT",)),
 )
-ALL = "all"
-COMMANDS = (*TABLES, ALL)
-FLAGS = (*(flag for table in TABLES.values() for flag in table.flags), *OWN_OF_ALL)
+COMMANDS = tuple(TABLES)
+FLAGS = tuple(flag for table in TABLES.values() for flag in table.flags)
 """What one or another of them takes beside OWN, for completion."""
+
+
+LOOP = (
+    "for table in amp precisions scaling timm; do "
+    "python scripts/benchmark_amp.py $table -json $table.json -out $table.png -budget_min 9; done"
+)
 
 
 def main(argv: list[str]) -> int:
@@ -44,8 +45,6 @@ def main(argv: list[str]) -> int:
 
 
 def _benchmark(argv: list[str]) -> int:
-    if argv[:1] == [ALL]:
-        return measure_all(argv[1:])
     table = _table(argv)
     line = read_line(argv[1:], "benchmark_amp.py", table.about, (*table.flags, *OWN))
     json_file = line.file("JSON", ".json") if "JSON" in line.own else None
@@ -66,10 +65,15 @@ def _table(argv: list[str]) -> Table:
     asked = argv[0] if argv else "-h"
     if asked.lstrip("-") in ("h", "help"):
         print(f"{about_tool(__doc__, 'benchmark_amp.py')}\n")
-        for name, about in {**{table.name: table.about for table in TABLES.values()}, ALL: ABOUT_ALL}.items():
-            line = f"  {name:<11}{about.splitlines()[0]}"
-            print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 13))
+        for table in TABLES.values():
+            line = f"  {table.name:<12}{table.about.splitlines()[0]}"
+            print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 14))
         sys.exit(EXIT_DONE)
+    if asked == "all":
+        raise UserError(f"all: there is no such table any more. Each resumes by itself; the same in a shell: {LOOP}")
+    if asked in FORMER_NAMES:
+        log.warning("benchmark_amp.py %s is now benchmark_amp.py %s", asked, FORMER_NAMES[asked])
+        asked = FORMER_NAMES[asked]
     if asked not in TABLES:
         raise UserError(f"{asked}: there is no such table.{nearest(asked, COMMANDS)} First comes {' '.join(COMMANDS)}.")
     return TABLES[asked]

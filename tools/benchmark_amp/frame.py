@@ -19,6 +19,8 @@ Figures = dict[str, Any]
 Found = dict[str, Any]
 """What -json holds: see `measure` in benchmark_amp_run.py."""
 
+FORMER_NAMES = {"windows": "amp", "modes": "precisions", "peers": "timm"}
+"""Of tables, in command lines and in files of -json."""
 AGAIN = ", again"
 """The control: the same contender a second time. How far the two are apart is chance."""
 
@@ -86,6 +88,16 @@ class Table:
     charts: Callable[[Found], list[Chart]]
 
 
+def with_todays_name(found: Found) -> Found:
+    """What a file holds, with its table and its command as they are called today."""
+    former = found["table"]
+    if former not in FORMER_NAMES:
+        return found
+    today = FORMER_NAMES[former]
+    command = found["command"].replace(f"benchmark_amp.py {former}", f"benchmark_amp.py {today}", 1)
+    return {**found, "table": today, "command": command}
+
+
 def values(found: Found, name: str, key: str) -> list[float]:
     """What `key` was in the turns of a contender, as far as they gave something."""
     return [turn[key] for turn in found["turns"].get(name, []) if turn.get(key) is not None]
@@ -149,11 +161,6 @@ def failures(found: Found) -> list[str]:
         if why := failure(found, name):
             names.setdefault(why, []).append(name)
     return [f"not measured: {', '.join(who)}: {why}" for why, who in names.items()]
-
-
-def is_whole(found: Found) -> bool:
-    """Whether nothing is left to measure."""
-    return all(len(turns) >= found["rounds"] or failure(found, name) for name, turns in found["turns"].items())
 
 
 def is_anything(found: Found) -> bool:

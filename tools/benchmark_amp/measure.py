@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.benchmark_amp.frame import Contender, Figures, Found, Plan, Table, failures, is_anything
+from tools.benchmark_amp.frame import Contender, Figures, Found, Plan, Table, failures, is_anything, with_todays_name
 from tools.common.command_line import ToolLine
 from tools.common.tables import in_columns, in_markdown
 from tools.common.turns import Budget
@@ -23,14 +23,10 @@ NOT_OF_THE_MEASUREMENT = ("-budget_min", "-json", "-out")
 """Flags that may differ between a call and the one that goes on from its file."""
 
 
-class TimeUp(TrainingError):
-    """Before anything was measured."""
-
-
 class Notebook:
     """All turns so far, written down after each where there is a file."""
 
-    def __init__(self, table: str, plan: Plan, path: Path | None, words: Sequence[str], seconds: float) -> None:
+    def __init__(self, table: str, plan: Plan, path: Path | None, words: Sequence[str]) -> None:
         self._path = path
         self.found: Found = {
             "table": table,
@@ -45,7 +41,6 @@ class Notebook:
             "left_out": plan.left_out,
             "remarks": plan.remarks,
             "ceiling": plan.ceiling,
-            "took": {"to_begin": round(seconds, 3), "a_turn": 0.0},
             "cut": False,
             "turns": {contender.name: [] for contender in plan.contenders},
         }
@@ -63,14 +58,11 @@ class Notebook:
         for name in self.found["turns"]:
             self.found["turns"][name] = before["turns"].get(name, [])
         self.found |= {key: before[key] for key in ("date", "command", "clock_mhz", "git", "ceiling")}
-        # Files of former versions have none. Beginning is faster the next time: what it had to make is there.
-        self.found["took"]["a_turn"] = before.get("took", {}).get("a_turn", 0.0)
         done = min(map(len, self.found["turns"].values()), default=0)
         log.info("%s: going on after %d of %d rounds", path, done, self.found["rounds"])
 
-    def add(self, name: str, figures: Figures, clock: float | None, seconds: float) -> None:
+    def add(self, name: str, figures: Figures, clock: float | None) -> None:
         self.found["turns"][name].append(figures)
-        self.found["took"]["a_turn"] = max(self.found["took"]["a_turn"], round(seconds, 3))
         if clock is not None:
             self.found["clock_mhz"].append(round(clock))
         self.write()
@@ -88,7 +80,7 @@ def kept(path: Path) -> Found | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if all(key in found for key in ("table", "command", "rounds", "turns")):
-            return found
+            return with_todays_name(found)
     except (OSError, ValueError, TypeError):
         pass
     raise UserError(f"{path}: this file is there and was not written by benchmark_amp.py; name another, or remove it.")
@@ -96,20 +88,16 @@ def kept(path: Path) -> Found | None:
 
 def plan_and_measure(table: Table, line: ToolLine, words: Sequence[str], budget: Budget, path: Path | None) -> Found:
     """`words`: what `line` was read from."""
-    began = time.monotonic()
-    plan = table.plan(line)
-    return measure(table, plan, budget, path, [table.name, *words], time.monotonic() - began)
+    return measure(table, table.plan(line), budget, path, [table.name, *words])
 
 
-def measure(
-    table: Table, plan: Plan, budget: Budget, path: Path | None, words: Sequence[str] = (), seconds: float = 0.0
-) -> Found:
+def measure(table: Table, plan: Plan, budget: Budget, path: Path | None, words: Sequence[str] = ()) -> Found:
     """All rounds of the plan, as far as the time allows; what a file holds already is not measured again.
 
-    `words`: of the command line. `seconds`: how long the plan took, whose contenders may have been built by it.
+    `words`: of the command line.
     """
     try:
-        notebook = Notebook(table.name, plan, path, words, seconds)
+        notebook = Notebook(table.name, plan, path, words)
         log.info("%s: %s on %s", table.name, ", ".join(contender.name for contender in plan.contenders), plan.device)
         for line in [*plan.remarks, *failures(notebook.found)]:
             log.info("%s", line)
@@ -122,7 +110,7 @@ def measure(
     notebook.write()
     if not is_anything(found):
         if budget.cut:
-            raise TimeUp("the time was up (-budget_min) before anything was measured; give more of it.")
+            raise TrainingError("the time was up (-budget_min) before anything was measured; give more of it.")
         raise TrainingError("nothing could be measured:\n" + "\n".join(f"  {line}" for line in failures(found)))
     return found
 
@@ -142,7 +130,7 @@ def _take_turns(plan: Plan, notebook: Notebook, budget: Budget) -> None:
             figures = contender.turn()
             took = time.monotonic() - began
             longest[contender.name] = max(longest.get(contender.name, 0.0), took)
-            notebook.add(contender.name, figures, clock_mhz(plan.gpu), took)
+            notebook.add(contender.name, figures, clock_mhz(plan.gpu))
             _tell(contender, nth, plan.rounds, figures, took)
 
 

@@ -1,4 +1,4 @@
-"""`modes`: memory and speed of every precision that the device has, without and with a real input pipeline."""
+"""`precisions`: memory and speed of every precision that the device has, without and with a real input pipeline."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 ABOUT = """Memory, iterations/s, images/s, speed-up of each precision: images made on the device, and read from files.
 
-    python scripts/benchmark_amp.py modes -model vit_base_patch16_224 -batch_size 128
-    python scripts/benchmark_amp.py modes -dataset imagefolder -data_path /data/flowers -modes bf16,O2-bf16
+    python scripts/benchmark_amp.py precisions -model vit_base_patch16_224 -batch_size 128
+    python scripts/benchmark_amp.py precisions -dataset imagefolder -data_path /data/flowers -modes bf16,O2-bf16
 
 Every turn is a process of its own, so that its memory is its own. Files are JPEGs that it makes, once, of 500 x 375;
 -dataset and -data_path name others."""
@@ -188,4 +188,4 @@ def charts(found: Found) -> list[Chart]:
     ]
 
 
-TABLE = Table("modes", ABOUT, FLAGS, plan, sections, charts)
+TABLE = Table("precisions", ABOUT, FLAGS, plan, sections, charts)

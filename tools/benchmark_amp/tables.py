@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tools.benchmark_amp.amp import TABLE as WINDOWS
+from tools.benchmark_amp.against_timm.table import TABLE as TIMM
+from tools.benchmark_amp.amp import TABLE as AMP
 from tools.benchmark_amp.frame import Table
-from tools.benchmark_amp.peers.table import TABLE as PEERS
-from tools.benchmark_amp.precisions import TABLE as MODES
+from tools.benchmark_amp.precisions import TABLE as PRECISIONS
 from tools.benchmark_amp.scaling import TABLE as SCALING
 from tools.benchmark_amp.simplenet import TABLE as SIMPLENET
 from tools.benchmark_amp.startup import TABLE as STARTUP
@@ -13,11 +13,11 @@ from tools.benchmark_amp.startup import TABLE as STARTUP
 TABLES: dict[str, Table] = {
     table.name: table
     for table in (
-        WINDOWS,
-        MODES,
+        AMP,
+        PRECISIONS,
         SIMPLENET,
         SCALING,
-        PEERS,
+        TIMM,
         STARTUP,
     )
 }

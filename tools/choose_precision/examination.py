@@ -184,6 +184,6 @@ def _about_compiling(base: Baseline | None, findings: list[Finding]) -> list[str
         return []
     return [
         f"compiling: all updates here were eager, but a run would compile {', '.join(how)} (TRAIN.COMPILE "
-        f"{' or '.join(dict.fromkeys(how.values()))}), with other speed and memory; scripts/benchmark_amp.py modes "
-        "measures compiled updates"
+        f"{' or '.join(dict.fromkeys(how.values()))}), with other speed and memory; "
+        "scripts/benchmark_amp.py precisions measures compiled updates"
     ]

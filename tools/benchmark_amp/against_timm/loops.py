@@ -1,4 +1,4 @@
-"""The training loops that `peers` compares.
+"""The training loops that the table `timm` compares.
 
 What a loop itself reads back while it trains, it reads back here; `train_one` is for the comparison of losses, and is
 not measured.
@@ -17,8 +17,8 @@ from engine.compile.compiled import compile_update
 from engine.machine.device import prepare
 from engine.setup import tuned_model, update_parts
 from engine.update import train_update
-from tools.benchmark_amp.peers.start import OURS, PLAIN, UPDATES_AN_EPOCH, Loop, Made, Way
-from tools.benchmark_amp.peers.train_py import Timm, TimmTrain
+from tools.benchmark_amp.against_timm.start import OURS, PLAIN, UPDATES_AN_EPOCH, Loop, Made, Way
+from tools.benchmark_amp.against_timm.train_py import Timm, TimmTrain
 from tools.benchmark_amp.settings import changed
 from utils.config import Config
 from utils.distributed.world import ALONE

@@ -1,4 +1,4 @@
-"""benchmark_amp.py peers: loops that train alike are measured against each other, and others are refused."""
+"""benchmark_amp.py timm: loops that train alike are measured against each other, and others are refused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from tests.engine.small import CPU
 from tests.program import Result
+from tools.benchmark_amp.against_timm import seat
+from tools.benchmark_amp.against_timm.loops import loop_of
+from tools.benchmark_amp.against_timm.seat import COMPARED, _batches
+from tools.benchmark_amp.against_timm.start import Loop, Way
+from tools.benchmark_amp.against_timm.table import FIXED, apart, disagreements, sections
 from tools.benchmark_amp.command import main
-from tools.benchmark_amp.peers import seat
-from tools.benchmark_amp.peers.loops import loop_of
-from tools.benchmark_amp.peers.seat import COMPARED, _batches
-from tools.benchmark_amp.peers.start import Loop, Way
-from tools.benchmark_amp.peers.table import FIXED, apart, disagreements, sections
 from tools.benchmark_amp.settings import changed
 from utils.config import Config, load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
@@ -83,18 +83,18 @@ def check_table(path: Path, out: str, precisions: tuple[str, ...], rounds: int) 
 
 
 def test_the_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "peers.json"
+    path = tmp_path / "timm.json"
     flags = ["-updates", "2", "-rounds", "1", "-precisions", "fp32", "-json", str(path)]
-    assert main(["peers", "-cfg", str(tiny), *flags]) == EXIT_DONE
+    assert main(["timm", "-cfg", str(tiny), *flags]) == EXIT_DONE
     check_table(path, capsys.readouterr().out, ("fp32",), 1)
 
 
 def test_some_loops_alone_and_what_they_use_of_the_device(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "peers.json"
+    path = tmp_path / "timm.json"
     flags = ["-updates", "1", "-rounds", "1", "-precisions", "fp32", "-loops", "ours", "-json", str(path)]
-    assert main(["peers", "-cfg", str(tiny), *flags]) == EXIT_DONE
+    assert main(["timm", "-cfg", str(tiny), *flags]) == EXIT_DONE
     found = json.loads(path.read_text(encoding="utf-8"))
     assert list(found["turns"]) == ["timm, fp32", "ours, fp32", "timm, fp32, again"]
     for turn in found["turns"]["ours, fp32"]:
@@ -111,9 +111,9 @@ def test_some_loops_alone_and_what_they_use_of_the_device(
 def test_the_table_of_two_precisions_in_a_process_of_its_own(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
-    path, picture = tmp_path / "peers.json", tmp_path / "peers.png"
+    path, picture = tmp_path / "timm.json", tmp_path / "timm.png"
     flags = ("-updates", 2, "-rounds", 2, "-precisions", "bf16,fp32", "-json", path, "-out", picture)
-    done = vitamp("peers", "-cfg", tiny, *flags, script="scripts/benchmark_amp.py", timeout=280)
+    done = vitamp("timm", "-cfg", tiny, *flags, script="scripts/benchmark_amp.py", timeout=280)
     assert done.code == EXIT_DONE, done.text
     check_table(path, done.out, ("fp32", "bf16"), 2)
     assert picture.stat().st_size > 5000
@@ -152,7 +152,7 @@ def test_one_that_trains_otherwise_is_refused(
     monkeypatch.setattr(seat, "_at_once", lambda work, seats: {n: work(s) for n, s in seats.items()})
     monkeypatch.setattr(seat, "start_log", lambda **_: None)
     monkeypatch.setattr(seat, "loop_of", broken)
-    code = main(["peers", "-cfg", str(tiny), "-precisions", "fp32", "-updates", "1", "-rounds", "1"])
+    code = main(["timm", "-cfg", str(tiny), "-precisions", "fp32", "-updates", "1", "-rounds", "1"])
     told = capsys.readouterr()
     assert code == EXIT_FAILED
     assert "the losses do not agree, so nothing is measured" in told.err
@@ -214,14 +214,14 @@ def test_a_file_that_is_no_train_py_is_refused(
     path = tmp_path / "train.py"
     if text is not None:
         path.write_text(text, encoding="utf-8")
-    assert main(["peers", "-cfg", str(tiny), "-timm_train", str(path), "-updates", "1"]) == EXIT_USAGE
+    assert main(["timm", "-cfg", str(tiny), "-timm_train", str(path), "-updates", "1"]) == EXIT_USAGE
     assert told in capsys.readouterr().err
 
 
 def test_variants_of_ours(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, words = tmp_path / "peers.json", "CPU_FP32=mkl,MODEL.ATTENTION=fused+TRAIN.RESIDUAL_DTYPE=autocast"
+    path, words = tmp_path / "timm.json", "CPU_FP32=mkl,MODEL.ATTENTION=fused+TRAIN.RESIDUAL_DTYPE=autocast"
     flags = ["-updates", "1", "-rounds", "1", "-precisions", "bf16", "-loops", "ours", "-variants", words]
-    assert main(["peers", "-cfg", str(tiny), *flags, "-json", str(path)]) == EXIT_DONE
+    assert main(["timm", "-cfg", str(tiny), *flags, "-json", str(path)]) == EXIT_DONE
     found = json.loads(path.read_text(encoding="utf-8"))
     names = [f"ours, {one}, bf16" for one in words.split(",")]
     assert list(found["turns"]) == ["timm, bf16", "ours, bf16", *names, "timm, bf16, again"]
@@ -236,7 +236,7 @@ def test_variants_of_ours(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     ("words", "told"), [("MODEL.ATTENTION", "takes settings with their values"), ("MODEL.ATENTION=plain", "ATTENTION")]
 )
 def test_variants_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
-    assert main(["peers", "-cfg", str(tiny), "-variants", words]) == EXIT_USAGE
+    assert main(["timm", "-cfg", str(tiny), "-variants", words]) == EXIT_USAGE
     assert told in capsys.readouterr().err
 
 
@@ -250,15 +250,15 @@ def test_a_loop_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch, error
 
 
 def test_variants_of_a_loop_that_is_left_out(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["peers", "-cfg", str(tiny), "-loops", "plain", "-variants", "MODEL.ATTENTION=plain"]) == EXIT_USAGE
+    assert main(["timm", "-cfg", str(tiny), "-loops", "plain", "-variants", "MODEL.ATTENTION=plain"]) == EXIT_USAGE
     assert "-variants MODEL.ATTENTION=plain: they are of our loop, which -loops plain" in capsys.readouterr().err
 
 
 def test_loops_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["peers", "-cfg", str(tiny), "-loops", "ours,theirs"]) == EXIT_USAGE
+    assert main(["timm", "-cfg", str(tiny), "-loops", "ours,theirs"]) == EXIT_USAGE
     assert "-loops theirs: takes some of fused,plain,ours." in capsys.readouterr().err
 
 
 def test_precisions_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["peers", "-cfg", str(tiny), "-precisions", "fp32,int4"]) == EXIT_USAGE
+    assert main(["timm", "-cfg", str(tiny), "-precisions", "fp32,int4"]) == EXIT_USAGE
     assert "-precisions int4: takes some of fp32,bf16,fp16" in capsys.readouterr().err

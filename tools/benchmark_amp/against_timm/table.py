@@ -1,4 +1,4 @@
-"""`peers`: this program's update against timm's training loop and the loop that one would write with torch alone."""
+"""`timm`: this program's update against timm's training loop and the loop that one would write with torch alone."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from utils.errors import TrainingError, UserError
 from utils.log import log
 
 if TYPE_CHECKING:
-    from tools.benchmark_amp.peers.seat import Seat
-    from tools.benchmark_amp.peers.start import Way
+    from tools.benchmark_amp.against_timm.seat import Seat
+    from tools.benchmark_amp.against_timm.start import Way
     from utils.config import Config
 
 ABOUT = """Our update, timm's loop as it comes and with its best flags, and a plain PyTorch loop, in turns.
 
-    python scripts/benchmark_amp.py peers -image_size 224 -batch_size 8 -threads 1
-    python scripts/benchmark_amp.py peers -image_size 32 -compile
-    python scripts/benchmark_amp.py peers -model vit_small_patch16_224 -batch_size 256 -timm_train train.py -compile
+    python scripts/benchmark_amp.py timm -image_size 224 -batch_size 8 -threads 1
+    python scripts/benchmark_amp.py timm -image_size 32 -compile
+    python scripts/benchmark_amp.py timm -model vit_small_patch16_224 -batch_size 256 -timm_train train.py -compile
 
 The same model, first weights, batches, AdamW, cosine, clipping and moving average for all. First their losses are
 compared over 5 updates; where they do not agree, nothing is measured. The loop of timm is in train.py of its
@@ -82,14 +82,14 @@ def plan(line: ToolLine) -> Plan:
     if train_py is not None and not train_py.is_file():
         raise UserError(f"-timm_train {train_py}: no such file; give train.py of timm's repository.")
     if train_py is not None:
-        from tools.benchmark_amp.peers.train_py import import_train_py
+        from tools.benchmark_amp.against_timm.train_py import import_train_py
 
         import_train_py(train_py)
     loaded, device, remarks = settings_of(line, fixed=FIXED)
     config, compiled = loaded.config, "WITH_COMPILE" in line.own
     updates = line.whole("UPDATES", 5 if device.type == "cpu" else 50)
 
-    from tools.benchmark_amp.peers.seat import Job, Seat
+    from tools.benchmark_amp.against_timm.seat import Job, Seat
     from tools.benchmark_amp.training import device_in_words, gpu_of
 
     variants = _variants(line)
@@ -127,11 +127,11 @@ def _some_of(line: ToolLine, key: str, known: tuple[str, ...], usual: str | None
 
 
 def _ways(precision: str, loops: list[str], compiled: bool, train_py: Path | None) -> dict[str, Way]:
-    from tools.benchmark_amp.peers.start import BEST as best
-    from tools.benchmark_amp.peers.start import OURS as ours
-    from tools.benchmark_amp.peers.start import PLAIN as plain
-    from tools.benchmark_amp.peers.start import STOCK as stock
-    from tools.benchmark_amp.peers.start import Way
+    from tools.benchmark_amp.against_timm.start import BEST as best
+    from tools.benchmark_amp.against_timm.start import OURS as ours
+    from tools.benchmark_amp.against_timm.start import PLAIN as plain
+    from tools.benchmark_amp.against_timm.start import STOCK as stock
+    from tools.benchmark_amp.against_timm.start import Way
 
     ways = {TIMM: Way(stock, precision, train_py=train_py)}
     if "fused" in loops:
@@ -161,8 +161,8 @@ def _variants(line: ToolLine) -> dict[str, Config]:
 
 
 def _varied(precision: str, loops: list[str], compiled: bool, variants: dict[str, Config]) -> dict[str, Way]:
-    from tools.benchmark_amp.peers.start import OURS as ours
-    from tools.benchmark_amp.peers.start import Way
+    from tools.benchmark_amp.against_timm.start import OURS as ours
+    from tools.benchmark_amp.against_timm.start import Way
 
     if variants and "ours" not in loops:
         raise UserError(
@@ -178,7 +178,7 @@ def _name(who: str, precision: str) -> str:
 
 def _compare(seats: dict[str, Seat], first: str) -> dict[str, str]:
     """Whoever cannot train, and why. An error where losses are not alike: such loops are not to be compared."""
-    from tools.benchmark_amp.peers.seat import first_losses
+    from tools.benchmark_amp.against_timm.seat import first_losses
 
     losses: dict[str, list[float]] = {}
     left_out: dict[str, str] = {}
@@ -287,4 +287,4 @@ def charts(found: Found) -> list[Chart]:
     return [Chart(subject(found), "images/s", bars=speeds), Chart("time on CPUs", "ms an update", bars=busy)]
 
 
-TABLE = Table("peers", ABOUT, FLAGS, plan, sections, charts)
+TABLE = Table("timm", ABOUT, FLAGS, plan, sections, charts)

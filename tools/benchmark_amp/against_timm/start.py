@@ -1,4 +1,4 @@
-"""What the loops of `peers` start from: the same weights, batches, optimiser, schedule, average and clipping."""
+"""What the loops of `timm` start from: the same weights, batches, optimiser, schedule, average and clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""timm's loop, for `peers`: that of its train.py, or the same of the parts that its package holds."""
+"""timm's loop, for the table `timm`: that of its train.py, or the same of the parts that its package holds."""
 
 # timm exports its parts for everybody; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
@@ -21,7 +21,7 @@ from timm.data.loader import PrefetchLoader
 from torch import Tensor
 
 from datasets import Batch
-from tools.benchmark_amp.peers.start import BEST, Made, Way
+from tools.benchmark_amp.against_timm.start import BEST, Made, Way
 from utils.config import Config
 from utils.errors import UserError
 

@@ -1,4 +1,4 @@
-"""A loop of `peers` in a process of its own, which stays: its first losses, and its turns."""
+"""A loop of the table `timm` in a process of its own, which stays: its first losses, and its turns."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from datasets import Batch
 from engine.machine.device import pick_device
 from engine.machine.memory import is_out_of_memory
 from engine.measure.throughput import peak_memory_gb
+from tools.benchmark_amp.against_timm.loops import loop_of
+from tools.benchmark_amp.against_timm.start import OURS, Loop, Way
 from tools.benchmark_amp.frame import Figures
-from tools.benchmark_amp.peers.loops import loop_of
-from tools.benchmark_amp.peers.start import OURS, Loop, Way
 from tools.common.processes import NO_ROOM, own_processes, warmup_updates
 from utils.config import Config
 from utils.distributed.world import ALONE

@@ -11,16 +11,12 @@ from PIL import Image, UnidentifiedImageError
 from datasets.base import Encoded
 from datasets.decoding.exif import upright
 from datasets.decoding.jpeg import JpegStored
-from datasets.decoding.nvimgcodec import RegionStored
 from datasets.decoding.stored import MOST_PIXELS, ArrayStored, PilStored, Stored
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
 
 JPEG_BEGINS = b"\xff\xd8\xff"
-JPEG_DECODERS: dict[str, type[JpegStored]] = {"simplejpeg": JpegStored, "nvimgcodec": RegionStored}
-PACKAGES = {"simplejpeg": ("simplejpeg", "simplejpeg"), "nvimgcodec": ("nvidia.nvimgcodec", "nvidia-nvimgcodec-cu13")}
-"""Decoder -> the module it needs, and what pip calls it"""
 
 
 class Unreadable(Exception):
@@ -32,7 +28,7 @@ class Reader:
 
     def __init__(self, data: DataConfig) -> None:
         self.channels, self.turns = data.IMAGE_CHANNELS, data.EXIF_ROTATE
-        self.jpeg = JPEG_DECODERS.get(decoder_of(data))
+        self.by_simplejpeg = decoder_of(data) == "simplejpeg"
 
     def open(self, encoded: Encoded) -> Stored:
         if isinstance(encoded, np.ndarray):
@@ -44,9 +40,9 @@ class Reader:
             return upright(stored, encoded)
 
     def _open(self, data: bytes) -> Stored:
-        if self.jpeg and data.startswith(JPEG_BEGINS):
+        if self.by_simplejpeg and data.startswith(JPEG_BEGINS):
             try:
-                return self.jpeg(data, self.channels)
+                return JpegStored(data, self.channels)
             except ValueError:
                 pass  # PIL reads more kinds, and says better what is wrong
         # Of what it can read after all, PIL has much to say: odd EXIF data, large sizes. None of it helps training.
@@ -69,26 +65,25 @@ def decoder_of(data: DataConfig) -> str:
     """DATA.DECODER, with `auto` settled: what reads JPEG files."""
     if data.DECODER != "auto":
         return data.DECODER
-    return "pil" if _missing("simplejpeg") else "simplejpeg"
+    return "pil" if _missing_simplejpeg() else "simplejpeg"
 
 
 def check_decoder(data: DataConfig) -> None:
     """Raise UserError where what DATA.DECODER asks for is not installed."""
-    needed = {"auto": (), "pil": (), "nvimgcodec": ("nvimgcodec", "simplejpeg")}.get(data.DECODER, (data.DECODER,))
-    for name in needed:
-        if why := _missing(name):
-            raise UserError(
-                f"DATA.DECODER is {data.DECODER}, but {name} cannot be loaded ({why}). "
-                f"Run: pip install {PACKAGES[name][1]}   or set DATA.DECODER to auto or pil."
-            )
-    if data.DECODER == "auto" and (why := _missing("simplejpeg")):
-        log.warning("JPEG files are read by PIL, at half the speed: %s. Run: pip install simplejpeg", why)
+    if data.DECODER == "pil" or not (why := _missing_simplejpeg()):
+        return
+    if data.DECODER == "simplejpeg":
+        raise UserError(
+            f"DATA.DECODER is simplejpeg, which cannot be loaded ({why}). "
+            "Run: pip install simplejpeg   or set DATA.DECODER to auto or pil."
+        )
+    log.warning("JPEG files are read by PIL, at half the speed: %s. Run: pip install simplejpeg", why)
 
 
-def _missing(name: str) -> str | None:
-    """Why the package of decoder `name` cannot be imported; None where it can."""
+def _missing_simplejpeg() -> str | None:
+    """Why it cannot be imported; None where it can."""
     try:
-        importlib.import_module(PACKAGES[name][0])
+        importlib.import_module("simplejpeg")
     except ImportError as error:
         return str(error)
     return None

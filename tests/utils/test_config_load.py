@@ -203,6 +203,15 @@ def test_a_setting_without_effect_is_noted(tmp_path: Path) -> None:
     )
 
 
+def test_a_retired_value_gives_the_default_and_is_noted() -> None:
+    loaded = load_config(words={"DATA.DECODER": "nvimgcodec", "TRAIN.NUM_EPOCHS": "40"})
+    assert loaded.config.DATA.DECODER == "auto"
+    assert loaded.notes == (
+        "command line: DATA.DECODER nvimgcodec is accepted and without effect, auto is used: it was no faster than "
+        "simplejpeg, whose pixels it gave",
+    )
+
+
 def test_augmentation_that_another_outdoes_is_noted() -> None:
     def notes(**words: str) -> list[str]:
         words = {f"TRAIN.{key}": value for key, value in {"NUM_EPOCHS": "40", **words}.items()}

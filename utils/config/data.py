@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from utils.config.fields import Section
+from utils.config.fields import Section, with_retired
 from utils.config.kinds import (
     Count,
     Fraction,
@@ -80,8 +80,10 @@ class DataConfig(Section):
         default=0.01,
         description="Stop when more training images than this cannot be read: a share below 1, or a number.",
     )
-    DECODER: Literal["auto", "simplejpeg", "nvimgcodec", "pil"] = Field(
-        default="auto", description="What reads JPEG files; auto: simplejpeg. Everything else is read by PIL."
+    DECODER: Literal["auto", "simplejpeg", "pil"] = with_retired(
+        "auto",
+        "What reads JPEG files; auto: simplejpeg. Everything else is read by PIL.",
+        {"nvimgcodec": "it was no faster than simplejpeg, whose pixels it gave"},
     )
     DCT_SCALE: bool = Field(
         default=False, description="Decode JPEG files at a half or less where a crop is at least twice IMAGE_SIZE."

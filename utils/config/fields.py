@@ -6,6 +6,7 @@ import ast
 from typing import Any, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
 NO_VALUE = {"none", "null", "~", ""}
 
@@ -37,6 +38,18 @@ def inert(default: Any, description: str, why: str) -> Any:
     return Field(default, description=description, json_schema_extra={"accepted_because": why})
 
 
+def with_retired(default: Any, description: str, retired: dict[str, str]) -> Any:
+    """A key with values (and why) that are not supported any more: each is accepted for the default, and logged."""
+    return Field(default, description=description, json_schema_extra={"retired": {**retired}})
+
+
+def retired_values(field: FieldInfo) -> dict[str, str]:
+    """Values of earlier versions that now mean the default -> why."""
+    extra = field.json_schema_extra
+    found = extra.get("retired") if isinstance(extra, dict) else None
+    return {word: str(why) for word, why in found.items()} if isinstance(found, dict) else {}
+
+
 class Section(BaseModel):
     """One section of the YAML. Unknown keys are errors; nothing changes after loading."""
 
@@ -49,6 +62,8 @@ class Section(BaseModel):
     @classmethod
     def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, str) and value.strip().casefold() in retired_values(field):
+            return field.default
         kinds = _plain_types(field.annotation)
         if isinstance(value, str) and value in kinds:
             return value  # one of a list of words, `none` maybe among them

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from utils.config.checks import misfits, remarks
 from utils.config.families import defaults_of, family_note, family_of
-from utils.config.fields import is_no_value
-from utils.config.keys import allowed, choices, nested, settings
+from utils.config.fields import is_no_value, retired_values
+from utils.config.keys import allowed, choices, default_of, nested, settings
+from utils.config.kinds import folded
 from utils.config.read import Entry, read_files, read_words
 from utils.config.resumed import kept_defaults
 from utils.config.scaled import scaled_unasked
@@ -60,10 +61,19 @@ def load_config(
     problems = [f"{_where(sources[key])}{key}: {text}{_of_family(sources, text)}" for key, text in misfits(config)]
     if problems:
         raise UserError(_report(problems))
-    notes = family_note(family, defaults, {**kept, **given}) + kept_note
+    notes = family_note(family, defaults, {**kept, **given}) + kept_note + [*_retired(given)]
     about = remarks(config, {key: entry.source for key, entry in given.items()})
     notes += [f"{note}{_of_family(sources, note)}" for note in about]
     return Loaded(config, sources, tuple(notes), tuple(scaled_unasked(config, layers, sources)))
+
+
+def _retired(given: Mapping[str, Entry]) -> Iterator[str]:
+    for key, entry in given.items():
+        if isinstance(entry.value, str) and (why := retired_values(settings()[key]).get(folded(entry.value))):
+            yield (
+                f"{_where(entry.source)}{key} {entry.value} is accepted and without effect, {default_of(key)} is used: "
+                f"{why}"
+            )
 
 
 def _of_family(sources: Mapping[str, str], text: str) -> str:

@@ -107,12 +107,10 @@ def test_a_side_as_long_as_what_is_made_of_it(settings: Settings, size: int, sid
     assert apart(square(ours, False, image, 0), square(pils, False, image, 0))[0] <= 0.05
 
 
-@pytest.mark.parametrize("decoder", ["auto", "pil", "nvimgcodec"])
+@pytest.mark.parametrize("decoder", ["auto", "pil"])
 @pytest.mark.parametrize("size", [(1, 1), (1, 50), (50, 1), (2, 700), (17, 3), (33, 16)])
 @pytest.mark.parametrize("train", [True, False])
 def test_odd_sizes(settings: Settings, size: tuple[int, int], decoder: str, train: bool) -> None:
-    if decoder == "nvimgcodec":
-        pytest.importorskip("nvidia.nvimgcodec", reason="optional: nvidia-nvimgcodec-cu13 is not installed")
     for channels in (1, 3):
         for kind in ("4:2:0", "grey", "png", "progressive"):
             image = KINDS[kind](Image.new("RGB", size, (200, 200, 200)))
@@ -178,12 +176,10 @@ def reason(settings: Settings, image: bytes, **values: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("decoder", ["simplejpeg", "pil", "nvimgcodec"])
+@pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive", "png", "webp"])
 def test_broken_files_say_why(settings: Settings, kind: str, decoder: str) -> None:
     """Cut off anywhere, even below all that the crop needs."""
-    if decoder == "nvimgcodec":
-        pytest.importorskip("nvidia.nvimgcodec", reason="optional: nvidia-nvimgcodec-cu13 is not installed")
     whole = KINDS[kind](picture(160, 120))
     assert isinstance(whole, bytes)
     lengths = [len(whole) * 9 // 10, len(whole) // 2, 300, 20]
@@ -197,12 +193,10 @@ def test_broken_files_say_why(settings: Settings, kind: str, decoder: str) -> No
     assert "no image" in reason(settings, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", DECODER=decoder)
 
 
-@pytest.mark.parametrize("decoder", ["simplejpeg", "pil", "nvimgcodec"])
+@pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF"])
 def test_an_image_bomb_is_not_opened(settings: Settings, decoder: str, kind: str) -> None:
     """A small file whose header claims 60,000 x 60,000 pixels, 10 GB."""
-    if decoder == "nvimgcodec":
-        pytest.importorskip("nvidia.nvimgcodec", reason="optional: nvidia-nvimgcodec-cu13 is not installed")
     bomb = bytearray(encoded(Image.new("RGB", (16, 16)), kind))
     if kind == "JPEG":
         place = bomb.index(b"\xff\xc0") + 5

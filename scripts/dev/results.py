@@ -8,7 +8,8 @@
 What scripts/benchmark_data.py and scripts/benchmark_amp.py write (-json), and the compare.json of scripts/compare.py,
 is a result as it is.
 
-A table stands between `<!-- results: digits -->` and `<!-- end -->` in a Markdown file.
+A table stands between `<!-- results: digits -->` and `<!-- end -->` in a Markdown file; `h200_summary` is one line per
+model of the H200 comparison with timm.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def table(name: str) -> str:
 
     What benchmark_data.py, benchmark_amp.py and compare.py wrote has tables of its own.
     """
+    if name == "h200_summary":
+        return h200_summary()
     found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     if "table" in found:
         found = with_todays_name(found)
@@ -114,11 +117,32 @@ def table(name: str) -> str:
     of = "of plain weights and EMA alike" if all("best_of" in run for run in runs) else "of the plain weights"
     lines += [
         "",
-        f"Best top-1 is the highest of all validations, {of}. "
-        f"Measured on {runs[0]['device']}, torch {versions['torch']}, timm {versions['timm']}, {runs[0]['date']}, "
-        f"`{runs[0]['command']}` and its like; every run is in [{name}.json](LINK/{name}.json).",
+        f"Best top-1: the highest of all validations, {of}. Mean and standard deviation over the seeds. "
+        f"Measured on {runs[0]['device']}, torch {versions['torch']}, timm {versions['timm']}, {runs[0]['date']}; "
+        f"first of the commands: `{runs[0]['command']}`. Every run is in [{name}.json](LINK/{name}.json).",
     ]
     return "\n".join(lines) + "\n"
+
+
+def h200_summary() -> str:
+    """One line per model: images/s of timm's loop, of timm with its best flags, and ours, all in bf16."""
+    lines = [
+        "| model, batch | timm, bf16 | timm, fused AdamW, compiled | vitamp, compiled | vitamp against the two |",
+        "|---|---|---|---|---|",
+    ]
+    for size in ("small", "base", "large"):
+        found = json.loads((RESULTS / f"peers_h200_{size}.json").read_text(encoding="utf-8"))
+        names = ("timm, bf16", "timm, fused, compiled, bf16", "ours, compiled, bf16")
+        plain, best, ours = (_images_per_second(found, name) for name in names)
+        words = found["command"].split()
+        model, batch = (words[words.index(flag) + 1] for flag in ("-model", "-batch_size"))
+        speeds = f"{plain:,.0f} images/s | {best:,.0f} | **{ours:,.0f}**"
+        lines.append(f"| {model}, {batch} | {speeds} | {ours / plain:.2f}x, {ours / best:.2f}x |")
+    return "\n".join(lines) + "\n"
+
+
+def _images_per_second(found: Row, name: str) -> float:
+    return statistics.median(turn["images_per_second"] for turn in found["turns"][name])
 
 
 def _spread(values: list[float]) -> str:

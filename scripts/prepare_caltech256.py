@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Make a table of Caltech-256 for `-dataset csv`: image_path, target, class_name."""
+"""Former tool: the entry scripts read Caltech-256 themselves."""
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.prepare_caltech256.command import main
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+print(
+    "error: prepare_caltech256.py is no more; -dataset caltech256 reads the same images without a table:\n"
+    "  python main_single_gpu.py -dataset caltech256 -data_path /data -num_classes 256 DATA.DOWNLOAD=true\n"
+    "DATA.DOWNLOAD=true fetches them where they are missing. More: docs/recipes/caltech256_resnet50.md",
+    file=sys.stderr,
+)
+sys.exit(2)

@@ -78,16 +78,6 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def prepared(place: Path) -> Path:
-    """The folder with the table of the made-up Caltech-256."""
-    from tools.prepare_caltech256.command import main
-
-    (command,) = commands("caltech256_resnet50", "prepare_caltech256")
-    assert main([*moved_to(command, place).words, "-partial"]) == 0
-    return place
-
-
 def weights(place: Path, name: str) -> Path:
     """Weights as they are fetched: of another number of classes."""
     torch.manual_seed(0)
@@ -150,18 +140,18 @@ def test_there_are_no_other_pages() -> None:
     assert sorted(path.stem for path in PAGES.glob("*.md")) == sorted(NAMES)
 
 
-def test_a_frozen_backbone_stands_still_by_the_command_line(vitamp: Callable[..., Result], prepared: Path) -> None:
-    """The recipe from table to prediction of classes by their names, on a smaller ResNet."""
-    first = weights(prepared, "resnet10t")
-    command = moved_to(commands("caltech256_resnet50", "main_single")[1], prepared)
+def test_a_frozen_backbone_stands_still_by_the_command_line(vitamp: Callable[..., Result], place: Path) -> None:
+    """The recipe from folders to classes by their names, on a smaller ResNet."""
+    first = weights(place, "resnet10t")
+    command = moved_to(commands("caltech256_resnet50", "main_single")[1], place)
     small = ["-pretrained", first, "MODEL.NAME=resnet10t", "-image_size", 64, "-batch_size", 9, *ONE_EPOCH, *ON_CPU]
     done = vitamp(*command.words, *small, script=command.script)
     assert done.code == 0, done.text
-    run = prepared / "runs" / "amp_yes"
+    run = place / "runs" / "amp_yes"
     stood_still(run, first)
     trained = 512 * 256 + 256
     assert f"trainable {trained:,} " in done.out
-    assert "csv: 27 training and 3 validation images of 64 x 64 x 3, 256 classes" in done.out
+    assert "caltech256: 27 training and 3 validation images of 64 x 64 x 3, 256 classes" in done.out
     assert "bf16 by autocast" in done.out or "fp16 by autocast" in done.out
     assert metrics(run, "train")[-1]["update"] == 3
     with Image.open(run / "curves.png") as picture:
@@ -171,39 +161,39 @@ def test_a_frozen_backbone_stands_still_by_the_command_line(vitamp: Callable[...
 
 
 @pytest.mark.slow
-def test_caltech256(vitamp: Callable[..., Result], prepared: Path) -> None:
+def test_caltech256(vitamp: Callable[..., Result], place: Path) -> None:
     """Every command of the page with the real ResNet-50: both precisions, the report, the largest batch."""
-    first = weights(prepared, "resnet50")
+    first = weights(place, "resnet50")
     small = ["-pretrained", first, "-image_size", 64, *ONE_EPOCH, *ON_CPU]
     page = commands("caltech256_resnet50")
-    for command in [moved_to(one, prepared) for one in page if "main_" in one.script]:
+    for command in [moved_to(one, place) for one in page if "main_" in one.script]:
         mine = [] if "-batch_size" in command.words else ["-batch_size", 9]
-        mine += [] if "-output" in command.words else ["-output", prepared / "runs" / f"more{len(command.words)}"]
+        mine += [] if "-output" in command.words else ["-output", place / "runs" / f"more{len(command.words)}"]
         mine += ["TRAIN.MEMORY_LIMIT=0.2"] if "auto" in command.words else []
         done = vitamp(*command.words, *mine, *small, script=command.script, timeout=600)
         assert done.code == 0, done.text
         assert "24,032,576 parameters (524,544 trainable" in done.out
         assert "total time" in done.out
     for run in ("amp_no", "amp_yes"):
-        stood_still(prepared / "runs" / run, first)
-        assert (prepared / "runs" / run / "curves.png").is_file()
-    (report,) = [moved_to(one, prepared) for one in page if "report" in one.script]
+        stood_still(place / "runs" / run, first)
+        assert (place / "runs" / run / "curves.png").is_file()
+    (report,) = [moved_to(one, place) for one in page if "report" in one.script]
     done = vitamp(*report.words, script=report.script, timeout=600)
     assert done.code == 0, done.text
-    assert "001.ak47" in (prepared / "runs" / "caltech256.html").read_text(encoding="utf-8")
+    assert "001.ak47" in (place / "runs" / "caltech256.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_activations_of_a_frozen_backbone_are_not_kept(vitamp: Callable[..., Result], prepared: Path) -> None:
-    first = weights(prepared, "resnet50")
-    command = moved_to(commands("caltech256_resnet50", "main_single")[0], prepared)
+def test_activations_of_a_frozen_backbone_are_not_kept(vitamp: Callable[..., Result], place: Path) -> None:
+    first = weights(place, "resnet50")
+    command = moved_to(commands("caltech256_resnet50", "main_single")[0], place)
     peaks = []
     for how in ("backbone", ""):
         same = ["-pretrained", first, "-image_size", 160, "-batch_size", 27, *ONE_EPOCH, *ON_CPU, "SAVE_FREQ=9"]
-        out = ["-output", prepared / f"peak_{how}", f"MODEL.FREEZE={how}"]
+        out = ["-output", place / f"peak_{how}", f"MODEL.FREEZE={how}"]
         done = vitamp(*command.words, *same, *out, script=command.script, timeout=600)
         assert done.code == 0, done.text
-        lines = (prepared / f"peak_{how}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (place / f"peak_{how}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         perfs = [json.loads(line)["perf"] for line in lines if json.loads(line)["event"] == "train"]
         peaks.append(perfs[0]["peak_memory_gb"])
     assert peaks[0] < peaks[1] - 0.5, peaks

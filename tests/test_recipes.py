@@ -90,7 +90,9 @@ def test_the_command_line_in_a_recipe_names_that_recipe(name: str) -> None:
     assert words[1] in {"main_single_gpu.py", "main_multi_gpu.py"}
     assert words[words.index("-cfg") + 1] == f"configs/{name}.yaml"
     assert "-amp" in words
-    assert ("-data_path" in words) == (settings(name).DATA.DATASET in {"imagenet2012", "cifar10", "caltech101", "csv"})
+    assert ("-data_path" in words) == (
+        settings(name).DATA.DATASET in {"imagenet2012", "cifar10", "caltech101", "caltech256"}
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)

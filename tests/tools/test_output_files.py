@@ -28,7 +28,6 @@ TOOLS = {
     "checkpoint": ("strip", "{run}", "-out", "{out}.safetensors"),
     "report": ("{run}", "-out", "{out}.html"),
     "import_paddle": ("{tree}/w.pdparams", "-out", "{out}.safetensors"),
-    "prepare_caltech256": ("-data_path", "{tree}", "-out", "{out}.csv"),
     "benchmark_amp": ("amp", "-cfg", "configs/vit_digits.yaml", "-json", "{out}.json"),
     "benchmark_data": ("-out", "{out}.png"),
 }

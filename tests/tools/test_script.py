@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.program import Result
 from tools.common.command_line import ToolLine, read_line
 from utils import cli
 from utils.cli import Flag
@@ -89,3 +91,9 @@ def test_whole_numbers_and_files(tmp_path: Path) -> None:
         with pytest.raises(UserError) as error:
             read("-out", name).file("OUT", ".png")
         assert said in str(error.value)
+
+
+def test_a_tool_that_went_says_what_does_the_same(vitamp: Callable[..., Result]) -> None:
+    done = vitamp("-data_path", "/data", script="scripts/prepare_caltech256.py")
+    assert done.code == 2
+    assert "main_single_gpu.py -dataset caltech256 -data_path /data" in done.err

@@ -35,7 +35,6 @@ PAGES = {
     "import_paddle.py": "docs/paddlevit_weights.md",
     "pack_images.py": "docs/shards.md",
     "predict.py": "docs/predict.md",
-    "prepare_caltech256.py": "docs/recipes/caltech256_resnet50.md",
     "report.py": "docs/report.md",
     "show_batch.py": "docs/data.md",
 }

@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 import torchvision.datasets.caltech as theirs
 
+from datasets import check_dataset
 from tests.datasets.shards.serving import serving
 from tests.datasets.sources.published import MAKERS
-from tools.prepare_caltech256.command import main
+from utils.config.data import DataConfig
+from utils.log import start_log
 
 FORK = multiprocessing.get_context("fork")
 RACERS = 4
@@ -37,8 +39,9 @@ def archive(folder: Path) -> bytes:
 def race(root: Path, number: int) -> None:
     with open(root / f"heard{number}", "w", buffering=1) as heard:
         sys.stdout = sys.stderr = heard
-        code = main(["-data_path", str(root / "data"), "-download", "-partial"])
-    os._exit(code)
+        start_log(speaks=True)
+        check_dataset(DataConfig(DATASET="caltech256", DATA_PATH=str(root / "data"), DOWNLOAD=True), 256)
+    os._exit(0)
 
 
 def waiting(root: Path) -> int:
@@ -87,13 +90,11 @@ def test_four_processes_fetch_it_once(tmp_path: Path, monkeypatch: pytest.Monkey
         # The half that is there is nobody's data set: three wait for the whole.
         assert waiting(tmp_path) == RACERS - 1
         assert not (tmp_path / "data" / "caltech256").exists()
-        assert not (tmp_path / "data" / "caltech256.csv").exists()
         all_here.set()
         for racer in racers:
             racer.join(120)
     assert [racer.exitcode for racer in racers] == [0] * RACERS
     assert asked == ["/256_ObjectCategories.tar"] * 2, "whither, and the file"
     assert sum("Fetching " in path.read_text() for path in tmp_path.glob("heard*")) == 1
-    assert len((tmp_path / "data" / "caltech256.csv").read_text().splitlines()) == 1 + 12
-    assert sorted(os.listdir(tmp_path / "data")) == [".caltech256.lock", "caltech256", "caltech256.csv"]
+    assert sorted(os.listdir(tmp_path / "data")) == [".caltech256.lock", "caltech256"]
     assert os.listdir(tmp_path / "data" / "caltech256") == ["256_ObjectCategories"]

@@ -1,7 +1,8 @@
 """CPU_FP32 and CPU_BF16: what multiplies matrices on a CPU.
 
-On AMD's CPUs, MKL leaves half of the vector units idle that come with Zen 5; oneDNN uses them. On CPUs with AMX,
-kernels of our own use its units for bf16, for fp32, too. Smaller matrices lose more by the call than they gain.
+On AMD's CPUs, MKL leaves half of the vector units idle that come with Zen 5; oneDNN uses them. Where a CPU has
+units for matrices of bf16, kernels of our own use them, for fp32, too. Smaller matrices lose more by the call than they
+gain.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from pathlib import Path
 import torch
 
 from engine.amp.precision import Precision
-from engine.speed.amx.layers import why_no_amx
+from engine.speed.amx import why_not
 from utils.errors import UserError
 
-MKL, ONEDNN, AMX = "mkl", "onednn", "amx"
+MKL, ONEDNN, OWN = "mkl", "onednn", "amx"
+"""What multiplies; the last: kernels of our own."""
 ZEN_5 = 26
 """The first family of AMD's CPUs whose vector units are as wide as AVX-512's registers."""
 SMALLEST = 2**16
@@ -37,8 +39,8 @@ class Products:
 
 def choose_products(wanted: str, device: torch.device, fp32: bool, values: int, kept: str | None) -> Products:
     """`fp32`: whether the run computes in it. `values`: what a layer hands on. `kept`: what a resumed run had."""
-    if wanted == AMX and device.type != "cpu":
-        return Products(MKL, "amx is for CPUs")
+    if wanted == OWN and device.type != "cpu":
+        return Products(MKL, f"{OWN} is for CPUs")
     if wanted != "auto":
         if device.type == "cpu" and (why := _what_is_wrong_with(wanted)):
             raise UserError(f"CPU_FP32 {wanted}: {why}; use mkl.")
@@ -62,13 +64,13 @@ def choose_half_products(
         return Products(ONEDNN, "")
     obstacle = _obstacle(listed, dealt_out)
     if wanted != "auto":
-        if wanted == AMX and (why := obstacle or why_no_amx(torch.bfloat16)):
-            raise UserError(f"CPU_BF16 amx: {why}; use onednn.")
+        if wanted == OWN and (why := obstacle or why_not(torch.bfloat16)):
+            raise UserError(f"CPU_BF16 {OWN}: {why}; use onednn.")
         return Products(wanted, "as asked for")
     if obstacle or values < SMALLEST:
         return Products(ONEDNN, obstacle or "small matrices")
-    here = Products(ONEDNN, "no AMX here") if why_no_amx(torch.bfloat16) else Products(AMX, "with GELU at once")
-    if kept == ONEDNN and here.library == AMX:
+    here = Products(ONEDNN, "no AMX here") if why_not(torch.bfloat16) else Products(OWN, "with GELU at once")
+    if kept == ONEDNN and here.library == OWN:
         return Products(ONEDNN, "as this run began")
     return here
 
@@ -96,8 +98,8 @@ def _by_machine(device: torch.device, fp32: bool, values: int) -> Products:
         return Products(MKL, "products are in half precision")
     if values < SMALLEST:
         return Products(MKL, "small matrices")
-    if not why_no_amx(torch.float32):
-        return Products(AMX, "as exact as fp32")
+    if not why_not(torch.float32):
+        return Products(OWN, "as exact as fp32")
     vendor, family = processor_kind()
     if vendor != "AuthenticAMD" or family < ZEN_5:
         return Products(MKL, "others gain with AMX, or on AMD's Zen 5 and later")
@@ -119,7 +121,7 @@ def processor_kind() -> tuple[str, int]:
 
 
 def _what_is_wrong_with(library: str) -> str:
-    return {MKL: lambda: "", AMX: lambda: why_no_amx(torch.float32), ONEDNN: _what_is_wrong_with_onednn}[library]()
+    return {MKL: lambda: "", OWN: lambda: why_not(torch.float32), ONEDNN: _what_is_wrong_with_onednn}[library]()
 
 
 def _what_is_wrong_with_onednn() -> str:
@@ -131,7 +133,7 @@ def _what_is_wrong_with_onednn() -> str:
 
 @cache
 def _error_of_onednn() -> float:
-    """Of one product against fp64: with leave to use bf16, a CPU with units for it (AMX) may do so."""
+    """Of one product against fp64: with leave to use bf16, a CPU with units for it may do so."""
     random = torch.Generator().manual_seed(0)
     left, right = (torch.randn(256, 256, generator=random) for _ in range(2))
     before = torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,7 +1,8 @@
 """MODEL.FUSED_MLP: bias and GELU of a transformer's MLP in one kernel, and the bias's gradient with GELU's own.
 
 What lies between an MLP's products only moves memory: torch reads there once more than it has to. On GPUs the products
-stay as they are; on a CPU with AMX, GELU is computed by the product before it, while the numbers are at hand.
+stay as they are; where kernels of our own multiply on a CPU, GELU is computed by the product before it, while the
+numbers are at hand.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 
 from engine.amp.fp32_modules import HALVES, is_forced
 from engine.amp.precision import Precision
-from engine.speed.amx.layers import AmxLinear, serves
-from engine.speed.cpu_products import AMX, MKL
+from engine.speed.amx import is_linear
+from engine.speed.amx import mlp as mlp_on_cpu
 from engine.speed.cpu_products import LISTED as LAYERS
+from engine.speed.cpu_products import MKL, OWN
 from engine.speed.replace_forward import mix_in
 from utils.errors import UserError
 from utils.log import log
@@ -34,34 +36,33 @@ FIRST_CAPABILITY = (8, 0)
 class FusedMlp(nn.Module):
     """timm's Mlp with its first bias and GELU as one operator; in fp32, or watched, as timm has it."""
 
-    by_amx: torch.dtype | None = None
-    """The precision of products that are computed so, on a CPU."""
+    kernel_dtype: torch.dtype | None = None
+    """On a CPU, the precision of inputs that our kernels serve."""
     fc1: nn.Linear
     act: nn.Module
     drop1: nn.Dropout
     norm: nn.Module
-    fc2: nn.Module
+    fc2: nn.Linear
     drop2: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         if any(_is_another(part) for part in (self.fc1, self.act)):
             return super().forward(x)
-        if self.by_amx:
-            return self._by_amx(x)
+        if self.kernel_dtype:
+            return self._on_cpu(x, self.kernel_dtype)
         if not _in_half(x):
             return super().forward(x)
         h = F.linear(x, self.fc1.weight)
         y = torch.ops.vitamp.gelu_with_bias(h, self.fc1.bias)
         return self.drop2(self.fc2(self.norm(self.drop1(y))))
 
-    def _by_amx(self, x: Tensor) -> Tensor:
+    def _on_cpu(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         weights = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         drops = self.training and self.drop1.p > 0
         frozen = torch.is_grad_enabled() and not all(weight is None or weight.requires_grad for weight in weights)
         in_parts = drops or frozen or self.fc2.bias is None or _is_another(self.fc2)
-        if in_parts or not serves(x, self.fc1.weight, self.by_amx):
-            return super().forward(x)
-        return self.drop2(torch.ops.vitamp.amx_mlp(x.to(self.by_amx), *weights)[0])
+        found = None if in_parts else mlp_on_cpu(x, *weights, dtype)
+        return super().forward(x) if found is None else self.drop2(found)
 
 
 def mlps_are_fused(
@@ -72,43 +73,42 @@ def mlps_are_fused(
     dealt_out: bool = False,
     library: str = MKL,
 ) -> bool:
-    """auto: on a GPU in half precision, where the kernels are there and right; where `library` is amx, on a CPU.
+    """auto: on a GPU in half precision, where the kernels are there and right; where `library` is our own, on a CPU.
 
     `dealt_out`: weights, over ranks. `library`: of products on a CPU.
     """
-    by_amx = library == AMX
+    on_cpu = library == OWN
     if wanted is False:
         return False
-    if precision.level == "O0" and not by_amx:
+    if precision.level == "O0" and not on_cpu:
         if wanted is True:
             log.info("MODEL.FUSED_MLP true has no effect: AMP is off")
         return False
-    obstacle = _obstacle(model, precision, listed, dealt_out, by_amx)
-    if not obstacle and not by_amx and (obstacle := _kernels_fail(precision)) and wanted == "auto":
+    obstacle = _obstacle(model, precision, listed, dealt_out, on_cpu)
+    if not obstacle and not on_cpu and (obstacle := _kernels_fail(precision)) and wanted == "auto":
         log.info("MODEL.FUSED_MLP auto has no effect: %s", obstacle)
     if obstacle and wanted is True:
         raise UserError(f"MODEL.FUSED_MLP true: {obstacle}; leave it auto.")
     return not obstacle
 
 
-def fuse_mlps(model: nn.Module, by_amx: torch.dtype | None = None) -> None:
-    if by_amx is None:
+def fuse_mlps(model: nn.Module, kernel_dtype: torch.dtype | None = None) -> None:
+    """`kernel_dtype`: the precision of inputs that our kernels for CPUs serve; None on a GPU."""
+    if kernel_dtype is None:
         import engine.speed.kernels.gelu  # noqa: F401
 
     for mlp in _plain_mlps(model):
         mix_in(mlp, FusedMlp)
-        mlp.by_amx = by_amx  # pyright: ignore[reportArgumentType]
+        mlp.kernel_dtype = kernel_dtype  # pyright: ignore[reportArgumentType]
 
 
-def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], dealt_out: bool, by_amx: bool) -> str:
+def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], dealt_out: bool, on_cpu: bool) -> str:
     reached = LISTED.intersection(listed)
     if not any(True for _ in _plain_mlps(model)):
         return f"{type(model).__name__} has no MLP of a linear layer with a bias and an exact GELU"
-    if not by_amx and (precision.device.type != "cuda" or torch.version.hip is not None):
-        here = (
-            "products by amx on a CPU (CPU_FP32, CPU_BF16)" if precision.device.type == "cpu" else "a GPU of NVIDIA's"
-        )
-        return f"its kernels need {here}"
+    if not on_cpu and (precision.device.type != "cuda" or torch.version.hip is not None):
+        on_a_cpu, elsewhere = f"products by {OWN} on a CPU (CPU_FP32, CPU_BF16)", "a GPU of NVIDIA's"
+        return f"its kernels need {on_a_cpu if precision.device.type == 'cpu' else elsewhere}"
     if precision.fp8:
         return "fp8 has linear layers of its own"
     if dealt_out:
@@ -143,7 +143,7 @@ def _plain_mlps(model: nn.Module) -> Iterator[nn.Module]:
 def _is_plain(mlp: Mlp) -> bool:
     act, fc1 = mlp.act, mlp.fc1
     exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
-    linear = all(type(fc) is nn.Linear or isinstance(fc, AmxLinear) for fc in (fc1, mlp.fc2))
+    linear = all(is_linear(fc) for fc in (fc1, mlp.fc2))
     return exact and linear and fc1.bias is not None and type(mlp.norm) is nn.Identity
 
 

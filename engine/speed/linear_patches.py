@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.amp.precision import Precision
-from engine.speed.amx.layers import serves
-from engine.speed.cpu_products import AMX, MKL
+from engine.speed.amx import linear
+from engine.speed.cpu_products import MKL, OWN
 from engine.speed.replace_forward import mix_in
 from utils.errors import UserError
 
@@ -25,8 +24,8 @@ LISTED = frozenset({"conv2d", "linear", "fc", "matmul_v2", "fused_gemm_epilogue"
 class LinearPatches(nn.Module):
     """A convolution whose windows lie side by side, as the product that it is. It keeps its weights' shape."""
 
-    by_amx: torch.dtype | None = None
-    """The precision of products that are computed so, on a CPU."""
+    kernel_dtype: torch.dtype | None = None
+    """On a CPU, the precision of inputs that our kernels serve."""
     kernel_size: tuple[int, int]
     weight: Tensor
     bias: Tensor | None
@@ -39,11 +38,7 @@ class LinearPatches(nn.Module):
         rows, columns = height // down, width // across
         patches = images.reshape(batch, channels, rows, down, columns, across).permute(0, 2, 4, 1, 3, 5)
         pixels = patches.reshape(batch, rows * columns, channels * down * across)
-        weight = self.weight.flatten(1)
-        if serves(pixels, weight, self.by_amx):
-            tokens = torch.ops.vitamp.amx_linear(pixels.to(self.by_amx), weight, self.bias)
-        else:
-            tokens = F.linear(pixels, weight, self.bias)
+        tokens = linear(pixels, self.weight.flatten(1), self.bias, self.kernel_dtype)
         # As a convolution hands it on; what flattens it again finds the tokens as they lie, and copies nothing.
         return tokens.transpose(1, 2).unflatten(2, (rows, columns))
 
@@ -64,15 +59,15 @@ def patches_are_linear(
         return bool(wanted)
     if not found or precision.device.type not in MEASURED or LISTED.intersection(listed):
         return False
-    if precision.level != "O0" or library == AMX:
+    if precision.level != "O0" or library == OWN:
         return True
     return precision.device.type == "cpu" and max(found[0].kernel_size) < LARGE_PATCH
 
 
-def use_linear_patches(model: nn.Module, by_amx: torch.dtype | None = None) -> None:
+def use_linear_patches(model: nn.Module, kernel_dtype: torch.dtype | None = None) -> None:
     for convolution in _patch_convolutions(model):
         mix_in(convolution, LinearPatches)
-        convolution.by_amx = by_amx  # pyright: ignore[reportArgumentType]
+        convolution.kernel_dtype = kernel_dtype  # pyright: ignore[reportArgumentType]
 
 
 def _patch_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:

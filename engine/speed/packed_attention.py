@@ -17,7 +17,7 @@ from timm.models.vision_transformer import Attention as TimmAttention  # pyright
 from torch import Tensor, nn
 
 from engine.amp.precision import Precision
-from engine.speed.amx.build import missing
+from engine.speed.amx import why_not
 from engine.speed.kernels.attention import packed_attention, takes, try_out
 from engine.speed.replace_forward import mix_in
 
@@ -85,7 +85,7 @@ def why_not_on_cpu(model: nn.Module, precision: Precision) -> str:
     layer: Any = next((module for module in model.modules() if can_be_packed(module)), None)
     if layer is None:
         return f"{type(model).__name__} has no attention layer of timm's with nothing more in it"
-    if why := missing():
+    if why := why_not():
         return why
     dtype = torch.float32 if precision.level == "O0" else precision.choice.dtype
     try:

@@ -14,14 +14,13 @@ from torch import nn
 
 from engine.amp.precision import Precision
 from engine.inputs.normalize import Inputs
-from engine.speed.amx.build import keep_kernels_in
-from engine.speed.amx.layers import use_amx
+from engine.speed.amx import keep_kernels_in, use_linear_layers
 from engine.speed.attention import FUSED, Attention, put_attention_in_force, settled_attention
 from engine.speed.attention_race import raced_attention
 from engine.speed.channels_last import channels_go_last, put_channels_last
 from engine.speed.cpu_products import (
-    AMX,
     ONEDNN,
+    OWN,
     Products,
     choose_half_products,
     choose_products,
@@ -78,14 +77,14 @@ class Tuning:
         parts += [f"{self.recomputed} recomputed in the backward pass"] * bool(self.recomputed)
         return "; ".join(parts)
 
-    def by_amx(self) -> torch.dtype | None:
-        """The precision whose products are computed so."""
-        if self.half_products.library == AMX:
+    def kernel_dtype(self) -> torch.dtype | None:
+        """The precision that kernels of our own multiply in on a CPU; None where torch does."""
+        if self.half_products.library == OWN:
             return torch.bfloat16
-        return torch.float32 if self.products.library == AMX else None
+        return torch.float32 if self.products.library == OWN else None
 
     def _words_of_mlp(self) -> str:
-        return "MLPs in one piece" if self.by_amx() else "bias and GELU in one kernel"
+        return "MLPs in one piece" if self.kernel_dtype() else "bias and GELU in one kernel"
 
 
 def tune(
@@ -96,14 +95,14 @@ def tune(
         keep_kernels_in(Path(config.DATA.CACHE or DEFAULT, "kernels"))
     tuning = from_first(together(world, lambda: _decide(config, model, inputs, precision, world, kept)), world)
     put_products_in_force(tuning.products.library)
-    by_amx = tuning.by_amx()
-    if by_amx is not None:
-        together(world, lambda: use_amx(model, by_amx))
+    kernel_dtype = tuning.kernel_dtype()
+    if kernel_dtype is not None:
+        together(world, lambda: use_linear_layers(model, kernel_dtype))
     put_attention_in_force(tuning.attention.kind, model)
     if tuning.linear_patches:
-        use_linear_patches(model, by_amx)
+        use_linear_patches(model, kernel_dtype)
     if tuning.fused_mlp:
-        fuse_mlps(model, by_amx)
+        fuse_mlps(model, kernel_dtype)
     if tuning.channels_last:
         put_channels_last(model, inputs)
     if tuning.narrow:

@@ -1,6 +1,6 @@
-"""CPU_FP32 amx and CPU_BF16 amx: linear layers by the units that some CPUs have for bf16, in fp32 as exactly as fp32.
+"""Linear layers and MLPs in fp32 or bf16 by AMX, where that is faster; elsewhere as torch computes them.
 
-In other precisions, with small inputs, or on another device they compute as torch does.
+torch computes in other precisions, with small inputs, and on other devices.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.speed.amx.build import missing
@@ -24,21 +25,51 @@ LONGEST = 5120
 """Numbers of a sum in bf16, which the kernels keep in fp32 until it is whole: DEEPEST steps of 32 in C."""
 
 
-class AmxLinear(nn.Module):
-    by_amx: torch.dtype | None = None
-    """The precision of products that are computed so."""
+class TileLinear(nn.Module):
+    """nn.Linear, multiplied by tiles where these serve."""
+
+    kernel_dtype: torch.dtype | None = None
+    """The precision of inputs that tiles serve."""
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not serves(x, self.weight, self.by_amx):
+        dtype = self.kernel_dtype
+        if dtype is None or not serves(x, self.weight, dtype):
             return super().forward(x)
-        return torch.ops.vitamp.amx_linear(x.to(self.by_amx), self.weight, self.bias)
+        return torch.ops.vitamp.cpu_linear(x.to(dtype), self.weight, self.bias)
 
 
-def serves(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether a product by `weight` is to be in this precision, and worth it."""
-    if dtype is None or x.device.type != "cpu" or x.dim() < 2 or x.numel() * len(weight) < SMALLEST:
+def is_linear(layer: nn.Module) -> bool:
+    """Whether it is nn.Linear with no forward pass but its own or that of TileLinear."""
+    return type(layer) is nn.Linear or isinstance(layer, TileLinear)
+
+
+def use_linear_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let tiles multiply inputs of `dtype` in the linear layers of `model`."""
+    if why := why_not(dtype):  # on this machine, which may be another one than that of the rank that decided
+        raise UserError(f"{SETTINGS[dtype]} amx: {why}; use {INSTEAD[dtype]}.")
+    for layer in model.modules():
+        if is_linear(layer):
+            mix_in(layer, TileLinear)
+            layer.kernel_dtype = dtype  # pyright: ignore[reportArgumentType]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """F.linear. `dtype`: the precision of inputs that tiles serve; None for none."""
+    if dtype is None or not serves(x, weight, dtype):
+        return F.linear(x, weight, bias)
+    return torch.ops.vitamp.cpu_linear(x.to(dtype), weight, bias)
+
+
+def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Two linear layers and GELU between them as one operator; None where tiles do not serve `x`."""
+    return torch.ops.vitamp.cpu_mlp(x.to(dtype), w1, b1, w2, b2)[0] if serves(x, w1, dtype) else None
+
+
+def serves(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product by `weight` is to be in `dtype`, and faster by tiles."""
+    if x.device.type != "cpu" or x.dim() < 2 or x.numel() * len(weight) < SMALLEST:
         return False
     if x.dtype not in PRECISIONS or weight.dtype not in PRECISIONS:
         return False
@@ -50,18 +81,9 @@ def serves(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> bool:
     return computed is dtype and short
 
 
-def use_amx(model: nn.Module, dtype: torch.dtype) -> None:
-    if why := why_no_amx(dtype):  # on this machine, which may be another one than that of the rank that decided
-        raise UserError(f"{SETTINGS[dtype]} amx: {why}; use {INSTEAD[dtype]}.")
-    for layer in model.modules():
-        if type(layer) is nn.Linear or isinstance(layer, AmxLinear):
-            mix_in(layer, AmxLinear)
-            layer.by_amx = dtype  # pyright: ignore[reportArgumentType]
-
-
-def why_no_amx(dtype: torch.dtype) -> str:
-    """Why these layers cannot be had on this machine; nothing where they can."""
-    return missing() or _why_products_fail(dtype)
+def why_not(dtype: torch.dtype | None = None) -> str:
+    """Why this machine cannot compute by AMX, or not multiply in `dtype`; nothing where it can."""
+    return missing() or (_why_products_fail(dtype) if dtype else "")
 
 
 @cache

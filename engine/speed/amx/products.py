@@ -1,4 +1,4 @@
-"""torch.ops.vitamp.amx_linear and amx_mlp: layers on a CPU, both passes by AMX's units for bf16.
+"""torch.ops.vitamp.cpu_linear and cpu_mlp: layers on a CPU, both passes by AMX's units for bf16.
 
 In bf16, with weights in fp32 or bf16, or in fp32: an fp32 number is three of bf16, and six products of these are as
 exact as one of fp32. Operators of torch's own kind: autograd and compiled graphs take each as one piece.
@@ -24,13 +24,13 @@ LARGEST_ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Of a product, against its largest value: the precision's own."""
 
 
-@torch.library.custom_op("vitamp::amx_linear", mutates_args=(), device_types="cpu")
-def amx_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@torch.library.custom_op("vitamp::cpu_linear", mutates_args=(), device_types="cpu")
+def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _product(_rows(x), weight, bias=bias, b_turned=True).view(*x.shape[:-1], len(weight))
 
 
-@torch.library.custom_op("vitamp::amx_linear_backward", mutates_args=(), device_types="cpu")
-def amx_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op("vitamp::cpu_linear_backward", mutates_args=(), device_types="cpu")
+def cpu_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; nothing in place of those that are not needed."""
     grad, dx, dw, db = _rows(grad), x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
     if needs[0]:
@@ -42,16 +42,16 @@ def amx_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, needs: list[boo
     return dx, dw, db
 
 
-@torch.library.custom_op("vitamp::amx_mlp", mutates_args=(), device_types="cpu")
-def amx_mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op("vitamp::cpu_mlp", mutates_args=(), device_types="cpu")
+def cpu_mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What comes out, and for the backward pass GELU's slope and what comes out of it."""
     y = x.new_empty(x[..., 0].numel(), len(w1))
     slope = _product(_rows(x), w1, bias=b1, b_turned=True, after=GELU, other=y)
     return _product(y, w2, bias=b2, b_turned=True).view(*x.shape[:-1], len(w2)), slope, y
 
 
-@torch.library.custom_op("vitamp::amx_mlp_backward", mutates_args=(), device_types="cpu")
-def amx_mlp_backward(
+@torch.library.custom_op("vitamp::cpu_mlp_backward", mutates_args=(), device_types="cpu")
+def cpu_mlp_backward(
     grad: Tensor, x: Tensor, slope: Tensor, y: Tensor, w1: Tensor, w2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad = _rows(grad)
@@ -110,25 +110,25 @@ def _library(dtype: torch.dtype) -> Any:
     return library
 
 
-@amx_linear.register_fake
+@cpu_linear.register_fake
 def _(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-@amx_linear_backward.register_fake
+@cpu_linear_backward.register_fake
 def _(_grad: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     nothing = (0,)
     dx, dw = x.new_empty(x.shape if needs[0] else nothing), weight.new_empty(weight.shape if needs[1] else nothing)
     return dx, dw, weight.new_empty(weight.shape[:1] if any(needs[1:]) else nothing)
 
 
-@amx_mlp.register_fake
+@cpu_mlp.register_fake
 def _(x: Tensor, w1: Tensor, _b1: Tensor, w2: Tensor, _b2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = x[..., 0].numel(), w1.shape[0]
     return x.new_empty(*x.shape[:-1], w2.shape[0]), x.new_empty(rows, width), x.new_empty(rows, width)
 
 
-@amx_mlp_backward.register_fake
+@cpu_mlp_backward.register_fake
 def _(
     _grad: Tensor, x: Tensor, _slope: Tensor, _y: Tensor, w1: Tensor, w2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -142,7 +142,7 @@ def _keep_of_linear(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], outp
 
 def _backward_of_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad)
-    found = torch.ops.vitamp.amx_linear_backward(grad, *ctx.saved_tensors, needs)
+    found = torch.ops.vitamp.cpu_linear_backward(grad, *ctx.saved_tensors, needs)
     return tuple(gradient if needed else None for gradient, needed in zip(found, needs, strict=True))
 
 
@@ -154,11 +154,11 @@ def _keep_of_mlp(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Ten
 
 
 def _backward_of_mlp(ctx: Any, grad: Tensor, _slope: Tensor | None, _y: Tensor | None) -> tuple[Tensor, ...]:
-    return torch.ops.vitamp.amx_mlp_backward(grad, *ctx.saved_tensors)
+    return torch.ops.vitamp.cpu_mlp_backward(grad, *ctx.saved_tensors)
 
 
-amx_linear.register_autograd(_backward_of_linear, setup_context=_keep_of_linear)
-amx_mlp.register_autograd(_backward_of_mlp, setup_context=_keep_of_mlp)
+cpu_linear.register_autograd(_backward_of_linear, setup_context=_keep_of_linear)
+cpu_mlp.register_autograd(_backward_of_mlp, setup_context=_keep_of_mlp)
 
 
 def try_out(dtype: torch.dtype) -> None:
@@ -168,7 +168,7 @@ def try_out(dtype: torch.dtype) -> None:
     leaves = [torch.randn(*size, generator=random) for size in sizes]
     leaves = [leaf.requires_grad_() for leaf in (leaves[0].to(dtype), *leaves[1:])]
     x, w1, b1, w2, b2 = exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    found, expected = amx_mlp(*leaves)[0], F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+    found, expected = cpu_mlp(*leaves)[0], F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
     wave = torch.randn(70, 40, generator=random).to(dtype)
     ours = (found, *torch.autograd.grad(found, leaves, wave))
     right = (expected, *torch.autograd.grad(expected, exact, wave.double()))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.speed.amx import attention as native
+from engine.speed.amx import attention as in_c
 
 IN_C = {"cpu"}
 """Kinds of devices that the kernels in C are for; on others Triton's are taken."""
@@ -63,7 +63,7 @@ FORWARD, BACKWARD = Forward(), Backward()
 
 def takes(tokens: int, width: int, dtype: torch.dtype, device: str = "cuda") -> bool:
     if device in IN_C:
-        return native.takes(tokens, width, dtype)
+        return in_c.takes(tokens, width, dtype)
     return tokens <= MOST_TOKENS and width in WIDTHS and dtype in HALVES
 
 
@@ -97,7 +97,7 @@ def packed_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     batch, tokens, width = _sizes(qkv, heads)
     out, norms = _results(qkv, heads)
     if qkv.device.type in IN_C:
-        native.forward(qkv, out, norms, heads)
+        in_c.forward(qkv, out, norms, heads)
         return out, norms
     from engine.speed.kernels import attention_triton as kernels
 
@@ -114,7 +114,7 @@ def packed_attention_backward(grad: Tensor, qkv: Tensor, out: Tensor, norms: Ten
     batch, tokens, width = _sizes(qkv, heads)
     dqkv = torch.empty_like(qkv)
     if qkv.device.type in IN_C:
-        native.backward(grad, qkv, out, norms, dqkv, heads)
+        in_c.backward(grad, qkv, out, norms, dqkv, heads)
         return dqkv
     from engine.speed.kernels import attention_triton as kernels
 

@@ -53,7 +53,7 @@ def test_fused_attention_is_one_operation() -> None:
 def test_layers_by_kernels_of_our_own_show_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amx_layers, "SMALLEST", 0)
     model = small_vit()
-    amx_layers.use_amx(model, torch.bfloat16)
+    amx_layers.use_linear_layers(model, torch.bfloat16)
     put_attention_in_force("packed", model)
     rows = table(model)
     assert rows["blocks.0-1.attn"][-1] == "scaled_dot_product_attention bf16"

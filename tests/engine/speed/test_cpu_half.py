@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import engine.speed.amx.layers as amx_layers
 import engine.speed.amx.products as products
 from engine.speed.amx import build as kernels
-from engine.speed.amx.layers import LONGEST, serves, use_amx
-from engine.speed.amx.products import _library, amx_linear, amx_mlp
+from engine.speed.amx.layers import LONGEST, serves, use_linear_layers
+from engine.speed.amx.products import _library, cpu_linear, cpu_mlp
 from engine.speed.attention import put_attention_in_force
 from engine.speed.fused_mlp import fuse_mlps
 from engine.speed.linear_patches import use_linear_patches
@@ -50,7 +50,7 @@ def in_half(given: list[Tensor], weights: torch.dtype) -> list[Tensor]:
 )
 def test_a_layer_is_rounded_once(sizes: tuple[int, ...], weights: torch.dtype) -> None:
     x, weight, bias, grad = in_half(layers_of(*sizes), weights)
-    found = amx_linear(x, weight, bias)
+    found = cpu_linear(x, weight, bias)
     exact_x, exact_weight, exact_bias = (leaf.detach().double() for leaf in (x, weight, bias))
     assert (found.dtype, found.shape) == (BF16, (sizes[0], sizes[2]))
     assert apart(found, F.linear(exact_x, exact_weight, exact_bias)) < ROUNDED / 2
@@ -78,7 +78,7 @@ def test_weights_are_rounded_to_bf16_as_torch_rounds(
     bits[0] = torch.arange(64) * 0x4000 + 0x3F800000  # halfway between two of bf16, among others
     bits[1] = torch.arange(64)  # below the normal numbers
     weight = bits.view(torch.float32).nan_to_num(1.0).clamp(-1e38, 1e38)
-    found = amx_linear(torch.eye(64, dtype=BF16), weight, None)
+    found = cpu_linear(torch.eye(64, dtype=BF16), weight, None)
     normal = weight.where(weight.abs() >= torch.finfo(BF16).tiny, 0.0)
     assert torch.equal(found, normal.T.to(BF16)), "what is below the normal numbers counts as zero"
 
@@ -96,7 +96,7 @@ def test_an_mlp_is_nearer_to_float64_than_autocast(sizes: tuple[int, ...]) -> No
         return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
     exact = both_passes(mlp, [leaf.detach().double().requires_grad_() for leaf in (x, *weights)])
-    ours = both_passes(lambda *given: amx_mlp(*given)[0], [x, *weights])
+    ours = both_passes(lambda *given: cpu_mlp(*given)[0], [x, *weights])
     with torch.autocast("cpu", BF16):
         torchs = both_passes(mlp, [x, *weights])
     for one, other, right in zip(ours, torchs, exact, strict=True):
@@ -109,7 +109,7 @@ def test_bits_do_not_depend_on_threads() -> None:
 
     def all_numbers(threads: int) -> list[Tensor]:
         torch.set_num_threads(threads)
-        out = amx_mlp(*leaves)[0]
+        out = cpu_mlp(*leaves)[0]
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
     before = torch.get_num_threads()
@@ -124,8 +124,8 @@ def test_bits_do_not_depend_on_threads() -> None:
 @needs_tiles
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_threads_with_small_stacks_have_room(dtype: str) -> None:
-    code = "import torch; torch.set_num_threads(3); from engine.speed.amx.products import amx_linear; "
-    code += f"x = torch.ones(300, 96, dtype=torch.{dtype}); print(amx_linear(x, torch.ones(40, 96), None).sum().item())"
+    code = "import torch; torch.set_num_threads(3); from engine.speed.amx.products import cpu_linear; "
+    code += f"x = torch.ones(300, 96, dtype=torch.{dtype}); print(cpu_linear(x, torch.ones(40, 96), None).sum().item())"
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_STACKSIZE": "200k"}, check=True)
     assert float(done.stdout) == pytest.approx(300 * 40 * 96, rel=1e-2)
@@ -135,8 +135,8 @@ def test_threads_with_small_stacks_have_room(dtype: str) -> None:
 def test_torch_finds_the_operators_well_made() -> None:
     for weights in (torch.float32, BF16):
         x, w1, b1, *others = in_half(layers_of(40, 33, 50, 20), weights)
-        torch.library.opcheck(torch.ops.vitamp.amx_linear.default, (x, w1, b1))
-        torch.library.opcheck(torch.ops.vitamp.amx_mlp.default, (x, w1, b1, *others[:2]))
+        torch.library.opcheck(torch.ops.vitamp.cpu_linear.default, (x, w1, b1))
+        torch.library.opcheck(torch.ops.vitamp.cpu_mlp.default, (x, w1, b1, *others[:2]))
 
 
 @needs_tiles
@@ -165,12 +165,12 @@ def test_a_model_under_autocast_computes_what_it_did(monkeypatch: pytest.MonkeyP
         return create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=5)
 
     plain, ours, images = vit(), vit(), torch.randn(3, 3, 32, 32)
-    use_amx(ours, BF16)
+    use_linear_layers(ours, BF16)
     put_attention_in_force("packed", ours)
     fuse_mlps(ours, BF16)
     use_linear_patches(ours, BF16)
     names: list[str] = []
-    for op in ("amx_linear", "amx_mlp"):
+    for op in ("cpu_linear", "cpu_mlp"):
         real = getattr(torch.ops.vitamp, op)
         monkeypatch.setattr(torch.ops.vitamp, op, lambda *a, real=real, op=op: names.append(op) or real(*a))
     assert apart(ours(images), plain(images).double()) < FP32_BOUND, "in fp32 torch computes"
@@ -179,7 +179,7 @@ def test_a_model_under_autocast_computes_what_it_did(monkeypatch: pytest.MonkeyP
     plain = vit()
     with torch.autocast("cpu", BF16):
         found, expected = ours(images), plain(images)
-    assert {name: names.count(name) for name in set(names)} == {"amx_linear": 6, "amx_mlp": 2}
+    assert {name: names.count(name) for name in set(names)} == {"cpu_linear": 6, "cpu_mlp": 2}
     assert found.dtype is BF16
     assert apart(found, exact) < 1.5 * apart(expected, exact)
     for model, out in ((ours, found), (plain, expected)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 import engine.speed.amx.layers as amx_layers
 import engine.speed.packed_attention as packed
 from engine.speed.amx import build as native
-from engine.speed.amx.layers import AmxLinear, serves, use_amx
-from engine.speed.amx.products import amx_linear, amx_mlp
+from engine.speed.amx.layers import TileLinear, serves, use_linear_layers
+from engine.speed.amx.products import cpu_linear, cpu_mlp
 from engine.speed.attention import put_attention_in_force
 from engine.speed.fused_mlp import FusedMlp, fuse_mlps
 from engine.speed.kernels.attention import packed_attention
@@ -28,6 +29,7 @@ from engine.speed.linear_patches import use_linear_patches
 from tests.engine.small import build, train
 from tests.engine.speed.amx_numbers import FP32_BOUND, layers_of, needs_tiles, numbers
 from tests.engine.speed.exact_attention import apart, exact_attention
+from tests.program import ROOT
 from utils.errors import UserError
 
 HALF_BOUND = 2.0**-7
@@ -100,7 +102,7 @@ def compare(ours: Any, torchs: Any, given: list[Tensor]) -> None:
     "sizes", [(1, 1, 1), (70, 100, 50), (32, 32, 32), (33, 31, 65), (500, 384, 520), (7, 1000, 3), (1200, 48, 96)]
 )
 def test_a_layer_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
-    compare(amx_linear, F.linear, layers_of(*sizes))
+    compare(cpu_linear, F.linear, layers_of(*sizes))
 
 
 @needs_tiles
@@ -109,7 +111,7 @@ def test_an_mlp_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
     def torchs(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
-    compare(lambda *given: amx_mlp(*given)[0], torchs, layers_of(*sizes))
+    compare(lambda *given: cpu_mlp(*given)[0], torchs, layers_of(*sizes))
 
 
 @needs_tiles
@@ -118,7 +120,7 @@ def test_gelu_is_right_in_its_tails_and_where_fp32_ends() -> None:
     x = torch.cat([torch.linspace(-14, 14, 2001), torch.tensor([0.0, -0.0, 1e-30, 1e30, -1e30])])[:, None]
     one, nothing = torch.ones(1, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
     leaf = x.requires_grad_()
-    found = amx_mlp(leaf, one, nothing, one, nothing)[0]
+    found = cpu_mlp(leaf, one, nothing, one, nothing)[0]
     (slope,) = torch.autograd.grad(found.sum(), leaf)
     exact_leaf = x.detach().double().requires_grad_()
     exact = F.gelu(exact_leaf)
@@ -136,7 +138,7 @@ def test_what_is_no_number_does_not_pass_for_one() -> None:
     for bad in (float("nan"), float("inf")):
         spoilt = x.detach().clone()
         spoilt[3, 5] = bad
-        found = amx_linear(spoilt, weight, None)
+        found = cpu_linear(spoilt, weight, None)
         assert not torch.isfinite(found[3]).any()
         assert torch.isfinite(found[4]).all()
 
@@ -148,7 +150,7 @@ def test_bits_do_not_depend_on_threads() -> None:
     def all_numbers(threads: int) -> list[Tensor]:
         torch.set_num_threads(threads)
         *leaves, grad = given
-        out = amx_mlp(*leaves)[0]
+        out = cpu_mlp(*leaves)[0]
         leaf = attention[0].requires_grad_()
         attended, _ = packed_attention(leaf, 2)
         return [
@@ -168,9 +170,9 @@ def test_torch_finds_the_operators_well_made() -> None:
     *leaves, grad = layers_of(40, 33, 50, 20)
     x, w1, b1, *_ = leaves
     ops = torch.ops.vitamp
-    torch.library.opcheck(ops.amx_linear.default, (x, w1, b1))
-    torch.library.opcheck(ops.amx_linear.default, (x.view(2, 20, 33), w1, None))
-    torch.library.opcheck(ops.amx_mlp.default, tuple(leaves))
+    torch.library.opcheck(ops.cpu_linear.default, (x, w1, b1))
+    torch.library.opcheck(ops.cpu_linear.default, (x.view(2, 20, 33), w1, None))
+    torch.library.opcheck(ops.cpu_mlp.default, tuple(leaves))
     qkv = numbers((2, 17, 96))[0].requires_grad_()
     torch.library.opcheck(ops.packed_attention.default, (qkv, 2))
     assert grad.shape == (40, 20)
@@ -180,7 +182,7 @@ def test_torch_finds_the_operators_well_made() -> None:
 def test_only_what_is_trained_has_a_gradient() -> None:
     x, weight, bias, grad = layers_of(40, 30, 20)
     weight.requires_grad_(False)
-    found = amx_linear(x, weight, bias)
+    found = cpu_linear(x, weight, bias)
     found.backward(grad)
     assert weight.grad is None
     assert bias.grad is not None
@@ -191,12 +193,12 @@ def test_only_what_is_trained_has_a_gradient() -> None:
 @needs_tiles
 def test_matrices_may_lie_in_memory_as_they_like() -> None:
     x, weight, bias, grad = layers_of(40, 30, 20)
-    expected = amx_linear(x, weight, bias)
+    expected = cpu_linear(x, weight, bias)
     turned = x.detach().t().contiguous().t().requires_grad_()
     wide = torch.cat([x.detach(), x.detach()], dim=1)[:, :30].requires_grad_()
     for other in (turned, wide):
-        assert torch.equal(amx_linear(other, weight, bias), expected)
-    scattered = amx_linear(x, weight.detach().t().contiguous().t(), bias)
+        assert torch.equal(cpu_linear(other, weight, bias), expected)
+    scattered = cpu_linear(x, weight.detach().t().contiguous().t(), bias)
     assert torch.equal(scattered, expected)
     one = torch.tensor(1.0).expand(40, 20)  # as the gradient of a sum is
     (spread,) = torch.autograd.grad(expected, x, one, retain_graph=True)
@@ -212,7 +214,7 @@ def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def vit_by_kernels() -> nn.Module:
     torch.manual_seed(0)
     model = create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=5)
-    use_amx(model, torch.float32)
+    use_linear_layers(model, torch.float32)
     put_attention_in_force("packed", model)
     fuse_mlps(model, torch.float32)
     use_linear_patches(model, torch.float32)
@@ -227,12 +229,12 @@ def test_a_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, images = vit_by_kernels(), numbers((3, 3, 32, 32))[0]
     assert list(ours.state_dict()) == list(plain.state_dict())
     names: list[str] = []
-    for op in ("amx_linear", "amx_mlp", "packed_attention"):
+    for op in ("cpu_linear", "cpu_mlp", "packed_attention"):
         real = getattr(torch.ops.vitamp, op)
         monkeypatch.setattr(torch.ops.vitamp, op, lambda *a, real=real, op=op: names.append(op) or real(*a))
     monkeypatch.setattr(packed, "packed_attention", torch.ops.vitamp.packed_attention)
     found, expected = ours(images), plain(images)
-    assert {name: names.count(name) for name in set(names)} == {"amx_linear": 6, "amx_mlp": 2, "packed_attention": 2}
+    assert {name: names.count(name) for name in set(names)} == {"cpu_linear": 6, "cpu_mlp": 2, "packed_attention": 2}
     assert apart(found, expected.double()) < FP32_BOUND
     for model, out in ((ours, found), (plain, expected)):
         out.square().sum().backward()
@@ -259,7 +261,6 @@ def test_small_products_are_left_to_torch() -> None:
     x, weight = numbers((64, 64), (64, 64))
     assert not serves(x, weight, torch.float32)
     assert serves(torch.empty(2048, 256), torch.empty(64, 256), torch.float32)
-    assert not serves(torch.empty(2048, 256), torch.empty(64, 256), None)
 
 
 @needs_tiles
@@ -269,7 +270,7 @@ def test_an_mlp_that_drops_or_is_frozen_is_computed_in_parts() -> None:
     mlp: Any = next(module for module in model.modules() if isinstance(module, FusedMlp))
     x = numbers((2, 17, 192))[0]
     together = mlp(x)
-    assert "amx_mlp" in str(together.grad_fn) + str(together.grad_fn.next_functions)
+    assert "cpu_mlp" in str(together.grad_fn) + str(together.grad_fn.next_functions)
     mlp.fc1.weight.requires_grad_(False)
     apart_ = mlp(x)
     apart_.sum().backward()
@@ -280,7 +281,7 @@ def test_an_mlp_that_drops_or_is_frozen_is_computed_in_parts() -> None:
     mlp.drop1.p = 0.5
     torch.manual_seed(0)
     assert not torch.allclose(mlp.train()(x), together, atol=1e-2)
-    assert isinstance(mlp.fc1, AmxLinear)
+    assert isinstance(mlp.fc1, TileLinear)
 
 
 @needs_tiles
@@ -363,10 +364,28 @@ def test_a_folder_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch
         native.load("products_amx")
 
 
+WHERE_AMX_IS_A_VALUE = {"utils/config/schema.py", "engine/checkpoint/fields.py", "engine/speed/cpu_products.py"}
+"""Of a setting, in the configuration, a checkpoint, and where its words are."""
+
+
+def test_only_its_own_package_knows_of_amx() -> None:
+    """Others import its door. A feature of a CPU in Linux's words and a reason in the banner are none of its parts."""
+    elsewhere = re.compile(r"^from engine\.speed\.amx import |\"amx_bf16\"|\"by AMX\"")
+    found = []
+    for room in ("engine", "datasets", "models", "utils", "tools", "scripts"):
+        for path in (ROOT / room).rglob("*.py"):
+            name = path.relative_to(ROOT).as_posix()
+            if name.startswith("engine/speed/amx/") or name in WHERE_AMX_IS_A_VALUE:
+                continue
+            lines = path.read_text(encoding="utf-8").splitlines()
+            found += [f"{name}: {line}" for line in lines if "amx" in line.lower() and not elsewhere.search(line)]
+    assert found == []
+
+
 def test_use_amx_is_refused_on_a_machine_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many, say, whose first one decided for it."""
-    monkeypatch.setattr(amx_layers, "why_no_amx", lambda _: "this CPU has no AMX")
+    monkeypatch.setattr(amx_layers, "why_not", lambda _: "this CPU has no AMX")
     with pytest.raises(UserError, match="CPU_FP32 amx: this CPU has no AMX; use mkl"):
-        use_amx(nn.Linear(2, 2), torch.float32)
+        use_linear_layers(nn.Linear(2, 2), torch.float32)
     with pytest.raises(UserError, match="CPU_BF16 amx: this CPU has no AMX; use onednn"):
-        use_amx(nn.Linear(2, 2), torch.bfloat16)
+        use_linear_layers(nn.Linear(2, 2), torch.bfloat16)

@@ -30,7 +30,7 @@ def mkl_again() -> Iterator[None]:
 def on(monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float = 1e-6, amx: bool = False) -> None:
     monkeypatch.setattr(matmul, "processor_kind", lambda: machine)
     monkeypatch.setattr(matmul, "_error_of_onednn", lambda: error)
-    monkeypatch.setattr(matmul, "why_no_amx", lambda _: "" if amx else NO_AMX)
+    monkeypatch.setattr(matmul, "why_not", lambda _: "" if amx else NO_AMX)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_without_its_kernels_it_is_neither_raced_nor_given_by_name(monkeypatch: 
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(packed, "_have_tried", none_here)
-    monkeypatch.setattr(packed, "missing", lambda: "this CPU has no AMX")
+    monkeypatch.setattr(packed, "why_not", lambda: "this CPU has no AMX")
     vit, images = create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
     with pytest.raises(UserError, match=r"MODEL\.ATTENTION packed: torch has none.*only fused, plain"):
         raced_attention(PACKED, vit, images, Precision(BF16, CPU))

@@ -28,7 +28,6 @@ from utils.errors import (
     TrainingError,
     UserError,
 )
-from utils.late_compiler import import_compiler_late
 from utils.late_wandb import import_wandb_late
 from utils.log import is_heard, log, start_log
 from utils.run_folder import run_of
@@ -41,7 +40,6 @@ SECONDS_TO_SPEAK = 5
 def main(script: str, many: bool) -> NoReturn:
     """Run the program and leave. `many`: it may start, or be, one process of several."""
     signals.listen()
-    import_compiler_late()
     import_wandb_late()
     watch_standard_output()
     code = _guarded(script, sys.argv[1:], many)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from datasets import ValLoader
 from engine.amp.precision import Precision
+from engine.machine.eager import uncompiled
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.measure.meters import Means, correct
 from utils.distributed.world import World, sum_over_ranks
 from utils.errors import CommonError
-from utils.late_compiler import uncompiled
 
 
 @torch.no_grad()  # not inference mode: fp8 layers do not run in it

@@ -14,36 +14,13 @@ from engine.parallel.fsdp import check_sharding
 from engine.report.wandb import check_wandb
 from models import check_model, check_pretrained
 from utils.config import Config
-from utils.run_folder import check_output, holds_a_run, run_of
-
-AUTO = "auto"
-
-
-def resumed_run(config: Config) -> Path | None:
-    """The folder of the run that is gone on with, if one is."""
-    wanted = config.MODEL.RESUME
-    if wanted is None:
-        return None
-    if wanted != AUTO:
-        return run_of(Path(wanted))
-    assert config.OUTPUT is not None  # checked with the config
-    return Path(config.OUTPUT) if holds_a_run(Path(config.OUTPUT)) else None
+from utils.config.kinds import AUTO
+from utils.resumed_run import resumed_run, target_folder
+from utils.run_folder import check_output
 
 
 def _starts_by_auto(config: Config) -> bool:
     return config.MODEL.RESUME == AUTO and resumed_run(config) is None
-
-
-def target_folder(config: Config) -> str | None:
-    """-output; else, when going on with a run, that run's folder; else None, and one is made in SAVE.
-
-    An evaluation never goes on with a run: where OUTPUT is the one it looks at, it gets a folder of its own.
-    """
-    output, resumed = config.OUTPUT, resumed_run(config)
-    if config.EVAL:
-        looked_at = output is not None and resumed is not None and Path(output).resolve() == resumed.resolve()
-        return None if looked_at else output
-    return output if output is not None or resumed is None else str(resumed)
 
 
 def check(config: Config) -> None:

@@ -25,7 +25,7 @@ from engine.compile.compiled import compile_update
 from engine.evaluate import evaluate
 from engine.fit.batch_size import settle_batch
 from engine.fit.dry_run import try_out
-from engine.fit.out_of_memory import before_training, fit
+from engine.fit.out_of_memory import before_training, while_training
 from engine.machine import no_gpu
 from engine.machine.device import pick_device, prepare
 from engine.machine.environment import enter
@@ -34,11 +34,9 @@ from engine.machine.stopping import signals
 from engine.measure.bottleneck import Judge
 from engine.measure.meters import Means
 from engine.measure.mfu import Peak, Utilisation
-from engine.measure.progress import Best, Position, updates_left
-from engine.measure.throughput import Pace, clock
-from engine.parallel.ddp import join_gradients
+from engine.measure.progress import Best, Position, clock, updates_left
+from engine.measure.throughput import Pace
 from engine.parallel.fsdp import sharding_of
-from engine.parallel.sync_batch_norm import join_statistics
 from engine.report.curves import title_of
 from engine.report.reporter import METRICS, Reporter
 from engine.report.wandb import open_board
@@ -53,6 +51,7 @@ from engine.setup import (
     setting_of,
 )
 from engine.trainer import Trainer
+from engine.wrapping import wrap
 from utils.better_weights import best_prefix
 from utils.config import Config, Loaded, config_hash
 from utils.distributed.group import leave
@@ -147,8 +146,7 @@ def _train(
     if checkpoint:
         say_what_changed(checkpoint, config, ready.parts, ready.position)
     if folder is None:
-        join_statistics(ready.parts, world, config)
-        join_gradients(ready.parts, world, config)
+        wrap(ready.parts, config)
         try_out(config, ready, world, left)
         return EXIT_DONE
     if _finished(config, ready.position, ready.best, folder):
@@ -156,8 +154,7 @@ def _train(
     if checkpoint:
         ready.best = prepare_folder(folder, checkpoint, ready.best, world)
     peak = write_down(config, ready, world, device, threads, folder)
-    join_statistics(ready.parts, world, config)
-    join_gradients(ready.parts, world, config)
+    wrap(ready.parts, config)
     compile_update(ready.parts, compiling, config)
     return _fit(config, ready, world, folder, peak)
 
@@ -188,9 +185,13 @@ def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path, peak: 
         title=title_of(config, ready.precision.name, ready.precision.level != "O0"),
     )
     try:
-        code = fit(trainer)
+        code = trainer.fit()
         if wandb is not None:
             wandb.ended(trainer.best)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise while_training(error, trainer) from None
+        raise
     finally:
         reporter.close()
     if broken := ready.train_loader.broken.summary():

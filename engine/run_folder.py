@@ -10,7 +10,6 @@ import torch
 from datasets import decoder_of
 from engine.machine.device import describe
 from engine.measure.mfu import Peak, as_noted, peak_of
-from engine.preflight import resumed_run, target_folder
 from engine.run_lock import FolderLock
 from engine.setup import Ready
 from models import count_parameters
@@ -18,6 +17,7 @@ from utils.config import Config, to_yaml
 from utils.distributed.world import World, from_first, together
 from utils.errors import UserError
 from utils.log import log, log_into
+from utils.resumed_run import resumed_run, target_folder
 from utils.run_folder import (
     check_output,
     describe_run,

@@ -19,8 +19,8 @@ from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, sig
 from engine.measure.bottleneck import Judge
 from engine.measure.meters import Means, Reading
 from engine.measure.profile import UpdateProfiler
-from engine.measure.progress import Best, Position, best_by, start_of_best
-from engine.measure.throughput import Pace, seconds_of
+from engine.measure.progress import Best, Position, best_by, seconds_of, start_of_best
+from engine.measure.throughput import Pace
 from engine.optim.ema import on_its_device
 from engine.report.curves import Curves
 from engine.report.reporter import Reporter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,8 +29,6 @@ from utils.seeding import seed_all
 
 if TYPE_CHECKING:
     from engine.amp.op_lists import OpLists
-    from engine.compile.compiled import Compiled
-    from engine.fit.out_of_memory import Splitting
 
 
 class Computed(NamedTuple):
@@ -40,6 +38,18 @@ class Computed(NamedTuple):
     logits: Tensor
     labels: Tensor
     """One label an image, as `Seen` has it."""
+
+
+class CompiledCall(Protocol):
+    """Compiled code that computes a micro-batch."""
+
+    when_done: Callable[[], None]
+    """Called each time after compiling, which took long."""
+
+    def start(self) -> None:
+        """Compile what computes now; again when something else does."""
+
+    def __call__(self, batch: Batch) -> Computed: ...
 
 
 @dataclass
@@ -62,13 +72,9 @@ class Parts:
     half_copy: HalfCopy | None = None
     sharding: Sharding | None = None
     watch: OverflowWatch | None = None
-    compiled: Compiled | None = None
+    compiled: CompiledCall | None = None
     stages: Stages = field(default_factory=Stages)
     token_drop: TokenDrop | None = None
-    splitting: Splitting | None = None
-    """Where a micro-batch that does not fit is to be split (TRAIN.OOM)."""
-    most_at_once: int | None = None
-    """Images of one that have fitted since."""
     batch_found: bool = False
     """Whether DATA.BATCH_SIZE is what `auto` found."""
     op_lists: OpLists | None = None
@@ -132,7 +138,7 @@ def train_update(parts: Parts, window: Window, update: int) -> None:
     precision, optimizer, half_copy, watch = parts.precision, parts.optimizer, parts.half_copy, parts.watch
     lap = parts.stages.lap
     parts.stages.begin()
-    kept = (parts.splitting.accumulate if parts.splitting else accumulate)(parts, window, update)
+    kept = accumulate(parts, window, update)
     if half_copy is not None:
         half_copy.sum_gradients(parts.world)
     if watch is not None:

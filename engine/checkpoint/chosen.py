@@ -9,11 +9,12 @@ from pathlib import Path
 
 from engine.checkpoint.find import find, newest_good, resumable
 from engine.checkpoint.folder import META, Checkpoint, bring_back, inspect, read_index, verify
-from engine.preflight import AUTO, resumed_run
 from utils.config import Config
+from utils.config.kinds import AUTO
 from utils.distributed.world import World, from_first, together
 from utils.errors import UserError
 from utils.log import log
+from utils.resumed_run import resumed_run
 
 
 def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:

@@ -161,7 +161,6 @@ class State(Moved):
     best: BestState
     meters: MeterState
     global_batch: Number
-    most_at_once: Number | None = None
 
     @model_validator(mode="after")
     def _names_all_weights(self) -> State:

@@ -61,7 +61,6 @@ def state_of(parts: Parts, position: Position, best: Best, global_batch: int, me
         "best": asdict(best),
         "meters": meters,
         "global_batch": global_batch,
-        "most_at_once": parts.most_at_once,
     }
 
 
@@ -129,7 +128,6 @@ def _restore(
         )
     parts.schedule.restore(_place_on_schedule(state["moved"], _updates_of_an_epoch(checkpoint, position), per_epoch))
     parts.meters.restore(**state["meters"])
-    parts.most_at_once = state.get("most_at_once")
     return position, best
 
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from engine.compile.gain import gain
 from engine.measure.mfu import training_flops
-from engine.parallel.fsdp import blocks_of
 from engine.update import Parts
 from models import build_without_weights
+from models.blocks import blocks_of
 from utils.config import Config
 from utils.distributed.world import World, from_first, together
 from utils.errors import UserError

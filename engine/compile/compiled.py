@@ -24,14 +24,14 @@ from engine.amp.precision import Precision
 from engine.compile.choice import BLOCKS, CUDA_GRAPHS, NONE, CompileChoice
 from engine.inputs.mixup import unchanged
 from engine.machine.device import processor
-from engine.parallel.fsdp import blocks_of
+from engine.machine.eager import uncompiled
 from engine.update import Computed, Parts
+from models.blocks import blocks_of
 from utils.cache import cache_folder
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.cpus import cores
 from utils.errors import TrainingError, UserError
-from utils.late_compiler import uncompiled
 from utils.log import log
 
 BACKEND = "inductor"

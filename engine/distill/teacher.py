@@ -18,6 +18,7 @@ from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
 from engine.checkpoint.fields import Input, check_fields
 from engine.checkpoint.folder import META
+from engine.checkpoint.saved import config_of, find_saved
 from engine.checkpoint.state import load_weights
 from engine.checkpoint.weights_file import read_header
 from engine.inputs.normalize import per_channel
@@ -166,8 +167,6 @@ def _origin(wanted: str, config: Config, precision: Precision) -> Origin:
 
 def _trained(place: Path, wanted: str, config: Config, precision: Precision) -> Origin:
     """A run's or checkpoint's model, as plain as it was built: how it computes follows from the student's settings."""
-    from engine.saved.trained import config_of, find_saved  # which build runs, and so know this module
-
     with _naming_the_teacher():
         saved, choice = find_saved(place, "auto")
         theirs = config_of(saved)

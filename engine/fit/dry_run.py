@@ -22,17 +22,16 @@ from engine.compile.gain import SECONDS_TO_COMPILE
 from engine.distill.targets import teacher_of
 from engine.fit.dry_run_report import Costs, Memory, Speed, told
 from engine.fit.out_of_memory import describe
-from engine.machine.memory import LiveMemory, is_out_of_memory, total_memory
+from engine.machine.memory import LiveMemory, is_out_of_memory, peak_memory_gb, total_memory
 from engine.measure.bottleneck import load_faster
-from engine.measure.throughput import peak_memory_gb
 from engine.optim.ema import on_its_device
 from engine.parallel.fsdp import own_part
-from engine.preflight import target_folder
 from engine.setup import ReadyToTrain, global_batch, setting_of
 from utils.config import Config
 from utils.distributed.world import World, all_of, from_first, together
 from utils.errors import TrainingError, UserError
 from utils.log import log
+from utils.resumed_run import target_folder
 
 SECONDS_OF_UPDATES, SECONDS_OF_LOADING, SECONDS_OF_VALIDATION = 8.0, 4.0, 3.0
 MOST_UPDATES, MOST_BATCHES = 20, 200

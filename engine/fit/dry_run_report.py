@@ -13,7 +13,7 @@ import torch
 
 from engine.checkpoint.host_copy import size_words
 from engine.machine.memory import in_gib
-from engine.measure.throughput import clock
+from engine.measure.progress import clock
 from utils.config import Config
 from utils.distributed.world import World
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -181,3 +183,11 @@ def _limit_of(folder: Path, limit: str, used: str, cache: str) -> tuple[int, int
     except (OSError, ValueError):
         return None
     return most, in_use - int(stat.get(cache, 0))  # of files that were read the kernel can let go
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most the tensors took on a GPU; on a CPU, the most the process took."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from utils.distributed.world import World
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
+from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
 from utils.log import log
 
 if TYPE_CHECKING:
@@ -24,17 +24,16 @@ BEGAN = time.monotonic()
 """When this process began, near enough."""
 
 # What a rank wishes for, in the order in which a wish wins over the others.
-NOTHING, TIME_IS_UP, CTRL_C, ENDED, OUT_OF_MEMORY = range(5)
+NOTHING, TIME_IS_UP, CTRL_C, ENDED = range(4)
 WISHES = {signal.SIGINT: CTRL_C, signal.SIGTERM: ENDED}
 if hasattr(signal, "SIGUSR1"):
     WISHES[signal.SIGUSR1] = ENDED  # a cluster's warning that it will soon end the job
-EXIT_CODES = {TIME_IS_UP: EXIT_DONE, CTRL_C: EXIT_INTERRUPTED, ENDED: EXIT_STOPPED, OUT_OF_MEMORY: EXIT_FAILED}
+EXIT_CODES = {TIME_IS_UP: EXIT_DONE, CTRL_C: EXIT_INTERRUPTED, ENDED: EXIT_STOPPED}
 
 WORDS = {
     TIME_IS_UP: "The time given (-max_time) is up",
     CTRL_C: "Interrupted (once more leaves at once)",
     ENDED: "Told to end (SIGTERM or SIGUSR1)",
-    OUT_OF_MEMORY: "Out of memory",
 }
 SECONDS_BETWEEN_WISHES, MOST_WITHOUT_WISHES = 0.05, 8
 

@@ -76,3 +76,16 @@ def start_of_best(best: Best, by: str) -> Best:
     if best.figure is not None:
         log.info("SAVE_BEST_BY is %s now: the best so far, %s, does not count.", by, best.words())
     return Best(kind=by)
+
+
+def clock(seconds: float) -> str:
+    """3725.4 -> 1:02:05."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+def seconds_of(text: str) -> float:
+    """'01:30:00' -> 5400.0; the form was checked with the config."""
+    hours, minutes, seconds = (int(part) for part in text.split(":"))
+    return 3600.0 * hours + 60 * minutes + seconds

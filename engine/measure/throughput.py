@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from dataclasses import dataclass
 
 import torch
 
+from engine.machine.memory import peak_memory_gb
 from engine.measure.bottleneck import LEAST_UPDATES, Tally
 from engine.measure.mfu import Utilisation
 from engine.measure.stage_times import Stages, StageTimes
@@ -102,24 +101,3 @@ class Pace:
     def total(self) -> float:
         """Seconds since the run began."""
         return time.perf_counter() - self._began
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """The most the tensors took on a GPU; on a CPU, the most the process took."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def clock(seconds: float) -> str:
-    """3725.4 -> 1:02:05."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
-
-
-def seconds_of(text: str) -> float:
-    """'01:30:00' -> 5400.0; the form was checked with the config."""
-    hours, minutes, seconds = (int(part) for part in text.split(":"))
-    return 3600.0 * hours + 60 * minutes + seconds

@@ -4,39 +4,27 @@
 
 import torch
 import torch.distributed
+from torch import nn
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.fit.out_of_memory import Splitting
-from engine.update import Parts
 from utils.config import Config
-from utils.distributed.world import World
 from utils.errors import UserError
 
 
-def join_gradients(parts: Parts, world: World, config: Config) -> None:
-    """Let ranks exchange gradients in the backward pass; only once every rank is known to be ready.
-
-    Half-precision copies do without: their masters' gradients are summed up once an update, in fp32. And weights that
-    are dealt out (DIST.STRATEGY fsdp) exchange gradients by themselves.
-    """
-    if config.TRAIN.OOM == "split":  # sums gradients up by itself, once all ranks have them
-        parts.splitting = Splitting(config, world)
-        return
-    if world.size == 1 or parts.half_copy is not None or parts.sharding is not None:
-        return
+def with_joined_gradients(model: nn.Module, device: torch.device, config: Config) -> DistributedDataParallel:
+    """The model as it is called from now on: its backward pass all-reduces gradients. Every rank must be ready."""
     if config.DIST.STATIC_GRAPH and config.TRAIN.ACCUM_ITER > 1:  # fewer processes than before, say
         raise UserError(
             f"DIST.STATIC_GRAPH: true works only without accumulation, and here are {config.TRAIN.ACCUM_ITER} "
             "micro-batches an update (TRAIN.ACCUM_ITER); leave it out."
         )
-    device = parts.precision.device
     devices = [device.index] if device.type == "cuda" else None
     forward = DistributedDataParallel(
-        parts.model, device_ids=devices, gradient_as_bucket_view=True, static_graph=config.DIST.STATIC_GRAPH
+        model, device_ids=devices, gradient_as_bucket_view=True, static_graph=config.DIST.STATIC_GRAPH
     )
     forward.register_comm_hook(None, _sum_in_bf16 if config.DIST.BF16_GRADIENTS else _sum_gradients)
-    parts.forward = forward
+    return forward
 
 
 def _sum_gradients(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

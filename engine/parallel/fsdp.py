@@ -8,7 +8,7 @@ Each rank keeps rows of every tensor. A block's weights are gathered when the bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine.amp.fp32_modules import forced
 from engine.amp.half_copy import BATCH_NORM, NORMS
 from engine.amp.precision import Precision
+from models.blocks import blocks_of
 from utils.config import Config
 from utils.distributed.world import World, agree, sum_over_ranks
 from utils.errors import UserError
@@ -165,26 +166,6 @@ def _unlike_machines(world: World) -> str | None:
         f"{world.size} processes, {world.local_size} on this machine. It takes two or more machines with equally many "
         "processes, two or more, ranks counted machine by machine. Leave it out."
     )
-
-
-def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What is gathered, or compiled, at once: each block; in a model that has none, each of several alike in a row."""
-    modules = dict(model.named_modules())
-    rows = {name: module for name, module in modules.items() if name.rpartition(".")[2] == "blocks"}
-    found = {n: m for n, m in (rows or modules).items() if isinstance(m, nn.Sequential | nn.ModuleList) and _alike(m)}
-    taken: list[str] = []
-    for name, row in found.items():
-        if any(_lies_in(name, unit) for unit in taken):
-            continue
-        for number, unit in row.named_children():
-            if not isinstance(unit, nn.ModuleList | nn.ModuleDict):  # nobody calls these themselves
-                taken.append(f"{name}.{number}" if name else number)
-                yield taken[-1], unit
-
-
-def _alike(row: nn.Module) -> bool:
-    kinds = [type(child) for child in row.children() if any(True for _ in child.parameters())]
-    return bool(kinds) and len(set(kinds)) == 1 and len(kinds) == len(list(row.children()))
 
 
 def _in_fp32(model: nn.Module, level: str) -> dict[str, nn.Module]:

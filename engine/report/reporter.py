@@ -14,9 +14,9 @@ from tqdm import tqdm
 from engine.amp.skip_watch import Blame
 from engine.measure.bottleneck import Verdict
 from engine.measure.meters import Means, Reading
-from engine.measure.progress import Position, updates_left
+from engine.measure.progress import Position, clock, updates_left
 from engine.measure.stage_times import STAGES, TEACHER
-from engine.measure.throughput import Perf, clock
+from engine.measure.throughput import Perf
 from engine.report.tensorboard import Board
 from engine.report.wandb import WandbBoard
 from utils.config.schema import Config

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.amp.half_copy import BATCH_NORM
-from engine.parallel.fsdp import blocks_of
 from engine.speed.replace_forward import mix_in
+from models.blocks import blocks_of
 from utils.errors import UserError
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.amp.fp32_modules import is_forced
 from engine.amp.precision import Precision
-from engine.parallel.fsdp import blocks_of
+from models.blocks import blocks_of
 from utils.errors import UserError
 from utils.log import log
 

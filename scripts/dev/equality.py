@@ -27,6 +27,8 @@ FIRST_PART, WHOLE = 6, 14
 """Updates of a run: where one is stopped to be gone on with, and its end."""
 TIMES = {"time", "perf", "seconds", "eval_seconds", "train_seconds", "epoch_seconds", "images_per_second"}
 """Fields of a line of metrics that a clock decides."""
+NO_LONGER_SAVED = {"state.pt.most_at_once"}
+"""Fields of older checkpoints that nothing reads any more."""
 
 
 class Way(NamedTuple):
@@ -165,7 +167,7 @@ def differing_tensors(one: Path, other: Path) -> Iterator[str]:
 
 def held(folder: Path) -> dict[str, Any]:
     """All that a checkpoint's files hold, by name."""
-    return {name: value for file in sorted(folder.iterdir()) for name, value in read(file)}
+    return {name: value for file in sorted(folder.iterdir()) for name, value in read(file) if name not in NO_LONGER_SAVED}
 
 
 def read(file: Path) -> Iterator[tuple[str, Any]]:

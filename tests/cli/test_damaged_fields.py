@@ -85,11 +85,10 @@ IN_STATE: list[tuple[str, Any, str]] = [
     ("meters epoch", [0.0], "meters.epoch: "),
     ("meters skipped", GONE, "meters.skipped is missing"),
     ("global_batch", 0, "global_batch: "),
-    ("most_at_once", "8", "most_at_once: "),
 ]
 # As written by versions that did not know these.
 OLDER_META = ("batch", "choices", "samples", "settings", "classes", "metrics", "epoch_finished", "config_hash", "input")
-OLDER_STATE = ("trained", "most_at_once")
+OLDER_STATE = ("trained",)
 FLAGS = ("-amp", "fp16", "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=2", "SAVE_FREQ=1", "KEEP_LAST=0")
 
 

@@ -13,9 +13,9 @@ import torch.distributed
 from safetensors.torch import save_file
 
 from datasets import Window
-from engine.parallel.ddp import join_gradients
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import train_update
+from engine.wrapping import wrap
 from tests.engine.small import CPU, build
 from tests.program import Result, metrics
 from utils.config import load_config
@@ -48,7 +48,7 @@ def train(config_file: Path, words: dict[str, str], world: World, overflow_at: i
     torch.set_num_threads(1)
     config = load_config(str(config_file), words=words).config
     ready = build_for_training(config, world, CPU, None)
-    join_gradients(ready.parts, world, config)
+    wrap(ready.parts, config)
     seen: list[int] = []
     exchanges = 0
     exchange = torch.distributed.all_reduce

@@ -20,7 +20,7 @@ from engine.setup import ReadyToTrain
 from models import build_without_weights, classifiers, frozen_weights
 from models.freeze import freeze
 from tests.engine.checkpoint.test_restore import GLOBAL_BATCH, PER_EPOCH, everything, save
-from tests.engine.parallel.test_batch_norm import TWO, parts_with
+from tests.engine.parallel.test_batch_norm import TWO, precision_on
 from tests.engine.small import build, train, windows
 from utils.config import Config, load_config
 from utils.config.model import ModelConfig
@@ -142,7 +142,7 @@ def test_frozen_norms_have_no_statistics_to_join() -> None:
     for frozen in (True, False):
         model = timm.create_model("test_resnet", num_classes=3)
         freeze(model, ["backbone"] if frozen else [])
-        join_statistics(parts_with(model), TWO, Config())
+        join_statistics(model, precision_on(), Config(), TWO)
         joined = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
         assert bool(joined) is not frozen
 

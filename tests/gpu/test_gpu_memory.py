@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.runs import KIND, Train, apart, far, on_a_gpu_alone
+from tests.gpu.runs import KIND, Train, apart, on_a_gpu_alone
 from tests.program import ROOT
 
 # Sixty-five tokens of an image through twelve blocks are about 8 MB an image.
@@ -48,18 +48,6 @@ def test_where_memory_ends_it_is_told_what_helps(with_little: Train) -> None:
         "There is no checkpoint yet",
     ):
         assert part in run.text, part
-
-
-@on_a_gpu_alone
-def test_what_does_not_fit_is_repeated_in_parts(train: Train, with_little: Train) -> None:
-    words = (*DEEP, *DESCENT, "-batch_size", 256, "TRAIN.MODEL_EMA=true")
-    whole = train("whole", *words, updates=5)
-    split = with_little("split", *words, "TRAIN.OOM=split", gib=1, updates=5)
-    assert "Out of memory in update 1 with 256 images at a time" in split.text
-    assert apart(split.losses, whole.losses) < 1e-4
-    for file in ("model.safetensors", "ema.safetensors"):
-        assert far(split.weights(file), whole.weights(file)) < 1e-5
-    assert split.perf[-1]["peak_memory_gb"] < 2**30 / 1e9 < whole.perf[-1]["peak_memory_gb"]
 
 
 @on_a_gpu_alone

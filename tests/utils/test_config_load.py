@@ -212,6 +212,15 @@ def test_a_retired_value_gives_the_default_and_is_noted() -> None:
     )
 
 
+def test_a_retired_setting_is_accepted_with_a_note_of_what_to_use_instead() -> None:
+    (note,) = load_config(words={"TRAIN.OOM": "split", "DIST.STRATEGY": "fsdp"}).notes
+    assert note.endswith(
+        "TRAIN.OOM is accepted and without effect: "
+        "an update that does not fit is not split; DATA.BATCH_SIZE=auto finds a batch that fits"
+    )
+    assert load_config(words={"TRAIN.OOM": "stop"}).notes == ()
+
+
 def test_augmentation_that_another_outdoes_is_noted() -> None:
     def notes(**words: str) -> list[str]:
         words = {f"TRAIN.{key}": value for key, value in {"NUM_EPOCHS": "40", **words}.items()}

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from datasets import Window
 from engine.machine.device import describe
-from engine.machine.memory import is_out_of_memory
-from engine.measure.throughput import peak_memory_gb
+from engine.machine.memory import is_out_of_memory, peak_memory_gb
 from engine.update import train_update
 from tools.benchmark_amp.frame import Figures
 from tools.common.processes import NO_ROOM, Training, opened, own_processes, warmup_updates

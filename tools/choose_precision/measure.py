@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from datasets import TrainLoader, Window
-from engine.machine.memory import is_out_of_memory
+from engine.machine.memory import is_out_of_memory, peak_memory_gb
 from engine.measure.meters import NEVER
-from engine.measure.throughput import peak_memory_gb
 from engine.setup import ReadyToTrain
 from engine.update import train_update
 from tools.choose_precision.layers import Layer, look_at_layers

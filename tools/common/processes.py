@@ -24,9 +24,9 @@ from engine.compile.choice import choose_compiling
 from engine.compile.compiled import compile_update
 from engine.machine.device import pick_device, prepare
 from engine.machine.environment import enter
-from engine.parallel.ddp import join_gradients
 from engine.parallel.fsdp import sharding_of
 from engine.setup import ReadyToTrain, build_for_training, training_data
+from engine.wrapping import wrap
 from utils.config import Config
 from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, together
@@ -85,7 +85,7 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
             sharding = sharding_of(config, world, device)
             ready = together(world, lambda: build_for_training(config, world, device, None, sharding))
             training = Training(ready, device)
-            join_gradients(ready.parts, world, config)
+            wrap(ready.parts, config)
             updates = config.TRAIN.NUM_EPOCHS * ready.train_loader.order.updates
             compiling = choose_compiling(config, ready.parts, world, updates, {})
             ready.choices |= compiling.as_noted()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.checkpoint.chosen import checkpoint_of
 from engine.checkpoint.folder import EMA, Checkpoint, naming_the_fault, verify
+from engine.checkpoint.saved import FILES, Saved, find_saved
 from engine.checkpoint.weights_file import MADE_BY
-from engine.saved.trained import FILES, Saved, find_saved
 from tools.checkpoint.files import folders_of, verified
 from utils.better_weights import BOTH, SHORT, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError

@@ -17,7 +17,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from engine.measure.throughput import clock
+from engine.measure.progress import clock
 from tools.compare.figures import figures_of, is_finished, share_done
 from tools.compare.plan import Plan, Run, command_of, write_settings
 from utils.log import log

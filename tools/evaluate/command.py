@@ -26,8 +26,8 @@ from utils.output_file import writing
 from utils.run_folder import write_json
 
 if TYPE_CHECKING:
-    from engine.saved.trained import Which
     from tools.common.figures import Figures
+    from utils.better_weights import Which
 
 OWN = (
     Flag(
@@ -60,10 +60,11 @@ def _evaluate(argv: list[str]) -> int:
     _check(line)
 
     # Only now, with the command known to be right: importing torch takes seconds.
-    from engine.saved.trained import BOTH, Wanted, load_trained
+    from engine.saved.trained import load_trained
     from tools.common.figures import figures_of
     from tools.common.parts import open_part
     from tools.evaluate.show import as_json, text, write_matrix
+    from utils.better_weights import BOTH, Wanted
 
     log.setLevel("WARNING")  # how the model is built was told when it was trained
     given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py")})

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine.measure.throughput import clock
+from engine.checkpoint.saved import find_saved
+from engine.measure.progress import clock
 from engine.report.course import Course
-from engine.saved.trained import find_saved
 from tools.common.runs import best_top1, perf, read_lines, seconds, warm
 from utils.config import Config, load_config
 from utils.config.keys import settings, value_of

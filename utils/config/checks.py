@@ -144,8 +144,6 @@ def _without_ddp(config: Config) -> Iterator[Problem]:
         why = "with DIST.STRATEGY fsdp, which exchanges gradients in its own way"
     elif amp.ENABLED and amp.LEVEL in ("O2", "NAIVE"):
         why = f"at AMP.LEVEL {amp.LEVEL}, where the masters' gradients are summed up once an update, in fp32"
-    elif config.TRAIN.OOM == "split":
-        why = "with TRAIN.OOM split, which sums gradients up when all processes have theirs"
     else:
         return
     for key in ("STATIC_GRAPH", "BF16_GRADIENTS"):
@@ -157,11 +155,6 @@ def _fsdp(config: Config) -> Iterator[Problem]:
     amp = config.AMP
     if config.DEVICE == "mps":
         yield "DIST.STRATEGY", "fsdp needs several devices; with DEVICE mps there is one"
-    if config.TRAIN.OOM == "split":
-        yield (
-            "TRAIN.OOM",
-            "split repeats no update with DIST.STRATEGY fsdp, whose ranks compute in step; use stop",
-        )
     if config.DATA.BATCH_SIZE == AUTO:
         yield "DATA.BATCH_SIZE", "auto does not try with DIST.STRATEGY fsdp, whose ranks compute in step; give a number"
     if config.TRAIN.MODEL_EMA_FORCE_CPU:

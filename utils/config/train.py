@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from utils.config.fields import Section
+from utils.config.fields import Section, inert
 from utils.config.kinds import (
     AboveZero,
     Count,
@@ -81,8 +81,10 @@ class TrainConfig(Section):
     MEMORY_LIMIT: AboveZero | None = Field(
         default=None, description="DATA.BATCH_SIZE auto: GiB that a process may take; null: what its device has free."
     )
-    OOM: Annotated[Literal["stop", "split"], BeforeValidator(folded)] = Field(
-        default="stop", description="Out of memory: stop, or split: repeat the update in smaller micro-batches."
+    OOM: Annotated[Literal["stop", "split"], BeforeValidator(folded)] = inert(
+        "stop",
+        "Retired. Out of memory ends the run, and the error names what helps.",
+        "an update that does not fit is not split; DATA.BATCH_SIZE=auto finds a batch that fits",
     )
     COMPILE: Annotated[Literal["auto", "none", "blocks", "whole"], BeforeValidator(folded)] = Field(
         default="auto",

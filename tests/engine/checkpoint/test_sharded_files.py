@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from engine.checkpoint.shard_files import Joined, files_of, shard_name
 from engine.checkpoint.sharded_saver import SECONDS_BETWEEN_LOOKS, Helper, Orders
 from engine.measure.progress import Best
-from engine.parallel.fsdp import blocks_of
+from models.blocks import blocks_of
 
 ROWS = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(1)}
 

@@ -19,6 +19,7 @@ from engine.compile import compiled as compiling
 from engine.compile.choice import BLOCKS, WHOLE, CompileChoice
 from engine.compile.compiled import compile_update
 from engine.evaluate import evaluate
+from engine.machine.eager import uncompiled
 from engine.setup import ReadyToTrain
 from engine.speed.attention import put_attention_in_force
 from tests.engine.small import build, train, windows
@@ -27,7 +28,6 @@ from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE
 from utils.errors import UserError
-from utils.late_compiler import uncompiled
 
 RANDOM = {"MODEL__DEPTH": 2, "MODEL__DROPOUT": 0.1, "MODEL__DROPPATH": 0.2, "DATA__BATCH_SIZE": 16}
 PRECISIONS = {

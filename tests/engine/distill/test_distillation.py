@@ -22,14 +22,11 @@ from engine.amp.precision import Precision
 from engine.distill.targets import teacher_of
 from engine.distill.teacher import Teacher, check_fits, load_teacher
 from engine.inputs.mixup import batch_change
-from engine.parallel.ddp import join_gradients
 from engine.setup import ReadyToTrain
-from tests.engine.fit.test_out_of_memory import Room
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.program import Result, metrics, train_tiny
 from utils.config import TrainConfig, load_config
-from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.seeding import seed_all
 
@@ -191,19 +188,6 @@ def test_the_teacher_computes_in_the_precision_of_the_run(student: Callable[...,
 @pytest.mark.parametrize("mixing", [{}, MIXED], ids=["plain", "mixed"])
 def test_nothing_is_read_back_from_the_device(student: Callable[..., ReadyToTrain], mixing: dict[str, Any]) -> None:
     assert read_backs(student("soft", **DISTILLED, **mixing)) == set()
-
-
-@pytest.mark.parametrize("heads", [{}, DISTILLED], ids=["one", "two"])
-def test_what_does_not_fit_at_once_teaches_the_same_in_parts(
-    student: Callable[..., ReadyToTrain], tiny: Path, heads: dict[str, Any]
-) -> None:
-    words = {"TRAIN__OOM": "split", **heads, **MIXED}
-    whole, parted = student("soft", **words), student("soft", **words)
-    join_gradients(parted.parts, ALONE, load_config(str(tiny), words={"TRAIN.OOM": "split"}).config)
-    room = Room(parted.parts.model, images=20, since=1, in_backward=False)
-    found = zip(losses_of(whole), losses_of(parted), strict=True)
-    assert max(abs(a - b) for a, b in found) < 1e-5
-    assert room.failed > 0
 
 
 def test_a_skipped_update_is_replayed_with_the_teacher(student: Callable[..., ReadyToTrain]) -> None:

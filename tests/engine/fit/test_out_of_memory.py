@@ -1,10 +1,8 @@
-"""Where memory runs out: what is told, and TRAIN.OOM split, which repeats the update in parts with the same result."""
+"""Where memory runs out: what the error says, and that its advice helps."""
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.evaluate import evaluate
-from engine.fit.out_of_memory import Splitting, before_training, describe
+from engine.fit.out_of_memory import before_training, describe
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory, largest_blocks
 from engine.setup import ReadyToTrain
-from tests.engine.small import build, train
+from tests.engine.small import build
 from tests.program import ROOT, Result, metrics
 from utils.config import load_config
 from utils.distributed.world import ALONE
-from utils.errors import UserError
 
 # A device whose memory holds so many images, ABOVE in training, ABOVE_EVAL in validation; from a forward pass on.
 SMALL_DEVICE = f"""
@@ -79,67 +76,7 @@ class Room:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
-WORDS: dict[str, object] = {
-    "DATA__BATCH_SIZE": 24,
-    "TRAIN__ACCUM_ITER": 2,
-    "MODEL__DEPTH": 2,
-    "TRAIN__MODEL_EMA": "true",
-}
-MIXED: dict[str, object] = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__CUTMIX_ALPHA": 1.0, "TRAIN__RANDOM_ERASE_PROB": 0.5}
-HALF: dict[str, object] = {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__INIT_LOSS_SCALING": 256}
-
-
-def trained(tiny: Path, room: tuple[int, int, bool] | None, splits: bool, **words: object) -> tuple[ReadyToTrain, Room]:
-    """Four updates; the optimiser is SGD, which does not blow rounding up where gradients are nearly zero."""
-    ready = build(tiny, TRAIN__OPTIMIZER__NAME="SGD", TRAIN__BASE_LR=0.1, TRAIN__WARMUP_EPOCHS=0, **{**WORDS, **words})
-    parts = ready.parts
-    if splits:
-        parts.splitting = Splitting(load_config(str(tiny), words={"TRAIN.OOM": "split"}).config, ALONE)
-    made = Room(parts.forward, *(room or (1000, 1, False)))
-    train(ready, 4)
-    return ready, made
-
-
-def flat(ready: ReadyToTrain) -> Tensor:
-    """All weights and, where there is one, their average."""
-    parts = ready.parts
-    models = [parts.model, *([parts.ema.module] if parts.ema else [])]
-    return torch.cat([p.detach().flatten() for model in models for p in model.parameters()])
-
-
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(
-    ("words", "close"),
-    [({}, 1e-6), (MIXED, 1e-6), ({**HALF, "AMP__LEVEL": "O2"}, 0.01), ({**HALF, "AMP__DTYPE": "fp16"}, 0.002)],
-    ids=["fp32", "mixed images", "O2", "fp16"],
-)
-def test_a_split_update_is_the_whole_one(tiny: Path, in_backward: bool, words: dict[str, object], close: float) -> None:
-    """Memory runs out in the second micro-batch of the second update, when half of its gradient is there."""
-    whole, _ = trained(tiny, None, splits=False, **words)
-    split, room = trained(tiny, (10, 4, in_backward), splits=True, **words)
-    assert split.parts.most_at_once == 6, "24 were too many, and so were 12"
-    assert room.failed == 2
-    assert room.passes == 2 + 2 + 1 + 3 * 2 * 4, "from then on in four parts"
-    start, end, other = (flat(ready) for ready in (build(tiny, **{**WORDS, **words}), whole, split))
-    assert (other - end).norm() <= close * (end - start).norm()
-    ours, theirs = (ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0) for ready in (split, whole))
-    assert (ours.epoch.acc1, ours.skipped) == (pytest.approx(theirs.epoch.acc1, abs=1.1), theirs.skipped)
-    assert (ours.epoch.loss, ours.grad_norm) == pytest.approx((theirs.epoch.loss, theirs.grad_norm), rel=10 * close)
-
-
-def test_what_fits_is_not_split_and_equal_to_the_bit(tiny: Path) -> None:
-    whole, _ = trained(tiny, None, splits=False, MODEL__DROPOUT=0.1, **MIXED)
-    watched, room = trained(tiny, None, splits=True, MODEL__DROPOUT=0.1, **MIXED)
-    assert room.passes == 8
-    assert torch.equal(flat(watched), flat(whole))
-
-
-def test_other_errors_are_not_taken_for_it(tiny: Path) -> None:
-    ready = build(tiny)
-    ready.parts.splitting = Splitting(load_config(str(tiny)).config, ALONE)
-    ready.parts.criterion = lambda *_: 1 / 0  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ZeroDivisionError):
-        train(ready, 1)
+def test_other_errors_are_not_taken_for_it() -> None:
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
     assert is_out_of_memory(
@@ -158,11 +95,6 @@ def test_other_errors_are_not_taken_for_it(tiny: Path) -> None:
 )
 def test_what_the_libraries_of_cuda_say_of_it_is_known(text: str) -> None:
     assert is_out_of_memory(RuntimeError(text))
-
-
-def test_one_image_that_does_not_fit_ends_it(tiny: Path) -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        trained(tiny, (0, 1, False), splits=True)
 
 
 def test_it_is_told_once_what_helps(small_device: Callable[..., Result], tmp_path: Path) -> None:
@@ -247,23 +179,6 @@ def test_a_validation_names_its_own_batch(small_device: Callable[..., Result], t
     assert "-accum_iter" not in done.err
 
 
-def test_a_split_run_goes_on_split(small_device: Callable[..., Result], tmp_path: Path) -> None:
-    run, words = tmp_path / "run", ["TRAIN.OOM=split", "SAVE_FREQ=1", "REPORT_FREQ=1"]
-    done = small_device(*words, "-output", run, ABOVE=16, FROM=20)
-    assert done.code == 0, done.text
-    assert done.text.count("Out of memory in update 20 with 32 images at a time") == 1
-    assert "from now on at most 16" in done.text
-    whole, last = metrics(run, "train"), run / "checkpoints" / "step-000000088"
-    weights = (last / "model.safetensors").read_bytes()
-    shutil.rmtree(last)
-    (run / "checkpoints" / "index.json").unlink()
-    on = small_device(*words, "-resume", run, ABOVE=16)
-    assert on.code == 0, on.text
-    assert "Out of memory" not in on.text, "where it stands was saved"
-    assert metrics(run, "train") == whole
-    assert (last / "model.safetensors").read_bytes() == weights
-
-
 @pytest.fixture
 def small_on_rank_1(tmp_path: Path) -> dict[str, str]:
     """The environment in which rank 1 of two, from its 13th update on, has room for 8 images."""
@@ -271,27 +186,6 @@ def small_on_rank_1(tmp_path: Path) -> dict[str, str]:
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(SMALL_DEVICE.partition("if __name__")[0])
     return {"PYTHONPATH": str(hook), "ABOVE": "8", "FROM": "13", "ON_RANK": "1"}
-
-
-@pytest.mark.slow  # three runs of two processes
-def test_of_two_processes_one_that_has_too_little_stops_both_with_all_saved(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, small_on_rank_1: dict[str, str]
-) -> None:
-    run = tmp_path / "run"
-    done = vitamp(
-        *("-cfg", tiny, "-ngpus", 2, "-output", run, "TRAIN.OOM=split", "-batch_size", 16, "REPORT_FREQ=5"),
-        script="main_multi_gpu.py",
-        env=small_on_rank_1,
-    )
-    assert done.code == 1, done.text
-    assert done.err.count("out of memory in update 13") == 1
-    assert "rank 1 on " in done.err
-    assert "-batch_size 8 -accum_iter 2" in done.err
-    assert "Traceback" not in done.text
-    assert json.loads((run / "checkpoints" / "index.json").read_text())["last"] == "step-000000012"
-    on = vitamp("-resume", run, "-batch_size", 8, "-accum_iter", 4, "TRAIN.MAX_UPDATES=15", "TRAIN.OOM=stop")
-    assert on.code == 0, on.text
-    assert [line["update"] for line in metrics(run, "train")] == [5, 10, 15]
 
 
 @pytest.mark.slow  # two processes, and only what one of them says is new
@@ -307,13 +201,6 @@ def test_a_rank_that_stops_is_named_and_ends_the_others(
     assert done.err.count("out of memory in update 13") == 1
     assert "rank 1 on " in done.err
     assert "-batch_size 8 -accum_iter 2" in done.err
-
-
-def test_what_cannot_be_split_is_refused(tiny: Path) -> None:
-    for word in ("DIST.STRATEGY=fsdp", "DIST.BF16_GRADIENTS=true", "DIST.STATIC_GRAPH=true"):
-        key, _, value = word.partition("=")
-        with pytest.raises(UserError, match=r"TRAIN\.OOM"):
-            load_config(str(tiny), words={"TRAIN.OOM": "split", key: value})
 
 
 def test_a_gpus_largest_blocks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

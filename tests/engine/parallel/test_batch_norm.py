@@ -12,10 +12,11 @@ import torch
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
+from engine import wrapping
+from engine.amp.precision import Precision
 from engine.amp.skip_watch import OverflowWatch
 from engine.parallel.sync_batch_norm import join_statistics
-from engine.update import Parts
-from tests.engine.small import FP16, parts_of
+from tests.engine.small import CPU, FP16, OFF, parts_of
 from tests.program import Result
 from utils.config import Config
 from utils.distributed.world import ALONE, World
@@ -33,10 +34,10 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> I
         yield caplog
 
 
-def parts_with(model: nn.Module, device: torch.device = GPU) -> Parts:
-    parts = parts_of(model, torch.optim.SGD(model.parameters(), 1.0))
-    parts.precision.device = device
-    return parts
+def precision_on(device: torch.device = GPU) -> Precision:
+    precision = Precision(OFF, CPU)
+    precision.device = device
+    return precision
 
 
 def plain() -> nn.Module:
@@ -51,7 +52,7 @@ def test_on_gpus_statistics_are_joined_and_nothing_else_changes(said: pytest.Log
     model = plain()
     before, weights = {name: id(value) for name, value in model.named_parameters()}, list(model.state_dict())
     buffers = {name: id(value) for name, value in model.named_buffers()}
-    join_statistics(parts_with(model), TWO, Config())
+    assert join_statistics(model, precision_on(), Config(), TWO)
     assert kinds(model) == ["SyncBatchNorm", "SyncBatchNormAct"]
     assert isinstance(model[2].act, nn.ReLU)  # pyright: ignore[reportIndexIssue]
     assert {name: id(value) for name, value in model.named_parameters()} == before, "the optimiser holds these"
@@ -65,14 +66,14 @@ def test_on_gpus_statistics_are_joined_and_nothing_else_changes(said: pytest.Log
     [
         ({}, "cpu", "on GPUs only"),
         ({"DIST": {"SYNC_BATCHNORM": False}}, "cuda", "DIST.SYNC_BATCHNORM false"),
-        ({"TRAIN": {"OOM": "split"}}, "cuda", "TRAIN.OOM split"),
+        ({"DIST": {"STRATEGY": "fsdp"}}, "cuda", "DIST.STRATEGY fsdp"),
     ],
 )
 def test_where_they_cannot_be_it_is_said_once(
     settings: dict[str, object], device: str, why: str, said: pytest.LogCaptureFixture
 ) -> None:
     model = plain()
-    join_statistics(parts_with(model, torch.device(device)), TWO, Config.model_validate(settings))
+    assert not join_statistics(model, precision_on(torch.device(device)), Config.model_validate(settings), TWO)
     assert kinds(model) == ["BatchNorm2d", "BatchNormAct2d"]
     assert said.text.count(OWN_IMAGES) == 1
     assert why in said.text
@@ -80,20 +81,21 @@ def test_where_they_cannot_be_it_is_said_once(
 
 def test_alone_and_without_batch_norm_nothing_is_said(said: pytest.LogCaptureFixture) -> None:
     model = plain()
-    join_statistics(parts_with(model), ALONE, Config())
+    assert not join_statistics(model, precision_on(), Config(), ALONE)
     assert kinds(model) == ["BatchNorm2d", "BatchNormAct2d"]
     vit = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, num_heads=1)
-    join_statistics(parts_with(vit), TWO, Config())
+    assert not join_statistics(vit, precision_on(), Config(), TWO)
     assert not said.records
 
 
-def test_a_replay_by_one_rank_would_hang(said: pytest.LogCaptureFixture) -> None:
+def test_a_replay_by_one_rank_would_hang(said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     model = plain()
     parts = parts_of(model, torch.optim.SGD(model.parameters(), 1.0), amp=FP16)
     parts.start_computing()
     assert isinstance(parts.watch, OverflowWatch)
-    parts.precision.device = GPU
-    join_statistics(parts, TWO, Config())
+    parts.precision.device, parts.world = GPU, TWO
+    monkeypatch.setattr(wrapping, "with_joined_gradients", lambda model, *_: model)
+    wrapping.wrap(parts, Config())
     assert parts.watch is None
     assert "skipped updates are not replayed" in said.text
 

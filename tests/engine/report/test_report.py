@@ -16,8 +16,8 @@ import pytest
 from engine.amp.skip_watch import Blame
 from engine.measure import throughput
 from engine.measure.meters import Means, Reading
-from engine.measure.progress import Position
-from engine.measure.throughput import Pace, Perf, clock, seconds_of
+from engine.measure.progress import Position, clock, seconds_of
+from engine.measure.throughput import Pace, Perf
 from engine.report.reporter import Reporter
 from tests.engine.small import CPU
 from utils.config import Config

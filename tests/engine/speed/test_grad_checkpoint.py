@@ -13,9 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.op_lists import OpLists
-from engine.parallel.fsdp import blocks_of
 from engine.setup import ReadyToTrain
 from engine.speed.grad_checkpoint import checkpoint_blocks, which_blocks
+from models.blocks import blocks_of
 from tests.engine.small import build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.program import metrics

@@ -13,8 +13,7 @@ import torch
 
 from datasets import Batch
 from engine.machine.device import pick_device
-from engine.machine.memory import is_out_of_memory
-from engine.measure.throughput import peak_memory_gb
+from engine.machine.memory import is_out_of_memory, peak_memory_gb
 from tools.benchmark_amp.against_timm.loops import loop_of
 from tools.benchmark_amp.against_timm.start import OURS, Loop, Way
 from tools.benchmark_amp.frame import Figures

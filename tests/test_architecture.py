@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "main": {"engine", "models", "datasets", "utils"},
 }
 # Floors inside a room, the lowest first. A part (a folder, or a file of the room itself) imports from itself and from
-# parts on lower floors; `__init__` is the door of the room. Files joined by + count as one part. New parts need a floor.
+# parts on lower floors; `__init__` is the door of the room. Files joined by + are one part. New parts need a floor.
 FLOORS: dict[str, list[str]] = {
     "datasets": [
         "base labels",

@@ -167,7 +167,9 @@ def differing_tensors(one: Path, other: Path) -> Iterator[str]:
 
 def held(folder: Path) -> dict[str, Any]:
     """All that a checkpoint's files hold, by name."""
-    return {name: value for file in sorted(folder.iterdir()) for name, value in read(file) if name not in NO_LONGER_SAVED}
+    return {
+        name: value for file in sorted(folder.iterdir()) for name, value in read(file) if name not in NO_LONGER_SAVED
+    }
 
 
 def read(file: Path) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """The command line: `-flag value`, `-flag=value`, `--flag` and `KEY=VALUE` words, in any order.
 
 Hand-made, since argparse knows neither an optional value that only some words can be (`-amp O1`, `-amp
-TRAIN.SEED=1`) nor a suggestion for a mistyped flag. Each flag stands once, in FLAGS.
+SEED=1`) nor a suggestion for a mistyped flag. Each flag stands once, in FLAGS.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class AmpConfig(Section):
     ENABLED: bool = Field(default=False, description="Train in mixed precision; what -amp sets.")
     DTYPE: Literal["auto", "fp16", "bf16", "fp8"] = Field(
         default="auto",
-        description="auto: fp16 on a GPU that gains from it, else bf16. fp8 needs torchao.",
+        description="auto: fp16 on a GPU, bf16 on a CPU and with O3; fp16 on a CPU without bf16. fp8 needs torchao.",
     )
     LEVEL: Literal["O0", "O1", "O2", "NAIVE", "O3"] = Field(
         default="O1",

@@ -11,7 +11,7 @@ from PIL import Image
 from tests.program import Result, run_program, save_image
 from tests.tools.browser import View, views_of
 from tests.tools.made_runs import MISCHIEF
-from tools.report.page import write_report
+from tools.common.report_page.page import write_report
 
 CLASSES = ("<script>alert(1)<", "'single' & \"double\"", "x" * 60)
 

@@ -17,10 +17,10 @@ import torch
 
 from tests.tools.made_runs import MISCHIEF, make_run
 from tools.common.figures import Rows
-from tools.report.charts import MOST_POINTS, Chart, Curve, charts, colours_of, short, side_by_side, thinned
+from tools.common.report_page.charts import MOST_POINTS, Chart, Curve, charts, colours_of, short, side_by_side, thinned
+from tools.common.report_page.page import write_report
+from tools.common.report_page.runs import read_runs
 from tools.report.command import main
-from tools.report.page import write_report
-from tools.report.runs import read_runs
 
 Page = Callable[..., "Seen"]
 

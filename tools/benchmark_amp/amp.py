@@ -22,8 +22,9 @@ from tools.benchmark_amp.frame import (
     times_as_much,
     values,
 )
-from tools.benchmark_amp.settings import MODEL, changed, settings_of, synthetic, told
+from tools.benchmark_amp.settings import MODEL, changed, settings_of, synthetic
 from tools.common.command_line import ToolLine
+from tools.common.settings import told
 from utils.cli import Flag
 
 ABOUT = """Seconds per 100 iterations, seven windows of them, AMP off and AMP on; their averages, the speed-up.

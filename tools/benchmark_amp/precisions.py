@@ -25,8 +25,9 @@ from tools.benchmark_amp.frame import (
     subject,
     times_as_much,
 )
-from tools.benchmark_amp.settings import MODEL, changed, settings_of, synthetic, told
+from tools.benchmark_amp.settings import MODEL, changed, settings_of, synthetic
 from tools.common.command_line import ToolLine
+from tools.common.settings import told
 from utils.cli import Flag
 from utils.config import Config
 from utils.errors import UserError
@@ -83,7 +84,7 @@ def plan(line: ToolLine) -> Plan:
     taken = [MODES[0], *(mode for mode in (asked or MODES[1:]) if mode.name not in left_out)]
     with_files = "NO_FILES" not in line.own
     if with_files and loaded.sources["DATA.DATASET"] == "default" and config.DATA.DATA_PATH is None:
-        from tools.benchmark_data.run import on_made_images
+        from tools.common.made_images import on_made_images
 
         config = on_made_images(config, made, "small")
     contenders = _contenders(taken, config, updates, with_files)

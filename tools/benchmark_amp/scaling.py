@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tools.benchmark_amp.frame import AGAIN, Contender, Plan, Table
 from tools.benchmark_amp.scaling_report import WITHOUT, charts, group, sections
-from tools.benchmark_amp.settings import MODEL, ON_CPU, changed, settings_of, synthetic, told
+from tools.benchmark_amp.settings import MODEL, ON_CPU, changed, settings_of, synthetic
 from tools.common.command_line import ToolLine
+from tools.common.settings import told
 from utils.cli import Flag
 from utils.config import Config
 from utils.cpus import cores

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from tools.common.command_line import ToolLine, about_one_device, check_one_training
 from utils.cli import Flag
 from utils.config import Config, Loaded
-from utils.config.keys import default_of, settings, value_of
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 MODEL = Flag("model", "the model, by its name (or -cfg FILE)", "NAME", ("MODEL",))
 ON_CPU: dict[str, Any] = {"MODEL.NAME": "vit_tiny_patch16_224", "DATA.BATCH_SIZE": 8}
 """So that a CPU ends in minutes."""
-PLACES = ("SAVE", "OUTPUT", "TAG", "DATA.CACHE", "DATA.DATA_PATH")
-"""Settings that say where things lie, and nothing of what is measured."""
 
 
 def settings_of(
@@ -61,9 +58,3 @@ def synthetic(config: Config, updates: int) -> Config:
 def changed(config: Config, section: str, **values: Any) -> Config:
     """The same settings but for some of one section."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
-
-
-def told(config: Config) -> dict[str, Any]:
-    """What tells these settings from the defaults."""
-    keys = [key for key in settings() if key not in PLACES]
-    return {key: str(value_of(config, key)) for key in keys if value_of(config, key) != default_of(key)}

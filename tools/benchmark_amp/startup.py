@@ -27,8 +27,9 @@ from tools.benchmark_amp.frame import (
     shown,
     values,
 )
-from tools.benchmark_amp.settings import settings_of, told
+from tools.benchmark_amp.settings import settings_of
 from tools.common.command_line import ToolLine
+from tools.common.settings import told
 from utils.cli import Flag
 
 ROOT = Path(__file__).resolve().parents[2]

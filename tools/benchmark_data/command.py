@@ -71,7 +71,8 @@ def _benchmark(argv: list[str]) -> int:
     # Only now, with everything known to be right: importing torch takes seconds.
     from engine.machine.device import pick_device
     from tools.benchmark_data.report import report
-    from tools.benchmark_data.run import Benchmark, Plan, on_made_images
+    from tools.benchmark_data.run import Benchmark, Plan
+    from tools.common.made_images import on_made_images
     from utils.distributed.world import ALONE
 
     config = loaded.config
@@ -82,7 +83,12 @@ def _benchmark(argv: list[str]) -> int:
     if wishes.made is not None or (config.DATA.DATA_PATH is None and loaded.sources["DATA.DATASET"] == "default"):
         config = on_made_images(config, wishes.made or MADE, wishes.size)
     found = Benchmark(config, plan, device).run()
-    report(found, wishes.appetite, wishes.json, wishes.out)
+    report(found, wishes.appetite, wishes.json)
+    if wishes.out is not None:
+        from tools.benchmark_data.picture import draw
+
+        draw(wishes.out, found, wishes.appetite)
+        log.info("the picture: %s", wishes.out)
     return EXIT_DONE
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +11,11 @@ import torch
 
 from datasets import ImageDataset, open_dataset
 from datasets.images import Images
-from tools.pack_images import command as pack_images
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import TrainingError
 
+PACK_IMAGES = Path(__file__).parents[2] / "scripts" / "pack_images.py"
 QUALITY = 90
 SUFFIX = {"train": True, "val": False}
 
@@ -39,22 +38,12 @@ def pack(parts: dict[bool, Images], orders: dict[bool, np.ndarray], changes: Tra
     for number, (kind, words) in enumerate(kinds.items()):
         packed = folder / str(number)
         how = ["-dataset", "imagefolder", "-short_side", str(side), f"DATA.IMAGE_CHANNELS={data.IMAGE_CHANNELS}"]
-        with _quietly():
-            code = pack_images.main([str(source), str(packed), *words, *how])
-        if code:
+        command = [sys.executable, str(PACK_IMAGES), str(source), str(packed), *words, *how]
+        # Only what goes wrong is told: nobody is to train on what is packed here.
+        if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
             raise TrainingError("Packing failed, as said above; -parts train,val,stages,loader does without.")
         found[kind] = _opened(data, changes, packed)
     return found
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Only what goes wrong is told: nobody is to train on what is packed here."""
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _write(part: Images, order: np.ndarray, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What benchmark_data.py tells: tables, a verdict in words, a file with all figures, a picture."""
+"""What benchmark_data.py tells: tables, a verdict in words, a file with all figures."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def markdown(found: Found, link: str) -> str:
     return "\n".join(told) + "\n"
 
 
-def report(found: Found, appetite: float | None, json_file: Path | None, picture: Path | None) -> None:
-    """Print it, and write what was asked for."""
+def report(found: Found, appetite: float | None, json_file: Path | None) -> None:
+    """Print it, and write it where that was asked for."""
     for line in lines(found):
         print(line)
     if found["cut"]:
@@ -124,8 +124,3 @@ def report(found: Found, appetite: float | None, json_file: Path | None, picture
         with writing(json_file, "-json"):
             replace_text(json_file, json.dumps(found, indent=2) + "\n")
         log.info("all figures: %s", json_file)
-    if picture is not None:
-        from tools.benchmark_data.picture import draw
-
-        draw(picture, found, appetite)
-        log.info("the picture: %s", picture)

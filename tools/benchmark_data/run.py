@@ -23,7 +23,6 @@ from tools.benchmark_data.loaders import loader_name, loaders
 from tools.benchmark_data.packed import Packed, pack
 from tools.benchmark_data.paths import bound, is_jpeg, opened, ours, paths
 from tools.benchmark_data.stages import stage_runs, stages, transfer_milliseconds
-from tools.common.made_images import CLASSES, make_images
 from tools.common.turns import OURS, TIMM, TORCHVISION, Budget, Rates, Ratio, measure, ratio
 from utils.cache import cache_folder
 from utils.config import Config
@@ -166,14 +165,6 @@ def through_loaders(found: dict[str, Rates], counts: tuple[int, ...]) -> Found:
                 "to_by_core_time": _plain(ratio(mine.cpu, other.cpu)),
             }
     return rows
-
-
-def on_made_images(config: Config, count: int, size: str) -> Config:
-    """The same settings for JPEGs that are made now, unless they were before."""
-    root = make_images(cache_folder(config.DATA, "made"), count, size)
-    data = config.DATA.model_copy(update={"DATASET": "imagefolder", "DATA_PATH": str(root)})
-    model = config.MODEL.model_copy(update={"NUM_CLASSES": CLASSES})
-    return config.model_copy(update={"DATA": data, "MODEL": model})
 
 
 def _command() -> str:

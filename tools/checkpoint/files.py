@@ -6,26 +6,13 @@ import time
 from pathlib import Path
 
 from engine.checkpoint.find import resumable
-from engine.checkpoint.folder import META, Checkpoint, inspect, read_index, verify
+from engine.checkpoint.folder import META, inspect, read_index
 from engine.checkpoint.host_copy import size_words
+from tools.common.weights import folders_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
 
 COLUMNS = ("checkpoint", "epoch", "update", "loss", "top-1", "EMA top-1", "size", "written", "")
-
-
-def folders_of(path: Path) -> list[Path]:
-    """The checkpoints a path means, oldest first: all of a run, or the one that it is or lies in."""
-    if not path.exists():
-        raise UserError(f"{path}: there is no such file or folder.")
-    folder = path.parent if path.is_file() else path
-    if (folder / META).exists() or folder.name.startswith("step-"):
-        return [folder]
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = sorted(root.glob("step-*"))
-    if not found:
-        raise UserError(f"{path}: no checkpoint is there (looked for {root}/step-*).")
-    return found
 
 
 def show(path: Path) -> int:
@@ -80,7 +67,3 @@ def check(paths: list[Path]) -> int:
             continue
         log.info("%s: good, %s in %.1f s", folder, size_words(_size(folder)), time.perf_counter() - began)
     return EXIT_FAILED if damaged else EXIT_DONE
-
-
-def verified(folder: Path) -> Checkpoint:
-    return verify(inspect(folder))

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
+from utils.cache import cache_folder
+from utils.config import Config
 from utils.cpus import cores
 from utils.seeding import key
 
@@ -46,6 +48,14 @@ class _Task:
     seed: int
     number: int
     size: str
+
+
+def on_made_images(config: Config, count: int, size: str) -> Config:
+    """The same settings for JPEGs that are made now, unless they were before."""
+    root = make_images(cache_folder(config.DATA, "made"), count, size)
+    data = config.DATA.model_copy(update={"DATASET": "imagefolder", "DATA_PATH": str(root)})
+    model = config.MODEL.model_copy(update={"NUM_CLASSES": CLASSES})
+    return config.model_copy(update={"DATA": data, "MODEL": model})
 
 
 def make_images(folder: Path, count: int, size: str = "small", seed: int = 0, processes: int | None = None) -> Path:

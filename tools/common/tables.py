@@ -20,3 +20,8 @@ def in_markdown(rows: Rows) -> list[str]:
     head, *body = rows
     cells = [head, ["---"] * len(head), *body]
     return ["| " + " | ".join(row) + " |" for row in cells]
+
+
+def shown(text: str) -> str:
+    """A name as a terminal may show it: what would move its cursor is written out."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.chosen import checkpoint_of
-from engine.checkpoint.folder import EMA, Checkpoint, naming_the_fault, verify
+from engine.checkpoint.folder import EMA, META, Checkpoint, inspect, naming_the_fault, verify
 from engine.checkpoint.saved import FILES, Saved, find_saved
 from engine.checkpoint.weights_file import MADE_BY
-from tools.checkpoint.files import folders_of, verified
 from utils.better_weights import BOTH, SHORT, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError
 from utils.log import log
@@ -55,7 +54,8 @@ def strip(path: Path, out: Path, weights: Wanted) -> int:
 
 def average(paths: list[Path], last: int | None, out: Path, weights: Wanted) -> int:
     sources = [
-        verified(folder) for folder in (_last(paths[0], last) if last else (checkpoint_of(path)[0] for path in paths))
+        verify(inspect(folder))
+        for folder in (_last(paths[0], last) if last else (checkpoint_of(path)[0] for path in paths))
     ]
     name, words = _file(sources, weights)
     log.info("%s", words)
@@ -68,6 +68,20 @@ def average(paths: list[Path], last: int | None, out: Path, weights: Wanted) -> 
         log.info("  %s", source.folder)
     log.info("No figure is known of it yet: validate it by -eval -pretrained %s.", out)
     return EXIT_DONE
+
+
+def folders_of(path: Path) -> list[Path]:
+    """The checkpoints a path means, oldest first: all of a run, or the one that it is or lies in."""
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file or folder.")
+    folder = path.parent if path.is_file() else path
+    if (folder / META).exists() or folder.name.startswith("step-"):
+        return [folder]
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    found = sorted(root.glob("step-*"))
+    if not found:
+        raise UserError(f"{path}: no checkpoint is there (looked for {root}/step-*).")
+    return found
 
 
 def _last(path: Path, count: int) -> list[Path]:

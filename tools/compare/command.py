@@ -134,7 +134,7 @@ def _page(about: dict[str, Any], verdict: list[str], out: Path) -> Path | None:
     """The runs side by side; what goes wrong with it is not to cost the verdict."""
     if not about["runs"]:
         return None
-    from tools.report.page import write_report
+    from tools.common.report_page.page import write_report
 
     rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), row["seed"]))
     try:

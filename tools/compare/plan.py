@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tools.common.command_line import ToolLine, check_one_training
+from tools.common.settings import told
 from utils.config import Config, differences, load_config, to_yaml
 from utils.errors import UserError
 from utils.run_folder import replace_text
@@ -209,6 +210,4 @@ def command_of(run: Run, many: bool) -> list[str]:
 
 def in_words(config: Config) -> dict[str, Any]:
     """What tells the settings of all runs from the defaults."""
-    from tools.benchmark_amp.settings import told
-
     return {key: value for key, value in told(config).items() if key not in SET_BY_IT}

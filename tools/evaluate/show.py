@@ -12,8 +12,7 @@ import torch
 from engine.saved.trained import Trained
 from tools.common.figures import Figures
 from tools.common.parts import Part
-from tools.common.tables import in_columns
-from tools.predict.show import shown
+from tools.common.tables import in_columns, shown
 from utils.output_file import writing
 
 ALL_SHOWN, WORST_SHOWN = 20, 10

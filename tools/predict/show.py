@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, TextIO
 
+from tools.common.tables import shown
+
 NARROWEST_NAME = 12
 LONGEST_IMAGE = 60
 
@@ -118,11 +120,6 @@ class Table(Form):
 
 FORMATS: dict[str, type[Form]] = {"table": Table, "csv": Csv, "json": Json, "jsonl": JsonLines}
 ENDINGS = {".csv": "csv", ".json": "json", ".jsonl": "jsonl"}
-
-
-def shown(text: str) -> str:
-    """A name as a terminal may show it: what would move its cursor is written out."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _json(row: dict[str, object]) -> str:

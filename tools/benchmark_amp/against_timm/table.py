@@ -24,8 +24,9 @@ from tools.benchmark_amp.frame import (
     subject,
     times_as_much,
 )
-from tools.benchmark_amp.settings import MODEL, settings_of, told
+from tools.benchmark_amp.settings import MODEL, settings_of
 from tools.common.command_line import ToolLine
+from tools.common.settings import told
 from utils.cli import Flag
 from utils.errors import TrainingError, UserError
 from utils.log import log

@@ -10,8 +10,19 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, charts, colours_of, short, side_by_side
-from tools.report.runs import NOTHING, Run, differing_settings, read_runs, summary
+from tools.common.report_page.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    charts,
+    colours_of,
+    short,
+    side_by_side,
+)
+from tools.common.report_page.runs import NOTHING, Run, differing_settings, read_runs, summary
 from utils.log import log
 from utils.output_file import check_output_file, writing
 from utils.run_folder import replace_text
@@ -46,7 +57,7 @@ def write_report(
     out = check_output_file(out or _beside(read) / "report.html", "-out")
     seen: list[Any] = []
     if predictions:
-        from tools.report.predictions import look  # needs torch and timm, which the rest does without
+        from tools.common.report_page.predictions import look  # needs torch and timm, which the rest does without
 
         for run in read:
             log.info("%s: asking its best weights about the validation images ...", run.name)

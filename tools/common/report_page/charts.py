@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.report.course import EMA_PREFIX, Points
-from tools.report.runs import Run
+from tools.common.report_page.runs import Run
 
 COLOURS = 8
 MOST_POINTS = 300

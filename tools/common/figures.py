@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,9 @@ class Figures:
 
     def confusion(self) -> Tensor:
         """Images by true class (rows) and first guess (columns)."""
-        return self._counted(self.labels * self.classes + self.guesses, self.classes**2).reshape(self.classes, -1)
+        from sklearn.metrics import confusion_matrix
+
+        return torch.from_numpy(confusion_matrix(self.labels, self.guesses, labels=range(self.classes)))
 
     @cached_property
     def support(self) -> Tensor:
@@ -67,17 +69,26 @@ class Figures:
         return self._counted(self.labels[self.labels == self.guesses], self.classes)
 
     @property
-    def recall(self) -> Tensor:
-        return _share(self.right, self.support)
-
-    @property
     def precision(self) -> Tensor:
         """0 of a class that was never guessed"""
-        return _share(self.right, self.guessed)
+        return self._of_each[0]
+
+    @property
+    def recall(self) -> Tensor:
+        return self._of_each[1]
 
     @property
     def f1(self) -> Tensor:
-        return _share(2 * self.right, self.support + self.guessed)
+        return self._of_each[2]
+
+    @cached_property
+    def _of_each(self) -> list[Tensor]:
+        """Precision, recall and F1 of each class"""
+        from sklearn.metrics import precision_recall_fscore_support  # takes a second to import
+
+        scores: Any = precision_recall_fscore_support  # its type stubs do not know zero_division=0
+        shares = scores(self.labels, self.guesses, labels=range(self.classes), zero_division=0)[:3]
+        return [100 * torch.as_tensor(share, dtype=torch.float64) for share in shares]
 
     def taken_for(self, label: int) -> tuple[int, int]:
         """The class that images of this one were most often mistaken for, and how many; 0 where none was."""
@@ -155,10 +166,6 @@ def calibration(confidence: Tensor, right: Tensor, count: int) -> tuple[float, l
     ece = 100 * float((sure - hits).abs().sum() / len(confidence))
     shares = [100 * values / images.clamp(min=1) for values in (sure, hits)]
     return ece, [Bin(int(n), float(c), float(a)) for n, c, a in zip(images, *shares, strict=True)]
-
-
-def _share(part: Tensor, whole: Tensor) -> Tensor:
-    return 100 * part.double() / whole.clamp(min=1)
 
 
 def _with_bar(trained: Trained, part: Part) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from tools.benchmark_amp.frame import Contender, Figures, Found, Plan, Table, failures, is_anything, with_todays_name
 from tools.common.command_line import ToolLine
+from tools.common.progress import progress_bar
 from tools.common.tables import in_columns, in_markdown
 from tools.common.turns import Budget
 from utils.errors import TrainingError, UserError
@@ -101,7 +104,10 @@ def measure(table: Table, plan: Plan, budget: Budget, path: Path | None, words: 
         log.info("%s: %s on %s", table.name, ", ".join(contender.name for contender in plan.contenders), plan.device)
         for line in [*plan.remarks, *failures(notebook.found)]:
             log.info("%s", line)
-        _take_turns(plan, notebook, budget)
+        done = sum(map(len, notebook.found["turns"].values()))
+        with progress_bar(len(plan.contenders) * plan.rounds, "turns") as bar:
+            bar.update(done)
+            _take_turns(plan, notebook, budget, bar)
     finally:
         for contender in plan.contenders:
             contender.close()
@@ -115,7 +121,7 @@ def measure(table: Table, plan: Plan, budget: Budget, path: Path | None, words: 
     return found
 
 
-def _take_turns(plan: Plan, notebook: Notebook, budget: Budget) -> None:
+def _take_turns(plan: Plan, notebook: Notebook, budget: Budget, bar: tqdm) -> None:
     turns = notebook.found["turns"]
     longest: dict[str, float] = {}
     for nth in range(plan.rounds):
@@ -132,6 +138,7 @@ def _take_turns(plan: Plan, notebook: Notebook, budget: Budget) -> None:
             longest[contender.name] = max(longest.get(contender.name, 0.0), took)
             notebook.add(contender.name, figures, clock_mhz(plan.gpu))
             _tell(contender, nth, plan.rounds, figures, took)
+            bar.update()
 
 
 def _tell(contender: Contender, nth: int, rounds: int, figures: Figures, took: float) -> None:

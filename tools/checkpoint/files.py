@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.checkpoint.find import resumable
 from engine.checkpoint.folder import META, inspect, read_index
 from engine.checkpoint.host_copy import size_words
+from tools.common.progress import progress
 from tools.common.weights import folders_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
@@ -57,7 +58,7 @@ def _size(folder: Path) -> int:
 def check(paths: list[Path]) -> int:
     """Verify each, name each; damage in one does not keep the others from being looked at."""
     damaged = 0
-    for folder in [folder for path in paths for folder in folders_of(path)]:
+    for folder in progress([folder for path in paths for folder in folders_of(path)], "checkpoints"):
         began = time.perf_counter()
         try:
             resumable(inspect(folder))

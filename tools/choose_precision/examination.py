@@ -17,6 +17,7 @@ from tools.choose_precision.report import as_json, details, rounded, table
 from tools.choose_precision.verdict import Baseline, Finding, judge, recommend
 from tools.common.precisions import REFERENCE, UPDATES_WITHOUT_ARITHMETIC, Mode, Plan, is_emulated, lacks_arithmetic
 from tools.common.processes import NO_ROOM, own_processes
+from tools.common.progress import progress_bar
 from utils.config import Config, to_yaml
 from utils.distributed.world import ALONE
 from utils.errors import TrainingError
@@ -42,6 +43,7 @@ class Examination:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self._end = self._began + seconds
         self._left = len(plan.modes) + 3
+        self._bar = progress_bar(self._left, "measurements")
 
     def run(self) -> None:
         config = self._config
@@ -52,7 +54,8 @@ class Examination:
         log.info("%d updates each of %s", self._wanted, ", ".join(names))
         for name, reason in self._plan.left_out.items():
             log.info("Left out: %s: %s", name, reason)
-        base, findings = self._measure_all()
+        with self._bar:
+            base, findings = self._measure_all()
         self._tell(where, threads, base, findings)
 
     def _measure_all(self) -> tuple[Baseline | None, list[Finding]]:
@@ -126,6 +129,7 @@ class Examination:
         late = ", the time for it was up" if measured.out_of_time else ""
         told = f"{done} updates in {measured.seconds:.1f} s, {speed} images/s{late}"
         log.info("  %s: %s", job.name, measured.failed or told)
+        self._bar.update()
         return measured
 
     def _tell(self, where: str, threads: int, base: Baseline | None, findings: list[Finding]) -> None:

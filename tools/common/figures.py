@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from engine.measure.meters import correct
 from engine.saved.predictions import batches_of, guesses
 from engine.saved.trained import Trained
 from tools.common.parts import Part
+from tools.common.progress import progress_bar
 
 
 class Bin(NamedTuple):
@@ -169,7 +168,7 @@ def calibration(confidence: Tensor, right: Tensor, count: int) -> tuple[float, l
 
 
 def _with_bar(trained: Trained, part: Part) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    with tqdm(total=len(part.dataset), unit=" images", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+    with progress_bar(len(part.dataset), "images") as bar:
         for logits, labels, indices in batches_of(trained, part.dataset):
             yield logits, labels, indices
             bar.update(len(labels))

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tools.common.progress import progress
+
 OURS, TIMM, TORCHVISION, TORCHVISION_FLOAT = "vitamp", "timm", "torchvision", "torchvision, normalised"
 BOUND = "libjpeg-turbo alone (the bound)"
 """The contenders, by the names they have in tables and files."""
@@ -65,7 +67,7 @@ def measure(contenders: list[Contender], rounds: int, images: int, budget: Budge
     for contender in contenders:  # the first call of anything is slow
         _timed(contender, -1, min(images, 16))
     longest = 0.0
-    for nth in range(rounds):
+    for nth in progress(range(rounds), "rounds"):
         if not budget.allows(longest):
             break
         begin = time.monotonic()

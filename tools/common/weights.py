@@ -16,6 +16,8 @@ from engine.checkpoint.chosen import checkpoint_of
 from engine.checkpoint.folder import EMA, META, Checkpoint, inspect, naming_the_fault, verify
 from engine.checkpoint.saved import FILES, Saved, find_saved
 from engine.checkpoint.weights_file import MADE_BY
+from engine.saved.trained import FILES, Saved, find_saved
+from tools.common.progress import progress
 from utils.better_weights import BOTH, SHORT, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError
 from utils.log import log
@@ -122,7 +124,7 @@ def _mean(sources: list[Checkpoint], name: str) -> dict[str, Tensor]:
                 f"{source.folder} and {sources[0].folder} are of different architectures and have no average: "
                 f"{key} is {found.get(key, 'not there')} and {shapes[0].get(key, 'not there')}."
             )
-    return {key: _mean_of([file[key] for file in files]) for key in shapes[0]}
+    return {key: _mean_of([file[key] for file in files]) for key in progress(list(shapes[0]), "tensors")}
 
 
 def _mean_of(tensors: list[Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ from datasets import ImageDataset
 from engine.saved.predictions import batches_of, name_of, picture_of, validation_part
 from engine.saved.trained import Trained, load_trained
 from tools.common.figures import Figures, Rows, figures_from
+from tools.common.progress import progress_bar
 from utils.errors import TrainingError, UserError
 
 BINS = 15
@@ -96,7 +97,11 @@ def look(folder: Path) -> Seen | str:
 
 def _rows(trained: Trained, dataset: ImageDataset) -> tuple[Rows, torch.Tensor]:
     """What is kept of each image, and its number in the data set."""
-    found = [(Rows.of(logits, labels), indices.cpu()) for logits, labels, indices in batches_of(trained, dataset)]
+    found = []
+    with progress_bar(len(dataset), "images") as bar:
+        for logits, labels, indices in batches_of(trained, dataset):
+            found.append((Rows.of(logits, labels), indices.cpu()))
+            bar.update(len(labels))
     rows, numbers = zip(*found, strict=True)
     return Rows(*(torch.cat(column) for column in zip(*rows, strict=True))), torch.cat(numbers)
 

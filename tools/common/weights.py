@@ -16,7 +16,6 @@ from engine.checkpoint.chosen import checkpoint_of
 from engine.checkpoint.folder import EMA, META, Checkpoint, inspect, naming_the_fault, verify
 from engine.checkpoint.saved import FILES, Saved, find_saved
 from engine.checkpoint.weights_file import MADE_BY
-from engine.saved.trained import FILES, Saved, find_saved
 from tools.common.progress import progress
 from utils.better_weights import BOTH, SHORT, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.speed.amx.build import address, load, scratch
+from engine.speed.amx.build import address, load, workspace
 
 SOURCE = "attention_amx"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -23,22 +23,22 @@ def takes(tokens: int, width: int, dtype: torch.dtype) -> bool:
     return tokens <= MOST_TOKENS and width <= MOST_WIDTH and dtype in DTYPES
 
 
-def forward(qkv: Tensor, out: Tensor, norms: Tensor, heads: int) -> None:
-    _call("forward", (qkv, out, norms), qkv, heads)
+def forward(qkv: Tensor, out: Tensor, logsumexp: Tensor, heads: int) -> None:
+    _call("forward", (qkv, out, logsumexp), qkv, heads)
 
 
-def backward(grad: Tensor, qkv: Tensor, out: Tensor, norms: Tensor, dqkv: Tensor, heads: int) -> None:
-    _call("backward", (grad, qkv, out, norms, dqkv), qkv, heads)
+def backward(grad: Tensor, qkv: Tensor, out: Tensor, logsumexp: Tensor, dqkv: Tensor, heads: int) -> None:
+    _call("backward", (grad, qkv, out, logsumexp, dqkv), qkv, heads)
 
 
 def _call(which: str, tensors: tuple[Tensor, ...], qkv: Tensor, heads: int) -> None:
     batch, tokens, packed = qkv.shape
     width, threads = packed // heads // 3, torch.get_num_threads()
     half = qkv.dtype is torch.bfloat16
-    bytes_ = _room()(tokens, width, half, which == "backward")
-    room = scratch(bytes_ * threads)
+    bytes_ = _workspace_bytes()(tokens, width, half, which == "backward")
+    shared = workspace(bytes_ * threads)
     sizes = (batch, tokens, heads, width, half)
-    _function(which, len(tensors))(*map(address, tensors), *sizes, address(room), bytes_, threads)
+    _function(which, len(tensors))(*map(address, tensors), *sizes, address(shared), bytes_, threads)
 
 
 @cache
@@ -50,7 +50,8 @@ def _function(name: str, tensors: int) -> Any:
 
 
 @cache
-def _room() -> Any:
-    function = load(SOURCE).room
+def _workspace_bytes() -> Any:
+    """Of one thread."""
+    function = load(SOURCE).workspace_bytes
     function.argtypes, function.restype = [_long, _long, ctypes.c_int, ctypes.c_int], _long
     return function

@@ -37,7 +37,7 @@ PATIENCE = 300
 """Seconds that a compiler may take, on a machine that is busy."""
 _loaded: dict[str, ctypes.CDLL] = {}
 _folder = Path(DEFAULT, "kernels")
-_rooms = threading.local()
+_workspaces = threading.local()
 
 
 class NoKernel(RuntimeError):
@@ -179,9 +179,9 @@ def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def scratch(bytes_: int) -> torch.Tensor:
-    """Room to work in, this thread's own and still in its caches from the last time."""
-    room = getattr(_rooms, "room", None)
-    if room is None or len(room) < bytes_:
-        room = _rooms.room = torch.empty(bytes_, dtype=torch.uint8)
-    return room
+def workspace(bytes_: int) -> torch.Tensor:
+    """Memory to work in, this thread's own and still in its caches from the last time."""
+    kept = getattr(_workspaces, "kept", None)
+    if kept is None or len(kept) < bytes_:
+        kept = _workspaces.kept = torch.empty(bytes_, dtype=torch.uint8)
+    return kept

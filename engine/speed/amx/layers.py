@@ -22,7 +22,7 @@ SETTINGS = {torch.float32: "CPU_FP32", torch.bfloat16: "CPU_BF16"}
 INSTEAD = {torch.float32: "mkl", torch.bfloat16: "onednn"}
 PRECISIONS = tuple(SETTINGS)
 LONGEST = 5120
-"""Numbers of a sum in bf16, which the kernels keep in fp32 until it is whole: DEEPEST steps of 32 in C."""
+"""Numbers of a sum in bf16, which the kernels keep in fp32 until it is whole: MOST_STEPS steps of 32 in C."""
 
 
 class TileLinear(nn.Module):

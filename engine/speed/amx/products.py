@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.speed.amx.build import address, load, scratch
+from engine.speed.amx.build import address, load, workspace
 
 SOURCES = {torch.float32: "products_amx", torch.bfloat16: "products_half_amx"}
 NOTHING, GELU, TIMES = range(3)
@@ -26,7 +26,7 @@ LARGEST_ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 @torch.library.custom_op("vitamp::cpu_linear", mutates_args=(), device_types="cpu")
 def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _product(_rows(x), weight, bias=bias, b_turned=True).view(*x.shape[:-1], len(weight))
+    return _product(_rows(x), weight, bias=bias, b_transposed=True).view(*x.shape[:-1], len(weight))
 
 
 @torch.library.custom_op("vitamp::cpu_linear_backward", mutates_args=(), device_types="cpu")
@@ -46,8 +46,8 @@ def cpu_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, needs: list[boo
 def cpu_mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What comes out, and for the backward pass GELU's slope and what comes out of it."""
     y = x.new_empty(x[..., 0].numel(), len(w1))
-    slope = _product(_rows(x), w1, bias=b1, b_turned=True, after=GELU, other=y)
-    return _product(y, w2, bias=b2, b_turned=True).view(*x.shape[:-1], len(w2)), slope, y
+    slope = _product(_rows(x), w1, bias=b1, b_transposed=True, after=GELU, other=y)
+    return _product(y, w2, bias=b2, b_transposed=True).view(*x.shape[:-1], len(w2)), slope, y
 
 
 @torch.library.custom_op("vitamp::cpu_mlp_backward", mutates_args=(), device_types="cpu")
@@ -70,7 +70,7 @@ def _gradients_of_layer(grad: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Te
     """Of weight and bias, summed in fp32; the latter while the former is computed."""
     width = grad.shape[1]
     sums = grad.new_empty(-(-width // PANEL) * PANEL, dtype=torch.float32)
-    dw = _product(grad, x, a_turned=True, sums=sums, out=torch.float32)
+    dw = _product(grad, x, a_transposed=True, sums=sums, out=torch.float32)
     return dw.to(dtype), sums[:width].to(dtype, copy=True)
 
 
@@ -78,22 +78,22 @@ def _product(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None = None,
-    a_turned: bool = False,
-    b_turned: bool = False,
+    a_transposed: bool = False,
+    b_transposed: bool = False,
     after: int = NOTHING,
     other: Tensor | None = None,
     sums: Tensor | None = None,
     out: torch.dtype | None = None,
 ) -> Tensor:
-    """Of two matrices, of which those that are `turned` are transposed first; in the precision of `a`, or as `out`."""
-    rows, columns, depth = a.shape[int(a_turned)], b.shape[int(not b_turned)], a.shape[int(not a_turned)]
+    """Of two matrices; `transposed` ones lie in memory the other way round. In the precision of `a`, or as `out`."""
+    rows, columns, depth = a.shape[int(a_transposed)], b.shape[int(not b_transposed)], a.shape[int(not a_transposed)]
     found = a.new_empty(rows, columns, dtype=out)
     library = _library(a.dtype)
     b, bias = b.contiguous(), None if bias is None else bias.float().contiguous()
-    left = (address(a), a.stride(0), a_turned)
-    right = (address(b), b.stride(0), b_turned, b.dtype is torch.bfloat16)
+    left = (address(a), a.stride(0), a_transposed)
+    right = (address(b), b.stride(0), b_transposed, b.dtype is torch.bfloat16)
     threads = torch.get_num_threads()
-    sizes = (rows, columns, depth, address(scratch(library.room(threads))), threads)
+    sizes = (rows, columns, depth, address(workspace(library.workspace_bytes(threads))), threads)
     to = (address(found), found.dtype is torch.bfloat16)
     library.product(*left, *right, *to, address(bias), address(other), after, address(sums), *sizes)
     return found
@@ -106,7 +106,7 @@ def _library(dtype: torch.dtype) -> Any:
     matrix, sizes = (pointer, long, number), (long, long, long, pointer, number)
     library.product.argtypes = [*matrix, *matrix, number, pointer, number, pointer, pointer, number, pointer, *sizes]
     library.product.restype = None
-    library.room.argtypes, library.room.restype, library.longest.restype = [number], long, long
+    library.workspace_bytes.argtypes, library.workspace_bytes.restype, library.longest.restype = [number], long, long
     return library
 
 

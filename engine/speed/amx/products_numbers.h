@@ -3,31 +3,31 @@
 #ifndef VITAMP_PRODUCTS_NUMBERS_H
 #define VITAMP_PRODUCTS_NUMBERS_H
 
-#include "amx_pack.h"
+#include "packing.h"
 
 #if HALF
 typedef uint16_t Number;
-#define PARTS     HALF_PARTS
-#define DEEPEST   160 /* steps of a sum that are multiplied at once, at most: bf16 keeps no sum for later */
-#define DEEP      36  /* the same, where more can be had only by cutting the right matrix into more pieces */
-#define STEP_ROOM 576 /* steps of panels of the right matrix at once: 1.2 MB, which stay in the second cache */
-#define PIECES    1   /* of work for vectors in a step */
-#define WAIT      2   /* of these between a block and what follows it, which would wait for the block to be stored */
+#define PARTS       HALF_PARTS
+#define MOST_STEPS  160 /* steps of a sum that are multiplied at once, at most: bf16 keeps no sum for later */
+#define USUAL_STEPS 36  /* the same, where more can be had only by cutting the right matrix into more pieces */
+#define RIGHT_STEPS 576 /* steps of panels of the right matrix at once: 1.2 MB, which stay in the second cache */
+#define PIECES      1   /* of work for vectors in a step */
+#define WAIT        2   /* of these between a block and what follows it, which would wait for the block to be stored */
 #else
 typedef float Number;
-#define PARTS     FP32_PARTS
-#define DEEPEST   25
-#define DEEP      12
-#define STEP_ROOM 192
-#define PIECES    6
-#define WAIT      6
+#define PARTS       FP32_PARTS
+#define MOST_STEPS  25
+#define USUAL_STEPS 12
+#define RIGHT_STEPS 192
+#define PIECES      6
+#define WAIT        6
 #endif
 
 enum { NOTHING, GELU, TIMES };
 
-/* The share of a normal distribution that lies below x, and its density without the factor. With z = 1 / (1 + 0.45 |x|)
+/* The normal distribution's cumulative function at x, and its density without the factor. With z = 1 / (1 + 0.45 |x|)
    a polynomial in z, fitted to 3e-8 of itself down to where fp32 ends, stands for erfc(|x| / sqrt(2)) / 2 / density. */
-INLINE __m512 share_below(__m512 x, __m512 *density)
+INLINE __m512 normal_cdf(__m512 x, __m512 *density)
 {
     static const float factors[] = {3.82795783e-2f,  -2.25619964e-1f, 5.37516247e-1f, -6.11483202e-1f, 2.63683881e-1f,
                                     -2.16227660e-2f, 1.62542647e-1f,  1.77000679e-1f, 1.79708660e-1f,  -5.77851363e-6f};
@@ -72,9 +72,9 @@ INLINE void store_numbers(Number *to, __mmask32 there, Row row)
 
 INLINE __m512 gelu(__m512 x, __m512 *slope)
 {
-    __m512 density, share = share_below(x, &density), factor = _mm512_mul_ps(x, _mm512_set1_ps(0.39894228f));
-    *slope = _mm512_fmadd_ps(factor, density, share);
-    return _mm512_mul_ps(x, share);
+    __m512 density, cdf = normal_cdf(x, &density), factor = _mm512_mul_ps(x, _mm512_set1_ps(0.39894228f));
+    *slope = _mm512_fmadd_ps(factor, density, cdf);
+    return _mm512_mul_ps(x, cdf);
 }
 
 INLINE void finish_row(const float *sums, Number *c, Number *other, int columns, int after)

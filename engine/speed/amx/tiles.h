@@ -9,8 +9,8 @@
    Which two make a pair does not matter as long as both sides agree: here it is i and i + 16, and neighbours where the
    left matrix is bf16 and loaded as it lies in memory. */
 
-#ifndef VITAMP_AMX_H
-#define VITAMP_AMX_H
+#ifndef VITAMP_TILES_H
+#define VITAMP_TILES_H
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -27,14 +27,14 @@
 #define TILE              1024
 #define FP32_PARTS        3
 #define HALF_PARTS        1
-#define STEP_BYTES(parts) ((parts)*2 * TILE)
+#define STEP_BYTES(parts) ((parts) * 2 * TILE)
 #define STEPS(length)     (((length) + STEP - 1) / STEP)
 #define PANELS(length)    (((length) + PANEL - 1) / PANEL)
-#define LEAST(a, b)       ((a) < (b) ? (a) : (b))
+#define MIN(a, b)         ((a) < (b) ? (a) : (b))
 #define INLINE            static inline __attribute__((always_inline))
 
 /* Linux lends the tiles' registers to processes that ask. */
-static int tiles_are_lent(void)
+static int request_tiles(void)
 {
 #ifdef EMULATE_TILES
     return 1;
@@ -55,8 +55,8 @@ INLINE void begin_tiles(void) { _tile_loadconfig(&SHAPE); }
 
 INLINE void end_tiles(void) { _tile_release(); }
 
-/* gcc does not know what tiles are loaded from: what is to be in memory by then is there after this. */
-INLINE void settle(void) { __asm__ volatile("" ::: "memory"); }
+/* gcc does not know what tiles are loaded from. After this, what was stored before is in memory. */
+INLINE void compiler_barrier(void) { __asm__ volatile("" ::: "memory"); }
 
 /* After some 140 products without a store the next store waits for a quarter of a microsecond, on the Xeon that was
    tried. So after 48 a tile is stored where nobody reads it. */
@@ -110,13 +110,13 @@ INLINE __m512 from_bf16(__m256i values)
 }
 INLINE __m256i to_bf16(__m512 values) { return (__m256i)_mm512_cvtneps_pbh(values); }
 
-INLINE __mmask16 first_of(long count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
+INLINE __mmask16 mask_of_first(long count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
 
 INLINE __m512 polynomial(__m512 x, const float *factors, int degree)
 {
-    __m512 found = _mm512_set1_ps(factors[0]);
-    for (int i = 1; i <= degree; i++) found = _mm512_fmadd_ps(found, x, _mm512_set1_ps(factors[i]));
-    return found;
+    __m512 result = _mm512_set1_ps(factors[0]);
+    for (int i = 1; i <= degree; i++) result = _mm512_fmadd_ps(result, x, _mm512_set1_ps(factors[i]));
+    return result;
 }
 
 /* 2 to the power, to 2e-9 of itself before rounding. */
@@ -128,36 +128,36 @@ INLINE __m512 two_to(__m512 power)
     return _mm512_scalef_ps(polynomial(_mm512_sub_ps(power, whole), factors, 6), whole);
 }
 
-/* Memory to be fetched into the second cache while tiles are multiplied. */
+/* Memory to prefetch into the second cache while tiles are multiplied. */
 typedef struct {
     const char *at;
     long stride;     /* in bytes */
     int rows, lines; /* of 64 bytes */
-} Fetch;
+} Prefetch;
 
-/* One of so many shares of its rows. */
-INLINE Fetch share_of(Fetch what, long share, long shares)
+/* One of `count` slices of its rows. */
+INLINE Prefetch slice_of(Prefetch what, long index, long count)
 {
-    int each = (what.rows + shares - 1) / shares, first = share * each;
+    int each = (what.rows + count - 1) / count, first = index * each;
     what.at += first * what.stride;
-    what.rows = first < what.rows ? LEAST(each, what.rows - first) : 0;
+    what.rows = first < what.rows ? MIN(each, what.rows - first) : 0;
     return what;
 }
 
-INLINE void fetch_rows(Fetch *what, int rows)
+INLINE void prefetch_rows(Prefetch *what, int rows)
 {
     for (; rows > 0 && what->rows > 0; rows--, what->rows--, what->at += what->stride)
         for (int line = 0; line < what->lines; line++) _mm_prefetch(what->at + line * 64, _MM_HINT_T1);
 }
 
-INLINE void fetch(Fetch what) { fetch_rows(&what, what.rows); }
+INLINE void prefetch(Prefetch what) { prefetch_rows(&what, what.rows); }
 
-#define LOAD_LEFT(part)                         \
-    _tile_loadd(4, left + (part)*2 * TILE, 64); \
-    _tile_loadd(5, left + (part)*2 * TILE + TILE, 64)
-#define LOAD_RIGHT(part)                         \
-    _tile_loadd(6, right + (part)*2 * TILE, 64); \
-    _tile_loadd(7, right + (part)*2 * TILE + TILE, 64)
+#define LOAD_LEFT(part)                           \
+    _tile_loadd(4, left + (part) * 2 * TILE, 64); \
+    _tile_loadd(5, left + (part) * 2 * TILE + TILE, 64)
+#define LOAD_RIGHT(part)                           \
+    _tile_loadd(6, right + (part) * 2 * TILE, 64); \
+    _tile_loadd(7, right + (part) * 2 * TILE + TILE, 64)
 #define MULTIPLY             \
     _tile_dpbf16ps(0, 4, 6); \
     _tile_dpbf16ps(1, 4, 7); \
@@ -172,7 +172,7 @@ INLINE void fetch(Fetch what) { fetch_rows(&what, what.rows); }
 
 INLINE void start_from(const float *c, long stride)
 {
-    settle();
+    compiler_barrier();
     _tile_loadd(0, c, stride * 4);
     _tile_loadd(1, c + 16, stride * 4);
     _tile_loadd(2, c + 16 * stride, stride * 4);
@@ -217,20 +217,20 @@ INLINE void start_from_zero(void)
         meanwhile;                                              \
     }
 
-#define MULTIPLY_PANELS(multiply)                                                 \
-    for (long step = 0; step < steps; step++) {                                   \
-        for (int i = 0; i < count; i++) fetch(share_of(fetched[i], step, steps)); \
-        MULTIPLY_STEP(left, right, parts, multiply, )                             \
-        store_aside(step, steps, parts);                                          \
-        left += STEP_BYTES(parts);                                                \
-        right += STEP_BYTES(parts);                                               \
+#define MULTIPLY_PANELS(multiply)                                                       \
+    for (long step = 0; step < steps; step++) {                                         \
+        for (int i = 0; i < count; i++) prefetch(slice_of(prefetched[i], step, steps)); \
+        MULTIPLY_STEP(left, right, parts, multiply, )                                   \
+        store_aside(step, steps, parts);                                                \
+        left += STEP_BYTES(parts);                                                      \
+        right += STEP_BYTES(parts);                                                     \
     }
 
 /* Two tiles by two; where a panel has 16 rows or columns at most, the second one's are not computed. */
 INLINE void multiply_panels(const char *left, const char *right, long steps, int parts, long rows, long columns,
-                            const Fetch *fetched, int count)
+                            const Prefetch *prefetched, int count)
 {
-    settle();
+    compiler_barrier();
     if (columns <= 16) {
         MULTIPLY_PANELS(MULTIPLY_ONE_WIDE)
     } else if (rows <= 16) {

@@ -1,9 +1,9 @@
-/* What AMX's tiles are loaded from: parts of numbers, in the order in which they are multiplied (see amx.h). */
+/* What AMX's tiles are loaded from: parts of numbers, in the order in which they are multiplied (see tiles.h). */
 
-#ifndef VITAMP_AMX_PACK_H
-#define VITAMP_AMX_PACK_H
+#ifndef VITAMP_PACKING_H
+#define VITAMP_PACKING_H
 
-#include "amx.h"
+#include "tiles.h"
 
 /* 16 numbers of a row, as far as there are any; the rest is 0. `half`: whether they are bf16 in memory. */
 INLINE __m512 load_row(const void *from, long at, int half, __mmask16 there)
@@ -49,7 +49,7 @@ INLINE void load_rows(const Packing *p, int tile, int second, int begin, int cou
     const int across = tile % 2 * 16, k = tile / 2 * STEP + second * 16;
     const int row = (p->summed_first ? k : across) + begin, column = p->summed_first ? across : k;
     const int left = (p->summed_first ? p->summed : p->wide) - row;
-    const __mmask16 there = first_of((p->summed_first ? p->wide : p->summed) - column);
+    const __mmask16 there = mask_of_first((p->summed_first ? p->wide : p->summed) - column);
     for (int i = 0; i < count; i++)
         r[i] = i < left ? load_row(p->from, (row + i) * p->stride + column, p->half, there) : _mm512_setzero_ps();
 }
@@ -73,7 +73,7 @@ INLINE void load_block(const Packing *p, int tile, int second, __m512 *r)
 
 INLINE char *tile_at(const Packing *p, int tile) { return p->to + tile / 2 * STEP_BYTES(p->parts) + tile % 2 * TILE; }
 
-/* A tile of bf16: pairs of these are turned as one. */
+/* A tile of bf16: a pair of these is transposed as one number. */
 INLINE void pack_half(const Packing *p, int tile)
 {
     __m512 first[16], second[16];
@@ -113,21 +113,21 @@ INLINE void pack(const void *from, long stride, int half, int summed_first, int 
     }
 }
 
-/* The same, a few rows at a time. */
+/* pack(), a few rows at a time. */
 typedef struct {
     Packing what;
     int tile, tiles, piece;
-    __m512 first[16], second[16]; /* turned ones */
-} Later;
+    __m512 first[16], second[16]; /* transposed */
+} DeferredPacking;
 
 #define PIECE 4 /* rows */
 
-INLINE int pieces_of(const Later *l)
+INLINE int pieces_of(const DeferredPacking *l)
 {
     return l->tiles * (l->what.half ? 1 : 16 / PIECE + 2 * (l->what.summed_first != l->what.right));
 }
 
-INLINE void pack_piece(Later *l, int half)
+INLINE void pack_piece(DeferredPacking *l, int half)
 {
     if (l->tile == l->tiles) return;
     const Packing *p = &l->what;

@@ -28,6 +28,7 @@ from utils.errors import (
     TrainingError,
     UserError,
 )
+from utils.gpus import show_only
 from utils.late_wandb import import_wandb_late
 from utils.log import is_heard, log, start_log
 from utils.run_folder import run_of
@@ -95,6 +96,7 @@ def _tell(text: str, aloud: bool) -> None:
 
 def _program(script: str, argv: list[str], many: bool) -> int:
     command = parse(argv, Path(script).name)
+    show_only(command, one_process=not many)
     if command.action == "version":
         print(version_text())
         return EXIT_DONE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.program import TINY_DIGITS, Result, run_program, save_image, train_tiny
-from utils.gpus import ASKED, VISIBLE
 from utils.log import log
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -29,18 +27,6 @@ def _log_as_at_first() -> Iterator[None]:
         handler.close()
     log.setLevel(logging.NOTSET)
     log.propagate = True
-
-
-@pytest.fixture(autouse=True)
-def _gpus_as_at_first() -> Iterator[None]:
-    """A command line parsed in a test may show fewer GPUs to its process; the next test does not inherit that."""
-    before = {name: os.environ.get(name) for name in (VISIBLE, ASKED)}
-    yield
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 @pytest.fixture

@@ -1,28 +1,40 @@
-"""The command line: `-flag value`, `-flag=value`, `--flag` and `KEY=VALUE` words, in any order.
+"""The command line: `-flag value`, `-flag=value`, `--flag` and `KEY=VALUE` words, in any order, for every program.
 
-Hand-made, since argparse knows neither an optional value that only some words can be (`-amp O1`, `-amp
-SEED=1`) nor a suggestion for a mistyped flag. Each flag stands once, in FLAGS.
+argparse, built from the table of utils/flags.py, converts values and writes -h. Before it, `pieces` takes the
+KEY=VALUE words out and puts each flag into one word: argparse knows neither an optional value that only some words
+can be (`-amp O1`, `-amp SEED=1`), nor `-` and `_` as alike, nor a suggestion for a mistyped flag.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import re
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn
 
-from utils.config.keys import suggest
+from utils.config.keys import default_of, settings, suggest
 from utils.errors import EXIT_DONE, UserError, nearest
+from utils.flags import BY_NAME, FLAGS, IGNORED, Action, Flag, Place
 from utils.foreign_flags import hint
-from utils.gpus import show_only
+from utils.log import log
 from utils.precisions import AMP_WORDS, amp_settings_of
 
-Action = Literal["train", "dry_run", "print_config", "print_amp", "list_models", "version"]
+__all__ = ["BY_NAME", "FLAG", "FLAGS", "WORD", "CommandLine", "Flag", "Parser", "Place", "parse", "pieces", "usage"]
+
+WIDTH = 100
+"""Of all that -h prints."""
+BOOLEANS = {"true", "false", "none", "null", "0", "1"}
+"""Words that others take for on and off: what is spelt like them is not what is meant."""
+
+WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)=(.*)", re.DOTALL)
+FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -37,175 +49,194 @@ class CommandLine:
     action: Action = "train"
     pattern: str | None = None
     """-list_models: which ones."""
+    gpus: str | None = None
+    """-gpus, for utils.gpus.show_only."""
 
 
-@dataclass(frozen=True)
-class Flag:
-    name: str
-    about: str
-    value: str = ""
-    """How -h shows its value; '' for a flag that takes none."""
-    keys: tuple[str, ...] = ()
-    """The settings its value goes to; the first is the one it is named for."""
-    action: Action | None = None
+class Parser(argparse.ArgumentParser):
+    """`groups`: flags by the heading that -h shows them under. `hidden`: flags it takes and -h leaves out.
 
+    `settings`: whether KEY=VALUE words set something.
+    """
 
-FLAGS: dict[str, tuple[Flag, ...]] = {
-    "What to do": (
-        Flag("cfg", "the YAML file with the run's settings", "FILE"),
-        Flag("eval", "validate once and end", keys=("EVAL",)),
-        Flag("dry_run", "a few real updates, and what a run takes of memory, time and disk", action="dry_run"),
-        Flag("print_config", "show all settings and where each came from", action="print_config"),
-        Flag("print_amp", "show which precision each part would run in", action="print_amp"),
-        Flag("list_models", "names of timm's models, all or those like 'vit_*'", "[GLOB]", action="list_models"),
-        Flag("version", "show the versions of vitamp, torch and timm", action="version"),
-        Flag("h", "show this"),
-    ),
-    "Precision": (Flag("amp", f"mixed precision: {AMP_WORDS}; alone: on", "[HOW]", ("AMP.ENABLED",)),),
-    "Data": (
-        Flag(
-            "dataset",
-            "imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/data.md)",
-            "NAME",
-            ("DATA.DATASET",),
-        ),
-        Flag("data_path", "the folder it is in", "DIR", ("DATA.DATA_PATH",)),
-        Flag(
-            "batch_size",
-            "images per process, for validation too; auto: as many as fit",
-            "N|auto",
-            ("DATA.BATCH_SIZE", "DATA.BATCH_SIZE_EVAL"),
-        ),
-        Flag("batch_size_eval", "another number for validation", "N", ("DATA.BATCH_SIZE_EVAL",)),
-        Flag("image_size", "height and width the model sees", "PIXELS", ("DATA.IMAGE_SIZE",)),
-        Flag("num_workers", "loading processes per rank", "N", ("DATA.NUM_WORKERS",)),
-    ),
-    "Model": (
-        Flag("num_classes", "classes of the classifier", "N", ("MODEL.NUM_CLASSES",)),
-        Flag("pretrained", "weights to start from: a file, a run or a timm name", "FROM", ("MODEL.PRETRAINED",)),
-        Flag("teacher_model", "distillation: a timm name, a run, or NAME=FILE", "FROM", ("TRAIN.TEACHER_MODEL",)),
-    ),
-    "The run": (
-        Flag("output", "the run's own folder; otherwise one is made in ./output", "DIR", ("OUTPUT",)),
-        Flag("resume", "go on from a run or checkpoint; auto: from -output", "PATH|auto", ("MODEL.RESUME",)),
-        Flag("last_epoch", "epochs that count as done", "N", ("TRAIN.LAST_EPOCH",)),
-        Flag("accum_iter", "micro-batches per update", "N", ("TRAIN.ACCUM_ITER",)),
-        Flag("save_freq", "epochs between checkpoints", "N", ("SAVE_FREQ",)),
-        Flag("log_freq", "updates between log lines", "N", ("REPORT_FREQ",)),
-        Flag("validate_freq", "epochs between validations", "N", ("VALIDATE_FREQ",)),
-        Flag("max_time", "save and end after this time, to be resumed", "HH:MM:SS", ("MAX_TIME",)),
-        Flag("profile", "write a profiler trace of this many updates", "N", ("PROFILE",)),
-    ),
-    "Devices and processes": (
-        Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",)),
-        Flag("ngpus", "processes main_multi_gpu.py starts; -1: one a visible GPU", "N", ("NGPUS",)),
-        Flag("gpus", "use these GPUs only, as CUDA_VISIBLE_DEVICES does", "0,1,..."),
-        Flag("threads", "CPU threads per process", "N", ("THREADS",)),
-        Flag("backend", "nccl or gloo", "NAME", ("DIST.BACKEND",)),
-        Flag("host", "where rank 0 listens, when ranks are started by hand", "NAME", ("DIST.HOST",)),
-        Flag("port", "its port", "N", ("DIST.PORT",)),
-        Flag("rank", "this process's rank", "N", ("DIST.RANK",)),
-        Flag("world_size", "number of processes", "N", ("DIST.WORLD_SIZE",)),
-    ),
-}
-BY_NAME = {flag.name: flag for group in FLAGS.values() for flag in group}
-ALIASES = {"help": "h", "teacher_model_path": "teacher_model"}
-# torch.distributed.launch hands it over; the environment it sets says the same and is what counts.
-IGNORED = Flag("local_rank", "", "N")
+    def __init__(
+        self,
+        program: str,
+        about: str,
+        groups: Mapping[str, Sequence[Flag]],
+        hidden: Sequence[Flag] = (),
+        places: Sequence[Place] = (),
+        settings: bool = True,
+        end: str | None = None,
+    ) -> None:
+        usage = ["python", program, *(f"{place.shown}{' ...' * (place.many in ('+', '*'))}" for place in places)]
+        usage += ["[-flag value ...]", *["[KEY=VALUE ...]"] * settings]
+        super().__init__(
+            program,
+            " ".join(usage).replace("%", "%%"),
+            about,
+            end,
+            add_help=False,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=_Layout,
+        )
+        self.settings, self.places = settings, places
+        self.known: dict[str, Flag] = {}
+        """By every name it goes by."""
+        for title, flags in groups.items():
+            group = self.add_argument_group(title)
+            for place in places if title == next(iter(groups)) else ():
+                kind = partial(_one_of, place.shown, place.choices)
+                group.add_argument(
+                    place.name, help=_escaped(place.about), metavar=place.shown, nargs=place.many, type=kind
+                )
+            for flag in flags:
+                self._add(group, flag, _escaped(f"{flag.about}{_default(flag)}"))
+        for flag in (*hidden, IGNORED):
+            if flag.name not in self.known:
+                self._add(self, flag, argparse.SUPPRESS)
 
-BOOLEANS = {"true", "false", "none", "null", "0", "1"}
-"""Words that others take for on and off: what is spelt like them is not what is meant."""
+    def _add(self, group: Any, flag: Flag, about: str) -> None:
+        for name in (flag.name, *flag.also, *flag.old):
+            self.known.setdefault(name, flag)
+        how: dict[str, Any] = {"action": "store_true"}
+        if flag.value:
+            how = {"action": "append" if flag.adds_up else "store", "metavar": flag.value, "type": _kind(flag)}
+            how |= {"nargs": "?", "const": flag.alone} if flag.optional else {}
+        group.add_argument(f"-{flag.name}", f"--{flag.name}", dest=flag.name, required=flag.required, help=about, **how)
 
-WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)=(.*)", re.DOTALL)
-FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
-
-
-def parse(argv: list[str], program: str, own: tuple[Flag, ...] = ()) -> CommandLine:
-    """Read the command line. -h prints and leaves with code 0. `own`: the program's flags beside those of all."""
-    known = {**BY_NAME, **{flag.name: flag for flag in own}}
-    cfg, pattern, gpus, words = None, None, None, dict[str, str]()
-    flags: dict[str, tuple[Any, str]] = {}
-    actions: dict[Action, str] = {}
-    before: Flag | None = None
-    for flag, value in pieces(argv, known):
-        if flag is None:
-            key, separator, text = value.partition("=")
-            if not separator or not WORD.fullmatch(value):
-                raise _stray(value, before, known)
-            words[key] = text
-        elif flag.name == "h":
-            print(usage(program))
+    def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """What was given: the values of flags and places, by name, and the KEY=VALUE words. -h leaves with code 0."""
+        if any(match and match[1] in ("h", "help") for match in map(FLAG.fullmatch, argv)):
+            print(self.format_help(), end="")
             sys.exit(EXIT_DONE)
-        elif flag.name == "cfg":
-            cfg = value
-        elif flag.name == "gpus":
-            gpus = value
-        elif flag.action:
-            actions[flag.action], pattern = f"-{flag.name}", value if flag.name == "list_models" else pattern
-        else:
-            flags.update(_settings_of(flag, value, flags))
-        before = flag
-    if gpus is not None:
-        given = {**{key: value for key, (value, _) in flags.items()}, **words}
-        show_only(gpus, given.get("DEVICE"), given.get("NGPUS"), one_process=program == "main_single_gpu.py")
-    return CommandLine(cfg, flags, words, _only(actions), pattern)
+        flags: list[str] = []
+        places: list[str] = []
+        words: dict[str, str] = {}
+        before: Flag | None = None
+        for flag, value in pieces(argv, self.known):
+            if flag is not None:
+                flags.append(f"--{flag.name}" if value is None else f"--{flag.name}={value}")
+            elif self.settings and WORD.fullmatch(value):
+                key, _, words[key] = value.partition("=")
+            elif self._has_room(places) and not (self.settings and "=" in value):
+                places.append(value)
+            else:
+                raise _stray(value, before, self)
+            before = flag
+        return vars(self.parse_args([*flags, *["--"] * bool(places), *places])), words
+
+    def _has_room(self, places: Sequence[str]) -> bool:
+        return len(places) < len(self.places) or any(place.many in ("+", "*") for place in self.places)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; -h shows what there is.")
 
 
-def pieces(argv: list[str], known: dict[str, Flag]) -> Iterator[tuple[Flag | None, Any]]:
+class _Layout(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=WIDTH)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        name = action.option_strings[0] if action.option_strings else ""
+        return f"{name} {action.metavar or ''}".strip()
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _default(flag: Flag) -> str:
+    default = flag.default
+    if default is None and flag.keys and flag.keys[0] in settings():
+        default = default_of(flag.keys[0])
+    return "" if default is None or isinstance(default, bool) else f" (default {default})"
+
+
+def _one_of(name: str, choices: Sequence[str], text: str) -> str:
+    if choices and text not in choices:
+        raise UserError(f"{name} {text}: takes {', '.join(choices[:-1])} or {choices[-1]}.{nearest(text, choices)}")
+    return text
+
+
+def _kind(flag: Flag) -> Callable[[str], Any]:
+    def value(text: str) -> Any:
+        if not text and not flag.optional:
+            raise UserError(f"-{flag.name} needs a value: -{flag.name} {flag.value} ({flag.about})")
+        try:
+            return flag.kind(_one_of(f"-{flag.name}", flag.choices, text))
+        except ValueError as error:
+            raise UserError(f"-{flag.name} {text}: {error}.") from None
+
+    return value
+
+
+def pieces(argv: Sequence[str], known: Mapping[str, Flag]) -> Iterator[tuple[Flag | None, Any]]:
     """(flag, its value or None) for each flag, (None, text) for each other word."""
     rest = list(argv)
     while rest:
         text = rest.pop(0)
+        if text == "--":
+            yield from ((None, word) for word in rest)
+            return
         match = FLAG.fullmatch(text)
         if match is None:
             yield None, text
             continue
-        flag, value = _flag(text, match[1], known, rest), match[2]
+        flag, value = _flag(text, match[1].replace("-", "_"), known, rest), match[2]
         if value is not None and not flag.value:
             raise UserError(f"{text}: -{flag.name} takes no value; leave out '={value}'")
-        if value is None and flag.value and rest and _may_be_value(flag, rest[0]):
+        # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
+        if value is None and flag.value and rest and not FLAG.fullmatch(rest[0]) and _fits(flag, rest[0]):
             value = rest.pop(0)
-        if not value and flag.value and not flag.value.startswith("["):
-            raise UserError(f"-{flag.name} needs a value: -{flag.name} {flag.value} ({flag.about})")
-        yield flag, value
+        yield flag, "" if value is None and flag.value and not flag.optional else value
 
 
-def _flag(text: str, name: str, known: dict[str, Flag], rest: list[str]) -> Flag:
-    name = name.replace("-", "_")
-    if name == IGNORED.name:
-        return IGNORED
-    flag = known.get(ALIASES.get(name, name))
+def _fits(flag: Flag, text: str) -> bool:
+    return not flag.optional or flag.fits(text)
+
+
+def _flag(text: str, name: str, known: Mapping[str, Flag], rest: Sequence[str]) -> Flag:
+    flag = known.get(name)
     if flag is None:
         spelling, equals, value = text.partition("=")
         if not equals and rest and not FLAG.fullmatch(rest[0]) and not WORD.fullmatch(rest[0]):
             value = rest[0]
-        raise UserError(f"unknown flag {spelling}.{hint(name, value, [*known, *ALIASES])} -h lists all flags.")
+        names = [name for name in known if name != IGNORED.name]
+        raise UserError(f"unknown flag {spelling}.{hint(name, value, names)} -h lists all flags.")
+    if name in flag.old:
+        log.warning("-%s is now called -%s.", name, flag.name)
     return flag
 
 
-def _may_be_value(flag: Flag, text: str) -> bool:
-    if flag.name == "amp":
-        return amp_settings_of(text) is not None
-    if flag.name == "list_models" and WORD.fullmatch(text):
-        return False
-    # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
-    return FLAG.fullmatch(text) is None
+def parse(argv: Sequence[str], program: str) -> CommandLine:
+    """Read the command line of an entry script. -h prints and leaves with code 0."""
+    return command_line(*_entry_parser(program).read(argv))
 
 
-def _settings_of(flag: Flag, value: Any, before: dict[str, tuple[Any, str]]) -> dict[str, tuple[Any, str]]:
-    source = f"-{flag.name}"
-    if flag.name == "amp":
-        chosen = amp_settings(value)
-        return {key: (setting, source) for key, setting in chosen.items()}
-    # What -batch_size says about validation gives way to -batch_size_eval, whichever comes first.
-    keys = [key for key in flag.keys if key == flag.keys[0] or before.get(key, ("", source))[1] == source]
-    return dict.fromkeys(keys, (value if flag.value else True, source))
+def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine:
+    """The flags among `given` that the entry scripts know, and KEY=VALUE words."""
+    flags: dict[str, tuple[Any, str]] = {}
+    for flag in (flag for name, flag in BY_NAME.items() if name in given):  # batch_size before batch_size_eval
+        source, value = f"-{flag.name}", given[flag.name]
+        if flag.adds_up:
+            flags |= {key: (setting, source) for how in value for key, setting in amp_settings(how).items()}
+        else:
+            flags |= dict.fromkeys(flag.keys, (value, source))
+    actions = [flag for name in given if (flag := BY_NAME.get(name)) and flag.action]
+    if len(actions) > 1:
+        names = " and ".join(f"-{flag.name}" for flag in actions)
+        raise UserError(f"{names} exclude each other; give one of them")
+    action = actions[0].action if actions else None
+    return CommandLine(given.get("cfg"), flags, words, action or "train", given.get("list_models"), given.get("gpus"))
 
 
-def amp_settings(value: str | None) -> dict[str, Any]:
-    """The settings that -amp stands for, with `value` behind it or alone."""
-    if value is None:
-        return {"AMP.ENABLED": True}
+def amp_settings(value: str) -> dict[str, Any]:
+    """The settings that -amp stands for with `value`."""
     settings = amp_settings_of(value)
     if settings is None:
         raise UserError(f"-amp={value}: {_about_amp(value)}")
@@ -218,58 +249,43 @@ def _about_amp(value: str) -> str:
     return f"{guess}-amp alone switches it on; leave it out for fp32; or give one of: {AMP_WORDS}.".lstrip()
 
 
-def _only(actions: dict[Action, str]) -> Action:
-    if len(actions) > 1:
-        raise UserError(f"{' and '.join(actions.values())} exclude each other; give one of them")
-    return next(iter(actions)) if actions else "train"
-
-
-def _stray(text: str, before: Flag | None, known: dict[str, Flag]) -> UserError:
-    """A word that is neither a flag, nor a flag's value, nor KEY=VALUE: say what it might have been."""
+def _stray(text: str, before: Flag | None, parser: Parser) -> UserError:
+    """For a word that is neither a flag, nor a flag's value, nor KEY=VALUE: say what it might have been."""
     key, separator, value = text.partition("=")
     name = text.replace("-", "_").partition("=")[0]
-    if text.endswith((".yaml", ".yml")):
+    takes = "Settings are given as -flag value or KEY=VALUE" if parser.settings else "Options are given as -flag value"
+    about = f" {takes}; -h lists the flags."
+    if text.endswith((".yaml", ".yml")) and "cfg" in parser.known:
         about = f" Did you mean -cfg {text}?"
-    elif separator and name in known:
-        about = f" Did you mean -{text}?"
-    elif separator:
-        close = suggest(key.upper())
-        about = (
-            close.replace("?", f"={value}?")
-            if close
-            else " Settings are given as KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
-        )
+    elif name in parser.known:
+        about = f" Did you mean -{text if separator else name}?"
+    elif separator and parser.settings:
+        close = suggest(key.upper()).replace("?", f"={value}?")
+        about = close or " Settings are given as KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
     elif before is not None and before.name == "amp":
         about = f" {_about_amp(text)}"
-    elif name in known:
-        about = f" Did you mean -{name}?"
-    else:
-        about = f" -{before.name} takes no value." if before and not before.value else ""
-        about = about or " Settings are given as -flag value or KEY=VALUE; -h lists the flags."
-    return UserError(f"what is '{text}' on the command line?{about}")
+    elif before is not None and not before.value:
+        about = f" -{before.name} takes no value."
+    return UserError(f"unrecognised argument '{text}'.{about}")
+
+
+def _entry_parser(program: str) -> Parser:
+    return Parser(program, ABOUT.format(program=program), FLAGS, end="\n".join(textwrap.wrap(USAGE_END, WIDTH)))
 
 
 def usage(program: str) -> str:
     """The text of -h."""
-    lines = [
-        f"usage: python {program} [-cfg FILE] [-flag value ...] [KEY=VALUE ...]",
-        "",
-        "Trains a Vision Transformer, in mixed precision with -amp. The usual command lines:",
-        "",
-        f"  python {program} -cfg configs/vit_digits.yaml -amp",
-        f"  python {program} -cfg configs/vit_small_patch16_224.yaml -data_path /data/imagenet -amp",
-        f"  python {program} -cfg configs/vit_digits.yaml -output output/mine -resume auto",
-        f"  python {program} -eval -resume output/mine",
-        f"  python {program} -cfg configs/vit_digits.yaml -amp -dry_run TRAIN.BASE_LR=1e-3",
-    ]
-    for group, flags in FLAGS.items():
-        lines += ["", f"{group}:"]
-        for flag in flags:
-            text = f"  {f'-{flag.name} {flag.value}'.rstrip():<24}{flag.about}"
-            lines += textwrap.wrap(text, 100, subsequent_indent=" " * 26, break_on_hyphens=False)
-    lines += ["", *textwrap.wrap(USAGE_END, 100)]
-    return "\n".join(lines)
+    return _entry_parser(program).format_help().rstrip("\n")
 
+
+ABOUT = """\
+Trains a Vision Transformer, in mixed precision with -amp. The usual command lines:
+
+  python {program} -cfg configs/vit_digits.yaml -amp
+  python {program} -cfg configs/vit_small_patch16_224.yaml -data_path /data/imagenet -amp
+  python {program} -cfg configs/vit_digits.yaml -output output/mine -resume auto
+  python {program} -eval -resume output/mine
+  python {program} -cfg configs/vit_digits.yaml -amp -dry_run TRAIN.BASE_LR=1e-3"""
 
 USAGE_END = (
     "-flag value, -flag=value and --flag value are alike, and so are - and _ inside a name. KEY=VALUE sets any "

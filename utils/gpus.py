@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from utils.cli import CommandLine
 from utils.errors import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -11,8 +12,16 @@ ASKED = "VITAMP_GPUS"
 """Remembers the flag, for this process and those that it starts."""
 
 
-def show_only(text: str, devices: str | None, processes: str | None, one_process: bool) -> None:
-    """Before CUDA is asked for anything. `devices`, `processes`: what -device and -ngpus say."""
+def show_only(command: CommandLine, one_process: bool) -> None:
+    """Make the GPUs of -gpus the only visible ones, for this process and those that it starts.
+
+    Before CUDA is asked for anything. `one_process`: the program uses one GPU.
+    """
+    text = command.gpus
+    if text is None:
+        return
+    given = {**{key: value for key, (value, _) in command.flags.items()}, **command.words}
+    devices, processes = given.get("DEVICE"), given.get("NGPUS")
     names = [name.strip() for name in text.split(",")]
     if not all(name.isdecimal() for name in names) or len(set(names)) < len(names):
         raise UserError(f"-gpus {text}: takes the numbers of GPUs, each once, such as 0 or 0,1.")

@@ -213,7 +213,7 @@ zpty -w -n z "python main_single_gpu.py AMP.LEVEL=N"$'\\t'
 wait_for AMP.LEVEL=NAIVE
 zpty -w z ''
 zpty -w -n z "python main_single_gpu.py -data"$'\\t'
-wait_for "lies in"
+wait_for "it is in"
 """
 
 
@@ -226,6 +226,6 @@ def test_zsh(shells: dict[str, str]) -> None:
 
 def test_mistakes(capfd: pytest.CaptureFixture[str]) -> None:
     assert completion.main(["zhs"]) == 2
-    assert "name one shell, bash, zsh, fish. Did you mean zsh?" in capfd.readouterr().err
+    assert "SHELL zhs: takes bash, zsh or fish. Did you mean zsh?" in capfd.readouterr().err
     assert completion.main(["bash"]) == 0
     assert "complete -o default" in capfd.readouterr().out

@@ -202,7 +202,7 @@ def test_runs_that_share_nothing_but_the_root(tmp_path: Path, monkeypatch: pytes
         (["{run}", "-out", "page.txt"], "-out page.txt: name a file that ends in .html"),
         (["{run}", "-out", "page"], "-out page: name a file that ends in .html"),
         (["{run}", "-out", "no/such/page.html"], "the folder no/such does not exist"),
-        (["{run}", "-verdict"], "-h shows what there is"),
+        (["{run}", "-verdict"], "unknown flag -verdict"),
         ([], "-h shows what there is"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import Result
-from tools.common.command_line import ToolLine, read_line
+from tools.common.command_line import Tool, ToolLine
 from utils import cli
 from utils.cli import Flag
 from utils.errors import UserError
@@ -19,10 +19,11 @@ OWN = (
     Flag("count", "how many", "N", ("COUNT",)),
     Flag("quiet", "say less", keys=("QUIET",)),
 )
+TOOL = Tool("tool.py", "What it does.", OWN)
 
 
 def read(*words: str) -> ToolLine:
-    return read_line(list(words), "tool.py", "What it does.", OWN)
+    return TOOL.read(list(words))
 
 
 def test_own_flags_and_those_of_the_run_are_kept_apart() -> None:
@@ -67,7 +68,10 @@ def test_help_shows_own_flags_and_leaves_with_0(word: str, capsys: pytest.Captur
     with pytest.raises(SystemExit) as left:
         read("-count", "3", word)
     assert left.value.code == 0
-    assert capsys.readouterr().out.startswith("What it does.\n  -out FILE.png     where to\n  -count N ")
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: python scripts/tool.py [-flag value ...] [KEY=VALUE ...]\n\nWhat it does.\n")
+    assert "\nFlags of its own:\n  -out FILE.png  where to\n  -count N       how many\n" in shown
+    assert "-num_classes" not in shown
 
 
 def test_whole_numbers_and_files(tmp_path: Path) -> None:

@@ -173,15 +173,15 @@ def test_the_launchers_local_rank_is_let_pass(line: str) -> None:
         ("-output=", "-output needs a value: -output DIR"),
         ("-output -amp", "-output needs a value: -output DIR"),
         ("-eval=yes", "-eval takes no value; leave out '=yes'"),
-        ("-eval yes", "what is 'yes' on the command line? -eval takes no value."),
-        ("-amp fp61", "what is 'fp61' on the command line? Did you mean fp16? -amp alone switches it on"),
+        ("-eval yes", "unrecognised argument 'yes'. -eval takes no value."),
+        ("-amp fp61", "unrecognised argument 'fp61'. Did you mean fp16? -amp alone switches it on"),
         *(
             (
                 f"-amp{between}{value}",
                 f"{value}{after} -amp alone switches it on; leave it out for fp32; or give one of: auto",
             )
             for value in ("none", "true", "False", "1")
-            for between, after in ((" ", "' on the command line?"), ("=", ":"))
+            for between, after in ((" ", "'."), ("=", ":"))
         ),
         ("-num_epochs 5", "unknown flag -num_epochs. Did you mean TRAIN.NUM_EPOCHS=5? -h lists"),
         ("--epochs=5", "unknown flag --epochs. Did you mean TRAIN.NUM_EPOCHS=5?"),
@@ -195,7 +195,7 @@ def test_the_launchers_local_rank_is_let_pass(line: str) -> None:
         ("amp", "Did you mean -amp?"),
         ("batch_size=3", "Did you mean -batch_size=3?"),
         ("train.base_lr=3", "Did you mean TRAIN.BASE_LR=3?"),
-        ("why", "what is 'why' on the command line? Settings are given as -flag value or KEY=VALUE"),
+        ("why", "unrecognised argument 'why'. Settings are given as -flag value or KEY=VALUE"),
         ("-dry_run -print_config", "-dry_run and -print_config exclude each other"),
         ("-dry_run -print_amp", "-dry_run and -print_amp exclude each other"),
     ],

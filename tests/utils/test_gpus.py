@@ -12,7 +12,7 @@ from engine.machine.no_gpu import has_driver
 from tests.program import Result
 from utils.cli import parse
 from utils.errors import UserError
-from utils.gpus import ASKED, VISIBLE, check_there
+from utils.gpus import ASKED, VISIBLE, check_there, show_only
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,10 @@ def around(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(*words: str, program: str = "main_multi_gpu.py") -> str:
-    parse(["-gpus", *words], program)
+    before = os.environ.get(VISIBLE)
+    command = parse(["-gpus", *words], program)
+    assert os.environ.get(VISIBLE) == before, "reading a command line changes nothing"
+    show_only(command, one_process=program == "main_single_gpu.py")
     return os.environ[VISIBLE]
 
 

@@ -11,17 +11,15 @@ is. A file given by -json is written after every turn. All flags and settings of
 
 from __future__ import annotations
 
-import sys
-import textwrap
 from pathlib import Path
 
 from tools.benchmark_amp.frame import FORMER_NAMES, Found, Table
 from tools.benchmark_amp.measure import draw_table, lines, plan_and_measure
 from tools.benchmark_amp.tables import TABLES
-from tools.common.command_line import WIDTH, about_tool, read_line, run_tool
+from tools.common.command_line import Tool, first_word, run_tool
 from tools.common.turns import Budget
-from utils.cli import Flag
-from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, nearest
+from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
+from utils.flags import Flag
 from utils.log import log
 
 OWN = (
@@ -29,11 +27,8 @@ OWN = (
     Flag("json", "keep every turn here, with device, versions and command", "FILE", ("JSON",)),
     Flag("out", "draw it", "FILE.png", ("OUT",)),
 )
-COMMANDS = tuple(TABLES)
-FLAGS = tuple(flag for table in TABLES.values() for flag in table.flags)
-"""What one or another of them takes beside OWN, for completion."""
-
-
+NAME = "benchmark_amp.py"
+COMMANDS = {name: Tool(NAME, table.about, (*table.flags, *OWN), command=name) for name, table in TABLES.items()}
 LOOP = (
     "for table in amp precisions scaling timm; do "
     "python scripts/benchmark_amp.py $table -json $table.json -out $table.png -budget_min 9; done"
@@ -45,8 +40,8 @@ def main(argv: list[str]) -> int:
 
 
 def _benchmark(argv: list[str]) -> int:
-    table = _table(argv)
-    line = read_line(argv[1:], "benchmark_amp.py", table.about, (*table.flags, *OWN))
+    name = _table(argv)
+    table, line = TABLES[name], COMMANDS[name].read(argv[1:])
     json_file = line.file("JSON", ".json") if "JSON" in line.own else None
     picture = line.file("OUT", ".png") if "OUT" in line.own else None
     budget = Budget(60 * line.above_zero("BUDGET_MIN", 10))
@@ -61,22 +56,11 @@ def _benchmark(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _table(argv: list[str]) -> Table:
-    asked = argv[0] if argv else "-h"
-    if asked.lstrip("-") in ("h", "help"):
-        print(f"{about_tool(__doc__, 'benchmark_amp.py')}\n")
-        for table in TABLES.values():
-            line = f"  {table.name:<12}{table.about.splitlines()[0]}"
-            print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 14))
-        sys.exit(EXIT_DONE)
-    if asked == "all":
+def _table(argv: list[str]) -> str:
+    if argv[:1] == ["all"]:
         raise UserError(f"all: there is no such table any more. Each resumes by itself; the same in a shell: {LOOP}")
-    if asked in FORMER_NAMES:
-        log.warning("benchmark_amp.py %s is now benchmark_amp.py %s", asked, FORMER_NAMES[asked])
-        asked = FORMER_NAMES[asked]
-    if asked not in TABLES:
-        raise UserError(f"{asked}: there is no such table.{nearest(asked, COMMANDS)} First comes {' '.join(COMMANDS)}.")
-    return TABLES[asked]
+    abouts = {name: table.about.splitlines()[0] for name, table in TABLES.items()}
+    return first_word(argv or ["-h"], NAME, __doc__, abouts, "table", FORMER_NAMES)
 
 
 def _report(table: Table, found: Found, json_file: Path | None, picture: Path | None) -> None:

@@ -11,7 +11,7 @@ which everything has its turn, so that a busy machine slows all of them alike; f
 ratios are taken within them.
 
 -appetite N says how many images a second the model could take (training prints images/s; measure with -dataset
-synthetic). All flags and settings of main_single_gpu.py hold, TRAIN.RAND_AUGMENT=true for one. Flags of its own:
+synthetic). All flags and settings of main_single_gpu.py hold, TRAIN.RAND_AUGMENT=true for one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.common.command_line import ToolLine, read_line, run_tool
+from tools.common.command_line import Tool, ToolLine, run_tool
 from utils.cli import Flag
 from utils.config import Loaded
 from utils.cpus import cores
@@ -42,6 +42,7 @@ OWN = (
     Flag("json", "write all figures, with machine, versions and command", "FILE", ("JSON",)),
     Flag("out", "draw them", "FILE.png", ("OUT",)),
 )  # fmt: skip
+TOOL = Tool("benchmark_data.py", __doc__, OWN)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def _benchmark(argv: list[str]) -> int:
-    line = read_line(argv, "benchmark_data.py", __doc__, OWN)
+    line = TOOL.read(argv)
     wishes = _wishes(line)
     loaded = line.load()
     _check(loaded, line, wishes)

@@ -7,7 +7,7 @@ Defects: images that cannot be read, labels out of range, classes without traini
 images that training and validation share. Notes: images that are not stored as the model takes them, and small ones.
 Ends with 0 where there is no defect, 1 where there is one, 2 for wrong usage.
 
-The flags and settings of main_single_gpu.py hold; -num_workers: processes that look. Flags of its own:
+The flags and settings of main_single_gpu.py hold; -num_workers: processes that look.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from tools.common.command_line import read_line, run_tool
+from tools.common.command_line import Tool, run_tool
 from utils.cli import Flag
 from utils.config import Config
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
@@ -37,6 +37,7 @@ OWN = (
     Flag("exclude_small", "let it name images smaller than IMAGE_SIZE too", keys=("SMALL",)),
     Flag("json", "write all that was found for machines", "FILE", ("JSON",)),
 )
+TOOL = Tool("check_data.py", __doc__, OWN)
 
 
 def main(argv: list[str]) -> int:
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    line = read_line(argv, "check_data.py", __doc__, OWN)
+    line = TOOL.read(argv)
     out, machines = (line.file(key) if key in line.own else None for key in ("OUT", "JSON"))
     if out is not None and out == machines:
         raise UserError(f"-out and -json both name {out}; give each a file of its own.")

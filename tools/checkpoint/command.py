@@ -16,12 +16,27 @@ Exit codes: 0 done, 1 `verify` found damage, 2 anything wrong with the command, 
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from tools.common.command_line import run_tool, tool_parser
+from tools.common.command_line import WEIGHTS, Tool, first_word, run_tool
 from utils.errors import UserError
+from utils.flags import Flag, Place, whole
 from utils.output_file import check_output_file
+
+NAME = "checkpoint.py"
+ONE = Place("path", "RUN_OR_CHECKPOINT", "a run's folder, one of its checkpoints, or a file in one")
+MANY = Place("path", "RUN_OR_CHECKPOINT", ONE.about, "+")
+OUT = Flag("out", "the file to write; one that exists is refused", "FILE.safetensors", kind=Path, required=True)
+LAST = Flag("last", "the last K checkpoints of a run", "K", kind=whole(1))
+COMMANDS = {
+    tool.command: tool
+    for tool in (
+        Tool(NAME, "the checkpoints of a run", (), (ONE,), False, "list"),
+        Tool(NAME, "read every byte and compare hashes", (), (MANY,), False, "verify"),
+        Tool(NAME, "uniform average of weights", (OUT, LAST, WEIGHTS), (MANY,), False, "average"),
+        Tool(NAME, "weights alone, for others to use", (OUT, WEIGHTS), (ONE,), False, "strip"),
+    )
+}
 
 
 def main(argv: list[str]) -> int:
@@ -29,7 +44,8 @@ def main(argv: list[str]) -> int:
 
 
 def _work(argv: list[str]) -> int:
-    asked = _parser().parse_args(argv)
+    command = first_word(argv, NAME, __doc__, {name: tool.about or "" for name, tool in COMMANDS.items()}, "command")
+    asked = COMMANDS[command].read(argv[1:]).asked
     if "out" in asked:
         _check_out(asked.out)
 
@@ -37,42 +53,17 @@ def _work(argv: list[str]) -> int:
     from tools.checkpoint import files
     from tools.common import weights as checkpoint_weights
 
-    if asked.command == "list":
+    if command == "list":
         return files.show(asked.path)
-    if asked.command == "verify":
+    if command == "verify":
         return files.check(asked.path)
-    if asked.command == "strip":
+    if command == "strip":
         return checkpoint_weights.strip(asked.path, asked.out, asked.weights)
-    if asked.last is not None and (asked.last < 1 or len(asked.path) > 1):
-        raise UserError("-last takes a whole number from 1, and goes with one run.")
+    if asked.last is not None and len(asked.path) > 1:
+        raise UserError(f"-last {asked.last}: goes with one run, and {len(asked.path)} paths are given.")
     if asked.last is None and len(asked.path) < 2:
         raise UserError("average: give -last K with a run, or several checkpoints.")
     return checkpoint_weights.average(asked.path, asked.last, asked.out, asked.weights)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = tool_parser("checkpoint.py", __doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|average|strip")
-    for name, about, many in (
-        ("list", "the checkpoints of a run", False),
-        ("verify", "read every byte and compare hashes", True),
-        ("average", "uniform average of weights", True),
-        ("strip", "weights alone, for others to use", False),
-    ):
-        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-        command.add_argument("path", type=Path, nargs="+" if many else None, metavar="RUN_OR_CHECKPOINT")
-        if name in ("average", "strip"):
-            command.add_argument("-out", "--out", type=Path, required=True, metavar="FILE.safetensors")
-            command.add_argument(
-                "-weights",
-                "--weights",
-                choices=("auto", "model", "ema"),
-                default="auto",
-                help="the model's weights or their moving average (default: those that validated better)",
-            )
-        if name == "average":
-            command.add_argument("-last", "--last", type=int, metavar="K", help="the last K checkpoints of a run")
-    return parser
 
 
 def _check_out(out: Path) -> None:

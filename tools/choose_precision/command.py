@@ -10,7 +10,7 @@ updates, and looks at every layer's gradients. It ends with one sentence and the
 choose_precision.json and choose_precision.png into its folder (-output DIR; otherwise one is made in SAVE).
 
 All flags and settings of main_single_gpu.py hold, save that AMP.ENABLED, AMP.DTYPE, AMP.LEVEL and AMP.TF32 are what is
-compared. Flags of its own:
+compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.common.command_line import ToolLine, about_one_device, check_one_training, read_line, run_tool
+from tools.common.command_line import Tool, ToolLine, about_one_device, check_one_training, run_tool
 from utils.cli import Flag
 from utils.config import Loaded
 from utils.distributed.world import ALONE
@@ -33,8 +33,9 @@ OWN = (
         "modes", "what to compare with fp32: tf32 fp16 bf16 O2-fp16 ... (default: what makes sense)", "A,B", ("MODES",)
     ),
 )
-FEWEST_UPDATES = 5
 NAME, FORMER_NAME = "choose_precision", "doctor"
+TOOL = Tool(f"{NAME}.py", __doc__, OWN)
+FEWEST_UPDATES = 5
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def main(argv: list[str], name: str = NAME) -> int:
 def _examine(argv: list[str], name: str) -> int:
     if name == FORMER_NAME:
         log.warning("scripts/%s.py is now scripts/%s.py; under its former name it does the same", name, NAME)
-    line = read_line(argv, f"{NAME}.py", __doc__, OWN)
+    line = TOOL.read(argv)
     wishes = _wishes(line)
     loaded = line.load()
     _check(loaded, name)

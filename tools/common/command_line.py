@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from utils.cli import CommandLine, Flag, parse
+from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
 from utils.config.kinds import AUTO
 from utils.distributed.world import read_world
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
+from utils.flags import BY_NAME, HELP, Flag, Place
+from utils.gpus import show_only
 from utils.log import log, start_log
 from utils.output_file import check_output_file, nothing_written_yet, written
-from utils.precisions import amp_settings_of
 from utils.standard_output import OutputError, discard_output, flushed, watch_standard_output
 
-WIDTH = 100
 PAGES = {
     "benchmark_amp.py": "docs/performance.md",
     "benchmark_data.py": "docs/data_speed.md",
@@ -39,6 +39,14 @@ PAGES = {
     "show_batch.py": "docs/data.md",
 }
 """Where to read on, by tool."""
+WEIGHTS = Flag(
+    "weights",
+    "the model's weights or their EMA; auto: those that validated better",
+    "auto|model|ema",
+    default="auto",
+    choices=("auto", "model", "ema"),
+)
+"""Of the tools that take a trained model."""
 
 
 def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -67,21 +75,65 @@ def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
 
 
 @dataclass(frozen=True)
+class Tool:
+    """The command line of scripts/`name`. -h shows `about`, the places and the tool's own flags."""
+
+    name: str
+    about: str | None
+    flags: tuple[Flag, ...]
+    places: tuple[Place, ...] = ()
+    settings: bool = True
+    """Whether the flags and settings of the entry scripts hold too."""
+    command: str = ""
+    """The first word, where a tool has several commands; it is read before."""
+
+    def read(self, argv: Sequence[str]) -> ToolLine:
+        parser = Parser(
+            f"scripts/{self.name} {self.command}".rstrip(),
+            about_tool(self.about, self.name),
+            {"Flags of its own" if self.settings else "Flags": (*self.flags, HELP)},
+            tuple(BY_NAME.values()) if self.settings else (),
+            self.places,
+            self.settings,
+        )
+        given, words = parser.read(argv)
+        known = {flag.name: flag for flag in self.flags}
+        mine = {*known, *(place.name for place in self.places)}
+        run = command_line({name: value for name, value in given.items() if name not in mine}, words)
+        if run.action != "train":
+            raise UserError(f"{self.name} has no -{run.action}; main_single_gpu.py has, with the same flags.")
+        own = {
+            known[name].keys[0] if known[name].keys else name.upper(): (value, f"-{name}")
+            for name, value in given.items()
+            if name in known
+        }
+        defaults = {**dict.fromkeys(mine), **{flag.name: flag.default for flag in self.flags}}
+        return ToolLine(own, run, Namespace(**{**defaults, **given}))
+
+
+@dataclass(frozen=True)
 class ToolLine:
     """What a tool was asked for."""
 
     own: dict[str, tuple[Any, str]]
-    """Its own flags: key -> (value, the flag as it is called)."""
+    """Its own flags, if given: key -> (value, the flag as it is called)."""
     run: CommandLine
     """All else: flags and settings as the entry scripts have them, not checked yet."""
+    asked: Namespace = field(default_factory=Namespace)
+    """Its own flags and places by name, with defaults where they are not given."""
 
     def load(self, more: dict[str, tuple[Any, str]] | None = None) -> Loaded:
-        """The settings, checked; `more` of them as flags give them."""
+        """The settings, checked, before CUDA is asked for anything; `more` of them as flags give them."""
+        self.show_gpus()
         loaded = load_config(self.run.cfg, {**self.run.flags, **(more or {})}, self.run.words)
         if loaded.config.DATA.BATCH_SIZE == AUTO:
             where = loaded.sources["DATA.BATCH_SIZE"]
             raise UserError(f"{where}: DATA.BATCH_SIZE auto is for a run; give a tool a number, -batch_size 64 say.")
         return loaded
+
+    def show_gpus(self) -> None:
+        """Hide all GPUs but those of -gpus; before CUDA is asked for anything."""
+        show_only(self.run, one_process=False)
 
     def whole(self, key: str, default: int, least: int = 1, most: int | None = None) -> int:
         """The whole number that one of its own flags gives."""
@@ -111,28 +163,41 @@ class ToolLine:
         return check_output_file(path, flag)
 
 
+def first_word(
+    argv: Sequence[str],
+    tool: str,
+    about: str | None,
+    known: Mapping[str, str],
+    kind: str,
+    former: Mapping[str, str] | None = None,
+) -> str:
+    """The first word of a tool with several commands: one of `known`, names and what they are about. `kind` names them.
+
+    A name of `former` stands for its new one, which is logged.
+    -h in its place prints `about` and the list, and leaves with code 0.
+    """
+    asked = argv[0] if argv else ""
+    if asked.lstrip("-") in ("h", "help"):
+        print(f"{about_tool(about, tool)}\n")
+        for name, what in known.items():
+            print(textwrap.fill(f"  {name:<12}{what}", WIDTH, subsequent_indent=" " * 14))
+        sys.exit(EXIT_DONE)
+    if former and asked in former:
+        log.warning("%s %s is now %s %s", tool, asked, tool, former[asked])
+        asked = former[asked]
+    if asked not in known:
+        what = f"{asked}: there is no such {kind}.{nearest(asked, known)}" if asked else f"no {kind} was named."
+        raise UserError(f"{what} First comes one of {' '.join(known)}; -h shows what there is.")
+    return asked
+
+
 def about_tool(about: str | None, tool: str) -> str:
     """A tool's docstring as -h shows it: no wider than a terminal, and with the page to read on."""
     parts = (about or "").strip("\n").split("\n\n")
     page = PAGES.get(tool)
     if page and page not in (about or ""):
-        parts.insert(len(parts) - parts[-1].rstrip().endswith(":"), f"Read on: {page}.")  # its flags follow a colon
+        parts.append(f"Read on: {page}.")
     return "\n\n".join(_narrow(part) for part in parts)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise UserError(f"{message}; -h shows what there is.")
-
-
-def tool_parser(tool: str, about: str | None) -> argparse.ArgumentParser:
-    """For a tool that takes none of the entry scripts' flags; what is wrong with a command line is a UserError."""
-    return _Parser(
-        prog=f"scripts/{tool}",
-        description=about_tool(about, tool),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
 
 
 def _narrow(part: str) -> str:
@@ -150,42 +215,6 @@ def _broken(line: str) -> list[str]:
         return [f"{line[:at].rstrip()} \\", *_broken(f"        {line[at:].lstrip()}")]
     gap = re.match(r"\s+\S+\s{2,}", line)  # a word, and behind it what it means
     return textwrap.wrap(line, WIDTH, subsequent_indent=" " * (gap.end() if gap else 4))
-
-
-def _about_flag(flag: Flag) -> str:
-    name = f"  {f'-{flag.name} {flag.value}':<18}"
-    return textwrap.fill(name + flag.about, WIDTH, subsequent_indent=" " * 20, drop_whitespace=True)
-
-
-def read_line(argv: list[str], tool: str, about: str | None, own: tuple[Flag, ...]) -> ToolLine:
-    """The command line of scripts/`tool`, whose flags `own` stand beside those of the entry scripts.
-
-    -h prints `about` and these flags, and leaves with code 0.
-    """
-    if any(word.startswith("-") and word.lstrip("-") in ("h", "help") for word in argv):
-        print("\n".join([about_tool(about, tool), *map(_about_flag, own)]))
-        sys.exit(EXIT_DONE)
-    command = parse(argv, f"scripts/{tool}", own)
-    if command.action != "train":
-        raise UserError(f"{tool} has no -{command.action}; main_single_gpu.py has, with the same flags.")
-    keys = {key for flag in own for key in flag.keys}
-    given = {key: value for key, value in command.flags.items() if key in keys}
-    return ToolLine(given, replace(command, flags={k: v for k, v in command.flags.items() if k not in keys}))
-
-
-def amp_in_one_word(argv: list[str]) -> list[str]:
-    """The command line with `-amp bf16` as `-amp=bf16`, and -amp alone as `-amp=on`.
-
-    For argparse, which would take any word behind -amp for its value.
-    """
-    words, rest = [], list(argv)
-    while rest:
-        word = rest.pop(0)
-        if word in ("-amp", "--amp"):
-            valued = bool(rest) and amp_settings_of(rest[0]) is not None
-            word = f"{word}={rest.pop(0) if valued else 'on'}"
-        words.append(word)
-    return words
 
 
 def about_one_device(loaded: Loaded) -> list[str]:

@@ -15,7 +15,7 @@ Exit codes: 0 done, 1 a run failed (the others are compared), 2 anything wrong t
 130 interrupted.
 
 The flags and settings of main_single_gpu.py hold (with -ngpus those of main_multi_gpu.py;
--ngpus -1: all visible GPUs). Flags of its own:
+-ngpus -1: all visible GPUs).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.common.command_line import read_line, run_tool
+from tools.common.command_line import Tool, run_tool
 from utils.cli import Flag
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from utils.log import log
@@ -41,6 +41,7 @@ OWN = (
     Flag("seeds", "how many, or which: 3 or 0,1,5 (default 3)", "N", ("SEEDS",)),
     Flag("out", "folder of all the runs (default output/compare)", "DIR", ("OUT",)),
 )
+TOOL = Tool("compare.py", __doc__, OWN)
 
 
 def main(argv: list[str]) -> int:
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def _compare(argv: list[str]) -> int:
-    line = read_line(argv, "compare.py", __doc__, OWN)
+    line = TOOL.read(argv)
     out = Path(line.own["OUT"][0] if "OUT" in line.own else "output/compare").expanduser()
     if (kind := kind_of_path(out)) not in (None, "a folder"):
         raise UserError(f"-out {out}: this is {kind}; name a folder.")

@@ -16,9 +16,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from tools.common.command_line import run_tool
+from tools.common.command_line import Tool, run_tool
 from tools.completion.table import ENTRIES
-from utils.errors import EXIT_DONE, UserError, nearest
+from utils.errors import EXIT_DONE
+from utils.flags import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 BASH = """\
@@ -95,6 +96,8 @@ end
 """
 
 SHELLS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+PLACES = (Place("shell", "SHELL", "bash, zsh or fish", choices=tuple(SHELLS)),)
+TOOL = Tool("completion.py", __doc__, (), PLACES, settings=False)
 
 
 def main(argv: list[str]) -> int:
@@ -102,14 +105,7 @@ def main(argv: list[str]) -> int:
 
 
 def _work(argv: list[str]) -> int:
-    if any(word.lstrip("-") in ("h", "help") for word in argv):
-        print(__doc__)
-        return EXIT_DONE
-    if len(argv) != 1 or argv[0] not in SHELLS:
-        given = " ".join(argv)
-        hint = nearest(given, SHELLS) if given else ""
-        raise UserError(f"completion.py {given}: name one shell, {', '.join(SHELLS)}.{hint}")
-    print(script_for(argv[0]), end="")
+    print(script_for(TOOL.read(argv).asked.shell), end="")
     return EXIT_DONE
 
 

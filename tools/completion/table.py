@@ -8,7 +8,6 @@ the registry. Nothing here imports torch.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import importlib.util
@@ -22,8 +21,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from utils.cli import FLAGS, Flag  # noqa: E402
+from tools.common.command_line import Tool  # noqa: E402
 from utils.config.keys import allowed, choices, settings  # noqa: E402
+from utils.flags import BY_NAME, FLAGS, HELP, Flag  # noqa: E402
 from utils.precisions import AMP_WORDS  # noqa: E402
 
 ENTRIES = ("main_single_gpu.py", "main_multi_gpu.py")
@@ -34,18 +34,27 @@ OF_SETTINGS = {"MODEL.NAME": MODEL, "MODEL.PRETRAINED": MODEL, "TRAIN.TEACHER_MO
 OF_SETTINGS |= {"OUTPUT": FOLDER, "SAVE": FOLDER, "MODEL.RESUME": FILE, "DATA.EXCLUDE": FILE}
 Takes = list[str] | str | None
 """Words to choose from, or a kind of them; None: nothing that could be offered."""
-Option = dict[str, Any]
 
 
 def table() -> dict[str, Any]:
-    programs = {name: _program([flag for group in FLAGS.values() for flag in group]) for name in ENTRIES}
+    every = [flag for group in FLAGS.values() for flag in group]
+    programs = {name: _program(every, settings=True) for name in ENTRIES}
     for path in sorted((ROOT / "tools").glob("*/command.py")):
-        name, text = path.parent.name, path.read_text(encoding="utf-8")
-        if "\nOWN" in text or "\ndef _parser" in text:
-            programs[f"{name}.py"] = _tool(importlib.import_module(f"tools.{name}.command"))
-    programs["completion.py"] = {"flags": {}, "words": ["bash", "zsh", "fish"], "settings": False, "paths": None}
+        module = importlib.import_module(f"tools.{path.parent.name}.command")
+        tools: dict[str, Tool] = getattr(module, "COMMANDS", None) or {"": module.TOOL}
+        programs[next(iter(tools.values())).name] = _tools([*tools.values()], [name for name in tools if name])
     timm = importlib.util.find_spec("timm")
     return {"programs": programs, "settings": _settings(), "timm": timm.origin if timm else None}
+
+
+def _tools(tools: Sequence[Tool], commands: Sequence[str]) -> dict[str, Any]:
+    """A tool, or its commands together."""
+    flags = [flag for tool in tools for flag in tool.flags]
+    if settings_too := any(tool.settings for tool in tools):
+        flags += [flag for flag in BY_NAME.values() if flag.action is None]
+    places = [place for tool in tools for place in tool.places]
+    words = [*commands, *(choice for place in places for choice in place.choices)]
+    return _program([*flags, HELP], words, FILE if places and not words[len(commands) :] else None, settings_too)
 
 
 def _settings() -> dict[str, list[Any]]:
@@ -78,18 +87,16 @@ def _data_sets() -> list[str]:
     raise LookupError("datasets/registry.py has no SOURCES: {name: ...}")
 
 
-def _tool(module: Any) -> dict[str, Any]:
-    if hasattr(module, "OWN"):
-        shared = [flag for group in FLAGS.values() for flag in group if flag.action is None]
-        own = [*module.OWN, *getattr(module, "FLAGS", ())]
-        return _program([*own, *shared], [*getattr(module, "COMMANDS", ())])
-    flags, words, paths = _of_parser(module._parser())
-    return {"flags": flags, "words": words, "settings": False, "paths": paths}
+def _program(
+    flags: Sequence[Flag], words: Sequence[str] = (), paths: Takes = None, settings: bool = False
+) -> dict[str, Any]:
+    named = {f"-{flag.name}": _option(flag) for flag in reversed(flags)}  # of two alike the first one counts
+    return {"flags": dict(reversed(named.items())), "words": [*words], "settings": settings, "paths": paths}
 
 
-def _program(flags: list[Flag], words: Sequence[str] = ()) -> dict[str, Any]:
-    named = {f"-{flag.name}": _option(flag.about, _of_flag(flag), flag.value) for flag in reversed(flags)}
-    return {"flags": dict(reversed(named.items())), "words": [*words], "settings": True, "paths": None}
+def _option(flag: Flag) -> dict[str, Any]:
+    value = "no" if not flag.value else "may" if flag.optional else "needed"
+    return {"about": flag.about, "takes": _of_flag(flag), "value": value}
 
 
 def _of_flag(flag: Flag) -> Takes:
@@ -97,45 +104,8 @@ def _of_flag(flag: Flag) -> Takes:
         return list[str](AMP_WORDS.split())
     if flag.name == "cfg":
         return YAML
-    words = _of_setting(flag.keys[0]) if flag.keys and flag.keys[0] in settings() else None
-    return words if isinstance(words, list) else KINDS.get(flag.value) or words
-
-
-def _option(about: str, takes: Takes, value: str) -> Option:
-    """`value`: how -h shows it; none, needed, or in brackets one that may be there."""
-    return {
-        "about": about,
-        "takes": takes,
-        "value": "no" if not value else "may" if value.startswith("[") else "needed",
-    }
-
-
-def _of_parser(parser: argparse.ArgumentParser) -> tuple[dict[str, Option], list[str], Takes]:
-    """Flags, words and paths of a tool that argparse reads; those of its commands together."""
-    flags: dict[str, Option] = {}
-    words: list[str] = []
-    paths: Takes = None
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, command in action.choices.items():
-                words.append(name)
-                more = _of_parser(command)
-                flags, paths = more[0] | flags, paths or more[2]
-        elif action.option_strings:
-            shortest = next((name for name in action.option_strings if not name.startswith("--")), "")
-            name = shortest or action.option_strings[0]
-            value = "" if action.nargs == 0 else action.metavar or "VALUE"
-            flags[name] = _option(action.help or "", _of_action(action), str(value))
-        else:
-            paths = paths or _of_action(action) or FILE
-    return flags, words, paths
-
-
-def _of_action(action: argparse.Action) -> Takes:
-    if action.choices:
-        return [str(choice) for choice in action.choices]
-    metavar = str(action.metavar or "")
-    return KINDS.get(metavar) or (FILE if action.type is Path else None)
+    words = _of_setting(flag.keys[0]) if flag.keys and flag.keys[0] in settings() else [*flag.choices] or None
+    return words if isinstance(words, list) else KINDS.get(flag.value) or words or (FILE if flag.kind is Path else None)
 
 
 def main(arguments: list[str]) -> int:

@@ -9,7 +9,7 @@ settings are those of the run but for what is given here; all flags and settings
 and -amp among them. Classes of another data set are matched to the model's by name.
 
 Precision, recall and F1 are means over the classes that have images. The calibration error is ECE: the mean distance
-between confidence and accuracy, over bins of equal width. Flags of its own:
+between confidence and accuracy, over bins of equal width.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from tools.common.command_line import ToolLine, read_line, run_tool
-from utils.cli import Flag
+from tools.common.command_line import Tool, ToolLine, run_tool
 from utils.errors import EXIT_DONE, UserError
+from utils.flags import Flag, Place
 from utils.log import log
 from utils.output_file import writing
 from utils.run_folder import write_json
@@ -41,6 +41,7 @@ OWN = (
     Flag("confusion", "write the confusion matrix", "FILE.csv|png", ("CONFUSION",)),
     Flag("bins", "bins of the calibration error (default 15)", "N", ("BINS",)),
 )
+TOOL = Tool("evaluate.py", __doc__, OWN, (Place("model", "RUN_OR_CHECKPOINT", "the model"),))
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
 
 
@@ -49,15 +50,14 @@ def main(argv: list[str]) -> int:
 
 
 def _evaluate(argv: list[str]) -> int:
-    named = bool(argv) and not argv[0].startswith("-")
-    line = read_line(argv[1:] if named else argv, "evaluate.py", __doc__, OWN)
-    if not named:
-        raise UserError("the model comes first: python scripts/evaluate.py RUN_OR_CHECKPOINT [-flag value ...]")
+    line = TOOL.read(argv)
+    model = line.asked.model
     weights = _one_of(line, "WEIGHTS", ("auto", "model", "ema", "both"))
     part = _one_of(line, "PART", ("val", "train"))
     bins = line.whole("BINS", 15, most=1000)
     out, matrix = (_file(line, key, kinds) for key, kinds in (("OUT", (".json",)), ("CONFUSION", (".csv", ".png"))))
     _check(line)
+    line.show_gpus()
 
     # Only now, with the command known to be right: importing torch takes seconds.
     from engine.saved.trained import load_trained
@@ -69,13 +69,13 @@ def _evaluate(argv: list[str]) -> int:
     log.setLevel("WARNING")  # how the model is built was told when it was trained
     given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py")})
     both = weights == "both"
-    trained = load_trained(argv[0], "auto" if both else cast(Wanted, weights), given=given)
+    trained = load_trained(model, "auto" if both else cast(Wanted, weights), given=given)
     for which in BOTH if both else ():
         trained.saved.require(which)
     data = open_part(trained, part == "train")
     log.setLevel("INFO")
     if not both:
-        log.info("%s: %s", argv[0], trained.choice)
+        log.info("%s: %s", model, trained.choice)
     found: dict[Which, Figures] = {}
     for which in BOTH if both else (trained.weights,):
         if which != trained.weights:

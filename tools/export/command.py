@@ -19,11 +19,12 @@ or the disk.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from pathlib import Path
 
-from tools.common.command_line import run_tool, tool_parser
+from tools.common.command_line import WEIGHTS, Tool, run_tool
 from utils.errors import EXIT_DONE, UserError
+from utils.flags import Flag, Place, whole
 from utils.log import log
 from utils.output_file import check_output_file
 
@@ -32,13 +33,53 @@ DTYPES = ("fp32", "fp16", "bf16")
 OPSETS = range(18, 24)
 IMAGES_CHECKED = 256
 
+NAMES = f"{', '.join(list(ENDINGS)[:-1])} and {list(ENDINGS)[-1]}"
+
+
+def _count(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("takes a whole number from 1 on, or all")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise ValueError("takes a number between 0 and 1, such as 1e-3")
+    return share
+
+
+OWN = (
+    Flag("to", f"{NAMES}, or several with commas between", "FORMAT[,FORMAT]", required=True),
+    Flag("out", "the file to write; for several formats, its name without an ending", "FILE", kind=Path, required=True),
+    WEIGHTS,
+    Flag("dtype", "half precision halves the file", "|".join(DTYPES), default="fp32", choices=DTYPES),
+    Flag("with_preprocess", "take pixels, 0 to 255, and normalise them inside; without it, take normalised numbers"),
+    Flag(
+        "opset",
+        f"onnx: {OPSETS[0]} to {OPSETS[-1]} (default: torch's)",
+        "N",
+        kind=whole(OPSETS[0], OPSETS[-1]),
+    ),
+    Flag("images", "check on the images in this folder instead", "DIR", kind=Path),
+    Flag("check", "on how many images to check", "N|all", default=IMAGES_CHECKED, kind=_count),
+    Flag("tolerance", "greatest difference allowed, of the largest output", "X", kind=_share),
+)
+PLACES = (Place("path", "RUN_OR_CHECKPOINT", "the model"),)
+TOOL = Tool("export.py", __doc__, OWN, PLACES, settings=False)
+
 
 def main(argv: list[str]) -> int:
     return run_tool(_work, argv)
 
 
 def _work(argv: list[str]) -> int:
-    asked = _parser().parse_args(argv)
+    asked = TOOL.read(argv).asked
     formats = _formats(asked)
     files = _files(asked.out, formats)
 
@@ -60,10 +101,10 @@ def _work(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _formats(asked: argparse.Namespace) -> list[str]:
+def _formats(asked: Namespace) -> list[str]:
     names = list(dict.fromkeys(asked.to.split(",")))
     if unknown := [name for name in names if name not in ENDINGS]:
-        raise UserError(f"-to {asked.to}: there is no {unknown[0] or 'format without a name'}; there are {_named()}.")
+        raise UserError(f"-to {asked.to}: there is no {unknown[0] or 'format without a name'}; there are {NAMES}.")
     if asked.with_preprocess and "safetensors" in names:
         raise UserError(
             "-with_preprocess: a safetensors file holds weights and computes nothing; leave one of them out."
@@ -90,69 +131,3 @@ def _files(out: Path, formats: list[str]) -> dict[str, Path]:
     for file in (*files.values(), *beside):
         check_output_file(file, "-out", fresh=True)
     return files
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = tool_parser("export.py", __doc__)
-    add = parser.add_argument
-    add("path", type=Path, metavar="RUN_or_CHECKPOINT")
-    add("-to", "--to", required=True, metavar="FORMAT[,FORMAT]", help=f"{_named()}, or several with commas between")
-    add("-out", "--out", type=Path, required=True, metavar="FILE")
-    add(
-        "-weights",
-        "--weights",
-        choices=("auto", "model", "ema"),
-        default="auto",
-        help="the model's weights or their moving average (default: those that validated better)",
-    )
-    add("-dtype", "--dtype", choices=DTYPES, default="fp32", help="half precision halves the file (default: fp32)")
-    add(
-        "-with_preprocess",
-        "--with_preprocess",
-        "-with-preprocess",
-        "--with-preprocess",
-        action="store_true",
-        help="take pixels, 0 to 255, and normalise them inside; without it, take normalised numbers",
-    )
-    add("-opset", "--opset", type=_opset, metavar="N", help=f"onnx: {OPSETS[0]} to {OPSETS[-1]} (default: torch's)")
-    add("-images", "--images", type=Path, metavar="DIR", help="check on the images in this folder instead")
-    add(
-        "-check",
-        "--check",
-        type=_count,
-        default=IMAGES_CHECKED,
-        metavar="N|all",
-        help=f"on how many images to check (default: {IMAGES_CHECKED})",
-    )
-    add(
-        "-tolerance", "--tolerance", type=_share, metavar="X", help="greatest difference allowed, of the largest output"
-    )
-    return parser
-
-
-def _opset(text: str) -> int:
-    if not text.isdecimal() or int(text) not in OPSETS:
-        raise UserError(f"-opset {text}: takes a whole number from {OPSETS[0]} to {OPSETS[-1]}.")
-    return int(text)
-
-
-def _count(text: str) -> int | None:
-    if text == "all":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"-check {text}: takes a whole number from 1 on, or all.")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        raise UserError(f"-tolerance {text}: takes a number between 0 and 1, such as 1e-3.")
-    return share
-
-
-def _named() -> str:
-    return f"{', '.join(list(ENDINGS)[:-1])} and {list(ENDINGS)[-1]}"

@@ -16,12 +16,19 @@ written, 2 anything wrong with the command or the file.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from tools.common.command_line import run_tool, tool_parser
+from tools.common.command_line import Tool, run_tool
 from utils.errors import UserError
+from utils.flags import Flag, Place
 from utils.output_file import check_output_file
+
+OWN = (
+    Flag("out", "the file to write (default: the same name, another ending)", "FILE.safetensors", kind=Path),
+    Flag("name", "timm's name of the model, where sizes do not tell it", "NAME"),
+)
+PLACES = (Place("file", "FILE.pdparams", "PaddleViT's weights"),)
+TOOL = Tool("import_paddle.py", __doc__, OWN, PLACES, settings=False)
 
 
 def main(argv: list[str]) -> int:
@@ -29,8 +36,9 @@ def main(argv: list[str]) -> int:
 
 
 def _work(argv: list[str]) -> int:
-    asked = _parser().parse_args(argv)
-    file, out = asked.file.expanduser(), (asked.out or asked.file.with_suffix(".safetensors")).expanduser()
+    asked = TOOL.read(argv).asked
+    file = Path(asked.file).expanduser()
+    out = (asked.out or file.with_suffix(".safetensors")).expanduser()
     if not file.is_file():
         raise UserError(f"{file}: there is no such file.")
     if out.suffix != ".safetensors":
@@ -41,13 +49,3 @@ def _work(argv: list[str]) -> int:
     from tools.import_paddle.weights import import_weights
 
     return import_weights(file, out, asked.name)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = tool_parser("import_paddle.py", __doc__)
-    parser.add_argument("file", type=Path, metavar="FILE.pdparams")
-    parser.add_argument(
-        "-out", "--out", type=Path, metavar="FILE.safetensors", help="default: the same name, another ending"
-    )
-    parser.add_argument("-name", "--name", metavar="NAME", help="timm's name of the model, where sizes do not tell it")
-    return parser

@@ -9,17 +9,17 @@ Then train with -dataset shards -data_path /data/packed. Killed or interrupted, 
 SRC is what -data_path would be, or hf:NAME; any -dataset but those that lie in memory. Broken images are named and
 left out.
 
--dataset, -cfg and KEY=VALUE hold as for main_single_gpu.py. Flags of its own:
+-dataset, -cfg and KEY=VALUE hold as for main_single_gpu.py.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tools.common.command_line import ToolLine, read_line, run_tool
-from utils.cli import BY_NAME, FLAG, Flag
+from tools.common.command_line import Tool, ToolLine, run_tool
 from utils.config import Config
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
+from utils.flags import Flag, Place
 from utils.log import log
 
 SHORT_SIDE, QUALITY, SHARD_IMAGES = 256, 90, 1000
@@ -32,6 +32,8 @@ OWN = (
     Flag("jobs", "processes that pack (default: one a core)", "N", ("JOBS",)),
     Flag("verify", "compare a packed folder with its checksums, and do nothing else", "DST", ("VERIFY",)),
 )
+PLACES = (Place("places", "SRC DST", "what to pack, and the folder to pack it into", "*"),)
+TOOL = Tool("pack_images.py", __doc__, OWN, PLACES)
 
 
 def main(argv: list[str]) -> int:
@@ -39,8 +41,8 @@ def main(argv: list[str]) -> int:
 
 
 def _pack(argv: list[str]) -> int:
-    places, rest = _places(argv)
-    line = read_line(rest, "pack_images.py", __doc__, OWN)
+    line = TOOL.read(argv)
+    places = line.asked.places or []
     jobs = line.whole("JOBS", 1, 1, 1024) if "JOBS" in line.own else None
     if "VERIFY" in line.own:
         if places:
@@ -62,23 +64,6 @@ def _pack(argv: list[str]) -> int:
         log.warning("interrupted; the tar files that are finished stay, and the same command goes on")
         return EXIT_INTERRUPTED
     return EXIT_DONE
-
-
-def _places(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Words that are neither flags, nor their values, nor KEY=VALUE; and the rest."""
-    places: list[str] = []
-    rest: list[str] = []
-    flags = {**BY_NAME, **{flag.name: flag for flag in OWN}}
-    value_follows = False
-    for word in argv:
-        flag = FLAG.fullmatch(word)
-        if flag is None and not value_follows and "=" not in word:
-            places.append(word)
-        else:
-            rest.append(word)
-        known = flags.get(flag[1].replace("-", "_")) if flag else None
-        value_follows = bool(known and known.value and flag and flag[2] is None)
-    return places, rest
 
 
 def _config(line: ToolLine, source: str) -> Config:

@@ -15,21 +15,38 @@ the command, the model, or the disk.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from tools.common.command_line import amp_in_one_word, run_tool, tool_parser
+from tools.common.command_line import WEIGHTS, Tool, run_tool
 from tools.predict.show import ENDINGS, FORMATS
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from utils.flags import BY_NAME, Flag, Place, whole
 from utils.log import log
 from utils.output_file import check_output_file, writing
-from utils.precisions import AMP_WORDS
+
+OWN = (
+    Flag("topk", "classes shown of each image", "N", default=5, kind=whole(1)),
+    Flag("format", "table, csv, jsonl (default: by the ending of -out, else table)", "FORMAT", choices=tuple(FORMATS)),
+    Flag("out", "write there; only a whole result takes its name", "FILE", kind=Path),
+    WEIGHTS,
+    replace(BY_NAME["amp"], about=f"{BY_NAME['amp'].about} (default: as the run validates)", adds_up=False),
+    Flag("device", "default: the run's, if it is here, else the best", "NAME", choices=("cpu", "cuda", "mps")),
+    Flag("batch_size", "images at a time (default: as the run validates)", "N", kind=whole(1)),
+    Flag("num_workers", "loading processes (default: by the cores)", "N", kind=whole(0)),
+)
+PLACES = (
+    Place("path", "RUN_OR_CHECKPOINT", "the model"),
+    Place("images", "IMAGE", "file, folder, glob, or - for a list on stdin", "+"),
+)
+TOOL = Tool("predict.py", __doc__, OWN, PLACES, settings=False)
 
 
 def main(argv: list[str]) -> int:
@@ -37,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def _work(argv: list[str]) -> int:
-    asked = _parser().parse_args(amp_in_one_word(argv))
+    asked = TOOL.read(argv).asked
     _check(asked)
     log.setLevel("WARNING")  # standard output is for the results
 
@@ -63,37 +80,14 @@ def _work(argv: list[str]) -> int:
     return EXIT_FAILED if unread else EXIT_DONE
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = tool_parser("predict.py", __doc__)
-    parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="file, folder, glob, or - for a list on stdin")
-
-    def flag(name: str, help: str, **more: object) -> None:
-        parser.add_argument(f"-{name}", f"--{name}", help=help, **more)  # pyright: ignore[reportArgumentType]
-
-    flag("topk", "classes shown of each image (default 5)", type=int, default=5, metavar="N")
-    flag("format", "default: by the ending of -out, else table", choices=sorted(FORMATS))
-    flag("out", "write there; only a whole result takes its name", type=Path, metavar="FILE")
-    flag("weights", "default: those that validated better", choices=("auto", "model", "ema"), default="auto")
-    flag("amp", f"{AMP_WORDS}; alone: on (default: as the run validates)", metavar="HOW")
-    flag("device", "default: the run's, if it is here, else the best", choices=("cpu", "cuda", "mps"))
-    flag("batch_size", "images at a time (default: as the run validates)", type=int, metavar="N")
-    flag("num_workers", "loading processes (default: by the cores)", type=int, metavar="N")
-    return parser
-
-
-def _check(asked: argparse.Namespace) -> None:
-    for name, least in (("topk", 1), ("batch_size", 1), ("num_workers", 0)):
-        value = getattr(asked, name)
-        if value is not None and value < least:
-            raise UserError(f"-{name} {value}: takes a whole number from {least} on.")
+def _check(asked: Namespace) -> None:
     if asked.out is not None:
         asked.out = check_output_file(asked.out, "-out")
-    if not asked.path.expanduser().exists():
+    if not Path(asked.path).expanduser().exists():
         raise UserError(f"{asked.path}: there is no such run, checkpoint or file; it comes first, before the images.")
 
 
-def _format(asked: argparse.Namespace) -> str:
+def _format(asked: Namespace) -> str:
     return asked.format or ENDINGS.get(asked.out.suffix.lower() if asked.out else "", "table")
 
 

@@ -6,12 +6,12 @@
 Cropped, flipped, augmented, erased and mixed as training does it: these are the very images of the first updates, in
 their order. Above each stands its label; where two images are mixed, both labels with their shares.
 
-All flags and settings of main_single_gpu.py hold. Flags of its own:
+All flags and settings of main_single_gpu.py hold.
 """
 
 from __future__ import annotations
 
-from tools.common.command_line import read_line, run_tool
+from tools.common.command_line import Tool, run_tool
 from utils.cli import Flag
 from utils.config import Loaded
 from utils.errors import EXIT_DONE, UserError
@@ -22,6 +22,7 @@ OWN = (
     Flag("out", f"the picture to write (default {DEFAULT_OUT})", "FILE.png", ("OUT",)),
     Flag("count", f"how many images (default {DEFAULT_COUNT}, at most {MOST})", "N", ("COUNT",)),
 )
+TOOL = Tool("show_batch.py", __doc__, OWN)
 
 
 def main(argv: list[str]) -> int:
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    line = read_line(argv, "show_batch.py", __doc__, OWN)
+    line = TOOL.read(argv)
     out, count = line.file("OUT", ".png", DEFAULT_OUT), line.whole("COUNT", DEFAULT_COUNT, 1, MOST)
     loaded = line.load()
     _check(loaded)

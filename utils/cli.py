@@ -13,7 +13,7 @@ import re
 import sys
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,10 +87,8 @@ class Parser(argparse.ArgumentParser):
         for title, flags in groups.items():
             group = self.add_argument_group(title)
             for place in places if title == next(iter(groups)) else ():
-                kind = partial(_one_of, place.shown, place.choices)
-                group.add_argument(
-                    place.name, help=_escaped(place.about), metavar=place.shown, nargs=place.many, type=kind
-                )
+                how = {"metavar": place.shown, "nargs": place.many, "type": partial(_value, place.shown, place)}
+                group.add_argument(place.name, help=_escaped(place.about), **how)
             for flag in flags:
                 self._add(group, flag, _escaped(f"{flag.about}{_default(flag)}"))
         for flag in (*hidden, IGNORED):
@@ -102,7 +100,8 @@ class Parser(argparse.ArgumentParser):
             self.known.setdefault(name, flag)
         how: dict[str, Any] = {"action": "store_true"}
         if flag.value:
-            how = {"action": "append" if flag.adds_up else "store", "metavar": flag.value, "type": _kind(flag)}
+            how = {"action": "append" if flag.adds_up else "store", "metavar": flag.value}
+            how["type"] = partial(_value, f"-{flag.name}", flag)
             how |= {"nargs": "?", "const": flag.alone} if flag.optional else {}
         group.add_argument(f"-{flag.name}", f"--{flag.name}", dest=flag.name, required=flag.required, help=about, **how)
 
@@ -157,22 +156,16 @@ def _default(flag: Flag) -> str:
     return "" if default is None or isinstance(default, bool) else f" (default {default})"
 
 
-def _one_of(name: str, choices: Sequence[str], text: str) -> str:
-    if choices and text not in choices:
-        raise UserError(f"{name} {text}: takes {', '.join(choices[:-1])} or {choices[-1]}.{nearest(text, choices)}")
-    return text
-
-
-def _kind(flag: Flag) -> Callable[[str], Any]:
-    def value(text: str) -> Any:
-        if not text and not flag.optional:
-            raise UserError(f"-{flag.name} needs a value: -{flag.name} {flag.value} ({flag.about})")
-        try:
-            return flag.kind(_one_of(f"-{flag.name}", flag.choices, text))
-        except ValueError as error:
-            raise UserError(f"-{flag.name} {text}: {error}.") from None
-
-    return value
+def _value(name: str, of: Flag | Place, text: str) -> Any:
+    if isinstance(of, Flag) and not text and not of.optional:
+        raise UserError(f"{name} needs a value: {name} {of.value} ({of.about})")
+    if of.choices and text not in of.choices:
+        known = f"{', '.join(of.choices[:-1])} or {of.choices[-1]}"
+        raise UserError(f"{name} {text}: takes {known}.{nearest(text, of.choices)}")
+    try:
+        return of.kind(text)
+    except ValueError as error:
+        raise UserError(f"{name} {text}: {error}.") from None
 
 
 def pieces(argv: Sequence[str], known: Mapping[str, Flag]) -> Iterator[tuple[Flag | None, Any]]:

@@ -52,6 +52,7 @@ class Place:
     about: str
     many: Literal["?", "+", "*"] | None = None
     """How many, as argparse writes it; None: one."""
+    kind: Callable[[str], Any] = str
     choices: tuple[str, ...] = ()
 
 

@@ -158,7 +158,7 @@ def test_what_cannot_be_done_is_said(tool: Callable[..., Result], run: Path, tmp
     out = ("-out", tmp_path / "new.safetensors")
     for words, said in (
         ((), "list|verify|average|strip"),
-        (("mend", run), "invalid choice: 'mend'"),
+        (("mend", run), "mend: there is no such command. First comes list|verify|average|strip"),
         (("list", tmp_path / "nothing"), "there is no such file or folder"),
         (("list", tmp_path), "no checkpoint is there"),
         (("strip", run), "-out"),

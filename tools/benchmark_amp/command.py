@@ -59,7 +59,7 @@ def _benchmark(argv: list[str]) -> int:
 def _table(argv: list[str]) -> str:
     if argv[:1] == ["all"]:
         raise UserError(f"all: there is no such table any more. Each resumes by itself; the same in a shell: {LOOP}")
-    abouts = {name: table.about.splitlines()[0] for name, table in TABLES.items()}
+    abouts = {name: (tool.about or "").splitlines()[0] for name, tool in COMMANDS.items()}
     return first_word(argv or ["-h"], NAME, __doc__, abouts, "table", FORMER_NAMES)
 
 

@@ -24,8 +24,8 @@ from utils.flags import Flag, Place, whole
 from utils.output_file import check_output_file
 
 NAME = "checkpoint.py"
-ONE = Place("path", "RUN_OR_CHECKPOINT", "a run's folder, one of its checkpoints, or a file in one")
-MANY = Place("path", "RUN_OR_CHECKPOINT", ONE.about, "+")
+ONE = Place("path", "RUN_OR_CHECKPOINT", "a run's folder, one of its checkpoints, or a file in one", kind=Path)
+MANY = Place("path", "RUN_OR_CHECKPOINT", ONE.about, "+", Path)
 OUT = Flag("out", "the file to write; one that exists is refused", "FILE.safetensors", kind=Path, required=True)
 LAST = Flag("last", "the last K checkpoints of a run", "K", kind=whole(1))
 COMMANDS = {

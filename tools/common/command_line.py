@@ -187,7 +187,7 @@ def first_word(
         asked = former[asked]
     if asked not in known:
         what = f"{asked}: there is no such {kind}.{nearest(asked, known)}" if asked else f"no {kind} was named."
-        raise UserError(f"{what} First comes one of {' '.join(known)}; -h shows what there is.")
+        raise UserError(f"{what} First comes {'|'.join(known)}; -h shows what there is.")
     return asked
 
 

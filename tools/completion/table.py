@@ -54,7 +54,9 @@ def _tools(tools: Sequence[Tool], commands: Sequence[str]) -> dict[str, Any]:
         flags += [flag for flag in BY_NAME.values() if flag.action is None]
     places = [place for tool in tools for place in tool.places]
     words = [*commands, *(choice for place in places for choice in place.choices)]
-    return _program([*flags, HELP], words, FILE if places and not words[len(commands) :] else None, settings_too)
+    return _program(
+        [*flags, *[HELP] * bool(flags)], words, FILE if places and not words[len(commands) :] else None, settings_too
+    )
 
 
 def _settings() -> dict[str, list[Any]]:

@@ -70,7 +70,7 @@ OWN = (
     Flag("check", "on how many images to check", "N|all", default=IMAGES_CHECKED, kind=_count),
     Flag("tolerance", "greatest difference allowed, of the largest output", "X", kind=_share),
 )
-PLACES = (Place("path", "RUN_OR_CHECKPOINT", "the model"),)
+PLACES = (Place("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),)
 TOOL = Tool("export.py", __doc__, OWN, PLACES, settings=False)
 
 

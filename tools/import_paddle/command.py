@@ -27,7 +27,7 @@ OWN = (
     Flag("out", "the file to write (default: the same name, another ending)", "FILE.safetensors", kind=Path),
     Flag("name", "timm's name of the model, where sizes do not tell it", "NAME"),
 )
-PLACES = (Place("file", "FILE.pdparams", "PaddleViT's weights"),)
+PLACES = (Place("file", "FILE.pdparams", "PaddleViT's weights", kind=Path),)
 TOOL = Tool("import_paddle.py", __doc__, OWN, PLACES, settings=False)
 
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 def _work(argv: list[str]) -> int:
     asked = TOOL.read(argv).asked
-    file = Path(asked.file).expanduser()
+    file = asked.file.expanduser()
     out = (asked.out or file.with_suffix(".safetensors")).expanduser()
     if not file.is_file():
         raise UserError(f"{file}: there is no such file.")

@@ -43,7 +43,7 @@ OWN = (
     Flag("num_workers", "loading processes (default: by the cores)", "N", kind=whole(0)),
 )
 PLACES = (
-    Place("path", "RUN_OR_CHECKPOINT", "the model"),
+    Place("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),
     Place("images", "IMAGE", "file, folder, glob, or - for a list on stdin", "+"),
 )
 TOOL = Tool("predict.py", __doc__, OWN, PLACES, settings=False)
@@ -83,7 +83,7 @@ def _work(argv: list[str]) -> int:
 def _check(asked: Namespace) -> None:
     if asked.out is not None:
         asked.out = check_output_file(asked.out, "-out")
-    if not Path(asked.path).expanduser().exists():
+    if not asked.path.expanduser().exists():
         raise UserError(f"{asked.path}: there is no such run, checkpoint or file; it comes first, before the images.")
 
 

@@ -22,7 +22,7 @@ OWN = (
     Flag("out", "where to write the page (default: report.html in the run's folder)", "FILE.html", kind=Path),
     Flag("no_predictions", "do not load the weights and the images"),
 )
-TOOL = Tool("report.py", __doc__, OWN, (Place("runs", "RUN", "a run's folder", "+"),), settings=False)
+TOOL = Tool("report.py", __doc__, OWN, (Place("runs", "RUN", "a run's folder", "+", Path),), settings=False)
 
 
 def main(argv: list[str]) -> int:
@@ -37,5 +37,5 @@ def _report(argv: list[str]) -> int:
 
     from tools.common.report_page.page import write_report
 
-    log.info("Report: %s", write_report([Path(run) for run in asked.runs], out, predictions=not asked.no_predictions))
+    log.info("Report: %s", write_report(asked.runs, out, predictions=not asked.no_predictions))
     return EXIT_DONE

@@ -12,14 +12,17 @@ import torch
 from timm.optim._optim_factory import create_optimizer_v2, get_optimizer_info
 from timm.utils.model_ema import ModelEmaV3
 from torch import nn
-from torchvision.transforms import RandomErasing
+from torchvision.transforms import RandomErasing, RandomResizedCrop
 
 from engine.inputs.mixup import batch_change
 from engine.optim.build import build_optimizer
 from engine.optim.ema import Ema
 from models import build_model
+from tests.documents import blocks, commands
 from tests.program import Result
-from utils.config import ModelConfig, OptimizerConfig, TrainConfig
+from utils.cli import parse
+from utils.config import Config, ModelConfig, OptimizerConfig, TrainConfig, load_config
+from utils.config.keys import default_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -98,5 +101,75 @@ def test_the_softmax_of_plain_attention_on_a_cpu(
     assert done.code == 0, done.text
     assert f"softmax {precision}" in done.out
     page = " ".join((ROOT / "docs" / "amp.md").read_text(encoding="utf-8").split())
-    assert "With `MODEL.ATTENTION=plain` on a CPU the softmax takes bf16 and gives bf16" in page
-    assert "`AMP.CUSTOM_BLACK_LIST=[softmax]` computes it in fp32 on both" in page
+    assert "`MODEL.ATTENTION=plain` computes softmax in bf16" in page
+    assert "`AMP.CUSTOM_BLACK_LIST=[softmax]` makes it fp32 on both" in page
+
+
+def defaults_rows() -> dict[str, list[str]]:
+    """Key -> what here, PaddleViT, timm and torchvision do without flags, by the first table of the page."""
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    (section,) = [part for part in page.split("\n## ") if part.startswith("Defaults that differ")]
+    cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in section.splitlines() if line.startswith("| ")]
+    return {row[0].strip("`"): row[1:] for row in cells if row[0].startswith("`")}
+
+
+def test_our_column_of_the_defaults_is_the_schemas() -> None:
+    rows = defaults_rows()
+    assert len(rows) >= 18
+    for key, (ours, *_) in rows.items():
+        value = default_of(key)
+        first = value[0] if key == "DATA.CROP_SCALE" else value
+        shown = {True: "true", False: "false", None: "null"}.get(first) if first in (True, False, None) else None
+        if isinstance(first, (int, float)) and not isinstance(first, bool):
+            assert float(ours.split()[0]) == first, key
+        elif isinstance(first, (list, tuple)):
+            assert [float(part) for part in ours.split(",")] == list(first), key
+        else:
+            assert ours.split()[0].rstrip(",") == (shown or str(first)), key
+
+
+def test_torchvisions_crop_and_timms_normalisation_are_those_of_the_table() -> None:
+    assert RandomResizedCrop(224).scale[0] == float(defaults_rows()["DATA.CROP_SCALE"][3])
+    theirs = timm.get_pretrained_cfg("vit_base_patch16_224")
+    assert theirs is not None
+    assert (theirs.mean, theirs.crop_pct) == ((0.5, 0.5, 0.5), 0.9), "the worked command leaves mean and sets the crop"
+
+
+def worked(part: str) -> Config:
+    """The settings of the command a user of another program is given instead of theirs."""
+    texts = [block.text for block in blocks() if block.page == "docs/migrating.md" and block.mark != "not checked"]
+    (words,) = [words for text in texts for words in commands(text) if part in " ".join(words)]
+    command = parse(words[1:], words[0])
+    return load_config(command.cfg and str(ROOT / command.cfg), command.flags, command.words).config
+
+
+def test_the_worked_command_from_paddlevit_trains_with_its_numbers() -> None:
+    train, model = worked("ATTENTION_DROPOUT").TRAIN, worked("ATTENTION_DROPOUT").MODEL
+    assert (train.BASE_LR, train.LINEAR_SCALED_LR, train.WEIGHT_DECAY, train.WEIGHT_DECAY_ALL) == (
+        3e-3,
+        None,
+        0.3,
+        True,
+    )
+    assert (train.WARMUP_EPOCHS, train.GRAD_CLIP, model.DROPOUT, model.ATTENTION_DROPOUT) == (32, 1.0, 0.1, 0.1)
+    without = load_config(str(ROOT / "configs" / "vit_base_patch16_224.yaml")).config
+    assert (without.TRAIN.LINEAR_SCALED_LR, without.MODEL.ATTENTION_DROPOUT) == (4096, 0.0)
+
+
+def test_the_worked_command_from_timm_has_its_defaults() -> None:
+    config = worked("runs/base")
+    rows = defaults_rows()
+    for key in ("TRAIN.WARMUP_EPOCHS", "TRAIN.WARMUP_START_LR", "TRAIN.COLOR_JITTER", "TRAIN.SMOOTHING", "SEED"):
+        section, _, name = key.rpartition(".")
+        assert getattr(getattr(config, section) if section else config, name) == float(rows[key][2]), key
+    assert (config.TRAIN.LINEAR_SCALED_LR, config.DATA.CROP_SCALE[0], config.DATA.CROP_PCT) == (None, 0.08, 0.9)
+
+
+def test_the_worked_command_from_torchvision_has_its_defaults() -> None:
+    config = worked("runs/resnet50")
+    rows = {key: row[3] for key, row in defaults_rows().items()}
+    assert float(rows["TRAIN.BASE_LR"]) == config.TRAIN.BASE_LR
+    assert float(rows["TRAIN.WEIGHT_DECAY"]) == config.TRAIN.WEIGHT_DECAY
+    assert (config.TRAIN.NUM_EPOCHS, config.DATA.BATCH_SIZE) == (90, 32)
+    assert list(config.DATA.IMAGENET_MEAN) == [float(part) for part in rows["DATA.IMAGENET_MEAN"].split(",")]
+    assert (config.DATA.INTERPOLATION, config.TRAIN.LR_SCHEDULER.DECAY_EPOCHS) == ("bilinear", 30)

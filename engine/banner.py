@@ -8,6 +8,7 @@ import torch
 
 from engine.distill.targets import teacher_of
 from engine.inputs.token_drop import shortcut_words
+from engine.machine.context import Run
 from engine.machine.device import describe as describe_device
 from engine.machine.environment import arguments, libraries
 from engine.optim.build import optimizer_words, rate_words, scaled_rates
@@ -19,9 +20,10 @@ from utils.config import Config
 from utils.distributed.world import World
 
 
-def banner(config: Config, ready: Ready, world: World, device: torch.device, threads: int, folder: Path | None) -> str:
+def banner(run: Run, ready: Ready, folder: Path | None) -> str:
+    config, world = run.config, run.world
     rows = [
-        ("device", describe_device(device, world, threads)),
+        ("device", describe_device(run.device, world, run.threads)),
         ("precision", ready.precision.line()),
         ("computing", ready.tuning.words()),
         ("model", describe_model(ready.model)),

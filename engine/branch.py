@@ -10,7 +10,7 @@ from engine.checkpoint.folder import Checkpoint, best_of, folder_name, write_ind
 from engine.measure.progress import Best
 from engine.report.reporter import METRICS
 from engine.report.wandb import NOTE
-from utils.distributed.world import World, from_first, together
+from utils.distributed.world import World, first_does, from_first
 from utils.log import log
 from utils.run_folder import nothing_trained_yet
 
@@ -78,5 +78,5 @@ def best_that_is_there(best: Best, folder: Path, checkpoint: Checkpoint, world: 
 
 def prepare_folder(folder: Path, checkpoint: Checkpoint, best: Best, world: World) -> Best:
     """Before a run is resumed in `folder`. The best that it has to beat."""
-    together(world, lambda: keep_abandoned(folder, checkpoint, best) if world.first else None)
+    first_does(world, lambda: keep_abandoned(folder, checkpoint, best))
     return best_that_is_there(best, folder, checkpoint, world)

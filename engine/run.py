@@ -1,15 +1,15 @@
-"""One process's part in a run, from joining the others to the last line."""
+"""The story of a training in one process, from joining the others to the last line."""
 
 from __future__ import annotations
 
 import sys
-import time
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from engine.amp.fp32_modules import force_fp32, forced
+from engine.amp.fp32_modules import forced
 from engine.amp.half_copy import HalfCopy
 from engine.amp.op_lists import OpLists
 from engine.amp.precision import check_precision
@@ -18,21 +18,20 @@ from engine.amp.print_amp import amp_table
 from engine.banner import banner
 from engine.branch import prepare_folder
 from engine.checkpoint.chosen import chosen_checkpoint
-from engine.checkpoint.folder import EMA, Checkpoint
-from engine.checkpoint.state import load_weights, say_what_changed
-from engine.compile.choice import choose_compiling
+from engine.checkpoint.folder import Checkpoint
+from engine.checkpoint.state import say_what_changed
+from engine.compile.choice import CompileChoice, choose_compiling
 from engine.compile.compiled import compile_update
-from engine.evaluate import evaluate
 from engine.fit.batch_size import settle_batch
 from engine.fit.dry_run import try_out
 from engine.fit.out_of_memory import before_training, while_training
 from engine.machine import no_gpu
+from engine.machine.context import Run
 from engine.machine.device import pick_device, prepare
 from engine.machine.environment import enter
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
 from engine.measure.bottleneck import Judge
-from engine.measure.meters import Means
 from engine.measure.mfu import Peak, Utilisation
 from engine.measure.progress import Best, Position, clock, updates_left
 from engine.measure.throughput import Pace
@@ -40,11 +39,11 @@ from engine.parallel.fsdp import sharding_of
 from engine.report.curves import title_of
 from engine.report.reporter import METRICS, Reporter
 from engine.report.wandb import open_board
+from engine.run_evaluation import evaluate_only
 from engine.run_folder import folder_of, lock_what_is_there, write_down
 from engine.run_lock import FolderLock
 from engine.setup import (
     ReadyToTrain,
-    build_for_evaluation,
     build_for_training,
     checkpoint_meta,
     model_in_precision,
@@ -52,16 +51,38 @@ from engine.setup import (
 )
 from engine.trainer import Trainer
 from engine.wrapping import wrap
-from utils.better_weights import best_prefix
 from utils.config import Config, Loaded, config_hash
 from utils.distributed.group import leave
-from utils.distributed.world import ALONE, World, together
+from utils.distributed.world import ALONE, World, first_does, together
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import log
 
 
 def run(loaded: Loaded, world: World, dry: bool) -> int:
     """The exit code, where nothing goes wrong."""
+    this = join(loaded, world)
+    config, device = this.config, this.device
+    try:
+        check_precision(config.AMP, device)
+        with (
+            FolderLock() as lock,
+            OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST) as lists,
+        ):
+            if config.EVAL:
+                evaluate_only(this, dry)
+                return EXIT_DONE
+            return train(this, None if dry else lock, lists)
+    except Exception as error:
+        signals.patient = True  # the reason is told before anybody ends this process because another went first
+        if is_out_of_memory(error):
+            raise (UserError if world.size == 1 else TrainingError)(before_training(error, config, device)) from None
+        raise
+    finally:
+        leave(world)
+
+
+def join(loaded: Loaded, world: World) -> Run:
+    """Settle where this process computes, log what is to be said of the settings, and meet the other ranks."""
     config = loaded.config
     device = pick_device(config.DEVICE, world)
     threads = prepare(config, device, world)
@@ -72,94 +93,83 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
     if world.first and (advice := no_gpu.hint(config, device)):
         log.info(advice)
     enter(config, world, device, threads)
-    try:
-        check_precision(config.AMP, device)
-        with (
-            FolderLock() as lock,
-            OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST) as lists,
-        ):
-            if not config.EVAL and not dry:
-                together(world, lambda: lock_what_is_there(config, lock) if world.first else None)
-            checkpoint = chosen_checkpoint(config, world)
-            if config.EVAL:
-                _evaluate_only(config, world, device, threads, checkpoint, dry)
-                return EXIT_DONE
-            return _train(config, world, device, threads, checkpoint, None if dry else lock, lists)
-    except Exception as error:
-        signals.patient = True  # the reason is told before anybody ends this process because another went first
-        if is_out_of_memory(error):
-            raise (UserError if world.size == 1 else TrainingError)(before_training(error, config, device)) from None
-        raise
-    finally:
-        leave(world)
+    return Run(config, world, device, threads)
 
 
-def show_precisions(config: Config) -> str:
-    """-print_amp: the precision that every part of the model really has, seen in one forward pass."""
-    device = pick_device(config.DEVICE, ALONE)
-    prepare(config, device, ALONE)
-    check_precision(config.AMP, device)
-    model, inputs, precision = model_in_precision(config, device)
-    if precision.computes_in_copy:
-        keeps_norms = precision.level == "O2"
-        model = HalfCopy(model, precision.choice.dtype, keeps_norms, forced(model)).model
-    size = (2, config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_SIZE)
-    images = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
+    """A training from start to end, and its exit code. `lock` None: a dry run."""
+    if lock is not None:
+        first_does(given.world, lambda: lock_what_is_there(given.config, lock))
+    checkpoint = chosen_checkpoint(given.config, given.world)
+    run, found = _settle_batch(given, checkpoint)
+    ready = _build(run, checkpoint, found, lists)
+    compiling = _choose_compiling(run, ready, checkpoint)
+    folder = _announce(run, ready, checkpoint, lock)
+    if folder is None:
+        wrap(ready.parts, run.config)
+        try_out(run.config, ready, run.world, _updates_left(run, ready))
+        return EXIT_DONE
+    if _finished(run.config, ready.position, ready.best, folder):
+        return EXIT_DONE
+    peak = _open_folder(run, ready, checkpoint, folder)
+    wrap(ready.parts, run.config)
+    compile_update(ready.parts, compiling, run.config)
+    return _fit(run, ready, folder, peak)
 
-    def run_forward() -> None:
-        with precision.autocast():
-            model(inputs(images))
 
-    with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
-        return f"{config.MODEL.NAME} in {precision.line()}\n\n{amp_table(model, run_forward)}"
+def _settle_batch(run: Run, checkpoint: Checkpoint | None) -> tuple[Run, dict[str, Any]]:
+    """The run with numbers for the sizes of its batches, and the choice to remember, if one was made."""
+    config, found = settle_batch(run.config, checkpoint, run.world, run.device)
+    return replace(run, config=config), found
 
 
-def _train(
-    config: Config,
-    world: World,
-    device: torch.device,
-    threads: int,
-    checkpoint: Checkpoint | None,
-    lock: FolderLock | None,
-    lists: OpLists,
-) -> int:
-    """The exit code. `lock` None: a dry run."""
-    config, found = settle_batch(config, checkpoint, world, device)
+def _build(run: Run, checkpoint: Checkpoint | None, found: dict[str, Any], lists: OpLists) -> ReadyToTrain:
+    """All that a training needs, on every rank or on none."""
+    config, world, device = run.config, run.world, run.device
     sharding = sharding_of(config, world, device)
     ready = together(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
     ready.choices.update(found)
     ready.parts.batch_found = bool(found)
     if ready.precision.level != "O0":  # without AMP the settings' remarks say that lists have no effect
         ready.parts.op_lists = lists
-    kept = checkpoint.meta.get("choices", {}) if checkpoint else {}
-    left = updates_left(config, ready.position, ready.train_loader.order.updates)
-    compiling = choose_compiling(config, ready.parts, world, left, kept)
-    ready.choices |= compiling.as_noted()
-    warning = ready.precision.choice.warning
-    if warning:
+    return ready
+
+
+def _choose_compiling(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None) -> CompileChoice:
+    before = checkpoint.meta.get("choices", {}) if checkpoint else {}
+    choice = choose_compiling(run.config, ready.parts, run.world, _updates_left(run, ready), before)
+    ready.choices |= choice.as_noted()
+    return choice
+
+
+def _updates_left(run: Run, ready: ReadyToTrain) -> int:
+    return updates_left(run.config, ready.position, ready.train_loader.order.updates)
+
+
+def _announce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, lock: FolderLock | None) -> Path | None:
+    """Log what is about to be trained, into the folder of the run from here on. No folder: a dry run."""
+    if warning := ready.precision.choice.warning:
         log.warning(warning)
-    advice = hint(ready.model, config.DATA.BATCH_SIZE, device.type)
+    advice = hint(ready.model, run.config.DATA.BATCH_SIZE, run.device.type)
     if advice and ready.precision.level != "O0":
         log.info(advice)
-    folder = None if lock is None else folder_of(config, world, "train", lock)
-    log.info(banner(config, ready, world, device, threads, folder))
+    folder = None if lock is None else folder_of(run, "train", lock)
+    log.info(banner(run, ready, folder))
     if checkpoint:
-        say_what_changed(checkpoint, config, ready.parts, ready.position)
-    if folder is None:
-        wrap(ready.parts, config)
-        try_out(config, ready, world, left)
-        return EXIT_DONE
-    if _finished(config, ready.position, ready.best, folder):
-        return EXIT_DONE
-    if checkpoint:
-        ready.best = prepare_folder(folder, checkpoint, ready.best, world)
-    peak = write_down(config, ready, world, device, threads, folder)
-    wrap(ready.parts, config)
-    compile_update(ready.parts, compiling, config)
-    return _fit(config, ready, world, folder, peak)
+        say_what_changed(checkpoint, run.config, ready.parts, ready.position)
+    return folder
 
 
-def _fit(config: Config, ready: ReadyToTrain, world: World, folder: Path, peak: Peak | None) -> int:
+def _open_folder(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, folder: Path) -> Peak | None:
+    """Make the folder that of this run. The peak that MFU is measured against, where it is."""
+    if checkpoint:
+        ready.best = prepare_folder(folder, checkpoint, ready.best, run.world)
+    return write_down(run, ready, folder)
+
+
+def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None) -> int:
+    """Train, close what was opened, and say how it ended."""
+    config, world = run.config, run.world
     wandb = open_board(config, folder, ready.precision.name, folder / METRICS) if world.first else None
     reporter = Reporter(
         config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position, wandb
@@ -211,51 +221,21 @@ def _finished(config: Config, position: Position, best: Best, folder: Path) -> b
     return True
 
 
-def _evaluate_only(
-    config: Config, world: World, device: torch.device, threads: int, checkpoint: Checkpoint | None, dry: bool
-) -> None:
-    """-eval: the figures of given weights, and of their average where the checkpoint holds one."""
-    began = time.perf_counter()
-    config, found = settle_batch(config, checkpoint, world, device)
-    ready = together(world, lambda: build_for_evaluation(config, world, device, checkpoint))
-    ready.choices.update(found)
-    folder = None if dry else folder_of(config, world, "eval")
-    log.info(banner(config, ready, world, device, threads, folder))
-    if checkpoint is None and not config.MODEL.PRETRAINED:
-        log.warning("-eval without -pretrained or -resume: these are the figures of untrained weights.")
-    if checkpoint and ready.precision.level in ("O1", "O2"):
-        force_fp32(ready.model, checkpoint.state()["fp32_modules"], device.type)
-    if folder is None:
-        if checkpoint:
-            load_weights(ready.model, checkpoint.tensors(), str(checkpoint.folder))
-        log.info("Dry run: the weights fit; nothing was validated, nothing written.")
-        return
-    write_down(config, ready, world, device, threads, folder)
-    figures: dict[str, Means] = {}
-    files = {"": "model.safetensors", "ema_": EMA} if checkpoint else {"": None}
-    for prefix, name in files.items():
-        if checkpoint and name:
-            if not checkpoint.has(name):
-                continue
-            load_weights(ready.model, checkpoint.tensors(name), str(checkpoint.folder / name))
-        figures[prefix] = evaluate(
-            ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, world
-        )
-    # The epoch the weights come from, where the saved position is already the next one's beginning.
-    position = Position(epoch=checkpoint.meta["epoch"], update=checkpoint.meta["update"]) if checkpoint else Position()
-    reporter = Reporter(config, 1, folder if world.first else None, False, Position())
-    reporter.validation(position, figures, time.perf_counter() - began)
-    reporter.close()
-    name = f"{checkpoint.folder.name}, " if checkpoint else ""
-    log.info("Done: %s%s; everything is in %s", name, _in_words(figures, config.SAVE_BEST_BY), folder)
+def show_precisions(config: Config) -> str:
+    """-print_amp: the precision that every part of the model really has, seen in one forward pass."""
+    device = pick_device(config.DEVICE, ALONE)
+    prepare(config, device, ALONE)
+    check_precision(config.AMP, device)
+    model, inputs, precision = model_in_precision(config, device)
+    if precision.computes_in_copy:
+        keeps_norms = precision.level == "O2"
+        model = HalfCopy(model, precision.choice.dtype, keeps_norms, forced(model)).model
+    size = (2, config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_SIZE)
+    images = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
 
+    def run_forward() -> None:
+        with precision.autocast():
+            model(inputs(images))
 
-def _in_words(figures: dict[str, Means], by: str) -> str:
-    """The metrics of the better weights, and which these are; then what decided of the others."""
-    prefix = best_prefix({f"{name}{by}": getattr(means, by) for name, means in figures.items()}, by) or ""
-    text = ", ".join(f"{name} {value:.4f}" for name, value in asdict(figures[prefix]).items())
-    if len(figures) == 1:
-        return text
-    other = "" if prefix else "ema_"
-    names = {"": "plain", "ema_": "EMA"}
-    return f"{names[prefix]} weights, {text}; {names[other]}: {by} {getattr(figures[other], by):.4f}"
+    with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
+        return f"{config.MODEL.NAME} in {precision.line()}\n\n{amp_table(model, run_forward)}"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-import torch
-
 from datasets import decoder_of
+from engine.machine.context import Run
 from engine.machine.device import describe
 from engine.measure.mfu import Peak, as_noted, peak_of
 from engine.run_lock import FolderLock
 from engine.setup import Ready
 from models import count_parameters
 from utils.config import Config, to_yaml
-from utils.distributed.world import World, from_first, together
+from utils.distributed.world import first_does, from_first
 from utils.errors import UserError
 from utils.log import log, log_into
 from utils.resumed_run import resumed_run, target_folder
@@ -40,18 +39,20 @@ def lock_what_is_there(config: Config, lock: FolderLock) -> None:
         check_output(target, config.SAVE, resumed_run(config))
 
 
-def folder_of(config: Config, world: World, kind: str, lock: FolderLock | None = None) -> Path:
+def folder_of(run: Run, kind: str, lock: FolderLock | None = None) -> Path:
     """Made by rank 0, known to all, and logged into from now on. `kind`: train or eval, for its name."""
 
-    def made() -> Path:
+    config, world = run.config, run.world
+
+    def made() -> str:
         folder = make_folder(target_folder(config), config.SAVE, kind)
         if lock is not None and lock.take(folder) and holds_a_run(folder):
             raise UserError(f"{folder}: another run was started in this folder a moment ago; name another -output.")
         if lock is not None:  # so whoever was at work here is dead
             _remove_unfinished(folder)
-        return folder
+        return str(folder)
 
-    folder = Path(from_first(str(together(world, made if world.first else Path)), world))
+    folder = Path(from_first(first_does(world, made), world))
     with nothing_trained_yet(folder):
         log_into(folder, world.rank)
     return folder
@@ -66,10 +67,9 @@ def _remove_unfinished(folder: Path) -> None:
                 path.unlink()
 
 
-def write_down(
-    config: Config, ready: Ready, world: World, device: torch.device, threads: int, folder: Path
-) -> Peak | None:
+def write_down(run: Run, ready: Ready, folder: Path) -> Peak | None:
     """config.yaml and run.json. Gives back what MFU is to be measured against, where it is."""
+    config, world, threads = run.config, run.world, run.threads
     if not world.first:
         return None
     with nothing_trained_yet(folder):  # at once: whoever is killed from here on goes on with these
@@ -85,7 +85,7 @@ def write_down(
         "decoder": decoder_of(config.DATA),
         **ready.choices,
     }
-    about = describe_run(describe(device, world, threads), choices, config.TAG) | as_noted(peak)
+    about = describe_run(describe(run.device, world, threads), choices, config.TAG) | as_noted(peak)
     parts = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
     about["samples"] = {name: len(part) for name, part in parts.items() if part is not None}
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))

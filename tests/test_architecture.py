@@ -49,7 +49,7 @@ FLOORS: dict[str, list[str]] = {
         "report distill",
         "trainer+setup+wrapping+evaluate+preflight+banner+run_folder+run_lock+branch",
         "fit saved",
-        "entry+run",
+        "entry+run+run_evaluation",
     ],
     "tools": [
         "common",

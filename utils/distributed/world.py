@@ -217,3 +217,8 @@ def together(world: World, work: Callable[[], T]) -> T:
         problem = str(error)
     agree(problem, world)
     return result  # pyright: ignore[reportReturnType]  # `agree` has raised where there is none
+
+
+def first_does(world: World, work: Callable[[], T]) -> T | None:
+    """Do `work` on rank 0 alone, which alone gets its result; if it fails there, all end with its message."""
+    return together(world, lambda: work() if world.first else None)

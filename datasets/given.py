@@ -15,8 +15,8 @@ from datasets.registry import SOURCES
 from datasets.sources.files import PathTable
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.files import read_regular
 from utils.log import log
-from utils.regular_file import read_regular
 
 
 class GivenSamples(Samples):

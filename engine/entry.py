@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine.machine.stopping import CTRL_C, ENDED, signals
+from engine.report.late_wandb import import_wandb_late
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
 from utils.config.keys import OF_ONE_START, default_of
@@ -29,7 +30,6 @@ from utils.errors import (
     UserError,
 )
 from utils.gpus import show_only
-from utils.late_wandb import import_wandb_late
 from utils.log import is_heard, log, start_log
 from utils.run_folder import run_of
 from utils.standard_output import OutputError, discard_output, flushed, watch_standard_output

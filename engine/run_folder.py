@@ -15,6 +15,7 @@ from models import count_parameters
 from utils.config import Config, to_yaml
 from utils.distributed.world import first_does, from_first
 from utils.errors import UserError
+from utils.files import write_whole
 from utils.log import log, log_into
 from utils.resumed_run import resumed_run, target_folder
 from utils.run_folder import (
@@ -23,7 +24,6 @@ from utils.run_folder import (
     holds_a_run,
     make_folder,
     nothing_trained_yet,
-    replace_text,
     write_json,
 )
 
@@ -73,7 +73,7 @@ def write_down(run: Run, ready: Ready, folder: Path) -> Peak | None:
     if not world.first:
         return None
     with nothing_trained_yet(folder):  # at once: whoever is killed from here on goes on with these
-        replace_text(folder / "config.yaml", to_yaml(config))
+        write_whole(folder / "config.yaml", to_yaml(config))
     peak = peak_of(ready.precision, threads, config.REPORT_STAGES and not config.EVAL, folder / "run.json")
     if peak is not None and not config.EVAL:
         log.info(peak.words())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,17 +41,3 @@ def only_one(lock: Path, what: str) -> Iterator[None]:
         yield
     finally:
         guard.release()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is either there whole or not at all. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise

@@ -1,15 +1,26 @@
-"""How many CPU cores this process may use: its affinity, and the CPU quota of its control groups."""
+"""The CPUs: what Linux says of them, and how many cores this process may use by its affinity and its control groups.
+
+A container or a batch system sets limits, those of memory too, through control groups.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.cgroups import groups_of
 from utils.log import log
+
+MOUNTED, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+PROCESSORS = Path("/proc/cpuinfo")
+
+
+class Group(NamedTuple):
+    folder: Path
+    version: int
 
 
 class Quota(NamedTuple):
@@ -57,3 +68,38 @@ def _tell(quota: Quota, visible: int) -> None:
         visible,
         quota.file,
     )
+
+
+def groups_of(controller: str) -> Iterator[Group]:
+    """Every group of version 2, and of version 1 for `controller`, from this process's own one up to the root."""
+    try:
+        lines = OWN.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = MOUNTED / controller if controllers else MOUNTED
+        # A container may show its own group as the root, and the path as it is outside.
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            yield Group(folder, 1 if controllers else 2)
+            if folder == root:
+                break
+
+
+def processors() -> list[dict[str, str]]:
+    """What Linux says of each CPU ("model name", "flags", "cpu MHz", ...) at this moment; nothing on other systems."""
+    try:
+        blocks = PROCESSORS.read_text(encoding="ascii", errors="replace").strip().split("\n\n")
+    except OSError:
+        return []
+    pairs = ((line.partition(":") for line in block.splitlines()) for block in blocks)
+    return [{key.strip(): value.strip() for key, _, value in block} for block in pairs]
+
+
+@functools.cache
+def first_processor() -> dict[str, str]:
+    """The same of the first CPU, read once; on every machine that is known the others have the same features."""
+    return next(iter(processors()), {})

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.regular_file import kind_of_path
+from utils.files import kind_of_path
 
 _written: list[Path] = []
 

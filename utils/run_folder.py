@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
+from utils.files import write_whole
 
 MARKS_OF_A_RUN = ("config.yaml", "run.json", "metrics.jsonl", "checkpoints")
 
@@ -93,21 +94,6 @@ def nothing_trained_yet(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old text or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
 def describe_run(device: str, choices: dict[str, Any], tag: str | None) -> dict[str, Any]:
     """What run.json says: how this run was started, on what, with which versions."""
     return {
@@ -149,4 +135,4 @@ def git_state() -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_whole(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

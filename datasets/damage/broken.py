@@ -10,8 +10,8 @@ from datasets.base import Broken
 from datasets.damage.exclude import REMARK
 from utils.distributed.world import World, all_of
 from utils.errors import CommonError, TrainingError
+from utils.files import write_whole
 from utils.log import log
-from utils.run_folder import replace_text
 
 LIST = "broken.txt"
 LAST_NAMED, MOST_NAMED = 3, 10
@@ -91,7 +91,7 @@ class BrokenImages:
         before = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         known = {line.partition(REMARK)[0] for line in before}
         new = [one.line for one in self._found.values() if one.line.partition(REMARK)[0] not in known]
-        replace_text(file, "".join(f"{line}\n" for line in [*before, *new]))
+        write_whole(file, "".join(f"{line}\n" for line in [*before, *new]))
 
     def _file(self) -> Path:
         return (self._folder or Path()) / LIST

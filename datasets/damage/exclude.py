@@ -12,8 +12,8 @@ import numpy as np
 from datasets.base import Encoded, Samples
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
+from utils.files import read_regular_text
 from utils.log import log
-from utils.regular_file import read_regular_text
 
 REMARK = "  # "
 MARK = re.compile(r"(?:^|\s)#")

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from datasets.decoding.reader import Unreadable
 from utils.errors import TrainingError
-from utils.regular_file import NotRegular
+from utils.files import NotRegular
 
 PAUSES = (0.1, 1.0, 3.0)
 """Seconds between tries where the storage failed, as network file systems do for a while."""

@@ -74,7 +74,7 @@ def check_decoder(data: DataConfig) -> None:
         return
     if data.DECODER == "simplejpeg":
         raise UserError(
-            f"DATA.DECODER is simplejpeg, which cannot be loaded ({why}). "
+            f"DATA.DECODER is simplejpeg, but simplejpeg cannot be loaded ({why}). "
             "Run: pip install simplejpeg   or set DATA.DECODER to auto or pil."
         )
     log.warning("JPEG files are read by PIL, at half the speed: %s. Run: pip install simplejpeg", why)

@@ -18,9 +18,10 @@ from datasets.shards.stores import Folder, Found, Store
 from datasets.shards.tar import DOTS, TarSamples
 from datasets.sources.imagefolder import VALIDATION_NAMES
 from datasets.sources.walk import tell_once
-from utils.cache import cache_folder, only_one, write_whole
+from utils.cache import cache_folder, only_one
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.files import write_whole
 from utils.log import log
 
 MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"

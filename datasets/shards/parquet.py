@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.errors import UserError
-from utils.regular_file import require_regular
+from utils.files import require_regular
 
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 """What hub data sets call their validation part; the first that is there is taken."""

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 
 from utils.errors import UserError
-from utils.regular_file import kind_of_path, only_regular, read_regular
+from utils.files import kind_of_path, only_regular, read_regular
 
 MOST_OPEN = 64
 """Files a process keeps open. A window of shards is read in turns, so that opening anew for each image would cost."""

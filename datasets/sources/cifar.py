@@ -16,7 +16,7 @@ from datasets.memory import ArrayPixels, ArraySamples, open_arrays
 from datasets.sources.published import Published
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.regular_file import only_regular
+from utils.files import only_regular
 
 SHAPE = (3, 32, 32)
 # What numpy's arrays are made of when they are unpickled, under the names of its older and of its newer versions.

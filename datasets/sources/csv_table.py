@@ -17,7 +17,7 @@ from datasets.sources.files import FileSamples, PathTable, check_first_files, ch
 from datasets.sources.split import split_files
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
-from utils.regular_file import kind_of_path, only_regular
+from utils.files import kind_of_path, only_regular
 
 PATHS = ("path", "image_path", "image", "file", "filename")
 TARGETS = ("target", "label", "class")

@@ -13,7 +13,7 @@ from datasets.base import Samples
 from datasets.labels import check_label, tell_empty_classes, tell_spare_classes
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.regular_file import kind_of_path, only_regular, read_regular
+from utils.files import kind_of_path, only_regular, read_regular
 
 
 class PathTable:

@@ -9,7 +9,7 @@ import numpy as np
 
 from datasets.sources.published import Listed, Published
 from utils.errors import UserError
-from utils.regular_file import only_regular
+from utils.files import only_regular
 
 SETS, LABELS = "setid.mat", "imagelabels.mat"
 CLASSES = 102

@@ -12,7 +12,7 @@ from datasets.sources.files import FileSamples, check_list, data_folder, read_li
 from datasets.sources.imagefolder import VALIDATION_NAMES, check_folders, open_folders
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.regular_file import kind_of_path
+from utils.files import kind_of_path
 
 TRAIN_LIST, VAL_LIST = "train_list.txt", "val_list.txt"
 LAYOUT = """Expected layout:

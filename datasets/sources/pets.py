@@ -8,7 +8,7 @@ import numpy as np
 
 from datasets.sources.published import Listed, Published
 from utils.errors import UserError
-from utils.regular_file import read_regular_text
+from utils.files import read_regular_text
 
 TRAIN, VALIDATION = "annotations/trainval.txt", "annotations/test.txt"
 PETS = Published(

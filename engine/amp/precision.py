@@ -17,6 +17,7 @@ from engine.amp.op_lists import check_names
 from engine.amp.scaler import LossScaler
 from utils.config.amp import AmpConfig
 from utils.config.train import TrainConfig
+from utils.cpus import first_processor
 from utils.errors import UserError
 
 # Around its 8-bit matrix products, fp8 is bf16.
@@ -85,11 +86,10 @@ def _for_cpu() -> Choice:
 
 
 def _cpu_has(*flags: str) -> bool:
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            listed = next((line for line in file if line.startswith(("flags", "Features"))), "").split()
-    except OSError:  # not Linux: believe oneDNN
+    processor = first_processor()
+    if not processor:  # not Linux: believe oneDNN
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    listed = processor.get("flags", processor.get("Features", "")).split()  # the second is ARM's
     return any(flag in listed for flag in flags)
 
 

@@ -19,7 +19,7 @@ from utils.cli import CommandLine
 from utils.config import Config, load_config
 from utils.config.keys import settings, values_to_keep
 from utils.errors import UserError
-from utils.regular_file import kind_of_path
+from utils.files import kind_of_path
 from utils.run_folder import run_of
 
 FILES: dict[Which, str] = {"model": MODEL, "ema": EMA}

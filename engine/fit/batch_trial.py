@@ -15,6 +15,7 @@ import torch
 
 from datasets import Batch, ImageDataset, Share, Window, open_dataset
 from engine.amp.skip_watch import kept_for_replays
+from engine.machine.device import wait_for
 from engine.machine.memory import is_out_of_memory
 from engine.setup import model_in_precision, update_parts
 from engine.update import Parts, train_update
@@ -135,8 +136,7 @@ class Trial:
                     self._validate(batch)
                 else:
                     self._train(self._parts, batch, number)
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
+                wait_for(self._device)
                 self._seconds = UPDATES_A_TRY * (time.perf_counter() - began)  # of the last: the first may import much
         except Exception as error:
             if not is_out_of_memory(error):

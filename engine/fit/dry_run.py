@@ -22,6 +22,7 @@ from engine.compile.gain import SECONDS_TO_COMPILE
 from engine.distill.targets import teacher_of
 from engine.fit.dry_run_report import Costs, Memory, Speed, told
 from engine.fit.out_of_memory import describe
+from engine.machine.device import wait_for
 from engine.machine.memory import LiveMemory, is_out_of_memory, peak_memory_gb, total_memory
 from engine.measure.bottleneck import load_faster
 from engine.optim.ema import on_its_device
@@ -183,13 +184,6 @@ def _validation(ready: ReadyToTrain, world: World) -> float:
         if from_first(passed > SECONDS_OF_VALIDATION, world):
             break
     return passed / max(count, 1) * len(ready.val_loader)
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def tensors_in(tree: object) -> Iterator[Tensor]:

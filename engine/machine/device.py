@@ -9,7 +9,7 @@ import torch
 
 from engine.machine.no_gpu import has_driver
 from utils.config.schema import Config
-from utils.cpus import cores
+from utils.cpus import cores, first_processor
 from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
 from utils.errors import UserError
 from utils.gpus import check_there
@@ -77,11 +77,13 @@ def describe_one(device: torch.device) -> str:
 
 
 def processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return first_processor().get("model name") or platform.processor() or platform.machine()
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done all that it was given to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def visible_gpus(config: Config) -> int:

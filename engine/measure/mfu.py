@@ -18,7 +18,7 @@ from torch import nn
 
 from engine.amp.precision import Precision
 from engine.inputs.token_drop import shortcuts_of, token_drop_of
-from engine.machine.device import describe_one
+from engine.machine.device import describe_one, wait_for
 from engine.measure.progress import Position
 from models import build_without_weights
 from utils.config import Config
@@ -131,18 +131,11 @@ def _matrix(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor
 
 
 def _seconds_of_product(matrix: torch.Tensor, device: torch.device) -> float:
-    _wait(device)
+    wait_for(device)
     began = perf_counter()
     torch.mm(matrix, matrix)
-    _wait(device)
+    wait_for(device)
     return perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 class Utilisation:

@@ -20,9 +20,10 @@ from engine.measure.throughput import Perf
 from engine.report.tensorboard import Board
 from engine.report.wandb import WandbBoard
 from utils.config.schema import Config
+from utils.files import write_whole
 from utils.line_file import LineFile
 from utils.log import log
-from utils.run_folder import nothing_trained_yet, replace_text
+from utils.run_folder import nothing_trained_yet
 
 METRICS = "metrics.jsonl"
 FIGURES = ("loss", "acc1", "acc5")
@@ -211,7 +212,7 @@ def _forget_after(metrics: Path, start: Position) -> None:
     if not metrics.exists():
         return
     lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
-    replace_text(metrics, "".join(f"{line}\n" for line in lines if _is_behind(line, start)))
+    write_whole(metrics, "".join(f"{line}\n" for line in lines if _is_behind(line, start)))
 
 
 def _is_behind(line: str, start: Position) -> bool:

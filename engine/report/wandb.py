@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.measure.progress import Best
+from engine.report.late_wandb import let_wandb_in
 from utils.config import Config
 from utils.errors import UserError
-from utils.late_wandb import let_wandb_in
+from utils.files import write_whole
 from utils.log import log
-from utils.run_folder import replace_text
 
 if TYPE_CHECKING:
     import wandb
@@ -148,7 +148,7 @@ class WandbBoard:
         except (OSError, ValueError, KeyError, TypeError):
             self._told = {}  # by a process that sent nothing
             name = secrets.token_hex(4)
-            replace_text(note, json.dumps({"project": self._project, "id": name}) + "\n")
+            write_whole(note, json.dumps({"project": self._project, "id": name}) + "\n")
             return name
 
     def _attempt(self, trouble: str, call: Callable[..., Any], *args: Any) -> None:

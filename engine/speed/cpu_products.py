@@ -7,16 +7,15 @@ gain.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from engine.amp.precision import Precision
 from engine.speed.amx import why_not
+from utils.cpus import first_processor
 from utils.errors import UserError
 
 MKL, ONEDNN, OWN = "mkl", "onednn", "amx"
@@ -108,16 +107,11 @@ def _by_machine(device: torch.device, fp32: bool, values: int) -> Products:
     return Products(ONEDNN, "Zen 5 or later")
 
 
-@cache
 def processor_kind() -> tuple[str, int]:
     """Vendor and family as Linux tells them; nothing where it does not."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return "", 0
-    vendor = re.search(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)
-    family = re.search(r"^cpu family\s*:\s*(\d+)", text, re.MULTILINE)
-    return vendor[1] if vendor else "", int(family[1]) if family else 0
+    processor = first_processor()
+    family = processor.get("cpu family", "")
+    return processor.get("vendor_id", ""), int(family) if family.isdecimal() else 0
 
 
 def _what_is_wrong_with(library: str) -> str:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from models.names import is_timm_name
 from utils.better_weights import BOTH, Wanted, Which, choose_weights
 from utils.errors import UserError, nearest
-from utils.regular_file import NotRegular, require_regular
+from utils.files import NotRegular, require_regular
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".pth.tar")
 PADDLE = ".pdparams"

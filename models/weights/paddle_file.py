@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from utils.errors import UserError
+from utils.files import only_regular
 from utils.log import log
-from utils.regular_file import only_regular
 
 EMA_IN = ("model_ema", "state_dict_ema")
 WEIGHTS_IN = (*EMA_IN, "model", "state_dict")

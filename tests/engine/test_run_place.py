@@ -11,7 +11,8 @@ import pytest
 from engine.checkpoint.folder import MODEL
 from utils import run_folder
 from utils.errors import UserError
-from utils.run_folder import check_output, make_folder, replace_text, run_of
+from utils.files import write_whole
+from utils.run_folder import check_output, make_folder, run_of
 
 
 @pytest.fixture
@@ -83,16 +84,16 @@ def test_the_name_of_a_folder_tells_when(tmp_path: Path) -> None:
 
 def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "index.json"
-    replace_text(path, "old\n")
+    write_whole(path, "old\n")
 
     def fail(_handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
-        replace_text(path, "new, and longer\n")
+        write_whole(path, "new, and longer\n")
     assert path.read_text(encoding="utf-8") == "old\n"
     monkeypatch.undo()
-    replace_text(path, "new\n")
+    write_whole(path, "new\n")
     assert path.read_text(encoding="utf-8") == "new\n"
     assert [file.name for file in tmp_path.iterdir()] == ["index.json"]

@@ -11,7 +11,7 @@ import torch
 
 from datasets import auto_workers
 from engine.machine.device import prepare
-from utils import cgroups, cpus
+from utils import cpus
 from utils.config import load_config
 from utils.cpus import cores, cpu_quota
 from utils.distributed.world import ALONE
@@ -40,8 +40,8 @@ def groups(
         else:
             (folder / "cpu.max").write_text("max 100000\n" if quota is None else f"{int(100_000 * quota)} 100000\n")
     (tmp_path / "own").write_text(f"4:memory:/x\n3:cpu,cpuacct:{own}\n" if version == 1 else f"0::{own}\n")
-    monkeypatch.setattr(cgroups, "MOUNTED", tmp_path)
-    monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
+    monkeypatch.setattr(cpus, "MOUNTED", tmp_path)
+    monkeypatch.setattr(cpus, "OWN", tmp_path / "own")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -82,7 +82,7 @@ def test_what_is_no_quota_is_let_be(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for text in ("", "nonsense", "100000", "0 100000", "100000 0"):
         (tmp_path / "pod" / "me" / "cpu.max").write_text(text)
         assert cpu_quota() is None
-    monkeypatch.setattr(cgroups, "OWN", tmp_path / "none")
+    monkeypatch.setattr(cpus, "OWN", tmp_path / "none")
     assert cores() == 16
 
 
@@ -103,3 +103,15 @@ def test_threads_and_workers_follow_the_quota_and_the_log_says_so(
         torch.set_num_threads(before)
     assert caplog.text.count("CPU quota: 4 of the 16 cores seen here may be used (") == 1
     assert str(tmp_path) in caplog.text
+
+
+def test_processors_are_what_linux_says_of_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = tmp_path / "cpuinfo"
+    told.write_text("processor\t: 0\nmodel name\t: A: B\nflags\t\t: fpu bf16\n\nprocessor\t: 1\ncpu MHz\t\t: 99.5\n\n")
+    monkeypatch.setattr(cpus, "PROCESSORS", told)
+    assert cpus.processors() == [
+        {"processor": "0", "model name": "A: B", "flags": "fpu bf16"},
+        {"processor": "1", "cpu MHz": "99.5"},
+    ]
+    monkeypatch.setattr(cpus, "PROCESSORS", tmp_path / "none")
+    assert cpus.processors() == []

@@ -17,6 +17,7 @@ from tools.common.command_line import ToolLine
 from tools.common.progress import progress_bar
 from tools.common.tables import in_columns, in_markdown
 from tools.common.turns import Budget
+from utils.cpus import processors
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.output_file import writing
@@ -167,8 +168,7 @@ def clock_mhz(gpu: str | None) -> float | None:
         if gpu is not None:
             query = ["nvidia-smi", "-i", gpu, "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
             return float(subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout)
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-        speeds = sorted(float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz"))
+        speeds = sorted(float(processor["cpu MHz"]) for processor in processors() if "cpu MHz" in processor)
         return speeds[len(speeds) // 2] if speeds else None
     except (OSError, ValueError, subprocess.SubprocessError):
         return None

@@ -103,25 +103,20 @@ class SimpleNet:
             self._batches.append(Batch(numbers, torch.zeros_like(places), places))
 
     def turn(self, enabled: bool, accumulated: int) -> Figures:
+        from engine.machine.device import wait_for
         from engine.update import train_update
 
         for measured in (False, True):
             parts = self._parts(enabled)
             updates = list(self._windows(accumulated))[: None if measured else WARMUP]
-            self._wait()
+            wait_for(self._device)
             began = time.perf_counter()
             for number, window in enumerate(updates, 1):
                 train_update(parts, window, number)
-            self._wait()
+            wait_for(self._device)
             seconds = time.perf_counter() - began
         reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
         return {"seconds": seconds, "loss": reading.update.loss, "precision": parts.precision.name}
-
-    def _wait(self) -> None:
-        import torch
-
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
 
     def _windows(self, accumulated: int) -> Iterator[Window]:
         import numpy as np

@@ -19,9 +19,9 @@ from tools.common.command_line import Tool, run_tool
 from utils.cli import Flag
 from utils.config import Config
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
+from utils.files import write_whole
 from utils.log import log
 from utils.output_file import writing
-from utils.run_folder import replace_text
 
 if TYPE_CHECKING:
     from datasets.base import Samples
@@ -64,11 +64,11 @@ def _check(argv: list[str]) -> int:
     log.info(report.text(findings))
     if machines is not None:
         with writing(machines, "-json"):
-            replace_text(machines, json.dumps(report.as_json(findings), indent=1) + "\n")
+            write_whole(machines, json.dumps(report.as_json(findings), indent=1) + "\n")
     if out is not None:
         chosen = report.to_exclude(findings, "DUPLICATES" in line.own, "SMALL" in line.own)
         with writing(out, "-out"):
-            replace_text(out, report.exclude_list(chosen, config.DATA))
+            write_whole(out, report.exclude_list(chosen, config.DATA))
         conflicts = len(findings.defects[check_data_find.CONFLICTS]) if "DUPLICATES" in line.own else 0
         if conflicts:
             log.info(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from datasets import TrainLoader, Window
+from engine.machine.device import wait_for
 from engine.machine.memory import is_out_of_memory, peak_memory_gb
 from engine.measure.meters import NEVER
 from engine.setup import ReadyToTrain
@@ -171,14 +172,14 @@ class _Stretches:
             self._close()
 
     def _start(self) -> None:
-        self._wait_for_device()
+        wait_for(self._device)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._loader.take_wait()
         self._began = self._last = time.perf_counter()
 
     def _close(self) -> None:
-        self._wait_for_device()
+        wait_for(self._device)
         now = time.perf_counter()
         self._speeds.append(self._images / (now - self._last))
         self._last, self._images, self._updates = now, 0, 0
@@ -186,7 +187,7 @@ class _Stretches:
     def end(self) -> None:
         if self._updates and not self._speeds:  # time was up before the first stretch was whole
             self._close()
-        self._wait_for_device()
+        wait_for(self._device)
         self._waited = self._loader.take_wait() / max(time.perf_counter() - self._began, 1e-9)
 
     def images_per_second(self) -> float:
@@ -194,7 +195,3 @@ class _Stretches:
 
     def data_wait_percent(self) -> float:
         return 100 * min(self._waited, 1.0)
-
-    def _wait_for_device(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)

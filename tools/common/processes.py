@@ -22,7 +22,7 @@ from datasets import Window
 from engine.amp.op_lists import OpLists
 from engine.compile.choice import choose_compiling
 from engine.compile.compiled import compile_update
-from engine.machine.device import pick_device, prepare
+from engine.machine.device import pick_device, prepare, wait_for
 from engine.machine.environment import enter
 from engine.parallel.fsdp import sharding_of
 from engine.setup import ReadyToTrain, build_for_training, training_data
@@ -55,8 +55,7 @@ class Training:
         return _endless(self.ready)
 
     def wait_for_device(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        wait_for(self.device)
 
     def forget_peak(self) -> None:
         """Let the peak of memory be that of what follows; a CPU's is the process's, and stays."""

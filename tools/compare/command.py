@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 from tools.common.command_line import Tool, run_tool
 from utils.cli import Flag
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
+from utils.files import kind_of_path
 from utils.log import log
-from utils.regular_file import kind_of_path
 from utils.run_folder import git_state, write_json
 
 if TYPE_CHECKING:

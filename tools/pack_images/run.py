@@ -26,10 +26,10 @@ from datasets.shards.layout import MADE_BY, MANIFEST, ShardSet, finish_set
 from datasets.shards.stores import Folder, Found
 from datasets.shards.tar import TarSamples
 from tools.pack_images.shard import RECORDS, Record, Shard, Stopped, Work, make_shard, start_process
-from utils.cache import write_whole
 from utils.config.data import DataConfig
 from utils.cpus import cores
 from utils.errors import TrainingError, UserError
+from utils.files import write_whole
 from utils.log import log
 from utils.seeding import key
 

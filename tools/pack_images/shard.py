@@ -20,9 +20,9 @@ from datasets.base import Samples
 from datasets.damage.retry import failure_of
 from datasets.shards.tar import TarWriter
 from tools.pack_images.encode import Encoder, Packed
-from utils.cache import write_whole
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
+from utils.files import write_whole
 
 PR_SET_PDEATHSIG = 1
 RECORDS = ".packing"

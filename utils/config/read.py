@@ -17,7 +17,7 @@ import yaml
 from utils.config.fields import is_no_value
 from utils.config.keys import MLP_WIDTH, canonical, sections, settings, suggest, takes_text
 from utils.errors import UserError
-from utils.regular_file import only_regular
+from utils.files import only_regular
 
 PLAIN_TAGS = {"null", "bool", "int", "float", "str", "timestamp", "seq", "map", "value", "python/tuple"}
 

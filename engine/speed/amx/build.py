@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from utils.cache import DEFAULT, only_one
+from utils.cpus import first_processor
 from utils.errors import UserError
 from utils.log import log
 
@@ -87,11 +88,7 @@ def _warn() -> None:
 
 @cache
 def _features() -> frozenset[str]:
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            return frozenset(next((line for line in file if line.startswith("flags")), "").split())
-    except OSError:
-        return frozenset()
+    return frozenset(first_processor().get("flags", "").split())
 
 
 def _flags() -> tuple[str, ...]:

@@ -24,8 +24,8 @@ from tests.program import ROOT, Result, save_image
 from tools.predict.find import paths_of
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.files import NotRegular, only_regular, read_regular
 from utils.log import log
-from utils.regular_file import NotRegular, only_regular, read_regular
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 SECONDS = 60

@@ -23,7 +23,7 @@ from engine.machine import memory
 from engine.machine.memory import GIB, LiveMemory, free_memory, limited
 from tests.engine.small import CPU
 from tests.program import Result, metrics
-from utils import cgroups
+from utils import cpus
 from utils.config import Config, load_config
 from utils.distributed.world import ALONE, World
 from utils.errors import UserError
@@ -291,8 +291,8 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     groups.write_text("5:cpu:/x\n4:memory:/jobs/mine\n" if version == 1 else "0::/jobs/mine\n")
     meminfo.write_text("MemTotal:  33554432 kB\nMemAvailable:  16777216 kB\n")
     monkeypatch.setattr(memory, "MEMINFO", meminfo)
-    monkeypatch.setattr(cgroups, "MOUNTED", tmp_path)
-    monkeypatch.setattr(cgroups, "OWN", groups)
+    monkeypatch.setattr(cpus, "MOUNTED", tmp_path)
+    monkeypatch.setattr(cpus, "OWN", groups)
     assert free_memory(CPU, 1) == 2 * GIB, "3 GiB, of which 2 are in use, 1 by files that can be read again"
     assert free_memory(CPU, 2) == GIB
     groups.write_text("")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from datasets import Batch
-from engine.machine.device import pick_device
+from engine.machine.device import pick_device, wait_for
 from engine.machine.memory import is_out_of_memory, peak_memory_gb
 from tools.benchmark_amp.against_timm.loops import loop_of
 from tools.benchmark_amp.against_timm.start import OURS, Loop, Way
@@ -106,7 +106,7 @@ class _Course:
     def begin(self) -> None:
         self.losses = [self._loop.train_one(batch) for batch in self._next(COMPARED)]
         self._loop.train(self._next(max(0, warmup_updates(self._job.updates) - COMPARED)))
-        self._wait()
+        wait_for(self._device)
         self._make_room()
 
     def _next(self, count: int) -> list[Batch]:
@@ -119,18 +119,14 @@ class _Course:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _wait(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-
     def turn(self) -> Figures:
         updates, batches = self._job.updates, self._next(self._job.updates)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._wait()
+        wait_for(self._device)
         began, on_cpu = time.perf_counter(), time.process_time()
         self._loop.train(batches)
-        self._wait()
+        wait_for(self._device)
         seconds, on_cpu = time.perf_counter() - began, time.process_time() - on_cpu
         figures = {
             "seconds": seconds,

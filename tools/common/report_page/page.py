@@ -23,9 +23,9 @@ from tools.common.report_page.charts import (
     side_by_side,
 )
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, read_runs, summary
+from utils.files import write_whole
 from utils.log import log
 from utils.output_file import check_output_file, writing
-from utils.run_folder import replace_text
 
 TEMPLATE = "page.html"
 IN_TILES = ("best top-1", "precision", "images/s", "peak memory", "training time", "updates skipped")
@@ -65,7 +65,7 @@ def write_report(
     # Names of files may be bytes that are no text: they are shown as far as they are.
     text = _page(read, verdict, seen).encode(errors="surrogateescape").decode(errors="replace")
     with writing(out, "-out"):
-        replace_text(out, text)
+        write_whole(out, text)
     return out
 
 

@@ -1,7 +1,11 @@
-"""Opening files that others name. A pipe nobody writes to, or a device without an end, would be read for ever."""
+"""Reading files that others name, and writing files so that nobody finds half of one.
+
+A pipe that nobody writes to, or a device without an end, would be read for ever.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -66,6 +70,23 @@ def kind_of_path(path: Path) -> str | None:
         return _kind(path.stat().st_mode)
     except OSError:
         return None
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader finds the old content or the new one, never half of it. Raises OSError."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(part, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
 
 
 def _refusal(path: str | os.PathLike[str], mode: int) -> OSError:

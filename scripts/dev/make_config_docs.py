@@ -22,6 +22,8 @@ from utils.config.write import one_line  # noqa: E402
 INTRODUCTION = """\
 # Settings
 
+[All pages](README.md)
+
 <!-- Made by scripts/dev/make_config_docs.py from schema.py, data.py and model.py in utils/config; change those and run
 the script. -->
 
@@ -43,6 +45,10 @@ are errors, all reported at once.
 They load as they are: `None`, `(0.9, 0.999)` and `1e-6` mean what they say, `AMP: true` is `AMP.ENABLED: true`, and
 the older nesting `MODEL.TRANS.PATCH_SIZE` is read as `MODEL.PATCH_SIZE`. These older names are understood too:
 
+"""
+
+NEXT = """
+Next: [recipes.md](recipes.md), the YAML files in `configs/`; [models.md](models.md), which model a config builds.\
 """
 
 FAMILY = """
@@ -90,7 +96,7 @@ def reference() -> str:
             "| --- | --- | --- | --- |",
         ]
         lines += [_row(key) for key in settings() if key.rpartition(".")[0] == section]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, NEXT]) + "\n"
 
 
 def _families() -> list[str]:

@@ -165,6 +165,16 @@ def test_index_links_every_page() -> None:
     assert "(docs/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+GUIDES = [p for p in PAGES if p.parent in (ROOT / "docs", ROOT / "docs" / "recipes") and p.name != "README.md"]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_links_to_the_index_and_to_a_next_page(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert any("README.md)" in line for line in text.splitlines()[:5])
+    assert text.strip().split("\n\n")[-1].startswith("Next: [")
+
+
 def messages() -> set[str]:
     """Every text in the program, with … where something is put in."""
     found = set()

@@ -22,7 +22,7 @@ def check_output_file(path: Path, flag: str, fresh: bool = False) -> Path:
     path = path.expanduser()
     where, kind, folder = f"{flag} {path}".lstrip(), kind_of_path(path), kind_of_path(path.absolute().parent)
     if fresh and kind is not None:
-        raise UserError(f"{where}: this is there already, and it is not overwritten; name another.")
+        raise UserError(f"{where}: this is there already; name another, or give -overwrite to replace it.")
     if kind not in (None, "a file"):
         raise UserError(f"{where}: is {kind}; name a file.")
     if folder != "a folder":

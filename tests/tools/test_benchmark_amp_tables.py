@@ -33,7 +33,7 @@ def measured(
     monkeypatch.setattr("engine.measure.mfu.measured_tflops", lambda *_: 0.05)
 
     def call(table: str, *words: object) -> tuple[Found, str]:
-        files = ["-json", tmp_path / "t.json", "-out", tmp_path / "t.png"]
+        files = ["-json", tmp_path / "t.json", "-plot", tmp_path / "t.png"]
         assert main([str(word) for word in (table, "-cfg", tiny, *words, *files)]) == 0
         with Image.open(tmp_path / "t.png") as picture:
             assert picture.format == "PNG"

@@ -112,7 +112,7 @@ def test_the_table_of_two_precisions_in_a_process_of_its_own(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     path, picture = tmp_path / "timm.json", tmp_path / "timm.png"
-    flags = ("-updates", 2, "-rounds", 2, "-precisions", "bf16,fp32", "-json", path, "-out", picture)
+    flags = ("-updates", 2, "-rounds", 2, "-precisions", "bf16,fp32", "-json", path, "-plot", picture)
     done = vitamp("timm", "-cfg", tiny, *flags, script="scripts/benchmark_amp.py", timeout=280)
     assert done.code == EXIT_DONE, done.text
     check_table(path, done.out, ("fp32", "bf16"), 2)

@@ -39,8 +39,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str
     from tests.program import run_program
 
     root = tmp_path_factory.mktemp("measured")
-    words = ["-made", 24, "-images", 16, "-rounds", 2, "-workers", "0,1", "-appetite", 5, "-image_size", 64]
-    files = ["-json", root / "speed.json", "-out", root / "speed.png"]
+    words = ["-made", 24, "-images", 16, "-rounds", 2, "-num_workers", "0,1", "-appetite", 5, "-image_size", 64]
+    files = ["-json", root / "speed.json", "-plot", root / "speed.png"]
     done = run_program(
         *words,
         *files,
@@ -112,12 +112,12 @@ def test_the_users_own_images_are_measured(imagenet: Path, tmp_path: Path, vitam
     [
         (["-size", "huge"], ["-size huge", "small or large"]),
         (["-rounds", "0"], ["-rounds 0", "from 1"]),
-        (["-workers", "0,x"], ["-workers 0,x", "0,1,4"]),
+        (["-num_workers", "0,x"], ["-num_workers 0,x", "0,1,4"]),
         (["-parts", "train,vall"], ["'vall'", "Did you mean val"]),
         (["-appetite", "much"], ["-appetite much", "above 0"]),
         (["-budget_min", "-1"], ["-budget_min", "above 0"]),
         (["-json", "speed.txt"], ["-json speed.txt", "speed.json"]),
-        (["-out", "nowhere/speed.png"], ["-out nowhere/speed.png", "nowhere does not exist"]),
+        (["-plot", "nowhere/speed.png"], ["-plot nowhere/speed.png", "nowhere does not exist"]),
         (["-made", "5", "-data_path", "here"], ["-made", "here", "Give one"]),
         (["-dataset", "digits"], ["digits", "lie in memory"]),
         (["-dataset", "imagefolder", "-data_path", "/nowhere"], ["/nowhere", "does not exist"]),

@@ -126,7 +126,7 @@ def test_each_planted_defect_is_found_and_nothing_else(check: Check, tree: Path,
         *kinds,
         *("train/ant/copy.jpg", "train/bee/4.jpg", "train/ant/6.jpg", "train/bee/wrong.jpg"),
     }
-    done, _ = check(tree, f"DATA.EXCLUDE={listed}", "-out", listed, "-exclude_small")
+    done, _ = check(tree, f"DATA.EXCLUDE={listed}", "-out", listed, "-overwrite", "-exclude_small")
     assert done.code == 0, done.text
     assert len(listed.read_text().splitlines()) == 2 + len(kinds) + 5, "what it named before stays"
 

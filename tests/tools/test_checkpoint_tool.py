@@ -164,7 +164,7 @@ def test_what_cannot_be_done_is_said(tool: Callable[..., Result], run: Path, tmp
         (("strip", run), "-out"),
         (("strip", run, "-out", tmp_path / "x.pth"), "name it x.safetensors"),
         (("strip", run, "-out", tmp_path / "no" / "x.safetensors"), "does not exist"),
-        (("strip", run, "-out", tmp_path / "there.safetensors"), "not overwritten"),
+        (("strip", run, "-out", tmp_path / "there.safetensors"), "this is there already"),
         (("strip", damaged / NAMES[0], *out), f"{MODEL} is missing"),
         (("strip", other, "-weights", "ema", *out), "no moving average"),
         (("average", run, *out), "give -last K"),

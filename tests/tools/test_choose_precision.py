@@ -191,7 +191,7 @@ def test_a_report_is_not_overwritten(vitamp: Callable[..., Result], tiny: Path, 
     (tmp_path / REPORT).write_text("mine", encoding="utf-8")
     result = choose(vitamp, "-cfg", tiny, "-output", tmp_path)
     assert result.code == 2, result.text
-    assert "already lies there" in result.err
+    assert "is there already" in result.err
     assert (tmp_path / REPORT).read_text(encoding="utf-8") == "mine"
 
 

@@ -64,7 +64,7 @@ def compare(tiny: Path, tmp_path: Path) -> Call:
 
     def call(*words: object) -> int:
         small = ("TRAIN.MAX_UPDATES=6", "REPORT_FREQ=2", "DATA.BATCH_SIZE_EVAL=360")
-        return main(["-cfg", str(tiny), "-out", str(tmp_path / "out"), *map(str, words), *small])
+        return main(["-cfg", str(tiny), "-output", str(tmp_path / "out"), *map(str, words), *small])
 
     return call
 
@@ -237,7 +237,7 @@ def test_ngpus_means_what_it_means_to_the_program(
         (["-seeds", "1,1"], "the same seed twice"),
         (["-amp"], "AMP.ENABLED (-amp) cannot be given; the modes are compared"),
         (["SEED=3"], "SEED (on the command line) cannot be given; the seeds are given by -seeds"),
-        (["-output", "x"], "OUTPUT (-output) cannot be given; -out DIR"),
+        (["OUTPUT=x"], "OUTPUT (on the command line) cannot be given; -output DIR"),
         (["-resume", "x"], "compare.py has no MODEL.RESUME"),
         (["TRAIN.OPTIMIZER.NAME=Adamm"], "Adamm"),
         (["-batch_size", "auto"], "give a tool a number"),

@@ -135,7 +135,7 @@ def test_a_certain_model_and_a_broken_one() -> None:
 
 
 def test_on_the_runs_own_data(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
-    files = ("-out", tmp_path / "eval.json", "-confusion", tmp_path / "matrix.csv")
+    files = ("-json", tmp_path / "eval.json", "-confusion", tmp_path / "matrix.csv")
     done = say(digits_run, "-weights", "both", *files)
     assert done.code == 0, done.err
     validated = metrics(digits_run, "val")[-1]
@@ -163,7 +163,7 @@ def test_it_is_what_eval_says(
     validated = vitamp("-eval", "-resume", digits_run, "-output", tmp_path / "eval", *words)
     assert validated.code == 0, validated.text
     (wanted,) = metrics(tmp_path / "eval", "val")
-    done = say(digits_run, "-weights", "both", "-out", tmp_path / "eval.json", *words)
+    done = say(digits_run, "-weights", "both", "-json", tmp_path / "eval.json", *words)
     assert done.code == 0, done.err
     told = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
     assert told["precision"] == "fp32"
@@ -196,7 +196,9 @@ def test_classes_of_other_data_are_matched_by_name(
 ) -> None:
     """Folders 3, 4 and 8 are the labels 0, 1 and 2 of that data set, and the model's 3, 4 and 8."""
     root = tree({3: "3", 4: "4", 8: "8"})
-    done = say(digits_run, *OTHER, "-data_path", root, "-out", tmp_path / "eval.json", "-confusion", tmp_path / "m.png")
+    done = say(
+        digits_run, *OTHER, "-data_path", root, "-json", tmp_path / "eval.json", "-confusion", tmp_path / "m.png"
+    )
     assert done.code == 0, done.err
     found = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))["figures"]["model"]
     own = validation_predictions(load_trained(digits_run), workers=0)
@@ -231,7 +233,7 @@ def test_the_training_part_without_augmentation(
     say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path
 ) -> None:
     words = ("-part", "train", "DATA.SHIFT=0.5", "DATA.ROTATE=180")
-    twice = [say(digits_run, *words, "-out", tmp_path / f"{n}.json") for n in range(2)]
+    twice = [say(digits_run, *words, "-json", tmp_path / f"{n}.json") for n in range(2)]
     assert [done.code for done in twice] == [0, 0], twice[0].err
     assert "digits, training: 1437 images" in twice[0].out
     plain = say(digits_run, "-part", "train")
@@ -242,7 +244,7 @@ def test_stripped_weights_take_data_from_the_command_line(
     say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path
 ) -> None:
     assert checkpoint.main(["strip", str(digits_run), "-out", str(tmp_path / "w.safetensors")]) == 0
-    done = say(tmp_path / "w.safetensors", "-out", tmp_path / "eval.json")
+    done = say(tmp_path / "w.safetensors", "-json", tmp_path / "eval.json")
     assert done.code == 0, done.err
     told = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
     assert told["figures"]["model"]["acc1"] == metrics(digits_run, "val")[-1]["acc1"]
@@ -261,13 +263,13 @@ def test_an_image_that_cannot_be_read(
 
 def test_what_cannot_be_done_is_said(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
     for words, said in (
-        ((), "the model comes first"),
+        ((), "required: RUN_OR_CHECKPOINT"),
         (("-weights", "ema", digits_run), "what is"),
         ((tmp_path / "none",), "no such file or folder"),
         ((digits_run, "-weights", "best"), "takes auto, model, ema or both"),
         ((digits_run, "-part", "test"), "takes val or train"),
         ((digits_run, "-bins", "0"), "-bins 0: takes a whole number from 1 to 1000"),
-        ((digits_run, "-out", tmp_path / "x.txt"), "name a file that ends in .json"),
+        ((digits_run, "-json", tmp_path / "x.txt"), "name a file that ends in .json"),
         ((digits_run, "-confusion", tmp_path / "no" / "x.png"), "does not exist"),
         ((digits_run, "-cfg", "x.yaml"), "the settings are those of the run"),
         ((digits_run, "-pretrained", "x.pth"), "the model is the one named first"),
@@ -301,7 +303,7 @@ def test_a_disk_that_refuses_the_figures(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(evaluate, "write_json", refuse)
-    done = say(digits_run, "-out", tmp_path / "eval.json")
+    done = say(digits_run, "-json", tmp_path / "eval.json")
     assert done.code == 2
     assert f"-out {tmp_path / 'eval.json'}: cannot be written (No space left on device)" in done.err
     assert "top-1" in done.out, "what was found is not lost"

@@ -40,7 +40,7 @@ def test_predict_and_evaluate_take_an_export(
     assert done.code == 0, done.text
     assert str(digits_run) not in str(read_header(out)), "it tells nothing of the machine"
     best = metrics(digits_run, "val")[-1]
-    found = vitamp(out, "-out", tmp_path / "eval.json", script="scripts/evaluate.py")
+    found = vitamp(out, "-json", tmp_path / "eval.json", script="scripts/evaluate.py")
     assert found.code == 0, found.text
     assert f"vit.safetensors, EMA weights, top-1 {best['ema_acc1']:.2f} %" in found.out
     acc1 = json.loads((tmp_path / "eval.json").read_text())["figures"]["ema"]["acc1"]

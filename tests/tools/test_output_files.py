@@ -22,14 +22,14 @@ TOOLS = {
     "check_data -json": ("-dataset", "imagefolder", "-data_path", "{tree}", "-num_classes", "1", "-json", "{out}.json"),
     "show_batch": ("-cfg", "configs/vit_digits.yaml", "-out", "{out}.png"),
     "predict": ("{run}", "{tree}", "-out", "{out}.csv"),
-    "evaluate": ("{run}", "-out", "{out}.json"),
+    "evaluate": ("{run}", "-json", "{out}.json"),
     "evaluate -confusion": ("{run}", "-confusion", "{out}.csv"),
     "export": ("{run}", "-to", "torch", "-out", "{out}.pt2"),
     "checkpoint": ("strip", "{run}", "-out", "{out}.safetensors"),
     "report": ("{run}", "-out", "{out}.html"),
     "import_paddle": ("{tree}/w.pdparams", "-out", "{out}.safetensors"),
     "benchmark_amp": ("amp", "-cfg", "configs/vit_digits.yaml", "-json", "{out}.json"),
-    "benchmark_data": ("-out", "{out}.png"),
+    "benchmark_data": ("-plot", "{out}.png"),
 }
 
 
@@ -78,6 +78,31 @@ def test_what_cannot_be_written_is_told_before_the_work(
         assert said in done.err
         assert "Traceback" not in done.text
         assert done.out == "", "nothing was looked at yet"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_file_that_exists_is_refused_before_the_work(
+    tool: str, tree: Path, digits_run: Path, tmp_path: Path, vitamp: Callable[..., Result]
+) -> None:
+    words = [word.format(out=tmp_path / "old", tree=tree, run=digits_run) for word in TOOLS[tool]]
+    (old,) = (Path(word) for word in words if word.startswith(str(tmp_path)))
+    old.write_text("mine")
+    done = vitamp(*words, script=f"scripts/{tool.split()[0]}.py")
+    assert done.code == 2, done.text
+    assert "this is there already" in done.err
+    assert "-overwrite" in done.err
+    assert old.read_text() == "mine"
+
+
+def test_overwrite_replaces_it_and_a_former_flag_names_todays(
+    digits_run: Path, tmp_path: Path, vitamp: Callable[..., Result]
+) -> None:
+    (tmp_path / "old.json").write_text("mine")
+    words = (digits_run, "-device", "cpu", "-out", tmp_path / "old.json")
+    done = vitamp(*words, "-overwrite", script="scripts/evaluate.py")
+    assert done.code == 0, done.text
+    assert done.text.count("-out is now called -json") == 1
+    assert "figures" in (tmp_path / "old.json").read_text()
 
 
 def test_kinds_of_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_raw_pixels_need_no_decoding(source: Path, tmp_path: Path, pack: Pack) -
 
 def test_packing_twice_gives_the_same_bytes(source: Path, tmp_path: Path, pack: Pack) -> None:
     for name, jobs in (("one", 1), ("two", 3)):
-        assert pack(source, tmp_path / name, "-short_side", 48, "-shard_images", 4, "-jobs", jobs) == 0
+        assert pack(source, tmp_path / name, "-short_side", 48, "-shard_images", 4, "-num_workers", jobs) == 0
     assert all_bytes(tmp_path / "one") == all_bytes(tmp_path / "two")
     before = all_bytes(tmp_path / "one")
     assert pack(source, tmp_path / "one", "-short_side", 48, "-shard_images", 4) == 0
@@ -136,7 +136,9 @@ def _become(words: list[str], out: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_packing_goes_on_where_it_was(many: Path, tmp_path: Path, pack: Pack, how: signal.Signals) -> None:
-    words = [str(word) for word in (many, tmp_path / "packed", "-short_side", 200, "-shard_images", 10, "-jobs", 2)]
+    words = [
+        str(word) for word in (many, tmp_path / "packed", "-short_side", 200, "-shard_images", 10, "-num_workers", 2)
+    ]
     process = multiprocessing.get_context("fork").Process(target=_become, args=(words, tmp_path / "out"))
     process.start()
     deadline = time.monotonic() + 60
@@ -170,7 +172,7 @@ def test_a_full_disk_ends_with_a_message_and_room_lets_it_go_on(
     if mount.returncode:
         pytest.skip("only root may make a small disk")
     try:
-        words = (many, disk / "packed", "-raw", "-short_side", 60, "-shard_images", 10, "-jobs", 2)
+        words = (many, disk / "packed", "-raw", "-short_side", 60, "-shard_images", 10, "-num_workers", 2)
         assert pack(*words) == 1
         said = capsys.readouterr().err
         assert f"No room is left for {disk}/packed/train/" in said

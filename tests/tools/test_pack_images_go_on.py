@@ -28,7 +28,7 @@ def test_storage_that_fails_leaves_no_image_out(
 ) -> None:
     monkeypatch.setattr(retry, "PAUSES", (0.01,))
     lost = source / "train" / "a" / "0.jpg"
-    words = (source, tmp_path / "packed", "-keep", "-shard_images", 4, "-jobs", 1, "DATA.MAX_BAD=5")
+    words = (source, tmp_path / "packed", "-keep", "-shard_images", 4, "-num_workers", 1, "DATA.MAX_BAD=5")
 
     def read(samples: FileSamples, index: int) -> bytes:
         if samples.name(index) == str(lost):

@@ -16,7 +16,7 @@ from pathlib import Path
 from tools.benchmark_amp.frame import FORMER_NAMES, Found, Table
 from tools.benchmark_amp.measure import draw_table, lines, plan_and_measure
 from tools.benchmark_amp.tables import TABLES
-from tools.common.command_line import Tool, first_word, run_tool
+from tools.common.command_line import OVERWRITE, Tool, first_word, run_tool
 from tools.common.turns import Budget
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
 from utils.flags import Flag
@@ -25,13 +25,14 @@ from utils.log import log
 OWN = (
     Flag("budget_min", "minutes in all; the same call goes on from its -json (default 10)", "M", ("BUDGET_MIN",)),
     Flag("json", "keep every turn here, with device, versions and command", "FILE", ("JSON",)),
-    Flag("out", "draw it", "FILE.png", ("OUT",)),
+    Flag("plot", "draw it", "FILE.png", ("PLOT",), old=("out",)),
+    OVERWRITE,
 )
 NAME = "benchmark_amp.py"
 COMMANDS = {name: Tool(NAME, table.about, (*table.flags, *OWN), command=name) for name, table in TABLES.items()}
 LOOP = (
     "for table in amp precisions scaling timm; do "
-    "python scripts/benchmark_amp.py $table -json $table.json -out $table.png -budget_min 9; done"
+    "python scripts/benchmark_amp.py $table -json $table.json -plot $table.png -budget_min 9; done"
 )
 
 
@@ -42,11 +43,13 @@ def main(argv: list[str]) -> int:
 def _benchmark(argv: list[str]) -> int:
     name = _table(argv)
     table, line = TABLES[name], COMMANDS[name].read(argv[1:])
-    json_file = line.file("JSON", ".json") if "JSON" in line.own else None
-    picture = line.file("OUT", ".png") if "OUT" in line.own else None
+    json_file = line.file("JSON", ".json", fresh=False) if "JSON" in line.own else None
+    # The call that goes on from a file draws its picture anew.
+    again = json_file is not None and json_file.exists()
+    picture = line.file("PLOT", ".png", fresh=not again) if "PLOT" in line.own else None
     budget = Budget(60 * line.above_zero("BUDGET_MIN", 10))
     try:
-        found = plan_and_measure(table, line, argv[1:], budget, json_file)
+        found = plan_and_measure(table, line, argv[1:], budget, json_file, anew=bool(line.asked.overwrite))
     except KeyboardInterrupt:
         if json_file is None or not json_file.exists():
             raise

@@ -23,14 +23,14 @@ from utils.log import log
 from utils.output_file import writing
 from utils.run_folder import git_state, versions, write_json
 
-NOT_OF_THE_MEASUREMENT = ("-budget_min", "-json", "-out")
+NOT_OF_THE_MEASUREMENT = ("-budget_min", "-json", "-plot", "-out")
 """Flags that may differ between a call and the one that goes on from its file."""
 
 
 class Notebook:
     """All turns so far, written down after each where there is a file."""
 
-    def __init__(self, table: str, plan: Plan, path: Path | None, words: Sequence[str]) -> None:
+    def __init__(self, table: str, plan: Plan, path: Path | None, words: Sequence[str], anew: bool) -> None:
         self._path = path
         self.found: Found = {
             "table": table,
@@ -48,7 +48,7 @@ class Notebook:
             "cut": False,
             "turns": {contender.name: [] for contender in plan.contenders},
         }
-        if path is not None and (before := kept(path)) is not None:
+        if path is not None and not anew and (before := kept(path)) is not None:
             self._go_on(path, before)
 
     def _go_on(self, path: Path, before: Found) -> None:
@@ -57,7 +57,7 @@ class Notebook:
                 what = _difference(key, before.get(key), self.found[key])
                 raise UserError(
                     f"-json {path}: it holds another measurement, {what}. "
-                    "Give the same flags to go on with it, name another file, or remove this one."
+                    "Give the same flags to go on with it, name another file, or replace it by -overwrite."
                 )
         for name in self.found["turns"]:
             self.found["turns"][name] = before["turns"].get(name, [])
@@ -87,21 +87,28 @@ def kept(path: Path) -> Found | None:
             return with_todays_name(found)
     except (OSError, ValueError, TypeError):
         pass
-    raise UserError(f"{path}: this file is there and was not written by benchmark_amp.py; name another, or remove it.")
+    raise UserError(
+        f"{path}: this is there already, and was not written by benchmark_amp.py; "
+        "name another, or give -overwrite to replace it."
+    )
 
 
-def plan_and_measure(table: Table, line: ToolLine, words: Sequence[str], budget: Budget, path: Path | None) -> Found:
-    """`words`: what `line` was read from."""
-    return measure(table, table.plan(line), budget, path, [table.name, *words])
+def plan_and_measure(
+    table: Table, line: ToolLine, words: Sequence[str], budget: Budget, path: Path | None, anew: bool = False
+) -> Found:
+    """`words`: what `line` was read from. `anew`: take no turn from the file, but replace it."""
+    return measure(table, table.plan(line), budget, path, [table.name, *words], anew)
 
 
-def measure(table: Table, plan: Plan, budget: Budget, path: Path | None, words: Sequence[str] = ()) -> Found:
+def measure(
+    table: Table, plan: Plan, budget: Budget, path: Path | None, words: Sequence[str] = (), anew: bool = False
+) -> Found:
     """All rounds of the plan, as far as the time allows; what a file holds already is not measured again.
 
     `words`: of the command line.
     """
     try:
-        notebook = Notebook(table.name, plan, path, words)
+        notebook = Notebook(table.name, plan, path, words, anew)
         log.info("%s: %s on %s", table.name, ", ".join(contender.name for contender in plan.contenders), plan.device)
         for line in [*plan.remarks, *failures(notebook.found)]:
             log.info("%s", line)
@@ -154,6 +161,8 @@ def command_line(words: Sequence[str]) -> str:
     while rest:
         word = rest.pop(0)
         flag, _, value = word.replace("--", "-", 1).partition("=")
+        if flag == "-overwrite":
+            continue
         if flag in NOT_OF_THE_MEASUREMENT:
             if not value and rest:
                 rest.pop(0)

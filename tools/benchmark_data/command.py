@@ -1,7 +1,7 @@
 """How fast do images reach the model, and is that fast enough? Measured beside timm and torchvision, in turns.
 
     python scripts/benchmark_data.py -data_path /data/imagenet -appetite 2500
-    python scripts/benchmark_data.py -dataset imagefolder -data_path /data/flowers -workers 0,4,16 -json speed.json
+    python scripts/benchmark_data.py -dataset imagefolder -data_path /data/flowers -num_workers 0,4,16 -json speed.json
     python scripts/benchmark_data.py -made 1500 -size small        # no data at hand: on JPEGs that it makes
 
 Per core: images a second of one core's time, from the stored file to uint8 pixels of the size the model takes, by
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.common.command_line import Tool, ToolLine, run_tool
+from tools.common.command_line import OVERWRITE, Tool, ToolLine, run_tool
 from utils.cli import Flag
 from utils.config import Loaded
 from utils.cpus import cores
@@ -35,12 +35,18 @@ OWN = (
     Flag("size", f"of those: {' or '.join(f'{n} ({a})' for n, a in SIZES.items())}", "NAME", ("SIZE",)),
     Flag("rounds", "how often everything has its turn (default 5)", "N", ("ROUNDS",)),
     Flag("images", "images of each turn (default 500)", "N", ("IMAGES",)),
-    Flag("workers", "loading processes, such as 0,1,4 (default: powers of two up to the cores)", "A,B", ("WORKERS",)),
+    Flag(
+        "num_workers",
+        "loading processes, such as 0,1,4 (default: powers of two up to the cores)", "A,B",
+        ("WORKERS",),
+        old=("workers",),
+    ),
     Flag("parts", f"what to measure (default {','.join(PARTS)})", "A,B", ("PARTS",)),
     Flag("appetite", "images a second the model could take", "N", ("APPETITE",)),
     Flag("budget_min", "minutes in all; ends in time with what it has (default 10)", "M", ("BUDGET_MIN",)),
     Flag("json", "write all figures, with machine, versions and command", "FILE", ("JSON",)),
-    Flag("out", "draw them", "FILE.png", ("OUT",)),
+    Flag("plot", "draw them", "FILE.png", ("PLOT",), old=("out",)),
+    OVERWRITE,
 )  # fmt: skip
 TOOL = Tool("benchmark_data.py", __doc__, OWN)
 
@@ -56,7 +62,7 @@ class Wishes:
     appetite: float | None
     seconds: float
     json: Path | None
-    out: Path | None
+    plot: Path | None
 
 
 def main(argv: list[str]) -> int:
@@ -85,11 +91,11 @@ def _benchmark(argv: list[str]) -> int:
         config = on_made_images(config, wishes.made or MADE, wishes.size)
     found = Benchmark(config, plan, device).run()
     report(found, wishes.appetite, wishes.json)
-    if wishes.out is not None:
+    if wishes.plot is not None:
         from tools.benchmark_data.picture import draw
 
-        draw(wishes.out, found, wishes.appetite)
-        log.info("the picture: %s", wishes.out)
+        draw(wishes.plot, found, wishes.appetite)
+        log.info("the picture: %s", wishes.plot)
     return EXIT_DONE
 
 
@@ -107,7 +113,7 @@ def _wishes(line: ToolLine) -> Wishes:
         appetite=line.above_zero("APPETITE", 1000) if "APPETITE" in line.own else None,
         seconds=60 * line.above_zero("BUDGET_MIN", 10),
         json=line.file("JSON", ".json") if "JSON" in line.own else None,
-        out=line.file("OUT", ".png") if "OUT" in line.own else None,
+        plot=line.file("PLOT", ".png") if "PLOT" in line.own else None,
     )
 
 
@@ -121,7 +127,7 @@ def _workers(line: ToolLine) -> tuple[int, ...]:
         return (0, *(2**n for n in range(cores().bit_length())))
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
-        raise UserError(f"-workers {text}: takes whole numbers with commas between them, such as 0,1,4.")
+        raise UserError(f"-num_workers {text}: takes whole numbers with commas between them, such as 0,1,4.")
     return tuple(sorted({int(word) for word in words}))
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from tools.common.command_line import Tool, run_tool
+from tools.common.command_line import OVERWRITE, Tool, run_tool
 from utils.cli import Flag
 from utils.config import Config
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
@@ -36,6 +36,7 @@ OWN = (
     ),
     Flag("exclude_small", "let it name images smaller than IMAGE_SIZE too", keys=("SMALL",)),
     Flag("json", "write all that was found for machines", "FILE", ("JSON",)),
+    OVERWRITE,
 )
 TOOL = Tool("check_data.py", __doc__, OWN)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.common.command_line import WEIGHTS, Tool, first_word, run_tool
+from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, first_word, run_tool
 from utils.errors import UserError
 from utils.flags import Flag, Place, whole
 from utils.output_file import check_output_file
@@ -26,15 +26,15 @@ from utils.output_file import check_output_file
 NAME = "checkpoint.py"
 ONE = Place("path", "RUN_OR_CHECKPOINT", "a run's folder, one of its checkpoints, or a file in one", kind=Path)
 MANY = Place("path", "RUN_OR_CHECKPOINT", ONE.about, "+", Path)
-OUT = Flag("out", "the file to write; one that exists is refused", "FILE.safetensors", kind=Path, required=True)
+OUT = Flag("out", "the file to write", "FILE.safetensors", kind=Path, required=True)
 LAST = Flag("last", "the last K checkpoints of a run", "K", kind=whole(1))
 COMMANDS = {
     tool.command: tool
     for tool in (
         Tool(NAME, "the checkpoints of a run", (), (ONE,), False, "list"),
         Tool(NAME, "read every byte and compare hashes", (), (MANY,), False, "verify"),
-        Tool(NAME, "uniform average of weights", (OUT, LAST, WEIGHTS), (MANY,), False, "average"),
-        Tool(NAME, "weights alone, for others to use", (OUT, WEIGHTS), (ONE,), False, "strip"),
+        Tool(NAME, "uniform average of weights", (OUT, OVERWRITE, LAST, WEIGHTS), (MANY,), False, "average"),
+        Tool(NAME, "weights alone, for others to use", (OUT, OVERWRITE, WEIGHTS), (ONE,), False, "strip"),
     )
 }
 
@@ -47,7 +47,7 @@ def _work(argv: list[str]) -> int:
     command = first_word(argv, NAME, __doc__, {name: tool.about or "" for name, tool in COMMANDS.items()}, "command")
     asked = COMMANDS[command].read(argv[1:]).asked
     if "out" in asked:
-        _check_out(asked.out)
+        _check_out(asked.out, asked.overwrite)
 
     # Only now, with the command known to be right: importing torch takes seconds.
     from tools.checkpoint import files
@@ -66,7 +66,7 @@ def _work(argv: list[str]) -> int:
     return checkpoint_weights.average(asked.path, asked.last, asked.out, asked.weights)
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix != ".safetensors":
         raise UserError(f"-out {out}: the file is one of safetensors; name it {out.stem or 'weights'}.safetensors.")
-    check_output_file(out, "-out", fresh=True)
+    check_output_file(out, "-out", fresh=not overwrite)

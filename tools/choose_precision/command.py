@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.common.command_line import Tool, ToolLine, about_one_device, check_one_training, run_tool
+from tools.common.command_line import OVERWRITE, Tool, ToolLine, about_one_device, check_one_training, run_tool
 from utils.cli import Flag
 from utils.config import Loaded
 from utils.distributed.world import ALONE
@@ -32,6 +32,7 @@ OWN = (
     Flag(
         "modes", "what to compare with fp32: tf32 fp16 bf16 O2-fp16 ... (default: what makes sense)", "A,B", ("MODES",)
     ),
+    OVERWRITE,
 )
 NAME, FORMER_NAME = "choose_precision", "doctor"
 TOOL = Tool(f"{NAME}.py", __doc__, OWN)
@@ -56,7 +57,7 @@ def _examine(argv: list[str], name: str) -> int:
     line = TOOL.read(argv)
     wishes = _wishes(line)
     loaded = line.load()
-    _check(loaded, name)
+    _check(loaded, name, bool(line.asked.overwrite))
 
     # Only now, with everything known to be right: importing torch takes seconds.
     from engine.machine.device import pick_device
@@ -104,8 +105,10 @@ def _number(line: ToolLine, key: str, default: Any, kind: type) -> Any:
         raise UserError(f"{flag} {text}: takes a {'whole ' * (kind is int)}number, such as {default:g}.") from None
 
 
-def _check(loaded: Loaded, name: str) -> None:
+def _check(loaded: Loaded, name: str, overwrite: bool) -> None:
     config = loaded.config
     check_one_training(loaded, f"{NAME}.py")
-    if config.OUTPUT is not None and (Path(config.OUTPUT) / f"{name}.json").exists():
-        raise UserError(f"-output {config.OUTPUT}: {name}.json already lies there; name another folder.")
+    if not overwrite and config.OUTPUT is not None and (Path(config.OUTPUT) / f"{name}.json").exists():
+        raise UserError(
+            f"-output {config.OUTPUT}: {name}.json is there already; name another folder, or give -overwrite."
+        )

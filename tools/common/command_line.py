@@ -47,6 +47,8 @@ WEIGHTS = Flag(
     choices=("auto", "model", "ema"),
 )
 """Of the tools that take a trained model."""
+OVERWRITE = Flag("overwrite", "replace a file that exists; without it, such a file is refused")
+"""Of the tools that write a file which the user names."""
 
 
 def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -154,13 +156,16 @@ class ToolLine:
             raise UserError(f"{flag} {text}: takes a number above 0, such as {default:g}.")
         return number
 
-    def file(self, key: str, ending: str = "", default: str = "") -> Path:
-        """The file that one of its own flags names, which can be written."""
+    def file(self, key: str, ending: str = "", default: str = "", fresh: bool = True) -> Path:
+        """The file that one of its own flags names, which can be written.
+
+        `fresh`: it must not exist, unless -overwrite is given.
+        """
         text, flag = self.own.get(key, (default, ""))
         path = Path(text).expanduser()
         if ending and path.suffix.lower() != ending:
             raise UserError(f"{flag} {text}: name it {path.stem or 'result'}{ending}.")
-        return check_output_file(path, flag)
+        return check_output_file(path, flag, fresh=fresh and not getattr(self.asked, "overwrite", True))
 
 
 def first_word(

@@ -1,7 +1,7 @@
 """Which precision? Train with each, with several seeds, and say what is faster, smaller, and as good.
 
     python scripts/compare.py -cfg configs/vit_digits.yaml -modes fp32,bf16 -seeds 3
-    python scripts/compare.py -cfg mine.yaml -modes fp32,fp16,bf16,O2-bf16 -seeds 3 -out runs/compared -ngpus 4
+    python scripts/compare.py -cfg mine.yaml -modes fp32,fp16,bf16,O2-bf16 -seeds 3 -output runs/compared -ngpus 4
 
 The other modes are compared with the first one. Every run is a process of its own, in turns there and back, in a folder
 of its own: DIR/bf16-0 is bf16 with seed 0. What is finished is not trained again, and what was interrupted goes on, by
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 OWN = (
     Flag("modes", "what to compare (default fp32,auto)", "A,B", ("MODES",)),
     Flag("seeds", "how many, or which: 3 or 0,1,5 (default 3)", "N", ("SEEDS",)),
-    Flag("out", "folder of all the runs (default output/compare)", "DIR", ("OUT",)),
+    Flag("output", "folder of all the runs (default output/compare)", "DIR", ("OUT",), old=("out",)),
 )
 TOOL = Tool("compare.py", __doc__, OWN)
 
@@ -52,7 +52,7 @@ def _compare(argv: list[str]) -> int:
     line = TOOL.read(argv)
     out = Path(line.own["OUT"][0] if "OUT" in line.own else "output/compare").expanduser()
     if (kind := kind_of_path(out)) not in (None, "a folder"):
-        raise UserError(f"-out {out}: this is {kind}; name a folder.")
+        raise UserError(f"-output {out}: this is {kind}; name a folder.")
 
     from tools.compare.plan import plan
     from tools.compare.train import Ended, train_all

@@ -27,7 +27,7 @@ SET_BY_IT = {
     "AMP.LEVEL": "the modes are compared: name them by -modes",
     "AMP.TF32": "tf32 is one of the -modes",
     "SEED": "the seeds are given by -seeds",
-    "OUTPUT": "-out DIR is the folder of all the runs",
+    "OUTPUT": "-output DIR is the folder of all the runs",
     "TRAIN.LAST_EPOCH": "every run begins at its beginning",
     "MAX_TIME": "interrupt it by Ctrl-C when you like; the same command goes on",
 }

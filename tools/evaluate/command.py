@@ -1,7 +1,7 @@
 """How good is a trained model? More than its accuracy, on its own validation part or on any other data.
 
     python scripts/evaluate.py runs/flowers
-    python scripts/evaluate.py runs/flowers -weights both -out eval.json
+    python scripts/evaluate.py runs/flowers -weights both -json eval.json
     python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers -confusion matrix.png
 
 The model comes first: a run (its best checkpoint), one checkpoint, or weights that scripts/checkpoint.py wrote. The
@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from tools.common.command_line import Tool, ToolLine, run_tool
+from tools.common.command_line import OVERWRITE, Tool, ToolLine, run_tool
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Place
 from utils.log import log
@@ -37,9 +37,10 @@ OWN = (
         ("WEIGHTS",),
     ),
     Flag("part", "val, or train: its images without augmentation (default val)", "PART", ("PART",)),
-    Flag("out", "write all figures for machines", "FILE.json", ("OUT",)),
+    Flag("json", "write all metrics for machines", "FILE.json", ("JSON",), old=("out",)),
     Flag("confusion", "write the confusion matrix", "FILE.csv|png", ("CONFUSION",)),
     Flag("bins", "bins of the calibration error (default 15)", "N", ("BINS",)),
+    OVERWRITE,
 )
 TOOL = Tool("evaluate.py", __doc__, OWN, (Place("model", "RUN_OR_CHECKPOINT", "the model"),))
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
@@ -55,7 +56,7 @@ def _evaluate(argv: list[str]) -> int:
     weights = _one_of(line, "WEIGHTS", ("auto", "model", "ema", "both"))
     part = _one_of(line, "PART", ("val", "train"))
     bins = line.whole("BINS", 15, most=1000)
-    out, matrix = (_file(line, key, kinds) for key, kinds in (("OUT", (".json",)), ("CONFUSION", (".csv", ".png"))))
+    out, matrix = (_file(line, key, kinds) for key, kinds in (("JSON", (".json",)), ("CONFUSION", (".csv", ".png"))))
     _check(line)
     line.show_gpus()
 
@@ -88,7 +89,7 @@ def _evaluate(argv: list[str]) -> int:
             write_matrix(path, figures, trained.names())
             log.info("The confusion matrix lies in %s", path)
     if out is not None:
-        with writing(out, "-out"):
+        with writing(out, "-json"):
             write_json(out, as_json(trained, data, found))
         log.info("All figures lie in %s", out)
     return EXIT_DONE

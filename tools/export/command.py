@@ -22,7 +22,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from tools.common.command_line import WEIGHTS, Tool, run_tool
+from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, run_tool
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Place, whole
 from utils.log import log
@@ -57,6 +57,7 @@ def _share(text: str) -> float:
 OWN = (
     Flag("to", f"{NAMES}, or several with commas between", "FORMAT[,FORMAT]", required=True),
     Flag("out", "the file to write; for several formats, its name without an ending", "FILE", kind=Path, required=True),
+    OVERWRITE,
     WEIGHTS,
     Flag("dtype", "half precision halves the file", "|".join(DTYPES), default="fp32", choices=DTYPES),
     Flag("with_preprocess", "take pixels, 0 to 255, and normalise them inside; without it, take normalised numbers"),
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
 def _work(argv: list[str]) -> int:
     asked = TOOL.read(argv).asked
     formats = _formats(asked)
-    files = _files(asked.out, formats)
+    files = _files(asked.out, formats, asked.overwrite)
 
     # Only now, with the command known to be right: importing torch takes seconds.
     from engine.saved.trained import load_trained
@@ -116,7 +117,7 @@ def _formats(asked: Namespace) -> list[str]:
     return names
 
 
-def _files(out: Path, formats: list[str]) -> dict[str, Path]:
+def _files(out: Path, formats: list[str], overwrite: bool) -> dict[str, Path]:
     """The file of each format: the one named, or where there are several, that name with their endings."""
     if len(formats) == 1:
         ending = ENDINGS[formats[0]]
@@ -129,5 +130,5 @@ def _files(out: Path, formats: list[str]) -> dict[str, Path]:
         files = {name: out.with_name(f"{out.name}{ENDINGS[name]}") for name in formats}
     beside = [file.with_name(f"{file.name}.data") for name, file in files.items() if name == "onnx"]  # beyond 2 GB
     for file in (*files.values(), *beside):
-        check_output_file(file, "-out", fresh=True)
+        check_output_file(file, "-out", fresh=not overwrite)
     return files

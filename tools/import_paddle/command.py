@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.common.command_line import Tool, run_tool
+from tools.common.command_line import OVERWRITE, Tool, run_tool
 from utils.errors import UserError
 from utils.flags import Flag, Place
 from utils.output_file import check_output_file
 
 OWN = (
     Flag("out", "the file to write (default: the same name, another ending)", "FILE.safetensors", kind=Path),
+    OVERWRITE,
     Flag("name", "timm's name of the model, where sizes do not tell it", "NAME"),
 )
 PLACES = (Place("file", "FILE.pdparams", "PaddleViT's weights", kind=Path),)
@@ -43,7 +44,7 @@ def _work(argv: list[str]) -> int:
         raise UserError(f"{file}: there is no such file.")
     if out.suffix != ".safetensors":
         raise UserError(f"-out {out}: the file is one of safetensors; name it {out.stem or 'weights'}.safetensors.")
-    check_output_file(out, "-out", fresh=True)
+    check_output_file(out, "-out", fresh=not asked.overwrite)
 
     # Only now, with the command known to be right: importing torch takes seconds.
     from tools.import_paddle.weights import import_weights

@@ -29,7 +29,7 @@ OWN = (
     Flag("raw", "keep pixels instead of JPEG files: no decoding, 6 to 7 times the room", keys=("RAW",)),
     Flag("keep", "keep the files as they are, byte for byte", keys=("KEEP",)),
     Flag("shard_images", f"images in a tar file (default {SHARD_IMAGES})", "N", ("SHARD_IMAGES",)),
-    Flag("jobs", "processes that pack (default: one a core)", "N", ("JOBS",)),
+    Flag("num_workers", "processes that pack (default: one per core)", "N", ("JOBS",), old=("jobs",)),
     Flag("verify", "compare a packed folder with its checksums, and do nothing else", "DST", ("VERIFY",)),
 )
 PLACES = (Place("places", "SRC DST", "what to pack, and the folder to pack it into", "*"),)

@@ -153,7 +153,7 @@ def _make(work: Work, shards: list[Shard], jobs: int) -> list[Record]:
         return [future.result() for future in futures]
     except BrokenProcessPool:
         raise TrainingError(
-            "A packing process was killed, perhaps for want of memory: take fewer by -jobs. The same command goes on."
+            "A packing process was killed, perhaps for lack of memory; lower -num_workers. The same command goes on."
         ) from None
     finally:
         work.stop.set()

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from tools.common.command_line import WEIGHTS, Tool, run_tool
+from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, run_tool
 from tools.predict.show import ENDINGS, FORMATS
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from utils.flags import BY_NAME, Flag, Place, whole
@@ -36,6 +36,7 @@ OWN = (
     Flag("topk", "classes shown of each image", "N", default=5, kind=whole(1)),
     Flag("format", "table, csv, jsonl (default: by the ending of -out, else table)", "FORMAT", choices=tuple(FORMATS)),
     Flag("out", "write there; only a whole result takes its name", "FILE", kind=Path),
+    OVERWRITE,
     WEIGHTS,
     replace(BY_NAME["amp"], about=f"{BY_NAME['amp'].about} (default: as the run validates)", adds_up=False),
     Flag("device", "default: the run's, if it is here, else the best", "NAME", choices=("cpu", "cuda", "mps")),
@@ -82,7 +83,7 @@ def _work(argv: list[str]) -> int:
 
 def _check(asked: Namespace) -> None:
     if asked.out is not None:
-        asked.out = check_output_file(asked.out, "-out")
+        asked.out = check_output_file(asked.out, "-out", fresh=not asked.overwrite)
     if not asked.path.expanduser().exists():
         raise UserError(f"{asked.path}: there is no such run, checkpoint or file; it comes first, before the images.")
 

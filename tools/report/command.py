@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.common.command_line import Tool, run_tool
+from tools.common.command_line import OVERWRITE, Tool, run_tool
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Place
 from utils.log import log
 
 OWN = (
     Flag("out", "where to write the page (default: report.html in the run's folder)", "FILE.html", kind=Path),
+    OVERWRITE,
     Flag("no_predictions", "do not load the weights and the images"),
 )
 TOOL = Tool("report.py", __doc__, OWN, (Place("runs", "RUN", "a run's folder", "+", Path),), settings=False)
@@ -37,5 +38,8 @@ def _report(argv: list[str]) -> int:
 
     from tools.common.report_page.page import write_report
 
-    log.info("Report: %s", write_report(asked.runs, out, predictions=not asked.no_predictions))
+    log.info(
+        "Report: %s",
+        write_report(asked.runs, out, predictions=not asked.no_predictions, overwrite=bool(asked.overwrite)),
+    )
     return EXIT_DONE

@@ -11,7 +11,7 @@ All flags and settings of main_single_gpu.py hold.
 
 from __future__ import annotations
 
-from tools.common.command_line import Tool, run_tool
+from tools.common.command_line import OVERWRITE, Tool, run_tool
 from utils.cli import Flag
 from utils.config import Loaded
 from utils.errors import EXIT_DONE, UserError
@@ -21,6 +21,7 @@ DEFAULT_OUT, DEFAULT_COUNT, MOST = "batch.png", 16, 256
 OWN = (
     Flag("out", f"the picture to write (default {DEFAULT_OUT})", "FILE.png", ("OUT",)),
     Flag("count", f"how many images (default {DEFAULT_COUNT}, at most {MOST})", "N", ("COUNT",)),
+    OVERWRITE,
 )
 TOOL = Tool("show_batch.py", __doc__, OWN)
 

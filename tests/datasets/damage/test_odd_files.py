@@ -125,7 +125,7 @@ def test_check_data_names_what_is_no_file(tree: Path, tmp_path: Path, vitamp: Ca
 def test_pack_images_leaves_out_what_is_no_file(tree: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
     odd(tree / "train" / "class_1" / "pipe.png", "pipe")
     done = vitamp(
-        *(tree, tmp_path / "packed", "-dataset", "imagefolder", "-jobs", "1"),
+        *(tree, tmp_path / "packed", "-dataset", "imagefolder", "-num_workers", "1"),
         script="scripts/pack_images.py",
         timeout=SECONDS,
     )

@@ -50,11 +50,18 @@ class Amp:
 
 
 def write_report(
-    runs: Sequence[Path], out: Path | None = None, verdict: str | None = None, predictions: bool = True
+    runs: Sequence[Path],
+    out: Path | None = None,
+    verdict: str | None = None,
+    predictions: bool = True,
+    overwrite: bool = True,
 ) -> Path:
-    """The file it wrote. `out` None: beside the runs. `predictions`: load the best weights and ask them."""
+    """The file it wrote. `out` None: beside the runs. `predictions`: load the best weights and ask them.
+
+    `overwrite`: replace `out`, too, where it exists; the page beside the runs is always replaced.
+    """
     read = read_runs(runs)
-    out = check_output_file(out or _beside(read) / "report.html", "-out")
+    out = check_output_file(out or _beside(read) / "report.html", "-out", fresh=out is not None and not overwrite)
     seen: list[Any] = []
     if predictions:
         from tools.common.report_page.predictions import look  # needs torch and timm, which the rest does without

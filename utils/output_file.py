@@ -21,10 +21,10 @@ def check_output_file(path: Path, flag: str, fresh: bool = False) -> Path:
     """
     path = path.expanduser()
     where, kind, folder = f"{flag} {path}".lstrip(), kind_of_path(path), kind_of_path(path.absolute().parent)
-    if fresh and kind is not None:
-        raise UserError(f"{where}: this is there already; name another, or give -overwrite to replace it.")
     if kind not in (None, "a file"):
         raise UserError(f"{where}: is {kind}; name a file.")
+    if fresh and kind is not None:
+        raise UserError(f"{where}: this is there already; name another, or give -overwrite to replace it.")
     if folder != "a folder":
         what = f"{path.parent} is {folder}, not a folder" if folder else f"the folder {path.parent} does not exist"
         raise UserError(f"{where}: {what}; name a file.")

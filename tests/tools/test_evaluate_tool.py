@@ -264,7 +264,6 @@ def test_an_image_that_cannot_be_read(
 def test_what_cannot_be_done_is_said(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
     for words, said in (
         ((), "required: RUN_OR_CHECKPOINT"),
-        (("-weights", "ema", digits_run), "what is"),
         ((tmp_path / "none",), "no such file or folder"),
         ((digits_run, "-weights", "best"), "takes auto, model, ema or both"),
         ((digits_run, "-part", "test"), "takes val or train"),

@@ -10,6 +10,8 @@ device too, and nothing waits for them.
 
 from __future__ import annotations
 
+from typing import assert_never
+
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
@@ -35,8 +37,10 @@ def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float
         # timm lets a milestone act one step early; per update that would be before its epoch has ended.
         milestones = sorted(epoch * per_epoch + 1 for epoch in shape.MILESTONES)
         return MultiStepLRScheduler(optimizer, milestones, decay_rate=shape.DECAY_RATE, warmup_prefix=False, **common)
-    # A cosine of one update is its start; timm would warn of a length of 1.
-    return CosineLRScheduler(optimizer, max(2, total - warmup), lr_min=end_lr, warmup_prefix=True, **common)
+    if shape.NAME == "cosine" or shape.NAME == "warmupcosine":
+        # A cosine of one update is its start; timm would warn of a length of 1.
+        return CosineLRScheduler(optimizer, max(2, total - warmup), lr_min=end_lr, warmup_prefix=True, **common)
+    assert_never(shape.NAME)
 
 
 TABLE_UPDATES = 10_000

@@ -28,7 +28,7 @@ from utils.log import log
 from utils.output_file import check_output_file, writing
 
 TEMPLATE = "page.html"
-IN_TILES = ("best top-1", "precision", "images/s", "peak memory", "training time", "updates skipped")
+MAIN_FIGURES = ("best top-1", "precision", "images/s", "peak memory", "training time", "updates skipped")
 MOST_SKIPS = 20
 
 
@@ -90,7 +90,9 @@ def _page(runs: Sequence[Run], verdict: str | None, seen: Sequence[Any]) -> str:
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     rows = summary(runs)
     by_name = dict(rows)
-    tiles = [(name, *_in_brackets(by_name[name][0])) for name in IN_TILES if by_name.get(name, [NOTHING])[0] != NOTHING]
+    tiles = [
+        (name, *_in_brackets(by_name[name][0])) for name in MAIN_FIGURES if by_name.get(name, [NOTHING])[0] != NOTHING
+    ]
     readable = all(run.config is not None for run in runs)
     return pages.get_template(TEMPLATE).render(
         title=_title(runs),
@@ -99,7 +101,7 @@ def _page(runs: Sequence[Run], verdict: str | None, seen: Sequence[Any]) -> str:
         runs=runs,
         colours=colours_of(runs),
         tiles=tiles,
-        short_rows=[(name, by_name[name]) for name in IN_TILES if name in by_name],
+        short_rows=[(name, by_name[name]) for name in MAIN_FIGURES if name in by_name],
         rows=rows,
         settings=differing_settings(runs),
         no_settings="Nothing." if readable else "Not known: a config.yaml is missing or cannot be read.",

@@ -32,9 +32,6 @@ PAUSES_AT_THE_END = (1.0, 3.0, 6.0)
 SECONDS_OF_SILENCE, SECONDS_AFTER_A_FAILURE = 60.0, 10.0
 
 
-Write = Callable[[Path, dict[str, dict[str, Tensor]], dict[str, Any]], None]
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """The run at one update, ready to be written. Where its tensors come from is the business of `fill` alone."""
@@ -78,9 +75,8 @@ def progress(position: Position, finished_epoch: int | None, figures: dict[str, 
 class Saver:
     """Writes a run's checkpoints, one at a time. Lives on the rank that writes; on the others it has nothing to do."""
 
-    def __init__(self, root: Path, config: Config, pinned: bool, write: Write = write_files) -> None:
-        """`write` puts the tensors and the state into the folder it is given, with other ranks' help perhaps."""
-        self._root, self._config, self._write = root, config, write
+    def __init__(self, root: Path, config: Config, pinned: bool) -> None:
+        self._root, self._config = root, config
         self._copy = StandingCopy(pinned) if config.SAVE_IN_BACKGROUND else None
         self._thread: threading.Thread | None = None
         self._superseded = threading.Event()
@@ -124,10 +120,14 @@ class Saver:
             tensors, state = copied((tensors, state))
 
         def fill(folder: Path) -> None:
-            self._write(folder, tensors, state)
+            self.write(folder, tensors, state)
 
         best_update = best.update if best.figure is not None else None
         self.start(Snapshot(meta["update"], meta, fill, best_update), began)
+
+    def write(self, folder: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+        """Put the tensors and the state into `folder`."""
+        write_files(folder, tensors, state)
 
     def start(self, snapshot: Snapshot, began: float) -> None:
         """Write `snapshot`, whose tensors nobody changes until the next one is started."""

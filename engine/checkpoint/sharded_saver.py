@@ -52,7 +52,7 @@ def saver_of(folder: Path, config: Config, parts: Parts, world: World) -> tuple[
     if sharding is None:
         return Saver(root, config, pinned), world.first
     if world.first:
-        return Saver(root, config, pinned, Orders(meeting_place(), sharding.count).write), True
+        return ShardedSaver(root, config, pinned, Orders(meeting_place(), sharding.count)), True
     return Helper(root, world.rank, meeting_place(), pinned), sharding.writes
 
 
@@ -94,6 +94,17 @@ class Orders:
         number, words, path = answer
         words = f"{words} (rank {rank})"
         return OSError(number, words, path) if number else RuntimeError(words)
+
+
+class ShardedSaver(Saver):
+    """Rank 0's saver where the other ranks hold rows, which they write."""
+
+    def __init__(self, root: Path, config: Config, pinned: bool, orders: Orders) -> None:
+        super().__init__(root, config, pinned)
+        self._orders = orders
+
+    def write(self, folder: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+        self._orders.write(folder, tensors, state)
 
 
 class Helper:

@@ -251,8 +251,8 @@ def test_tables(vitamp: Callable[..., Result], place: Path, command: Command) ->
     brief = "-iters 1 -threads 1 -device cpu -batch_size 2 -image_size 32"
     small = {
         "simplenet": "-width 32 -batches 2 -epochs 1 -batch_size 8 -rounds 1 -threads 1 -device cpu",
-        "windows": f"{brief} -windows 1 MODEL.DEPTH=1",
-        "modes": f"{brief} -rounds 1 -made 4 -modes bf16",
+        "amp": f"{brief} -windows 1 MODEL.DEPTH=1",
+        "precisions": f"{brief} -rounds 1 -made 4 -modes bf16",
         "scaling": f"{brief} -rounds 1 -model vit_tiny_patch16_224",
     }
     done = vitamp(*moved.words, *small[moved.words[0]].split(), script=moved.script, timeout=600)

@@ -13,8 +13,9 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
+from datasets.sources.files import readable_folder
 from utils.errors import UserError
-from utils.files import kind_of_path, only_regular, read_regular
+from utils.files import only_regular, read_regular
 
 MOST_OPEN = 64
 """Files a process keeps open. A window of shards is read in turns, so that opening anew for each image would cost."""
@@ -238,14 +239,7 @@ def open_store(place: str | None) -> Store:
         )
     if "://" in place:
         return Remote(place)
-    folder = Path(place).expanduser()
-    if not folder.is_dir():
-        kind = kind_of_path(folder)
-        what = f"is {kind}, not a folder" if kind else "does not exist"
-        raise UserError(f"DATA.DATA_PATH (-data_path): {folder} {what}.")
-    if not os.access(folder, os.R_OK | os.X_OK):
-        raise UserError(f"DATA.DATA_PATH (-data_path): {folder} may not be read by this user.")
-    return Folder(folder)
+    return Folder(readable_folder(place))
 
 
 def _writable(content: bytes) -> np.ndarray:

@@ -51,7 +51,12 @@ def data_folder(data: DataConfig) -> Path:
     """DATA_PATH as a folder that exists."""
     if data.DATA_PATH is None:
         raise UserError(f"DATA.DATASET {data.DATASET} needs DATA.DATA_PATH (-data_path): the folder its images are in.")
-    folder = Path(data.DATA_PATH).expanduser()
+    return readable_folder(data.DATA_PATH)
+
+
+def readable_folder(path: str) -> Path:
+    """DATA_PATH as a folder that exists and can be read."""
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         kind = kind_of_path(folder)
         what = f"is {kind}, not a folder" if kind else "does not exist"

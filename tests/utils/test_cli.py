@@ -196,6 +196,12 @@ def test_the_launchers_local_rank_is_let_pass(line: str) -> None:
         ("batch_size=3", "Did you mean -batch_size=3?"),
         ("train.base_lr=3", "Did you mean TRAIN.BASE_LR=3?"),
         ("why", "unrecognised argument 'why'. Settings are given as -flag value or KEY=VALUE"),
+        ("-batch 8", "unknown flag -batch. Did you mean -batch_size?"),  # no abbreviations
+        ("--am", "unknown flag --am."),
+        ("-amp=", "-amp=: "),
+        ("-amp -1", "unrecognised argument '-1'. -amp alone"),
+        ("-list_models a b", "unrecognised argument 'b'."),
+        ("A..B=3", "unrecognised argument 'A..B=3'. Settings are given as KEY=VALUE"),
         ("-dry_run -print_config", "-dry_run and -print_config exclude each other"),
         ("-dry_run -print_amp", "-dry_run and -print_amp exclude each other"),
     ],
@@ -224,6 +230,27 @@ def test_the_command_lines_in_the_help_work() -> None:
         assert line.cfg is not None or "MODEL.RESUME" in line.flags
         cfg = str(ROOT / line.cfg) if line.cfg else None
         assert isinstance(load_config(cfg, line.flags, line.words).config, Config)
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("-ngpus -1", "NGPUS", "-1"),
+        ("-batch_size_eval -8", "DATA.BATCH_SIZE_EVAL", "-8"),
+        ("-output=-x", "OUTPUT", "-x"),
+        ("-output A=B=C", "OUTPUT", "A=B=C"),
+        ("-teacher_model_path x=y.z", "TRAIN.TEACHER_MODEL", "x=y.z"),
+        ("-pretrained x -pretrained y", "MODEL.PRETRAINED", "y"),
+    ],
+)
+def test_values_that_look_like_something_else(line: str, key: str, value: str) -> None:
+    assert values(line) == {key: value}
+
+
+def test_help_shows_defaults() -> None:
+    shown = usage("main.py")
+    assert "-image_size PIXELS   height and width the model sees (default 224)" in shown
+    assert "-num_workers N       loading processes per rank (default by the cores)" in shown
 
 
 def test_version_names_the_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

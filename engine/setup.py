@@ -191,12 +191,11 @@ def update_parts(
         _deal_out(model, ema, precision, sharding)
     rates = scaled_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device)
-    skips_hidden = precision.scaler.is_enabled() and device.type != "cpu" and _fused(optimizer)
     schedule = Schedule(
         build_scheduler(optimizer, train, rates, per_epoch),
         optimizer,
         train.NUM_EPOCHS * per_epoch,
-        on_device=device if skips_hidden else None,
+        on_device=device if precision.hides_skips(optimizer) else None,
     )
     return Parts(
         model=model,
@@ -229,10 +228,6 @@ def _deal_out(model: nn.Module, ema: Ema | None, precision: Precision, sharding:
     if ema is not None:
         sharding.deal(ema.module, precision, computing=False)
         ema.follow(model)
-
-
-def _fused(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def setting_of(ready: ReadyToTrain) -> Setting:

@@ -157,9 +157,14 @@ class Precision:
         self.scaler.update()
         if overflow.device.type == "cpu":
             return not overflow.numpy().any()  # host memory: read in place
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self.hides_skips(optimizer):
             return overflow == 0
         return not overflow.item()  # for such an optimiser GradScaler has already waited for this value
+
+    def hides_skips(self, optimizer: Optimizer) -> bool:
+        """Whether only the device knows of a skipped update: a fused optimiser skips it there, and nobody waits."""
+        on_host = self.device.type == "cpu" or not self.scaler.is_enabled()
+        return not on_host and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def scale_tensor(self) -> Tensor:
         """The loss scale, left on the device; 1 where nothing is scaled."""

@@ -1,6 +1,6 @@
 """Whether compiling repays on a GPU: what it saves in the updates that are left, against what it takes.
 
-Both by rule of thumb, near to what an H200 gave (docs/performance.md), so it must repay by far.
+Both by rule of thumb, near to what an H200 gave (docs/benchmarks.md), so it must repay by far.
 """
 
 from __future__ import annotations

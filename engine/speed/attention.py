@@ -82,7 +82,7 @@ def settled_attention(
 
 
 def _by_rule(precision: Precision, library: str) -> Attention:
-    """Measured from 17 to 197 tokens; see docs/performance.md."""
+    """Measured from 17 to 197 tokens; see docs/dev/kernels.md."""
     if precision.device.type != "cpu":
         return Attention(FUSED, "torch's choice")
     if precision.level != "O0":

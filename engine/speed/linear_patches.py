@@ -16,7 +16,7 @@ from utils.errors import UserError
 
 PLACE = "patch_embed.proj"
 LARGE_PATCH = 16
-"""From this side on, convolution and product take the same time in a CPU's fp32; see docs/performance.md."""
+"""From this side on, convolution and product take the same time in a CPU's fp32; see docs/dev/kernels.md."""
 MEASURED = ("cpu", "cuda")
 LISTED = frozenset({"conv2d", "linear", "fc", "matmul_v2", "fused_gemm_epilogue"})
 

@@ -102,6 +102,8 @@ def table(name: str) -> str:
     if "runs" not in found:
         return markdown(found, f"LINK/{name}.json")
     runs = found["runs"]
+    if "update" in found:
+        return by_recipe(found, name)
     groups: dict[tuple[str, str], list[Row]] = {}
     for run in runs:
         groups.setdefault((run["model"], run["precision"]), []).append(run)
@@ -118,6 +120,30 @@ def table(name: str) -> str:
     lines += [
         "",
         f"Best top-1: the highest of all validations, {of}. Mean and standard deviation over the seeds. "
+        f"Measured on {runs[0]['device']}, torch {versions['torch']}, timm {versions['timm']}, {runs[0]['date']}; "
+        f"first of the commands: `{runs[0]['command']}`. Every run is in [{name}.json](LINK/{name}.json).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def by_recipe(found: Row, name: str) -> str:
+    """One line per recipe: last top-1 of each seed. Below: the time of an update, and how it was measured."""
+    runs = found["runs"]
+    seeds = sorted({run["seed"] for run in runs})
+    lines = [
+        f"| recipe | {' | '.join(f'seed {seed}: last top-1 (%), EMA' for seed in seeds)} |",
+        f"| --- |{' --- |' * len(seeds)}",
+    ]
+    for recipe in dict.fromkeys(run["recipe"] for run in runs):
+        of = {run["seed"]: run for run in runs if run["recipe"] == recipe}
+        cells = [", ".join(f"{of[seed][key]:.2f}" for key in ("last_acc1", "last_ema_acc1")) for seed in seeds]
+        lines.append(f"| {recipe} | {' | '.join(cells)} |")
+    update, versions = found["update"], runs[0]["versions"]
+    times = ", ".join(f"{what} {ms:.1f}" for what, ms in update["milliseconds"].items())
+    lines += [
+        "",
+        f"{update['what']}: {times}.",
+        "",
         f"Measured on {runs[0]['device']}, torch {versions['torch']}, timm {versions['timm']}, {runs[0]['date']}; "
         f"first of the commands: `{runs[0]['command']}`. Every run is in [{name}.json](LINK/{name}.json).",
     ]

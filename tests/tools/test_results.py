@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.dev.results import one_run
+from scripts.dev.results import RESULTS, one_run, table
 from tests.tools.made_runs import make_run
 from utils.errors import UserError
 
@@ -36,3 +36,14 @@ def test_a_run_that_did_not_end_is_no_result(tmp_path: Path, cut: int) -> None:
     (run / "metrics.jsonl").write_text("\n".join(lines[: -1 if cut else 0]) + cut * '\n{"event": "ru')
     with pytest.raises(UserError, match="did not end"):
         one_run(run)
+
+
+def test_recipes_compared_by_seed_have_a_line_each() -> None:
+    found = json.loads((RESULTS / "digits_shown_less.json").read_text(encoding="utf-8"))
+    text = table("digits_shown_less")
+    lines = text.splitlines()
+    assert {line.count("|") for line in lines if line.startswith("|")} == {4}, "the recipe and two seeds"
+    assert "| vit_digits_16_drop50 | 94.17, 95.00 | 96.39, 96.11 |" in lines
+    assert sum(line.startswith("| vit_") for line in lines) == len({run["recipe"] for run in found["runs"]})
+    assert "drop 50 % 30.8" in text
+    assert found["runs"][0]["command"] in text

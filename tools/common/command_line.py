@@ -24,7 +24,7 @@ from utils.output_file import check_output_file, nothing_written_yet, written
 from utils.standard_output import OutputError, discard_output, flushed, watch_standard_output
 
 PAGES = {
-    "benchmark_amp.py": "docs/performance.md",
+    "benchmark_amp.py": "docs/benchmarks.md",
     "benchmark_data.py": "docs/data_speed.md",
     "check_data.py": "docs/broken_images.md",
     "checkpoint.py": "docs/checkpoints.md",

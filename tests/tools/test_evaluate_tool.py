@@ -304,5 +304,5 @@ def test_a_disk_that_refuses_the_figures(
     monkeypatch.setattr(evaluate, "write_json", refuse)
     done = say(digits_run, "-json", tmp_path / "eval.json")
     assert done.code == 2
-    assert f"-out {tmp_path / 'eval.json'}: cannot be written (No space left on device)" in done.err
+    assert f"-json {tmp_path / 'eval.json'}: cannot be written (No space left on device)" in done.err
     assert "top-1" in done.out, "what was found is not lost"

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from engine.machine.late_compiler import import_compiler_late
 from engine.machine.stopping import CTRL_C, ENDED, signals
 from engine.report.late_wandb import import_wandb_late
 from utils.cli import CommandLine, parse, version_text
@@ -42,6 +43,7 @@ def main(script: str, many: bool) -> NoReturn:
     """Run the program and leave. `many`: it may start, or be, one process of several."""
     signals.listen()
     import_wandb_late()
+    import_compiler_late()
     watch_standard_output()
     code = _guarded(script, sys.argv[1:], many)
     with contextlib.suppress(OutputError):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from datasets import ValLoader
 from engine.amp.precision import Precision
-from engine.machine.eager import uncompiled
+from engine.machine.late_compiler import uncompiled
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.measure.meters import Means, correct
 from utils.distributed.world import World, sum_over_ranks

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.inputs.mixup import BatchChange, unchanged
-from engine.machine.eager import uncompiled
+from engine.machine.late_compiler import uncompiled
 
 BATCH, INPUTS, LOSS = "batch", "inputs", "loss"
 """Where things happen outside the model."""

@@ -24,7 +24,7 @@ from engine.amp.precision import Precision
 from engine.compile.choice import BLOCKS, CUDA_GRAPHS, NONE, CompileChoice
 from engine.inputs.mixup import unchanged
 from engine.machine.device import processor
-from engine.machine.eager import uncompiled
+from engine.machine.late_compiler import uncompiled
 from engine.update import Computed, Parts
 from models.blocks import blocks_of
 from utils.cache import cache_folder

@@ -19,7 +19,7 @@ from engine.compile import compiled as compiling
 from engine.compile.choice import BLOCKS, WHOLE, CompileChoice
 from engine.compile.compiled import compile_update
 from engine.evaluate import evaluate
-from engine.machine.eager import uncompiled
+from engine.machine.late_compiler import uncompiled
 from engine.setup import ReadyToTrain
 from engine.speed.attention import put_attention_in_force
 from tests.engine.small import build, train, windows

@@ -44,7 +44,7 @@ class Samples(ABC):
     """One part of a data set. Loading processes share it: it holds no open file, and no object a sample."""
 
     labels: np.ndarray
-    """int64, one a sample"""
+    """int64, one for each sample"""
     classes: list[str] | None = None
     """Names of the classes in the order of their labels, where they are known."""
     stored: Stored = "files"

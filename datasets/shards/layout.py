@@ -55,7 +55,7 @@ class ShardSet:
         )
 
     def index(self, part: str) -> ShardIndex:
-        """Where the samples of a part are. What its tar files hold besides is told, once a process."""
+        """Where the samples of a part are. Other files in its tar files are logged, once per process."""
         index = self._index(part)
         if index.passed_over:
             tell_once(f"{self.store.root}, part {part}: {_told(index.passed_over)}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import os
 import re
 import runpy
@@ -173,6 +174,23 @@ def test_page_links_to_the_index_and_to_a_next_page(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert any("README.md)" in line for line in text.splitlines()[:5])
     assert text.strip().split("\n\n")[-1].startswith("Next: [")
+
+
+def test_no_page_has_conflict_markers() -> None:
+    marked = [page for page in PAGES if re.search(r"^(<{7}|>{7}) ", page.read_text(encoding="utf-8"), re.MULTILINE)]
+    assert not marked
+
+
+def test_imports_in_python_blocks_exist() -> None:
+    """Of our own packages, which may have moved since the page was written."""
+    ours, missing = ("engine", "datasets", "models", "utils", "tools"), []
+    for page in PAGES:
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ours:
+                    module = importlib.import_module(node.module)
+                    missing += [f"{page}: {one.name}" for one in node.names if not hasattr(module, one.name)]
+    assert not missing
 
 
 def messages() -> set[str]:

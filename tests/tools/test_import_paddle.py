@@ -150,7 +150,7 @@ def test_commands_that_cannot_work(tool: Tool, tmp_path: Path) -> None:
     (tmp_path / "there.safetensors").touch()
     other = write(tmp_path / "other.pdparams", {"conv1.weight": np.ones((2, 2))})
     for words, told in (
-        ([tmp_path / "no.pdparams"], "there is no such file"),
+        ([tmp_path / "no.pdparams"], "no such file"),
         ([file, "-out", tmp_path / "w.pth"], "name it w.safetensors"),
         ([file, "-out", tmp_path / "there.safetensors"], "is there already"),
         ([file, "-out", tmp_path / "no" / "w.safetensors"], "does not exist"),

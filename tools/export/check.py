@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from datasets import PADDING, ImageDataset
 from datasets.given import open_given
 from engine.saved.predictions import name_of, validation_part
 from engine.saved.trained import Trained
+from tools.common.progress import progress_bar
 from utils.errors import TrainingError, UserError
 from utils.log import log
 
@@ -32,11 +34,11 @@ class CheckImages:
     words: str
     """What they are"""
 
-    def batches(self, trained: Trained, with_preprocess: bool) -> list[Tensor]:
-        """As the file takes them. The first has one image: any number is promised."""
-        inputs = (lambda images: images) if with_preprocess else trained.inputs
-        parts = [self.pixels[:1], *self.pixels[1:].split(AT_ONCE)]
-        return [inputs(part).contiguous() for part in parts if len(part)]
+    def batches(self, trained: Trained, with_preprocess: bool) -> Iterator[Tensor]:
+        """Inputs of the exported file. The first batch has one image, since the file must take any number."""
+        for part in (self.pixels[:1], *self.pixels[1:].split(AT_ONCE)):
+            if len(part):
+                yield (part if with_preprocess else trained.inputs(part)).contiguous()
 
 
 def images_for_check(trained: Trained, folder: Path | None, most: int | None) -> CheckImages:
@@ -52,8 +54,14 @@ def images_for_check(trained: Trained, folder: Path | None, most: int | None) ->
     return _some(dataset, most, "of the run's validation part")
 
 
-def reference(trained: Trained, images: CheckImages) -> Tensor:
-    return torch.cat([trained.logits(part) for part in images.pixels.split(AT_ONCE)])
+def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
+    """Logits of the trained model, with which every exported file is compared."""
+    logits = []
+    with progress_bar(len(images.pixels), "images", "reference") as bar:
+        for part in images.pixels.split(AT_ONCE):
+            logits.append(trained.logits(part))
+            bar.update(len(part))
+    return torch.cat(logits)
 
 
 def compare(trained: Trained, images: CheckImages, wanted: Tensor, got: Tensor, tolerance: float) -> str:

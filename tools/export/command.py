@@ -86,7 +86,7 @@ def _work(argv: list[str]) -> int:
 
     # Only now, with the command known to be right: importing torch takes seconds.
     from engine.saved.trained import load_trained
-    from tools.export.check import images_for_check
+    from tools.export.check import images_for_check, reference_logits
     from tools.export.formats import FORMATS
     from tools.export.model import Wishes, plain_model
     from tools.export.place import export_one
@@ -96,9 +96,10 @@ def _work(argv: list[str]) -> int:
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off")
     log.info("%s: %s", asked.path, trained.choice)
     images = images_for_check(trained, asked.images, asked.check)
+    wanted = reference_logits(trained, images)
     wishes = Wishes(asked.dtype, asked.with_preprocess, asked.opset)
     for name in formats:
-        export_one(FORMATS[name], plain_model(trained), trained, images, wishes, files[name], asked.tolerance)
+        export_one(FORMATS[name], plain_model(trained), trained, images, wanted, wishes, files[name], asked.tolerance)
     return EXIT_DONE
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import io
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,7 +54,7 @@ class Format(Protocol):
         """Returns what is to be said of the file."""
         ...
 
-    def run(self, task: Task, file: Path, batches: list[Tensor]) -> Tensor:
+    def run(self, task: Task, file: Path, batches: Iterable[Tensor]) -> Tensor:
         """The logits by what is in the file alone."""
         ...
 
@@ -92,7 +92,7 @@ class Onnx:
             raise TrainingError(f"-opset {task.wishes.opset}: this model could only be written for opset {opset}.")
         return f"opset {opset}, {_input_words(task)}"
 
-    def run(self, task: Task, file: Path, batches: list[Tensor]) -> Tensor:  # noqa: ARG002
+    def run(self, task: Task, file: Path, batches: Iterable[Tensor]) -> Tensor:  # noqa: ARG002
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -124,7 +124,7 @@ class Torch:
         file.write_bytes(held.getbuffer())
         return _input_words(task)
 
-    def run(self, task: Task, file: Path, batches: list[Tensor]) -> Tensor:  # noqa: ARG002
+    def run(self, task: Task, file: Path, batches: Iterable[Tensor]) -> Tensor:  # noqa: ARG002
         module = torch.export.load(file).module()
         return torch.cat([module(batch) for batch in batches])
 
@@ -147,7 +147,7 @@ class Safetensors:
             safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata=header)
         return "weights by timm's names"
 
-    def run(self, task: Task, file: Path, batches: list[Tensor]) -> Tensor:
+    def run(self, task: Task, file: Path, batches: Iterable[Tensor]) -> Tensor:
         import timm
 
         model: nn.Module = timm.create_model(task.plain.timm_name, **task.plain.arguments, checkpoint_path=str(file))

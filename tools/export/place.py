@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
 from engine.saved.trained import Trained
+from tools.common.progress import progress_bar
 from tools.common.weights import needed_by_tools
-from tools.export.check import TOLERANCES, CheckImages, compare, reference
+from tools.export.check import TOLERANCES, CheckImages, compare
 from tools.export.formats import Format, Task
 from tools.export.model import Plain, Whole, Wishes, about
 from utils.errors import TrainingError
@@ -24,14 +28,14 @@ def export_one(
     plain: Plain,
     trained: Trained,
     images: CheckImages,
+    wanted: Tensor,
     wishes: Wishes,
     out: Path,
     tolerance: float | None,
 ) -> None:
-    """Write, check, and put it in its place. TrainingError, and no file, where it is not what the model is."""
-    wanted = reference(trained, images)
-    batches = images.batches(trained, wishes.with_preprocess)
-    example = torch.cat([batches[-1], batches[-1]])[:2]
+    """Write `out`, compare its logits with `wanted`, and move it into place. TrainingError, and no file, if they differ."""
+    one = next(images.batches(trained, wishes.with_preprocess))
+    example = torch.cat([one, one])
     saved = trained.saved
     needed = {key: saved.meta[key] for key in ("choices", "metrics") if key in saved.meta} | needed_by_tools(saved)
     whole = Whole(trained, plain.module, wishes)
@@ -39,9 +43,11 @@ def export_one(
     with writing(out, "-out"):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
-            said = kind.write(task, folder / out.name)
-            with torch.no_grad():
-                got = kind.run(task, folder / out.name, batches)
+            with progress_bar(len(images.pixels), "images", f"{out.name}: translating") as bar:
+                said = kind.write(task, folder / out.name)
+                bar.set_description(f"{out.name}: checking")
+                with torch.no_grad():
+                    got = kind.run(task, folder / out.name, _counted(images.batches(trained, wishes.with_preprocess), bar))
             checked = compare(trained, images, wanted, got, tolerance or TOLERANCES[wishes.dtype])
             size = sum(file.stat().st_size for file in folder.iterdir())
             _place(folder, out)
@@ -53,6 +59,12 @@ def export_one(
     log.info("  %s", checked)
     if kind.name == "safetensors":
         log.info("  %s", plain.call(str(out)))
+
+
+def _counted(batches: Iterator[Tensor], bar: tqdm) -> Iterator[Tensor]:
+    for batch in batches:
+        yield batch
+        bar.update(len(batch))
 
 
 def _place(folder: Path, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""scripts/check_data.py finds what was planted, and nothing else."""
+"""scripts/check_data.py reports planted defects and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from PIL import Image
 
 from datasets.base import Samples
 from tests.program import Result, save_image
-from tools.check_data.look import look_at
+from tools.check_data.scan import scan_split
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 
@@ -39,7 +39,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def check(vitamp: Callable[..., Result], tmp_path: Path) -> Check:
-    """Exit code and text, and what the file for machines says."""
+    """Run the check: its result and the content of its -json file."""
 
     def call(root: Path, *words: object, dataset: str = "imagefolder") -> tuple[Result, dict[str, Any]]:
         found = tmp_path / "found.json"
@@ -59,7 +59,7 @@ def names(found: list[dict[str, str]]) -> list[str]:
     return ["/".join(Path(one["name"]).parts[-3:]) for one in found]
 
 
-def test_a_clean_tree(check: Check, tree: Path) -> None:
+def test_clean_data_has_no_defects(check: Check, tree: Path) -> None:
     done, found = check(tree)
     assert done.code == 0, done.text
     assert "No defects." in done.out
@@ -70,7 +70,7 @@ def test_a_clean_tree(check: Check, tree: Path) -> None:
     assert not any(found["notes"].values())
 
 
-def test_each_planted_defect_is_found_and_nothing_else(check: Check, tree: Path, tmp_path: Path) -> None:
+def test_each_planted_defect_is_reported_and_nothing_else(check: Check, tree: Path, tmp_path: Path) -> None:
     train, val, listed = tree / "train", tree / "val", tmp_path / "exclude.txt"
     (train / "ant" / "0.jpg").write_bytes(b"")
     (train / "bee" / "1.jpg").write_text("<html>404 not found</html>")
@@ -121,19 +121,19 @@ def test_each_planted_defect_is_found_and_nothing_else(check: Check, tree: Path,
     for name in [*kinds, "train/ant/copy.jpg", "train/bee/wrong.jpg", "train/cat/small.jpg"]:
         assert name in done.out
 
-    # The list holds what was asked for, and what is left is clean: what the check calls good, training can read.
+    # The list has what was asked for; without it the data is clean.
     assert {line.split("  # ")[0] for line in listed.read_text().splitlines()[1:]} == {
         *kinds,
         *("train/ant/copy.jpg", "train/bee/4.jpg", "train/ant/6.jpg", "train/bee/wrong.jpg"),
     }
     done, _ = check(tree, f"DATA.EXCLUDE={listed}", "-out", listed, "-overwrite", "-exclude_small")
     assert done.code == 0, done.text
-    assert len(listed.read_text().splitlines()) == 2 + len(kinds) + 5, "what it named before stays"
+    assert len(listed.read_text().splitlines()) == 2 + len(kinds) + 5, "earlier lines stay"
 
 
 @pytest.mark.parametrize("first", ["right", "wrong"])
-def test_no_copy_of_conflicting_labels_stays(check: Check, tree: Path, tmp_path: Path, first: str) -> None:
-    """Whichever of them sorts first, and where the other part has a copy, that one too."""
+def test_all_copies_with_conflicting_labels_are_excluded(check: Check, tree: Path, tmp_path: Path, first: str) -> None:
+    """Whichever sorts first; also a copy in the other split."""
     train, val, listed = tree / "train", tree / "val", tmp_path / "exclude.txt"
     wrong = train / ("ant" if first == "wrong" else "cat") / "copy.jpg"
     shutil.copy(train / "bee" / "1.jpg", wrong)
@@ -150,7 +150,7 @@ def test_no_copy_of_conflicting_labels_stays(check: Check, tree: Path, tmp_path:
     assert done.code == 0, done.text
 
 
-def test_classes_of_one_name_are_counted_apart(check: Check, tree: Path) -> None:
+def test_classes_that_share_a_name_are_counted_separately(check: Check, tree: Path) -> None:
     """ImageNet has two cranes."""
     for part, count in (("train", 24), ("val", 6)):
         lines = [f"{part}/{CLASSES[i % 3]}/{i}.jpg,{i % 3},{('crane', 'bee', 'crane')[i % 3]}" for i in range(count)]
@@ -161,7 +161,7 @@ def test_classes_of_one_name_are_counted_apart(check: Check, tree: Path) -> None
 
 
 def as_table(tree: Path) -> Path:
-    """The training part as one file, which is split."""
+    """All training images as one CSV file, which training splits."""
     images = sorted((tree / "train").rglob("*.jpg"))
     lines = [f"{image.relative_to(tree)},{image.parent.name}" for image in images]
     (tree / "all.csv").write_text("\n".join(["path,target", *lines]) + "\n")
@@ -169,7 +169,7 @@ def as_table(tree: Path) -> Path:
 
 
 def as_shards(tree: Path) -> Path:
-    """Both parts as tar files with a class beside each image."""
+    """Both splits as tar files with a .cls file beside each image."""
     root = tree.parent / "shards"
     for part in ("train", "val"):
         (root / part).mkdir(parents=True)
@@ -184,7 +184,7 @@ def as_shards(tree: Path) -> Path:
 
 
 @pytest.mark.parametrize(("dataset", "made"), [("csv", as_table), ("shards", as_shards)])
-def test_every_source_is_looked_at(
+def test_tables_and_shards_are_checked(
     check: Check, tree: Path, tmp_path: Path, dataset: str, made: Callable[[Path], Path]
 ) -> None:
     (tree / "train" / "ant" / "9.jpg").write_bytes(b"\0" * 1000)
@@ -200,7 +200,7 @@ def test_every_source_is_looked_at(
     assert done.err == "", "each line names an image"
 
 
-def test_labels_and_files_of_a_list(check: Check, tree: Path) -> None:
+def test_image_lists_are_checked_for_labels_and_missing_files(check: Check, tree: Path) -> None:
     lines = [f"train/{CLASSES[i % 3]}/{i}.jpg {i % 3}" for i in range(24)]
     lines[5], lines[7] = lines[5][:-1] + "3", "train/ant/nowhere.jpg 1"
     (tree / "train_list.txt").write_text("\n".join(lines))
@@ -229,7 +229,7 @@ def as_numbered_table(tree: Path, labels: list[int]) -> Path:
 
 
 def as_numbered_shards(tree: Path, labels: list[int]) -> Path:
-    """Packed as training and validation part, and with a name for each of the three classes."""
+    """Both splits as tar files, with names for the three classes."""
     with tarfile.open(tree / "train-0.tar", "w") as train, tarfile.open(tree / "val-0.tar", "w") as val:
         for tar, part, told in ((train, "train", labels), (val, "val", [0, 1, 2, 0, 1, 2])):
             for i, k in enumerate(told):
@@ -249,7 +249,7 @@ def as_numbered_shards(tree: Path, labels: list[int]) -> Path:
         ("shards", as_numbered_shards, CLASSES),
     ],
 )
-def test_labels_far_out_of_range_are_all_found_and_nothing_is_made_up(
+def test_every_label_out_of_range_is_reported(
     check: Check, tree: Path, dataset: str, made: Callable[[Path, list[int]], Path], known: tuple[str, ...]
 ) -> None:
     labels = [i % 3 for i in range(24)]
@@ -270,23 +270,23 @@ def test_labels_far_out_of_range_are_all_found_and_nothing_is_made_up(
     assert found["classes"]["validation"] == dict.fromkeys(known, 2)
 
 
-def test_a_label_that_nothing_can_hold_ends_the_check(check: Check, tree: Path) -> None:
+def test_label_beyond_64_bits_is_refused(check: Check, tree: Path) -> None:
     done, _ = check(as_lists(tree, [0, 1, 10**30]), dataset="imagenet2012")
     assert done.code == 2, done.text
     assert "train_list.txt:3: label 1000000000000000000000000000000 does not fit" in done.err
 
 
-def test_an_empty_class(check: Check, tree: Path) -> None:
+def test_class_without_training_images_is_a_defect(check: Check, tree: Path) -> None:
     for image in (tree / "train" / "bee").iterdir():
         image.unlink()
     done, found = check(tree)
     assert done.code == 1, done.text
     assert found["defects"]["empty_classes"] == ["bee"]
     assert found["classes"]["training"]["bee"] == 0
-    assert "classes without a training image: 1" in done.out
+    assert "classes without training images: 1" in done.out
 
 
-def test_wrong_usage(vitamp: Callable[..., Result], tree: Path, tmp_path: Path) -> None:
+def test_bad_command_lines_are_refused(vitamp: Callable[..., Result], tree: Path, tmp_path: Path) -> None:
     for words, said in (
         (("-data_path", tmp_path / "none"), "none does not exist"),
         (("-data_path", tree, "-out", tmp_path / "none" / "x.txt"), "does not exist; name a file"),
@@ -299,7 +299,7 @@ def test_wrong_usage(vitamp: Callable[..., Result], tree: Path, tmp_path: Path) 
 
 
 class Deadly(Samples):
-    """Whoever reads the image of number 40 is killed, as by a system out of memory."""
+    """Reading image 40 kills the process, as the out-of-memory killer does."""
 
     labels = np.zeros(60, dtype=np.int64)
 
@@ -312,13 +312,13 @@ class Deadly(Samples):
         return f"image {index}"
 
 
-def test_a_killed_process_is_told_with_where_it_looked() -> None:
+def test_killed_worker_is_reported_with_its_images() -> None:
     data = DataConfig(IMAGE_SIZE=8)
     with pytest.raises(TrainingError, match=r"killed by SIGKILL: out of memory.*from image (0|32) on.*-num_workers"):
-        look_at("training", Deadly(), data, 1)
+        scan_split("training", Deadly(), data, 1)
 
 
-def test_what_lies_in_memory_has_no_files(vitamp: Callable[..., Result]) -> None:
+def test_data_in_memory_has_no_files_to_check(vitamp: Callable[..., Result]) -> None:
     done = vitamp("-dataset", "digits", "-num_classes", 10, script=SCRIPT)
     assert done.code == 0
-    assert "lies in memory" in done.out
+    assert "The training split of digits is held in memory" in done.out

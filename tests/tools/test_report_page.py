@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from tests.tools.made_runs import MISCHIEF, make_run
-from tools.common.figures import Rows
-from tools.common.report_page.charts import MOST_POINTS, Chart, Curve, charts, colours_of, short, side_by_side, thinned
+from tools.common.figures import Bin, Rows
+from tools.common.report_page.calibration import Reliability
+from tools.common.report_page.charts import MOST_COLUMNS, MOST_POINTS, Chart, Curve, Style, short, thinned
+from tools.common.report_page.curves import charts, side_by_side, styles_of
 from tools.common.report_page.page import write_report
 from tools.common.report_page.runs import read_runs
 from tools.report.command import main
@@ -91,7 +93,7 @@ def test_two_runs_stand_beside_each_other(page: Page, tmp_path: Path) -> None:
 def test_skips_are_marked_and_named(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "skipping", skips=[20, 40])
     [scale] = [chart for chart in charts(read_runs([run])) if chart.title == "Loss scale"]
-    assert [point[0] for point in scale.marks[0][0]] == [1, 2]
+    assert [point[0] for point in scale.skips[0].points] == [1, 2]
     text = page(run).text
     assert "2 updates were skipped." in text
     assert "20 linear, blocks.0.mlp.fc1, forward" in text
@@ -116,7 +118,7 @@ def test_a_page_of_what_there_is(page: Page, tmp_path: Path, what: str) -> None:
     else:
         (run / ("config.yaml" if what == "config" else what)).write_text("{ no end")
     text = page(run, make_run(tmp_path / "whole")).text
-    assert {"cut": "running, or cut off", "config": "Not known: a config.yaml", "run.json": "unknown"}.get(
+    assert {"cut": "running, or cut off", "config": "Unknown: a config.yaml", "run.json": "unknown"}.get(
         what, "nothing reported yet"
     ) in text
 
@@ -144,10 +146,10 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     seen = page(digits_run, predictions=True)
     lines = [json.loads(line) for line in (digits_run / "metrics.jsonl").read_text().splitlines()]
     best = max(line[key] for line in lines if line["event"] == "val" for key in ("acc1", "ema_acc1"))
-    assert f"{best:.2f} % of 360 validation images are right" in seen.text
+    assert re.search(rf"Top-1 {best:.2f} % and top-5 [\d.]+ % on 360 validation images", seen.text)
     wrong = round(360 * (1 - best / 100))
     assert len(seen.named("figure")) == min(12, wrong)
-    in_matrix = [int(a["title"].rpartition(" ")[2]) for a in seen.named("td") if "taken for" in a.get("title", "")]
+    in_matrix = [int(a["title"].rpartition(" ")[2]) for a in seen.named("td") if "predicted as" in a.get("title", "")]
     assert sum(in_matrix) == 360
 
 
@@ -175,7 +177,7 @@ def test_weights_that_are_gone_leave_the_rest(digits_run: Path, page: Page, tmp_
     copied = tmp_path / "copied"
     shutil.copytree(digits_run, copied, ignore=shutil.ignore_patterns("*.safetensors"))
     text = page(copied, predictions=True).text
-    assert "The model could not be asked:" in text
+    assert "The model could not be evaluated:" in text
     assert "best top-1" in text
 
 
@@ -221,15 +223,15 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_long_curves_are_thinned() -> None:
     points = [(float(n), float(n)) for n in range(100_000)]
-    assert len(thinned(points)) <= MOST_POINTS + 1
-    assert thinned(points)[-1] == points[-1]
-    assert thinned([]) == []
+    assert len(thinned(points, MOST_POINTS)) <= MOST_POINTS + 1
+    assert thinned(points, MOST_POINTS)[-1] == points[-1]
+    assert thinned([], MOST_POINTS) == []
 
 
 @pytest.mark.parametrize("points", [[(1.0, 2.0)], [(1.0, 0.0), (2.0, 0.0)], [(1.0, -3e-9), (9.0, 5e9)], []])
 def test_any_curve_can_be_drawn(points: list[tuple[float, float]]) -> None:
     for logarithmic in (False, True):
-        chart = Chart("any", [Curve(points, "curve", 0)], logarithmic=logarithmic)
+        chart = Chart("any", [Curve(points, "curve", Style(0))], logarithmic=logarithmic)
         texts = [text for _, text in [*chart.x_ticks(), *chart.y_ticks()]]
         assert len(texts) > 1
         assert all(0 <= y <= 260 for _, path in chart.lines() for y in map(float, re.findall(r",(-?[\d.]+)", path)))
@@ -258,18 +260,55 @@ def test_epoch_means_the_best_validation_and_resumes_are_shown(page: Page, tmp_p
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"event": "run", "epoch": 3, "what": "resume", "update": 50, "perf": {}}) + "\n")
     accuracy = next(chart for chart in charts(read_runs([run])) if chart.title.startswith("Accuracy"))
-    assert accuracy.below == "epoch"
+    assert accuracy.x_name == "epoch"
     assert [curve.points for curve in accuracy.curves[:2]] == [[(1, 77), (2, 78), (3, 79), (4, 80)]] * 2
-    assert accuracy.best[0][0] == [(4, 80)]
+    assert accuracy.best[0].points == [(4, 80)]
     assert [x for x, _ in accuracy.resumed] == [2.5]
     assert len(accuracy.diamonds()) == 1
     assert "epoch" in page(run).text
 
 
-def test_seeds_of_a_precision_share_a_colour(tmp_path: Path) -> None:
+def test_seeds_share_the_hue_of_their_precision_and_differ_in_shade(page: Page, tmp_path: Path) -> None:
     made = [make_run(tmp_path / f"{kind}-{seed}", precision=kind) for kind in ("fp32", "bf16") for seed in (0, 1)]
-    assert colours_of(read_runs(made)) == [0, 0, 1, 1]
-    assert colours_of(read_runs(made[:2])) == [0, 1]
+    assert styles_of(read_runs(made)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert styles_of(read_runs(made[:2])) == [(0, 0), (1, 0)]
+    marks = [mark["class"] for mark in page(*made).named("rect") if mark["class"].startswith("mark")]
+    assert {"mark hue0 shade1", "mark hue1 shade1"} <= set(marks), "the second seed has square markers"
+
+
+def test_legend_names_only_what_a_chart_shows(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "night", skips=[20])
+    legends = {chart.title: chart.legend() for chart in charts(read_runs([run]))}
+    assert [meaning for _, meaning in legends["Loss"]] == ["training, epoch means", "validation", "best validation"]
+    assert legends["Learning rate"] == []
+    assert legends["Loss scale"] == [("cross", "skipped update")]
+    assert "training, epoch means validation best validation" in page(run).text
+
+
+def test_columns_show_the_values_of_all_curves(tmp_path: Path) -> None:
+    runs = read_runs([make_run(tmp_path / "a", best=80), make_run(tmp_path / "b", best=60)])
+    accuracy = next(chart for chart in charts(runs) if chart.title.startswith("Accuracy"))
+    columns = accuracy.columns()
+    assert [column.title for column in columns] == ["epoch 1", "epoch 2", "epoch 3", "epoch 4"]
+    assert [(value.label, value.text) for value in columns[-1].values][1::2] == [
+        ("a, validation", "80"),
+        ("b, validation", "60"),
+        ("b, best validation", ""),
+    ]
+    assert sum(column.width for column in columns) == pytest.approx(100, abs=0.1)
+    long = Chart("any", [Curve([(float(n), 1.0) for n in range(10_000)], "curve", Style(0))])
+    assert len(long.columns()) <= MOST_COLUMNS + 1
+
+
+def test_reliability_diagram_has_accuracy_and_confidence_of_each_bin() -> None:
+    diagram = Reliability([Bin(0, 0.0, 0.0), Bin(30, 75.0, 50.0)], 25.0)
+    [accuracy], [confidence] = diagram.accuracy_bars(), diagram.confidence_lines()
+    assert (accuracy.height, confidence.height) == (100, 150)
+    assert [(column.title, [value.text for value in column.values]) for column in diagram.columns()] == [
+        ("confidence 0 to 50 %", ["0"]),
+        ("confidence 50 to 100 %", ["30", "50.0 %", "75.0 %"]),
+    ]
+    assert "75 % confident: 50 % accurate" in diagram.description()
 
 
 def test_short_numbers() -> None:

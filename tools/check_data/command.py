@@ -1,13 +1,13 @@
-"""What is wrong with a data set? Reads every image of it once, as training will.
+"""Check a data set: read every image once, as training does, and report defects.
 
     python scripts/check_data.py -dataset imagefolder -data_path /data/flowers -num_classes 102
     python scripts/check_data.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -out broken.txt
 
-Defects: images that cannot be read, labels out of range, classes without training images, duplicates (the same bytes),
-images that training and validation share. Notes: images that are not stored as the model takes them, and small ones.
-Ends with 0 where there is no defect, 1 where there is one, 2 for wrong usage.
+Defects: unreadable images, labels out of range, classes without training images, duplicates (equal bytes), images in
+both splits. Notes: images that must be converted, and images smaller than IMAGE_SIZE.
+Exit codes: 0 no defects, 1 defects, 2 anything wrong with the command or the data set.
 
-The flags and settings of main_single_gpu.py hold; -num_workers: processes that look.
+Takes the flags and settings of main_single_gpu.py; -num_workers is the number of checking processes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from utils.output_file import writing
 
 if TYPE_CHECKING:
     from datasets.base import Samples
-    from tools.check_data.look import Seen
+    from tools.check_data.scan import Split
 
 OWN = (
-    Flag("out", "write the list that DATA.EXCLUDE takes: what cannot be read", "FILE", ("OUT",)),
+    Flag("out", "write a list of unreadable images for DATA.EXCLUDE", "FILE", ("OUT",)),
     Flag(
         "exclude_duplicates",
-        "let it name later duplicates too, what both parts share, and all copies whose labels differ",
+        "also list later duplicates, images in both splits, and all copies with conflicting labels",
         keys=("DUPLICATES",),
     ),
-    Flag("exclude_small", "let it name images smaller than IMAGE_SIZE too", keys=("SMALL",)),
-    Flag("json", "write all that was found for machines", "FILE", ("JSON",)),
+    Flag("exclude_small", "also list images smaller than IMAGE_SIZE", keys=("SMALL",)),
+    Flag("json", "write all findings as JSON", "FILE", ("JSON",)),
     OVERWRITE,
 )
 TOOL = Tool("check_data.py", __doc__, OWN)
@@ -47,60 +47,56 @@ def main(argv: list[str]) -> int:
 
 def _check(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    out, machines = (line.file(key) if key in line.own else None for key in ("OUT", "JSON"))
-    if out is not None and out == machines:
-        raise UserError(f"-out and -json both name {out}; give each a file of its own.")
+    out, json_file = (line.file(key) if key in line.own else None for key in ("OUT", "JSON"))
+    if out is not None and out == json_file:
+        raise UserError(f"-out and -json both name {out}; give each its own file.")
     if out is None and line.own.keys() & {"DUPLICATES", "SMALL"}:
-        raise UserError("-exclude_duplicates and -exclude_small say what the list of -out FILE names; give that too.")
+        raise UserError("-exclude_duplicates and -exclude_small extend the list of -out FILE; give -out too.")
     config = line.load().config
 
-    # Only now, with the settings known to be right: importing torch takes seconds.
-    from tools.check_data import find as check_data_find
+    # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.check_data import report
+    from tools.check_data.findings import CONFLICTS, find_problems
 
-    parts = _look(config)
-    if not parts:
+    splits = _scan(config)
+    if not splits:
         return EXIT_DONE
-    findings = check_data_find.find(parts, config.MODEL.NUM_CLASSES, config.DATA.IMAGE_SIZE)
+    findings = find_problems(splits, config.MODEL.NUM_CLASSES, config.DATA.IMAGE_SIZE)
     log.info(report.text(findings))
-    if machines is not None:
-        with writing(machines, "-json"):
-            write_whole(machines, json.dumps(report.as_json(findings), indent=1) + "\n")
+    if json_file is not None:
+        with writing(json_file, "-json"):
+            write_whole(json_file, json.dumps(report.as_json(findings), indent=1) + "\n")
     if out is not None:
         chosen = report.to_exclude(findings, "DUPLICATES" in line.own, "SMALL" in line.own)
         with writing(out, "-out"):
             write_whole(out, report.exclude_list(chosen, config.DATA))
-        conflicts = len(findings.defects[check_data_find.CONFLICTS]) if "DUPLICATES" in line.own else 0
+        conflicts = len(findings.defects[CONFLICTS]) if "DUPLICATES" in line.own else 0
         if conflicts:
             log.info(
-                "\n%d of the images to leave out have the same bytes as others but another label: nothing tells which "
-                "label is right, so no copy is kept. Correct the labels to keep one.",
+                "\n%d of the images to exclude have the same bytes as others but another label. Which label is right "
+                "is unknown, so all copies are excluded. Correct the labels to keep one copy.",
                 conflicts,
             )
-        log.info("\n%d images to leave out: DATA.EXCLUDE=%s", len(chosen), out)
-    log.info("\n%s", "No defects." if findings.clean else "Defects were found.")
+        log.info("\n%d images to exclude: DATA.EXCLUDE=%s", len(chosen), out)
+    log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED
 
 
-def _look(config: Config) -> list[Seen]:
-    """Both parts, training first, as far as they are made of files."""
+def _scan(config: Config) -> list[Split]:
+    """Scans of both splits, training first; without those that are held in memory."""
     from datasets import auto_workers, tell_unmatched
-    from tools.check_data.look import look_at
+    from tools.check_data.scan import scan_split
 
-    parts = {title: _open(config, title == "training") for title in ("training", "validation")}
-    tell_unmatched(config.DATA, parts.values())
+    splits = {title: _open(config, title == "training") for title in ("training", "validation")}
+    tell_unmatched(config.DATA, splits.values())
     workers = auto_workers(1) if config.DATA.NUM_WORKERS is None else config.DATA.NUM_WORKERS
-    seen = []
-    for title, samples in parts.items():
+    scans = []
+    for title, samples in splits.items():
         if samples is None:
-            log.info(
-                "The %s part of the data set %s lies in memory: there are no files to look at.",
-                title,
-                config.DATA.DATASET,
-            )
+            log.info("The %s split of %s is held in memory: there are no files to check.", title, config.DATA.DATASET)
         else:
-            seen.append(look_at(title, samples, config.DATA, workers))
-    return seen
+            scans.append(scan_split(title, samples, config.DATA, workers))
+    return scans
 
 
 def _open(config: Config, train: bool) -> Samples | None:
@@ -113,7 +109,7 @@ def _open(config: Config, train: bool) -> Samples | None:
     try:
         return open_dataset(config.DATA, train, classes, config.SEED, cpu).single_images()
     except UserError as error:
-        # Labels that do not fit the classifier are to be found with all else, and not one by one.
+        # Open it with any label, so that labels out of range are reported with all other defects.
         try:
             return open_dataset(config.DATA, train, ANY_LABEL, config.SEED, cpu).single_images()
         except UserError:

@@ -1,4 +1,4 @@
-"""What was found in a data set: for people, for machines, and as a list for DATA.EXCLUDE."""
+"""Report of a data set check: as text, as JSON, and as a list for DATA.EXCLUDE."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets.damage.exclude import line_of
-from tools.check_data.find import (
+from tools.check_data.findings import (
     CONFLICTS,
     DUPLICATES,
     LABELS,
@@ -28,19 +28,19 @@ HEADINGS = {
     UNREADABLE: "cannot be read",
     LABELS: "labels out of range",
     CONFLICTS: "the same bytes with different labels",
-    DUPLICATES: "duplicates within a part",
-    OVERLAP: "in the training and in the validation part",
-    MODES: "not stored as the model takes them; converted when they are read",
-    SMALL: "smaller than IMAGE_SIZE; enlarged when they are read",
+    DUPLICATES: "duplicates within a split",
+    OVERLAP: "in the training and in the validation split",
+    MODES: "stored in another colour mode; converted when read",
+    SMALL: "smaller than IMAGE_SIZE; enlarged when read",
 }
 
 
 def text(findings: Findings) -> str:
-    """For people."""
+    """Report for the terminal: images per class, then defects and notes, SHOWN of each kind."""
     blocks = [_table(classes) for classes in findings.classes]
     if findings.empty:
         named = ", ".join(findings.empty[:SHOWN]) + (", ..." if len(findings.empty) > SHOWN else "")
-        blocks.append(f"DEFECT: classes without a training image: {len(findings.empty)}\n    {named}")
+        blocks.append(f"DEFECT: classes without training images: {len(findings.empty)}\n    {named}")
     blocks += [_listing("DEFECT: ", kind, found) for kind, found in findings.defects.items() if found]
     blocks += [_listing("note: ", kind, found) for kind, found in findings.notes.items() if found]
     return "\n\n".join(blocks)
@@ -48,11 +48,11 @@ def text(findings: Findings) -> str:
 
 def _table(classes: Classes) -> str:
     counts = classes.counts
-    lines = [f"{classes.part} part: {sum(counts.values()):,} images in {len(counts):,} classes"]
+    lines = [f"{classes.split} split: {sum(counts.values()):,} images in {len(counts):,} classes"]
     lines[0] = lines[0][:1].upper() + lines[0][1:]
     shown = sorted(counts.items(), key=lambda item: item[1])
     if len(shown) > TABLE:
-        lines.append(f"  the {SHOWN} smallest and the {SHOWN} largest of them:")
+        lines.append(f"  the {SHOWN} smallest and the {SHOWN} largest:")
         shown = [*shown[:SHOWN], *shown[-SHOWN:]]
     lines += [f"  {count:>9,}  {name}{'' if count else '  (empty)'}" for name, count in shown]
     return "\n".join(lines)
@@ -66,17 +66,17 @@ def _listing(mark: str, kind: str, found: list[Found]) -> str:
         )
     lines += [f"    {one.name}: {one.about}" for one in found[:SHOWN]]
     if len(found) > SHOWN:
-        lines.append(f"    ... and {len(found) - SHOWN:,} more; -json FILE has them all")
+        lines.append(f"    ... and {len(found) - SHOWN:,} more; -json FILE lists all")
     return "\n".join(lines)
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
-    """For machines."""
+    """Content of the -json file."""
 
     def listed(kinds: dict[str, list[Found]]) -> dict[str, Any]:
         return {
             kind.replace(" ", "_").lower(): [
-                {"part": f.part, "name": f.name, "about": f.about, **({"kind": f.kind} if f.kind else {})}
+                {"part": f.split, "name": f.name, "about": f.about, **({"kind": f.kind} if f.kind else {})}
                 for f in found
             ]
             for kind, found in kinds.items()
@@ -84,26 +84,26 @@ def as_json(findings: Findings) -> dict[str, Any]:
 
     return {
         "clean": findings.clean,
-        "classes": {classes.part: classes.counts for classes in findings.classes},
+        "classes": {classes.split: classes.counts for classes in findings.classes},
         "defects": {"empty_classes": findings.empty, **listed(findings.defects)},
         "notes": listed(findings.notes),
     }
 
 
 def to_exclude(findings: Findings, duplicates: bool, small: bool) -> list[Found]:
-    """What a list is to name, each image once."""
+    """Images for the exclude list, each once."""
     chosen = list(findings.defects[UNREADABLE])
     if duplicates:
         chosen += findings.defects[CONFLICTS] + findings.defects[DUPLICATES] + findings.defects[OVERLAP]
     if small:
         chosen += findings.notes[SMALL]
-    return list({(found.part, found.number): found for found in reversed(chosen)}.values())[::-1]
+    return list({(found.split, found.number): found for found in reversed(chosen)}.values())[::-1]
 
 
 def exclude_list(chosen: list[Found], data: DataConfig) -> str:
-    """In the form that DATA.EXCLUDE takes; what that names already is not looked at, and stays."""
+    """Content of the exclude list. Lines of the current DATA.EXCLUDE stay, since those images were not checked."""
     before = Path(data.EXCLUDE).expanduser().read_text(encoding="utf-8-sig").rstrip("\n") if data.EXCLUDE else ""
     today = datetime.date.today().isoformat()
-    head = f"# Images to leave out (DATA.EXCLUDE), found by scripts/check_data.py on {today}"
+    head = f"# Images to exclude (DATA.EXCLUDE), found by scripts/check_data.py on {today}"
     lines = [line_of(found.name, found.about, data) for found in chosen]
     return "\n".join([*([before] if before else []), head, *lines]) + "\n"

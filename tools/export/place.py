@@ -33,7 +33,7 @@ def export_one(
     out: Path,
     tolerance: float | None,
 ) -> None:
-    """Write `out`, compare its logits with `wanted`, and move it into place. TrainingError, and no file, if they differ."""
+    """Write `out` once its logits agree with `wanted`; otherwise TrainingError, and no file."""
     one = next(images.batches(trained, wishes.with_preprocess))
     example = torch.cat([one, one])
     saved = trained.saved
@@ -47,7 +47,9 @@ def export_one(
                 said = kind.write(task, folder / out.name)
                 bar.set_description(f"{out.name}: checking")
                 with torch.no_grad():
-                    got = kind.run(task, folder / out.name, _counted(images.batches(trained, wishes.with_preprocess), bar))
+                    got = kind.run(
+                        task, folder / out.name, _counted(images.batches(trained, wishes.with_preprocess), bar)
+                    )
             checked = compare(trained, images, wanted, got, tolerance or TOLERANCES[wishes.dtype])
             size = sum(file.stat().st_size for file in folder.iterdir())
             _place(folder, out)

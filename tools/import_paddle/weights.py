@@ -83,9 +83,7 @@ def _next_step(bar: tqdm, what: str) -> None:
     bar.set_description(what)
 
 
-def _report_tensors(
-    arrays: dict[str, np.ndarray], converted: Converted, target: Target, missing: list[str]
-) -> bool:
+def _report_tensors(arrays: dict[str, np.ndarray], converted: Converted, target: Target, missing: list[str]) -> bool:
     """Log what becomes of each tensor. True if all that is not the classifier's matches the model."""
     used = [
         f"{paddle} -> {key}  {_shape(converted.tensors[key].shape)}"

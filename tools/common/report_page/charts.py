@@ -1,119 +1,196 @@
-"""scripts/report.py: charts as SVG inside the page. Colours are the page's, so that they follow light and dark."""
+"""Geometry of the report's charts: what page.html draws as SVG. Colours are CSS classes, to follow light and dark."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
-from engine.report.course import EMA_PREFIX, Points
-from tools.common.report_page.runs import Run
+from engine.report.course import Points
 
-COLOURS = 8
+HUES, SHADES = 8, 4
+"""Colours in page.html, and variants of each: a shade and a marker shape."""
 MOST_POINTS = 300
-"""Of a line; more would be seen by nobody."""
+"""Points of a line: more would not be visible."""
+MOST_MARKERS, SPARSE_MARKERS = 60, 12
+MOST_COLUMNS, MOST_VALUES = 60, 600
+"""Limits of what is shown under the pointer, for the size of the page"""
 WIDTH, HEIGHT = 360, 220
-MOST_SIDE_BY_SIDE = 6
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 36
+
+
+class Style(NamedTuple):
+    """Colour of a run. Seeds of one precision share the hue and differ in the shade."""
+
+    hue: int
+    shade: int = 0
+
+    @property
+    def css(self) -> str:
+        return f"hue{self.hue} shade{self.shade}"
 
 
 @dataclass(frozen=True)
 class Curve:
     points: Points
     label: str
-    colour: int
-    """0 to COLOURS - 1"""
+    style: Style
     faint: bool = False
-    """Training beside validation: thin and pale"""
+    """Thin and pale: training beside validation"""
     dashed: bool = False
+    """Validation of the EMA"""
+
+
+class Mark(NamedTuple):
+    """Symbols of a run at some points."""
+
+    points: Points
+    label: str
+    style: Style
+
+
+class Value(NamedTuple):
+    """One line of what is shown under the pointer."""
+
+    label: str
+    text: str
+    style: Style | None = None
+
+
+class Column(NamedTuple):
+    """Vertical strip of a chart that shows its values while the pointer is over it. Sizes in percent of the plot."""
+
+    width: float
+    x: float
+    title: str
+    values: list[Value]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture: the page's template draws what is here."""
-
     title: str
     curves: list[Curve]
-    marks: list[tuple[Points, str, int]] = field(default_factory=list)
-    """(where, what it means, colour): crosses"""
-    best: list[tuple[Points, str, int]] = field(default_factory=list)
-    """The same, of the best validations: diamonds"""
+    skips: list[Mark] = field(default_factory=list)
+    """Skipped updates: crosses"""
+    best: list[Mark] = field(default_factory=list)
+    """Best validations: diamonds"""
     resumed: list[tuple[float, str]] = field(default_factory=list)
-    """(where, which run): upright lines"""
-    below: str = "update"
-    """What x is"""
+    """(where, label): dotted vertical lines"""
+    x_name: str = "update"
     logarithmic: bool = False
-    note: str = ""
-    beside: Sequence[Chart] = ()
-    """Those it stands beside, whose axes it shares"""
+    shared_axes: Sequence[Chart] = ()
+    """Charts in the same row, whose axes this one shares"""
 
     @property
     def empty(self) -> bool:
         return not any(curve.points for curve in self.curves)
 
+    @property
+    def drawn(self) -> list[Curve]:
+        return [curve for curve in self.curves if curve.points]
+
     def lines(self) -> list[tuple[Curve, str]]:
-        """Each curve as the path of an SVG."""
-        return [(curve, self._path(thinned(curve.points))) for curve in self.curves if curve.points]
+        """Each curve with the `d` of its SVG path."""
+        return [(curve, self._path(thinned(curve.points, MOST_POINTS))) for curve in self.drawn]
 
-    def dots(self) -> list[tuple[float, float, Curve, str]]:
-        """Where a curve has few points, each by itself: (x, y, curve, what it says)."""
-        few = [curve for curve in self.curves if not curve.faint and 0 < len(curve.points) <= 60]
-        return [
-            (*self._place(point), curve, f"{curve.label}, {self.below} {point[0]:,.6g}: {short(point[1])}")
-            for curve in few
-            for point in curve.points
-        ]
+    def markers(self) -> list[tuple[float, float, Style]]:
+        """(x, y, style): every point of a short curve, some points of a long one."""
+        found = []
+        for curve in self.drawn:
+            few = len(curve.points) <= MOST_MARKERS
+            if not curve.faint:
+                points = curve.points if few else thinned(curve.points, SPARSE_MARKERS)
+                found += [(*self._place(point), curve.style) for point in points]
+        return found
 
-    def crosses(self) -> list[tuple[float, float, int, str]]:
-        return [
-            (*self._place(point), colour, f"{what}, {self.below} {point[0]:,.6g}")
-            for where, what, colour in self.marks
-            for point in thinned(where)
-        ]
+    def crosses(self) -> list[tuple[float, float, Style]]:
+        return [(*self._place(point), mark.style) for mark in self.skips for point in thinned(mark.points, MOST_POINTS)]
 
-    def diamonds(self) -> list[tuple[float, float, int, str]]:
-        return [
-            (*self._place(point), colour, f"{what}, {self.below} {point[0]:,.6g}: {short(point[1])}")
-            for where, what, colour in self.best
-            for point in where
-        ]
+    def diamonds(self) -> list[tuple[float, float, Style]]:
+        return [(*self._place(point), mark.style) for mark in self.best for point in mark.points]
 
-    def upright(self) -> list[tuple[float, str]]:
-        return [(self._place((x, 0))[0], f"{who}: resumed, {self.below} {x:,.6g}") for x, who in self.resumed]
+    def resume_lines(self) -> list[float]:
+        return [self._place((x, 0))[0] for x, _ in self.resumed]
 
     def x_ticks(self) -> list[tuple[float, str]]:
         low, high = self._x_range
-        return [(self._place((tick, 0))[0], text) for tick, text in told(nice(low, high, 5))]
+        return [(self._place((tick, 0))[0], text) for tick, text in labelled(round_numbers(low, high, 5))]
 
     def y_ticks(self) -> list[tuple[float, str]]:
         low, high = self._y_range
         if self.logarithmic:
             return [(self._place((0, 2.0**power))[1], f"2^{power}") for power in _powers(low, high)]
-        return [(self._place((0, tick))[1], text) for tick, text in told(nice(low, high, 5))]
+        return [(self._place((0, tick))[1], text) for tick, text in labelled(round_numbers(low, high, 5))]
 
-    def words(self) -> str:
-        """For those who do not see it."""
-        told = [f"{curve.label} ends at {short(curve.points[-1][1])}" for curve in self.curves if curve.points]
-        return f"{self.title}: {'; '.join(told)}"
+    def legend(self) -> list[tuple[str, str]]:
+        """(symbol, meaning) of every kind of line and symbol in the chart; the runs' colours are the page's legend."""
+        entries = {
+            "faint": ("training, epoch means" if self.x_name == "epoch" else "training", "faint"),
+            "strong": ("validation", "strong"),
+            "dashed": ("validation of the EMA", "dashed"),
+        }
+        kinds = ["faint" if curve.faint else "dashed" if curve.dashed else "strong" for curve in self.drawn]
+        found = [(symbol, meaning) for kind, (meaning, symbol) in entries.items() if kind in kinds]
+        found = found if len(found) > 1 else []
+        for symbol, meaning, present in (
+            ("diamond", "best validation", any(mark.points for mark in self.best)),
+            ("cross", "skipped update", any(mark.points for mark in self.skips)),
+            ("dotted", "resumed", bool(self.resumed)),
+        ):
+            found += [(symbol, meaning)] if present else []
+        return found
+
+    def columns(self) -> list[Column]:
+        """Strips around the curves' points, or around some of them where they are many."""
+        curves = [(curve, thinned(curve.points, MOST_POINTS)) for curve in self.drawn]
+        places = sorted({x for _, points in curves for x, _ in points})
+        most = max(2, min(MOST_COLUMNS, MOST_VALUES // max(1, len(curves))))
+        places = [x for x, _ in thinned([(x, 0.0) for x in places], most)]
+        low, high = self._x_range
+        borders = [low, *((a + b) / 2 for a, b in pairwise(places)), high]
+        events = [(x, Value(label, "")) for x, label in self.resumed]
+        for mark in (*self.best, *self.skips):
+            events += [(x, Value(mark.label, "", mark.style)) for x, _ in mark.points]
+        found = []
+        for x, (start, end) in zip(places, pairwise(borders), strict=True):
+            values = []
+            for curve, points in curves:
+                near = [point for point in points if start <= point[0] <= end]
+                if near:
+                    _, y = min(near, key=lambda point: abs(point[0] - x))
+                    values.append(Value(curve.label, short(y), curve.style))
+            values += dict.fromkeys(value for at, value in events if start < at <= end)
+            share = (end - start) / ((high - low) or 1)
+            across = (x - low) / ((high - low) or 1)
+            title = f"{self.x_name} {x:,.6g}"
+            found.append(Column(round(100 * share, 2), round(100 * across, 2), title, values))
+        return found
+
+    def description(self) -> str:
+        """Text for readers who cannot see the chart."""
+        ends = [f"{curve.label} ends at {short(curve.points[-1][1])}" for curve in self.drawn]
+        return f"{self.title}: {'; '.join(ends)}"
 
     @property
-    def _measured(self) -> list[Curve]:
-        return [curve for chart in (self.beside or (self,)) for curve in chart.curves]
+    def _on_these_axes(self) -> list[Curve]:
+        return [curve for chart in (self.shared_axes or (self,)) for curve in chart.curves]
 
-    @property
+    @cached_property
     def _x_range(self) -> tuple[float, float]:
-        found = [x for curve in self._measured for x, _ in curve.points]
+        found = [x for curve in self._on_these_axes for x, _ in curve.points]
         return (min(0.0, *found), max(1.0, *found)) if found else (0.0, 1.0)
 
-    @property
+    @cached_property
     def _y_range(self) -> tuple[float, float]:
-        found = [self._scaled(y) for curve in self._measured for _, y in curve.points]
+        found = [self._scaled(y) for curve in self._on_these_axes for _, y in curve.points]
         if not found:
             return 0.0, 1.0
         low, high = min(found), max(found)
-        room = (high - low) * 0.06 or max(abs(high) * 0.05, 0.5)
-        return (0.0 if 0 <= low < 0.3 * high and not self.logarithmic else low - room), high + room
+        margin = (high - low) * 0.06 or max(abs(high) * 0.05, 0.5)
+        return (0.0 if 0 <= low < 0.3 * high and not self.logarithmic else low - margin), high + margin
 
     def _scaled(self, y: float) -> float:
         return math.log2(max(y, 1e-12)) if self.logarithmic else y
@@ -127,17 +204,17 @@ class Chart:
             round(HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1),
         )
 
-    def _path(self, found: Points) -> str:
-        return "M" + " ".join(f"{x},{y}" for x, y in map(self._place, found))
+    def _path(self, points: Points) -> str:
+        return "M" + " ".join(f"{x},{y}" for x, y in map(self._place, points))
 
 
-def thinned(found: Points) -> Points:
-    """At most MOST_POINTS of them, the last one always."""
-    step = -(-len(found) // MOST_POINTS) if found else 1
-    return [point for number, point in enumerate(found) if number % step == 0 or number == len(found) - 1]
+def thinned(points: Points, most: int) -> Points:
+    """About `most` of the points, evenly chosen, always with the last one."""
+    step = -(-len(points) // most) if points else 1
+    return [point for number, point in enumerate(points) if number % step == 0 or number == len(points) - 1]
 
 
-def nice(low: float, high: float, count: int) -> list[float]:
+def round_numbers(low: float, high: float, count: int) -> list[float]:
     """About `count` round numbers from low to high."""
     span = (high - low) or 1
     rough = span / count
@@ -147,8 +224,8 @@ def nice(low: float, high: float, count: int) -> list[float]:
     return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def told(ticks: list[float]) -> list[tuple[float, str]]:
-    """Each with as many digits as tell it from the next one."""
+def labelled(ticks: list[float]) -> list[tuple[float, str]]:
+    """Each tick with a label, which has as many digits as neighbours need to differ."""
     texts = [short(tick) for tick in ticks]
     if len(set(texts)) < len(texts):
         digits = max(0, 1 - math.floor(math.log10(ticks[1] - ticks[0])))
@@ -174,102 +251,3 @@ def short(value: float) -> str:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return f"{value:.4g}"
-
-
-def colours_of(runs: Sequence[Run]) -> list[int]:
-    """Runs of one precision share a colour where there are several of each, as with several seeds."""
-    kinds = list(dict.fromkeys(run.precision for run in runs))
-    grouped = 1 < len(kinds) < len(runs)
-    return [(kinds.index(run.precision) if grouped else number) % COLOURS for number, run in enumerate(runs)]
-
-
-def charts(runs: Sequence[Run]) -> list[Chart]:
-    """Loss, accuracy, speed, and what mixed precision did; those that would be empty are left out."""
-    axis = _Axis.of(runs)
-    all_of_them = [
-        _two_parts("Loss", runs, "loss", axis),
-        _two_parts("Accuracy, top-1 (%)", runs, "acc1", axis),
-        _trained("Speed (images/s)", runs, "images_per_second", axis),
-        _trained("Learning rate", runs, "lr", axis),
-        _trained("Gradient norm, unscaled", runs, "grad_norm", axis),
-        _scale(runs, axis),
-    ]
-    return [chart for chart in all_of_them if chart is not None and not chart.empty]
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """Epochs, where all runs have whole ones, else updates; and where the runs were resumed."""
-
-    by_epoch: bool
-    resumed: list[tuple[float, str]]
-
-    @classmethod
-    def of(cls, runs: Sequence[Run]) -> _Axis:
-        by_epoch = all(run.course.by_epoch for run in runs)
-        return cls(by_epoch, [(x, run.name) for run in runs for x in run.course.resumes(by_epoch)])
-
-    def chart(self, title: str, curves: list[Curve], **more: Any) -> Chart:
-        return Chart(title, curves, resumed=self.resumed, below="epoch" if self.by_epoch else "update", **more)
-
-
-def side_by_side(runs: Sequence[Run]) -> list[list[Chart]]:
-    """A row of losses and one of accuracies, each run by itself on the axes of its row; only of a few runs."""
-    if not 1 < len(runs) <= MOST_SIDE_BY_SIDE:
-        return []
-    by_epoch = _Axis.of(runs).by_epoch
-    found = []
-    for title, key in (("loss", "loss"), ("top-1 (%)", "acc1")):
-        each = [
-            _Axis(by_epoch, [(x, run.name) for x in run.course.resumes(by_epoch)]).chart(
-                f"{run.name}: {title}", _parts(run, colour, key, by_epoch), best=_best(run, colour, key, by_epoch)
-            )
-            for run, colour in zip(runs, colours_of(runs), strict=True)
-        ]
-        found.append([replace(chart, beside=each) for chart in each if not chart.empty])
-    return [row for row in found if row]
-
-
-def _two_parts(title: str, runs: Sequence[Run], key: str, axis: _Axis) -> Chart:
-    by_colour = list(zip(runs, colours_of(runs), strict=True))
-    curves = [c for run, colour in by_colour for c in _parts(run, colour, key, axis.by_epoch)]
-    dashes = any(curve.dashed and curve.points for curve in curves)
-    note = f"pale: training{', means of epochs' * axis.by_epoch}; strong: validation"
-    note += "; dashed: validation of the EMA" * dashes + "; diamond: best validation"
-    best = [mark for run, colour in by_colour for mark in _best(run, colour, key, axis.by_epoch)]
-    return axis.chart(title, curves, best=best, note=note)
-
-
-def _best(run: Run, colour: int, key: str, by_epoch: bool) -> list[tuple[Points, str, int]]:
-    return [(run.course.best(key, by_epoch), f"{run.name}, best validation", colour)]
-
-
-def _parts(run: Run, colour: int, key: str, by_epoch: bool) -> list[Curve]:
-    course = run.course
-    ema = course.points("val", f"{EMA_PREFIX}{key}", by_epoch)
-    return [
-        Curve(course.trained(key, by_epoch), f"{run.name}, training", colour, faint=True),
-        Curve(course.points("val", key, by_epoch), f"{run.name}, validation", colour),
-        Curve(ema, f"{run.name}, validation of the EMA", colour, dashed=True),
-    ]
-
-
-def _trained(title: str, runs: Sequence[Run], key: str, axis: _Axis) -> Chart:
-    curves = [
-        Curve(run.course.points("train", key, axis.by_epoch), run.name, colour)
-        for run, colour in zip(runs, colours_of(runs), strict=True)
-    ]
-    return axis.chart(title, curves)
-
-
-def _scale(runs: Sequence[Run], axis: _Axis) -> Chart | None:
-    """Only where a loss was scaled: without scaling it is 1 all the time."""
-    curves, marks = [], []
-    for run, colour in zip(runs, colours_of(runs), strict=True):
-        found = run.course.points("train", "scale", axis.by_epoch)
-        if any(scale != 1 for _, scale in found):
-            curves.append(Curve(found, run.name, colour))
-            marks.append((run.course.skips(axis.by_epoch), f"{run.name}: updates skipped", colour))
-    if not curves:
-        return None
-    return axis.chart("Loss scale", curves, marks=marks, logarithmic=True, note="crosses: updates were skipped")

@@ -1,4 +1,4 @@
-"""One page about one run or several, in one file that needs nothing else: no network, no script."""
+"""Report of one or several runs as one HTML file, which needs no network and runs no script."""
 
 from __future__ import annotations
 
@@ -6,26 +6,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.report_page.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    charts,
-    colours_of,
-    short,
-    side_by_side,
-)
+from tools.common.report_page.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, short
+from tools.common.report_page.curves import charts, side_by_side, styles_of
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, read_runs, summary
 from utils.files import write_whole
 from utils.log import log
 from utils.output_file import check_output_file, writing
+
+if TYPE_CHECKING:
+    from tools.common.report_page.predictions import Evaluation
 
 TEMPLATE = "page.html"
 MAIN_FIGURES = ("best top-1", "precision", "images/s", "peak memory", "training time", "updates skipped")
@@ -33,20 +26,20 @@ MOST_SKIPS = 20
 
 
 class Skip(NamedTuple):
-    at: str
-    """The update"""
-    what: str
-    """What overflowed"""
+    update: str
+    overflowed: str
+    """Operation, module and direction"""
     scale: str
 
 
 @dataclass(frozen=True)
 class Amp:
-    """How a run fared in its precision."""
+    """Precision of a run, its loss scale and its skipped updates."""
 
-    words: str
+    summary: str
     skips: list[Skip]
     more: int
+    """Skipped updates beyond MOST_SKIPS"""
 
 
 def write_report(
@@ -56,28 +49,32 @@ def write_report(
     predictions: bool = True,
     overwrite: bool = True,
 ) -> Path:
-    """The file it wrote. `out` None: beside the runs. `predictions`: load the best weights and ask them.
+    """Write the page and return its path. `out` None: report.html in the folder of the runs, which is always replaced.
 
-    `overwrite`: replace `out`, too, where it exists; the page beside the runs is always replaced.
+    `predictions`: evaluate the best checkpoints. `overwrite`: replace an existing `out`.
     """
     read = read_runs(runs)
-    out = check_output_file(out or _beside(read) / "report.html", "-out", fresh=out is not None and not overwrite)
-    seen: list[Any] = []
+    out = check_output_file(
+        out or _common_folder(read) / "report.html", "-out", fresh=out is not None and not overwrite
+    )
+    evaluations: list[Evaluation | str] = []
     if predictions:
-        from tools.common.report_page.predictions import look  # needs torch and timm, which the rest does without
+        from tools.common.report_page.predictions import (
+            evaluate,
+        )  # imports torch and timm, which the rest does not need
 
         for run in read:
-            log.info("%s: asking its best weights about the validation images ...", run.name)
-            seen.append(look(run.folder))
-    # Names of files may be bytes that are no text: they are shown as far as they are.
-    text = _page(read, verdict, seen).encode(errors="surrogateescape").decode(errors="replace")
+            log.info("%s: evaluating the best checkpoint on the validation set ...", run.name)
+            evaluations.append(evaluate(run.folder))
+    # File names may have bytes that are not UTF-8: each is shown as a replacement character.
+    text = _page(read, verdict, evaluations).encode(errors="surrogateescape").decode(errors="replace")
     with writing(out, "-out"):
         write_whole(out, text)
     return out
 
 
-def _beside(runs: Sequence[Run]) -> Path:
-    """The run's own folder, or the nearest one that holds all of them; where only / does, the current one."""
+def _common_folder(runs: Sequence[Run]) -> Path:
+    """Folder of the run, or nearest folder that contains all runs; the current folder where that is only /."""
     folders = [run.folder.resolve() for run in runs]
     if len(folders) == 1:
         return folders[0]
@@ -85,7 +82,7 @@ def _beside(runs: Sequence[Run]) -> Path:
     return Path.cwd() if above.parent == above else above
 
 
-def _page(runs: Sequence[Run], verdict: str | None, seen: Sequence[Any]) -> str:
+def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evaluation | str]) -> str:
     here = Path(__file__).parent
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     rows = summary(runs)
@@ -99,17 +96,17 @@ def _page(runs: Sequence[Run], verdict: str | None, seen: Sequence[Any]) -> str:
         subtitle=_subtitle(runs),
         verdict=verdict,
         runs=runs,
-        colours=colours_of(runs),
+        styles=styles_of(runs),
         tiles=tiles,
         short_rows=[(name, by_name[name]) for name in MAIN_FIGURES if name in by_name],
         rows=rows,
         settings=differing_settings(runs),
-        no_settings="Nothing." if readable else "Not known: a config.yaml is missing or cannot be read.",
+        no_settings="None." if readable else "Unknown: a config.yaml is missing or unreadable.",
         charts=charts(runs),
         side_by_side=side_by_side(runs),
         shares=[_shares(run) for run in runs],
         amp=[_amp(run) for run in runs],
-        seen=seen,
+        evaluations=evaluations,
         width=WIDTH,
         height=HEIGHT,
         left=LEFT,
@@ -138,7 +135,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
 
 
 def _shares(run: Run) -> list[tuple[str, float]]:
-    """(what, percent of the time): by stages where they were measured, else waiting for data and the rest."""
+    """(stage, percent of the time) where stages were measured, else computing and waiting for data."""
     stages = run.stages()
     if stages:
         total = sum(stages.values())
@@ -149,17 +146,16 @@ def _shares(run: Run) -> list[tuple[str, float]]:
 
 
 def _amp(run: Run) -> Amp:
-    told = run.of("skip")
     why = run.about.get("choices", {}).get("why")
-    words = f"{run.precision}{f' ({why})' if why else ''}."
+    text = f"{run.precision}{f' ({why})' if why else ''}."
     scales = [line["scale"] for line in run.of("train") if line.get("scale")]
     if any(scale != 1 for scale in scales):
-        words += f" The loss scale went from {short(scales[0])} to {short(scales[-1])}."
-        words += f" {run.skipped} updates were skipped." if run.skipped else " No update was skipped."
+        text += f" The loss scale went from {short(scales[0])} to {short(scales[-1])}."
+        text += f" {run.skipped} updates were skipped." if run.skipped else " No update was skipped."
     elif scales:
-        words += " The loss needed no scaling, and no update was skipped."
-    found = [Skip(str(skip.get("update", NOTHING)), _overflowed(skip), _scale(skip)) for skip in told]
-    return Amp(words, found[:MOST_SKIPS], max(0, len(found) - MOST_SKIPS))
+        text += " The loss needed no scaling, and no update was skipped."
+    skips = [Skip(str(skip.get("update", NOTHING)), _overflowed(skip), _scale(skip)) for skip in run.of("skip")]
+    return Amp(text, skips[:MOST_SKIPS], max(0, len(skips) - MOST_SKIPS))
 
 
 def _overflowed(skip: dict[str, Any]) -> str:

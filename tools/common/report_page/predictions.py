@@ -1,9 +1,10 @@
-"""scripts/report.py: what a run's best weights say of its validation images."""
+"""Evaluation of a run's best checkpoint on its validation set, for the report."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,63 +17,73 @@ from engine.saved.predictions import batches_of, name_of, picture_of, validation
 from engine.saved.trained import Trained, load_trained
 from tools.common.figures import Figures, Rows, figures_from
 from tools.common.progress import progress_bar
+from tools.common.report_page.calibration import Reliability
 from utils.errors import TrainingError, UserError
 
 BINS = 15
 MOST_CLASSES = 20
-"""Of which a matrix can be read on a screen."""
+"""Classes in the confusion matrix: more would not be readable on a screen."""
 MOST_PAIRS, MOST_MISTAKES, MOST_ROWS = 15, 12, 100
 THUMBNAIL = 112
 
 
 class OfClass(NamedTuple):
-    """Shares in percent."""
+    """Metrics of one class in percent."""
 
     name: str
     images: int
     recall: float
     precision: float
-    taken_for: str
+    mistaken_for: str
 
 
 class Cell(NamedTuple):
     images: int
     percent: float
-    """Of the true class's images"""
+    """Of the images of the true class"""
+
+
+class Pair(NamedTuple):
+    """Two classes of which the first is predicted as the second."""
+
+    true: str
+    guess: str
+    images: int
+    percent: float
+    """Of the images of the true class"""
 
 
 class Mistake(NamedTuple):
-    name: str
+    image: str
     true: str
     guess: str
-    sure: float
-    sure_of_true: float
+    confidence: float
+    probability_of_true: float
     picture: str
     """A data: URI"""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The best weights on the validation part."""
-
-    words: str
+class Evaluation:
+    weights: str
+    """Model, checkpoint, and which of its weights were used"""
     figures: Figures
+    reliability: Reliability
     classes: list[OfClass]
-    """Worst first"""
+    """Lowest recall first"""
     left_out: int
-    """Classes that are not listed"""
+    """Classes beyond MOST_ROWS"""
     names: list[str]
     """Rows and columns of the matrix"""
     matrix: list[list[Cell]]
-    whole: bool
-    """False: the matrix is of those classes that are confused most"""
-    pairs: list[tuple[str, str, int, float]]
-    """(true, taken for, images, percent of the true class's)"""
+    has_all_classes: bool
+    """False: the matrix has only the most confused classes"""
+    pairs: list[Pair]
     mistakes: list[Mistake]
 
 
-def look(folder: Path) -> Seen | str:
-    """Or why nothing can be seen."""
+def evaluate(folder: Path) -> Evaluation | str:
+    """Evaluation of the run in `folder`, or the reason why there is none."""
     try:
         trained = load_trained(folder)
         dataset = validation_part(trained)
@@ -81,28 +92,29 @@ def look(folder: Path) -> Seen | str:
         return str(error)
     figures = figures_from(rows, trained.config.MODEL.NUM_CLASSES, BINS)
     listed = _of_classes(trained, figures)
-    chosen = _chosen(figures)
-    return Seen(
-        words=f"{trained.words()}: {trained.choice}",
+    chosen = _matrix_classes(figures)
+    return Evaluation(
+        weights=f"{trained.words()}: {trained.choice}",
         figures=figures,
+        reliability=Reliability(figures.bins, figures.ece),
         classes=listed[:MOST_ROWS],
         left_out=max(0, len(listed) - MOST_ROWS),
         names=[trained.name_of(label) for label in chosen],
         matrix=_matrix(figures, chosen),
-        whole=len(chosen) == figures.classes,
+        has_all_classes=len(chosen) == figures.classes,
         pairs=_pairs(trained, figures),
         mistakes=_mistakes(trained, dataset, rows, numbers),
     )
 
 
 def _rows(trained: Trained, dataset: ImageDataset) -> tuple[Rows, torch.Tensor]:
-    """What is kept of each image, and its number in the data set."""
-    found = []
+    """Metrics of each image, and its index in the data set."""
+    batches = []
     with progress_bar(len(dataset), "images") as bar:
         for logits, labels, indices in batches_of(trained, dataset):
-            found.append((Rows.of(logits, labels), indices.cpu()))
+            batches.append((Rows.of(logits, labels), indices.cpu()))
             bar.update(len(labels))
-    rows, numbers = zip(*found, strict=True)
+    rows, numbers = zip(*batches, strict=True)
     return Rows(*(torch.cat(column) for column in zip(*rows, strict=True))), torch.cat(numbers)
 
 
@@ -112,45 +124,43 @@ def _of_classes(trained: Trained, figures: Figures) -> list[OfClass]:
     for label in range(figures.classes):
         if support[label]:
             other, count = figures.taken_for(label)
-            taken = f"{trained.name_of(other)} ({count})" if count else ""
-            rows.append(OfClass(trained.name_of(label), support[label], recall[label], precision[label], taken))
+            mistaken_for = f"{trained.name_of(other)} ({count})" if count else ""
+            rows.append(OfClass(trained.name_of(label), support[label], recall[label], precision[label], mistaken_for))
     return sorted(rows, key=lambda row: (row.recall, row.precision))
 
 
-def _chosen(figures: Figures) -> list[int]:
-    """All classes, or of many those that are confused most, in the order of their labels."""
+def _matrix_classes(figures: Figures) -> list[int]:
+    """Labels of all classes, or of the most confused ones where there are many, in order."""
     if figures.classes <= MOST_CLASSES:
         return list(range(figures.classes))
     wrong = figures.support + figures.guessed - 2 * figures.right
-    return sorted(wrong.topk(MOST_CLASSES).indices.tolist())
+    order = wrong * (figures.images + 1) + figures.support  # of equally confused classes those with more images
+    return sorted(order.topk(MOST_CLASSES).indices.tolist())
 
 
 def _matrix(figures: Figures, chosen: list[int]) -> list[list[Cell]]:
-    place = torch.full((figures.classes,), -1)
-    place[chosen] = torch.arange(len(chosen))
-    true, guess = place[figures.labels], place[figures.guesses]
-    both = (true >= 0) & (guess >= 0)
-    counts = torch.bincount(true[both] * len(chosen) + guess[both], minlength=len(chosen) ** 2)
+    from sklearn.metrics import confusion_matrix  # takes a second to import
+
+    counts = confusion_matrix(figures.labels, figures.guesses, labels=chosen)
     of_class = figures.support[chosen].clamp(min=1).tolist()
     return [
         [Cell(count, 100 * count / total) for count in row]
-        for row, total in zip(counts.reshape(len(chosen), -1).tolist(), of_class, strict=True)
+        for row, total in zip(counts.tolist(), of_class, strict=True)
     ]
 
 
-def _pairs(trained: Trained, figures: Figures) -> list[tuple[str, str, int, float]]:
+def _pairs(trained: Trained, figures: Figures) -> list[Pair]:
+    """Most frequent confusions."""
     wrong = figures.labels != figures.guesses
-    keys, counts = (figures.labels * figures.classes + figures.guesses)[wrong].unique(return_counts=True)
-    found = []
-    for place in counts.argsort(descending=True, stable=True)[:MOST_PAIRS].tolist():
-        true, guess, count = int(keys[place]) // figures.classes, int(keys[place]) % figures.classes, int(counts[place])
-        share = 100 * count / int(figures.support[true])
-        found.append((trained.name_of(true), trained.name_of(guess), count, share))
-    return found
+    confusions = Counter(zip(figures.labels[wrong].tolist(), figures.guesses[wrong].tolist(), strict=True))
+    return [
+        Pair(trained.name_of(true), trained.name_of(guess), count, 100 * count / int(figures.support[true]))
+        for (true, guess), count in confusions.most_common(MOST_PAIRS)
+    ]
 
 
 def _mistakes(trained: Trained, dataset: ImageDataset, rows: Rows, numbers: torch.Tensor) -> list[Mistake]:
-    """Those of which the model was surest that they are something else."""
+    """Wrong guesses with the lowest probability of the true class."""
     wrong = (rows.label != rows.guess).nonzero()[:, 0]
     worst = wrong[rows.nll[wrong].argsort(descending=True, stable=True)][:MOST_MISTAKES]
     return [
@@ -167,12 +177,12 @@ def _mistakes(trained: Trained, dataset: ImageDataset, rows: Rows, numbers: torc
 
 
 def data_uri(picture: Image.Image) -> str:
-    """The picture, small, inside the text that shows it."""
+    """Thumbnail as a data: URI."""
     size = max(picture.size)
     if size > THUMBNAIL:
         picture = picture.copy()
         picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    elif size < THUMBNAIL // 2:  # pixels that can be seen
+    elif size < THUMBNAIL // 2:  # so that single pixels are visible
         factor = THUMBNAIL // size
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     content = io.BytesIO()

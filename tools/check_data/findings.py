@@ -1,0 +1,143 @@
+"""Defects and notes of a data set, from the scans of its images."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from tools.check_data.scan import Split
+
+
+class Found(NamedTuple):
+    """One image with a defect or a note."""
+
+    split: str
+    number: int
+    name: str
+    about: str
+    kind: str = ""
+    """Kind of problem of an unreadable image"""
+
+
+@dataclass
+class Classes:
+    """Images per class of a split."""
+
+    split: str
+    counts: dict[str, int]
+
+    @property
+    def empty(self) -> list[str]:
+        return [name for name, count in self.counts.items() if not count]
+
+
+@dataclass
+class Findings:
+    """Defects, which spoil training or its metrics, and notes, which do not."""
+
+    classes: list[Classes]
+    defects: dict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
+    notes: dict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
+    empty: list[str] = field(default_factory=list)
+    """Classes without training images"""
+
+    @property
+    def clean(self) -> bool:
+        return not self.empty and not any(self.defects.values())
+
+
+UNREADABLE, LABELS, DUPLICATES, OVERLAP = "unreadable", "label out of range", "duplicate", "in both parts"
+CONFLICTS = "conflicting labels"
+SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
+
+
+def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Findings:
+    """Findings of all splits, of which training comes first."""
+    names = _class_names(splits, num_classes)
+    findings = Findings([Classes(split.title, _counts(split, names)) for split in splits])
+    findings.empty = findings.classes[0].empty if splits[0].title == "training" else []
+    for split in splits:
+        for index, scan in enumerate(split.scans):
+            label = int(split.samples.labels[index])
+            if scan.problem:
+                findings.defects[UNREADABLE].append(_found(split, index, scan.reason, scan.problem))
+            if not 0 <= label < num_classes:
+                about = f"label {label}; MODEL.NUM_CLASSES {num_classes} allows 0 to {num_classes - 1}"
+                findings.defects[LABELS].append(_found(split, index, about))
+            if scan.mode:
+                findings.notes[MODES].append(_found(split, index, scan.mode))
+            if scan.size != (0, 0) and min(scan.size) < image_size:
+                findings.notes[SMALL].append(_found(split, index, f"{scan.size[0]} x {scan.size[1]}"))
+    for copies in _copies(splits):
+        _add_copies(findings, copies)
+    return findings
+
+
+def _found(split: Split, index: int, about: str, kind: str = "") -> Found:
+    return Found(split.title, index, split.samples.name(index), about, kind)
+
+
+def _class_names(splits: list[Split], num_classes: int) -> list[str]:
+    """Class names of the data set, or else its labels from 0 to the largest valid one."""
+    if splits[0].samples.classes is not None:
+        return splits[0].samples.classes
+    labels = [label for split in splits for label in np.unique(split.samples.labels).tolist()]
+    return [str(label) for label in range(max((label for label in labels if 0 <= label < num_classes), default=-1) + 1)]
+
+
+def _counts(split: Split, names: list[str]) -> dict[str, int]:
+    """Images per class: by name, with the label where classes share a name, and by label where it has no class."""
+    times = Counter(names)
+    titles = [name if times[name] == 1 else f"{name} (label {label})" for label, name in enumerate(names)]
+    counts = dict.fromkeys(titles, 0)
+    for label, count in zip(*np.unique(split.samples.labels, return_counts=True), strict=True):
+        counts[titles[label] if 0 <= label < len(names) else f"label {label}"] = int(count)
+    return counts
+
+
+class _Copy(NamedTuple):
+    split: Split
+    number: int
+
+    @property
+    def label(self) -> int:
+        return int(self.split.samples.labels[self.number])
+
+    @property
+    def name(self) -> str:
+        return self.split.samples.name(self.number)
+
+    def found(self, other: _Copy) -> Found:
+        """Finding of this image, which has the bytes of `other`."""
+        labels = "" if self.label == other.label else f", but label {self.label} instead of {other.label}"
+        return _found(self.split, self.number, f"the same bytes as {other.name}{labels}")
+
+
+def _copies(splits: list[Split]) -> Iterator[list[_Copy]]:
+    """Groups of images with equal bytes, across all splits."""
+    groups: dict[bytes, list[_Copy]] = {}
+    for split in splits:
+        for index, scan in enumerate(split.scans):
+            if scan.digest:
+                groups.setdefault(scan.digest, []).append(_Copy(split, index))
+    return (group for group in groups.values() if len(group) > 1)
+
+
+def _add_copies(findings: Findings, copies: list[_Copy]) -> None:
+    """Conflicts list every copy, since no label is known to be right. Other findings spare one, in validation first."""
+    if len({copy.label for copy in copies}) > 1:
+        for copy in copies:
+            other = next(one for one in copies if one.label != copy.label)
+            findings.defects[CONFLICTS].append(copy.found(other))
+        return
+    by_split = [list(of_split) for _, of_split in itertools.groupby(copies, key=lambda copy: copy.split.title)]
+    for first, *later in by_split:
+        findings.defects[DUPLICATES] += [copy.found(first) for copy in later]
+    if len(by_split) == 2:
+        training, validation = by_split
+        findings.defects[OVERLAP] += [copy.found(validation[0]) for copy in training]

@@ -1,0 +1,153 @@
+"""Scan of a data set: every image is read and decoded once, in loading processes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch.utils.data import Dataset
+
+from datasets.base import Encoded, Samples
+from datasets.damage.retry import failure_of
+from datasets.loading.loader import start_worker
+from datasets.loading.workers import WatchedIterator, WatchedLoader, WorkerDied
+from datasets.transforms.pixels import Pixels
+from tools.common.progress import progress_bar
+from utils.config.data import DataConfig
+from utils.errors import TrainingError
+
+CHUNK = 32
+PREFETCH = 2
+"""Chunks per loading process that are under way at once."""
+
+
+class Scan(NamedTuple):
+    """Result for one image."""
+
+    problem: str
+    """Kind of problem in a word; '' where the image can be read"""
+    reason: str
+    digest: bytes
+    """Equal for images of equal bytes; b'' where they cannot be read"""
+    mode: str
+    """How the colours are stored; '' where the model takes them so, or where it is unknown"""
+    size: tuple[int, int]
+    """Width and height; (0, 0) where unknown"""
+
+
+@dataclass
+class Split:
+    """Split of a data set with the scans of its images."""
+
+    title: str
+    samples: Samples
+    scans: list[Scan]
+
+
+def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> Split:
+    """Scan every image of a split."""
+    chunks = [list(range(begin, min(begin + CHUNK, len(samples)))) for begin in range(0, len(samples), CHUNK)]
+    loader = WatchedLoader(
+        _Scanner(samples, data),
+        batch_sampler=chunks,
+        num_workers=min(workers, len(chunks)),
+        prefetch_factor=PREFETCH if workers and chunks else None,
+        collate_fn=list,
+        worker_init_fn=start_worker,
+        generator=torch.Generator(),
+    )
+    scans: list[Scan] = []
+    with warnings.catch_warnings(action="ignore"), progress_bar(len(samples), "images", title) as bar:
+        iterator = iter(loader)
+        try:
+            for chunk in iterator:
+                scans.extend(chunk)
+                bar.update(len(chunk))
+        except WorkerDied as death:
+            raise TrainingError(
+                f"{death}. It was reading one of the {CHUNK * workers * PREFETCH} images of the {title} split from "
+                f"{samples.name(len(scans))} on. Use fewer processes with -num_workers."
+            ) from None
+        finally:
+            if isinstance(iterator, WatchedIterator):
+                iterator.end(kill=True)
+    return Split(title, samples, scans)
+
+
+class _Scanner(Dataset[Any]):
+    def __init__(self, samples: Samples, data: DataConfig) -> None:
+        self.samples, self.channels = samples, data.IMAGE_CHANNELS
+        # Images are decoded whole: training's fastest decoders may stop at the end of a crop and miss damage behind it.
+        whole = {"DCT_SCALE": False, "DECODER": "pil" if data.DECODER == "pil" else "auto"}
+        self.pixels = Pixels(data.model_copy(update=whole), train=False)
+        self.out = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, indices: list[int]) -> list[Scan]:
+        self.samples.expect(indices)
+        return [self._scan(index) for index in indices]
+
+    def _scan(self, index: int) -> Scan:
+        read: list[Encoded] = []
+
+        def decode() -> None:
+            read[:] = [self.samples.read(index)]
+            self.pixels(read[0], self.out)
+
+        failure = failure_of(decode)
+        encoded = read[0] if read else None
+        if failure is not None:
+            damaged = failure.kind == "damaged" and encoded is not None and not isinstance(encoded, np.ndarray)
+            problem = _kind_of_damage(bytes(encoded)) if damaged else failure.kind
+            return Scan(problem, failure.reason, b"", "", (0, 0))
+        assert encoded is not None
+        if isinstance(encoded, np.ndarray):
+            height, width, _ = encoded.shape
+            return Scan("", "", _digest(encoded.tobytes()), "", (width, height))
+        return Scan("", "", _digest(encoded), *_mode_and_size(encoded, self.channels))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _kind_of_damage(encoded: bytes) -> str:
+    if not encoded:
+        return "empty"
+    try:
+        with Image.open(io.BytesIO(encoded)):
+            return "damaged"
+    except UnidentifiedImageError:
+        return "no image"
+    except Image.DecompressionBombError:
+        return "too large"
+    except Exception:  # a damaged header can raise nearly anything
+        return "damaged"
+
+
+def _mode_and_size(encoded: bytes, channels: int) -> tuple[str, tuple[int, int]]:
+    """Colour mode, '' where the model takes it as it is, and size."""
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return _unusual_mode(image, channels), image.size
+    except Exception:  # only another decoder than Pillow can read it
+        return "", (0, 0)
+
+
+def _unusual_mode(image: Image.Image, channels: int) -> str:
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
+        return "transparent"
+    if image.mode.startswith("I") or image.mode == "F":
+        return "16 bits and more"
+    if image.mode in ("L", "1"):
+        return "" if channels == 1 else "grey"
+    names = {"RGB": "" if channels == 3 else "coloured", "P": "palette"}
+    return names.get(image.mode, image.mode)

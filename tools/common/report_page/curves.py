@@ -1,0 +1,105 @@
+"""Charts of a report: which curves of the runs are drawn, and in which style."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.report.course import EMA_PREFIX
+from tools.common.report_page.charts import HUES, SHADES, Chart, Curve, Mark, Style
+from tools.common.report_page.runs import Run
+
+MOST_SIDE_BY_SIDE = 6
+
+
+def styles_of(runs: Sequence[Run]) -> list[Style]:
+    """One hue per run, or, where a precision has several runs (seeds), one hue per precision and one shade per run."""
+    precisions = list(dict.fromkeys(run.precision for run in runs))
+    if not 1 < len(precisions) < len(runs):
+        return [Style(number % HUES, number // HUES % SHADES) for number in range(len(runs))]
+    styles, seen = [], dict.fromkeys(precisions, 0)
+    for run in runs:
+        styles.append(Style(precisions.index(run.precision) % HUES, seen[run.precision] % SHADES))
+        seen[run.precision] += 1
+    return styles
+
+
+def charts(runs: Sequence[Run]) -> list[Chart]:
+    """Charts of all runs: loss, accuracy, speed, learning rate, gradient norm, loss scale. Empty ones are left out."""
+    axis = _Axis.of(runs)
+    found = [
+        _training_and_validation("Loss", axis, "loss"),
+        _training_and_validation("Accuracy, top-1 (%)", axis, "acc1"),
+        _training("Speed (images/s)", axis, "images_per_second"),
+        _training("Learning rate", axis, "lr"),
+        _training("Gradient norm, unscaled", axis, "grad_norm"),
+        _loss_scale(axis),
+    ]
+    return [chart for chart in found if not chart.empty]
+
+
+def side_by_side(runs: Sequence[Run]) -> list[list[Chart]]:
+    """A row of losses and a row of accuracies, one chart per run, on shared axes. Nothing for many runs."""
+    if not 1 < len(runs) <= MOST_SIDE_BY_SIDE:
+        return []
+    together = _Axis.of(runs)
+    rows = []
+    for title, key in (("loss", "loss"), ("top-1 (%)", "acc1")):
+        row = []
+        for run, style in together.runs:
+            alone = _Axis([(run, style)], together.by_epoch)
+            row.append(_training_and_validation(f"{run.name}: {title}", alone, key))
+        rows.append([replace(chart, shared_axes=row) for chart in row if not chart.empty])
+    return [row for row in rows if row]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Runs in one chart, and whether its x axis counts epochs or updates."""
+
+    runs: list[tuple[Run, Style]]
+    by_epoch: bool
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> _Axis:
+        """Epochs if every run has whole ones, else updates."""
+        return cls(list(zip(runs, styles_of(runs), strict=True)), all(run.course.by_epoch for run in runs))
+
+    def label(self, run: Run, what: str) -> str:
+        """Name of the run, where there are several, and of the curve."""
+        return f"{run.name}, {what}" if len(self.runs) > 1 else what
+
+    def chart(self, title: str, curves: list[Curve], **more: Any) -> Chart:
+        resumed = [(x, self.label(run, "resumed")) for run, _ in self.runs for x in run.course.resumes(self.by_epoch)]
+        return Chart(title, curves, resumed=resumed, x_name="epoch" if self.by_epoch else "update", **more)
+
+
+def _training_and_validation(title: str, axis: _Axis, key: str) -> Chart:
+    curves, best = [], []
+    for run, style in axis.runs:
+        course = run.course
+        ema = course.points("val", f"{EMA_PREFIX}{key}", axis.by_epoch)
+        curves += [
+            Curve(course.trained(key, axis.by_epoch), axis.label(run, "training"), style, faint=True),
+            Curve(course.points("val", key, axis.by_epoch), axis.label(run, "validation"), style),
+            Curve(ema, axis.label(run, "validation of the EMA"), style, dashed=True),
+        ]
+        best.append(Mark(course.best(key, axis.by_epoch), axis.label(run, "best validation"), style))
+    return axis.chart(title, curves, best=best)
+
+
+def _training(title: str, axis: _Axis, key: str) -> Chart:
+    curves = [Curve(run.course.points("train", key, axis.by_epoch), run.name, style) for run, style in axis.runs]
+    return axis.chart(title, curves)
+
+
+def _loss_scale(axis: _Axis) -> Chart:
+    """Loss scale of the runs that scale the loss: without scaling it is always 1."""
+    curves, skips = [], []
+    for run, style in axis.runs:
+        points = run.course.points("train", "scale", axis.by_epoch)
+        if any(scale != 1 for _, scale in points):
+            curves.append(Curve(points, run.name, style))
+            skips.append(Mark(run.course.skips(axis.by_epoch), axis.label(run, "update skipped"), style))
+    return axis.chart("Loss scale", curves, skips=skips, logarithmic=True)

@@ -1,4 +1,4 @@
-"""scripts/checkpoint.py: what there is, whether it is good, averages, and weights for others."""
+"""scripts/checkpoint.py: list, verify, average, strip."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def header(path: Path) -> dict[str, str]:
         return file.metadata()
 
 
-def test_list(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_list_shows_metrics_marks_and_damage(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "checkpoints" / NAMES[2] / "state.pt").write_bytes(b"short")
@@ -62,7 +62,7 @@ def test_list(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     assert total.startswith("4 checkpoints, ")
 
 
-def test_verify(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_verify_reports_damage_and_checks_the_rest(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     done = tool("verify", run)
     assert done.code == 0, done.text
     assert done.out.count(": good, ") == 4
@@ -75,14 +75,14 @@ def test_verify(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     done = tool("verify", copy)
     assert done.code == 1, done.text
     assert f"{NAMES[1]}: damaged, the contents of {EMA}" in done.err
-    assert done.out.count(": good, ") == 3, "the others are looked at all the same"
+    assert done.out.count(": good, ") == 3, "the others are verified too"
     one = tool("verify", copy / "checkpoints" / NAMES[0], copy / "checkpoints" / NAMES[1] / MODEL)
     assert one.code == 1
     assert one.out.count(": good, ") == 1
 
 
 @pytest.mark.parametrize(("flags", "file"), [((), EMA), (("-weights", "auto"), EMA), (("-weights", "model"), MODEL)])
-def test_average_of_the_last(
+def test_average_of_the_last_checkpoints(
     tool: Callable[..., Result], run: Path, tmp_path: Path, flags: tuple[str, ...], file: str
 ) -> None:
     out = tmp_path / "mean.safetensors"
@@ -96,10 +96,12 @@ def test_average_of_the_last(
         assert tensor.dtype == sources[0][key].dtype
         assert torch.allclose(tensor.double(), exact, rtol=1e-7, atol=0), key
     assert json.loads(header(out)["from"]) == NAMES[1:]
-    assert "metrics" not in header(out), "no figure is known of an average"
+    assert "metrics" not in header(out), "an average has not been validated"
 
 
-def test_soup_of_the_best_of_runs(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_average_of_several_checkpoints_takes_the_best_of_a_run(
+    tool: Callable[..., Result], run: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "soup.safetensors"
     best = json.loads((run / "checkpoints" / "index.json").read_text())["best"]
     first = run / "checkpoints" / NAMES[0]
@@ -110,7 +112,7 @@ def test_soup_of_the_best_of_runs(tool: Callable[..., Result], run: Path, tmp_pa
         assert torch.allclose(found[key], (tensor + weights(run, NAMES[0])[key]) / 2, atol=1e-7)
 
 
-def test_counts_are_taken_and_not_averaged(tool: Callable[..., Result], tmp_path: Path) -> None:
+def test_integer_buffers_are_copied_and_not_averaged(tool: Callable[..., Result], tmp_path: Path) -> None:
     for update, seen in ((1, 10), (2, 21)):
         tensors = {"bn.num_batches_tracked": torch.tensor(seen), "bn.running_mean": torch.full((3,), float(seen))}
         save_checkpoint(tmp_path, update, {MODEL: tensors}, {}, {"epoch": 1, "update": update})
@@ -121,14 +123,14 @@ def test_counts_are_taken_and_not_averaged(tool: Callable[..., Result], tmp_path
     assert found["bn.running_mean"].tolist() == [15.5] * 3
 
 
-def test_stripped_weights_start_a_run_and_load_into_timm(
+def test_stripped_weights_load_into_a_run_and_into_timm(
     tool: Callable[..., Result], vitamp: Callable[..., Result], run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "mine.safetensors"
     newest = run / "checkpoints" / NAMES[3]
     done = tool("strip", newest, "-out", out)
     assert done.code == 0, done.text
-    assert out.stat().st_size < (newest / EMA).stat().st_size + 16_000, "the weights, and a header that explains them"
+    assert out.stat().st_size < (newest / EMA).stat().st_size + 16_000, "weights and a header"
     told = header(out)
     meta = json.loads((newest / "meta.json").read_text())
     assert json.loads(told["classes"]) == [str(digit) for digit in range(10)]
@@ -148,7 +150,7 @@ def test_stripped_weights_start_a_run_and_load_into_timm(
         assert torch.equal(model.state_dict()[key], tensor)
 
 
-def test_what_cannot_be_done_is_said(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     save_checkpoint(other, 1, {MODEL: {"head.weight": torch.ones(3)}}, {}, {"epoch": 1, "update": 1})
     damaged = tmp_path / "damaged"
@@ -179,7 +181,7 @@ def test_what_cannot_be_done_is_said(tool: Callable[..., Result], run: Path, tmp
     assert not (tmp_path / "new.safetensors").exists()
 
 
-def test_help(tool: Callable[..., Result]) -> None:
+def test_help_shows_the_commands(tool: Callable[..., Result]) -> None:
     done = tool("-h")
     assert done.code == 0
     assert "scripts/checkpoint.py average runs/a -last 5 -out averaged.safetensors" in done.out

@@ -1,4 +1,4 @@
-"""scripts/completion.py: what real shells offer at TAB."""
+"""scripts/completion.py: completions in real shells."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Offers = Callable[[str], list[str]]
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of the user's, in which the models' names lie already: asking timm takes seconds."""
+    """Cache with model names: importing timm would take seconds."""
     home = tmp_path_factory.mktemp("cache")
     (home / "vitamp").mkdir()
     (home / "vitamp" / "models.txt").write_text("resnet10t\nvit_base_patch16_224\nvit_tiny_patch16_224\n")
@@ -40,7 +40,7 @@ def everything() -> dict[str, object]:
 
 @pytest.fixture
 def offers(everything: dict[str, object], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Offers:
-    """The words for a command line that ends at the cursor."""
+    """Completions of a command line that ends at the cursor."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.chdir(ROOT)
 
@@ -51,21 +51,21 @@ def offers(everything: dict[str, object], cache: Path, monkeypatch: pytest.Monke
     return offered
 
 
-def test_flags_and_their_values(offers: Offers) -> None:
+def test_flags_and_their_values_are_completed(offers: Offers) -> None:
     every = [f"-{flag.name}" for group in FLAGS.values() for flag in group]
     for program in ENTRIES:
         assert offers(f"python {program} -") == every
     assert offers("./main_single_gpu.py --data") == ["--dataset", "--data_path"]
     assert offers("python main_single_gpu.py -amp ")[: len(AMP_WORDS.split())] == AMP_WORDS.split()
-    assert "-cfg" in offers("python main_single_gpu.py -amp "), "alone it means something too"
+    assert "-cfg" in offers("python main_single_gpu.py -amp "), "-amp takes no value as well"
     assert offers("python main_single_gpu.py -amp=b") == ["-amp=bf16"]
     assert offers("python main_single_gpu.py -device c") == ["cpu", "cuda"]
     assert offers("python main_single_gpu.py -dataset ") == [*names(), "hf:"]
     assert offers("python main_single_gpu.py -batch_size ") == ["auto"]
-    assert offers("python main_single_gpu.py -num_classes ") == [], "there is nothing to offer for a number"
+    assert offers("python main_single_gpu.py -num_classes ") == [], "a number has no completions"
 
 
-def test_settings_and_their_values(offers: Offers) -> None:
+def test_settings_and_their_values_are_completed(offers: Offers) -> None:
     assert offers("torchrun --nproc_per_node 2 main_multi_gpu.py AMP.LEV") == ["AMP.LEVEL="]
     assert offers("python main_single_gpu.py AMP.LEVEL=") == [
         f"AMP.LEVEL={o}" for o in ("O0", "O1", "O2", "NAIVE", "O3")
@@ -73,10 +73,10 @@ def test_settings_and_their_values(offers: Offers) -> None:
     assert offers("python main_single_gpu.py TRAIN.MODEL_EMA=") == ["TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA=false"]
     assert offers("python main_single_gpu.py MODEL.NAME=vit_t") == ["MODEL.NAME=vit_tiny_patch16_224"]
     assert offers("python main_single_gpu.py NO.SUCH=") == []
-    assert "LOCAL_RANK=" not in offers("python main_single_gpu.py L"), "it would do nothing"
+    assert "LOCAL_RANK=" not in offers("python main_single_gpu.py L"), "it has no effect"
 
 
-def test_recipes_wherever_one_stands(offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_are_completed_from_any_folder(offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "configs/vit_digits.yaml" in offers("python main_single_gpu.py -cfg ")
     assert offers("python main_single_gpu.py -cfg configs/vit_digits.y") == ["configs/vit_digits.yaml"]
     (tmp_path / "own.yaml").touch()
@@ -88,14 +88,12 @@ def test_recipes_wherever_one_stands(offers: Offers, tmp_path: Path, monkeypatch
     assert f"{ROOT}/configs/vit_digits.yaml" in found
 
 
-def test_tools(offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_tools_are_completed(offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert offers("python scripts/checkpoint.py a") == ["average"]
     assert offers("python scripts/export.py runs -dtype ") == ["fp32", "fp16", "bf16"]
     assert "-updates" in offers("python scripts/choose_precision.py -")
-    assert "-dataset" in offers("python scripts/choose_precision.py -"), "it takes a run's flags too"
-    assert "-print_config" not in offers("python scripts/choose_precision.py -"), (
-        "but not what the entry scripts do instead"
-    )
+    assert "-dataset" in offers("python scripts/choose_precision.py -"), "it takes the flags of a run too"
+    assert "-print_config" not in offers("python scripts/choose_precision.py -"), "but no flag that replaces training"
     assert offers("python scripts/benchmark_amp.py a") == ["amp"]
     assert sorted(offers("python scripts/benchmark_amp.py scaling -mod")) == ["-model", "-models", "-modes"]
     assert offers("python scripts/completion.py ") == ["bash", "zsh", "fish"]
@@ -106,13 +104,13 @@ def test_tools(offers: Offers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "runs/" in offers("python scripts/export.py ")
 
 
-def test_other_programs_are_left_alone(offers: Offers) -> None:
+def test_other_programs_are_not_completed(offers: Offers) -> None:
     assert offers("python train.py -") == ["no program of ours"]
     assert offers("python main_sing") == ["no program of ours"]
 
 
-def test_answers_are_made_without_torch_and_follow_the_files(cache: Path) -> None:
-    """No list is imported at a TAB: site-packages are not even looked at. A younger source makes the table anew."""
+def test_completion_imports_no_torch_and_follows_its_sources(cache: Path) -> None:
+    """Site-packages are not searched at a TAB. A newer source makes the table again."""
     command = [sys.executable, "-I", "-S", "-X", "importtime", str(ROOT / "tools" / "completion" / "words.py")]
     env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
 
@@ -125,10 +123,10 @@ def test_answers_are_made_without_torch_and_follow_the_files(cache: Path) -> Non
     made = kept.stat().st_mtime_ns
     done = ask()
     assert not [module for module in ("torch", "pydantic", "utils") if f" {module}\n" in done.stderr]
-    assert kept.stat().st_mtime_ns == made, "kept while nothing changed"
+    assert kept.stat().st_mtime_ns == made, "unchanged sources keep the table"
     os.utime(kept, (0, 0))
     assert ask().stdout == "bf16\t\n"
-    assert kept.stat().st_mtime_ns >= made, "made anew"
+    assert kept.stat().st_mtime_ns >= made, "a newer source replaces it"
 
 
 @pytest.fixture
@@ -166,7 +164,7 @@ offered "python other.py -dat"
 """
 
 
-def test_bash(shells: dict[str, str], tmp_path: Path) -> None:
+def test_bash_completes(shells: dict[str, str], tmp_path: Path) -> None:
     assert in_shell(["bash", "--norc", "--noprofile", "-c", BASH], shells) == [
         "-dataset -data_path",
         "imagefolder imagenet2012",  # = begins a new word in bash
@@ -187,7 +185,7 @@ end
 """
 
 
-def test_fish(shells: dict[str, str]) -> None:
+def test_fish_completes(shells: dict[str, str]) -> None:
     assert in_shell(["fish", "--no-config", "-c", FISH], shells) == [
         "-dataset: imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/data.md) -data_path: the folder it is in",
         "AMP.LEVEL=O0 AMP.LEVEL=O1 AMP.LEVEL=O2 AMP.LEVEL=O3",
@@ -218,13 +216,13 @@ wait_for "it is in"
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh(shells: dict[str, str]) -> None:
+def test_zsh_completes(shells: dict[str, str]) -> None:
     said = "\n".join(in_shell(["timeout", "-k", "5", "60", "zsh", "-f", "-c", ZSH], shells))
     assert "AMP.LEVEL=NAIVE" in said
     assert "-data_path  the folder it is in" in said
 
 
-def test_mistakes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unknown_shell_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert completion.main(["zhs"]) == 2
     assert "SHELL zhs: takes bash, zsh or fish. Did you mean zsh?" in capfd.readouterr().err
     assert completion.main(["bash"]) == 0

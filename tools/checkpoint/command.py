@@ -1,4 +1,4 @@
-"""Look after checkpoints: see what there is, verify it, average weights, and strip them for others to use.
+"""List, verify, average and strip checkpoints.
 
     python scripts/checkpoint.py list    runs/a
     python scripts/checkpoint.py verify  runs/a
@@ -6,10 +6,10 @@
     python scripts/checkpoint.py average runs/a runs/b runs/c -out soup.safetensors
     python scripts/checkpoint.py strip   runs/a -out vit_mine.safetensors
 
-A path is a run's folder, one of its checkpoints, or a file in one. `list` looks at meta.json and sizes; `verify` reads
-every byte and compares hashes. `average` is uniform: of a run's last K checkpoints, or of the checkpoints given, of a
-run its best one (a model soup). `strip` writes weights alone (of a run, its best). What these two write says in its
-header which classes and which input it is for; -pretrained takes it, and so does timm.
+A path is a run's folder, one of its checkpoints, or a file in one. `list` reads meta.json and file sizes. `verify`
+reads every byte and compares checksums. `average` is the uniform mean of a run's last K checkpoints, or of several
+checkpoints (a model soup; of a run its best). `strip` writes only the weights (of a run, its best checkpoint). The
+header of the file has class names and input format; -pretrained and timm load it.
 
 Exit codes: 0 done, 1 `verify` found damage, 2 anything wrong with the command, the files, or the disk.
 """
@@ -26,47 +26,47 @@ from utils.output_file import check_output_file
 NAME = "checkpoint.py"
 ONE = Place("path", "RUN_OR_CHECKPOINT", "a run's folder, one of its checkpoints, or a file in one", kind=Path)
 MANY = Place("path", "RUN_OR_CHECKPOINT", ONE.about, "+", Path)
-OUT = Flag("out", "the file to write", "FILE.safetensors", kind=Path, required=True)
-LAST = Flag("last", "the last K checkpoints of a run", "K", kind=whole(1))
+OUT = Flag("out", "file to write", "FILE.safetensors", kind=Path, required=True)
+LAST = Flag("last", "average the last K checkpoints of a run", "K", kind=whole(1))
 COMMANDS = {
     tool.command: tool
     for tool in (
-        Tool(NAME, "the checkpoints of a run", (), (ONE,), False, "list"),
-        Tool(NAME, "read every byte and compare hashes", (), (MANY,), False, "verify"),
-        Tool(NAME, "uniform average of weights", (OUT, OVERWRITE, LAST, WEIGHTS), (MANY,), False, "average"),
-        Tool(NAME, "weights alone, for others to use", (OUT, OVERWRITE, WEIGHTS), (ONE,), False, "strip"),
+        Tool(NAME, "list the checkpoints of a run", (), (ONE,), False, "list"),
+        Tool(NAME, "read every byte and compare checksums", (), (MANY,), False, "verify"),
+        Tool(NAME, "write the uniform mean of weights", (OUT, OVERWRITE, LAST, WEIGHTS), (MANY,), False, "average"),
+        Tool(NAME, "write only the weights", (OUT, OVERWRITE, WEIGHTS), (ONE,), False, "strip"),
     )
 }
 
 
 def main(argv: list[str]) -> int:
-    return run_tool(_work, argv)
+    return run_tool(_run, argv)
 
 
-def _work(argv: list[str]) -> int:
+def _run(argv: list[str]) -> int:
     command = first_word(argv, NAME, __doc__, {name: tool.about or "" for name, tool in COMMANDS.items()}, "command")
     asked = COMMANDS[command].read(argv[1:]).asked
     if "out" in asked:
         _check_out(asked.out, asked.overwrite)
 
-    # Only now, with the command known to be right: importing torch takes seconds.
+    # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.checkpoint import files
-    from tools.common import weights as checkpoint_weights
+    from tools.common.weights import average, strip
 
     if command == "list":
-        return files.show(asked.path)
+        return files.list_checkpoints(asked.path)
     if command == "verify":
-        return files.check(asked.path)
+        return files.verify_checkpoints(asked.path)
     if command == "strip":
-        return checkpoint_weights.strip(asked.path, asked.out, asked.weights)
+        return strip(asked.path, asked.out, asked.weights)
     if asked.last is not None and len(asked.path) > 1:
-        raise UserError(f"-last {asked.last}: goes with one run, and {len(asked.path)} paths are given.")
+        raise UserError(f"-last {asked.last}: takes one run, but {len(asked.path)} paths are given.")
     if asked.last is None and len(asked.path) < 2:
         raise UserError("average: give -last K with a run, or several checkpoints.")
-    return checkpoint_weights.average(asked.path, asked.last, asked.out, asked.weights)
+    return average(asked.path, asked.last, asked.out, asked.weights)
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix != ".safetensors":
-        raise UserError(f"-out {out}: the file is one of safetensors; name it {out.stem or 'weights'}.safetensors.")
+        raise UserError(f"-out {out}: name it {out.stem or 'weights'}.safetensors.")
     check_output_file(out, "-out", fresh=not overwrite)

@@ -1,4 +1,4 @@
-"""scripts/checkpoint.py list and verify: what is there, and whether it is what was written."""
+"""scripts/checkpoint.py list and verify."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
 
 COLUMNS = ("checkpoint", "epoch", "update", "loss", "top-1", "EMA top-1", "size", "written", "")
+METRICS = (("loss", ".4f"), ("acc1", ".2f"), ("ema_acc1", ".2f"))
 
 
-def show(path: Path) -> int:
+def list_checkpoints(path: Path) -> int:
+    """Log a table of the checkpoints in `path`."""
     folders = folders_of(path)
     index = read_index(folders[0].parent)
     rows = [_row(folder, [name for name in ("last", "best") if index.get(name) == folder.name]) for folder in folders]
@@ -41,22 +43,19 @@ def _row(folder: Path, marks: list[str]) -> tuple[str, ...]:
         folder.name,
         epoch,
         f"{meta.get('update', '-')}",
-        *(f"{metrics[key]:{form}}" if key in metrics else "-" for key, form in FIGURES),
+        *(f"{metrics[key]:{form}}" if key in metrics else "-" for key, form in METRICS),
         size_words(_size(folder)),
         written,
         ", ".join(marks),
     )
 
 
-FIGURES = (("loss", ".4f"), ("acc1", ".2f"), ("ema_acc1", ".2f"))
-
-
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
-def check(paths: list[Path]) -> int:
-    """Verify each, name each; damage in one does not keep the others from being looked at."""
+def verify_checkpoints(paths: list[Path]) -> int:
+    """Verify every checkpoint, also after a damaged one. Exit code 1 if any is damaged."""
     damaged = 0
     for folder in progress([folder for path in paths for folder in folders_of(path)], "checkpoints"):
         began = time.perf_counter()

@@ -1,11 +1,12 @@
-"""Completion by TAB: flags, settings and their values, recipes, data sets, model names.
+"""Shell completion of flags, settings, their values, recipes, data sets and model names.
 
     python scripts/completion.py bash >> ~/.bashrc
     python scripts/completion.py zsh  >> ~/.zshrc             # below the line with compinit
     python scripts/completion.py fish > ~/.config/fish/conf.d/vitamp.fish
 
-It works for main_single_gpu.py, main_multi_gpu.py and the tools in scripts/, started as `python FILE ...`, and for the
-first two also as `./FILE ...` and behind `torchrun`. What it offers is always that of the files in this folder.
+Prints the completion script for a shell. It completes `python FILE ...` for main_single_gpu.py, main_multi_gpu.py and
+the tools in scripts/, and for the first two also `./FILE ...` and `torchrun ...`. It reads the flags from this folder,
+so it never needs an update.
 
 Exit codes: 0 done, 2 anything wrong with the command.
 """
@@ -41,7 +42,7 @@ _vitamp() {
         return
     fi
     compopt +o default +o bashdefault 2>/dev/null
-    # What stands before the last = or : bash takes for words of their own.
+    # bash splits words at = and :, so it completes only the part after the last one.
     local current=${words[-1]} kept=""
     [[ $COMP_WORDBREAKS == *:* && $current == *:* ]] && kept=${current%:*}:
     [[ $COMP_WORDBREAKS == *=* && $current == *=* && -z $kept ]] && kept=${current%"${current##*=}"}
@@ -59,7 +60,7 @@ ZSH = """\
 # Completion for vitamp in zsh; made by scripts/completion.py
 _vitamp() {
     local found line word
-    local -a ends ends_shown goes_on goes_on_shown
+    local -a whole whole_shown open open_shown
     found=$(@ASK@ "${(@Q)words[1,CURRENT-1]}" "${(Q)PREFIX}" 2>/dev/null)
     if (( $? )); then
         if [[ ${words[1]:t} == python* ]] && (( $+functions[_python] )); then _python "$@"; else _files; fi
@@ -68,14 +69,14 @@ _vitamp() {
     for line in ${(f)found}; do
         word=${line%%$'\\t'*}
         if [[ $word == *[=/] ]]; then
-            goes_on+=("$word") goes_on_shown+=("${word}  ${line#*$'\\t'}")
+            open+=("$word") open_shown+=("${word}  ${line#*$'\\t'}")
         else
-            ends+=("$word") ends_shown+=("${word}  ${line#*$'\\t'}")
+            whole+=("$word") whole_shown+=("${word}  ${line#*$'\\t'}")
         fi
     done
     local -i added=1
-    (( $#goes_on )) && compadd -l -S '' -d goes_on_shown -a goes_on && added=0
-    (( $#ends )) && compadd -l -d ends_shown -a ends && added=0
+    (( $#open )) && compadd -l -S '' -d open_shown -a open && added=0
+    (( $#whole )) && compadd -l -d whole_shown -a whole && added=0
     return added
 }
 compdef _vitamp @COMMANDS@
@@ -87,11 +88,11 @@ function __vitamp_words
     set -l begun (commandline -ct)
     @ASK@ (commandline -opc) "$begun" 2>/dev/null
 end
-function __vitamp_meant
+function __vitamp_is_ours
     string match -qr '(^|/)(@PROGRAMS@)$' -- (commandline -opc)
 end
 for command in @COMMANDS@
-    complete -c $command -f -n __vitamp_meant -a '(__vitamp_words)'
+    complete -c $command -f -n __vitamp_is_ours -a '(__vitamp_words)'
 end
 """
 
@@ -101,10 +102,10 @@ TOOL = Tool("completion.py", __doc__, (), PLACES, settings=False)
 
 
 def main(argv: list[str]) -> int:
-    return run_tool(_work, argv)
+    return run_tool(_print_script, argv)
 
 
-def _work(argv: list[str]) -> int:
+def _print_script(argv: list[str]) -> int:
     print(script_for(TOOL.read(argv).asked.shell), end="")
     return EXIT_DONE
 

@@ -1,9 +1,9 @@
-"""Which words tools/completion/words.py knows: written once into a file, since finding them out takes half a second.
+"""Table of all words that can be completed, written to a file for words.py: collecting them takes half a second.
 
 python tools/completion/table.py FILE
 
-Flags come from utils/cli.py and from the tools themselves, settings and their values from the schema, data sets from
-the registry. Nothing here imports torch.
+Flags come from utils/flags.py and the tools, settings and their values from the schema, data sets from the registry.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from utils.precisions import AMP_WORDS  # noqa: E402
 ENTRIES = ("main_single_gpu.py", "main_multi_gpu.py")
 FILE, FOLDER, YAML, MODEL = "file", "folder", "yaml", "model"
 KINDS = {"DIR": FOLDER, "FILE": FILE, "PATH": FILE, "FROM": MODEL, "PATH|auto": FILE}
-"""How a flag shows its value -> what to offer."""
+"""Placeholder of a flag's value -> kind of completion"""
 OF_SETTINGS = {"MODEL.NAME": MODEL, "MODEL.PRETRAINED": MODEL, "TRAIN.TEACHER_MODEL": MODEL, "DATA.DATA_PATH": FOLDER}
 OF_SETTINGS |= {"OUTPUT": FOLDER, "SAVE": FOLDER, "MODEL.RESUME": FILE, "DATA.EXCLUDE": FILE}
 Takes = list[str] | str | None
-"""Words to choose from, or a kind of them; None: nothing that could be offered."""
+"""Words to choose from, or a kind of completion; None: nothing to complete"""
 
 
 def table() -> dict[str, Any]:
@@ -48,7 +48,7 @@ def table() -> dict[str, Any]:
 
 
 def _tools(tools: Sequence[Tool], commands: Sequence[str]) -> dict[str, Any]:
-    """A tool, or its commands together."""
+    """Words of a tool, with those of all its commands."""
     flags = [flag for tool in tools for flag in tool.flags]
     if settings_too := any(tool.settings for tool in tools):
         flags += [flag for flag in BY_NAME.values() if flag.action is None]
@@ -60,7 +60,7 @@ def _tools(tools: Sequence[Tool], commands: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings() -> dict[str, list[Any]]:
-    """Those that can mean something: [what it is about, what it takes]."""
+    """Settings that have an effect: key -> [description, what it takes]."""
     known = {}
     for key, field in settings().items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
@@ -78,7 +78,7 @@ def _of_setting(key: str) -> Takes:
 
 
 def _data_sets() -> list[str]:
-    """The names in datasets/registry.py, read and not imported: that would import torch."""
+    """Names in datasets/registry.py, which is parsed, since importing it would import torch."""
     for node in ast.parse((ROOT / "datasets" / "registry.py").read_text(encoding="utf-8")).body:
         if (
             isinstance(node, ast.AnnAssign)
@@ -92,7 +92,7 @@ def _data_sets() -> list[str]:
 def _program(
     flags: Sequence[Flag], words: Sequence[str] = (), paths: Takes = None, settings: bool = False
 ) -> dict[str, Any]:
-    named = {f"-{flag.name}": _option(flag) for flag in reversed(flags)}  # of two alike the first one counts
+    named = {f"-{flag.name}": _option(flag) for flag in reversed(flags)}  # of two flags with one name the first counts
     return {"flags": dict(reversed(named.items())), "words": [*words], "settings": settings, "paths": paths}
 
 

@@ -1,8 +1,8 @@
-"""What a shell may put in place of the word under the cursor. It is asked at every TAB, and so imports next to nothing.
+"""Completions of the word under the cursor. A shell runs this at every TAB, so it imports almost nothing.
 
 python -I -S tools/completion/words.py WORD ... WORD_UNDER_THE_CURSOR
 
-Prints a word a line, and what it means after a tab. Exit code 1: the command line starts no program of ours.
+Prints one completion per line, then a tab and its description. Exit code 1: the command is not one of vitamp's.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Iterator
 
 ROOT = os.path.abspath(__file__).rsplit(os.sep, 3)[0]
 SOURCES = ("scripts", "tools", "utils", "datasets")
-"""Folders whose files tell which words there are."""
-ENOUGH = 2000
+"""Folders that the table is made from"""
+MOST_WORDS = 2000
 YAML_ENDINGS = (".yaml", ".yml")
 Found = list[tuple[str, str]]
-"""Words and what they mean"""
+"""(completion, description)"""
 
 
 def complete(words: list[str], table: dict) -> Found | None:
-    """[(word, what it means)], or None where none of our programs is started."""
+    """Completions of the last word, or None if the command is not one of vitamp's."""
     programs = table["programs"]
     *before, current = words
     place = next((n for n, word in enumerate(before) if os.path.basename(word) in programs), None)
@@ -45,11 +45,11 @@ def complete(words: list[str], table: dict) -> Found | None:
     if last and last["value"] == "needed":
         return _values(last["takes"], "", current, home, table)
     found = _values(last["takes"], "", current, home, table) if last and last["value"] == "may" else []
-    return found + _fresh(program, current, home, table, first=len(before) == place + 1)
+    return found + _new_word(program, current, home, table, first=len(before) == place + 1)
 
 
-def _fresh(program: dict, current: str, home: str, table: dict, first: bool) -> Found:
-    """What may begin anew: flags, settings, commands, files."""
+def _new_word(program: dict, current: str, home: str, table: dict, first: bool) -> Found:
+    """Completions of a word that belongs to no flag: flags, settings, commands, files."""
     found = []
     if current.startswith("-") or not current:
         dashes = "--" if current.startswith("--") else "-"
@@ -70,27 +70,27 @@ def _plain(word: str) -> str:
 
 
 def _values(takes: list[str] | str | None, prefix: str, current: str, home: str, table: dict) -> Found:
-    """Values behind `prefix`, a flag's or a setting's name with its `=`, that go on as `current` does."""
-    begun = current[len(prefix) :]
+    """Values that complete `current`, which begins with `prefix`: a flag or setting with its `=`, or nothing."""
+    begin = current[len(prefix) :]
     if takes is None:
         return []
     if isinstance(takes, list):
-        found = [(word, "") for word in takes if word.startswith(begun)]
+        found = [(word, "") for word in takes if word.startswith(begin)]
     elif takes == "model":
-        found = [(word, "") for word in models(table) if begun and word.startswith(begun)] + _paths(begun, None)
+        found = [(word, "") for word in models(table) if begin and word.startswith(begin)] + _paths(begin, None)
     elif takes == "yaml":
-        found = _paths(begun, YAML_ENDINGS)
+        found = _paths(begin, YAML_ENDINGS)
         recipes = os.path.join(home, "configs")
-        if not begun and os.path.isdir(recipes):
+        if not begin and os.path.isdir(recipes):
             found = _paths(recipes + os.sep, YAML_ENDINGS) + found
     else:
-        found = _paths(begun, () if takes == "folder" else None)
+        found = _paths(begin, () if takes == "folder" else None)
     return [(prefix + word, about) for word, about in found]
 
 
-def _paths(begun: str, endings: tuple[str, ...] | None) -> Found:
-    """Files and folders that begin so; hidden ones if asked for. `endings`: of files; None: all."""
-    folder, name = os.path.split(begun)
+def _paths(begin: str, endings: tuple[str, ...] | None) -> Found:
+    """Files and folders that begin with `begin`; hidden ones if it says so. `endings` of files; None: all."""
+    folder, name = os.path.split(begin)
     try:
         entries = sorted(os.scandir(os.path.expanduser(folder) or "."), key=lambda entry: entry.name)
     except OSError:
@@ -107,10 +107,10 @@ def _paths(begun: str, endings: tuple[str, ...] | None) -> Found:
     return found
 
 
-def known() -> dict:
-    """The table, made anew when one of the files it comes from is younger."""
+def cached_table() -> dict:
+    """The table, written again if one of its sources is newer."""
     file = os.path.join(_cache(), f"completion-{zlib.crc32(ROOT.encode()):08x}.json")
-    if _age(file) <= max(_age(path) for path in _sources()):
+    if _mtime(file) <= max(_mtime(path) for path in _sources()):
         script = os.path.join(ROOT, "tools", "completion", "table.py")
         subprocess.run([sys.executable, script, file], capture_output=True, check=False, timeout=20)
     with open(file, encoding="utf-8") as text:
@@ -118,9 +118,9 @@ def known() -> dict:
 
 
 def models(table: dict) -> list[str]:
-    """Names for MODEL.NAME. timm has to be asked, which takes seconds; once, until another timm is installed."""
+    """Names for MODEL.NAME. Importing timm takes seconds, so they are cached until another timm is installed."""
     file = os.path.join(_cache(), "models.txt")
-    if _age(file) <= max(_age(table["timm"] or ""), _age(os.path.join(ROOT, "models", "names.py"))):
+    if _mtime(file) <= max(_mtime(table["timm"] or ""), _mtime(os.path.join(ROOT, "models", "names.py"))):
         script = os.path.join(ROOT, "main_single_gpu.py")
         asked = subprocess.run([sys.executable, script, "-list_models"], capture_output=True, check=False, text=True)
         if asked.returncode != 0:
@@ -139,8 +139,8 @@ def _sources() -> Iterator[str]:
             yield from (os.path.join(place, name) for name in names if name.endswith(".py"))
 
 
-def _age(path: str) -> float:
-    """The moment of its last change; of what is not there, before all others."""
+def _mtime(path: str) -> float:
+    """Time of the last change; 0 for a missing file."""
     try:
         return os.stat(path).st_mtime
     except OSError:
@@ -155,12 +155,12 @@ def _cache() -> str:
 
 def main(words: list[str]) -> int:
     try:
-        found = complete(words, known())
+        found = complete(words, cached_table())
     except (OSError, ValueError, subprocess.SubprocessError):
-        return 1  # nobody wants to read a traceback in the middle of a command line
+        return 1  # a traceback would land in the middle of the command line
     if found is None:
         return 1
-    print("\n".join(f"{word}\t{about}" for word, about in found[:ENOUGH]))
+    print("\n".join(f"{word}\t{about}" for word, about in found[:MOST_WORDS]))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""scripts/export.py: files for others, checked before they are called done."""
+"""scripts/export.py: exported files agree with the model, and a file that does not is not left behind."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ Export = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained in bf16, so that attention and patches were computed by ways of our own, and with an average."""
+    """Trained in bf16, so that attention and patches use vitamp's own code, and with an EMA."""
     words = ("-amp", "bf16", "TRAIN.MODEL_EMA=true", "AMP.FP32_MODULES=['blocks.0.mlp']")
     return train_tiny(tmp_path_factory.mktemp("export"), *words)
 
 
 @pytest.fixture
 def tool(capfd: pytest.CaptureFixture[str]) -> Iterator[Export]:
-    """The program's own function: exit code, and what it said."""
+    """Call the tool in this process: exit code and output."""
     threads = torch.get_num_threads()
 
     def call(*words: object) -> tuple[int, str]:
@@ -54,7 +54,7 @@ def tool(capfd: pytest.CaptureFixture[str]) -> Iterator[Export]:
 
 
 def about_of(file: Path) -> dict[str, Any]:
-    """What the file tells of itself."""
+    """Metadata in the file."""
     if file.suffix == ".onnx":
         import onnxruntime
 
@@ -68,11 +68,11 @@ def about_of(file: Path) -> dict[str, Any]:
         return json.loads(opened.metadata()["vitamp"])
 
 
-def test_three_formats_say_what_the_model_says(tool: Export, run: Path, tmp_path: Path) -> None:
+def test_three_formats_agree_with_the_model(tool: Export, run: Path, tmp_path: Path) -> None:
     code, said = tool(run, "-to", "onnx,torch,safetensors", "-out", tmp_path / "m", "-check", "all")
     assert code == 0, said
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(NAMES.values()), "nothing else is left there"
-    assert said.count("checked on 360 images of the run's validation part") == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(NAMES.values()), "no other file is left"
+    assert said.count("checked on 360 images of the run's validation split") == 3
     assert said.count("top-1 the same on all") == 3
 
     model = load_trained(run, device="cpu", amp="off")
@@ -114,21 +114,21 @@ def test_the_same_command_writes_the_same_bytes(tool: Export, run: Path, tmp_pat
     assert about_of(files[0])["weights"] == "model"
 
 
-def test_a_file_whose_outputs_differ_is_not_left_behind(tool: Export, run: Path, tmp_path: Path) -> None:
+def test_file_with_different_outputs_is_not_left_behind(tool: Export, run: Path, tmp_path: Path) -> None:
     words = ("-to", "safetensors", "-out", tmp_path / "m.safetensors", "-dtype", "fp16")
     code, said = tool(run, *words, "-tolerance", "1e-7")
     assert code == 1
     assert "was not written: the outputs differ from the model's by" in said
-    assert re.search(r"\n  \d+, class \d: -?[\d.]+ instead of -?[\d.]+\n", said), "which differ most"
+    assert re.search(r"\n  \d+, class \d: -?[\d.]+ instead of -?[\d.]+\n", said), "the largest differences are listed"
     assert list(tmp_path.iterdir()) == []
     code, said = tool(run, *words)
-    assert code == 0, "what half precision may differ by is another matter"
+    assert code == 0, "fp16 has a larger tolerance"
     assert "(0.01 allowed)" in said
     with safe_open(str(tmp_path / "m.safetensors"), framework="pt") as file:
         assert file.get_tensor("head.weight").dtype is torch.float16
 
 
-def test_images_of_a_folder(tool: Export, run: Path, tmp_path: Path) -> None:
+def test_check_on_images_of_a_folder(tool: Export, run: Path, tmp_path: Path) -> None:
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     random = np.random.default_rng(0)
@@ -139,12 +139,12 @@ def test_images_of_a_folder(tool: Export, run: Path, tmp_path: Path) -> None:
     code, said = tool(run, "-to", "safetensors", "-out", tmp_path / "m.safetensors", "-images", pictures)
     assert code == 0, said
     assert f"checked on 3 images in {pictures}" in said
-    assert "freshly initialised" not in said, "how the model was built was told when it was trained"
+    assert "freshly initialised" not in said, "the weights are loaded"
     assert f"1 images cannot be read and are left out, such as {pictures}/broken.png" in said
-    assert about_of(tmp_path / "m.safetensors")["crop"] == "none", "digits are squeezed, whatever it is checked on"
+    assert about_of(tmp_path / "m.safetensors")["crop"] == "none", "as for digits"
 
 
-def test_where_the_data_is_gone_noise_is_called_noise(tool: Export, run: Path, tmp_path: Path) -> None:
+def test_without_data_the_check_uses_noise_and_says_so(tool: Export, run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     for meta in moved.glob("checkpoints/*/meta.json"):
@@ -154,11 +154,11 @@ def test_where_the_data_is_gone_noise_is_called_noise(tool: Export, run: Path, t
     code, said = tool(moved, "-to", "safetensors", "-out", tmp_path / "m.safetensors")
     assert code == 0, said
     assert f"{tmp_path / 'gone'} does not exist" in said
-    assert "images of generated noise, since no real one could be had" in said
+    assert "images of generated noise, since the real ones cannot be read" in said
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
-def test_a_full_disk_leaves_nothing(tool: Export, run: Path, tmp_path: Path, kind: str) -> None:
+def test_full_disk_leaves_no_file(tool: Export, run: Path, tmp_path: Path, kind: str) -> None:
     """No file may grow beyond 2,000 bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
@@ -171,7 +171,7 @@ def test_a_full_disk_leaves_nothing(tool: Export, run: Path, tmp_path: Path, kin
     assert list(tmp_path.iterdir()) == []
 
 
-def test_onnx_says_what_it_needs(tool: Export, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onnx_names_missing_packages(tool: Export, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name)
     code, said = tool(run, "-to", "onnx", "-out", tmp_path / "m.onnx")
     assert (code, "-to onnx needs onnxruntime: pip install onnxruntime" in said) == (2, True)
@@ -180,23 +180,23 @@ def test_onnx_says_what_it_needs(tool: Export, run: Path, tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("-to", "onxn", "-out", "m.onnx"), "there is no onxn; there are onnx, torch and safetensors"),
-        (("-to", "onnx", "-out", "m.pt"), "ends in .onnx; name it m.onnx"),
-        (("-to", "onnx,torch", "-out", "m.onnx"), "name them without an ending, m"),
+        (("-to", "onxn", "-out", "m.onnx"), "unknown format 'onxn'; formats are onnx, torch and safetensors"),
+        (("-to", "onnx", "-out", "m.pt"), "onnx files end in .onnx; name it m.onnx"),
+        (("-to", "onnx,torch", "-out", "m.onnx"), "give the name without ending, m"),
         (("-to", "onnx", "-out", "there/m.onnx"), "does not exist"),
         (("-to", "torch", "-out", "old.pt2"), "old.pt2: this is there already"),
         (("-to", "onnx", "-out", "large.onnx"), "large.onnx.data: this is there already"),
         (("-to", "torch,onnx", "-out", "large"), "large.onnx.data: this is there already"),
-        (("-to", "onnx", "-out", "m.onnx", "-dtype", "bf16"), "take fp16"),
+        (("-to", "onnx", "-out", "m.onnx", "-dtype", "bf16"), "use fp16"),
         (("-to", "onnx", "-out", "m.onnx", "-opset", "12"), "from 18 to 23"),
-        (("-to", "torch", "-out", "m.pt2", "-opset", "20"), "only onnx has one"),
+        (("-to", "torch", "-out", "m.pt2", "-opset", "20"), "only onnx has opsets"),
         (("-to", "safetensors", "-out", "m.safetensors", "-with_preprocess"), "computes nothing"),
         (("-to", "torch", "-out", "m.pt2", "-tolerance", "2"), "between 0 and 1"),
         (("-to", "torch", "-out", "m.pt2", "-check", "0"), "or all"),
         (("-to", "torch"), "-out"),
     ],
 )
-def test_mistakes(
+def test_bad_command_lines_are_refused(
     tool: Export, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -216,19 +216,22 @@ class _Named:
         return f"class {label}"
 
 
-def test_the_comparison() -> None:
+def test_comparison_counts_classes_and_lists_differences() -> None:
     trained: Trained = _Named()  # pyright: ignore[reportAssignmentType]
     wanted = torch.tensor([[1.0, 0.9999, -4.0], [0.0, 3.0, 1.0]])
     near = wanted + torch.tensor([[-2e-4, 0.0, 0.0], [0.0, 0.0, 0.0]])
     said = compare(trained, _images(2), wanted, near, 1e-3)
-    assert "top-1 another on 1, where two classes are nearly even: a is class 0 to the model, class 1 here" in said
-    with pytest.raises(TrainingError, match=r"differ most in\n  a, class class 0: 0.9998 instead of 1"):
+    expected = (
+        "top-1 different on 1, where two classes are nearly equal: a is class 0 to the model, class 1 to the exported"
+    )
+    assert expected in said
+    with pytest.raises(TrainingError, match=r"Largest differences:\n  a, class class 0: 0.9998 instead of 1"):
         compare(trained, _images(2), wanted, near, 1e-5)
-    with pytest.raises(TrainingError, match=r"differ most in\n  b, class class 2: nan instead of 1"):
+    with pytest.raises(TrainingError, match=r"Largest differences:\n  b, class class 2: nan instead of 1"):
         compare(trained, _images(2), wanted, wanted + torch.tensor([[0.0] * 3, [0.0, 0.0, torch.nan]]), 1e-3)
 
 
-# The page's code, run as its readers would: in processes of their own, in a folder where nothing of ours can be found.
+# The code in docs/export.md, run in processes of its own where none of vitamp's modules can be imported.
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +265,7 @@ def consumer_says(folder: Path, script: str, model: Path, pictures: list[Path]) 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], list[str]]:
-    """A run that learned something, its validation images as files, and the class it gives to each."""
+    """A run that has learned something, its validation images as files, and its prediction for each."""
     place = tmp_path_factory.mktemp("digits")
     words = ("TRAIN.NUM_EPOCHS=8", "MODEL.DEPTH=2", "MODEL.EMBED_DIM=32", "-amp", "bf16")
     trained = load_trained(train_tiny(place, *words), device="cpu", amp="off")
@@ -272,14 +275,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], 
         found.picture(row).save(path)
     said = [trained.name_of(int(label)) for label in found.logits.argmax(1)]
     right = np.mean([int(name) for name in said] == found.labels.numpy())
-    assert right > 0.7, "a model that has learned too little proves nothing"
+    assert right > 0.7, "the model must have learned something"
     assert len(pictures) == 360
     return place / "run", pictures, said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("-with_preprocess",), ("-dtype", "fp16")], ids=["plain", "pixels", "fp16"])
-def test_others_say_the_same_of_all_validation_images(
+def test_documented_code_predicts_as_the_model_does(
     tool: Export, digits: tuple[Path, list[Path], list[str]], consumers: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     run, pictures, wanted = digits
@@ -290,7 +293,7 @@ def test_others_say_the_same_of_all_validation_images(
     for kind, script in scripts.items():
         got = consumer_says(consumers, script, tmp_path / NAMES[kind], pictures)
         different = [path.name for path, one, other in zip(pictures, wanted, got, strict=True) if one != other]
-        # Half precision may decide between two classes that are nearly even.
+        # Half precision may swap two classes that are nearly equal.
         assert len(different) <= (2 if "fp16" in more else 0), (kind, different)
 
 
@@ -304,7 +307,7 @@ def test_others_say_the_same_of_all_validation_images(
     ],
     ids=["swin", "deit", "resnet"],
 )
-def test_other_models(
+def test_other_models_are_exported(
     vitamp: Callable[..., Result], tool: Export, consumers: Path, tmp_path: Path, model: tuple[str, ...]
 ) -> None:
     """Trained in pure bf16, from a folder of photographs that have to be resized and cropped."""
@@ -331,7 +334,7 @@ def test_other_models(
 
 
 @pytest.mark.slow
-def test_weights_beyond_two_gigabytes_lie_beside_the_onnx_file(
+def test_weights_beyond_two_gigabytes_are_in_a_second_file(
     tool: Export, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is lowered to a kilobyte here."""

@@ -1,4 +1,4 @@
-"""scripts/export.py: real images, and whether what was written says the same of them as the model."""
+"""Check of an exported file: its logits on real images are compared with those of the trained model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from utils.errors import TrainingError, UserError
 from utils.log import log
 
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2}
-"""Of the largest output; docs/export.md has what was measured."""
-AT_ONCE = 32
-NAMED = 3
+"""Fractions of the largest output; docs/export.md has measured differences."""
+BATCH = 32
+WORST_SHOWN = 3
 NOISE_IMAGES = 16
 
 
@@ -31,100 +31,104 @@ class CheckImages:
     pixels: Tensor
     """uint8, N x C x S x S"""
     names: list[str]
-    words: str
-    """What they are"""
+    source: str
+    """Where they are from, for the log"""
 
     def batches(self, trained: Trained, with_preprocess: bool) -> Iterator[Tensor]:
         """Inputs of the exported file. The first batch has one image, since the file must take any number."""
-        for part in (self.pixels[:1], *self.pixels[1:].split(AT_ONCE)):
+        for part in (self.pixels[:1], *self.pixels[1:].split(BATCH)):
             if len(part):
                 yield (part if with_preprocess else trained.inputs(part)).contiguous()
 
 
-def images_for_check(trained: Trained, folder: Path | None, most: int | None) -> CheckImages:
-    """Evenly out of the folder, else of the validation part, else noise."""
+def images_for_check(trained: Trained, folder: Path | None, count: int | None) -> CheckImages:
+    """`count` images, evenly chosen from the folder or the validation split; noise if that cannot be read."""
     if folder is not None:
-        return _some(_folder(trained, folder), most, f"in {folder}")
+        return _choose(_open_folder(trained, folder), count, f"in {folder}")
     try:
         dataset = validation_part(trained)
     except UserError as error:
-        log.warning("The run's validation images cannot be had: %s", error)
-        log.warning("The check is made on generated noise. To have it made on real images, name a folder: -images DIR")
+        log.warning("The validation images of the run cannot be read: %s", error)
+        log.warning("The export is checked on generated noise. To check it on real images: -images DIR")
         return _noise(trained)
-    return _some(dataset, most, "of the run's validation part")
+    return _choose(dataset, count, "of the run's validation split")
 
 
 def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
-    """Logits of the trained model, with which every exported file is compared."""
+    """Logits of the trained model, with which those of every exported file are compared."""
     logits = []
     with progress_bar(len(images.pixels), "images", "reference") as bar:
-        for part in images.pixels.split(AT_ONCE):
+        for part in images.pixels.split(BATCH):
             logits.append(trained.logits(part))
             bar.update(len(part))
     return torch.cat(logits)
 
 
-def compare(trained: Trained, images: CheckImages, wanted: Tensor, got: Tensor, tolerance: float) -> str:
-    """A sentence of how near `got` is; TrainingError where that is not near enough."""
-    scale = float(wanted.abs().max()) or 1.0
-    errors = (got - wanted).abs() / scale
+def compare(trained: Trained, images: CheckImages, expected: Tensor, logits: Tensor, tolerance: float) -> str:
+    """Describe how well `logits` agree with `expected`; raise TrainingError beyond the tolerance."""
+    scale = float(expected.abs().max()) or 1.0
+    errors = (logits - expected).abs() / scale
     worst = float(errors.max())
-    if not worst <= tolerance:  # nor where it is no number
-        raise TrainingError(_differing(trained, images, (wanted, got), errors, tolerance))
-    same = wanted.argmax(1) == got.argmax(1)
-    count = f"{len(same)} images {images.words}"
-    words = f"checked on {count}: outputs differ by {worst:.1e} of the largest at most ({tolerance:g} allowed), top-1 "
+    if not worst <= tolerance:  # also for NaN
+        raise TrainingError(_describe_differences(trained, images, (expected, logits), errors, tolerance))
+    same = expected.argmax(1) == logits.argmax(1)
+    count = f"{len(same)} images {images.source}"
+    text = f"checked on {count}: largest difference {worst:.1e} of the largest output ({tolerance:g} allowed), top-1 "
     if bool(same.all()):
-        return f"{words}the same on all"
+        return f"{text}the same on all"
     row = int(torch.nonzero(~same)[0])
     return (
-        f"{words}another on {int((~same).sum())}, where two classes are nearly even: {images.names[row]} is "
-        f"{trained.name_of(int(wanted[row].argmax()))} to the model, {trained.name_of(int(got[row].argmax()))} here"
+        f"{text}different on {int((~same).sum())}, where two classes are nearly equal: {images.names[row]} is "
+        f"{trained.name_of(int(expected[row].argmax()))} to the model, {trained.name_of(int(logits[row].argmax()))} "
+        "to the exported file"
     )
 
 
-def _differing(
+def _describe_differences(
     trained: Trained, images: CheckImages, outputs: tuple[Tensor, Tensor], errors: Tensor, tolerance: float
 ) -> str:
-    wanted, got = outputs
-    # What is no number is the worst of all.
-    order = errors.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten().argsort(descending=True)[:NAMED].tolist()
+    expected, logits = outputs
+    # NaN counts as the largest difference.
+    order = errors.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten().argsort(descending=True)
     lines = []
-    for place in order:
+    for place in order[:WORST_SHOWN].tolist():
         row, label = divmod(place, errors.shape[1])
         lines.append(
-            f"  {images.names[row]}, class {trained.name_of(label)}: {float(got[row, label]):.6g} instead of "
-            f"{float(wanted[row, label]):.6g}"
+            f"  {images.names[row]}, class {trained.name_of(label)}: {float(logits[row, label]):.6g} instead of "
+            f"{float(expected[row, label]):.6g}"
         )
     return (
-        f"the outputs differ from the model's by {float(errors.max()):.2g} of the largest, and {tolerance:g} is "
-        f"allowed (-tolerance), on {len(images.names)} images {images.words}. They differ most in\n" + "\n".join(lines)
+        f"the outputs differ from the model's by {float(errors.max()):.2g} of the largest output, but only "
+        f"{tolerance:g} is allowed (-tolerance), on {len(images.names)} images {images.source}. Largest differences:\n"
+        + "\n".join(lines)
     )
 
 
-def _folder(trained: Trained, folder: Path) -> ImageDataset:
+def _open_folder(trained: Trained, folder: Path) -> ImageDataset:
+    if not folder.is_dir():
+        raise UserError(f"-images {folder}: not a folder; name a folder with images.")
     endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings) if folder.is_dir() else []
-    if not found:
-        what = "holds no image" if folder.is_dir() else "is no folder"
-        raise UserError(f"-images {folder}: {what}; name a folder with images.")
-    return open_given([str(path) for path in found], trained.config.DATA)
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings)
+    if not paths:
+        raise UserError(f"-images {folder}: no images are in it; name a folder with images.")
+    return open_given([str(path) for path in paths], trained.config.DATA)
 
 
-def _some(dataset: ImageDataset, most: int | None, where: str) -> CheckImages:
+def _choose(dataset: ImageDataset, most: int | None, source: str) -> CheckImages:
+    """Readable ones of `most` evenly chosen images."""
     count = len(dataset) if most is None else min(most, len(dataset))
     chosen = np.linspace(0, len(dataset) - 1, count).round().astype(int).tolist()
-    parts, read = [], []
-    for first in range(0, count, AT_ONCE):
-        batch = dataset.__getitems__([(0, index) for index in chosen[first : first + AT_ONCE]])
-        good = batch.indices != PADDING
-        parts.append(batch.images[good])
-        read += batch.indices[good].tolist()
+    parts, indices = [], []
+    for first in range(0, count, BATCH):
+        batch = dataset.__getitems__([(0, index) for index in chosen[first : first + BATCH]])
+        readable = batch.indices != PADDING
+        parts.append(batch.images[readable])
+        indices += batch.indices[readable].tolist()
     if broken := dataset.take_broken():
         log.warning("%d images cannot be read and are left out, such as %s", len(broken), broken[0].name)
-    if not read:
-        raise UserError(f"none of the {count} images {where} can be read; name others by -images DIR.")
-    return CheckImages(torch.cat(parts), [name_of(dataset, index) for index in read], where)
+    if not indices:
+        raise UserError(f"none of the {count} images {source} can be read; name other images with -images DIR.")
+    return CheckImages(torch.cat(parts), [name_of(dataset, index) for index in indices], source)
 
 
 def _noise(trained: Trained) -> CheckImages:
@@ -132,4 +136,4 @@ def _noise(trained: Trained) -> CheckImages:
     size = (NOISE_IMAGES, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
     pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     names = [f"noise {number}" for number in range(NOISE_IMAGES)]
-    return CheckImages(pixels, names, "of generated noise, since no real one could be had")
+    return CheckImages(pixels, names, "of generated noise, since the real ones cannot be read")

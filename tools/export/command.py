@@ -1,19 +1,19 @@
-"""Write a trained model for others to use, and check it on real images before it is called done.
+"""Export a trained model to ONNX, torch.export or safetensors, and check the file on real images.
 
     python scripts/export.py runs/a -to onnx        -out vit.onnx
     python scripts/export.py runs/a -to torch       -out vit.pt2
     python scripts/export.py runs/a -to safetensors -out vit.safetensors
     python scripts/export.py runs/a -to onnx,torch,safetensors -out vit       (vit.onnx, vit.pt2, vit.safetensors)
 
-The path is a run's folder (its best checkpoint), a checkpoint, or weights that scripts/checkpoint.py strip wrote.
-onnx is for ONNX Runtime and what reads its format, torch is a program of torch.export, safetensors are weights for
-timm.create_model(..., checkpoint_path=...). Each takes any number of images at once and holds what a user must know:
-class names, mean, standard deviation, size, crop. docs/export.md has the code that uses them.
+The path is a run's folder (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py strip.
+onnx is for ONNX Runtime and other programs that read ONNX; torch is a torch.export program; safetensors has weights for
+timm.create_model(..., checkpoint_path=...). Each takes any batch size and contains class names, mean, standard
+deviation, image size and crop. docs/export.md has code that uses them.
 
-What is written is run, by onnxruntime, torch and timm, on images of the run's validation part, and its outputs are
-compared with the model's. A file whose outputs differ is not left behind.
+Every file is run by onnxruntime, torch or timm on validation images of the run, and its outputs are compared with the
+model's. If they differ, no file is left.
 
-Exit codes: 0 done, 1 the model cannot be exported, or the check failed; 2 anything wrong with the command, the files,
+Exit codes: 0 done, 1 the model cannot be exported, or the check failed, 2 anything wrong with the command, the files,
 or the disk.
 """
 
@@ -36,7 +36,7 @@ IMAGES_CHECKED = 256
 NAMES = f"{', '.join(list(ENDINGS)[:-1])} and {list(ENDINGS)[-1]}"
 
 
-def _count(text: str) -> int | None:
+def _image_count(text: str) -> int | None:
     if text == "all":
         return None
     if not text.isdecimal() or int(text) < 1:
@@ -44,92 +44,99 @@ def _count(text: str) -> int | None:
     return int(text)
 
 
-def _share(text: str) -> float:
+def _fraction(text: str) -> float:
     try:
-        share = float(text)
+        fraction = float(text)
     except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
+        fraction = 0.0
+    if not 0 < fraction < 1:
         raise ValueError("takes a number between 0 and 1, such as 1e-3")
-    return share
+    return fraction
 
 
 OWN = (
-    Flag("to", f"{NAMES}, or several with commas between", "FORMAT[,FORMAT]", required=True),
-    Flag("out", "the file to write; for several formats, its name without an ending", "FILE", kind=Path, required=True),
+    Flag("to", f"{NAMES}, or several, separated by commas", "FORMAT[,FORMAT]", required=True),
+    Flag("out", "file to write; for several formats, its name without ending", "FILE", kind=Path, required=True),
     OVERWRITE,
     WEIGHTS,
-    Flag("dtype", "half precision halves the file", "|".join(DTYPES), default="fp32", choices=DTYPES),
-    Flag("with_preprocess", "take pixels, 0 to 255, and normalise them inside; without it, take normalised numbers"),
+    Flag(
+        "dtype",
+        "of the weights; fp16 and bf16 halve the file",
+        "|".join(DTYPES),
+        default="fp32",
+        choices=DTYPES,
+    ),
+    Flag("with_preprocess", "the model takes pixels (0 to 255) and normalises them itself"),
     Flag(
         "opset",
-        f"onnx: {OPSETS[0]} to {OPSETS[-1]} (default: torch's)",
+        f"ONNX opset, {OPSETS[0]} to {OPSETS[-1]} (default: torch's)",
         "N",
         kind=whole(OPSETS[0], OPSETS[-1]),
     ),
-    Flag("images", "check on the images in this folder instead", "DIR", kind=Path),
-    Flag("check", "on how many images to check", "N|all", default=IMAGES_CHECKED, kind=_count),
-    Flag("tolerance", "greatest difference allowed, of the largest output", "X", kind=_share),
+    Flag("images", "check on images in this folder instead of validation images", "DIR", kind=Path),
+    Flag("check", "number of images to check on", "N|all", default=IMAGES_CHECKED, kind=_image_count),
+    Flag("tolerance", "largest difference allowed, as a fraction of the largest output", "X", kind=_fraction),
 )
 PLACES = (Place("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),)
 TOOL = Tool("export.py", __doc__, OWN, PLACES, settings=False)
 
 
 def main(argv: list[str]) -> int:
-    return run_tool(_work, argv)
+    return run_tool(_export, argv)
 
 
-def _work(argv: list[str]) -> int:
+def _export(argv: list[str]) -> int:
     asked = TOOL.read(argv).asked
     formats = _formats(asked)
     files = _files(asked.out, formats, asked.overwrite)
 
-    # Only now, with the command known to be right: importing torch takes seconds.
+    # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.saved.trained import load_trained
-    from tools.export.check import images_for_check, reference_logits
+    from tools.export.check import TOLERANCES, images_for_check, reference_logits
     from tools.export.formats import FORMATS
-    from tools.export.model import Wishes, plain_model
-    from tools.export.place import export_one
+    from tools.export.model import Options
+    from tools.export.write import write_checked
 
     for name in formats:
-        FORMATS[name].require()
+        FORMATS[name].check_packages()
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off")
     log.info("%s: %s", asked.path, trained.choice)
     images = images_for_check(trained, asked.images, asked.check)
-    wanted = reference_logits(trained, images)
-    wishes = Wishes(asked.dtype, asked.with_preprocess, asked.opset)
+    expected = reference_logits(trained, images)
+    tolerance = asked.tolerance or TOLERANCES[asked.dtype]
+    options = Options(asked.dtype, asked.with_preprocess, asked.opset, tolerance)
     for name in formats:
-        export_one(FORMATS[name], plain_model(trained), trained, images, wanted, wishes, files[name], asked.tolerance)
+        write_checked(FORMATS[name], trained, images, expected, options, files[name])
     return EXIT_DONE
 
 
 def _formats(asked: Namespace) -> list[str]:
     names = list(dict.fromkeys(asked.to.split(",")))
     if unknown := [name for name in names if name not in ENDINGS]:
-        raise UserError(f"-to {asked.to}: there is no {unknown[0] or 'format without a name'}; there are {NAMES}.")
+        raise UserError(f"-to {asked.to}: unknown format {unknown[0]!r}; formats are {NAMES}.")
     if asked.with_preprocess and "safetensors" in names:
-        raise UserError(
-            "-with_preprocess: a safetensors file holds weights and computes nothing; leave one of them out."
-        )
+        raise UserError("-with_preprocess: a safetensors file has only weights and computes nothing; leave one out.")
     if asked.opset is not None and "onnx" not in names:
-        raise UserError(f"-opset {asked.opset}: only onnx has one; leave it out.")
+        raise UserError(f"-opset {asked.opset}: only onnx has opsets; leave it out.")
     if asked.dtype == "bf16" and "onnx" in names:
-        raise UserError("-dtype bf16: onnxruntime runs no such model, so none could be checked; take fp16, or fp32.")
+        raise UserError("-dtype bf16: onnxruntime cannot run it, so the file could not be checked; use fp16 or fp32.")
     return names
 
 
 def _files(out: Path, formats: list[str], overwrite: bool) -> dict[str, Path]:
-    """The file of each format: the one named, or where there are several, that name with their endings."""
+    """File of each format: `out` itself, or for several formats `out` with their endings."""
     if len(formats) == 1:
         ending = ENDINGS[formats[0]]
         if out.suffix != ending:
-            raise UserError(f"-out {out}: a file of {formats[0]} ends in {ending}; name it {out.stem}{ending}.")
+            raise UserError(f"-out {out}: {formats[0]} files end in {ending}; name it {out.stem}{ending}.")
         files = {formats[0]: out}
     else:
         if out.suffix in ENDINGS.values():
-            raise UserError(f"-out {out}: {len(formats)} files are asked for; name them without an ending, {out.stem}.")
+            raise UserError(f"-out {out}: there are {len(formats)} formats; give the name without ending, {out.stem}.")
         files = {name: out.with_name(f"{out.name}{ENDINGS[name]}") for name in formats}
-    beside = [file.with_name(f"{file.name}.data") for name, file in files.items() if name == "onnx"]  # beyond 2 GB
+    beside = [
+        file.with_name(f"{file.name}.data") for name, file in files.items() if name == "onnx"
+    ]  # weights beyond 2 GB
     for file in (*files.values(), *beside):
         check_output_file(file, "-out", fresh=not overwrite)
     return files

@@ -1,7 +1,7 @@
-"""scripts/export.py: the model as timm alone builds it, and what its user must know.
+"""timm's model with the trained weights, as it is exported, and the metadata in the file.
 
-The model that was trained may compute by ways of our own. They leave its weights and their names alone, so these go
-into a plain model, whose graph is timm's: it needs none of our code, and the check compares the two.
+A trained model may compute attention or patches by vitamp's own code, which leaves weights and their names alone. The
+weights are loaded into timm's plain model, so that the exported graph needs none of that code.
 """
 
 from __future__ import annotations
@@ -24,43 +24,44 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """How it is to be written."""
+class Options:
+    """Options of the export: -dtype, -with_preprocess, -opset, -tolerance."""
 
     dtype: str
     with_preprocess: bool
     opset: int | None
+    tolerance: float
 
 
 @dataclass(frozen=True)
-class Plain:
-    """timm's own model with the trained weights, in fp32, on the CPU."""
+class TimmModel:
+    """timm's plain model with the trained weights, in fp32, on the CPU, and the call that creates it."""
 
     timm_name: str
     arguments: dict[str, Any]
     module: nn.Module
 
-    def call(self, file: str) -> str:
-        """The line of Python that builds it again."""
+    @classmethod
+    def of(cls, trained: Trained) -> TimmModel:
+        config = trained.config
+        name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+        module = timm.create_model(name, **arguments)
+        load_weights(module, trained.model.state_dict(), f"{trained.source}")
+        return cls(name, arguments, module.eval().requires_grad_(False))
+
+    def create_call(self, file: str) -> str:
+        """Line of Python that creates the model from `file`."""
         given = "".join(f"{name}={value!r}, " for name, value in self.arguments.items())
         return f'timm.create_model("{self.timm_name}", {given}checkpoint_path="{file}")'
 
 
-def plain_model(trained: Trained) -> Plain:
-    config = trained.config
-    name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-    module = timm.create_model(name, **arguments)
-    load_weights(module, trained.model.state_dict(), f"{trained.source}")
-    return Plain(name, arguments, module.eval().requires_grad_(False))
+class ExportModule(nn.Module):
+    """Module that is exported: pixels or normalised images in, fp32 logits out."""
 
-
-class Whole(nn.Module):
-    """From what the file takes, pixels or normalised numbers, to logits in fp32."""
-
-    def __init__(self, trained: Trained, module: nn.Module, wishes: Wishes) -> None:
+    def __init__(self, trained: Trained, module: nn.Module, options: Options) -> None:
         super().__init__()
-        self.dtype = DTYPES[wishes.dtype]
-        self.inputs = Inputs(trained.config.DATA) if wishes.with_preprocess else nn.Identity()
+        self.dtype = DTYPES[options.dtype]
+        self.inputs = Inputs(trained.config.DATA) if options.with_preprocess else nn.Identity()
         self.module = module.to(self.dtype)
         self.eval()
 
@@ -68,20 +69,20 @@ class Whole(nn.Module):
         return self.module(self.inputs(images).to(self.dtype)).float()
 
 
-def about(trained: Trained, plain: Plain, wishes: Wishes) -> dict[str, Any]:
-    """What goes into the file beside the weights. It tells nothing of the machine it was made on."""
+def metadata(trained: Trained, model: TimmModel, options: Options) -> dict[str, Any]:
+    """Metadata of the file, without anything about the machine that wrote it."""
     data, channels = trained.config.DATA, trained.config.DATA.IMAGE_CHANNELS
     return {
         "made_by": MADE_BY,
         "model": trained.config.MODEL.NAME,
         "checkpoint": trained.source.name,
         "weights": trained.weights,
-        "timm_name": plain.timm_name,
-        "timm_arguments": plain.arguments,
+        "timm_name": model.timm_name,
+        "timm_arguments": model.arguments,
         "classes": trained.classes,
         "num_classes": trained.config.MODEL.NUM_CLASSES,
-        "input": "pixels" if wishes.with_preprocess else "normalised",
-        "dtype": wishes.dtype,
+        "input": "pixels" if options.with_preprocess else "normalised",
+        "dtype": options.dtype,
         "image_size": data.IMAGE_SIZE,
         "channels": channels,
         "mean": per_channel(data.IMAGENET_MEAN, channels),

@@ -1,4 +1,4 @@
-"""What tests of several tools need."""
+"""Fixtures for tests of several tools."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tools.pack_images.command import main
 
 @pytest.fixture
 def pack() -> Pack:
-    """The program's own function: a process of its own takes seconds to begin."""
+    """Call pack_images.py in this process: starting another takes seconds."""
     return lambda *words: main([str(word) for word in words])

@@ -1,4 +1,4 @@
-"""Packing in tests: made photographs, and what lies in a packed folder."""
+"""Helpers for tests of packing: generated photographs, and the content of a packed folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Pack = Callable[..., int]
 
 
 def photograph(path: Path, seed: int, size: tuple[int, int] = (96, 64), **how: Any) -> Path:
-    """Smooth colours, as JPEG files are made for."""
+    """Write an image with smooth colours, which JPEG keeps well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(path, **{"quality": 95, **how})

@@ -99,9 +99,7 @@ def test_average_of_the_last_checkpoints(
     assert "metrics" not in header(out), "an average has not been validated"
 
 
-def test_average_of_several_checkpoints_takes_the_best_of_a_run(
-    tool: Callable[..., Result], run: Path, tmp_path: Path
-) -> None:
+def test_average_takes_the_best_checkpoint_of_a_run(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     out = tmp_path / "soup.safetensors"
     best = json.loads((run / "checkpoints" / "index.json").read_text())["best"]
     first = run / "checkpoints" / NAMES[0]

@@ -221,10 +221,7 @@ def test_comparison_counts_classes_and_lists_differences() -> None:
     wanted = torch.tensor([[1.0, 0.9999, -4.0], [0.0, 3.0, 1.0]])
     near = wanted + torch.tensor([[-2e-4, 0.0, 0.0], [0.0, 0.0, 0.0]])
     said = compare(trained, _images(2), wanted, near, 1e-3)
-    expected = (
-        "top-1 different on 1, where two classes are nearly equal: a is class 0 to the model, class 1 to the exported"
-    )
-    assert expected in said
+    assert "top-1 different on 1, where two classes are nearly equal: a is class 0 to the model, class 1 to" in said
     with pytest.raises(TrainingError, match=r"Largest differences:\n  a, class class 0: 0.9998 instead of 1"):
         compare(trained, _images(2), wanted, near, 1e-5)
     with pytest.raises(TrainingError, match=r"Largest differences:\n  b, class class 2: nan instead of 1"):

@@ -1,4 +1,4 @@
-"""scripts/pack_images.py: what it writes, that it goes on after a kill, and what it refuses."""
+"""scripts/pack_images.py: what it writes, resumes, refuses and verifies."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_images_become_small_baseline_jpegs(source: Path, tmp_path: Path, pack: 
             assert "progressive" not in image.info
             if image.mode == "RGB":
                 assert image.layer[0][1:3] == (2, 2), "brightness"  # pyright: ignore
-                assert image.layer[1][1:3] == (1, 1), "colours, at half of it"  # pyright: ignore
-    assert kept == 1, "never enlarged"
+                assert image.layer[1][1:3] == (1, 1), "colours at half the resolution"  # pyright: ignore
+    assert kept == 1, "small images are not enlarged"
     assert sorted(sizes) == sorted([(72, 48)] * 7 + [(48, 72)] * 6 + [(62, 48), (40, 30)])
     told = json.loads((tmp_path / "packed" / "dataset.json").read_text())
     assert [len(told["parts"][part]["shards"]) for part in ("train", "val")] == [3, 1]
@@ -72,19 +72,19 @@ def test_images_become_small_baseline_jpegs(source: Path, tmp_path: Path, pack: 
     assert not (tmp_path / "packed" / ".packing").exists()
 
 
-def test_every_image_keeps_its_label_and_looks_the_same(source: Path, tmp_path: Path, pack: Pack) -> None:
+def test_packed_images_keep_labels_and_pixels(source: Path, tmp_path: Path, pack: Pack) -> None:
     assert pack(source, tmp_path / "packed", "-short_side", 60, "-quality", 95) == 0
     places = ((source, "imagefolder"), (tmp_path / "packed", "shards"))
     before, after = (opened(place, True, name) for place, name in places)
     assert after.classes == before.classes
     assert sorted(after.samples.labels) == sorted(before.samples.labels)
-    assert after.samples.labels.tolist() != before.samples.labels.tolist(), "classes are mixed"
+    assert after.samples.labels.tolist() != before.samples.labels.tolist(), "training images are shuffled"
     one, two = (opened(place, False, name).__getitems__([(0, k) for k in range(5)]) for place, name in places)
     assert one.labels.tolist() == two.labels.tolist()
     assert (one.images.float() - two.images.float()).abs().mean() < 3
 
 
-def test_kept_files_are_the_same_bytes_and_validate_alike(imagenet: Path, tmp_path: Path, pack: Pack) -> None:
+def test_keep_copies_bytes_and_validates_the_same(imagenet: Path, tmp_path: Path, pack: Pack) -> None:
     packed = tmp_path / "packed"
     assert pack(imagenet, packed, "-keep", "-shard_images", 10) == 0
     for part, count in (("train", 24), ("val", 8)):
@@ -98,7 +98,7 @@ def test_kept_files_are_the_same_bytes_and_validate_alike(imagenet: Path, tmp_pa
         assert torch.equal(ours, theirs)
 
 
-def test_raw_pixels_need_no_decoding(source: Path, tmp_path: Path, pack: Pack) -> None:
+def test_raw_stores_resized_pixels(source: Path, tmp_path: Path, pack: Pack) -> None:
     assert pack(source, tmp_path / "packed", "-raw", "-short_side", 48) == 0
     found = members(tmp_path / "packed", "val")
     arrays = [np.load(io.BytesIO(content)) for name, content in found.items() if name.endswith(".npy")]
@@ -109,7 +109,7 @@ def test_raw_pixels_need_no_decoding(source: Path, tmp_path: Path, pack: Pack) -
     assert batch.images.flatten(1).any(1).all()
 
 
-def test_packing_twice_gives_the_same_bytes(source: Path, tmp_path: Path, pack: Pack) -> None:
+def test_packing_is_reproducible(source: Path, tmp_path: Path, pack: Pack) -> None:
     for name, jobs in (("one", 1), ("two", 3)):
         assert pack(source, tmp_path / name, "-short_side", 48, "-shard_images", 4, "-num_workers", jobs) == 0
     assert all_bytes(tmp_path / "one") == all_bytes(tmp_path / "two")
@@ -120,7 +120,7 @@ def test_packing_twice_gives_the_same_bytes(source: Path, tmp_path: Path, pack: 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """So many images that packing takes long enough to be killed."""
+    """Enough images that packing can be killed in the middle."""
     root = tmp_path_factory.mktemp("many")
     first = photograph(root / "train" / "a" / "0.jpg", 0, size=(1000, 800))
     for k in range(1, 80):
@@ -135,7 +135,7 @@ def _become(words: list[str], out: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_packing_goes_on_where_it_was(many: Path, tmp_path: Path, pack: Pack, how: signal.Signals) -> None:
+def test_killed_packing_resumes(many: Path, tmp_path: Path, pack: Pack, how: signal.Signals) -> None:
     words = [
         str(word) for word in (many, tmp_path / "packed", "-short_side", 200, "-shard_images", 10, "-num_workers", 2)
     ]
@@ -149,21 +149,21 @@ def test_a_killed_packing_goes_on_where_it_was(many: Path, tmp_path: Path, pack:
     process.join(60)
     assert process.exitcode == (130 if how == signal.SIGINT else -9)
     if how == signal.SIGINT:
-        assert "interrupted; the tar files that are finished stay" in (tmp_path / "out").read_text()
+        assert "interrupted; finished tar files stay" in (tmp_path / "out").read_text()
     assert "Traceback" not in (tmp_path / "out").read_text()
     assert (tmp_path / "packed" / ".packing").is_dir()
     first = shards[0]
     written = first.stat().st_mtime_ns
     later = [path for path in (tmp_path / "packed" / "train").glob("*.tar") if path != first]
     for path in later:
-        path.write_bytes(path.read_bytes()[:-1] + b"x")  # as a disk may leave it after a power cut
+        path.write_bytes(path.read_bytes()[:-1] + b"x")  # like a disk after a power cut
     assert pack(*words) == 0
-    assert first.stat().st_mtime_ns == written, "finished, and not packed again"
+    assert first.stat().st_mtime_ns == written, "a finished shard is not packed again"
     assert pack(many, tmp_path / "fresh", *words[2:]) == 0
     assert all_bytes(tmp_path / "packed") == all_bytes(tmp_path / "fresh")
 
 
-def test_a_full_disk_ends_with_a_message_and_room_lets_it_go_on(
+def test_full_disk_is_reported_and_packing_resumes(
     many: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = tmp_path / "disk"
@@ -175,12 +175,12 @@ def test_a_full_disk_ends_with_a_message_and_room_lets_it_go_on(
         words = (many, disk / "packed", "-raw", "-short_side", 60, "-shard_images", 10, "-num_workers", 2)
         assert pack(*words) == 1
         said = capsys.readouterr().err
-        assert f"No room is left for {disk}/packed/train/" in said
-        assert "make room, and the same command goes on" in said
+        assert f"The disk has no space for {disk}/packed/train/" in said
+        assert "free some space, and the same command resumes" in said
         shards = list((disk / "packed" / "train").glob("*.tar"))
         written = {path: path.stat().st_mtime_ns for path in shards}
         assert 1 <= len(shards) < 8
-        assert not list((disk / "packed" / "train").glob(".*")), "half a shard takes no room"
+        assert not list((disk / "packed" / "train").glob(".*")), "no partial shard is left"
         subprocess.run(["mount", "-o", "remount,size=9m", disk], check=True)
         assert pack(*words) == 0
         assert {path: path.stat().st_mtime_ns for path in shards} == written
@@ -200,7 +200,7 @@ def spoil(source: Path, root: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", ["-keep", "-raw", "-quality=80"])
-def test_broken_images_are_named_and_left_out(
+def test_unreadable_images_are_named_and_left_out(
     source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     root = spoil(source, tmp_path / "spoiled")
@@ -215,7 +215,7 @@ def test_broken_images_are_named_and_left_out(
     assert all(any(name in line for line in left_out) for name in broken)
 
 
-def test_too_many_broken_images_stop_it(
+def test_packing_stops_beyond_max_bad(
     source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = spoil(source, tmp_path / "spoiled")
@@ -225,7 +225,7 @@ def test_too_many_broken_images_stop_it(
     assert pack(root, tmp_path / "packed", "-keep", "DATA.MAX_BAD=3") == 0
 
 
-def test_what_is_refused(
+def test_bad_command_lines_are_refused(
     source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], imagenet: Path
 ) -> None:
     (tmp_path / "full").mkdir()
@@ -235,11 +235,11 @@ def test_what_is_refused(
     assert pack(source, done, "-short_side", 48) == 0
     before = all_bytes(tmp_path)
     for words, said in (
-        ([source], "needs two places: SRC, what to pack, and DST, where to; got 1"),
+        ([source], "needs SRC, what to pack, and DST, the folder to write; got 1"),
         ([], "got neither"),
         ([source, "a", "b"], "got 3"),
-        ([source, tmp_path / "full"], "holds something else, diary.txt for one"),
-        ([source, tmp_path / "file"], "is a file; it needs a folder"),
+        ([source, tmp_path / "full"], "has other content, such as diary.txt"),
+        ([source, tmp_path / "file"], "is a file; name a folder"),
         ([source, done, "-short_side", 50], "packed with short_side 48, not 50"),
         ([source, done, "-raw", "-short_side", 48], "packed with kind jpeg, not raw"),
         ([imagenet, done, "-short_side", 48], "packed from other images"),
@@ -249,10 +249,10 @@ def test_what_is_refused(
         ([source, tmp_path / "new", "-keep", "-short_side", 80], "-short_side has no effect with -keep"),
         ([source, tmp_path / "new", "-quality", 101], "-quality 101: takes a whole number from 1 to 100"),
         ([source, tmp_path / "new", "-short_side", "big"], "-short_side big: takes a whole number"),
-        ([source, tmp_path / "new", "-data_path", source], "-data_path: pack_images.py takes it as its first word"),
-        ([source, tmp_path / "new", "-dataset", "digits"], "lies in memory"),
+        ([source, tmp_path / "new", "-data_path", source], "-data_path: give the path as SRC"),
+        ([source, tmp_path / "new", "-dataset", "digits"], "is held in memory"),
         ([source, tmp_path / "new", "-qualty", 80], "unknown flag -qualty. Did you mean -quality?"),
-        (["-verify", tmp_path / "full"], "dataset.json cannot be read"),
+        (["-verify", tmp_path / "full"], "dataset.json, which is written when packing is done, cannot be read"),
         (["-verify", done, source], "packs nothing"),
     ):
         assert pack(*words) == 2, said
@@ -261,13 +261,13 @@ def test_what_is_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_verify_names_what_differs(
+def test_verify_names_every_difference(
     source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed = tmp_path / "packed"
     assert pack(source, packed, "-short_side", 48, "-shard_images", 5) == 0
     assert pack("-verify", packed) == 0
-    assert "4 tar files and their indexes are as they were packed" in capsys.readouterr().out
+    assert "4 tar files and their indexes are unchanged" in capsys.readouterr().out
     whole = all_bytes(packed)
 
     def problem(name: str, content: bytes | None, said: str) -> None:

@@ -1,4 +1,4 @@
-"""Packing and then training, by the commands that a user gives."""
+"""Packing and training as commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.program import Result, metrics, save_image
 
 
-def test_the_command_packs_and_training_reads_it(tmp_path: Path, tiny: Path, vitamp: Callable[..., Result]) -> None:
+def test_training_reads_what_the_command_packed(tmp_path: Path, tiny: Path, vitamp: Callable[..., Result]) -> None:
     for k in range(12):
         save_image(tmp_path / "src" / ("val" if k > 7 else "train") / "ab"[k % 2] / f"{k}.jpg", k)
     words = ("-dataset=imagefolder", tmp_path / "src", tmp_path / "dst", "-short_side=20")

@@ -134,9 +134,8 @@ def _files(out: Path, formats: list[str], overwrite: bool) -> dict[str, Path]:
         if out.suffix in ENDINGS.values():
             raise UserError(f"-out {out}: there are {len(formats)} formats; give the name without ending, {out.stem}.")
         files = {name: out.with_name(f"{out.name}{ENDINGS[name]}") for name in formats}
-    beside = [
-        file.with_name(f"{file.name}.data") for name, file in files.items() if name == "onnx"
-    ]  # weights beyond 2 GB
-    for file in (*files.values(), *beside):
+    # ONNX keeps weights beyond 2 GB in a second file.
+    second = [file.with_name(f"{file.name}.data") for name, file in files.items() if name == "onnx"]
+    for file in (*files.values(), *second):
         check_output_file(file, "-out", fresh=not overwrite)
     return files

@@ -1,4 +1,4 @@
-"""One image as it is packed."""
+"""Encoding of one image for a packed data set."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from utils.config.data import DataConfig
 
 class Packed(NamedTuple):
     kind: str
-    """the ending of its name"""
+    """File ending"""
     content: bytes
     small: bool
-    """No larger than was asked for, and kept as it was."""
+    """Not larger than the short side, so kept unchanged"""
 
 
 class Encoder:
-    """Makes an image smaller, or leaves it as it is; Unreadable for what training could not read either."""
+    """Resizes and encodes an image, or keeps it; raises Unreadable if training could not read it either."""
 
-    def __init__(self, data: DataConfig, how: dict[str, int | str | bool]) -> None:
+    def __init__(self, data: DataConfig, settings: dict[str, int | str | bool]) -> None:
         self.reader = Reader(data)
-        self.kind = how["kind"]
-        self.short_side, self.quality = int(how.get("short_side", 0)), int(how.get("quality", 0))
+        self.kind = settings["kind"]
+        self.short_side, self.quality = int(settings.get("short_side", 0)), int(settings.get("quality", 0))
 
     def __call__(self, encoded: Encoded, name: str) -> Packed:
         pixels, turned = self._pixels(encoded)
@@ -43,17 +43,17 @@ class Encoder:
         return Packed("jpg", self._jpeg(pixels if small else self._resized(pixels)), False)
 
     def _pixels(self, encoded: Encoded) -> tuple[np.ndarray, bool]:
-        """All of them, and whether they are turned, so that the file itself would not look the same in training."""
+        """All pixels, and whether EXIF rotated them: then the file itself would look different in training."""
         try:
             stored = self.reader.open(encoded)
             return stored.cut(Box(0, 0, stored.width, stored.height)), isinstance(stored, Turned)
         except MemoryError:
-            raise  # no fault of the file
+            raise  # not the file's fault
         except Exception as error:  # a damaged file can raise nearly anything in its decoder
             raise Unreadable(reason(error, encoded)) from None
 
     def _resized(self, pixels: np.ndarray) -> np.ndarray:
-        """Down to the short side, never up. PIL's filter takes in every pixel, so that nothing flickers."""
+        """Resized down to the short side. Pillow's filter averages over all pixels, so there is no aliasing."""
         height, width, channels = pixels.shape
         scale = self.short_side / min(height, width)
         size = max(self.short_side, round(width * scale)), max(self.short_side, round(height * scale))
@@ -61,7 +61,7 @@ class Encoder:
         return np.asarray(image.resize(size, Image.Resampling.BICUBIC)).reshape(size[1], size[0], channels)
 
     def _jpeg(self, pixels: np.ndarray) -> bytes:
-        """Baseline, colours at half the resolution: what decoders read fastest."""
+        """Baseline JPEG with 4:2:0 subsampling, which decodes fastest."""
         image = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
         file = io.BytesIO()
         image.save(file, "JPEG", quality=self.quality, subsampling="4:2:0", progressive=False, optimize=False)
@@ -69,7 +69,7 @@ class Encoder:
 
 
 def as_npy(pixels: np.ndarray) -> bytes:
-    """Pixels as a file of numpy's."""
+    """Pixels as a .npy file."""
     file = io.BytesIO()
     np.lib.format.write_array(file, np.ascontiguousarray(pixels), version=(1, 0), allow_pickle=False)
     return file.getvalue()

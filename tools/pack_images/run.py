@@ -1,4 +1,4 @@
-"""Packing as a whole: what is to be done, by how many processes, and what is said about it."""
+"""Packing of a data set: plans the shards, runs the packing processes, and writes index and manifest."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from datasets import check_dataset, open_dataset
 from datasets.base import Samples
@@ -25,6 +25,7 @@ from datasets.shards.index import read_shard
 from datasets.shards.layout import MADE_BY, MANIFEST, ShardSet, finish_set
 from datasets.shards.stores import Folder, Found
 from datasets.shards.tar import TarSamples
+from tools.common.progress import progress_bar
 from tools.pack_images.shard import RECORDS, Record, Shard, Stopped, Work, make_shard, start_process
 from utils.config.data import DataConfig
 from utils.cpus import cores
@@ -33,49 +34,49 @@ from utils.files import write_whole
 from utils.log import log
 from utils.seeding import key
 
-PARTS = {"train": True, "val": False}
+SPLITS = {"train": True, "val": False}
 SETTINGS = "settings.json"
 ANY_CLASSES = 1 << 31
-"""Packing has no classifier that labels could be too large for."""
+"""Packing has no classifier, so no label is out of range"""
 
 
-def pack(data: DataConfig, num_classes: int, folder: Path, how: dict[str, Any], jobs: int | None) -> None:
-    """Pack both parts of a data set into `folder`."""
+def pack(data: DataConfig, num_classes: int, folder: Path, settings: dict[str, Any], jobs: int | None) -> None:
+    """Pack both splits of a data set into `folder`."""
     if data.DOWNLOAD:
-        check_dataset(data, num_classes)  # which fetches it
-    parts = {part: _samples(data, train) for part, train in PARTS.items()}
-    settings = {"how": how, "source": {part: _about(samples, data) for part, samples in parts.items()}}
-    if _is_done(folder, settings, data):
+        check_dataset(data, num_classes)  # downloads it
+    splits = {split: _samples(data, train) for split, train in SPLITS.items()}
+    about = {"how": settings, "source": {split: _identity(samples, data) for split, samples in splits.items()}}
+    if _is_done(folder, about, data):
         log.info("%s is packed already, with these settings from these images. -verify compares its checksums.", folder)
         return
-    _begin(folder, settings)
-    shards = [shard for part, samples in parts.items() for shard in _plan(part, samples, how["shard_images"])]
-    work = Work(folder, parts, data, how, multiprocessing.Value("q", 0), multiprocessing.Event())
-    records = _make(work, shards, jobs or cores())
-    _finish(folder, records, settings, parts["train"].classes, jobs or cores())
+    _create_folders(folder, about)
+    shards = [shard for split, samples in splits.items() for shard in _plan(split, samples, settings["shard_images"])]
+    work = Work(folder, splits, data, settings, multiprocessing.Value("q", 0), multiprocessing.Event())
+    records = _make_shards(work, shards, jobs or cores())
+    _finish(folder, records, about, splits["train"].classes, jobs or cores())
 
 
 def _samples(data: DataConfig, train: bool) -> Samples:
     samples = open_dataset(data, train, ANY_CLASSES, 0, torch.device("cpu")).single_images()
     if samples is None:
-        raise UserError(f"DATA.DATASET {data.DATASET} lies in memory: no packing makes it faster.")
+        raise UserError(f"DATA.DATASET {data.DATASET} is held in memory: packing cannot make it faster.")
     return samples
 
 
-def _about(samples: Samples, data: DataConfig) -> dict[str, Any]:
-    """By this the images are known when packing goes on: their names and labels, wherever they lie by now."""
+def _identity(samples: Samples, data: DataConfig) -> dict[str, Any]:
+    """Names and labels of the images, compared when packing resumes; SRC itself may have moved."""
     names, prefix = hashlib.sha256(samples.labels.tobytes()), name_prefix(data)
     for index in range(len(samples)):
         names.update(samples.name(index).removeprefix(prefix).encode(errors="surrogateescape") + b"\n")
     return {"dataset": data.DATASET, "images": len(samples), "sha256": names.hexdigest()}
 
 
-def _is_done(folder: Path, settings: dict[str, Any], data: DataConfig) -> bool:
-    """Whether all was packed before; UserError where the folder holds something else."""
+def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
+    """True if everything is packed already. UserError if the folder has other content."""
     if not folder.exists():
         return False
     if not folder.is_dir():
-        raise UserError(f"DST {folder} is a file; it needs a folder, which is made.")
+        raise UserError(f"DST {folder} is a file; name a folder, new or empty.")
     before: dict[str, Any] | None = None
     for file in (folder / MANIFEST, folder / RECORDS / SETTINGS):
         try:
@@ -83,87 +84,88 @@ def _is_done(folder: Path, settings: dict[str, Any], data: DataConfig) -> bool:
             break
         except (OSError, ValueError):
             continue
-    if before is None and (other := _something_else(folder)):
-        raise UserError(f"DST {folder} holds something else, {other} for one. Name an empty folder, or a new one.")
+    if before is None and (other := _foreign_entry(folder)):
+        raise UserError(f"DST {folder} has other content, such as {other}. Name a new or empty folder.")
     if before is None:
         return False
-    told = {name: before.get(name) for name in settings}
-    if before.get("made_by") != MADE_BY or told != settings:
-        raise UserError(f"DST {folder} holds a data set packed {_difference(told, settings)}. Name another folder.")
+    packed = {name: before.get(name) for name in about}
+    if before.get("made_by") != MADE_BY or packed != about:
+        raise UserError(f"DST {folder} has a data set packed {_difference(packed, about)}. Name another folder.")
     if not (folder / MANIFEST).exists():
-        log.info("%s: packing goes on; what is finished is compared with its checksum and kept.", folder)
+        log.info("%s: packing resumes; finished tar files are verified and kept.", folder)
         return False
-    ShardSet(Folder(folder), data)  # every tar file is there, and as long as it should be
+    ShardSet(Folder(folder), data)  # raises UserError if a tar file is missing or has another size
     return True
 
 
-def _something_else(folder: Path) -> str | None:
-    """What lies there besides that which `_begin` makes, as it may have been stopped in the middle."""
+def _foreign_entry(folder: Path) -> str | None:
+    """Entry that `_create_folders` does not make: it may have been interrupted, and then the folder can be used."""
     for path in sorted(folder.iterdir()):
-        if path.name not in (RECORDS, *PARTS) or not path.is_dir():
+        if path.name not in (RECORDS, *SPLITS) or not path.is_dir():
             return path.name
-        if path.name in PARTS and (inside := next(path.iterdir(), None)):
+        if path.name in SPLITS and (inside := next(path.iterdir(), None)):
             return f"{path.name}/{inside.name}"
     return None
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    how = before["how"] if isinstance(before.get("how"), dict) else {}
-    for name in now["how"]:
-        if how.get(name) != now["how"][name]:
-            return f"with {name} {how.get(name)}, not {now['how'][name]}"
+    old = before["how"] if isinstance(before.get("how"), dict) else {}
+    for name, value in now["how"].items():
+        if old.get(name) != value:
+            return f"with {name} {old.get(name)}, not {value}"
     return "from other images"
 
 
-def _begin(folder: Path, settings: dict[str, Any]) -> None:
+def _create_folders(folder: Path, about: dict[str, Any]) -> None:
     try:
-        for name in (RECORDS, *PARTS):
+        for name in (RECORDS, *SPLITS):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"made_by": MADE_BY, **settings}, indent=1)
+        content = json.dumps({"made_by": MADE_BY, **about}, indent=1)
         write_whole(folder / RECORDS / SETTINGS, content.encode())
     except OSError as error:
         raise UserError(f"DST {folder} cannot be written: {error}.") from None
 
 
-def _plan(part: str, samples: Samples, shard_images: int) -> list[Shard]:
-    """Training images in an order that mixes their classes, so that a few shards are like all of them."""
+def _plan(split: str, samples: Samples, shard_images: int) -> list[Shard]:
+    """Shards of a split. Training images are shuffled, so that each shard has all classes."""
     order = np.arange(len(samples))
-    if part == "train":
+    if split == "train":
         order = np.random.Generator(np.random.Philox(key=key("pack", len(samples)))).permutation(order)
     firsts = range(0, len(order), shard_images)
-    return [Shard(part, number, order[first : first + shard_images]) for number, first in enumerate(firsts)]
+    return [Shard(split, number, order[first : first + shard_images]) for number, first in enumerate(firsts)]
 
 
-def _make(work: Work, shards: list[Shard], jobs: int) -> list[Record]:
-    """Records in the order of `shards`."""
-    limit = allowed(work.data.MAX_BAD, sum(map(len, work.parts.values())))
+def _make_shards(work: Work, shards: list[Shard], jobs: int) -> list[Record]:
+    """Pack the shards in `jobs` processes; records in their order."""
+    limit = allowed(work.data.MAX_BAD, sum(map(len, work.splits.values())))
     pool = ProcessPoolExecutor(min(jobs, len(shards)), initializer=start_process, initargs=(work,))
     bad = 0
     try:
         futures = [pool.submit(make_shard, shard) for shard in shards]
-        for record in _as_they_come(futures, work, sum(len(shard.indices) for shard in shards)):
+        for record in _finished_shards(futures, work, sum(len(shard.indices) for shard in shards)):
             for name, reason in record.left_out:
                 bad += 1
-                log.warning("left out, as it cannot be read: %s: %s (%d; DATA.MAX_BAD: %d)", name, reason, bad, limit)
+                log.warning("unreadable, left out: %s: %s (%d; DATA.MAX_BAD: %d)", name, reason, bad, limit)
             if bad > limit:
                 raise TrainingError(
-                    f"{bad} images cannot be read, and DATA.MAX_BAD allows {limit}. Repair them, or leave them out by "
-                    f"DATA.EXCLUDE, or raise DATA.MAX_BAD; the same command goes on."
+                    f"{bad} images cannot be read, and DATA.MAX_BAD allows {limit}. Repair them, exclude them with "
+                    "DATA.EXCLUDE, or raise DATA.MAX_BAD; then the same command resumes."
                 )
         return [future.result() for future in futures]
     except BrokenProcessPool:
         raise TrainingError(
-            "A packing process was killed, perhaps for lack of memory; lower -num_workers. The same command goes on."
+            "A packing process was killed, probably by the out-of-memory killer. Resume with the same command and a "
+            "smaller -num_workers."
         ) from None
     finally:
         work.stop.set()
         pool.shutdown(cancel_futures=True)
 
 
-def _as_they_come(futures: list[Future[Record]], work: Work, images: int) -> Iterable[Record]:
-    """Finished shards, with a bar that moves image by image meanwhile."""
+def _finished_shards(futures: list[Future[Record]], work: Work, images: int) -> Iterable[Record]:
+    """Records of shards as they finish, with a progress bar that counts images."""
     pending = set(futures)
-    with tqdm(total=images, unit="img", desc="packing", smoothing=0.05, disable=None) as bar:
+    with progress_bar(images, "images", "packing") as bar:
         while pending:
             finished, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
             bar.update(work.done.value - bar.n)
@@ -174,28 +176,26 @@ def _as_they_come(futures: list[Future[Record]], work: Work, images: int) -> Ite
             yield from (future.result() for future in finished)
 
 
-def _finish(
-    folder: Path, records: list[Record], settings: dict[str, Any], classes: list[str] | None, jobs: int
-) -> None:
+def _finish(folder: Path, records: list[Record], about: dict[str, Any], classes: list[str] | None, jobs: int) -> None:
     names: dict[str, list[str]] = defaultdict(list)
     for record in records:
         names[record.name.partition("/")[0]].append(record.name)
     small, left_out = sum(record.small for record in records), [image for r in records for image in r.left_out]
-    about = {"classes": classes, **settings, "small": small, "left_out": [f"{n}: {why}" for n, why in left_out]}
-    notes = {record.name: {"sha256": record.sha256} for record in records}
+    manifest = {"classes": classes, **about, "small": small, "left_out": [f"{n}: {why}" for n, why in left_out]}
+    checksums = {record.name: {"sha256": record.sha256} for record in records}
 
-    def each(found: Iterable[Found]) -> Iterable[TarSamples]:
+    def read_all(found: Iterable[Found]) -> Iterable[TarSamples]:
         with ProcessPoolExecutor(jobs) as pool:
-            yield from pool.map(read_shard, [Folder(folder)] * len(names_of := list(found)), names_of)
+            yield from pool.map(partial(read_shard, Folder(folder)), found)
 
     try:
-        samples = finish_set(folder, names, about, notes, each)
+        samples = finish_set(folder, names, manifest, checksums, read_all)
     except OSError as error:
-        raise TrainingError(f"{folder}: the index cannot be written: {error}. The same command goes on.") from None
+        raise TrainingError(f"{folder}: the index cannot be written: {error}. The same command resumes.") from None
     shutil.rmtree(folder / RECORDS)
     size, before = sum(record.bytes for record in records), sum(record.bytes_before for record in records)
     if small:
-        log.info("%d images are no larger than asked for, and were kept as they are: nothing is ever enlarged.", small)
+        log.info("%d images are not larger than the short side and were kept unchanged.", small)
     log.info(
         "%d images in %d tar files, %s MB (%s MB before), %d left out. Train with: -dataset shards -data_path %s",
         samples,

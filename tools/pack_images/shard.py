@@ -1,4 +1,4 @@
-"""The work of one packing process: shard after shard, each there whole or not at all."""
+"""Packing process: writes shard after shard, each of which appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,25 +26,25 @@ from utils.files import write_whole
 
 PR_SET_PDEATHSIG = 1
 RECORDS = ".packing"
-"""Folder in DST, as long as packing is not done: what each finished shard holds."""
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Folder in DST while packing is unfinished, with a record of each finished shard"""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Shard(NamedTuple):
-    """One tar file to be made."""
+    """Tar file to write."""
 
-    part: str
+    split: str
     number: int
     indices: np.ndarray
 
     @property
     def name(self) -> str:
-        return f"{self.part}/{self.number:05d}.tar"
+        return f"{self.split}/{self.number:05d}.tar"
 
 
 @dataclass
 class Record:
-    """What a shard holds."""
+    """Summary of a finished shard."""
 
     name: str
     bytes: int = 0
@@ -53,81 +53,81 @@ class Record:
     small: int = 0
     bytes_before: int = 0
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    """(name, reason) of each broken image"""
+    """(name, reason) of each unreadable image"""
 
 
 class Stopped(Exception):
-    """Another process found a reason to end."""
+    """Raised where another process has failed."""
 
 
 @dataclass
 class Work:
-    """What a packing process is given at its start."""
+    """State that every packing process gets at its start."""
 
     folder: Path
-    parts: dict[str, Samples]
+    splits: dict[str, Samples]
     data: DataConfig
-    how: dict[str, Any]
+    settings: dict[str, Any]
     done: Any
-    """shared number of images, for the progress bar"""
+    """Number of images done, shared, for the progress bar"""
     stop: Any
-    """shared event: leave at the next image"""
+    """Shared event: stop at the next image"""
 
 
-_here: tuple[Work, Encoder] | None = None
+_state: tuple[Work, Encoder] | None = None
 
 
 def start_process(work: Work) -> None:
-    """Begin a packing process. It leaves Ctrl-C to the one that started it, and does not outlive that one."""
-    global _here
+    """Initialise a packing process: it ignores Ctrl-C, which the main process handles, and dies with that process."""
+    global _state
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    _here = work, Encoder(work.data, work.how)
+    _state = work, Encoder(work.data, work.settings)
 
 
 def make_shard(shard: Shard) -> Record:
-    """Pack a shard, or take it as it is when it was finished before."""
-    assert _here is not None
-    work, encoder = _here
-    path, kept = work.folder / shard.name, record_file(work.folder, shard)
-    record = finished(path, kept)
+    """Pack a shard, or keep it if it is finished already."""
+    assert _state is not None
+    work, encoder = _state
+    path, record_path = work.folder / shard.name, record_file(work.folder, shard)
+    record = finished_record(path, record_path)
     if record is not None:
         _count(work, len(shard.indices))
         return record
-    part = path.with_name(f".{path.name}.part")
+    temporary = path.with_name(f".{path.name}.part")
     try:
-        record = _write(shard, part, work, encoder)
-        # The record first: a tar file under its own name always has one.
-        write_whole(kept, json.dumps(asdict(record)).encode())
-        os.replace(part, path)
+        record = _write(shard, temporary, work, encoder)
+        # The record comes first, so that every tar file under its final name has one.
+        write_whole(record_path, json.dumps(asdict(record)).encode())
+        os.replace(temporary, path)
     except OSError as error:
-        part.unlink(missing_ok=True)  # gives back room where there is none
-        if error.errno in FULL:
+        temporary.unlink(missing_ok=True)  # frees disk space
+        if error.errno in DISK_FULL:
             raise TrainingError(
-                f"No room is left for {path}: {error.strerror}. The tar files that are finished stay; make room, and "
-                f"the same command goes on."
+                f"The disk has no space for {path}: {error.strerror}. Finished tar files stay; free some space, and "
+                "the same command resumes."
             ) from None
-        raise TrainingError(f"{path} cannot be written: {error}. The same command goes on once it can.") from None
+        raise TrainingError(f"{path} cannot be written: {error}. Once it can, the same command resumes.") from None
     except BaseException:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return record
 
 
 def _write(shard: Shard, path: Path, work: Work, encoder: Encoder) -> Record:
-    record, samples = Record(shard.name), work.parts[shard.part]
+    record, samples = Record(shard.name), work.splits[shard.split]
     writer = TarWriter(path)
     try:
         for number in shard.indices.tolist():
             if work.stop.is_set():
                 raise Stopped
             name, found = samples.name(number), list[tuple[Packed, int]]()
-            problem = failure_of(_encoding(samples, number, name, encoder, found))
+            problem = failure_of(partial(_encode, found, samples, number, name, encoder))
             if problem is not None and problem.kind == "storage":
                 raise TrainingError(
-                    f"{name} cannot be read: {problem.reason}. That is the storage, not the image. When the storage is "
-                    f"back, the same command goes on."
+                    f"{name} cannot be read: {problem.reason}. The storage failed, not the image. When the storage is "
+                    "back, the same command resumes."
                 )
             if problem is not None:
                 record.left_out.append((name, problem.reason))
@@ -144,14 +144,10 @@ def _write(shard: Shard, path: Path, work: Work, encoder: Encoder) -> Record:
     return record
 
 
-def _encoding(
-    samples: Samples, number: int, name: str, encoder: Encoder, found: list[tuple[Packed, int]]
-) -> Callable[[], None]:
-    def encode() -> None:
-        encoded = samples.read(number)
-        found.append((encoder(encoded, name), encoded.nbytes if isinstance(encoded, np.ndarray) else len(encoded)))
-
-    return encode
+def _encode(found: list[tuple[Packed, int]], samples: Samples, number: int, name: str, encoder: Encoder) -> None:
+    """Append the encoded image and its size before."""
+    encoded = samples.read(number)
+    found.append((encoder(encoded, name), encoded.nbytes if isinstance(encoded, np.ndarray) else len(encoded)))
 
 
 def _count(work: Work, images: int) -> None:
@@ -159,10 +155,10 @@ def _count(work: Work, images: int) -> None:
         work.done.value += images
 
 
-def finished(path: Path, kept: Path) -> Record | None:
-    """The record of a shard that is there whole and unchanged."""
+def finished_record(path: Path, record_path: Path) -> Record | None:
+    """Record of a shard that is complete and unchanged, else None."""
     try:
-        record = Record(**json.loads(kept.read_bytes()))
+        record = Record(**json.loads(record_path.read_bytes()))
         if path.stat().st_size == record.bytes and digest(path) == record.sha256:
             return record
     except (OSError, ValueError, TypeError):
@@ -171,7 +167,7 @@ def finished(path: Path, kept: Path) -> Record | None:
 
 
 def record_file(folder: Path, shard: Shard) -> Path:
-    return folder / RECORDS / f"{shard.part}-{shard.number:05d}.json"
+    return folder / RECORDS / f"{shard.split}-{shard.number:05d}.json"
 
 
 def digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Whether a packed folder is still what was packed."""
+"""scripts/pack_images.py -verify: a packed folder is compared with its checksums."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from datasets.shards.index import from_bytes, make_index
 from datasets.shards.layout import MADE_BY, MANIFEST, index_name
 from datasets.shards.stores import Folder, Found
+from tools.common.progress import progress
 from tools.pack_images.shard import digest
 from utils.cpus import cores
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
@@ -20,22 +20,22 @@ from utils.log import log
 
 
 def verify(folder: Path, jobs: int | None) -> int:
-    """Compare every tar file with its checksum and every index with the tar files; name what differs."""
-    parts = _manifest(folder)["parts"]
-    shards = [shard for part in parts.values() for shard in part["shards"]]
+    """Compare tar files with their checksums, then indexes with the tar files, and log every difference."""
+    splits = _manifest(folder)["parts"]
+    shards = [shard for split in splits.values() for shard in split["shards"]]
     with ThreadPoolExecutor(jobs or cores()) as pool:
-        found = pool.map(lambda shard: _problem(folder, shard), shards)
-        problems = [problem for problem in tqdm(found, total=len(shards), unit="tar", disable=None) if problem]
-    looked_at = f"{len(shards)} tar files"
+        checks = [pool.submit(_problem, folder, shard) for shard in shards]
+        problems = [problem for check in progress(checks, "tar files") if (problem := check.result())]
+    checked = f"{len(shards)} tar files"
     if not problems:
-        looked_at = f"{len(parts)} indexes"
-        problems = [problem for name, part in parts.items() if (problem := _index_problem(folder, name, part))]
+        checked = f"{len(splits)} indexes"
+        problems = [problem for name, split in splits.items() if (problem := _index_problem(folder, name, split))]
     for problem in problems:
         log.error("%s", problem)
     if problems:
-        log.error("%d of %s differ from what was packed.", len(problems), looked_at)
+        log.error("%d of %s differ from what was packed.", len(problems), checked)
         return EXIT_FAILED
-    log.info("%d tar files and their indexes are as they were packed.", len(shards))
+    log.info("%d tar files and their indexes are unchanged.", len(shards))
     return EXIT_DONE
 
 
@@ -43,9 +43,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"-verify {folder}: {MANIFEST} cannot be read, which packing writes last: {error}.") from None
+        raise UserError(
+            f"-verify {folder}: {MANIFEST} cannot be read: {error}. It is written when packing is done."
+        ) from None
     if not isinstance(manifest, dict) or manifest.get("made_by") != MADE_BY:
-        raise UserError(f"-verify {folder}: its {MANIFEST} was not written by pack_images.py; it has no checksums.")
+        raise UserError(f"-verify {folder}: its {MANIFEST} was not written by pack_images.py and has no checksums.")
     return manifest
 
 
@@ -56,20 +58,20 @@ def _problem(folder: Path, shard: dict[str, Any]) -> str | None:
         if size != shard["bytes"]:
             return f"{path} has {size:,} bytes, not {shard['bytes']:,}"
         if "sha256" in shard and digest(path) != shard["sha256"]:
-            return f"{path} has another checksum: it was altered, or the disk gives other bytes than were written"
+            return f"{path} has another checksum: it was changed, or the disk returns wrong bytes"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     return None
 
 
-def _index_problem(folder: Path, part: str, about: dict[str, Any]) -> str | None:
-    path = folder / index_name(part)
-    found = [Found(shard["name"], shard["bytes"], "") for shard in about["shards"]]
+def _index_problem(folder: Path, name: str, split: dict[str, Any]) -> str | None:
+    path = folder / index_name(name)
+    found = [Found(shard["name"], shard["bytes"], "") for shard in split["shards"]]
     index = from_bytes(path.read_bytes()) if path.is_file() else None
     if index is None:
-        return f"{path} is missing or damaged; without it, training makes it anew"
-    true = make_index(Folder(folder), found, None)
+        return f"{path} is missing or damaged; training will rebuild it"
+    expected = make_index(Folder(folder), found, None)
     fields = ("shard", "offset", "size", "label", "names", "name_ends")
-    if not index.fits(found, None) or any(not np.array_equal(getattr(index, f), getattr(true, f)) for f in fields):
-        return f"{path} does not match the tar files; remove it, and training makes it anew"
+    if not index.fits(found, None) or any(not np.array_equal(getattr(index, f), getattr(expected, f)) for f in fields):
+        return f"{path} does not match the tar files; remove it, and training will rebuild it"
     return None

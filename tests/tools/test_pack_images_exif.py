@@ -1,4 +1,4 @@
-"""scripts/pack_images.py with photographs that lie on their side."""
+"""scripts/pack_images.py with EXIF orientation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORIENTATION = 0x0112
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Photographs of 60 x 40: one that lies on its side, one that does not, and one that says so in vain."""
+    """Photographs of 60 x 40: one with EXIF rotation, one without EXIF, one with orientation 1, which means upright."""
     for name, number in (("side", 6), ("plain", None), ("upright", 1)):
         exif = Image.Exif()
         if number:
@@ -31,15 +31,15 @@ def sizes(packed: Path) -> list[tuple[int, int]]:
     return sorted(Image.open(io.BytesIO(content)).size for content in images)
 
 
-def test_small_images_are_turned_as_well(source: Path, tmp_path: Path, pack: Pack) -> None:
+def test_exif_rotation_is_applied_to_small_images(source: Path, tmp_path: Path, pack: Pack) -> None:
     assert pack(source, tmp_path / "packed", "DATA.EXIF_ROTATE=true") == 0
     assert sizes(tmp_path / "packed") == [(40, 60), (60, 40), (60, 40)]
     packed = members(tmp_path / "packed", "train").values()
     assert (source / "train" / "a" / "plain.jpg").read_bytes() in packed
-    assert (source / "train" / "a" / "upright.jpg").read_bytes() in packed, "nothing was to be turned: kept as it was"
+    assert (source / "train" / "a" / "upright.jpg").read_bytes() in packed, "an upright image is kept unchanged"
     (turned,) = [image for image in map(io.BytesIO, packed) if b"JFIF" in image.getvalue() and _size(image) == (40, 60)]
     with Image.open(turned) as image, Image.open(source / "train" / "a" / "side.jpg") as original:
-        assert not image.getexif().get(ORIENTATION), "not turned a second time"
+        assert not image.getexif().get(ORIENTATION), "the tag is gone, so that it is not rotated again"
         upright = np.asarray(original.transpose(Image.Transpose.ROTATE_270), dtype=int)
         assert np.abs(np.asarray(image, dtype=int) - upright).mean() < 4
 
@@ -49,16 +49,14 @@ def _size(file: io.BytesIO) -> tuple[int, int]:
         return image.size
 
 
-def test_without_the_setting_they_stay_as_they_are(source: Path, tmp_path: Path, pack: Pack) -> None:
+def test_without_exif_rotate_images_are_unchanged(source: Path, tmp_path: Path, pack: Pack) -> None:
     assert pack(source, tmp_path / "packed") == 0
     files = sorted(path.read_bytes() for path in (source / "train" / "a").iterdir())
     images = [content for name, content in members(tmp_path / "packed", "train").items() if not name.endswith(".cls")]
     assert sorted(images) == files
 
 
-def test_what_is_kept_byte_for_byte_cannot_be_turned(
-    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keep_refuses_exif_rotate(source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]) -> None:
     assert pack(source, tmp_path / "packed", "-keep", "DATA.EXIF_ROTATE=true") == 2
     said = capsys.readouterr().err
     assert "DATA.EXIF_ROTATE=true has no effect with -keep" in said

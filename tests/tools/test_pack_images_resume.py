@@ -1,4 +1,4 @@
-"""scripts/pack_images.py after something went wrong: what it says, and that the same command goes on."""
+"""scripts/pack_images.py resumes after storage errors and interruptions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "src"
 
 
-def test_storage_that_fails_leaves_no_image_out(
+def test_storage_error_stops_packing_and_leaves_no_image_out(
     source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "PAUSES", (0.01,))
@@ -40,17 +40,17 @@ def test_storage_that_fails_leaves_no_image_out(
         assert pack(*words) == 1
     said = capsys.readouterr().err
     assert f"{lost} cannot be read: Input/output error" in said
-    assert "When the storage is back, the same command goes on" in said
+    assert "When the storage is back, the same command resumes" in said
     assert not list(tmp_path.rglob("*.part"))
     assert pack(*words) == 0
     assert lost.read_bytes() in members(tmp_path / "packed", "train").values()
     assert "0 left out" in capsys.readouterr().out
 
 
-def test_a_beginning_that_was_cut_short_is_no_obstacle(
+def test_packing_starts_over_after_an_early_interruption(
     source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stopped before its settings were whole: there is nothing yet that could be lost."""
+    """Interrupted before its settings were written; a folder with other content is refused."""
     packed = tmp_path / "packed"
     begun = packed / ".packing"
     begun.mkdir(parents=True)
@@ -68,14 +68,14 @@ def test_a_beginning_that_was_cut_short_is_no_obstacle(
         (other / name).write_text("mine")
         capsys.readouterr()
         assert pack(source, other, "-keep") == 2
-        assert f"holds something else, {'val/a' if 'val' in name else name} for one" in capsys.readouterr().err
+        assert f"has other content, such as {'val/a' if 'val' in name else name}" in capsys.readouterr().err
         assert [path.read_text() for path in other.rglob("*") if path.is_file()] == ["mine"]
 
 
-def test_settings_are_written_whole_or_not_at_all(
+def test_settings_are_written_atomically(
     source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The disk takes no more than 100 bytes: as much as a half settings file."""
+    """The disk takes 100 bytes, about half of the settings file."""
     words = (source, tmp_path / "packed", "-keep")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -90,7 +90,7 @@ def test_settings_are_written_whole_or_not_at_all(
     assert pack(*words) == 0
 
 
-def test_a_source_is_the_same_however_it_is_written(
+def test_source_is_recognised_under_any_spelling_of_its_path(
     source: Path, tmp_path: Path, pack: Pack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [f"{path.relative_to(source)},{path.parent.name}\n" for path in sorted(source.rglob("*.jpg"))]

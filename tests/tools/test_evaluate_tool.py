@@ -1,4 +1,4 @@
-"""scripts/evaluate.py: its figures are those of scikit-learn and of validation, on the run's data and on other data."""
+"""scripts/evaluate.py: metrics agree with scikit-learn and validation, on the run's data and on other data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCORES: Any = sklearn.precision_recall_fscore_support  # its type stubs do not k
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
-    """Run the tool in this process: code, standard output, standard error."""
+    """Run the tool in this process: exit code, standard output, standard error."""
 
     def call(*words: object) -> SimpleNamespace:
         capsys.readouterr()
@@ -43,8 +43,8 @@ def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
     return call
 
 
-class Said(ImageDataset):
-    """Samples whose pixels are their numbers."""
+class IndexDataset(ImageDataset):
+    """Data set whose pixels are the sample's index."""
 
     in_memory = True
 
@@ -60,7 +60,7 @@ class Said(ImageDataset):
 
 
 def of_logits(logits: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> Figures:
-    """The figures of a model that says these logits."""
+    """Metrics of a model with these logits."""
     data = SimpleNamespace(NUM_WORKERS=0, BATCH_SIZE_EVAL=32, BATCH_SIZE=32)
     config = SimpleNamespace(DATA=data, MODEL=SimpleNamespace(NUM_CLASSES=logits.shape[1]))
     trained: Any = SimpleNamespace(
@@ -68,12 +68,12 @@ def of_logits(logits: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> Fig
         precision=SimpleNamespace(device=torch.device("cpu")),
         logits=lambda numbers: logits[numbers[:, 0]],
     )
-    return figures_of(trained, Part(Said(labels), "", None), bins)
+    return figures_of(trained, Part(IndexDataset(labels), "", None), bins)
 
 
 @pytest.fixture(scope="module")
 def answers() -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits that are right more often than not; class 5 is never guessed, and class 6 has no image."""
+    """Mostly correct logits; class 5 is never guessed, and class 6 has no images."""
     generator = torch.Generator().manual_seed(3)
     labels = torch.randint(0, CLASSES - 1, (333,), generator=generator)
     logits = torch.randn(333, CLASSES, generator=generator)
@@ -82,7 +82,7 @@ def answers() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, labels
 
 
-def test_figures_are_those_of_scikit_learn(answers: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_metrics_agree_with_scikit_learn(answers: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, labels = answers
     found, guess, shares = of_logits(logits, labels), logits.argmax(1), logits.double().softmax(1).numpy()
     assert found.acc1 == pytest.approx(100 * sklearn.accuracy_score(labels, guess))
@@ -103,7 +103,7 @@ def test_figures_are_those_of_scikit_learn(answers: tuple[torch.Tensor, torch.Te
 
 
 @pytest.mark.parametrize("bins", [1, 10, 15])
-def test_calibration_error(answers: tuple[torch.Tensor, torch.Tensor], bins: int) -> None:
+def test_calibration_error_and_bins(answers: tuple[torch.Tensor, torch.Tensor], bins: int) -> None:
     logits, labels = answers
     found = of_logits(logits, labels, bins)
     confidence, guess = (values.numpy() for values in logits.double().softmax(1).max(1))
@@ -118,12 +118,12 @@ def test_calibration_error(answers: tuple[torch.Tensor, torch.Tensor], bins: int
     assert found.ece > 1
 
 
-def test_an_edge_belongs_to_the_bin_below() -> None:
+def test_confidence_at_an_edge_is_in_the_lower_bin() -> None:
     unsure = of_logits(torch.zeros(4, 2), torch.tensor([0, 1, 1, 1]), bins=2)
     assert [one.images for one in unsure.bins] == [4, 0]
 
 
-def test_a_certain_model_and_a_broken_one() -> None:
+def test_certain_model_and_model_with_nan() -> None:
     labels = torch.arange(5)
     certain = of_logits(200 * torch.eye(5), labels)
     assert (certain.acc1, certain.ece, certain.brier) == pytest.approx((100, 0, 0))
@@ -134,7 +134,7 @@ def test_a_certain_model_and_a_broken_one() -> None:
     assert json.loads(told)["ece"] is None
 
 
-def test_on_the_runs_own_data(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
+def test_metrics_are_those_of_validation(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
     files = ("-json", tmp_path / "eval.json", "-confusion", tmp_path / "matrix.csv")
     done = say(digits_run, "-weights", "both", *files)
     assert done.code == 0, done.err
@@ -152,13 +152,13 @@ def test_on_the_runs_own_data(say: Callable[..., SimpleNamespace], digits_run: P
             rows = list(csv.reader(file))
         assert rows[0][1:] == told["classes"]
         assert [list(map(int, row[1:])) for row in rows[1:]] == found["confusion"]
-    assert done.out.count("\n  9 ") == 1, "a line a class"
+    assert done.out.count("\n  9 ") == 1, "one line per class"
 
 
-def test_it_is_what_eval_says(
+def test_metrics_are_those_of_eval_with_other_settings(
     vitamp: Callable[..., Result], say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path
 ) -> None:
-    """Of other settings than the run's too: another precision, other batches."""
+    """Another precision and batch size."""
     words = ("-amp", "off", "-batch_size", 100)
     validated = vitamp("-eval", "-resume", digits_run, "-output", tmp_path / "eval", *words)
     assert validated.code == 0, validated.text
@@ -173,7 +173,7 @@ def test_it_is_what_eval_says(
 
 @pytest.fixture
 def tree(digits_run: Path, tmp_path: Path) -> Callable[..., Path]:
-    """The run's validation images in class folders called as `names` says, a digit each."""
+    """Validation images of the run in class folders with these names."""
 
     def make(names: dict[int, str]) -> Path:
         part = validation_part(load_trained(digits_run))
@@ -194,7 +194,7 @@ OTHER = ("-dataset", "imagefolder", "DATA.CROP=none")
 def test_classes_of_other_data_are_matched_by_name(
     say: Callable[..., SimpleNamespace], digits_run: Path, tree: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Folders 3, 4 and 8 are the labels 0, 1 and 2 of that data set, and the model's 3, 4 and 8."""
+    """Folders 3, 4 and 8 have labels 0, 1 and 2 in that data set."""
     root = tree({3: "3", 4: "4", 8: "8"})
     done = say(
         digits_run, *OTHER, "-data_path", root, "-json", tmp_path / "eval.json", "-confusion", tmp_path / "m.png"
@@ -213,11 +213,11 @@ def test_classes_of_other_data_are_matched_by_name(
 
 
 @pytest.mark.parametrize("more", [{}, {label: f"{label}" for label in range(10) if label != 7}])
-def test_classes_the_model_does_not_know_are_named(
+def test_unknown_classes_are_named(
     say: Callable[..., SimpleNamespace], digits_run: Path, tree: Callable[..., Path], more: dict[int, str]
 ) -> None:
     root = tree({1: "1", 7: "seven", **more})
-    if more:  # eleven classes are more than the model has
+    if more:  # eleven classes: more than the model has
         (root / "val" / "six").mkdir()
         save = next((root / "val" / "1").iterdir()).read_bytes()
         (root / "val" / "six" / "x.png").write_bytes(save)
@@ -229,7 +229,7 @@ def test_classes_the_model_does_not_know_are_named(
     assert "The model was trained on 0, 1, 2" in done.err
 
 
-def test_the_training_part_without_augmentation(
+def test_training_split_is_evaluated_without_augmentation(
     say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path
 ) -> None:
     words = ("-part", "train", "DATA.SHIFT=0.5", "DATA.ROTATE=180")
@@ -250,7 +250,7 @@ def test_stripped_weights_take_data_from_the_command_line(
     assert told["figures"]["model"]["acc1"] == metrics(digits_run, "val")[-1]["acc1"]
 
 
-def test_an_image_that_cannot_be_read(
+def test_unreadable_image_ends_the_evaluation(
     say: Callable[..., SimpleNamespace], digits_run: Path, tree: Callable[..., Path]
 ) -> None:
     root = tree({3: "3", 4: "4"})
@@ -258,10 +258,10 @@ def test_an_image_that_cannot_be_read(
     done = say(digits_run, *OTHER, "-data_path", root)
     assert done.code == 1
     assert "bad.png (it is no image of a kind that is known)" in done.err
-    assert "top-5" not in done.out, "figures of other images than asked for are none"
+    assert "top-5" not in done.out, "no metrics of the other images alone"
 
 
-def test_what_cannot_be_done_is_said(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
+def test_bad_command_lines_are_refused(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
     for words, said in (
         ((), "required: RUN_OR_CHECKPOINT"),
         ((tmp_path / "none",), "no such file or folder"),
@@ -283,10 +283,9 @@ def test_what_cannot_be_done_is_said(say: Callable[..., SimpleNamespace], digits
         assert "Traceback" not in done.err
 
 
-def test_what_cannot_end_well_is_not_begun(
+def test_missing_ema_is_refused_before_the_evaluation(
     say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a pass over all images, not after it."""
     monkeypatch.setattr("tools.common.figures.batches_of", lambda *_: pytest.fail("it was evaluated"))
     plain = tmp_path / "plain.safetensors"
     assert checkpoint.main(["strip", str(digits_run), "-weights", "model", "-out", str(plain)]) == 0
@@ -295,7 +294,7 @@ def test_what_cannot_end_well_is_not_begun(
     assert "holds no moving average (TRAIN.MODEL_EMA) weights; take -weights model" in done.err
 
 
-def test_a_disk_that_refuses_the_figures(
+def test_full_disk_does_not_lose_the_metrics(
     say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, _content: object) -> None:
@@ -305,4 +304,4 @@ def test_a_disk_that_refuses_the_figures(
     done = say(digits_run, "-json", tmp_path / "eval.json")
     assert done.code == 2
     assert f"-json {tmp_path / 'eval.json'}: cannot be written (No space left on device)" in done.err
-    assert "top-1" in done.out, "what was found is not lost"
+    assert "top-1" in done.out, "the metrics are printed"

@@ -1,4 +1,4 @@
-"""scripts/predict.py: the classes of given images, as validation would find them."""
+"""scripts/predict.py predicts images as validation does."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def digits(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
-    """Run the tool in this process: code, standard output, standard error."""
+    """Run the tool in this process: exit code, standard output, standard error."""
 
     def call(*words: object) -> SimpleNamespace:
         capsys.readouterr()
@@ -64,7 +64,7 @@ def lines_of(text: str) -> list[Row]:
 
 
 @pytest.mark.parametrize(("weights", "prefix"), [("model", ""), ("ema", "ema_"), ("auto", "")])
-def test_on_validations_images_it_is_as_good_as_validation(
+def test_predictions_have_the_accuracy_of_validation(
     say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path, weights: str, prefix: str
 ) -> None:
     done = say(digits_run, digits, "-weights", weights, "-topk", 1, "-out", tmp_path / "found.csv")
@@ -77,7 +77,7 @@ def test_on_validations_images_it_is_as_good_as_validation(
     assert 100 * right / len(rows) == metrics(digits_run, "val")[-1][f"{prefix}acc1"]
 
 
-def test_how_it_is_loaded_changes_nothing(say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path) -> None:
+def test_workers_do_not_change_results(say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path) -> None:
     words = (digits_run, digits, "-format", "jsonl", "-amp", "off", "-batch_size", 50)
     here, elsewhere = (say(*words, "-num_workers", workers) for workers in (0, 2))
     assert here.code == 0
@@ -86,16 +86,16 @@ def test_how_it_is_loaded_changes_nothing(say: Callable[..., SimpleNamespace], d
 
 
 @pytest.mark.parametrize("settings", [{}, {"DATA.EXIF_ROTATE": "true", "DATA.CROP_PCT": "1.0"}, {"DATA.CROP": "none"}])
-def test_photographs_are_cropped_as_in_validation(
+def test_photographs_are_prepared_as_in_validation(
     say: Callable[..., SimpleNamespace], tmp_path: Path, settings: dict[str, str]
 ) -> None:
-    """Bit for bit, for every way of preparing them; no training needed for that."""
+    """Bit for bit, with every setting that affects the preparation."""
     val = tmp_path / "data" / "val"
     for number in range(6):
         path = val / "ab"[number % 2] / f"{number}.JPEG"
         save_image(path, seed=number, size=(40 + 7 * number, 36))
         exif = Image.Exif()
-        exif[0x0112] = 1 + number  # how the camera was held
+        exif[0x0112] = 1 + number  # orientation
         Image.open(path).save(path, exif=exif, quality=95)
     checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder", "DATA.DATA_PATH": f"{val.parent}", **settings})
     validated = validation_predictions(load_trained(checkpoint), workers=0)
@@ -109,18 +109,18 @@ def test_photographs_are_cropped_as_in_validation(
 
 
 def untrained(place: Path, settings: dict[str, str], classes: tuple[str, ...] = ("a", "b")) -> Path:
-    """A checkpoint of a model with fresh weights."""
+    """Checkpoint of a randomly initialised model."""
     sizes = {"DATA.IMAGE_SIZE": "16", "MODEL.NUM_CLASSES": f"{len(classes)}", "THREADS": "1", "DEVICE": "cpu"}
     vit = {"MODEL.NAME": "vit", "MODEL.PATCH_SIZE": "8", "MODEL.EMBED_DIM": "16", "MODEL.DEPTH": "1"}
     config = load_config(None, {}, {**sizes, **vit, "MODEL.NUM_HEADS": "2", **settings}).config
     model, _, _ = model_in_precision(config, torch.device("cpu"))
-    with torch.no_grad():  # timm's fresh classifier says next to nothing
+    with torch.no_grad():  # timm's initial classifier gives nearly equal probabilities
         model.get_parameter("head.weight").normal_()
     meta = {"epoch": 1, "update": 1, "settings": values_to_keep(config), "classes": list(classes)}
     return save_checkpoint(place / "checkpoints", 1, {MODEL: model.state_dict()}, {"fp32_modules": []}, meta)
 
 
-def test_all_kinds_of_words(
+def test_images_from_files_folders_globs_and_lists(
     say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("b.png", "deep/er/z.PNG", "deep/a.png", ".hidden.png", "deep/notes.txt", "odd[1].png", "line\nfeed.png")
@@ -140,14 +140,14 @@ def test_all_kinds_of_words(
     assert found("deep", "b.png", "deep/../b.png") == ["deep/a.png", "deep/er/z.PNG", "b.png", "b.png"]
     assert found("*.png") == ["b.png", "line\nfeed.png", "odd[1].png"]
     assert found("**/*.png") == ["b.png", "deep/a.png", "line\nfeed.png", "odd[1].png"]
-    assert found("odd[1].png", "deep/notes.txt") == ["odd[1].png", "deep/notes.txt"], "what is named is tried"
+    assert found("odd[1].png", "deep/notes.txt") == ["odd[1].png", "deep/notes.txt"], "a named file is tried"
     assert found("-", "b.png", given=b"deep/a.png\r\n\nodd[1].png\n") == ["deep/a.png", "odd[1].png", "b.png"]
     assert found("-", given=b"line\nfeed.png\0b.png\0") == ["line\nfeed.png", "b.png"]
     (tmp_path / "deep" / "round").symlink_to(tmp_path)
     assert found("deep") == ["deep/a.png", "deep/er/z.PNG", *(f"deep/round/{name}" for name in found("*.png"))]
 
 
-def test_what_cannot_be_read_is_named_and_the_rest_predicted(
+def test_unreadable_images_are_named_and_the_rest_predicted(
     say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = sorted(digits.iterdir())[:3]
@@ -177,7 +177,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_predicted(
         assert lines_of(alone.out) == [rows[0], rows[2], rows[4]]
 
 
-def test_a_table_fits_the_terminal(
+def test_table_fits_the_terminal(
     say: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     classes = ("ant", "a class with quite a long name, and a comma", "蚂蚁", "\x1b[31mred")
@@ -200,7 +200,7 @@ def test_a_table_fits_the_terminal(
     assert "\\x1b[31mred" in done.out
 
 
-def test_names_survive_csv_and_json(say: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
+def test_odd_names_survive_csv_and_json(say: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
     classes = ('comma, "quote"', "line\nfeed")
     checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder"}, classes)
     odd = os.fsencode(tmp_path) + b"/latin-\xe9, x.png"
@@ -219,7 +219,7 @@ def test_names_survive_csv_and_json(say: Callable[..., SimpleNamespace], tmp_pat
         assert {guess["class"] for guess in row["guesses"]} == set(classes)
 
 
-def test_what_cannot_be_done_is_said(
+def test_bad_command_lines_are_refused(
     say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -229,11 +229,11 @@ def test_what_cannot_be_done_is_said(
         ((), "-h shows what there is"),
         ((digits_run,), "IMAGE"),
         ((image, digits_run), "weights of vitamp's"),
-        ((tmp_path / "none", image), "there is no such run, checkpoint or file"),
-        ((digits_run, tmp_path / "none.png"), "none.png: there is no such file or folder"),
-        ((digits_run, tmp_path / "*.jpg"), "*.jpg: nothing matches it"),
-        ((digits_run, tmp_path / "empty"), f"{tmp_path / 'empty'}: no image is there"),
-        ((digits_run, "-"), "standard input named no image"),
+        ((tmp_path / "none", image), "no such run, checkpoint or file"),
+        ((digits_run, tmp_path / "none.png"), "none.png: no such file or folder"),
+        ((digits_run, tmp_path / "*.jpg"), "*.jpg: no file matches"),
+        ((digits_run, tmp_path / "empty"), f"{tmp_path / 'empty'}: no images found"),
+        ((digits_run, "-"), "standard input names no images"),
         ((digits_run, image, "-topk", 0), "-topk 0: takes a whole number from 1 on"),
         ((digits_run, image, "-format", "xml"), "xml"),
         ((digits_run, image, "-amp=fp7"), "fp7"),
@@ -245,16 +245,16 @@ def test_what_cannot_be_done_is_said(
         assert done.code == 2, (words, done.err)
         assert said in done.err, (words, done.err)
         assert not done.out
-    assert not list(tmp_path.glob("*x*")), "nothing is left behind"
+    assert not list(tmp_path.glob("*x*")), "no file is left"
 
 
-def test_an_empty_folder_among_others_is_skipped(
+def test_folder_without_images_is_skipped(
     say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path
 ) -> None:
     image = min(digits.iterdir())
     done = say(digits_run, tmp_path, image, "-format", "jsonl")
     assert (done.code, [row["image"] for row in lines_of(done.out)]) == (0, [str(image)])
-    assert f"warning: {tmp_path}: no image is there" in done.err
+    assert f"warning: {tmp_path}: no images found" in done.err
     assert "skipped" in done.err
 
 
@@ -266,7 +266,7 @@ def test_an_empty_folder_among_others_is_skipped(
         ([b"a.png\0", b"\0b.png"], "two zero bytes in a row"),
     ],
 )
-def test_what_is_no_list_of_files_is_not_read_to_its_end(
+def test_input_that_is_no_list_is_refused_early(
     say: Callable[..., SimpleNamespace],
     digits_run: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -281,26 +281,26 @@ def test_what_is_no_list_of_files_is_not_read_to_its_end(
     assert said in done.err
 
 
-def test_amp_takes_no_image_for_its_value(say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path) -> None:
+def test_amp_takes_no_image_as_its_value(say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path) -> None:
     image = min(digits.iterdir())
     rows = [
         say(digits_run, *words, "-format", "jsonl").out for words in (("-amp", image), (image,), ("-amp", "off", image))
     ]
-    assert rows[0] == rows[1], "in bf16, as the run"
+    assert rows[0] == rows[1], "-amp alone is bf16, as in the run"
     assert rows[0] != rows[2]
 
 
 @pytest.mark.slow
-def test_a_reader_that_has_seen_enough(digits_run: Path, digits: Path) -> None:
+def test_closed_pipe_ends_quietly(digits_run: Path, digits: Path) -> None:
     tool = f'"{sys.executable}" scripts/predict.py "{digits_run}" "{digits}" -topk 10 -format csv'
     line = f"{tool} | head -3; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     assert len(done.stdout.splitlines()) == 4
     assert done.stdout.endswith("\n0\n")
-    assert done.stderr.count("\n") == 1, "which weights these are"
+    assert done.stderr.count("\n") == 1, "only the line about the weights"
 
 
-def test_without_the_decoder_of_training(
+def test_missing_decoder_falls_back_with_a_warning(
     say: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_image(tmp_path / "a.jpg", seed=1)
@@ -314,8 +314,8 @@ def test_without_the_decoder_of_training(
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("crop", ["random", "none"])
-def test_images_of_a_set_in_memory_are_cropped_as_there(tmp_path: Path, channels: int, crop: str) -> None:
-    """CIFAR's way: a file with the same pixels becomes the same bytes, in colours or made grey."""
+def test_images_are_cropped_as_data_in_memory(tmp_path: Path, channels: int, crop: str) -> None:
+    """A file with the pixels of a CIFAR image gives the same bytes, in colour and in grey."""
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
     values = {"DATASET": "cifar10", "IMAGE_SIZE": 24, "IMAGE_CHANNELS": channels, "CROP": crop, "CROP_PCT": 0.8}
     data = DataConfig.model_validate(values)

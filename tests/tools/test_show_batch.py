@@ -1,4 +1,4 @@
-"""show_batch.py draws what training sees, and says what is wrong otherwise."""
+"""scripts/show_batch.py draws the images that training sees."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def images(cfg: Path, count: int, **words: str) -> list[Shown]:
     return first_images(load_config(str(cfg), words=words).config, count)
 
 
-def test_the_images_are_those_of_the_first_updates(tiny: Path) -> None:
-    """Un-normalised to the very pixels that were loaded, over the end of a micro-batch."""
+def test_images_are_those_of_the_first_updates(tiny: Path) -> None:
+    """Bit for bit the loaded pixels, across two micro-batches."""
     ready = build(tiny)
     first, second = (next(iter(window))[1] for window, _ in zip(windows(ready), range(2), strict=False))
     shown = images(tiny, 40)
@@ -36,7 +36,7 @@ def test_the_images_are_those_of_the_first_updates(tiny: Path) -> None:
         assert one.labels == ((str(int(label)), 1.0),)
 
 
-def test_mixed_images_have_both_labels_with_their_shares(tiny: Path) -> None:
+def test_mixed_images_have_both_labels_with_fractions(tiny: Path) -> None:
     plain, mixed = images(tiny, 32), images(tiny, 32, **MIXED)
     assert not any(np.array_equal(one.pixels, two.pixels) for one, two in zip(plain[:4], mixed[:4], strict=True))
     two_labels = [one for one in mixed if len(one.labels) == 2]
@@ -47,17 +47,17 @@ def test_mixed_images_have_both_labels_with_their_shares(tiny: Path) -> None:
         assert {name for name, _ in one.labels} <= {plain[row].labels[0][0], plain[31 - row].labels[0][0]}
 
 
-def test_erasing_is_drawn(tiny: Path) -> None:
+def test_random_erasing_is_visible(tiny: Path) -> None:
     plain = images(tiny, 8)
     erased = images(tiny, 8, **{"TRAIN.RANDOM_ERASE_PROB": "1.0", "TRAIN.RANDOM_ERASE_MODE": "const"})
     for one, two in zip(plain, erased, strict=True):
         changed = two.pixels[one.pixels != two.pixels]
-        assert set(changed.tolist()) <= {127, 128}, "0 once normalised is the mean"
+        assert set(changed.tolist()) <= {127, 128}, "a normalised 0 is the mean"
     assert sum(not np.array_equal(one.pixels, two.pixels) for one, two in zip(plain, erased, strict=True)) >= 7
 
 
 @pytest.mark.parametrize(("count", "channels"), [(1, 1), (5, 3)])
-def test_a_sheet_holds_any_number_of_images(tiny: Path, tmp_path: Path, count: int, channels: int) -> None:
+def test_picture_holds_any_number_of_images(tiny: Path, tmp_path: Path, count: int, channels: int) -> None:
     config = load_config(str(tiny)).config
     shown = [Shown(np.zeros((8, 8, channels), np.uint8), (("a", 0.7), ("b", 0.3)))] * count
     draw(tmp_path / "sheet.png", config, shown)
@@ -65,7 +65,7 @@ def test_a_sheet_holds_any_number_of_images(tiny: Path, tmp_path: Path, count: i
         assert min(picture.size) > 100
 
 
-def test_the_command_writes_a_picture(imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+def test_command_writes_a_picture(imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
     out = tmp_path / "seen.png"
     recipe = ("-cfg", "configs/deit_tiny_patch16_224.yaml", "-data_path", imagenet, "-image_size", 32)
     done = show(vitamp, *recipe, "-batch_size", 8, "-device", "cpu", "-num_workers", 1, "-out", out, "-count", 12)
@@ -89,7 +89,7 @@ def test_the_command_writes_a_picture(imagenet: Path, tmp_path: Path, vitamp: Ca
     ],
     ids=lambda value: str(value[0]),
 )
-def test_what_cannot_be_drawn(
+def test_bad_command_lines_are_refused(
     tiny: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: list[str]
 ) -> None:
     assert main(["-cfg", str(tiny), *words]) == 2
@@ -97,7 +97,7 @@ def test_what_cannot_be_drawn(
     assert all(word in told for word in said), told
 
 
-def test_help_names_its_flags(vitamp: Callable[..., Result]) -> None:
+def test_help_lists_its_flags(vitamp: Callable[..., Result]) -> None:
     done = show(vitamp, "-h")
     assert done.code == 0
     assert "-out FILE.png" in done.out

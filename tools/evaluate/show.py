@@ -1,4 +1,4 @@
-"""scripts/evaluate.py: its figures as text, for machines, and as a picture."""
+"""Output of scripts/evaluate.py: text, JSON, and the confusion matrix as CSV or PNG."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from utils.output_file import writing
 
 ALL_SHOWN, WORST_SHOWN = 20, 10
 MOST_IN_JSON = 1000
-"""Classes whose whole confusion matrix goes into the JSON file"""
+"""Most classes for which the JSON file has the confusion matrix"""
 NAMES_IN_PICTURE, NUMBERS_IN_PICTURE = 60, 20
-TITLES = {"model": "model", "ema": "moving average"}
+TITLES = {"model": "model", "ema": "EMA"}
 
 
 def text(trained: Trained, part: Part, found: dict[Any, Figures]) -> str:
+    """Metrics of the model, the EMA or both, and a table of classes."""
     first = next(iter(found.values()))
     counted = f"{part.title}: {first.images} images of {int((first.support > 0).sum())} classes"
     counted += f"; calibration in {len(first.bins)} bins"
@@ -32,7 +33,7 @@ def text(trained: Trained, part: Part, found: dict[Any, Figures]) -> str:
     parts = [what, counted, "", "\n".join(in_columns(rows))]
     for which, figures in found.items():
         if figures.not_finite:
-            parts += [f"{figures.not_finite} images got logits that are no numbers from the {TITLES[which]}."]
+            parts += [f"{figures.not_finite} images have NaN or infinite logits ({TITLES[which]})."]
     parts += ["", *_classes(trained, first, TITLES[next(iter(found))] if len(found) > 1 else "")]
     return "\n".join(parts)
 
@@ -53,13 +54,13 @@ CELLS = {
 
 
 def _classes(trained: Trained, figures: Figures, of: str) -> list[str]:
-    """A line a class; of many, those the model finds worst."""
+    """One line per class; of many, those with the lowest recall."""
     present = torch.nonzero(figures.support)[:, 0].tolist()
     many = len(present) > ALL_SHOWN
     if many:
         present = sorted(present, key=lambda label: (float(figures.recall[label]), label))[:WORST_SHOWN]
     head = f"The {WORST_SHOWN} classes with the lowest recall" if many else "Each class"
-    rows = [["class", "images", "precision", "recall", "F1", "most often taken for"]]
+    rows = [["class", "images", "precision", "recall", "F1", "most often mistaken for"]]
     for label in present:
         values = (figures.precision[label], figures.recall[label], figures.f1[label])
         rows.append(
@@ -67,19 +68,19 @@ def _classes(trained: Trained, figures: Figures, of: str) -> list[str]:
                 shown(trained.name_of(label)),
                 f"{int(figures.support[label])}",
                 *(f"{float(value):.1f} %" for value in values),
-                _taken_for(trained, figures, label),
+                _mistaken_for(trained, figures, label),
             ]
         )
     return [f"{head}{f' ({of})' if of else ''}:", "\n".join(in_columns(rows))]
 
 
-def _taken_for(trained: Trained, figures: Figures, label: int) -> str:
+def _mistaken_for(trained: Trained, figures: Figures, label: int) -> str:
     other, times = figures.taken_for(label)
     return f"{shown(trained.name_of(other))} ({times})" if times else "-"
 
 
 def as_json(trained: Trained, part: Part, found: dict[Any, Figures]) -> dict[str, Any]:
-    """Shares in percent, as everywhere."""
+    """Content of the -json file, with fractions in percent."""
     return {
         "model": trained.config.MODEL.NAME,
         "source": str(trained.source),
@@ -106,7 +107,7 @@ def figures_as_json(one: Figures) -> dict[str, Any]:
 
 
 def _numbers(values: dict[str, float]) -> dict[str, float | None]:
-    """JSON knows no NaN; null stands for it."""
+    """JSON has no NaN: null takes its place."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
@@ -124,7 +125,7 @@ def _write_table(path: Path, figures: Figures, names: list[str]) -> None:
 
 
 def _write_picture(path: Path, figures: Figures, names: list[str]) -> None:
-    """Rows in percent of their class, so that rare classes are seen as well as frequent ones."""
+    """Colours are percent of the true class, so that rare classes are visible too."""
     from matplotlib.figure import Figure
 
     counts = figures.confusion()

@@ -1,13 +1,13 @@
-"""Use a trained model: which classes do these images show?
+"""Predict the classes of images with a trained model.
 
     python scripts/predict.py runs/flowers photo.jpg
     python scripts/predict.py runs/flowers 'holiday/*.jpg' more_photos/ -topk 3
     python scripts/predict.py runs/flowers photos/ -format csv -out found.csv
     find /data -name '*.jpg' | python scripts/predict.py runs/flowers - -format jsonl -amp bf16 | gzip > all.jsonl.gz
 
-The model is that of a run (its best checkpoint), of one checkpoint, or of weights that scripts/checkpoint.py wrote.
-Images are files, folders with all that is in them, globs, or `-` for a list of files on standard input. They are
-prepared exactly as the run's validation prepares its own. Results come in the order of the images, as they are found.
+The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Images are files,
+folders with their subfolders, globs, or `-` for a list of files on standard input. They are prepared exactly as in the
+run's validation. Results keep the order of the images and are written batch by batch.
 
 Exit codes: 0 done, 1 some images could not be read (each is named; the others are predicted), 2 anything wrong with
 the command, the model, or the disk.
@@ -33,15 +33,15 @@ from utils.log import log
 from utils.output_file import check_output_file, writing
 
 OWN = (
-    Flag("topk", "classes shown of each image", "N", default=5, kind=whole(1)),
-    Flag("format", "table, csv, jsonl (default: by the ending of -out, else table)", "FORMAT", choices=tuple(FORMATS)),
-    Flag("out", "write there; only a whole result takes its name", "FILE", kind=Path),
+    Flag("topk", "number of classes per image", "N", default=5, kind=whole(1)),
+    Flag("format", "default: by the ending of -out, else table", "FORMAT", choices=tuple(FORMATS)),
+    Flag("out", "write to a file, which appears only when complete", "FILE", kind=Path),
     OVERWRITE,
     WEIGHTS,
     replace(BY_NAME["amp"], about=f"{BY_NAME['amp'].about} (default: as the run validates)", adds_up=False),
-    Flag("device", "default: the run's, if it is here, else the best", "NAME", choices=("cpu", "cuda", "mps")),
-    Flag("batch_size", "images at a time (default: as the run validates)", "N", kind=whole(1)),
-    Flag("num_workers", "loading processes (default: by the cores)", "N", kind=whole(0)),
+    Flag("device", "default: the run's if it is here, else the best", "NAME", choices=("cpu", "cuda", "mps")),
+    Flag("batch_size", "images per batch (default: as the run validates)", "N", kind=whole(1)),
+    Flag("num_workers", "loading processes (default: by the number of cores)", "N", kind=whole(0)),
 )
 PLACES = (
     Place("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),
@@ -51,41 +51,41 @@ TOOL = Tool("predict.py", __doc__, OWN, PLACES, settings=False)
 
 
 def main(argv: list[str]) -> int:
-    return run_tool(_work, argv)
+    return run_tool(_predict, argv)
 
 
-def _work(argv: list[str]) -> int:
+def _predict(argv: list[str]) -> int:
     asked = TOOL.read(argv).asked
     _check(asked)
     log.setLevel("WARNING")  # standard output is for the results
 
-    # Only now, with the command known to be right: importing torch takes seconds.
+    # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.saved.trained import load_trained
-    from tools.predict.find import paths_of
-    from tools.predict.images import predict
+    from tools.predict.find import find_images
+    from tools.predict.images import predict_images
 
-    paths = paths_of(asked.images)
+    paths = find_images(asked.images)
     trained = load_trained(asked.path, asked.weights, asked.device, asked.amp)
     print(f"{asked.path}: {trained.choice}", file=sys.stderr)
     with _opened(asked.out) as stream:
         form = FORMATS[_format(asked)](stream, trained.names(), asked.topk, paths)
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
         try:
-            unread = predict(trained, paths, form, asked.topk, asked.batch_size, asked.num_workers, progress)
+            unreadable = predict_images(trained, paths, form, asked.topk, asked.batch_size, asked.num_workers, progress)
             stream.flush()
         except KeyboardInterrupt:
             if asked.out is not None:
                 raise
-            log.warning("interrupted")  # what has been written stands
+            log.warning("interrupted")  # the rows written so far are valid
             return EXIT_INTERRUPTED
-    return EXIT_FAILED if unread else EXIT_DONE
+    return EXIT_FAILED if unreadable else EXIT_DONE
 
 
 def _check(asked: Namespace) -> None:
     if asked.out is not None:
         asked.out = check_output_file(asked.out, "-out", fresh=not asked.overwrite)
     if not asked.path.expanduser().exists():
-        raise UserError(f"{asked.path}: there is no such run, checkpoint or file; it comes first, before the images.")
+        raise UserError(f"{asked.path}: no such run, checkpoint or file; the model comes before the images.")
 
 
 def _format(asked: Namespace) -> str:
@@ -94,7 +94,7 @@ def _format(asked: Namespace) -> str:
 
 @contextlib.contextmanager
 def _opened(out: Path | None) -> Iterator[TextIO]:
-    """Standard output, or a file that has its name only once it is whole. Names that are no text pass as bytes."""
+    """Standard output, or a file that appears only when complete. Bytes of names that are not UTF-8 pass unchanged."""
     if out is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")

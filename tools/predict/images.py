@@ -1,4 +1,4 @@
-"""scripts/predict.py: batch by batch, from files to rows of the result."""
+"""Prediction of image files, batch by batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.predict.show import Form, Guess
 from utils.log import log
 
 
-def predict(
+def predict_images(
     trained: Trained,
     paths: list[str],
     form: Form,
@@ -26,18 +26,18 @@ def predict(
     workers: int | None = None,
     progress: bool = False,
 ) -> int:
-    """Write a row an image, in order; gives the number of images that could not be read."""
+    """Write one result per image, in order. Returns the number of unreadable images."""
     workers = auto_workers(1) if workers is None else workers
     unread, failed, row = Unread(), 0, 0
     size = batch or batch_size(trained)
-    workers = 0 if len(paths) <= size else workers  # one batch: nothing to load ahead
+    workers = 0 if len(paths) <= size else workers  # nothing to prefetch
     loader = ValLoader(open_given(paths, trained.config.DATA), size, 0, 1, workers, trained.precision.device, unread)
     bar = tqdm(total=len(paths), unit=" images", file=sys.stderr, disable=not progress, dynamic_ncols=True)
     form.begin()
     try:
         for images, _, indices in loader:
-            found = _found(trained, images, topk)
-            for index, best in zip(indices.tolist()[: len(paths) - row], found, strict=False):
+            predicted = _predict_batch(trained, images, topk)
+            for index, best in zip(indices.tolist()[: len(paths) - row], predicted, strict=False):
                 if index == PADDING:
                     failed, reason = failed + 1, unread.take(row)
                     log.warning("%s cannot be read: %s", paths[row], reason)
@@ -55,11 +55,11 @@ def predict(
     return failed
 
 
-def _found(trained: Trained, images: Tensor, topk: int) -> list[list[Guess]]:
+def _predict_batch(trained: Trained, images: Tensor, topk: int) -> list[list[Guess]]:
     logits = trained.logits(images)
     labels = guesses(logits, topk)
-    shares = torch.softmax(logits, dim=-1).gather(-1, labels)
+    probabilities = torch.softmax(logits, dim=-1).gather(-1, labels)
     return [
-        [Guess(label, trained.name_of(label), share) for label, share in zip(of_image, of_labels, strict=True)]
-        for of_image, of_labels in zip(labels.tolist(), shares.tolist(), strict=True)
+        [Guess(label, trained.name_of(label), probability) for label, probability in zip(*of_image, strict=True)]
+        for of_image in zip(labels.tolist(), probabilities.tolist(), strict=True)
     ]

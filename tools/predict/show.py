@@ -1,4 +1,4 @@
-"""scripts/predict.py: the forms a result can have. Each is written row by row."""
+"""Output formats of scripts/predict.py, written row by row."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Guess(NamedTuple):
 
 
 class Form(ABC):
-    """One form of output."""
+    """One output format."""
 
     def __init__(self, stream: TextIO, classes: Sequence[str], topk: int, paths: Sequence[str]) -> None:
-        """`classes`, `paths`: what may come, so that columns are wide enough from the first row on."""
+        """`classes` and `paths` give the widths of columns before the first row."""
         self.stream, self.classes, self.topk, self.paths = stream, classes, min(topk, len(classes)), paths
 
-    def begin(self) -> None: ...  # noqa: B027 - most forms begin with nothing
+    def begin(self) -> None: ...  # noqa: B027 - most formats have no head
 
     @abstractmethod
     def image(self, path: str, best: list[Guess]) -> None: ...
@@ -41,7 +41,7 @@ class Form(ABC):
 
 
 class Csv(Form):
-    """A line a guess. What cannot be read has none: it is named on standard error."""
+    """One line per guess. Unreadable images are only named on standard error."""
 
     def begin(self) -> None:
         self.writer = csv.writer(self.stream, lineterminator="\n")
@@ -55,11 +55,11 @@ class Csv(Form):
 
 
 class JsonLines(Form):
-    """An object a line."""
+    """One JSON object per line."""
 
     def image(self, path: str, best: list[Guess]) -> None:
-        shown = [{"class": one.name, "label": one.label, "probability": round(one.probability, 6)} for one in best]
-        self.write({"image": path, "guesses": shown})
+        guesses = [{"class": one.name, "label": one.label, "probability": round(one.probability, 6)} for one in best]
+        self.write({"image": path, "guesses": guesses})
 
     def failure(self, path: str, reason: str) -> None:
         self.write({"image": path, "error": reason})
@@ -69,53 +69,54 @@ class JsonLines(Form):
 
 
 class Json(JsonLines):
-    """One list of the same objects."""
+    """JSON list of the same objects."""
 
     def begin(self) -> None:
         self.stream.write("[")
-        self.before = "\n"
+        self.separator = "\n"
 
     def write(self, row: dict[str, object]) -> None:
-        self.stream.write(f"{self.before}{_json(row)}")
-        self.before = ",\n"
+        self.stream.write(f"{self.separator}{_json(row)}")
+        self.separator = ",\n"
 
     def end(self) -> None:
         self.stream.write("\n]\n")
 
 
 class Table(Form):
-    """For people: an image a line if all guesses fit beside it, else a guess a line. Never wider than the terminal."""
+    """Text table within the terminal's width: one line per image if all guesses fit, else one line per guess."""
 
     def begin(self) -> None:
-        self.room = room = shutil.get_terminal_size(fallback=(120, 24)).columns
-        named = max([5, *(_width(shown(path)) for path in self.paths)])
-        longest = max([5, *(_width(shown(name)) for name in self.classes)])
-        cell = 2 + longest + 8
-        self.beside = min(named, LONGEST_IMAGE) + self.topk * cell <= room
-        if self.beside:
-            self.of_image = min(named, room - self.topk * cell)
-            self.of_name = longest
-            heads = ["".join(_fit(f"{rank}", longest + 8) for rank in range(1, self.topk + 1))]
+        self.columns = columns = shutil.get_terminal_size(fallback=(120, 24)).columns
+        longest_path = max([5, *(_width(shown(path)) for path in self.paths)])
+        longest_class = max([5, *(_width(shown(name)) for name in self.classes)])
+        cell = 2 + longest_class + 8
+        self.one_line = min(longest_path, LONGEST_IMAGE) + self.topk * cell <= columns
+        if self.one_line:
+            self.image_width = min(longest_path, columns - self.topk * cell)
+            self.class_width = longest_class
+            head = "".join(_fit(f"{rank}", longest_class + 8) for rank in range(1, self.topk + 1))
         else:
-            self.of_name = max(NARROWEST_NAME, min(longest, room - 10 - min(named, room // 2)))
-            self.of_image = max(8, min(named, room - 10 - self.of_name))
-            heads = [_fit("class", self.of_name)]
-        self._line("image", "  ".join(heads))
+            narrowed = min(longest_class, columns - 10 - min(longest_path, columns // 2))
+            self.class_width = max(NARROWEST_NAME, narrowed)
+            self.image_width = max(8, min(longest_path, columns - 10 - self.class_width))
+            head = _fit("class", self.class_width)
+        self._line("image", head)
 
     def image(self, path: str, best: list[Guess]) -> None:
-        cells = [f"{_fit(shown(one.name), self.of_name)} {100 * one.probability:5.1f} %" for one in best]
-        if self.beside:
+        cells = [f"{_fit(shown(one.name), self.class_width)} {100 * one.probability:5.1f} %" for one in best]
+        if self.one_line:
             self._line(path, "  ".join(cells))
             return
-        for cell, beside in zip(cells, (path, *[""] * len(cells)), strict=False):
-            self._line(beside, cell)
+        for cell, first in zip(cells, (path, *[""] * len(cells)), strict=False):
+            self._line(first, cell)
 
     def failure(self, path: str, reason: str) -> None:
         text = f"cannot be read: {shown(reason)}"
-        self._line(path, _fit(text, min(_width(text), max(14, self.room - 2 - self.of_image))))
+        self._line(path, _fit(text, min(_width(text), max(14, self.columns - 2 - self.image_width))))
 
     def _line(self, path: str, rest: str) -> None:
-        self.stream.write(f"{_fit(shown(path), self.of_image, from_left=True)}  {rest}".rstrip() + "\n")
+        self.stream.write(f"{_fit(shown(path), self.image_width, from_left=True)}  {rest}".rstrip() + "\n")
 
 
 FORMATS: dict[str, type[Form]] = {"table": Table, "csv": Csv, "json": Json, "jsonl": JsonLines}
@@ -128,7 +129,7 @@ def _json(row: dict[str, object]) -> str:
 
 
 def _fit(text: str, width: int, from_left: bool = False) -> str:
-    """In exactly `width` columns; what is too long loses its end, or of a path its beginning."""
+    """Text in exactly `width` columns: too long text loses its end, or its beginning with `from_left`."""
     if _width(text) > width:
         while _width(text) > width - 1:
             text = text[1:] if from_left else text[:-1]

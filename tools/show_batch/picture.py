@@ -1,4 +1,4 @@
-"""The pictures of show_batch.py: the first images of a training, and a sheet of them."""
+"""First images of a training run, augmented as in training, and a picture of them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from utils.output_file import writing
 from utils.seeding import seed_all
 
 SIDE_INCHES = 1.7
-SMALLEST_SHARE = 0.005
-"""A label with less of an image than this rounds to 0 % and is not told."""
+SMALLEST_FRACTION = 0.005
+"""Labels with a smaller fraction round to 0 % and are not shown"""
 LONGEST_NAME = 18
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One image as the model sees it, but not normalised any more."""
+    """One image as the model sees it, but with pixels from 0 to 255."""
 
     pixels: np.ndarray
     """uint8, height x width x channels"""
     labels: tuple[tuple[str, float], ...]
-    """(class, its share of the image), the greater share first."""
+    """(class, fraction), the larger fraction first"""
 
 
 def first_images(config: Config, count: int) -> list[Shown]:
-    """The first `count` training images of the run, changed with the very random numbers of training."""
+    """First `count` training images of the run, augmented with the random numbers of training."""
     device = pick_device(config.DEVICE, ALONE)
     prepare(config, device, ALONE)
     samples, loader = training_data(config, ALONE, device)
@@ -57,8 +57,9 @@ def first_images(config: Config, count: int) -> list[Shown]:
                 targets = seen.targets if seen.targets.dim() > 1 else None
                 pixels = _bytes(seen.images, inputs).cpu().numpy()
                 for row, image in enumerate(pixels):
-                    shares = {int(seen.labels[row]): 1.0} if targets is None else _shares(targets[row])
-                    yield Shown(image, tuple((_name(samples.classes, label), part) for label, part in shares.items()))
+                    fractions = {int(seen.labels[row]): 1.0} if targets is None else _fractions(targets[row])
+                    named = ((_name(samples.classes, label), fraction) for label, fraction in fractions.items())
+                    yield Shown(image, tuple(named))
 
     try:
         return list(itertools.islice(images(), count))
@@ -67,7 +68,7 @@ def first_images(config: Config, count: int) -> list[Shown]:
 
 
 def draw(path: Path, config: Config, shown: list[Shown]) -> None:
-    """A sheet of images with their labels."""
+    """Write a grid of images with their labels."""
     columns = math.ceil(math.sqrt(len(shown)))
     rows = math.ceil(len(shown) / columns)
     size = (SIDE_INCHES * max(columns, 3), SIDE_INCHES * 1.25 * rows + 0.5)
@@ -77,7 +78,7 @@ def draw(path: Path, config: Config, shown: list[Shown]) -> None:
         axis.set_axis_off()
     for axis, one in zip(axes.flat, shown, strict=False):
         axis.imshow(one.pixels.squeeze(-1) if one.pixels.shape[-1] == 1 else one.pixels, cmap="gray", vmin=0, vmax=255)
-        axis.set_title(_in_words(one.labels), fontsize=7)
+        axis.set_title(_label_text(one.labels), fontsize=7)
     try:
         with writing(path, "-out"):
             figure.savefig(path, dpi=120)
@@ -86,15 +87,15 @@ def draw(path: Path, config: Config, shown: list[Shown]) -> None:
 
 
 def _bytes(images: Tensor, inputs: Inputs) -> Tensor:
-    """Back from what the model sees to what eyes see; erased boxes of noise leave 0..255 and are cut off there."""
+    """Normalised images back to pixels. Noise of random erasing can leave 0..255 and is clipped."""
     return ((images - inputs.offset) / inputs.factor).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
 
 
-def _shares(target: Tensor) -> dict[int, float]:
-    """The classes an image is made of, the greater share first."""
+def _fractions(target: Tensor) -> dict[int, float]:
+    """Fraction of each class in the image, the larger first."""
     values, labels = target.topk(min(2, len(target)))
     pairs = zip(labels.tolist(), values.tolist(), strict=True)
-    return {label: value for label, value in pairs if value >= SMALLEST_SHARE}
+    return {label: value for label, value in pairs if value >= SMALLEST_FRACTION}
 
 
 def _name(classes: list[str] | None, label: int) -> str:
@@ -102,7 +103,7 @@ def _name(classes: list[str] | None, label: int) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
-def _in_words(labels: tuple[tuple[str, float], ...]) -> str:
+def _label_text(labels: tuple[tuple[str, float], ...]) -> str:
     if len(labels) == 1:
         return labels[0][0]
-    return "\n".join(f"{name}: {100 * share:.0f} %" for name, share in labels)
+    return "\n".join(f"{name}: {100 * fraction:.0f} %" for name, fraction in labels)

@@ -21,7 +21,7 @@ from datasets.sources.walk import PassedOver
 from models.weights.find import check_pretrained
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from tests.program import ROOT, Result, save_image
-from tools.predict.find import paths_of
+from tools.predict.find import find_images
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.files import NotRegular, only_regular, read_regular
@@ -197,7 +197,7 @@ def test_one_list_of_endings_everywhere(tmp_path: Path) -> None:
         (image.convert("1") if ending == ".pbm" else image).save(folder / f"x{ending}")
     paths, _ = class_files(tmp_path, ["one"])
     assert {Path(path).suffix for path in paths} == set(made)
-    assert [os.path.relpath(path, tmp_path) for path in paths_of([str(tmp_path)])] == paths
+    assert [os.path.relpath(path, tmp_path) for path in find_images([str(tmp_path)])] == paths
     assert f" {' '.join(ENDINGS)}," in (ROOT / "docs" / "data.md").read_text(encoding="utf-8").replace("\n", " ")
     assert {f".{kind}" for kind in IMAGE_KINDS} == {*ENDINGS, ".npy"}
     part = open_given([str(tmp_path / path) for path in paths], DataConfig(IMAGE_SIZE=8, DATASET="imagefolder"))
@@ -211,7 +211,7 @@ def test_what_is_passed_over_is_counted_by_ending(tmp_path: Path, walk: str, sai
     for name in ("photo.heic", "b.HEIC", "c.heic", "notes.txt", "Makefile", ".hidden"):
         (tmp_path / "one" / name).write_bytes(b"x")
     for _ in range(2):
-        class_files(tmp_path, ["one"]) if walk == "training" else paths_of([str(tmp_path)])
+        class_files(tmp_path, ["one"]) if walk == "training" else find_images([str(tmp_path)])
     line = "passed over 5 files: .heic 3 (b.HEIC, c.heic, ...), .txt 1 (notes.txt), without an ending 1 (Makefile)"
     assert said.text.count(f"{tmp_path}: {line}") == 1
 
@@ -232,7 +232,7 @@ def test_links_that_lead_back_end(tmp_path: Path) -> None:
         (tmp_path / "one" / name).symlink_to(tmp_path)
     (tmp_path / "one" / "self").symlink_to("self")
     assert class_files(tmp_path, ["one"])[0] == ["one/a.png"]
-    assert paths_of([str(tmp_path)]) == [str(tmp_path / "one" / "a.png")]
+    assert find_images([str(tmp_path)]) == [str(tmp_path / "one" / "a.png")]
 
 
 def test_images_with_two_dots_in_tar_files_are_counted(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What is wrong with a data set? Reads every image of it once, as training will."""
+"""Check a data set: read every image once, as training does, and report defects."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Look after checkpoints: see what there is, verify it, average weights, and strip them for others to use."""
+"""List, verify, average and strip checkpoints."""
 
 import sys
 from pathlib import Path

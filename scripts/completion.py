@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Completion by TAB: flags, settings and their values, recipes, data sets, model names."""
+"""Shell completion of flags, settings, their values, recipes, data sets and model names."""
 
 import sys
 from pathlib import Path

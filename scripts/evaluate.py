@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How good is a trained model? More than its accuracy, on its own validation part or on any other data."""
+"""Evaluate a trained model on its validation split or on other data: accuracy, recall, calibration, confusion."""
 
 import sys
 from pathlib import Path

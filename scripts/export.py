@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a trained model for others to use, and check it on real images before it is called done."""
+"""Export a trained model to ONNX, torch.export or safetensors, and check the file on real images."""
 
 import sys
 from pathlib import Path

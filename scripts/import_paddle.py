@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Read weights of PaddleViT (.pdparams), and write them as timm and vitamp take them (.safetensors)."""
+"""Convert PaddleViT weights (.pdparams) to a safetensors file for timm and vitamp."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pack images once, small, into a few large files, from which training reads them several times faster."""
+"""Pack images once, resized, into a few tar files, from which training reads several times faster."""
 
 import sys
 from pathlib import Path

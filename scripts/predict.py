@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Use a trained model: which classes do these images show?"""
+"""Predict the classes of images with a trained model."""
 
 import sys
 from pathlib import Path

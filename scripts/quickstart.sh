@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is missing, trains a small Vision Transformer on real handwritten digits in mixed precision, and makes
-# a page about the run. Nothing is downloaded but packages; two CPU cores are enough.
+# Installs missing packages, trains a small Vision Transformer on handwritten digits in mixed precision, and writes a
+# report of the run. Only packages are downloaded; two CPU cores are enough.
 #
 #   bash scripts/quickstart.sh
 #   bash scripts/quickstart.sh -output my_run TRAIN.NUM_EPOCHS=5     # flags and settings are passed on
@@ -8,19 +8,19 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" requirements.txt
 
-# A CONFIG of the user's is meant from where they stand; the project's own recipes are found from anywhere.
+# CONFIG is relative to the current folder; the project's own recipes are found from any folder.
 CONFIG="${CONFIG:-configs/vit_digits.yaml}"
 if [[ ! -f $CONFIG && -f $ROOT/$CONFIG ]]; then
     CONFIG="$ROOT/$CONFIG"
 fi
 
-# Where the run's folder is, its last line says: what it tells is seen as it comes, and kept.
-told="$(mktemp)"
-trap 'rm -f "$told"' EXIT
-exec 3> >(trap '' INT TERM USR1 && exec tee "$told")
-teller=$!
+# The last line of the log has the run's folder, so the log is shown and also kept in a file.
+output="$(mktemp)"
+trap 'rm -f "$output"' EXIT
+exec 3> >(trap '' INT TERM USR1 && exec tee "$output")
+tee=$!
 
-# In the background, so that a signal to this script reaches the training at once; with `set -m`, or Ctrl-C would not.
+# In the background, so that signals to this script reach the training at once; `set -m`, so that Ctrl-C does too.
 set -m
 "$PYTHON" "$ROOT/main_single_gpu.py" -cfg "$CONFIG" -amp "$@" >&3 &
 training=$!
@@ -30,15 +30,15 @@ for signal in INT TERM USR1; do
 done
 code=0
 wait "$training" || code=$?
-while kill -0 "$training" 2>/dev/null; do # a signal ended the waiting, not the training
+while kill -0 "$training" 2>/dev/null; do # a signal ended `wait`, not the training
     code=0
     wait "$training" || code=$?
 done
 exec 3>&-
-wait "$teller" || true
+wait "$tee" || true
 
-run="$(sed -n 's/.*everything is in //p' "$told" | tail -n 1)"
+run="$(sed -n 's/.*everything is in //p' "$output" | tail -n 1)"
 if [[ $code == 0 && -d $run ]]; then
-    "$PYTHON" "$ROOT/scripts/report.py" "$run" || echo 'The run is done; only its report could not be made.' >&2
+    "$PYTHON" "$ROOT/scripts/report.py" "$run" || echo 'The run is done, but the report could not be written.' >&2
 fi
 exit "$code"

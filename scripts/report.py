@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A page about a run, or about several beside each other: figures, curves, confusion, mistakes, precision, time."""
+"""Write an HTML report of one or several runs: metrics, curves, time, precision, predictions."""
 
 import sys
 from pathlib import Path

@@ -2,8 +2,8 @@
 #
 #   source scripts/setup.sh requirements.txt
 #
-# Afterwards $ROOT is the project's folder and $PYTHON an interpreter with everything in that file installed: the
-# active environment's, or that of $ROOT/.venv, which is made where it is missing.
+# Sets ROOT, the project's folder, and PYTHON, an interpreter with everything in that file installed: that of the active
+# environment, or of $ROOT/.venv, which is created if missing.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -23,11 +23,11 @@ find_python() {
             return
         fi
     done
-    fail "Python 3.11 or newer is needed; $(python3 --version 2>/dev/null || echo 'no python3') is what this machine has." \
+    fail "Python 3.11 or newer is needed; this machine has $(python3 --version 2>/dev/null || echo 'no python3')." \
         "Install one, or install uv (https://docs.astral.sh/uv), which brings its own."
 }
 
-# Runs a command whose output only matters when it fails.
+# Runs a command and shows its output only if it fails.
 quietly() {
     local log
     log="$(mktemp)"
@@ -42,18 +42,18 @@ quietly() {
 
 make_environment() {
     local python
-    echo "setup: making $ROOT/.venv"
+    echo "setup: creating $ROOT/.venv"
     if command -v uv >/dev/null; then
         quietly uv venv --seed --clear --python '>=3.11' "$ROOT/.venv"
     else
         python="$(find_python)" || exit
         "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-            fail "$python cannot make virtual environments." "On Debian and Ubuntu: apt install python3-venv"
+            fail "$python cannot create virtual environments." "On Debian and Ubuntu: apt install python3-venv"
         quietly "$python" -m venv --clear "$ROOT/.venv"
-    fi || fail "could not make $ROOT/.venv; the reason stands above."
+    fi || fail "could not create $ROOT/.venv; see the reason above."
 }
 
-# Sets PYTHON. conda's `base` is not taken: it is active on many machines without anyone having chosen it.
+# Sets PYTHON. conda's `base` is not used: on many machines it is active without anyone having chosen it.
 choose_environment() {
     local active="${VIRTUAL_ENV:-}"
     if [[ -z $active && -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-base} != base ]]; then
@@ -62,7 +62,7 @@ choose_environment() {
     PYTHON="${active:-$ROOT/.venv}/bin/python"
     if [[ -n $active ]]; then
         is_new_enough "$PYTHON" || fail "the active environment $active has no Python 3.11 or newer." \
-            "Deactivate it, and one is made in $ROOT/.venv."
+            "Deactivate it, and setup creates one in $ROOT/.venv."
     elif ! is_new_enough "$PYTHON"; then
         make_environment
     fi
@@ -74,7 +74,7 @@ with_includes() {
     sed -n 's/^-r *//p' "$ROOT/$1"
 }
 
-# What an environment's stamp says when everything in a requirements file is installed.
+# Content of an environment's stamp file once everything in a requirements file is installed.
 stamp_of() {
     local name
     "$PYTHON" --version
@@ -83,16 +83,16 @@ stamp_of() {
 
 install() {
     local name
-    echo "setup: installing $1 into ${PYTHON%/bin/python} (the first time some GB, 1 to 10 minutes)"
+    echo "setup: installing $1 into ${PYTHON%/bin/python} (the first time: some GB, 1 to 10 minutes)"
     if command -v uv >/dev/null; then
         quietly uv pip install --python "$PYTHON" -r "$ROOT/$1"
     else
         quietly "$PYTHON" -m pip install --no-input --progress-bar off -r "$ROOT/$1"
-    fi || fail "installing $1 failed; the reason stands above."
+    fi || fail "installing $1 failed; see the reason above."
     for name in $(with_includes "$1"); do stamp_of "$name" >"$STAMPS-$name"; done
 }
 
 choose_environment
-# The stamps lie in the environment, so that a new one starts without them.
+# The stamp files are in the environment, so a new environment has none.
 STAMPS="${PYTHON%/bin/python}/.vitamp"
 [[ "$(cat "$STAMPS-$1" 2>/dev/null)" == "$(stamp_of "$1")" ]] || install "$1"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What does the model see? The first training images of a run, as a picture, after all that is done to them."""
+"""Draw the first training images of a run as the model sees them."""
 
 import sys
 from pathlib import Path

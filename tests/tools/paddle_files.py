@@ -1,4 +1,4 @@
-"""Files as paddle.save writes them, of small models."""
+"""Files like those of paddle.save, with small models."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ OF_SWIN = {"patch_embed.proj": "patch_embedding.patch_embed", "patch_embed.norm"
 OF_SWIN |= {"norm": "norm", "head.fc": "fc"}
 
 
-def drawn(model: nn.Module) -> nn.Module:
-    """Every tensor with values of its own, norms and biases too."""
+def random_weights(model: nn.Module) -> nn.Module:
+    """Random values in every tensor, also norms and biases."""
     torch.manual_seed(1)
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.3)
@@ -70,7 +70,7 @@ def drawn(model: nn.Module) -> nn.Module:
 
 
 def of_paddle(model: nn.Module, names: dict[str, str], blocks: dict[str, str]) -> Arrays:
-    """The weights as PaddleViT has them: the inverse of the renaming."""
+    """Weights in PaddleViT's names and layout: the inverse of the conversion."""
     arrays = {}
     for key, value in model.state_dict().items():
         place, _, kind = key.rpartition(".")
@@ -89,7 +89,7 @@ def of_paddle(model: nn.Module, names: dict[str, str], blocks: dict[str, str]) -
 
 
 def swin_of_paddle() -> tuple[nn.Module, Arrays]:
-    model = drawn(SwinTransformer(**SWIN))
+    model = random_weights(SwinTransformer(**SWIN))
     arrays = of_paddle(model, OF_SWIN, {})
     arrays["stages.0.blocks.1.attn_mask"] = np.zeros((4, 49, 49), np.float32)
     arrays["stages.0.blocks.0.attn.relative_position_index"] = np.zeros((49, 49), np.int64)
@@ -97,17 +97,20 @@ def swin_of_paddle() -> tuple[nn.Module, Arrays]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Arrays]]] = {
-    "vit": lambda: (model := drawn(VisionTransformer(**VIT)), of_paddle(model, TODAY, BLOCKS)),
-    "vit, second": lambda: (model := drawn(VisionTransformer(**VIT)), of_paddle(model, SECOND, BLOCKS)),
-    "vit, first": lambda: (model := drawn(VisionTransformer(**VIT)), of_paddle(model, FIRST, BLOCKS)),
-    "distilled": lambda: (model := drawn(VisionTransformerDistilled(**VIT)), of_paddle(model, TODAY, BLOCKS)),
-    "distilled, first": lambda: (model := drawn(VisionTransformerDistilled(**VIT)), of_paddle(model, FIRST_DEIT, {})),
+    "vit": lambda: (model := random_weights(VisionTransformer(**VIT)), of_paddle(model, TODAY, BLOCKS)),
+    "vit, second": lambda: (model := random_weights(VisionTransformer(**VIT)), of_paddle(model, SECOND, BLOCKS)),
+    "vit, first": lambda: (model := random_weights(VisionTransformer(**VIT)), of_paddle(model, FIRST, BLOCKS)),
+    "distilled": lambda: (model := random_weights(VisionTransformerDistilled(**VIT)), of_paddle(model, TODAY, BLOCKS)),
+    "distilled, first": lambda: (
+        model := random_weights(VisionTransformerDistilled(**VIT)),
+        of_paddle(model, FIRST_DEIT, {}),
+    ),
     "swin": swin_of_paddle,
 }
 
 
 class Tensor:
-    """As newer versions of paddle.save write one: by a call of tuple, with the tensor's name in its graph."""
+    """Tensor as newer versions of paddle.save pickle it: a tuple of its name in the graph and its array."""
 
     def __init__(self, name: str, data: np.ndarray) -> None:
         self.name, self.data = name, data
@@ -127,7 +130,7 @@ def training_of(arrays: Arrays) -> dict[str, Any]:
 
 
 def pieces_of(arrays: Arrays) -> dict[str, Any]:
-    """Arrays of more than 60 numbers in pieces, as those of more than a GiB are."""
+    """Arrays of more than 60 numbers in pieces, as paddle.save cuts those beyond 1 GiB."""
     content, cut = dict[str, Any](), {}
     for name, array in arrays.items():
         if array.size <= 60:
@@ -141,7 +144,7 @@ def pieces_of(arrays: Arrays) -> dict[str, Any]:
 
 
 def tool_of(capsys: pytest.CaptureFixture[str]) -> Tool:
-    """Run it in this process: its exit code, and what it said."""
+    """Run the tool in this process: exit code and output."""
 
     def call(*words: object) -> tuple[int, str]:
         capsys.readouterr()

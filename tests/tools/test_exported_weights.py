@@ -1,4 +1,4 @@
-"""Weights that export.py wrote are a trained model to predict.py, evaluate.py and distillation."""
+"""Exported safetensors work in predict.py, evaluate.py and distillation."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def rewrite(source: Path, out: Path, header: dict[str, Any] | None) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_predict_and_evaluate_take_an_export(
+def test_predict_and_evaluate_load_an_export(
     vitamp: Callable[..., Result], digits_run: Path, image: Path, tmp_path: Path, dtype: str
 ) -> None:
     out = tmp_path / "vit.safetensors"
     words = ("-to", "safetensors", "-out", out, "-dtype", dtype, "-weights", "ema", "-check", 8)
     done = vitamp(digits_run, *words, script="scripts/export.py")
     assert done.code == 0, done.text
-    assert str(digits_run) not in str(read_header(out)), "it tells nothing of the machine"
+    assert str(digits_run) not in str(read_header(out)), "no paths of this machine"
     best = metrics(digits_run, "val")[-1]
     found = vitamp(out, "-json", tmp_path / "eval.json", script="scripts/evaluate.py")
     assert found.code == 0, found.text
@@ -54,7 +54,7 @@ def test_predict_and_evaluate_take_an_export(
         assert said[0].out == said[1].out
 
 
-def test_an_export_teaches(vitamp: Callable[..., Result], digits_run: Path, tiny: Path, tmp_path: Path) -> None:
+def test_export_is_a_teacher(vitamp: Callable[..., Result], digits_run: Path, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "mine.safetensors"
     done = vitamp(digits_run, "-to", "safetensors", "-out", out, "-check", 8, script="scripts/export.py")
     assert done.code == 0, done.text
@@ -64,7 +64,7 @@ def test_an_export_teaches(vitamp: Callable[..., Result], digits_run: Path, tiny
     assert f"Teacher {out}: mine.safetensors, plain weights" in done.out
 
 
-def test_a_refusal_is_true_and_its_advice_whole(
+def test_unusable_weights_are_refused_with_working_advice(
     vitamp: Callable[..., Result], digits_run: Path, image: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "new.safetensors"

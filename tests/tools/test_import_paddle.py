@@ -1,4 +1,4 @@
-"""PaddleViT's weights become timm's, with the same outputs."""
+"""scripts/import_paddle.py converts weights to models with the same outputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_imported_model_gives_the_same_outputs(kind: str, tool: Tool, tmp_path: Path) -> None:
+def test_imported_model_has_the_same_outputs(kind: str, tool: Tool, tmp_path: Path) -> None:
     model, arrays = MODELS[kind]()
     code, said = tool(write(tmp_path / "mine.pdparams", state_dict_of(arrays)))
     assert code == 0, said
@@ -61,14 +61,14 @@ def test_the_imported_model_gives_the_same_outputs(kind: str, tool: Tool, tmp_pa
 
 @pytest.mark.parametrize("form", [state_dict_of, training_of, pieces_of])
 @pytest.mark.parametrize("protocol", [2, 3, 4])
-def test_all_forms_that_paddle_writes_are_read(form: Callable[[Arrays], Any], protocol: int, tmp_path: Path) -> None:
+def test_every_layout_of_paddle_save_is_read(form: Callable[[Arrays], Any], protocol: int, tmp_path: Path) -> None:
     _, arrays = MODELS["vit"]()
     read = read_pdparams(write(tmp_path / "w.pdparams", form(arrays), protocol))
     assert read.keys() == arrays.keys()
     assert all(np.array_equal(read[name], array) and read[name].dtype == array.dtype for name, array in arrays.items())
 
 
-def test_other_kinds_of_numbers_and_orders(tmp_path: Path) -> None:
+def test_other_dtypes_and_memory_orders_are_read(tmp_path: Path) -> None:
     grid = np.arange(6.0).reshape(2, 3)
     arrays = {"half": grid.astype("f2"), "big": grid.astype(">f4"), "columns": np.asfortranarray(grid)}
     arrays |= {"flags": grid > 2, "one": np.array(3.5), "none": grid.astype("i8")[:, :0]}
@@ -76,8 +76,8 @@ def test_other_kinds_of_numbers_and_orders(tmp_path: Path) -> None:
     assert all(np.array_equal(read[name], array) for name, array in arrays.items() if array.size)
 
 
-def test_names_of_before_numpy_2_and_of_python_2(tmp_path: Path) -> None:
-    """The former differ in one word; the latter wrote strings for bytes."""
+def test_pickles_of_numpy_1_and_python_2_are_read(tmp_path: Path) -> None:
+    """numpy 1 has another module name; Python 2 wrote bytes as str."""
     array = np.arange(3, dtype=np.float32)
     content = pickle.dumps({"w": array}, protocol=2)
     for old in (b"numpy.core.multiarray", b"numpy._core.multiarray"):
@@ -91,8 +91,8 @@ def test_names_of_before_numpy_2_and_of_python_2(tmp_path: Path) -> None:
     assert np.array_equal(read_pdparams(tmp_path / "w.pdparams")["w"], array)
 
 
-def test_the_published_model_is_known_by_its_sizes_or_its_file(tool: Tool, tmp_path: Path) -> None:
-    """And the file says enough for timm, for -pretrained, and for the tools that use a model."""
+def test_model_is_recognised_by_sizes_or_file_name(tool: Tool, tmp_path: Path) -> None:
+    """timm and load_trained load the file."""
     model = timm.create_model("deit_tiny_patch16_224", num_classes=10).eval()
     arrays = of_paddle(model, TODAY, BLOCKS)
     found = convert(arrays)
@@ -111,7 +111,7 @@ def test_the_published_model_is_known_by_its_sizes_or_its_file(tool: Tool, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["vit", "distilled", "swin"])
-def test_pretrained_takes_the_file_as_it_is(kind: str, tmp_path: Path) -> None:
+def test_pretrained_reads_pdparams(kind: str, tmp_path: Path) -> None:
     source, arrays = MODELS[kind]()
     write(tmp_path / "mine.pdparams", training_of(arrays))
     sizes: dict[str, Any] = {"EMBED_DIM": 48, "DEPTH": 2, "NUM_HEADS": 3, "PATCH_SIZE": 8}
@@ -125,7 +125,7 @@ def test_pretrained_takes_the_file_as_it_is(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, source.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_what_is_missing_or_left_over_is_told_and_nothing_written(tool: Tool, tmp_path: Path) -> None:
+def test_mismatched_tensors_are_listed_and_nothing_is_written(tool: Tool, tmp_path: Path) -> None:
     _, arrays = MODELS["vit"]()
     for change, told in (
         ({"encoder.layers.1.attn.qkv.bias": None}, r"missing \(1\):\n  blocks.1.attn.qkv.bias"),
@@ -144,7 +144,7 @@ def test_what_is_missing_or_left_over_is_told_and_nothing_written(tool: Tool, tm
     assert "no classifier" in said
 
 
-def test_commands_that_cannot_work(tool: Tool, tmp_path: Path) -> None:
+def test_bad_commands_are_refused(tool: Tool, tmp_path: Path) -> None:
     _, arrays = MODELS["vit"]()
     file = write(tmp_path / "w.pdparams", arrays)
     (tmp_path / "there.safetensors").touch()

@@ -1,4 +1,4 @@
-"""A pickle that wants anything but arrays is refused, a broken one is told, and none takes memory."""
+"""A pickle with anything but arrays is refused, a damaged one is reported, and neither takes memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
 
 
 class Calls:
-    """A pickle that calls what it likes."""
+    """Pickles to a call of any function."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
@@ -76,7 +76,7 @@ MALICIOUS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("kind", MALICIOUS)
-def test_what_is_no_array_is_refused_and_nothing_is_run(
+def test_malicious_pickle_is_refused_and_not_executed(
     kind: str, tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -93,7 +93,7 @@ def test_what_is_no_array_is_refused_and_nothing_is_run(
 
 
 def huge(size: int) -> bytes:
-    """An array whose shape says so much, over three numbers."""
+    """Array of three numbers whose shape claims `size` numbers."""
     content = pickle.dumps({"w": np.arange(3, dtype=np.float32)}, protocol=2)
     assert content.count(b"K\x03\x85") == 1
     return content.replace(b"K\x03\x85", b"\x8a\x05" + size.to_bytes(5, "little") + b"\x85")
@@ -113,7 +113,7 @@ BROKEN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_file_is_told_and_takes_no_memory(kind: str, tmp_path: Path, tool: Tool) -> None:
+def test_damaged_file_is_refused_without_taking_memory(kind: str, tmp_path: Path, tool: Tool) -> None:
     import tracemalloc
 
     (tmp_path / "w.pdparams").write_bytes(BROKEN[kind])
@@ -126,8 +126,8 @@ def test_a_broken_file_is_told_and_takes_no_memory(kind: str, tmp_path: Path, to
     assert tool(tmp_path / "w.pdparams")[0] == 2
 
 
-def test_a_small_file_does_not_grow(tmp_path: Path) -> None:
-    """The same numbers by a thousand names, and the same text made bytes a thousand times."""
+def test_small_file_cannot_expand(tmp_path: Path) -> None:
+    """One array under a thousand names, and one text encoded a thousand times."""
     array = np.arange(10_000.0)
     write(tmp_path / "w.pdparams", {str(n): array for n in range(1000)})
     with pytest.raises(UserError, match="larger than the file"):

@@ -1,4 +1,4 @@
-"""Files that tools write: what cannot be written is found before the work, and what was written is told."""
+"""Output files of tools: errors are found before the work, and an interrupted tool lists what it wrote."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_behind_standard_output_is_one_line(digits_run: Path, tree: Path, unbuffered: str) -> None:
+def test_full_disk_behind_standard_output_is_one_line(digits_run: Path, tree: Path, unbuffered: str) -> None:
     lines = {
         f"scripts/predict.py {digits_run} {tree / 'train'}": 2,
         f"scripts/evaluate.py {digits_run} -device cpu": 2,
@@ -58,11 +58,11 @@ def test_a_full_disk_behind_standard_output_is_one_line(digits_run: Path, tree: 
             done = subprocess.run(words, check=False, stdout=full, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT)
         assert done.returncode == code, (line, done.stderr)
         assert "error: standard output cannot be written (No space left on device)" in done.stderr
-        assert done.stderr.count("\n") <= 2, "at most which weights these are, and the error"
+        assert done.stderr.count("\n") <= 2, "at most the line about the weights, and the error"
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_what_cannot_be_written_is_told_before_the_work(
+def test_unwritable_output_is_refused_before_the_work(
     tool: str, tree: Path, digits_run: Path, tmp_path: Path, vitamp: Callable[..., Result]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -77,11 +77,11 @@ def test_what_cannot_be_written_is_told_before_the_work(
         assert done.code == 2, done.text
         assert said in done.err
         assert "Traceback" not in done.text
-        assert done.out == "", "nothing was looked at yet"
+        assert done.out == "", "no work was done"
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_file_that_exists_is_refused_before_the_work(
+def test_existing_output_is_refused_before_the_work(
     tool: str, tree: Path, digits_run: Path, tmp_path: Path, vitamp: Callable[..., Result]
 ) -> None:
     words = [word.format(out=tmp_path / "old", tree=tree, run=digits_run) for word in TOOLS[tool]]
@@ -94,7 +94,7 @@ def test_a_file_that_exists_is_refused_before_the_work(
     assert old.read_text() == "mine"
 
 
-def test_overwrite_replaces_it_and_a_former_flag_names_todays(
+def test_overwrite_replaces_a_file_and_an_old_flag_names_the_new(
     digits_run: Path, tmp_path: Path, vitamp: Callable[..., Result]
 ) -> None:
     (tmp_path / "old.json").write_text("mine")
@@ -105,7 +105,7 @@ def test_overwrite_replaces_it_and_a_former_flag_names_todays(
     assert "figures" in (tmp_path / "old.json").read_text()
 
 
-def test_kinds_of_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_file_accepts_only_regular_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "old").write_text("old")
@@ -123,18 +123,18 @@ def test_kinds_of_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             check_output_file(path, "-out")
     with pytest.raises(UserError, match="this is there already"):
         check_output_file(tmp_path / "old", "-out", fresh=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "pipe"], "nothing is left of the trial"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "pipe"], "the check leaves no file"
 
 
-def test_a_file_of_another_user_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked of the system, since root may write everywhere."""
+def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """os.access is replaced, since root may write everywhere."""
     (tmp_path / "old").write_text("old")
     monkeypatch.setattr("utils.output_file.os.access", lambda _path, mode: mode != os.W_OK)
     with pytest.raises(UserError, match=r"cannot be written \(it may not be overwritten by this user\)"):
         check_output_file(tmp_path / "old", "-out")
 
 
-def test_a_disk_that_fails_at_the_end_is_a_line(tree: Path, vitamp: Callable[..., Result], tmp_path: Path) -> None:
+def test_write_error_at_the_end_is_one_line(tree: Path, vitamp: Callable[..., Result], tmp_path: Path) -> None:
     words = ("-dataset", "imagefolder", "-data_path", tree, "-num_classes", "1")
     done = vitamp(*words, "-out", tmp_path / "a.txt", "-json", tmp_path / "a.txt", script="scripts/check_data.py")
     assert done.code == 2
@@ -146,7 +146,7 @@ def test_a_disk_that_fails_at_the_end_is_a_line(tree: Path, vitamp: Callable[...
         raise OSError(28, "No space left on device")
 
 
-def test_an_interrupted_tool_tells_what_it_wrote(
+def test_interrupted_tool_lists_what_it_wrote(
     tmp_path: Path, digits_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(_argv: list[str]) -> int:
@@ -156,9 +156,9 @@ def test_an_interrupted_tool_tells_what_it_wrote(
         pass
     assert run_tool(interrupted, []) == EXIT_INTERRUPTED
     assert "interrupted; no result was written" in capsys.readouterr().err
-    from tools.export import place
+    from tools.export import write
 
-    really, files = place.compare, []
+    really, files = write.compare, []
 
     def compare(*given: object) -> str:
         files.append(given)
@@ -166,7 +166,7 @@ def test_an_interrupted_tool_tells_what_it_wrote(
             raise KeyboardInterrupt
         return really(*given)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(place, "compare", compare)
+    monkeypatch.setattr(write, "compare", compare)
     words = [str(digits_run), "-to", "torch,safetensors", "-out", str(tmp_path / "vit")]
     assert export.main(words) == EXIT_INTERRUPTED
     log.handlers.clear()

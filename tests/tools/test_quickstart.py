@@ -1,4 +1,4 @@
-"""scripts/quickstart.sh: after training comes the report, and signals and exit codes are the training's."""
+"""scripts/quickstart.sh trains, writes the report, and passes on signals and the exit code of the training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.program import ROOT
 
 STAND_IN = """\
 #!/usr/bin/env bash
-# Stands in for Python: trains for nobody, and reports what it was asked for.
+# Stands in for Python: prints its arguments and trains nothing.
 if [[ $1 == */report.py ]]; then
     echo "report of ${*:2}"
     exit "${REPORT_CODE:-0}"
@@ -32,7 +32,7 @@ exit "${TRAIN_CODE:-0}"
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
-    """The script beside a setup that installs nothing, and a run's folder."""
+    """The script with a setup.sh that installs nothing, and the folder of a run."""
     scripts = tmp_path / "a house" / "scripts"
     scripts.mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "quickstart.sh", scripts)
@@ -56,13 +56,13 @@ def start(house: Path, *words: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def test_it_ends_with_the_report_of_its_run(house: Path) -> None:
+def test_quickstart_ends_with_the_report(house: Path) -> None:
     done = start(house, "-output", "some where", "TRAIN.NUM_EPOCHS=5")
     told = done.communicate(timeout=60)[0].splitlines()
     assert done.returncode == 0
     assert told[0] == "training with -cfg configs/vit_digits.yaml -amp -output some where TRAIN.NUM_EPOCHS=5"
     assert told[-1] == f"report of {house.parent / 'the run'}"
-    assert not list(house.parent.glob("tmp.*")), "what it kept for itself is gone"
+    assert not list(house.parent.glob("tmp.*")), "no temporary file is left"
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_it_ends_with_the_report_of_its_run(house: Path) -> None:
     [({"TRAIN_CODE": "1"}, 1, False), ({"RUN": "nowhere"}, 0, False), ({"REPORT_CODE": "2"}, 0, True)],
     ids=["training failed", "nothing was written", "the report failed"],
 )
-def test_the_exit_code_is_the_trainings(house: Path, env: dict[str, str], code: int, reported: bool) -> None:
+def test_exit_code_is_that_of_the_training(house: Path, env: dict[str, str], code: int, reported: bool) -> None:
     done = start(house, **env)
     told = done.communicate(timeout=60)[0]
     assert done.returncode == code
     assert ("report of" in told) == reported
-    assert ("only its report could not be made" in told) == ("REPORT_CODE" in env)
+    assert ("the report could not be written" in told) == ("REPORT_CODE" in env)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
@@ -90,4 +90,4 @@ def test_signals_reach_the_training(house: Path, number: signal.Signals, to_all:
     assert f"heard {number.name.removeprefix('SIG')}" in told
     assert script.returncode == 143
     assert "report of" not in told
-    assert time.monotonic() - began < 20, "at once, not when training is over"
+    assert time.monotonic() - began < 20, "at once, not at the end of training"

@@ -1,12 +1,12 @@
-"""How good is a trained model? More than its accuracy, on its own validation part or on any other data.
+"""Evaluate a trained model on its validation split or on other data: accuracy, recall, calibration, confusion.
 
     python scripts/evaluate.py runs/flowers
     python scripts/evaluate.py runs/flowers -weights both -json eval.json
     python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers -confusion matrix.png
 
-The model comes first: a run (its best checkpoint), one checkpoint, or weights that scripts/checkpoint.py wrote. The
-settings are those of the run but for what is given here; all flags and settings of main_single_gpu.py hold, -batch_size
-and -amp among them. Classes of another data set are matched to the model's by name.
+The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Settings are the
+run's; all flags and settings of main_single_gpu.py override them, such as -batch_size and -amp. Classes of another data
+set are matched to the model's by name.
 
 Precision, recall and F1 are means over the classes that have images. The calibration error is ECE: the mean distance
 between confidence and accuracy, over bins of equal width.

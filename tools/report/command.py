@@ -1,12 +1,12 @@
-"""A page about a run, or about several beside each other: figures, curves, confusion, mistakes, precision, time.
+"""Write an HTML report of one or several runs: metrics, curves, time, precision, predictions.
 
     python scripts/report.py runs/a
     python scripts/report.py runs/amp runs/fp32 -out compared.html
     python scripts/report.py runs/a -no_predictions
 
-It is one HTML file for any browser, light or dark, wide or narrow, that needs no network and runs no script. Without
--out it is report.html in the run's folder, or in the one that holds all of them; in the current folder where only /
-does. A run that still trains, or was cut off, can be looked at too.
+The report is one HTML file for any browser, light or dark, wide or narrow, that needs no network and runs no script.
+Without -out it is report.html in the run's folder, or in the nearest folder that contains all runs (the current folder
+where only / does). Runs that are still training or were cut off can be reported too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from utils.flags import Flag, Place
 from utils.log import log
 
 OWN = (
-    Flag("out", "where to write the page (default: report.html in the run's folder)", "FILE.html", kind=Path),
+    Flag("out", "file to write (default: report.html in the run's folder)", "FILE.html", kind=Path),
     OVERWRITE,
-    Flag("no_predictions", "do not load the weights and the images"),
+    Flag("no_predictions", "do not evaluate the best checkpoint"),
 )
 TOOL = Tool("report.py", __doc__, OWN, (Place("runs", "RUN", "a run's folder", "+", Path),), settings=False)
 
@@ -38,8 +38,6 @@ def _report(argv: list[str]) -> int:
 
     from tools.common.report_page.page import write_report
 
-    log.info(
-        "Report: %s",
-        write_report(asked.runs, out, predictions=not asked.no_predictions, overwrite=bool(asked.overwrite)),
-    )
+    page = write_report(asked.runs, out, predictions=not asked.no_predictions, overwrite=bool(asked.overwrite))
+    log.info("Report: %s", page)
     return EXIT_DONE

@@ -1,12 +1,12 @@
-"""What does the model see? The first training images of a run, as a picture, after all that is done to them.
+"""Draw the first training images of a run as the model sees them.
 
     python scripts/show_batch.py -cfg configs/vit_digits.yaml
     python scripts/show_batch.py -cfg configs/deit_tiny_patch16_224.yaml -data_path /data/imagenet -count 32
 
-Cropped, flipped, augmented, erased and mixed as training does it: these are the very images of the first updates, in
-their order. Above each stands its label; where two images are mixed, both labels with their shares.
+The images are cropped, flipped, augmented, erased and mixed exactly as in the first updates of training, in their
+order. Above each is its label; a mixed image has both labels with their fractions.
 
-All flags and settings of main_single_gpu.py hold.
+Takes the flags and settings of main_single_gpu.py.
 """
 
 from __future__ import annotations

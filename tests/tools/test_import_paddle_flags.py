@@ -1,4 +1,4 @@
-"""What scripts/import_paddle.py says at last: the words behind -pretrained build the model that the file is of."""
+"""The last line of scripts/import_paddle.py has flags that build the imported model."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from models import build_model, load_pretrained
-from tests.tools.paddle_files import BLOCKS, MODELS, TODAY, VIT, drawn, of_paddle, write
+from tests.tools.paddle_files import BLOCKS, MODELS, TODAY, VIT, of_paddle, random_weights, write
 from tools.import_paddle import command as import_paddle
 from utils.cli import parse
 from utils.config import load_config
 
 
 def grey() -> tuple[nn.Module, Any]:
-    model = drawn(VisionTransformer(**VIT, in_chans=1))
+    model = random_weights(VisionTransformer(**VIT, in_chans=1))
     return model, of_paddle(model, TODAY, BLOCKS)
 
 
 @pytest.mark.parametrize("kind", ["vit", "distilled", "swin", "grey"])
-def test_the_last_line_is_right_as_it_stands(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_in_the_last_line_build_the_model(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, arrays = (grey if kind == "grey" else MODELS[kind])()
     file = write(tmp_path / "my weights.pdparams", arrays)
     assert import_paddle.main([str(file)]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
     line = last[last.index("-pretrained") :]
-    assert not re.search(r"(^| )[^' ]*\[", line), "a shell would take it for names of files"
+    assert not re.search(r"(^| )[^' ]*\[", line), "a shell would expand it"
     words = [word.replace("NUM_HEADS=N", "NUM_HEADS=3") for word in shlex.split(line)]
     command = parse(words, "main_single_gpu.py")
     config = load_config(None, command.flags, command.words).config

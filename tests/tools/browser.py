@@ -1,4 +1,4 @@
-"""A real Chromium without a window, spoken to over its DevTools protocol."""
+"""Headless Chromium, controlled over its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS_TO_START = 60
 
 @dataclass
 class View:
-    """A page as it was opened in a window of some width, light or dark."""
+    """A page in a window of some width, light or dark."""
 
     width: int
     dark: bool
@@ -30,18 +30,18 @@ class View:
     text: str = ""
     background: str = ""
     complaints: list[str] = field(default_factory=list)
-    """What the console says, and what was not loaded"""
-    asked_for: list[str] = field(default_factory=list)
-    """All addresses but those of data: URIs"""
+    """Console messages and failed loads"""
+    requests: list[str] = field(default_factory=list)
+    """All URLs except data: URIs"""
     dialogs: int = 0
     picture: bytes = b""
 
 
 def views_of(page: Path, folder: Path, views: list[View]) -> list[View]:
-    """Open `page` from the disk in each of them. Skipped without a browser, but in CI: there it fails."""
+    """Open `page` from the disk in each view. Without a browser the test is skipped, but in CI it fails."""
     if PROGRAM is None:
         if os.environ.get("CI"):
-            pytest.fail("no Chromium here, where the page must be tested: apt-get install chromium")
+            pytest.fail("Chromium is required in CI: apt-get install chromium")
         pytest.skip("no Chromium is installed (apt-get install chromium)")
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     command = [PROGRAM, *words, "--remote-debugging-port=0", f"--user-data-dir={folder / 'chromium'}", "about:blank"]
@@ -56,9 +56,9 @@ def views_of(page: Path, folder: Path, views: list[View]) -> list[View]:
 def _port(profile: Path) -> int:
     end = time.monotonic() + SECONDS_TO_START
     while time.monotonic() < end:
-        told = profile / "DevToolsActivePort"
-        if told.exists() and len(told.read_text().split()) > 1:
-            return int(told.read_text().split()[0])
+        port = profile / "DevToolsActivePort"
+        if port.exists() and len(port.read_text().split()) > 1:
+            return int(port.read_text().split()[0])
         time.sleep(0.1)
     pytest.fail("Chromium did not start")
 
@@ -83,16 +83,16 @@ class _Tab:
         self._socket, self._number = socket, 0
         self._events: list[dict[str, Any]] = []
 
-    async def call(self, method: str, **words: Any) -> dict[str, Any]:
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
-        await self._socket.send_json({"id": self._number, "method": method, "params": words})
+        await self._socket.send_json({"id": self._number, "method": method, "params": params})
         while True:
-            told = json.loads((await self._socket.receive()).data)
-            if told.get("id") == self._number:
-                return told.get("result", {})
-            self._events.append(told)
+            message = json.loads((await self._socket.receive()).data)
+            if message.get("id") == self._number:
+                return message.get("result", {})
+            self._events.append(message)
 
-    async def happens(self, method: str) -> None:
+    async def wait_for(self, method: str) -> None:
         while not any(event.get("method") == method for event in self._events):
             self._events.append(json.loads((await self._socket.receive()).data))
 
@@ -106,7 +106,7 @@ class _Tab:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if view.dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
         await self.call("Page.navigate", url=page.resolve().as_uri())
-        await self.happens("Page.loadEventFired")
+        await self.wait_for("Page.loadEventFired")
         view.page_width = await self.value("document.documentElement.scrollWidth")
         view.text = await self.value("document.body.innerText")
         view.background = await self.value("getComputedStyle(document.body).backgroundColor")
@@ -115,12 +115,12 @@ class _Tab:
 
     def _sort(self, view: View) -> None:
         of: dict[str, Callable[[dict[str, Any]], None]] = {
-            "Log.entryAdded": lambda told: view.complaints.append(told["entry"]["text"]),
-            "Runtime.consoleAPICalled": lambda told: view.complaints.append(str(told["args"])),
-            "Runtime.exceptionThrown": lambda told: view.complaints.append(str(told["exceptionDetails"])),
-            "Network.requestWillBeSent": lambda told: view.asked_for.append(told["request"]["url"]),
+            "Log.entryAdded": lambda event: view.complaints.append(event["entry"]["text"]),
+            "Runtime.consoleAPICalled": lambda event: view.complaints.append(str(event["args"])),
+            "Runtime.exceptionThrown": lambda event: view.complaints.append(str(event["exceptionDetails"])),
+            "Network.requestWillBeSent": lambda event: view.requests.append(event["request"]["url"]),
         }
         for event in self._events:
             of.get(event.get("method", ""), lambda _: None)(event.get("params", {}))
             view.dialogs += event.get("method") == "Page.javascriptDialogOpening"
-        view.asked_for = [address for address in view.asked_for if not address.startswith("data:")]
+        view.requests = [address for address in view.requests if not address.startswith("data:")]

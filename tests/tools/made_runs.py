@@ -1,4 +1,4 @@
-"""Folders of runs that were never trained: what they tell is made up."""
+"""Run folders with made-up metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_run(
     seconds: float = 60.0,
     tag: str | None = None,
 ) -> Path:
-    """Four epochs of 20 updates, with a report every 10; `skips`: updates of reports that tell of one more skip."""
+    """Four epochs of 20 updates, with a report every 10. Each update in `skips` has one more skipped update."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"DATA: {{DATASET: digits}}\nTRAIN: {{NUM_EPOCHS: 4, BASE_LR: {rate}}}\n")
     about = {

@@ -1,4 +1,4 @@
-"""The page of scripts/report.py in a real browser: wide and narrow, light and dark."""
+"""The report in a browser: wide and narrow, light and dark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLASSES = ("<script>alert(1)<", "'single' & \"double\"", "x" * 60)
 
 
 def trained(folder: Path) -> Path:
-    """A run on images whose classes have names that mean mischief."""
+    """A run on images whose classes have malicious names."""
     for part, count in (("train", 4), ("val", 3)):
         for label, name in enumerate(CLASSES):
             for number in range(count):
@@ -39,15 +39,15 @@ def brightness(view: View) -> float:
     return float(np.asarray(Image.open(io.BytesIO(view.picture)).convert("L")).mean())
 
 
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
+def test_page_renders_in_a_browser(tmp_path: Path) -> None:
     page = write_report([trained(tmp_path)])
     views = [View(width, dark) for width in (1280, 360) for dark in (False, True)]
     for view in views_of(page, tmp_path, views):
         assert not view.complaints
-        assert view.asked_for == [page.resolve().as_uri()], "nothing else is loaded"
+        assert view.requests == [page.resolve().as_uri()], "only the page is loaded"
         assert view.dialogs == 0
         assert view.page_width <= view.width, "the page itself never scrolls sideways"
         for name in (*CLASSES, MISCHIEF, 'run\'s "folder"'):
-            assert name in view.text, "a name is shown as it is written"
+            assert name in view.text, "names are shown unchanged"
         assert (brightness(view) < 80) == view.dark
         assert (brightness(view) > 180) != view.dark

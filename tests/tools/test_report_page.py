@@ -1,4 +1,4 @@
-"""scripts/report.py: what its page says, of whole runs, of cut ones, and of names that mean mischief."""
+"""scripts/report.py: content of the page, for complete and incomplete runs, and for malicious names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Page = Callable[..., "Seen"]
 
 
 class Seen(HTMLParser):
-    """A page: its text, and its elements."""
+    """Text and elements of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def page(tmp_path: Path) -> Page:
     return call
 
 
-def test_figures_of_one_run(page: Page, tmp_path: Path) -> None:
+def test_metrics_of_one_run(page: Page, tmp_path: Path) -> None:
     text = page(make_run(tmp_path / "night", best=97.5, seconds=3725)).text
     assert "97.50 % best top-1, epoch 4" in text
     assert "1:02:05 training time" in text
@@ -67,8 +67,8 @@ def test_figures_of_one_run(page: Page, tmp_path: Path) -> None:
     assert "finished" in text
 
 
-def test_time_and_speed_of_a_run_that_was_resumed(page: Page, tmp_path: Path) -> None:
-    """Each start has a clock of its own, and a first report that does not count for the speed."""
+def test_time_and_speed_of_a_resumed_run(page: Page, tmp_path: Path) -> None:
+    """Each start has its own clock, and its first report does not count for the speed."""
     run = make_run(tmp_path / "resumed", seconds=3600)
     metrics = run / "metrics.jsonl"
     begun, *lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -77,20 +77,20 @@ def test_time_and_speed_of_a_run_that_was_resumed(page: Page, tmp_path: Path) ->
     metrics.write_text("".join([begun, *lines[:half], f"{again}\n", *lines[half:]]), encoding="utf-8")
     assert "1:30:00 training time" in page(run).text
     [read] = read_runs([run])
-    assert read.speed == 150.0, "the middle of 120 to 140 and 160 to 180"
+    assert read.speed == 150.0, "the median of 120 to 140 and 160 to 180"
 
 
-def test_two_runs_stand_beside_each_other(page: Page, tmp_path: Path) -> None:
+def test_two_runs_are_compared(page: Page, tmp_path: Path) -> None:
     runs = make_run(tmp_path / "a", rate="1e-3"), make_run(tmp_path / "b", rate="2e-3", precision="fp32")
     seen = page(*runs, verdict="a is better\nby far")
     assert "TRAIN.BASE_LR 0.001 0.002" in seen.text
-    assert "TRAIN.NUM_EPOCHS" not in seen.text, "what is equal is not listed"
+    assert "TRAIN.NUM_EPOCHS" not in seen.text, "equal settings are not listed"
     assert "a is better by far" in seen.text
     assert "a (fp16)" in seen.text
     assert "b (fp32)" in seen.text
 
 
-def test_skips_are_marked_and_named(page: Page, tmp_path: Path) -> None:
+def test_skipped_updates_are_marked_and_listed(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "skipping", skips=[20, 40])
     [scale] = [chart for chart in charts(read_runs([run])) if chart.title == "Loss scale"]
     assert [point[0] for point in scale.skips[0].points] == [1, 2]
@@ -99,14 +99,14 @@ def test_skips_are_marked_and_named(page: Page, tmp_path: Path) -> None:
     assert "20 linear, blocks.0.mlp.fc1, forward" in text
 
 
-def test_a_run_without_scaling_has_no_curve_of_it(page: Page, tmp_path: Path) -> None:
+def test_run_without_loss_scaling_has_no_curve_of_it(page: Page, tmp_path: Path) -> None:
     seen = page(make_run(tmp_path / "plain", precision="bf16", scale=1.0))
     assert not any("Loss scale" in mark["aria-label"] for mark in seen.named("svg"))
     assert "The loss needed no scaling" in seen.text
 
 
 @pytest.mark.parametrize("what", ["cut", "empty", "config", "run.json", "no metrics"])
-def test_a_page_of_what_there_is(page: Page, tmp_path: Path, what: str) -> None:
+def test_incomplete_run_is_reported(page: Page, tmp_path: Path, what: str) -> None:
     run = make_run(tmp_path / "cut")
     metrics = run / "metrics.jsonl"
     if what == "cut":
@@ -119,23 +119,23 @@ def test_a_page_of_what_there_is(page: Page, tmp_path: Path, what: str) -> None:
         (run / ("config.yaml" if what == "config" else what)).write_text("{ no end")
     text = page(run, make_run(tmp_path / "whole")).text
     assert {"cut": "running, or cut off", "config": "Unknown: a config.yaml", "run.json": "unknown"}.get(
-        what, "nothing reported yet"
+        what, "no metrics yet"
     ) in text
 
 
-def test_nothing_of_a_name_is_run(page: Page, tmp_path: Path) -> None:
+def test_malicious_names_are_escaped(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / 'a "quoted" <img src=x onerror=alert(1)>', tag=MISCHIEF)
     seen = page(run, make_run(tmp_path / "other"), verdict=MISCHIEF)
     assert not seen.named("script")
     assert not seen.named("img")
-    assert seen.text.count(MISCHIEF) >= 2, "it is shown as it is written"
+    assert seen.text.count(MISCHIEF) >= 2, "shown unchanged"
     assert not [a for _, a in seen.tags if any(name.startswith("on") for name in a)]
     policy = next(a for a in seen.named("meta") if a.get("http-equiv") == "Content-Security-Policy")
     allowed = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
     assert policy["content"] == allowed
 
 
-def test_nothing_comes_from_elsewhere(digits_run: Path, page: Page) -> None:
+def test_page_loads_nothing_from_elsewhere(digits_run: Path, page: Page) -> None:
     seen = page(digits_run, predictions=True)
     assert not seen.named("link")
     assert {mark["src"][:15] for mark in seen.named("img")} <= {"data:image/png;"}
@@ -153,8 +153,10 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     assert sum(in_matrix) == 360
 
 
-def test_equal_logits_count_as_in_validation(digits_run: Path, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of them comes first, a GPU decides otherwise than a CPU: they are judged where they were computed."""
+def test_equal_logits_are_ranked_as_in_validation(
+    digits_run: Path, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPU and CPU order them differently, so they are ranked on the device that computed them."""
     judged: list[bool] = []
     rows = Rows.of
 
@@ -168,12 +170,12 @@ def test_equal_logits_count_as_in_validation(digits_run: Path, page: Page, monke
     assert all(judged), "batch by batch, as validation does"
 
 
-def test_names_that_are_no_text_are_shown_as_far_as_they_are(page: Page, tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_shown_with_replacements(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / os.fsdecode(b"caf\xe9"))
     assert "caf\N{REPLACEMENT CHARACTER}" in page(run, make_run(tmp_path / "other")).text
 
 
-def test_weights_that_are_gone_leave_the_rest(digits_run: Path, page: Page, tmp_path: Path) -> None:
+def test_missing_weights_leave_the_rest_of_the_page(digits_run: Path, page: Page, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(digits_run, copied, ignore=shutil.ignore_patterns("*.safetensors"))
     text = page(copied, predictions=True).text
@@ -181,14 +183,16 @@ def test_weights_that_are_gone_leave_the_rest(digits_run: Path, page: Page, tmp_
     assert "best top-1" in text
 
 
-def test_where_the_page_lies(tmp_path: Path) -> None:
+def test_default_place_of_the_page(tmp_path: Path) -> None:
     one, two = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "deep" / "two")
     assert write_report([one], predictions=False) == one / "report.html"
     assert write_report([one, two, one], predictions=False) == tmp_path / "runs" / "report.html"
     assert "2 runs: one, two" in (tmp_path / "runs" / "report.html").read_text()
 
 
-def test_runs_that_share_nothing_but_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_share_only_the_root_write_to_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = make_run(tmp_path / "here")
     top = "/var/tmp" if tmp_path.is_relative_to("/dev") else "/dev/shm"
     with tempfile.TemporaryDirectory(dir=top) as elsewhere:
@@ -200,7 +204,7 @@ def test_runs_that_share_nothing_but_the_root(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nowhere"], "nowhere: no run lies there"),
+        (["nowhere"], "nowhere: no run there"),
         (["{run}", "-out", "page.txt"], "-out page.txt: name a file that ends in .html"),
         (["{run}", "-out", "page"], "-out page: name a file that ends in .html"),
         (["{run}", "-out", "no/such/page.html"], "the folder no/such does not exist"),
@@ -208,14 +212,16 @@ def test_runs_that_share_nothing_but_the_root(tmp_path: Path, monkeypatch: pytes
         ([], "-h shows what there is"),
     ],
 )
-def test_bad_command_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+def test_bad_command_lines_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
     run = make_run(tmp_path / "run")
     assert main([word.replace("{run}", str(run)) for word in words]) == 2
     assert told in capfd.readouterr().err
     assert not (run / "report.html").exists()
 
 
-def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_the_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
     assert main([str(run), "-no_predictions"]) == 0
     assert f"Report: {run / 'report.html'}" in capfd.readouterr().out
@@ -237,7 +243,7 @@ def test_any_curve_can_be_drawn(points: list[tuple[float, float]]) -> None:
         assert all(0 <= y <= 260 for _, path in chart.lines() for y in map(float, re.findall(r",(-?[\d.]+)", path)))
 
 
-def test_side_by_side_the_axes_are_the_same(tmp_path: Path) -> None:
+def test_charts_side_by_side_share_axes(tmp_path: Path) -> None:
     runs = read_runs([make_run(tmp_path / "a", best=90), make_run(tmp_path / "b", best=50)])
     losses, found = side_by_side(runs)
     assert [chart.title for chart in losses] == ["a: loss", "b: loss"]
@@ -247,7 +253,7 @@ def test_side_by_side_the_axes_are_the_same(tmp_path: Path) -> None:
     assert side_by_side(runs[:1]) == []
 
 
-def test_before_the_first_epoch_is_whole_updates_are_shown(tmp_path: Path) -> None:
+def test_before_the_first_epoch_ends_charts_show_updates(tmp_path: Path) -> None:
     run = make_run(tmp_path / "short")
     metrics = run / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
@@ -255,7 +261,7 @@ def test_before_the_first_epoch_is_whole_updates_are_shown(tmp_path: Path) -> No
     assert [update for update, _ in training.points] == [10, 20]
 
 
-def test_epoch_means_the_best_validation_and_resumes_are_shown(page: Page, tmp_path: Path) -> None:
+def test_charts_show_epoch_means_best_validation_and_resumes(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "whole", best=80.0)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"event": "run", "epoch": 3, "what": "resume", "update": 50, "perf": {}}) + "\n")
@@ -311,6 +317,6 @@ def test_reliability_diagram_has_accuracy_and_confidence_of_each_bin() -> None:
     assert "75 % confident: 50 % accurate" in diagram.description()
 
 
-def test_short_numbers() -> None:
+def test_numbers_are_shortened() -> None:
     found = [short(value) for value in (0, 0.25, 1234, 12345, 2_500_000, 0.00012, 2.0**40, -3)]
     assert found == ["0", "0.25", "1234", "12.35k", "2.5M", "1.2e-4", "1.10e12", "-3"]

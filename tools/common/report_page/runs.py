@@ -1,4 +1,4 @@
-"""scripts/report.py: what the files of a run say of it."""
+"""Runs as the report reads them: settings, metrics and environment from the files in a run's folder."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from utils.run_folder import holds_a_run, run_of
 
 Line = dict[str, Any]
 OF_ONE_START = ("OUTPUT", "SAVE", "BASE", "MODEL.RESUME", "MAX_TIME", "LOCAL_RANK", "NGPUS")
-"""Settings that say where and how often a run was started, not what it is."""
+"""Settings of one start, which do not tell two runs apart"""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run's folder, read."""
+    """One run, read from its folder."""
 
     folder: Path
     name: str
@@ -37,7 +37,7 @@ class Run:
     about: Line
     """run.json"""
     lines: list[Line]
-    """metrics.jsonl, as far as its lines are whole"""
+    """Complete lines of metrics.jsonl"""
 
     @cached_property
     def course(self) -> Course:
@@ -52,12 +52,12 @@ class Run:
 
     @property
     def state(self) -> str:
-        """How it ended, as far as its files tell."""
-        told = self.of("run")
-        last = told[-1].get("what", "") if told else ""
+        """How the run ended, or that it has not."""
+        events = self.of("run")
+        last = events[-1].get("what", "") if events else ""
         if last in ("end", "paused"):
             return {"end": "finished", "paused": "paused, to be resumed"}[last]
-        return "running, or cut off" if self.lines else "nothing reported yet"
+        return "running, or cut off" if self.lines else "no metrics yet"
 
     @property
     def peak_memory(self) -> float | None:
@@ -79,35 +79,35 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """Where the time went, in the run's own words; the last one counts."""
-        told = [line["perf"]["verdict"]["text"] for line in self.lines if "verdict" in line.get("perf", {})]
-        return str(told[-1]) if told else ""
+        """Last verdict of the run on where its time went."""
+        verdicts = [line["perf"]["verdict"]["text"] for line in self.lines if "verdict" in line.get("perf", {})]
+        return str(verdicts[-1]) if verdicts else ""
 
     def best(self) -> tuple[float, str] | None:
-        """The best validated top-1 in percent, and where it was found."""
+        """Best top-1 of all validations in percent, and its epoch and weights."""
         found = best_top1(self.lines)
         return (found[0], f"epoch {found[1]}{found[2] and f', {found[2]}'}") if found else None
 
     @property
     def best_checkpoint(self) -> str:
-        """Which it is, which of its weights are better, and how well each validated."""
+        """Best checkpoint, its better weights, and their metrics."""
         try:
             return find_saved(self.folder, "auto")[1].words
-        except UserError:  # no checkpoint is there, or none that is whole
+        except UserError:  # there is no complete checkpoint
             return ""
 
     def stages(self) -> dict[str, float]:
-        """Milliseconds of an update by stage; nothing without REPORT_STAGES."""
-        of_last: dict[str, list[float]] = {}
+        """Milliseconds per update of each stage; empty without REPORT_STAGES."""
+        times: dict[str, list[float]] = {}
         for line in self.of("train")[1:]:
             for key, value in line.get("perf", {}).items():
                 if key.endswith("_ms") and value is not None:
-                    of_last.setdefault(key.removesuffix("_ms"), []).append(value)
-        return {stage: median(values) for stage, values in of_last.items() if median(values) > 0}
+                    times.setdefault(key.removesuffix("_ms"), []).append(value)
+        return {stage: median(values) for stage, values in times.items() if median(values) > 0}
 
     @property
     def waited(self) -> float | None:
-        """Percent of the time that training waited for data."""
+        """Percent of the training time spent waiting for data."""
         found = [line.get("perf", {}).get("data_wait_percent") for line in self.of("train")]
         known = [share for share in found if share is not None]
         return median(known) if known else None
@@ -118,7 +118,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     for path in paths:
         folder = run_of(path) or path
         if not path.exists() or not folder.is_dir() or not holds_a_run(folder):
-            raise UserError(f"{path}: no run lies there (looked for config.yaml, run.json, metrics.jsonl).")
+            raise UserError(f"{path}: no run there (looked for config.yaml, run.json, metrics.jsonl).")
         if folder.resolve() not in [known.resolve() for known in folders]:
             folders.append(folder)
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
@@ -131,7 +131,7 @@ def _read(folder: Path, name: str) -> Run:
 def _config(folder: Path) -> Config | None:
     try:
         return load_config(str(folder / "config.yaml")).config
-    except UserError:  # of a later version perhaps, or cut off before it was written: the rest can be shown
+    except UserError:  # perhaps of a later version, or not written yet: the rest of the run can be shown
         return None
 
 
@@ -144,19 +144,19 @@ def _json(path: Path) -> Line:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names, with as many above them as tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    names = [own[-1] for own in parts]
+    """Names of the folders, with as many parent folders as they need to differ."""
+    paths = [folder.resolve().parts for folder in folders]
+    names = [path[-1] for path in paths]
     depth = 1
-    while len(set(names)) < len(names) and depth < max(map(len, parts)):
+    while len(set(names)) < len(names) and depth < max(map(len, paths)):
         depth += 1
         twice = {name for name, count in Counter(names).items() if count > 1}
-        names = ["/".join(own[-depth:]) if name in twice else name for name, own in zip(names, parts, strict=True)]
+        names = ["/".join(path[-depth:]) if name in twice else name for name, path in zip(names, paths, strict=True)]
     return names
 
 
 def summary(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Rows of the first table: what it is called, and one text a run. Rows that say nothing of any run are left out."""
+    """Rows of the table of runs: a title and one text per run. Rows without any text are left out."""
     rows = [(title, [_text(of(run)) for run in runs]) for title, of in _ROWS]
     return [(title, texts) for title, texts in rows if any(text != NOTHING for text in texts)]
 
@@ -168,17 +168,17 @@ def _text(value: Any) -> str:
     return NOTHING if value is None or value == "" else str(value)
 
 
-def _best_words(run: Run) -> str:
+def _best_text(run: Run) -> str:
     best = run.best()
     return f"{best[0]:.2f} % ({best[1]})" if best else ""
 
 
-def _last_words(run: Run) -> str:
-    told = [line for line in run.of("val") if line.get("acc1") is not None]
-    if not told:
+def _last_text(run: Run) -> str:
+    lines = [line for line in run.of("val") if line.get("acc1") is not None]
+    if not lines:
         return ""
-    average = told[-1].get("ema_acc1")
-    return f"{told[-1]['acc1']:.2f} %" + (f", EMA {average:.2f} %" if average is not None else "")
+    ema = lines[-1].get("ema_acc1")
+    return f"{lines[-1]['acc1']:.2f} %" + (f", EMA {ema:.2f} %" if ema is not None else "")
 
 
 def _parameters(run: Run) -> str:
@@ -207,8 +207,8 @@ def _versions(run: Run) -> str:
 
 
 _ROWS = (
-    ("best top-1", _best_words),
-    ("last top-1", _last_words),
+    ("best top-1", _best_text),
+    ("last top-1", _last_text),
     ("checkpoint", lambda run: run.best_checkpoint),
     ("precision", lambda run: run.precision),
     ("images/s", lambda run: f"{run.speed:,.0f}" if run.speed else ""),
@@ -231,7 +231,7 @@ _ROWS = (
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings in which the runs differ, and what each has."""
+    """Settings in which the runs differ, with the value of each run."""
     configs = [run.config for run in runs if run.config is not None]
     rows = []
     for key in settings() if len(configs) == len(runs) else ():

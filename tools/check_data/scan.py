@@ -105,8 +105,9 @@ class _Scanner(Dataset[Any]):
         failure = failure_of(decode)
         encoded = read[0] if read else None
         if failure is not None:
-            damaged = failure.kind == "damaged" and encoded is not None and not isinstance(encoded, np.ndarray)
-            problem = _kind_of_damage(bytes(encoded)) if damaged else failure.kind
+            problem = failure.kind
+            if problem == "damaged" and encoded is not None and not isinstance(encoded, np.ndarray):
+                problem = _kind_of_damage(bytes(encoded))
             return Scan(problem, failure.reason, b"", "", (0, 0))
         assert encoded is not None
         if isinstance(encoded, np.ndarray):

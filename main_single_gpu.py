@@ -5,7 +5,7 @@
         -cfg=./configs/vit_base_patch16_224.yaml -dataset=imagenet2012 -batch_size=64 \
         -data_path=/dataset/imagenet -amp
 
-`python main_single_gpu.py -h` lists all flags; any setting can be given as SECTION.KEY=VALUE.
+`python main_single_gpu.py -h` lists all flags; SECTION.KEY=VALUE sets any setting.
 """
 
 from engine.entry import main

@@ -1,1 +1,1 @@
-"""Small things every room needs: config, command line, process group, log, timing. Knows no other room."""
+"""What every room needs: settings, command line, errors, log, seeding, process group. Imports no other room."""

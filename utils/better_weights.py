@@ -1,4 +1,4 @@
-"""Which of a checkpoint's weights to use: the plain ones or their EMA, by the validation recorded in its meta.json."""
+"""Chooses between a checkpoint's plain weights and their EMA, by the validation metrics in its meta.json."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ Which = Literal["model", "ema"]
 Wanted = Literal["auto", "model", "ema"]
 BOTH: tuple[Which, ...] = ("model", "ema")
 PREFIX: dict[Which, str] = {"model": "", "ema": "ema_"}
-"""Of the metrics, as metrics.jsonl and meta.json name them."""
-SHORT: dict[Which, str] = {"model": "plain", "ema": "EMA"}
+"""Prefix of their metrics in metrics.jsonl and meta.json."""
+LABELS: dict[Which, str] = {"model": "plain", "ema": "EMA"}
 
 
 @dataclass(frozen=True)
 class Choice:
     which: Which
     words: str
-    """For the log: "plain weights, top-1 95.00 %; EMA: 92.50 %"."""
+    """Text for the log: "plain weights, top-1 95.00 %; EMA: 92.50 %"."""
 
 
 def best_prefix(metrics: Mapping[str, Any], by: str) -> str | None:
-    """The prefix of the better weights, '' or 'ema_'; None without a metric. Equal ones: plain."""
-    known: list[tuple[str, Any]] = [(prefix, metrics.get(f"{prefix}{by}")) for prefix in PREFIX.values()]
-    scores = {prefix: float(-value if by == "loss" else value) for prefix, value in known if _is_number(value)}
+    """The prefix of the better weights, '' or 'ema_'; '' if they are equal, None without a metric."""
+    values: list[tuple[str, Any]] = [(prefix, metrics.get(f"{prefix}{by}")) for prefix in PREFIX.values()]
+    scores = {prefix: float(-value if by == "loss" else value) for prefix, value in values if _is_number(value)}
     return max(scores, key=lambda prefix: scores[prefix]) if scores else None
 
 
-def choose_weights(meta: Mapping[str, Any], there: Collection[Which], wanted: Wanted, reason: str = "") -> Choice:
-    """`there`: the weights that the checkpoint has, at least one. `reason`: what `wanted` follows from, if not auto."""
-    metrics, by = _metrics(meta), _by(meta)
-    which, why = _decide(meta, metrics, by, there) if wanted == "auto" else (wanted, reason)
-    words = f"{SHORT[which]} weights" + (f" ({why})" if why else "")
+def choose_weights(meta: Mapping[str, Any], available: Collection[Which], wanted: Wanted, reason: str = "") -> Choice:
+    """Choose among the weights in the checkpoint, `available`, at least one. `reason`: why `wanted`, if not auto."""
+    metrics, by = _metrics(meta), _deciding_metric(meta)
+    which, why = _decide(meta, metrics, by, available) if wanted == "auto" else (wanted, reason)
+    words = f"{LABELS[which]} weights" + (f" ({why})" if why else "")
     if PREFIX[which] + by in metrics:
         words += f", {metric_words(by, metrics[PREFIX[which] + by])}"
     other: Which = "model" if which == "ema" else "ema"
-    if other in there and PREFIX[other] + by in metrics:
-        words += f"; {SHORT[other]}: {metric_words(by, metrics[PREFIX[other] + by], named=False)}"
+    if other in available and PREFIX[other] + by in metrics:
+        words += f"; {LABELS[other]}: {metric_words(by, metrics[PREFIX[other] + by], named=False)}"
     return Choice(which, words)
 
 
@@ -48,31 +48,31 @@ def metric_words(by: str, value: float, named: bool = True) -> str:
 
 
 def _decide(
-    meta: Mapping[str, Any], metrics: Mapping[str, float], by: str, there: Collection[Which]
+    meta: Mapping[str, Any], metrics: Mapping[str, float], by: str, available: Collection[Which]
 ) -> tuple[Which, str]:
-    """The better weights, and what this assumes where it was not measured."""
-    if len(there) == 1:
-        return next(iter(there)), ""
+    """The better weights, and what was assumed if this checkpoint was not validated."""
+    if len(available) == 1:
+        return next(iter(available)), ""
     if (prefix := best_prefix(metrics, by)) is not None:
-        return _of_prefix(prefix), ""
+        return _with_prefix(prefix), ""
     best = meta.get("best")
     if isinstance(best, Mapping) and isinstance(best.get("kind"), str):
-        which = _of_prefix("ema_" if best["kind"].startswith("ema_") else "")
-        return which, f"assumed: not validated at this update; the run's best were its {SHORT[which]} weights"
+        which = _with_prefix("ema_" if best["kind"].startswith("ema_") else "")
+        return which, f"assumed: not validated at this update; the run's best were its {LABELS[which]} weights"
     return "model", "assumed: this checkpoint has no validation metrics"
 
 
-def _of_prefix(prefix: str) -> Which:
+def _with_prefix(prefix: str) -> Which:
     return "ema" if prefix else "model"
 
 
 def _metrics(meta: Mapping[str, Any]) -> dict[str, float]:
-    found = meta.get("metrics")
-    return {key: value for key, value in found.items() if _is_number(value)} if isinstance(found, Mapping) else {}
+    metrics = meta.get("metrics")
+    return {key: value for key, value in metrics.items() if _is_number(value)} if isinstance(metrics, Mapping) else {}
 
 
-def _by(meta: Mapping[str, Any]) -> str:
-    """The metric that decides: SAVE_BEST_BY of the run, which older checkpoints keep in their settings or nowhere."""
+def _deciding_metric(meta: Mapping[str, Any]) -> str:
+    """The run's SAVE_BEST_BY; acc1 for older checkpoints without it."""
     settings = meta.get("settings")
     by = settings.get("SAVE_BEST_BY") if isinstance(settings, Mapping) else None
     return by if by in ("acc1", "acc5", "loss") else "acc1"

@@ -1,4 +1,4 @@
-"""What is prepared once and kept: where it lies, and how only one process of a machine prepares it."""
+"""The cache folder, and a lock so that only one process of a machine prepares what is cached."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ DEFAULT = "~/.cache/vitamp"
 
 
 def cache_folder(data: DataConfig, name: str) -> Path:
-    """The folder `name` of the cache, which is made."""
+    """The folder `name` in the cache, created if needed."""
     folder = Path(data.CACHE or DEFAULT).expanduser() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"DATA.CACHE: {folder} cannot be made: {error}. Name a folder that can be written.") from None
+        raise UserError(f"DATA.CACHE: {folder} cannot be created: {error}. Name a writable folder.") from None
     return folder
 
 
 @contextlib.contextmanager
-def only_one(lock: Path, what: str) -> Iterator[None]:
-    """Inside, this process is alone among those that name the same `lock`; the others wait. The lock ends with it."""
-    guard = FileLock(lock)
+def process_lock(file: Path, task: str) -> Iterator[None]:
+    """Hold the lock `file`; other processes wait for it. `task`: what its holder does, for their log ("fetches x")."""
+    lock = FileLock(file)
     try:
         try:
-            guard.acquire(timeout=1)
+            lock.acquire(timeout=1)
         except Timeout:
-            log.info("Waiting for another process, which %s.", what)
-            guard.acquire()
+            log.info("Waiting for another process, which %s.", task)
+            lock.acquire()
     except OSError as error:
-        raise UserError(f"{lock} cannot be locked: {error}. Its folder must let us write.") from None
+        raise UserError(f"{file} cannot be locked: {error}. Its folder must be writable.") from None
     try:
         yield
     finally:
-        guard.release()
+        lock.release()

@@ -1,8 +1,8 @@
-"""The command line: `-flag value`, `-flag=value`, `--flag` and `KEY=VALUE` words, in any order, for every program.
+"""The command line of every program: `-flag value`, `-flag=value`, `--flag` and `KEY=VALUE` words, in any order.
 
-argparse, built from the table of utils/flags.py, converts values and writes -h. Before it, `pieces` takes the
-KEY=VALUE words out and puts each flag into one word: argparse knows neither an optional value that only some words
-can be (`-amp O1`, `-amp SEED=1`), nor `-` and `_` as alike, nor a suggestion for a mistyped flag.
+argparse, built from the table in utils/flags.py, converts values and writes -h. Before it, `split` separates the
+KEY=VALUE words and puts each flag and its value into one word. argparse cannot do this: it has no optional value that
+only some words can be (`-amp O1`, `-amp SEED=1`), distinguishes `-` from `_`, and does not suggest a flag for a typo.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from utils.config.keys import default_of, settings, suggest
-from utils.errors import EXIT_DONE, UserError, nearest
-from utils.flags import BY_NAME, FLAGS, IGNORED, Action, Flag, Place
-from utils.foreign_flags import hint
+from utils.errors import EXIT_DONE, UserError, either, nearest
+from utils.flags import BY_NAME, FLAGS, IGNORED, Action, Flag, Positional
+from utils.foreign_flags import suggest_flag
 from utils.log import log
 from utils.precisions import AMP_WORDS, amp_settings_of
 
-__all__ = ["BY_NAME", "FLAG", "FLAGS", "WORD", "CommandLine", "Flag", "Parser", "Place", "parse", "pieces", "usage"]
+__all__ = ["BY_NAME", "FLAG", "FLAGS", "WORD", "CommandLine", "Flag", "Parser", "parse", "usage"]
 
 WIDTH = 100
-"""Of all that -h prints."""
+"""Columns of -h."""
 BOOLEANS = {"true", "false", "none", "null", "0", "1"}
-"""Words that others take for on and off: what is spelt like them is not what is meant."""
+"""Values for on and off in other programs: after -amp, a similarly spelt value is no helpful suggestion."""
 
 WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
@@ -39,24 +39,24 @@ FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the user asked for; the settings among it are not checked yet."""
+    """A parsed command line; its settings are not checked yet."""
 
     cfg: str | None = None
     flags: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """Dotted key -> (value, the flag it came by)."""
+    """Dotted key -> (value, the flag that gave it)."""
     words: dict[str, str] = field(default_factory=dict)
-    """Dotted key -> the text behind `=`."""
+    """Dotted key -> the text after `=`."""
     action: Action = "train"
     pattern: str | None = None
-    """-list_models: which ones."""
+    """The pattern of -list_models."""
     gpus: str | None = None
-    """-gpus, for utils.gpus.show_only."""
+    """The value of -gpus, for utils.gpus.limit_visible_gpus."""
 
 
 class Parser(argparse.ArgumentParser):
-    """`groups`: flags by the heading that -h shows them under. `hidden`: flags it takes and -h leaves out.
+    """argparse with the rules of this module.
 
-    `settings`: whether KEY=VALUE words set something.
+    `groups`: flags by their heading in -h. `hidden`: flags missing in -h. `settings`: whether KEY=VALUE is allowed.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Parser(argparse.ArgumentParser):
         about: str,
         groups: Mapping[str, Sequence[Flag]],
         hidden: Sequence[Flag] = (),
-        places: Sequence[Place] = (),
+        positionals: Sequence[Positional] = (),
         settings: bool = True,
         end: str | None = None,
     ) -> None:
-        usage = ["python", program, *(f"{place.shown}{' ...' * (place.many in ('+', '*'))}" for place in places)]
+        usage = ["python", program, *(f"{one.metavar}{' ...' * (one.nargs in ('+', '*'))}" for one in positionals)]
         usage += ["[-flag value ...]", *["[KEY=VALUE ...]"] * settings]
         super().__init__(
             program,
@@ -81,56 +81,56 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             formatter_class=_Layout,
         )
-        self.settings, self.places = settings, places
+        self.settings, self.positionals = settings, positionals
         self.known: dict[str, Flag] = {}
-        """By every name it goes by."""
+        """Flags by all their names."""
         for title, flags in groups.items():
             group = self.add_argument_group(title)
-            for place in places if title == next(iter(groups)) else ():
-                how = {"metavar": place.shown, "nargs": place.many, "type": partial(_value, place.shown, place)}
-                group.add_argument(place.name, help=_escaped(place.about), **how)
+            for one in positionals if title == next(iter(groups)) else ():
+                options = {"metavar": one.metavar, "nargs": one.nargs, "type": partial(_value, one.metavar, one)}
+                group.add_argument(one.name, help=_escaped(one.about), **options)
             for flag in flags:
-                self._add(group, flag, _escaped(f"{flag.about}{_default(flag)}"))
+                self._add(group, flag, _escaped(help_text(flag)))
         for flag in (*hidden, IGNORED):
             if flag.name not in self.known:
                 self._add(self, flag, argparse.SUPPRESS)
 
-    def _add(self, group: Any, flag: Flag, about: str) -> None:
+    def _add(self, group: Any, flag: Flag, text: str) -> None:
         for name in (flag.name, *flag.also, *flag.old):
             self.known.setdefault(name, flag)
-        how: dict[str, Any] = {"action": "store_true"}
+        options: dict[str, Any] = {"dest": flag.name, "required": flag.required, "help": text, "action": "store_true"}
         if flag.value:
-            how = {"action": "append" if flag.adds_up else "store", "metavar": flag.value}
-            how["type"] = partial(_value, f"-{flag.name}", flag)
-            how |= {"nargs": "?", "const": flag.alone} if flag.optional else {}
-        group.add_argument(f"-{flag.name}", f"--{flag.name}", dest=flag.name, required=flag.required, help=about, **how)
+            options |= {"action": "append" if flag.append else "store", "metavar": flag.value}
+            options["type"] = partial(_value, f"-{flag.name}", flag)
+            options |= {"nargs": "?", "const": flag.const} if flag.optional_value else {}
+        group.add_argument(f"-{flag.name}", f"--{flag.name}", **options)
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """What was given: the values of flags and places, by name, and the KEY=VALUE words. -h leaves with code 0."""
+        """The values of flags and positional arguments by name, and the KEY=VALUE words. -h prints and exits with 0."""
         if any(match and match[1] in ("h", "help") for match in map(FLAG.fullmatch, argv)):
             print(self.format_help(), end="")
             sys.exit(EXIT_DONE)
         flags: list[str] = []
-        places: list[str] = []
+        positionals: list[str] = []
         words: dict[str, str] = {}
         before: Flag | None = None
-        for flag, value in pieces(argv, self.known):
+        for flag, value in split(argv, self.known):
             if flag is not None:
                 flags.append(f"--{flag.name}" if value is None else f"--{flag.name}={value}")
             elif self.settings and WORD.fullmatch(value):
                 key, _, words[key] = value.partition("=")
-            elif self._has_room(places) and not (self.settings and "=" in value):
-                places.append(value)
+            elif self._takes_more(positionals) and not (self.settings and "=" in value):
+                positionals.append(value)
             else:
-                raise _stray(value, before, self)
+                raise _unrecognised(value, before, self)
             before = flag
-        return vars(self.parse_args([*flags, *["--"] * bool(places), *places])), words
+        return vars(self.parse_args([*flags, *["--"] * bool(positionals), *positionals])), words
 
-    def _has_room(self, places: Sequence[str]) -> bool:
-        return len(places) < len(self.places) or any(place.many in ("+", "*") for place in self.places)
+    def _takes_more(self, positionals: Sequence[str]) -> bool:
+        return len(positionals) < len(self.positionals) or any(one.nargs in ("+", "*") for one in self.positionals)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; -h shows what there is.")
+        raise UserError(f"{message}; -h lists all arguments.")
 
 
 class _Layout(argparse.RawDescriptionHelpFormatter):
@@ -149,27 +149,27 @@ def _escaped(text: str) -> str:
     return text.replace("%", "%%")
 
 
-def _default(flag: Flag) -> str:
-    default = flag.default
+def help_text(flag: Flag) -> str:
+    """A flag's text in -h, with its default."""
+    default = flag.default_text or flag.default
     if default is None and flag.keys and flag.keys[0] in settings():
         default = default_of(flag.keys[0])
-    return "" if default is None or isinstance(default, bool) else f" (default {default})"
+    return flag.about if default is None or isinstance(default, bool) else f"{flag.about} (default: {default})"
 
 
-def _value(name: str, of: Flag | Place, text: str) -> Any:
-    if isinstance(of, Flag) and not text and not of.optional:
-        raise UserError(f"{name} needs a value: {name} {of.value} ({of.about})")
-    if of.choices and text not in of.choices:
-        known = f"{', '.join(of.choices[:-1])} or {of.choices[-1]}"
-        raise UserError(f"{name} {text}: takes {known}.{nearest(text, of.choices)}")
+def _value(name: str, argument: Flag | Positional, text: str) -> Any:
+    if isinstance(argument, Flag) and not text and not argument.optional_value:
+        raise UserError(f"{name} needs a value: {name} {argument.value} ({argument.about})")
+    if argument.choices and text not in argument.choices:
+        raise UserError(f"{name} {text}: takes {either(argument.choices)}.{nearest(text, argument.choices)}")
     try:
-        return of.kind(text)
+        return argument.kind(text)
     except ValueError as error:
         raise UserError(f"{name} {text}: {error}.") from None
 
 
-def pieces(argv: Sequence[str], known: Mapping[str, Flag]) -> Iterator[tuple[Flag | None, Any]]:
-    """(flag, its value or None) for each flag, (None, text) for each other word."""
+def split(argv: Sequence[str], known: Mapping[str, Flag]) -> Iterator[tuple[Flag | None, Any]]:
+    """(flag, its value or None) for each flag, (None, word) for each other word."""
     rest = list(argv)
     while rest:
         text = rest.pop(0)
@@ -180,86 +180,86 @@ def pieces(argv: Sequence[str], known: Mapping[str, Flag]) -> Iterator[tuple[Fla
         if match is None:
             yield None, text
             continue
-        flag, value = _flag(text, match[1].replace("-", "_"), known, rest), match[2]
+        flag, value = _find_flag(text, match[1].replace("-", "_"), known, rest), match[2]
         if value is not None and not flag.value:
             raise UserError(f"{text}: -{flag.name} takes no value; leave out '={value}'")
         # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
-        if value is None and flag.value and rest and not FLAG.fullmatch(rest[0]) and _fits(flag, rest[0]):
+        if value is None and flag.value and rest and not FLAG.fullmatch(rest[0]) and _is_value(flag, rest[0]):
             value = rest.pop(0)
-        yield flag, "" if value is None and flag.value and not flag.optional else value
+        yield flag, "" if value is None and flag.value and not flag.optional_value else value
 
 
-def _fits(flag: Flag, text: str) -> bool:
-    return not flag.optional or flag.fits(text)
+def _is_value(flag: Flag, word: str) -> bool:
+    return not flag.optional_value or flag.accepts(word)
 
 
-def _flag(text: str, name: str, known: Mapping[str, Flag], rest: Sequence[str]) -> Flag:
+def _find_flag(text: str, name: str, known: Mapping[str, Flag], rest: Sequence[str]) -> Flag:
     flag = known.get(name)
     if flag is None:
         spelling, equals, value = text.partition("=")
         if not equals and rest and not FLAG.fullmatch(rest[0]) and not WORD.fullmatch(rest[0]):
             value = rest[0]
         names = [name for name in known if name != IGNORED.name]
-        raise UserError(f"unknown flag {spelling}.{hint(name, value, names)} -h lists all flags.")
+        raise UserError(f"unknown flag {spelling}.{suggest_flag(name, value, names)} -h lists all flags.")
     if name in flag.old:
         log.warning("-%s is now called -%s.", name, flag.name)
     return flag
 
 
 def parse(argv: Sequence[str], program: str) -> CommandLine:
-    """Read the command line of an entry script. -h prints and leaves with code 0."""
+    """Parse the command line of an entry script. -h prints and exits with code 0."""
     return command_line(*_entry_parser(program).read(argv))
 
 
 def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine:
-    """The flags among `given` that the entry scripts know, and KEY=VALUE words."""
+    """A CommandLine of those flags in `given` that entry scripts have, and of KEY=VALUE words."""
     flags: dict[str, tuple[Any, str]] = {}
     for flag in (flag for name, flag in BY_NAME.items() if name in given):  # batch_size before batch_size_eval
         source, value = f"-{flag.name}", given[flag.name]
-        if flag.adds_up:
-            flags |= {key: (setting, source) for how in value for key, setting in amp_settings(how).items()}
+        if flag.append:
+            flags |= {key: (setting, source) for one in value for key, setting in amp_settings(one).items()}
         else:
             flags |= dict.fromkeys(flag.keys, (value, source))
     actions = [flag for name in given if (flag := BY_NAME.get(name)) and flag.action]
     if len(actions) > 1:
         names = " and ".join(f"-{flag.name}" for flag in actions)
-        raise UserError(f"{names} exclude each other; give one of them")
+        raise UserError(f"{names} exclude each other; give only one")
     action = actions[0].action if actions else None
     return CommandLine(given.get("cfg"), flags, words, action or "train", given.get("list_models"), given.get("gpus"))
 
 
 def amp_settings(value: str) -> dict[str, Any]:
-    """The settings that -amp stands for with `value`."""
+    """The settings that `-amp value` stands for."""
     settings = amp_settings_of(value)
     if settings is None:
-        raise UserError(f"-amp={value}: {_about_amp(value)}")
+        raise UserError(f"-amp={value}: {_amp_advice(value)}")
     return {f"AMP.{key}": setting for key, setting in settings.items()}
 
 
-def _about_amp(value: str) -> str:
-    """What to write instead of `-amp value`."""
+def _amp_advice(value: str) -> str:
+    """Advice on what to write instead of `-amp value`."""
     guess = "" if value.casefold() in BOOLEANS else nearest(value, AMP_WORDS.split()).lstrip() + " "
-    return f"{guess}-amp alone switches it on; leave it out for fp32; or give one of: {AMP_WORDS}.".lstrip()
+    return f"{guess}-amp alone turns AMP on; its values are {AMP_WORDS}.".lstrip()
 
 
-def _stray(text: str, before: Flag | None, parser: Parser) -> UserError:
-    """For a word that is neither a flag, nor a flag's value, nor KEY=VALUE: say what it might have been."""
+def _unrecognised(text: str, before: Flag | None, parser: Parser) -> UserError:
+    """The error for a word that is neither a flag, nor a flag's value, nor KEY=VALUE, with a suggestion."""
     key, separator, value = text.partition("=")
     name = text.replace("-", "_").partition("=")[0]
-    takes = "Settings are given as -flag value or KEY=VALUE" if parser.settings else "Options are given as -flag value"
-    about = f" {takes}; -h lists the flags."
+    forms = "-flag value or KEY=VALUE" if parser.settings else "-flag value"
+    advice = f" Arguments have the form {forms}; -h lists the flags."
     if text.endswith((".yaml", ".yml")) and "cfg" in parser.known:
-        about = f" Did you mean -cfg {text}?"
+        advice = f" Did you mean -cfg {text}?"
     elif name in parser.known:
-        about = f" Did you mean -{text if separator else name}?"
+        advice = f" Did you mean -{text if separator else name}?"
     elif separator and parser.settings:
-        close = suggest(key.upper()).replace("?", f"={value}?")
-        about = close or " Settings are given as KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
+        suggestion = suggest(key.upper()).replace("?", f"={value}?")
+        advice = suggestion or " Settings have the form KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
     elif before is not None and before.name == "amp":
-        about = f" {_about_amp(text)}"
+        advice = f" {_amp_advice(text)}"
     elif before is not None and not before.value:
-        about = f" -{before.name} takes no value."
-    return UserError(f"unrecognised argument '{text}'.{about}")
+        advice = f" -{before.name} takes no value."
+    return UserError(f"unrecognised argument '{text}'.{advice}")
 
 
 def _entry_parser(program: str) -> Parser:
@@ -272,7 +272,7 @@ def usage(program: str) -> str:
 
 
 ABOUT = """\
-Trains a Vision Transformer, in mixed precision with -amp. The usual command lines:
+Trains a Vision Transformer; with -amp in mixed precision. Examples:
 
   python {program} -cfg configs/vit_digits.yaml -amp
   python {program} -cfg configs/vit_small_patch16_224.yaml -data_path /data/imagenet -amp
@@ -281,14 +281,14 @@ Trains a Vision Transformer, in mixed precision with -amp. The usual command lin
   python {program} -cfg configs/vit_digits.yaml -amp -dry_run TRAIN.BASE_LR=1e-3"""
 
 USAGE_END = (
-    "-flag value, -flag=value and --flag value are alike, and so are - and _ inside a name. KEY=VALUE sets any "
-    "setting of docs/config.md and wins over files and flags: TRAIN.BASE_LR=1e-4. Read on: README.md, and "
-    "docs/troubleshooting.md where something goes wrong. Tools beside training are in scripts/, each with -h."
+    "-flag value, -flag=value and --flag value are equivalent, and so are - and _ inside a name. KEY=VALUE sets any "
+    "setting in docs/config.md and overrides files and flags: TRAIN.BASE_LR=1e-4. Guide: README.md; error messages: "
+    "docs/troubleshooting.md. Other tools are in scripts/, each with -h."
 )
 
 
 def version_text() -> str:
-    """What -version prints; read without importing torch, which takes seconds."""
+    """The output of -version, without importing torch, which takes seconds."""
     project = Path(__file__).resolve().parents[1] / "pyproject.toml"
     lines = [f"vitamp {tomllib.loads(project.read_text(encoding='utf-8'))['project']['version']}"]
     for package in ("torch", "timm"):

@@ -1,6 +1,6 @@
-"""The CPUs: what Linux says of them, and how many cores this process may use by its affinity and its control groups.
+"""How many CPU cores this process may use, by its affinity and control groups, and Linux's description of the CPUs.
 
-A container or a batch system sets limits, those of memory too, through control groups.
+Containers and batch systems set their limits, those of memory too, through control groups (cgroups).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ class Group(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """CPU time a control group may take, as a number of cores."""
+    """A control group's limit on CPU time, as a number of cores."""
 
     cores: float
     file: Path
 
 
 def cores() -> int:
-    """Cores this process may use: a batch system, `taskset` or a container's quota may leave it only some."""
+    """Cores this process may use: a batch system, `taskset` or a container's quota may limit them."""
     visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     if quota is None or quota.cores >= visible:
         return visible
-    _tell(quota, visible)
-    return math.ceil(quota.cores)  # what is left of a core is worth a thread, which then rests at times
+    _log_quota(quota, visible)
+    return math.ceil(quota.cores)  # a fraction of a core is worth a thread, which then idles at times
 
 
 def cpu_quota() -> Quota | None:
-    """The smallest quota of all groups this process is in; None without one."""
-    quotas = [quota for group in groups_of("cpu") if (quota := _quota_of(*group)) is not None]
+    """The smallest quota of all control groups of this process; None without one."""
+    quotas = [quota for group in cgroups_of("cpu") if (quota := _quota_of(*group)) is not None]
     return min(quotas, default=None)
 
 
@@ -61,17 +61,17 @@ def _quota_of(folder: Path, version: int) -> Quota | None:
 
 
 @functools.cache
-def _tell(quota: Quota, visible: int) -> None:
+def _log_quota(quota: Quota, visible: int) -> None:
     log.info(
-        "CPU quota: %g of the %d cores seen here may be used (%s); threads and loading processes are counted by it.",
+        "CPU quota: this process may use %g of the %d visible cores (%s). Threads and loading workers follow it.",
         quota.cores,
         visible,
         quota.file,
     )
 
 
-def groups_of(controller: str) -> Iterator[Group]:
-    """Every group of version 2, and of version 1 for `controller`, from this process's own one up to the root."""
+def cgroups_of(controller: str) -> Iterator[Group]:
+    """This process's control groups, of version 2 and of version 1 for `controller`, each up to the root."""
     try:
         lines = OWN.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -81,7 +81,7 @@ def groups_of(controller: str) -> Iterator[Group]:
         if controllers and controller not in controllers.split(","):
             continue
         root = MOUNTED / controller if controllers else MOUNTED
-        # A container may show its own group as the root, and the path as it is outside.
+        # A container may show its own group as the root, but the path as seen from outside.
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
             yield Group(folder, 1 if controllers else 2)
@@ -90,7 +90,7 @@ def groups_of(controller: str) -> Iterator[Group]:
 
 
 def processors() -> list[dict[str, str]]:
-    """What Linux says of each CPU ("model name", "flags", "cpu MHz", ...) at this moment; nothing on other systems."""
+    """/proc/cpuinfo as one dictionary per CPU ("model name", "flags", "cpu MHz", ...); empty on other systems."""
     try:
         blocks = PROCESSORS.read_text(encoding="ascii", errors="replace").strip().split("\n\n")
     except OSError:
@@ -101,5 +101,5 @@ def processors() -> list[dict[str, str]]:
 
 @functools.cache
 def first_processor() -> dict[str, str]:
-    """The same of the first CPU, read once; on every machine that is known the others have the same features."""
+    """The first CPU's entry in /proc/cpuinfo, read once; the other CPUs of a machine have the same features."""
     return next(iter(processors()), {})

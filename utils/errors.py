@@ -1,9 +1,9 @@
-"""Errors that are the user's to mend. They reach the terminal as text, never as a traceback."""
+"""Exit codes, and errors that the user can fix: they are printed as text, never as a traceback."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -13,26 +13,38 @@ EXIT_STOPPED = 143
 
 
 class UserError(Exception):
-    """Something that can be found before the first update: usage, config, data, weights. Exit code 2.
+    """A problem found before the first update, in usage, settings, data or weights. Exit code 2.
 
-    The text says what was wrong, where it was found, and what would be right.
+    The text says what is wrong, where, and what to do.
     """
 
 
-class CommonUserError(UserError):
-    """One that all processes of a run raise, so that one of them tells it for all."""
+class AllRanksUserError(UserError):
+    """A UserError that all ranks raise together: one of them prints it for all."""
 
 
 class TrainingError(Exception):
-    """Something that went wrong after training began and that a traceback would not explain. Exit code 1."""
+    """A failure after training began that a traceback would not explain. Exit code 1."""
 
 
-class CommonError(TrainingError):
-    """One that all processes of a run find alike, at the same moment, so that one of them tells it for all."""
+class AllRanksError(TrainingError):
+    """A TrainingError that all ranks raise at the same moment: one of them prints it for all."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """' Did you mean X?' for the known word closest to `word`, or nothing when none is close."""
-    by_folded = {k.casefold(): k for k in known}
-    close = difflib.get_close_matches(word.casefold(), list(by_folded), n=1, cutoff=0.6)
-    return f" Did you mean {by_folded[close[0]]}?" if close else ""
+    """' Did you mean X?' for the known word closest to `word`; '' if none is close."""
+    match = closest(word, known)
+    return f" Did you mean {match}?" if match else ""
+
+
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word closest to `word`, whatever their case; None if none is close."""
+    by_folded = {name.casefold(): name for name in known}
+    matches = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=cutoff)
+    return by_folded[matches[0]] if matches else None
+
+
+def either(words: Sequence[object]) -> str:
+    """'a, b or c'."""
+    *first, last = map(str, words)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,6 +1,6 @@
-"""Reading files that others name, and writing files so that nobody finds half of one.
+"""Reads regular files only, and writes files atomically.
 
-A pipe that nobody writes to, or a device without an end, would be read for ever.
+A named pipe without a writer, or a device without an end, would be read for ever.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ _KINDS = {
     stat.S_IFBLK: "a block device",
 }
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-"""Without O_NONBLOCK, opening a pipe waits for whoever writes to it. It means nothing to regular files."""
+"""Without O_NONBLOCK, opening a named pipe waits for a writer. It has no effect on regular files."""
 
 
 class NotRegular(OSError):
-    """The path leads to something that is no regular file."""
+    """The path leads to something other than a regular file."""
 
 
 def only_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """`opener` of `open`: raises NotRegular where the path, its links followed, is no regular file.
+    """An `opener` for `open` that raises NotRegular unless the path, links followed, is a regular file.
 
-    The open file itself is asked, which costs next to nothing for each of a million images.
+    It checks the open file, which costs almost nothing even for a million images.
     """
     try:
         handle = os.open(path, flags | _FLAGS)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, which cannot be opened
-            raise _refusal(path, os.stat(path).st_mode) from None
+            raise _error_for(path, os.stat(path).st_mode) from None
         raise
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
         return handle
     os.close(handle)
-    raise _refusal(path, mode)
+    raise _error_for(path, mode)
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
@@ -58,38 +58,38 @@ def read_regular_text(path: str | os.PathLike[str], encoding: str = "utf-8") -> 
 
 
 def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raise NotRegular for a path that a library is about to open by itself."""
+    """Raise NotRegular unless `path`, which a library is about to open, is a regular file."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
-        raise _refusal(path, mode)
+        raise _error_for(path, mode)
 
 
 def kind_of_path(path: Path) -> str | None:
-    """'a folder', 'a named pipe' and the like, links followed; None where nothing is there."""
+    """'a folder', 'a named pipe' and the like, links followed; None if the path does not exist."""
     try:
         return _kind(path.stat().st_mode)
     except OSError:
         return None
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader finds the old content or the new one, never half of it. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file atomically: a reader finds the old content or the new one. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(part, "wb") as file:
+        with open(unfinished, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(unfinished, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 
-def _refusal(path: str | os.PathLike[str], mode: int) -> OSError:
+def _error_for(path: str | os.PathLike[str], mode: int) -> OSError:
     kind = NotRegular if not stat.S_ISDIR(mode) else IsADirectoryError
     return kind(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {_kind(mode)}, not a file", str(path))
 

@@ -1,4 +1,4 @@
-"""The table of flags, which the parser, -h and completion read: names, values, and the settings they stand for."""
+"""The table of flags, read by the parser, -h and shell completion: names, values, and the settings they set."""
 
 from __future__ import annotations
 
@@ -13,51 +13,54 @@ Action = Literal["train", "dry_run", "print_config", "print_amp", "list_models",
 
 @dataclass(frozen=True)
 class Flag:
+    """One flag. -h shows `about` and the default, which comes from the fields below: do not repeat it in `about`."""
+
     name: str
     about: str
     value: str = ""
-    """How -h shows its value: '' for a flag that takes none, in brackets one that may be left out."""
+    """Its value in -h: '' for a flag without one, in brackets for an optional one."""
     keys: tuple[str, ...] = ()
     """The settings its value goes to; the first is the one it is named for."""
     action: Action | None = None
     also: tuple[str, ...] = ()
-    """Other names that mean the same."""
+    """Other names with the same meaning."""
     old: tuple[str, ...] = ()
-    """Names it had before; they still work, with a warning that names the new one."""
+    """Former names, which still work, with a warning that gives the new one."""
     default: Any = None
-    """For -h, and the value of a tool's own flag that is not given. A setting's default is in the schema."""
+    """The value of a tool's own flag that is not given. A setting's default is in the schema instead."""
+    default_text: str = ""
+    """The default in -h, where it is no fixed value: "as the run validates", "50; on a CPU 5"."""
     kind: Callable[[str], Any] = str
-    """Makes its value of the text; ValueError says what the flag takes."""
+    """Converts the text to the value; its ValueError says what the flag takes."""
     choices: tuple[str, ...] = ()
     required: bool = False
-    fits: Callable[[str], bool] = bool
-    """Where the value may be left out: whether the next word is the value."""
-
-    alone: str | None = None
-    """What it is without its value, where that may be left out."""
-    adds_up: bool = False
-    """Given twice, both values count: `-amp fp16 -amp off` keeps the dtype. Of other flags the last one does."""
+    accepts: Callable[[str], bool] = bool
+    """With an optional value: whether the next word is the value."""
+    const: str | None = None
+    """The value of a flag given without its optional value."""
+    append: bool = False
+    """If given several times, all values count: `-amp fp16 -amp off` keeps the dtype. Else the last one counts."""
 
     @property
-    def optional(self) -> bool:
+    def optional_value(self) -> bool:
         return self.value.startswith("[")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A word that needs no flag, such as the run that a tool reads."""
+class Positional:
+    """A positional argument, such as the run that a tool reads."""
 
     name: str
-    shown: str
+    metavar: str
     about: str
-    many: Literal["?", "+", "*"] | None = None
-    """How many, as argparse writes it; None: one."""
+    nargs: Literal["?", "+", "*"] | None = None
+    """How many, as in argparse; None: one."""
     kind: Callable[[str], Any] = str
     choices: tuple[str, ...] = ()
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """For `Flag.kind`: whole numbers from `least` to `most`."""
+    """For `Flag.kind`: converts whole numbers from `least` to `most`."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
@@ -69,87 +72,107 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "What to do": (
-        Flag("cfg", "the YAML file with the run's settings", "FILE"),
-        Flag("eval", "validate once and end", keys=("EVAL",)),
-        Flag("dry_run", "a few real updates, and what a run takes of memory, time and disk", action="dry_run"),
-        Flag("print_config", "show all settings and where each came from", action="print_config"),
-        Flag("print_amp", "show which precision each part would run in", action="print_amp"),
+        Flag("cfg", "YAML file with the run's settings", "FILE"),
+        Flag("eval", "validate once and exit", keys=("EVAL",)),
+        Flag("dry_run", "make a few real updates; report memory, time and disk of the whole run", action="dry_run"),
+        Flag("print_config", "print all settings and where each comes from", action="print_config"),
+        Flag("print_amp", "print the precision that each part of the model runs in", action="print_amp"),
         Flag(
             "list_models",
-            "names of timm's models, all or those like 'vit_*'",
+            "print the names of timm's models, all or those like 'vit_*'",
             "[GLOB]",
             action="list_models",
-            fits=lambda text: "=" not in text,
+            accepts=lambda text: "=" not in text,
         ),
-        Flag("version", "show the versions of vitamp, torch and timm", action="version"),
-        Flag("h", "show this", also=("help",)),
+        Flag("version", "print the versions of vitamp, torch and timm", action="version"),
+        Flag("h", "print this help", also=("help",)),
     ),
     "Precision": (
         Flag(
             "amp",
-            f"mixed precision: {AMP_WORDS}; alone: on",
+            f"mixed precision: {AMP_WORDS}; without a value: on",
             "[HOW]",
             ("AMP.ENABLED",),
-            fits=lambda text: amp_settings_of(text) is not None,
-            alone="on",
-            adds_up=True,
+            accepts=lambda text: amp_settings_of(text) is not None,
+            const="on",
+            append=True,
         ),
     ),
     "Data": (
         Flag(
             "dataset",
-            "imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/data.md)",
+            "data set: imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/data.md)",
             "NAME",
             ("DATA.DATASET",),
         ),
-        Flag("data_path", "the folder it is in", "DIR", ("DATA.DATA_PATH",)),
+        Flag("data_path", "folder of the data set", "DIR", ("DATA.DATA_PATH",)),
         Flag(
             "batch_size",
-            "images per process, for validation too; auto: as many as fit",
+            "images per process, also for validation; auto: as many as fit",
             "N|auto",
             ("DATA.BATCH_SIZE", "DATA.BATCH_SIZE_EVAL"),
         ),
         Flag(
-            "batch_size_eval", "another number for validation", "N", ("DATA.BATCH_SIZE_EVAL",), default="as -batch_size"
+            "batch_size_eval",
+            "images per process for validation",
+            "N",
+            ("DATA.BATCH_SIZE_EVAL",),
+            default_text="-batch_size",
         ),
-        Flag("image_size", "height and width the model sees", "PIXELS", ("DATA.IMAGE_SIZE",)),
-        Flag("num_workers", "loading processes per rank", "N", ("DATA.NUM_WORKERS",), default="by the cores"),
+        Flag("image_size", "height and width of the model's input", "PIXELS", ("DATA.IMAGE_SIZE",)),
+        Flag(
+            "num_workers",
+            "loading processes per rank",
+            "N",
+            ("DATA.NUM_WORKERS",),
+            default_text="from the number of cores",
+        ),
     ),
     "Model": (
-        Flag("num_classes", "classes of the classifier", "N", ("MODEL.NUM_CLASSES",)),
-        Flag("pretrained", "weights to start from: a file, a run or a timm name", "FROM", ("MODEL.PRETRAINED",)),
+        Flag("num_classes", "number of classes", "N", ("MODEL.NUM_CLASSES",)),
+        Flag("pretrained", "weights to start from: a file, a run or a timm model", "FROM", ("MODEL.PRETRAINED",)),
         Flag(
             "teacher_model",
-            "distillation: a timm name, a run, or NAME=FILE",
+            "teacher for distillation: a timm model, a run, or NAME=FILE",
             "FROM",
             ("TRAIN.TEACHER_MODEL",),
             also=("teacher_model_path",),
         ),
     ),
     "The run": (
-        Flag("output", "the run's own folder; otherwise one is made in ./output", "DIR", ("OUTPUT",)),
-        Flag("resume", "go on from a run or checkpoint; auto: from -output", "PATH|auto", ("MODEL.RESUME",)),
-        Flag("last_epoch", "epochs that count as done", "N", ("TRAIN.LAST_EPOCH",)),
+        Flag("output", "the run's own folder", "DIR", ("OUTPUT",), default_text="a new folder in ./output"),
+        Flag(
+            "resume",
+            "resume a run or checkpoint; auto: the run in -output",
+            "PATH|auto",
+            ("MODEL.RESUME",),
+        ),
+        Flag(
+            "last_epoch",
+            "epochs that count as done; with -resume, that epoch's checkpoint",
+            "N",
+            ("TRAIN.LAST_EPOCH",),
+        ),
         Flag("accum_iter", "micro-batches per update", "N", ("TRAIN.ACCUM_ITER",)),
         Flag("save_freq", "epochs between checkpoints", "N", ("SAVE_FREQ",)),
         Flag("log_freq", "updates between log lines", "N", ("REPORT_FREQ",)),
         Flag("validate_freq", "epochs between validations", "N", ("VALIDATE_FREQ",)),
-        Flag("max_time", "save and end after this time, to be resumed", "HH:MM:SS", ("MAX_TIME",)),
-        Flag("profile", "write a profiler trace of this many updates", "N", ("PROFILE",)),
+        Flag("max_time", "save and exit after this time; -resume continues", "HH:MM:SS", ("MAX_TIME",)),
+        Flag("profile", "write a torch profiler trace of so many updates", "N", ("PROFILE",)),
     ),
     "Devices and processes": (
-        Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",), default="the best there is"),
-        Flag("ngpus", "processes main_multi_gpu.py starts; -1: one a visible GPU", "N", ("NGPUS",)),
-        Flag("gpus", "use these GPUs only, as CUDA_VISIBLE_DEVICES does", "0,1,..."),
-        Flag("threads", "CPU threads per process", "N", ("THREADS",), default="the cores, divided"),
-        Flag("backend", "nccl or gloo", "NAME", ("DIST.BACKEND",), default="by the device"),
-        Flag("host", "where rank 0 listens, when ranks are started by hand", "NAME", ("DIST.HOST",)),
-        Flag("port", "its port", "N", ("DIST.PORT",)),
-        Flag("rank", "this process's rank", "N", ("DIST.RANK",)),
+        Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",), default_text="the best available"),
+        Flag("ngpus", "processes that main_multi_gpu.py starts; -1: one per visible GPU", "N", ("NGPUS",)),
+        Flag("gpus", "use only these GPUs, as CUDA_VISIBLE_DEVICES does", "0,1,..."),
+        Flag("threads", "CPU threads per process", "N", ("THREADS",), default_text="the cores, divided by the ranks"),
+        Flag("backend", "nccl or gloo", "NAME", ("DIST.BACKEND",), default_text="nccl on GPUs, gloo on CPUs"),
+        Flag("host", "host of rank 0, when ranks are started by hand", "NAME", ("DIST.HOST",)),
+        Flag("port", "port of rank 0", "N", ("DIST.PORT",)),
+        Flag("rank", "rank of this process", "N", ("DIST.RANK",)),
         Flag("world_size", "number of processes", "N", ("DIST.WORLD_SIZE",)),
     ),
 }
 BY_NAME = {flag.name: flag for group in FLAGS.values() for flag in group}
 HELP = BY_NAME["h"]
 IGNORED = Flag("local_rank", "", "N")
-"""torch.distributed.launch gives it; the environment it sets says the same and is what counts."""
+"""torch.distributed.launch passes it, and sets the environment variable LOCAL_RANK, which is used instead."""

@@ -1,11 +1,9 @@
-"""Flags of other training programs, and what is given here instead."""
+"""Flags of other training programs, and our flag or setting for each."""
 
 from __future__ import annotations
 
-import difflib
-
 from utils.config.keys import settings, suggest
-from utils.errors import nearest
+from utils.errors import closest, nearest
 
 SETTINGS = {
     "TRAIN.NUM_EPOCHS": "epochs max_epochs n_epochs epoch",
@@ -43,10 +41,10 @@ _KEY = {word: key for key, words in SETTINGS.items() for word in words.split()}
 _FLAG = {word: flag for flag, words in FLAGS.items() for word in words.split()}
 
 
-def hint(name: str, value: str | None, known: list[str]) -> str:
-    """' Did you mean TRAIN.NUM_EPOCHS=5?' for `-epochs 5`; '' where nothing is near. `known`: the program's flags."""
-    if mistyped := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
-        return f" Did you mean -{mistyped[0]}?"
+def suggest_flag(name: str, value: str | None, known: list[str]) -> str:
+    """' Did you mean TRAIN.NUM_EPOCHS=5?' for `-epochs 5`; '' if nothing is close. `known`: the program's flags."""
+    if intended := closest(name, known, cutoff=0.9):
+        return f" Did you mean -{intended}?"
     if name in ("fp16", "bf16"):
         return f" Did you mean -amp {name}?"
     if name in _FLAG and _FLAG[name] in known:

@@ -1,4 +1,4 @@
-"""How the C library deals with memory that was given back."""
+"""Makes the C library keep freed memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 2**28
-"""What a process may hold on to."""
+"""Freed memory that a process may keep."""
 LARGEST_BLOCK = 2**25
-"""Of those it holds on to, where an older C library refuses more; it would then take all from 128 KiB on anew."""
+"""The largest threshold that older C libraries take. Without it, they return every block from 128 KiB on."""
 
 
 def keep_freed_memory() -> None:
-    """For the rest of this process's life, as far as its C library can be told.
+    """Make glibc keep freed memory for the rest of this process; without glibc, do nothing.
 
-    A decoded photograph is a large block, and so is what a layer computes on a CPU. By default such memory goes back to
-    the system when it is free, and is fetched anew, page by page, for the next image or update: a third of the time
-    spent on large images, a few hundredths of an update's.
+    A decoded photograph is a large block, and so are the activations of a layer on a CPU. By default such memory goes
+    back to the system when freed, and is mapped again, page by page, for the next image or update. That takes a third
+    of the time for large images, and a few percent of an update.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "gnu_get_libc_version"):

@@ -1,4 +1,4 @@
-"""A file that lines are added to while a run goes on. Lines that the disk refuses are kept, and written later."""
+"""Append-only text files of a running training. Lines that the disk refuses are kept in memory and written later."""
 
 from __future__ import annotations
 
@@ -9,57 +9,57 @@ import os
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("vitamp")  # utils.log is made of this
+log = logging.getLogger("vitamp")  # not from utils.log, which imports this file
 
 
 class LineFile:
-    """One writer, unbuffered: a line is in the file when `add` returns, or the trouble was told."""
+    """One writer, unbuffered: when `add` returns, the line is in the file, or a warning was logged."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: int | None = None
-        self._good: int | None = None
-        """Bytes of whole lines; what stands after them is half a line that the disk had no room for."""
-        self._waiting: list[bytes] = []
-        self._told = False
-        with contextlib.suppress(OSError):  # told with the first line
+        self._whole_bytes: int | None = None
+        """Length of all whole lines; after a failed write, half a line may follow them."""
+        self._unwritten: list[bytes] = []
+        self._warned = False
+        with contextlib.suppress(OSError):  # reported with the first line
             self._open()
 
     def add(self, line: str) -> None:
-        self._waiting.append(f"{line}\n".encode())
+        self._unwritten.append(f"{line}\n".encode())
         try:
             self._write()
         except OSError as error:
-            self._let_go()
-            if not self._told:
-                self._told = True  # before it is told: this may be the file that it is told to
+            self._release()
+            if not self._warned:
+                self._warned = True  # first: the warning may be written to this very file
                 log.warning(
-                    "%s cannot be written (%s). Its lines are kept and added when it can be; training goes on.",
+                    "%s cannot be written (%s). Its lines are kept in memory and retried; training continues.",
                     self._path,
                     error.strerror,
                 )
             return
-        if self._told:
-            self._told = False
-            log.info("%s can be written again, and lacks nothing.", self._path)
+        if self._warned:
+            self._warned = False
+            log.info("%s can be written again; no line is lost.", self._path)
 
     def sync(self) -> None:
-        """Have everything reach the disk; where it refuses, that is told with the next line."""
-        if self._file is not None and not self._waiting:
+        """Flush to the disk; a failure is reported with the next line."""
+        if self._file is not None and not self._unwritten:
             with contextlib.suppress(OSError):
                 os.fsync(self._file)
 
     def close(self) -> None:
-        """Write what is still waiting, or tell that it is lost."""
-        if self._waiting:
+        """Write what is still unwritten, or warn that it is lost."""
+        if self._unwritten:
             try:
                 self._write()
             except OSError as error:
-                lines, self._waiting = len(self._waiting), []
-                log.warning("%s lacks its last %d lines (%s).", self._path, lines, error.strerror)
-        self._let_go()
+                lines, self._unwritten = len(self._unwritten), []
+                log.warning("%s: its last %d lines could not be written (%s).", self._path, lines, error.strerror)
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.close(self._file)
@@ -73,29 +73,29 @@ class LineFile:
     def _write(self) -> None:
         file = self._open()
         end = os.fstat(file).st_size
-        if self._good is None:
-            self._good = end
-        if end > self._good and self._told:
-            os.ftruncate(file, self._good)
-        whole = b"".join(self._waiting)
-        rest = memoryview(whole)
+        if self._whole_bytes is None:
+            self._whole_bytes = end
+        if end > self._whole_bytes and self._warned:
+            os.ftruncate(file, self._whole_bytes)
+        rest = memoryview(b"".join(self._unwritten))
         while rest:
             rest = rest[os.write(file, rest) :]
-        self._good = os.fstat(file).st_size
-        self._waiting.clear()
+        self._whole_bytes = os.fstat(file).st_size
+        self._unwritten.clear()
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of such a file that are whole; it may be missing, or be written just now."""
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSON Lines file, which may be missing, or be written at this moment."""
     try:
-        return whole_lines(path.read_text(encoding="utf-8", errors="replace"))
+        return parse_json_lines(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return []
 
 
-def whole_lines(text: str) -> list[dict[str, Any]]:
-    found: list[Any] = []
+def parse_json_lines(text: str) -> list[dict[str, Any]]:
+    """The JSON objects in `text`, one per line; other lines are skipped."""
+    values: list[Any] = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]
+            values.append(json.loads(line))
+    return [value for value in values if isinstance(value, dict)]

@@ -1,4 +1,4 @@
-"""The log: one voice on the terminal, a file for the run, a file for each rank."""
+"""The log: on the terminal by one process, in log.txt for the run, in ranks/N.log for each rank."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class _Terminal(logging.Handler):
         stream.flush()
 
 
-class _Early(logging.Handler):
-    """Keeps what was said before the run's folder existed, to write it there later."""
+class _Buffer(logging.Handler):
+    """Keeps records logged before the run's folder exists, to write them there later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Early(logging.Handler):
 
 
 class _File(logging.Handler):
-    """Adds to a file of the run, whatever becomes of the disk."""
+    """Appends to a file of the run; a full disk does not stop the run."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -56,55 +56,55 @@ def _close(logger: logging.Logger) -> None:
         handler.close()
 
 
-def start_log(speaks: bool) -> None:
-    """Begin logging; only one process of a run `speaks` on the terminal."""
+def start_log(to_terminal: bool) -> None:
+    """Begin logging; only one process of a run logs `to_terminal`."""
     _close(log)
     log.setLevel(logging.INFO)
     log.propagate = False
-    if speaks:
+    if to_terminal:
         terminal = _Terminal()
         terminal.setFormatter(_WithLevel("%(message)s"))
         log.addHandler(terminal)
-    log.addHandler(_Early())
+    log.addHandler(_Buffer())
 
 
 def log_into(folder: Path, rank: int) -> None:
-    """From now on also write to the run's folder, what was said until now included."""
+    """From now on, also log to files in the run's folder; records logged before are added."""
     files = [folder / "ranks" / f"{rank}.log"]
     if rank == 0:
         files.append(folder / LOG)
-    early = [handler for handler in log.handlers if isinstance(handler, _Early)]
+    buffers = [handler for handler in log.handlers if isinstance(handler, _Buffer)]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _File(path)
         handler.setFormatter(_WithLevel("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         log.addHandler(handler)
-        for kept in early:
-            for record in kept.records:
+        for buffer in buffers:
+            for record in buffer.records:
                 handler.handle(record)
-    for kept in early:
-        log.removeHandler(kept)
+    for buffer in buffers:
+        log.removeHandler(buffer)
 
 
-def write_to_files(text: str, first_is_gone: bool = False) -> None:
-    """Write an error to this rank's files without printing it; to log.txt, too, where rank 0 cannot any more."""
+def write_to_files(text: str, rank_0_is_lost: bool = False) -> None:
+    """Write an error to this rank's log file without printing it; to log.txt too, if rank 0 no longer can."""
     record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
     for handler in [handler for handler in log.handlers if isinstance(handler, _File)]:
         handler.handle(record)
-        if first_is_gone:
-            in_its_place = _File(handler.path.parents[1] / LOG)
-            in_its_place.setFormatter(handler.formatter)
-            in_its_place.handle(record)
-            in_its_place.close()
+        if rank_0_is_lost:
+            run_log = _File(handler.path.parents[1] / LOG)
+            run_log.setFormatter(handler.formatter)
+            run_log.handle(record)
+            run_log.close()
 
 
-def is_heard() -> bool:
-    """Whether this process speaks on the terminal."""
+def logs_to_terminal() -> bool:
+    """Whether this process logs to the terminal."""
     return any(isinstance(handler, _Terminal) for handler in log.handlers)
 
 
 class _WithLevel(logging.Formatter):
-    """Marks warnings and errors with a word, and leaves ordinary lines as they are, for grep."""
+    """Prefixes warnings and errors with their level; ordinary lines have no prefix, for grep."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)

@@ -1,4 +1,4 @@
-"""Files that a tool writes at its end: whether they can be written is asked before its work begins."""
+"""Checks a tool's output file before the work begins, and remembers which files were written."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ _written: list[Path] = []
 
 
 def check_output_file(path: Path, flag: str, fresh: bool = False) -> Path:
-    """`path`, which `flag` names, as a file that can be written; UserError where it cannot be.
+    """Expand `path`, the value of `flag`, and check that it can be written as a file.
 
-    Its folder must be there: one that is made by mistake is harder to find than a message. `fresh`: nothing may be
-    there already.
+    Its folder must exist: a folder created by mistake is harder to find than an error. `fresh`: the file must not
+    exist.
     """
     path = path.expanduser()
     where, kind, folder = f"{flag} {path}".lstrip(), kind_of_path(path), kind_of_path(path.absolute().parent)
     if kind not in (None, "a file"):
         raise UserError(f"{where}: is {kind}; name a file.")
     if fresh and kind is not None:
-        raise UserError(f"{where}: this is there already; name another, or give -overwrite to replace it.")
+        raise UserError(f"{where}: already exists; name another file, or give -overwrite to replace it.")
     if folder != "a folder":
-        what = f"{path.parent} is {folder}, not a folder" if folder else f"the folder {path.parent} does not exist"
-        raise UserError(f"{where}: {what}; name a file.")
+        problem = f"{path.parent} is {folder}, not a folder" if folder else f"the folder {path.parent} does not exist"
+        raise UserError(f"{where}: {problem}; name a file in an existing folder.")
     try:
-        _try(path)
+        _try_to_write(path)
     except OSError as error:
         raise UserError(f"{where}: cannot be written ({error.strerror}); name another file.") from None
     return path
 
 
-def _try(path: Path) -> None:
-    """Permissions do not tell all: the file system may be mounted for reading, or the name be too long."""
+def _try_to_write(path: Path) -> None:
+    """Create a file beside `path`: permissions do not show a read-only file system, or a name that is too long."""
     if path.exists() and not os.access(path, os.W_OK):
-        raise PermissionError(0, "it may not be overwritten by this user")
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT, 0o600))
-    beside.unlink()
+        raise PermissionError(0, "this user may not overwrite it")
+    trial = path.with_name(f".{path.name}.{os.getpid()}")
+    os.close(os.open(trial, os.O_WRONLY | os.O_CREAT, 0o600))
+    trial.unlink()
 
 
 @contextlib.contextmanager
 def writing(path: Path, flag: str) -> Iterator[None]:
-    """Inside, `path` is written. What the disk refuses becomes a UserError; what it takes is remembered."""
+    """Turn an OSError while `path` is written into a UserError; remember the path once it is written."""
     try:
         yield
     except OSError as error:
@@ -55,13 +55,13 @@ def writing(path: Path, flag: str) -> Iterator[None]:
         _written.append(path)
 
 
-def nothing_written_yet() -> None:
-    """Forget what another tool wrote in this process."""
+def forget_written_files() -> None:
+    """Forget the files that another tool wrote in this process."""
     _written.clear()
 
 
-def written() -> str:
-    """What to say of a tool that was interrupted."""
+def describe_written_files() -> str:
+    """The end of the message of an interrupted tool: which of its files are complete."""
     if not _written:
         return "no result was written"
-    return f"written before that, and whole: {', '.join(map(str, _written))}"
+    return f"already written and complete: {', '.join(map(str, _written))}"

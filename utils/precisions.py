@@ -1,4 +1,4 @@
-"""The words for precisions: what -amp and -modes take, and what the banner prints."""
+"""The names of precisions: the values of -amp and -modes, and the settings of AMP that each stands for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 DTYPES = ("fp16", "bf16", "fp8")
 LEVELS = ("O1", "O2", "O3", "NAIVE")
 APEX_FP32 = ("gelu", "layer_norm", "softmax")
-"""Operators that apex's O1 keeps in fp32 and autocast leaves alone or runs in half precision."""
+"""Operators that apex's O1 runs in fp32 and autocast does not."""
 
 ON = {"ENABLED": True}
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -21,12 +21,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     },
     "apex": {**ON, "DTYPE": "auto", "LEVEL": "O1", "CUSTOM_WHITE_LIST": (), "CUSTOM_BLACK_LIST": APEX_FP32},
 }
-"""Whole precisions, each with all the settings of AMP that make it."""
+"""Complete precisions: each with all settings of AMP that define it."""
 
 AMP_SETTINGS: dict[str, dict[str, Any]] = {
     "auto": {**ON, "DTYPE": "auto"},
     "off": {"ENABLED": False},
-    # These leave the level, and the levels leave the dtype, to the other settings.
+    # A dtype leaves LEVEL to other settings, and a level leaves DTYPE to them.
     **{dtype: {**ON, "DTYPE": dtype} for dtype in DTYPES},
     **{level: {**ON, "LEVEL": level} for level in LEVELS},
     "on": ON,
@@ -35,11 +35,11 @@ AMP_SETTINGS: dict[str, dict[str, Any]] = {
     "torch": {**ON, "DTYPE": "auto", "LEVEL": "O1"},
 }
 AMP_SETTINGS |= {name: settings for name, settings in PRECISIONS.items() if name not in AMP_SETTINGS}
-"""What each value of -amp sets of AMP."""
+"""Each value of -amp -> the settings of AMP that it sets."""
 AMP_WORDS = " ".join(AMP_SETTINGS)
 _BY_WORD = {word.casefold(): settings for word, settings in AMP_SETTINGS.items()}
 
 
 def amp_settings_of(word: str) -> dict[str, Any] | None:
-    """Key below AMP -> value; None where it is no value of -amp. Case does not matter."""
+    """The settings of AMP that a value of -amp sets; None for an unknown value. Case does not matter."""
     return _BY_WORD.get(word.casefold())

@@ -1,4 +1,4 @@
-"""The run that -resume names, and the folder that a run writes to."""
+"""The run folder that -resume names, and the folder that a run writes to."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from pathlib import Path
 
 from utils.config import Config
 from utils.config.kinds import AUTO
-from utils.run_folder import holds_a_run, run_of
+from utils.run_folder import is_run_folder, run_folder_of
 
 
 def resumed_run(config: Config) -> Path | None:
-    """The folder of the run that is resumed, if one is."""
-    wanted = config.MODEL.RESUME
-    if wanted is None:
+    """The folder of the run to resume; None without one."""
+    resume = config.MODEL.RESUME
+    if resume is None:
         return None
-    if wanted != AUTO:
-        return run_of(Path(wanted))
+    if resume != AUTO:
+        return run_folder_of(Path(resume))
     assert config.OUTPUT is not None  # checked with the config
-    return Path(config.OUTPUT) if holds_a_run(Path(config.OUTPUT)) else None
+    return Path(config.OUTPUT) if is_run_folder(Path(config.OUTPUT)) else None
 
 
 def target_folder(config: Config) -> str | None:
-    """-output; else, on resuming, the folder of the resumed run; else None, and a folder is made in SAVE.
+    """-output; else, when resuming, the resumed run's folder; else None: a new folder in SAVE.
 
-    An evaluation never resumes a run: where OUTPUT is the run it evaluates, it gets a folder of its own.
+    An evaluation never writes to the run that it evaluates: if OUTPUT names that run, it gets a new folder too.
     """
     output, resumed = config.OUTPUT, resumed_run(config)
     if config.EVAL:

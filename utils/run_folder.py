@@ -1,4 +1,4 @@
-"""The run's folder: where it lies, that it may be written, and that no other run is overwritten."""
+"""The run's folder: finds it, creates it, checks that it is writable and that no other run is overwritten."""
 
 from __future__ import annotations
 
@@ -16,57 +16,59 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-from utils.files import write_whole
+from utils.files import write_atomically
 
-MARKS_OF_A_RUN = ("config.yaml", "run.json", "metrics.jsonl", "checkpoints")
-
-
-def holds_a_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in MARKS_OF_A_RUN)
+FILES_OF_A_RUN = ("config.yaml", "run.json", "metrics.jsonl", "checkpoints")
 
 
-def run_of(path: Path) -> Path | None:
-    """The run's folder that a checkpoint, a file in it, or the run's folder itself belongs to."""
-    # Not further up than that: a folder called `checkpoints` may lie beside a checkpoint that stands alone.
-    home = path.parent if path.is_file() else path
-    if (home / "checkpoints").is_dir():
-        return home
-    here = home.absolute()
-    for folder in (here, here.parent):
+def is_run_folder(folder: Path) -> bool:
+    return any((folder / name).exists() for name in FILES_OF_A_RUN)
+
+
+def run_folder_of(path: Path) -> Path | None:
+    """The run folder of a checkpoint, of a file in one, or of the run folder itself; None if there is none."""
+    # No further up than this: a single checkpoint may be in any folder, and one above may be called `checkpoints`.
+    folder_of_path = path.parent if path.is_file() else path
+    if (folder_of_path / "checkpoints").is_dir():
+        return folder_of_path
+    absolute = folder_of_path.absolute()
+    for folder in (absolute, absolute.parent):
         if folder.name == "checkpoints":
             return folder.parent
     return None
 
 
 def check_output(output: str | None, save: str, resumed: Path | None) -> None:
-    """Stop before anything is built if the folder could not be used; creates nothing."""
+    """Check, before anything is built, that the run's folder can be used; create nothing."""
     if output is None:
         _check_writable(Path(save))
         return
     folder = Path(output)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"-output {folder}: this is a file; name a folder for the run.")
-    if holds_a_run(folder) and (resumed is None or resumed.resolve() != folder.resolve()):
+    if is_run_folder(folder) and (resumed is None or resumed.resolve() != folder.resolve()):
         raise UserError(
-            f"-output {folder}: a run already lies there, and it is not overwritten. "
-            f"Go on with it by -resume auto, or name another folder."
+            f"-output {folder}: this folder already contains a run, which is not overwritten. "
+            f"Resume it with -resume auto, or name another folder."
         )
     _check_writable(folder)
 
 
 def _check_writable(folder: Path) -> None:
-    """The nearest folder that exists must let us write."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        raise UserError(f"{folder}: {place} is a file, so no folder can be made there; choose another -output or SAVE.")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{folder}: {place} cannot be written to by this user; choose another -output or SAVE.")
+    """Check that `folder`, or the nearest parent that exists, is a writable folder."""
+    parent = folder.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise UserError(
+            f"{folder}: {parent} is a file, so the folder cannot be created; choose another -output or SAVE."
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: this user cannot write to {parent}; choose another -output or SAVE.")
 
 
 def make_folder(output: str | None, save: str, kind: str) -> Path:
-    """The run's own folder: -output itself, or a new one named by kind and time in SAVE."""
+    """Create the run's folder: -output itself, or a new folder in SAVE, named by kind and time."""
     try:
         if output is not None:
             folder = Path(output)
@@ -78,24 +80,24 @@ def make_folder(output: str | None, save: str, kind: str) -> Path:
             if not folder.exists():
                 folder.mkdir(parents=True)
                 return folder
-        raise UserError(f"{save}: too many runs were started in this second.")
+        raise UserError(f"{save}: too many runs were started in the same second; start it again.")
     except OSError as error:
-        raise UserError(f"{output or save}: the run's folder cannot be made ({error.strerror}).") from None
+        raise UserError(f"{output or save}: the run's folder cannot be created ({error.strerror}).") from None
 
 
 @contextlib.contextmanager
-def nothing_trained_yet(folder: Path) -> Iterator[None]:
-    """What the disk refuses before the first update is for the user to mend; later, a run goes on without."""
+def os_errors_as_user_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError while a run starts into a UserError; after the first update, a run continues without the file."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{error.filename or folder}: cannot be written ({error.strerror}). Mend that, or name another -output."
+            f"{error.filename or folder}: cannot be written ({error.strerror}). Choose another -output, or fix this."
         ) from None
 
 
 def describe_run(device: str, choices: dict[str, Any], tag: str | None) -> dict[str, Any]:
-    """What run.json says: how this run was started, on what, with which versions."""
+    """The content of run.json: how this run was started, on which device, with which versions."""
     return {
         "command": shlex.join([sys.executable, *sys.argv]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -110,29 +112,28 @@ def describe_run(device: str, choices: dict[str, Any], tag: str | None) -> dict[
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    """The versions of the main packages that are installed."""
+    installed = {}
     for name in ("torch", "torchvision", "timm", "numpy", "pydantic"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit of the program and whether its files differ from it; None outside a checkout."""
+    """The program's git commit, and whether its files differ from it; None outside a checkout."""
 
-    def ask(*words: str) -> str:
+    def git(*arguments: str) -> str:
         here = Path(__file__).resolve().parent
-        answer = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10)
-        return answer.stdout.strip()
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
 
     try:
-        commit, changed = ask("rev-parse", "HEAD"), bool(ask("status", "--porcelain"))
+        commit, changed = git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit, "changed": changed}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

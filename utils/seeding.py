@@ -1,4 +1,4 @@
-"""Random numbers that follow from what they are for: no generator's state is ever carried from one use to the next."""
+"""Seeds derived from what the random numbers are for: no generator state is carried from one use to the next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def key(*parts: int | str) -> int:
-    """64 bits that depend on `parts` alone. Python's own `hash` would differ from process to process."""
+    """A 64-bit seed that depends on `parts` alone. Python's own `hash` differs from process to process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
@@ -27,7 +27,7 @@ def seed_host(*parts: int | str) -> None:
 
 
 def seed_all(*parts: int | str) -> None:
-    """Seed every generator of this process from `parts`, the GPU's too once it is in use."""
+    """Seed every generator of this process from `parts`, the GPU's too once CUDA is initialised."""
     import torch
 
     seed_host(*parts)
@@ -36,8 +36,8 @@ def seed_all(*parts: int | str) -> None:
 
 
 @contextlib.contextmanager
-def host_generators_kept() -> Iterator[None]:
-    """Put python's, numpy's and torch's CPU generators back as they were, whatever the block seeds or draws."""
+def fork_host_rng() -> Iterator[None]:
+    """Restore python's, numpy's and torch's CPU generators afterwards, whatever the block seeds or draws."""
     import torch
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()

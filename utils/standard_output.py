@@ -1,4 +1,4 @@
-"""Standard output that refuses a write: one clear error instead of a traceback."""
+"""Turns a failed write to standard output into one clear error instead of a traceback."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 
 class OutputError(Exception):
-    """Standard output cannot be written, on a full disk say. No OSError: argparse and others swallow those."""
+    """Standard output cannot be written, for example on a full disk. Not an OSError: argparse swallows those."""
 
 
 def watch_standard_output() -> None:
-    """From now on, a write that standard output refuses raises OutputError. A closed pipe stays a BrokenPipeError."""
+    """From now on, a failed write to standard output raises OutputError; a closed pipe still raises BrokenPipeError."""
     for name in ("write", "flush"):
         setattr(sys.stdout, name, _watched(getattr(sys.stdout, name)))
 
 
-def flushed(work: Callable[[], int]) -> int:
-    """Do `work` and write all that it printed, while a refusal can still be reported."""
+def flush_after(work: Callable[[], int]) -> int:
+    """Do `work` and flush what it printed, while a failed write can still be reported."""
     try:
         code = work()
     except SystemExit:  # -h
@@ -32,8 +32,8 @@ def flushed(work: Callable[[], int]) -> int:
 
 
 def discard_output() -> None:
-    """Send what Python still has in its buffer, and would write at exit, nowhere."""
-    with contextlib.suppress(OSError, ValueError):  # a stream in memory has no number
+    """Discard what is left in Python's buffer, which would be written at exit."""
+    with contextlib.suppress(OSError, ValueError):  # a stream in memory has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

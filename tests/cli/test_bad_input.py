@@ -1,4 +1,4 @@
-"""What can be known to be wrong before the first update: code 2, one clear message, nothing made on the disk."""
+"""Bad input is refused before the first update: exit code 2, one clear message, no files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.program import Result, save_image
 
 
 def refused(result: Result, *said: str) -> None:
-    """Code 2 and one error that says all of `said`; no traceback."""
+    """Assert exit code 2 and one error with all of `said`, without a traceback."""
     assert result.code == 2, result.text
     assert "Traceback" not in result.text
     assert result.err.count("error:") == 1, result.err
@@ -23,7 +23,7 @@ def refused(result: Result, *said: str) -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to start from: what a refused run made would be seen in it."""
+    """An empty working directory, in which files of a refused run would show."""
     place = tmp_path / "here"
     place.mkdir()
     monkeypatch.chdir(place)
@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def refuses(vitamp: Callable[..., Result], tiny: Path, here: Path) -> Callable[..., Result]:
-    """Run the tiny recipe with `words`, to be refused with a message that holds all of `said`."""
+    """Run the tiny recipe with `words`; it must be refused with all of `said`."""
 
     def call(*words: object, said: tuple[str, ...], cfg: Path = tiny, **options: object) -> Result:
         before = sorted(here.rglob("*"))
@@ -64,27 +64,27 @@ def refuses(vitamp: Callable[..., Result], tiny: Path, here: Path) -> Callable[.
         (["-amp", "O3", "AMP.DTYPE=fp16"], ["AMP.LEVEL O3 in fp16", "TRAIN.OPTIMIZER.EPS 1e-08", "O2"]),
         (["TRAIN.DISTILLATION_TYPE=hard"], ["DISTILLATION_TYPE hard", "needs a teacher", "NAME=FILE"]),
         (["-teacher_model", "resnet18"], ["TRAIN.TEACHER_MODEL resnet18", "DISTILLATION_TYPE is null", "hard or soft"]),
-        (["-batch_size", 1, "TRAIN.MIXUP_ALPHA=0.8"], ["DATA.BATCH_SIZE", "1 leaves mixup", "2 or more"]),
+        (["-batch_size", 1, "TRAIN.MIXUP_ALPHA=0.8"], ["DATA.BATCH_SIZE", "1 is too small for mixup", "2 or more"]),
         (["-max_time", "90"], ["MAX_TIME", "HH:MM:SS"]),
         (["-host", "localhost"], ["missing: -port -rank -world_size"]),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
-def test_settings_that_cannot_work(refuses: Callable[..., Result], words: list[str], said: list[str]) -> None:
+def test_bad_setting_is_refused(refuses: Callable[..., Result], words: list[str], said: list[str]) -> None:
     env = {"CUDA_VISIBLE_DEVICES": ""} if "cuda" in words else {}
     refuses(*words, said=tuple(said), env=env)
 
 
-def test_typo_in_the_file(refuses: Callable[..., Result], tiny: Path) -> None:
+def test_typo_in_the_yaml_is_refused(refuses: Callable[..., Result], tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace("BATCH_SIZE", "BATCH_SIZ"))
     refuses(said=(str(tiny), "DATA.BATCH_SIZ", "Did you mean DATA.BATCH_SIZE"))
 
 
-def test_missing_file(refuses: Callable[..., Result], tiny: Path) -> None:
+def test_missing_yaml_is_refused(refuses: Callable[..., Result], tiny: Path) -> None:
     refuses(cfg=tiny.with_name("tiny.yml"), said=("tiny.yml", "Did you mean", "tiny.yaml"))
 
 
-def test_labels_outside_the_classes(refuses: Callable[..., Result], tmp_path: Path) -> None:
+def test_label_outside_the_classes_is_refused(refuses: Callable[..., Result], tmp_path: Path) -> None:
     data = tmp_path / "data"
     save_image(data / "a.JPEG", seed=1)
     for name, label in (("train_list.txt", 11), ("val_list.txt", 0)):
@@ -92,7 +92,7 @@ def test_labels_outside_the_classes(refuses: Callable[..., Result], tmp_path: Pa
     refuses("-dataset=imagenet2012", f"-data_path={data}", said=("train_list.txt:1", "label 11", "0 to 9"))
 
 
-def test_empty_dataset_folder(refuses: Callable[..., Result], tmp_path: Path) -> None:
+def test_empty_dataset_folder_is_refused(refuses: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     where = f"-data_path={tmp_path / 'data'}"
     refuses("-dataset=imagenet2012", where, said=("-data_path", "train_list.txt", "Expected layout"))
@@ -101,27 +101,27 @@ def test_empty_dataset_folder(refuses: Callable[..., Result], tmp_path: Path) ->
     refuses("-dataset=imagefolder", where, said=("has no images", "Expected layout"))
 
 
-def test_wrong_data_path(refuses: Callable[..., Result]) -> None:
+def test_missing_data_path_is_refused(refuses: Callable[..., Result]) -> None:
     refuses("-dataset=imagenet2012", "-data_path=/nowhere/imagenet", said=("-data_path", "/nowhere/imagenet", "exist"))
 
 
-def test_unwritable_output(refuses: Callable[..., Result], tiny: Path) -> None:
+def test_file_as_output_is_refused(refuses: Callable[..., Result], tiny: Path) -> None:
     refuses("-output", tiny / "run", said=(str(tiny), "is a file", "-output"))
     refuses(f"SAVE={tiny}/runs", said=(str(tiny), "is a file", "SAVE"))
     refuses("-output", tiny, said=(str(tiny), "is a file"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_output_without_permission(refuses: Callable[..., Result], tmp_path: Path) -> None:
+def test_output_without_permission_is_refused(refuses: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o555)
-    refuses("-output", tmp_path / "locked" / "run", said=("cannot be written",))
+    refuses("-output", tmp_path / "locked" / "run", said=("cannot write to",))
 
 
-def test_no_processes_to_start(refuses: Callable[..., Result]) -> None:
+def test_ngpus_0_is_refused(refuses: Callable[..., Result]) -> None:
     refuses("-ngpus", 0, script="main_multi_gpu.py", said=("-ngpus 0", "at least one"))
 
 
-def test_a_single_gpu_run_started_many_times(refuses: Callable[..., Result]) -> None:
+def test_main_single_gpu_in_two_ranks_is_refused(refuses: Callable[..., Result]) -> None:
     env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     refuses(env=env, said=("main_single_gpu.py was started 2 times", "main_multi_gpu.py"))
 
@@ -134,9 +134,9 @@ def run_folder(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> Pat
     return folder
 
 
-def test_output_that_holds_a_run(refuses: Callable[..., Result], run_folder: Path) -> None:
+def test_output_with_a_run_is_refused(refuses: Callable[..., Result], run_folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")}
-    refuses("-output", run_folder, said=("a run already lies there", "-resume auto"))
+    refuses("-output", run_folder, said=("already contains a run", "-resume auto"))
     assert {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")} == before
 
 
@@ -145,7 +145,7 @@ def checkpoint_of(run: Path) -> Path:
     return found
 
 
-def test_unreadable_checkpoint(refuses: Callable[..., Result], run_folder: Path) -> None:
+def test_unreadable_checkpoint_is_refused(refuses: Callable[..., Result], run_folder: Path) -> None:
     checkpoint = checkpoint_of(run_folder)
     weights, whole = checkpoint / "model.safetensors", (checkpoint / "model.safetensors").read_bytes()
     go_on = ("-resume", checkpoint)
@@ -163,13 +163,13 @@ def test_unreadable_checkpoint(refuses: Callable[..., Result], run_folder: Path)
     refuses("-resume", run_folder, said=("no usable checkpoint", "step-*"))
 
 
-def test_unreadable_weights(refuses: Callable[..., Result], tmp_path: Path) -> None:
+def test_unreadable_weights_are_refused(refuses: Callable[..., Result], tmp_path: Path) -> None:
     for name in ("noise.safetensors", "noise.pth", "noise.npz"):
         (tmp_path / name).write_bytes(bytes(range(256)) * 4)
         refuses("-pretrained", tmp_path / name, said=(name, "damaged"))
 
 
-def test_resume_into_another_architecture(refuses: Callable[..., Result], run_folder: Path) -> None:
+def test_resume_into_another_architecture_is_refused(refuses: Callable[..., Result], run_folder: Path) -> None:
     wider, deeper = "cls_token: (1, 1, 16) there, (1, 1, 24) here", "blocks.1.norm1.weight: not there"
     refuses("-resume", run_folder, "MODEL.EMBED_DIM=24", said=("model.safetensors", "another architecture", wider))
     refuses("-resume", run_folder, "MODEL.DEPTH=2", said=("another architecture", deeper))

@@ -1,4 +1,4 @@
-"""Of the plain weights and their EMA the better ones are used, by every tool alike, and each says which."""
+"""Every tool uses the better of the plain weights and their EMA, and says which."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
     (folder / "meta.json").write_text(json.dumps(kept), encoding="utf-8")
 
 
-def test_every_tool_uses_the_plain_weights_where_the_ema_is_at_chance(
+def test_every_tool_uses_the_plain_weights_if_the_ema_is_at_chance(
     vitamp: Callable[..., Result], run: Path, tmp_path: Path
 ) -> None:
     best = metrics(run, "val")[-1]
@@ -74,8 +74,8 @@ def test_every_tool_uses_the_plain_weights_where_the_ema_is_at_chance(
     assert f"EMA weights (-weights ema), top-1 {best['ema_acc1']:.2f} %; plain: {best['acc1']:.2f} %" in forced.out
 
 
-def test_eval_takes_the_runs_best_checkpoint(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
-    """As evaluate.py does; a checkpoint or epoch that is named is the one meant."""
+def test_eval_uses_the_best_checkpoint_of_a_run(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    """As evaluate.py does; a checkpoint or epoch that is named is used as named."""
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "checkpoints" / "index.json").write_text(json.dumps({"last": LAST, "best": BEFORE}))
@@ -99,7 +99,7 @@ def test_eval_takes_the_runs_best_checkpoint(vitamp: Callable[..., Result], run:
     assert "The newest good checkpoint is evaluated instead." in done.err
 
 
-def test_pretrained_takes_the_better_weights_of_a_run(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_pretrained_uses_the_better_weights_of_a_run(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     best = metrics(run, "val")[-1]
     for more, which, prefix in (((), "plain weights", ""), (("MODEL.RESUME_EMA=true",), "EMA weights", "ema_")):
         words = ("-cfg", run / "config.yaml", "-eval", "-pretrained", run, *more)
@@ -110,7 +110,9 @@ def test_pretrained_takes_the_better_weights_of_a_run(vitamp: Callable[..., Resu
         assert found["acc1"] == best[f"{prefix}acc1"]
 
 
-def test_what_is_assumed_without_a_validation_is_said(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_assumption_without_validation_metrics_is_reported(
+    vitamp: Callable[..., Result], run: Path, tmp_path: Path
+) -> None:
     place = tmp_path / MIDDLE
     shutil.copytree(run / "checkpoints" / MIDDLE, place)
     settings = json.loads((place / "meta.json").read_text())["settings"]
@@ -145,15 +147,15 @@ def test_what_is_assumed_without_a_validation_is_said(vitamp: Callable[..., Resu
         ),
     ],
 )
-def test_save_best_by_decides(metrics: dict[str, Any], by: str, words: str) -> None:
+def test_save_best_by_decides_which_weights_are_better(metrics: dict[str, Any], by: str, words: str) -> None:
     meta = {"metrics": metrics, "settings": {"SAVE_BEST_BY": by}}
     assert choose_weights(meta, ("model", "ema"), "auto").words == words
 
 
-def test_best_top1_means_the_same_in_run_report_and_results(
+def test_best_top1_is_equal_in_run_report_and_results(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
-    """The best over all validations, of the plain weights and of their EMA, which is the better one here."""
+    """The best over all validations, of plain weights and EMA; here the EMA is better."""
     run = tmp_path / "run"
     words = ("TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.98", "TRAIN.BASE_LR=0.05", "REPORT_FREQ=11")
     done = vitamp("-cfg", tiny, "-output", run, *words, "TRAIN.LR_SCHEDULER.NAME=step", "TRAIN.NUM_EPOCHS=3")
@@ -171,9 +173,7 @@ def test_best_top1_means_the_same_in_run_report_and_results(
     assert re.search(rf"step-\d+ \(the run.{{1,6}}s best\), EMA weights, top-1 {best:.2f} %", page)
 
 
-def test_eval_refuses_a_classifier_that_nobody_trained(
-    vitamp: Callable[..., Result], run: Path, tmp_path: Path
-) -> None:
+def test_eval_refuses_an_untrained_classifier(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     file = run / "checkpoints" / LAST / "model.safetensors"
     for more, why in (
         (("-num_classes", 12), "head exchanged (10 classes there, 12 here, freshly initialised)"),

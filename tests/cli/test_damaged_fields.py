@@ -1,4 +1,4 @@
-"""Fields of a checkpoint that are missing or wrong: the checkpoint before it is used, and a warning names the field."""
+"""A checkpoint with missing or invalid fields is skipped for the one before it, with a warning that names the field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from utils.distributed.world import ALONE
 
 FIRST, NEWEST = "step-000000044", "step-000000088"
 GONE = "(left out)"
-# Which field (keys on the way to it) gets which value, and what the warning says of it.
+# (keys that lead to the field, its new value, text of the warning)
 IN_META: list[tuple[str, Any, str]] = [
     ("format", GONE, "format is missing"),
     ("format", "1", "format: Input should be a valid integer"),
@@ -86,7 +86,7 @@ IN_STATE: list[tuple[str, Any, str]] = [
     ("meters skipped", GONE, "meters.skipped is missing"),
     ("global_batch", 0, "global_batch: "),
 ]
-# As written by versions that did not know these.
+# Fields that earlier versions did not write.
 OLDER_META = ("batch", "choices", "samples", "settings", "classes", "metrics", "epoch_finished", "config_hash", "input")
 OLDER_STATE = ("trained",)
 FLAGS = ("-amp", "fp16", "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=2", "SAVE_FREQ=1", "KEEP_LAST=0")
@@ -127,7 +127,7 @@ def damage_meta(run: Path, *damages: tuple[str, Any]) -> None:
 
 
 def damage_state(run: Path, *damages: tuple[str, Any]) -> None:
-    """And seal it, so that its hash is right."""
+    """Damage the state, and update its hash."""
     path = run / "checkpoints" / NEWEST / STATE
     state = torch.load(path, weights_only=True)
     for place, value in damages:
@@ -148,7 +148,7 @@ def chosen(run: Path) -> str | None:
     [(META, *field) for field in IN_META] + [(STATE, *field) for field in IN_STATE],
     ids=lambda value: str(value)[:40],
 )
-def test_a_wrong_field_falls_back(
+def test_invalid_field_falls_back_to_the_checkpoint_before(
     run: Path, file: str, place: str, value: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(run, file, (place, value))
@@ -160,20 +160,22 @@ def test_a_wrong_field_falls_back(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "\x00", '"format"'])
-def test_meta_that_is_no_object_falls_back(run: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_meta_falls_back_to_the_checkpoint_before(
+    run: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (run / "checkpoints" / NEWEST / META).write_text(text)
     assert chosen(run) == FIRST
     assert f"{NEWEST}/{META}: " in caplog.text
 
 
-def test_fields_that_older_versions_did_not_write_may_be_missing(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fields_of_newer_versions_may_be_missing(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     damage_state(run, *((key, GONE) for key in OLDER_STATE), ("skips", {}), ("best", {"acc1": -1.0, "epoch": 0}))
     damage_meta(run, *((key, GONE) for key in OLDER_META))
     assert chosen(run) == NEWEST
     assert not caplog.records
 
 
-def test_fields_of_newer_versions_are_ignored(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_ignored(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     damage_state(run, ("later", {"x": 1.0}), ("position later", 1), ("best later", 1))
     damage_meta(run, ("later", [1]), ("choices later", 3), ("batch later", None))
     assert chosen(run) == NEWEST
@@ -186,7 +188,7 @@ def test_fields_of_newer_versions_are_ignored(run: Path, caplog: pytest.LogCaptu
     ids=lambda value: str(value)[:20],
 )
 @pytest.mark.parametrize("wanted", ["auto", "the run"])
-def test_the_program_goes_on_from_the_one_before(
+def test_run_resumes_from_the_checkpoint_before(
     vitamp: Callable[..., Result], run: Path, file: str, place: str, value: Any, wanted: str
 ) -> None:
     damage(run, file, (place, value))
@@ -200,7 +202,7 @@ def test_the_program_goes_on_from_the_one_before(
 
 @pytest.mark.parametrize("tool", ["evaluate.py", "checkpoint.py verify", "checkpoint.py list", "predict.py"])
 @pytest.mark.parametrize(("file", "place"), [(META, "choices"), (META, "classes"), (STATE, "fp32_modules")])
-def test_tools_name_the_field(run: Path, tmp_path: Path, tool: str, file: str, place: str) -> None:
+def test_tools_name_the_invalid_field(run: Path, tmp_path: Path, tool: str, file: str, place: str) -> None:
     damage(run, file, (place, 5))
     script, *words = tool.split()
     images = [tmp_path] * (script == "predict.py")

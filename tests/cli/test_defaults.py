@@ -1,4 +1,4 @@
-"""Which defaults a run takes, what it says of its learning rate, and that a resumed run keeps its own."""
+"""Defaults of a run: those of its family, the scaled learning rate, and those that a resumed run keeps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def swin(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_takes_its_familys_defaults_and_says_so(vitamp: Vitamp, swin: Path, tmp_path: Path) -> None:
+def test_run_uses_and_logs_the_defaults_of_its_family(vitamp: Vitamp, swin: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", swin, "-output", tmp_path / "run", "TRAIN.WARMUP_EPOCHS=0", "REPORT_FREQ=1")
     assert done.code == 0, done.text
     assert "defaults of this family: " in done.text
@@ -49,7 +49,7 @@ def test_a_run_takes_its_familys_defaults_and_says_so(vitamp: Vitamp, swin: Path
     assert "swin)" in vitamp("-cfg", swin, "-print_config").out
 
 
-def test_an_unknown_type_is_still_an_error(vitamp: Vitamp, swin: Path) -> None:
+def test_unknown_type_is_refused(vitamp: Vitamp, swin: Path) -> None:
     done = vitamp("-cfg", swin, "MODEL.TYPE=swinn")
     assert done.code == 2
     assert (
@@ -58,7 +58,7 @@ def test_an_unknown_type_is_still_an_error(vitamp: Vitamp, swin: Path) -> None:
     )
 
 
-def test_a_typed_rate_that_is_scaled_is_shown_with_its_arithmetic(vitamp: Vitamp, swin: Path) -> None:
+def test_scaled_learning_rate_is_logged_with_its_formula(vitamp: Vitamp, swin: Path) -> None:
     done = vitamp("-cfg", swin, "-dry_run", "TRAIN.BASE_LR=1e-3", "-batch_size", 4, "-accum_iter", 2)
     assert done.code == 0, done.text
     assert "learning rate 1.56e-05 = BASE_LR 0.001 x global batch 8 / LINEAR_SCALED_LR 512" in done.text
@@ -69,7 +69,7 @@ def test_a_typed_rate_that_is_scaled_is_shown_with_its_arithmetic(vitamp: Vitamp
 
 
 def as_begun_earlier(run: Path) -> None:
-    """What an earlier version would have saved: the same defaults for all families, and values for the optimiser."""
+    """Change the run to one of an earlier version: equal defaults for all families, values for the optimiser."""
     text = (run / "config.yaml").read_text()
     text = text.replace("EPS: null", "EPS: 1.0e-08").replace("BETAS: null", "BETAS: [0.9, 0.999]")
     (run / "config.yaml").write_text(text.replace("MOMENTUM: null", "MOMENTUM: 0.9"))
@@ -81,7 +81,7 @@ def as_begun_earlier(run: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["run", "checkpoint"])
-def test_a_resumed_run_keeps_the_defaults_it_began_with(vitamp: Vitamp, swin: Path, tmp_path: Path, what: str) -> None:
+def test_resumed_run_keeps_the_defaults_it_started_with(vitamp: Vitamp, swin: Path, tmp_path: Path, what: str) -> None:
     run = tmp_path / "run"
     words = [*(f"TRAIN.{key}={value}" for key, value in OLD.items()), *(f"TRAIN.{key}=0" for key in AUGMENTED)]
     more = ("TRAIN.RAND_AUGMENT=false", "TRAIN.OPTIMIZER.NAME=AdaBelief", "SAVE_FREQ=1")
@@ -97,7 +97,7 @@ def test_a_resumed_run_keeps_the_defaults_it_began_with(vitamp: Vitamp, swin: Pa
     kept = load_config(str(run / "config.yaml")).config.TRAIN
     assert (kept.BASE_LR, kept.LINEAR_SCALED_LR, kept.GRAD_CLIP, kept.MIXUP_ALPHA) == (0.003, None, None, 0)
     assert (kept.OPTIMIZER.EPS, kept.OPTIMIZER.BETAS) == (1e-8, (0.9, 0.999))
-    assert kept.WEIGHT_DECAY == 0.1, "what is set now wins"
+    assert kept.WEIGHT_DECAY == 0.1, "a value that is set now overrides it"
     (line,) = [line for line in done.text.splitlines() if "keeps its own defaults" in line]
     assert "TRAIN.BASE_LR 0.003 (0.0005 now)" in line
     assert "TRAIN.OPTIMIZER.EPS 1.0e-08 (null now)" in line
@@ -106,7 +106,7 @@ def test_a_resumed_run_keeps_the_defaults_it_began_with(vitamp: Vitamp, swin: Pa
     assert [line.split("TRAIN.")[1].split(":")[0] for line in changed] == ["WEIGHT_DECAY", "MAX_UPDATES"]
 
 
-def test_a_resumed_run_without_cfg_keeps_all(vitamp: Vitamp, swin: Path, tmp_path: Path) -> None:
+def test_resumed_run_without_cfg_keeps_all_settings(vitamp: Vitamp, swin: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert vitamp("-cfg", swin, "-output", run, "TRAIN.OPTIMIZER.NAME=AdaBelief").code == 0
     as_begun_earlier(run)
@@ -116,8 +116,10 @@ def test_a_resumed_run_without_cfg_keeps_all(vitamp: Vitamp, swin: Path, tmp_pat
 
 
 @pytest.mark.parametrize("saved", [25, 32])
-def test_a_default_warm_up_longer_than_the_run_stays(vitamp: Vitamp, swin: Path, tmp_path: Path, saved: int) -> None:
-    """The 32 that were the default, saved as 25 by an earlier version: the family's 20 of today are not taken."""
+def test_resumed_run_keeps_a_default_warmup_longer_than_itself(
+    vitamp: Vitamp, swin: Path, tmp_path: Path, saved: int
+) -> None:
+    """The default was 32, saved as 25 by an earlier version; the family's default of today, 20, is not used."""
     run, length = tmp_path / "run", f"TRAIN.WARMUP_EPOCHS={saved}"
     first = vitamp("-cfg", swin, "-output", run, "TRAIN.NUM_EPOCHS=25", length, "TRAIN.MAX_UPDATES=2")
     assert first.code == 0, first.text

@@ -1,4 +1,4 @@
-"""The command lines of PaddleViT's page on mixed precision, flag by flag, on a made-up ImageNet."""
+"""The command lines of PaddleViT's page on mixed precision run on a small synthetic ImageNet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.program import Result, metrics
 
-# Words behind the page's own flags, so that its 86-million-weight model becomes a minute's work on a CPU.
+# Added to the page's own flags, so that its model of 86 million parameters trains within a minute on a CPU.
 SMALL = [
     *("MODEL.DEPTH=1", "MODEL.EMBED_DIM=32", "MODEL.NUM_HEADS=2", "DATA.IMAGE_SIZE=32", "DATA.NUM_WORKERS=1"),
     *("TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=1", "THREADS=1", "DEVICE=cpu"),
@@ -19,7 +19,7 @@ SPACES = "-cfg ./configs/vit_base_patch16_224.yaml -dataset imagenet2012 -batch_
 
 
 def trained(result: Result, folder: Path, updates: int) -> None:
-    """It trained as many updates as the images give, and validated all of them, in mixed precision."""
+    """Assert that it made so many updates in mixed precision, and validated all images."""
     assert result.code == 0, result.text
     assert metrics(folder, "train")[-1]["update"] == updates
     (validated,) = metrics(folder, "val")
@@ -30,13 +30,13 @@ def trained(result: Result, folder: Path, updates: int) -> None:
 
 
 @pytest.mark.parametrize("line", [EQUALS, SPACES], ids=["-flag=value", "-flag value"])
-def test_single_gpu(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path, line: str) -> None:
+def test_single_gpu_command_trains(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path, line: str) -> None:
     folder = tmp_path / "run"
     done = vitamp(*line.format(data=imagenet).split(), "-output", folder, *SMALL, env={"CUDA_VISIBLE_DEVICES": "0"})
     trained(done, folder, updates=3)
 
 
-def test_multi_gpu(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path) -> None:
+def test_multi_gpu_command_trains(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = vitamp(
         *EQUALS.format(data=imagenet).split(),
@@ -48,7 +48,7 @@ def test_multi_gpu(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path
     assert "8 per device x 2 devices x 1 accumulated = 16" in done.out
 
 
-def test_without_output_a_folder_is_made(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path) -> None:
+def test_run_without_output_creates_its_folder(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path) -> None:
     done = vitamp(*EQUALS.format(data=imagenet).split(), *SMALL, f"SAVE={tmp_path / 'output'}")
     (made,) = (tmp_path / "output").iterdir()
     assert made.name.startswith("train-20")

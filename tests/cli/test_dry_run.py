@@ -1,4 +1,4 @@
-"""-dry_run: real updates that nobody keeps, and what they tell of memory, time and disk."""
+"""-dry_run makes real updates, keeps nothing, and reports memory, time and disk."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def words(tiny: Path, costs: Costs, device: str = "cuda", **settings: str) -> st
     return "\n".join(told(config, costs, ALONE, torch.device(device)))
 
 
-def test_two_processes_make_updates_and_leave_nothing(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_dry_run_of_two_processes_leaves_no_files(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     place = tmp_path / "empty"
     place.mkdir()
     more = ("-ngpus", 2, "-num_workers", 1, "-dry_run", "TRAIN.MODEL_EMA=true")
@@ -55,7 +53,7 @@ def test_two_processes_make_updates_and_leave_nothing(
     assert list(place.iterdir()) == []
 
 
-def test_what_it_tells_adds_up(tiny: Path) -> None:
+def test_dry_run_report_is_consistent(tiny: Path) -> None:
     text = words(tiny, COSTS, TRAIN__NUM_EPOCHS="10")
     assert "8.0 MiB of 10.0 MiB" in text
     assert "activations and the rest 3.0 MiB" in text
@@ -69,9 +67,7 @@ def test_what_it_tells_adds_up(tiny: Path) -> None:
     assert "nearly all" not in text
 
 
-def test_a_teachers_weights_are_a_share_of_their_own(
-    vitamp: Callable[..., Result], digits_run: Path, tiny: Path
-) -> None:
+def test_dry_run_reports_the_teachers_weights(vitamp: Callable[..., Result], digits_run: Path, tiny: Path) -> None:
     done = vitamp("-cfg", tiny, "-dry_run", "TRAIN.DISTILLATION_TYPE=soft", f"TRAIN.TEACHER_MODEL={digits_run}")
     assert done.code == 0, done.text
     weights = next(digits_run.glob("checkpoints/step-*/ema.safetensors"))
@@ -85,15 +81,15 @@ def test_a_teachers_weights_are_a_share_of_their_own(
     ("loading", "answer"),
     [(0.5, "bound by the model"), (2.1, "bound by both"), (4.0, "bound by data. Do this")],
 )
-def test_what_holds_it_up(tiny: Path, loading: float, answer: str) -> None:
+def test_dry_run_names_the_bottleneck(tiny: Path, loading: float, answer: str) -> None:
     assert answer in words(tiny, replace(COSTS, speed=replace(COSTS.speed, loading=loading)))
 
 
-def test_on_a_cpu_loading_takes_from_the_same_cores(tiny: Path) -> None:
+def test_dry_run_on_a_cpu_adds_the_time_of_loading(tiny: Path) -> None:
     assert "an epoch of 100 updates about 0:04:10" in words(tiny, COSTS, "cpu")
 
 
-def test_too_little_memory_and_disk_are_told(tiny: Path) -> None:
+def test_dry_run_warns_about_too_little_memory_and_disk(tiny: Path) -> None:
     full = replace(COSTS, total=8 * MIB)
     everything = "nearly all there is: a smaller -batch_size, -amp or TRAIN.GRAD_CHECKPOINT=blocks leaves room"
     assert everything in words(tiny, full)
@@ -103,7 +99,7 @@ def test_too_little_memory_and_disk_are_told(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 4, 5])
-def test_the_short_window_of_an_epochs_end_is_no_measure(
+def test_dry_run_does_not_measure_the_last_short_window(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """44 micro-batches are five windows of eight and one of four, which a resumed run may have before it."""

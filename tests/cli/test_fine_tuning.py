@@ -1,4 +1,4 @@
-"""Fine-tuning as a user does it: from a run's average, a new classifier, parts frozen, layers at their own rates."""
+"""Fine-tuning from a run's EMA, with a new classifier, frozen weights and layer-wise learning rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PER_EPOCH = 44
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a trained run lies, `base`, with an average of its weights."""
+    """A folder with a trained run, `base`, which has an EMA."""
     folder = tmp_path_factory.mktemp("tuning")
     (folder / "tiny.yaml").write_text(TINY_DIGITS.replace("DEPTH: 1", "DEPTH: 2"))
     words = ("TRAIN.NUM_EPOCHS=1", "TRAIN.MODEL_EMA=true")
@@ -44,10 +44,10 @@ def command(place: Path, run: Path) -> tuple[object, ...]:
     return ("-cfg", place / "tiny.yaml", "-pretrained", place / "base", "-output", run, "-resume", "auto", *TUNED)
 
 
-def test_stopped_and_gone_on_with_it_is_the_same_run(
+def test_stopped_and_resumed_fine_tuning_equals_an_uninterrupted_one(
     vitamp: Callable[..., Result], place: Path, tmp_path: Path
 ) -> None:
-    """One command line throughout: the first time it begins with the weights it names, then with its own."""
+    """One command line throughout: the first start loads the pretrained weights, the next ones resume."""
     begun = vitamp(*command(place, tmp_path / "run"), f"TRAIN.MAX_UPDATES={PER_EPOCH + 9}")
     assert begun.code == 0, begun.text
     assert "ema.safetensors; head left as freshly initialised (MODEL.NEW_CLASSIFIER)" in begun.out
@@ -75,7 +75,7 @@ def test_stopped_and_gone_on_with_it_is_the_same_run(
         ({"MODEL.PRETRAINED": "resnet18.a1_in1k", "MODEL.RESUME_EMA": "true"}, "a name of timm's"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_started(place: Path, words: dict[str, str], said: str) -> None:
+def test_bad_fine_tuning_settings_are_refused_before_the_start(place: Path, words: dict[str, str], said: str) -> None:
     (place / "bare").mkdir(exist_ok=True)
     found = sorted((place / "base" / "checkpoints").glob("step-*"))[-1] / "model.safetensors"
     (place / "bare" / "model.safetensors").write_bytes(found.read_bytes())
@@ -86,12 +86,12 @@ def test_mistakes_are_told_before_anything_is_started(place: Path, words: dict[s
 
 
 @pytest.mark.parametrize("value", ["0", "1.5", "-0.5", "most"])
-def test_a_layer_decay_is_a_share(value: str) -> None:
+def test_layer_decay_must_be_a_fraction(value: str) -> None:
     with pytest.raises(UserError, match=r"TRAIN\.LAYER_DECAY.*number > 0 and <= 1 or null"):
         load_config(None, words={"TRAIN.LAYER_DECAY": value})
 
 
-def test_settings_without_effect_are_told() -> None:
+def test_fine_tuning_settings_without_effect_are_noted() -> None:
     words = {"MODEL.RESUME_EMA": "true", "MODEL.NEW_CLASSIFIER": "true"}
     notes = " ".join(load_config(None, words=words).notes)
     assert "MODEL.RESUME_EMA has no effect" in notes
@@ -100,7 +100,9 @@ def test_settings_without_effect_are_told() -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_gone_on_with_it_is_the_same_run(vitamp: Callable[..., Result], place: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed_fine_tuning_equals_an_uninterrupted_one(
+    vitamp: Callable[..., Result], place: Path, tmp_path: Path
+) -> None:
     words = [*command(place, tmp_path / "run"), "SAVE_EVERY_UPDATES=5", "TRAIN.NUM_EPOCHS=6"]
     with subprocess.Popen([sys.executable, ROOT / "main_single_gpu.py", *words], stdout=subprocess.DEVNULL) as process:
         until(lambda: newest(tmp_path / "run") > PER_EPOCH)
@@ -117,7 +119,7 @@ def test_killed_and_gone_on_with_it_is_the_same_run(vitamp: Callable[..., Result
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_on_two_processes_it_is_the_same_run(
+def test_fine_tuning_on_two_processes_equals_one(
     vitamp: Callable[..., Result], place: Path, tmp_path: Path, strategy: str
 ) -> None:
     words = ("-batch_size", 16, "TRAIN.MAX_UPDATES=20", "TRAIN.MODEL_EMA=true", "REPORT_FREQ=1")

@@ -1,4 +1,4 @@
-"""Gradients that stop being numbers: without a scaler that is a fault, and it stops the run before anything is lost."""
+"""NaN gradients stop a run without a loss scaler, before bad weights are saved."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ TOO_FAST = ("TRAIN.BASE_LR=1e30", "TRAIN.WARMUP_EPOCHS=0", "TRAIN.GRAD_CLIP=null
 
 
 @pytest.mark.parametrize("how", [("REPORT_FREQ=1",), ("REPORT_FREQ=1000",), ("-amp", "bf16", "REPORT_FREQ=1")])
-def test_a_run_that_diverges_stops(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, how: tuple[str, ...]
-) -> None:
+def test_diverging_run_stops(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     done = vitamp("-cfg", tiny, "-output", run, *TOO_FAST, *how)
     assert done.code == 1, done.text
@@ -35,10 +33,8 @@ def test_a_run_that_diverges_stops(
     assert not [path for path in run.rglob("*") if path.name.startswith(".tmp")]
 
 
-def test_the_scaler_takes_an_overflow_as_its_own_business(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
-    """A scale that overflows at first is cut until it fits; the skipped updates are counted, and training goes on."""
+def test_loss_scaler_handles_overflows(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    """A loss scale that is too large shrinks; skipped updates are counted, and training continues."""
     words = ("-amp", "fp16", "AMP.INIT_LOSS_SCALING=1e9", "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=1")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
     assert done.code == 0, done.text

@@ -1,4 +1,4 @@
-"""A run that was stopped, or killed, and gone on with is the run that was never stopped."""
+"""A run that was stopped or killed, and resumed, equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PER_EPOCH = 22
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """All that metrics.jsonl tells of the training; a run that stops within an epoch validates there too."""
+    """The lines of metrics.jsonl about training, without validations in the middle of an epoch, where a run stopped."""
     return [
         line
         for line in metrics(run)
@@ -42,7 +42,7 @@ def weights(run: Path, update: int) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four epochs in one go."""
+    """An uninterrupted run of four epochs."""
     from tests.program import TINY_DIGITS, run_program
 
     place = tmp_path_factory.mktemp("whole")
@@ -63,7 +63,9 @@ def equal(run: Path, whole: Path) -> None:
     [pytest.param(2 * PER_EPOCH, marks=pytest.mark.slow), PER_EPOCH + 9],
     ids=["between epochs", "within an epoch"],
 )
-def test_stopped_and_resumed(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: Path, stop: int) -> None:
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: Path, stop: int
+) -> None:
     run = tmp_path / "run"
     first = vitamp("-cfg", tiny, "-output", run, *ALL_ON, f"TRAIN.MAX_UPDATES={stop}")
     assert first.code == 0, first.text
@@ -78,8 +80,10 @@ def test_stopped_and_resumed(vitamp: Callable[..., Result], tiny: Path, tmp_path
 
 
 @pytest.mark.slow  # tests/faults kills runs every day
-def test_killed_and_resumed(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: Path) -> None:
-    """SIGKILL gives no time to save anything: what the last checkpoint lacks is done again."""
+def test_killed_and_resumed_run_equals_an_uninterrupted_one(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: Path
+) -> None:
+    """SIGKILL leaves no time to save: updates after the last checkpoint are repeated."""
     run, words = tmp_path / "run", [*ALL_ON, "SAVE_EVERY_UPDATES=5"]
     command = [sys.executable, ROOT / "main_single_gpu.py", "-cfg", tiny, "-output", run, *words]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
@@ -103,7 +107,7 @@ def until(happens: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-def test_auto_starts_goes_on_and_sees_that_all_is_done(
+def test_resume_auto_starts_resumes_and_detects_a_finished_run(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -125,7 +129,7 @@ def test_auto_starts_goes_on_and_sees_that_all_is_done(
 
 @pytest.fixture
 def stopped(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the whole run as if it had been stopped after two epochs."""
+    """A copy of the whole run, as if stopped after two epochs."""
     run = tmp_path / "stopped"
     shutil.copytree(whole, run)
     for update in (3, 4):
@@ -144,7 +148,7 @@ def stopped(whole: Path, tmp_path: Path) -> Path:
 def test_resume_takes_run_checkpoint_or_file(
     vitamp: Callable[..., Result], stopped: Path, whole: Path, part: str
 ) -> None:
-    """And needs no -cfg: the settings saved with the run serve, and the run goes on where it lies now."""
+    """Without -cfg, too: the run's saved settings are used, and its folder of now."""
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
     done = vitamp("-resume", stopped / part)
     assert done.code == 0, done.text
@@ -153,7 +157,7 @@ def test_resume_takes_run_checkpoint_or_file(
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 
 
-def test_resume_into_a_folder_of_its_own(vitamp: Callable[..., Result], stopped: Path, whole: Path) -> None:
+def test_resume_into_another_folder(vitamp: Callable[..., Result], stopped: Path, whole: Path) -> None:
     other = stopped.with_name("other")
     done = vitamp("-resume", stopped, "-output", other)
     assert done.code == 0, done.text
@@ -164,7 +168,7 @@ def test_resume_into_a_folder_of_its_own(vitamp: Callable[..., Result], stopped:
 @pytest.mark.parametrize(
     "damage", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("cut short", "no meta.json")), "a bit flipped"]
 )
-def test_a_damaged_checkpoint_falls_back(
+def test_damaged_checkpoint_falls_back_to_the_one_before(
     vitamp: Callable[..., Result], stopped: Path, whole: Path, damage: str
 ) -> None:
     newest = stopped / "checkpoints" / "step-000000044"
@@ -184,8 +188,8 @@ def test_a_damaged_checkpoint_falls_back(
     equal(stopped, whole)
 
 
-def test_last_epoch_picks_a_checkpoint(vitamp: Callable[..., Result], whole: Path, tmp_path: Path) -> None:
-    """Going back: what came after the chosen checkpoint is done again, and nothing of it is left over."""
+def test_last_epoch_chooses_the_checkpoint(vitamp: Callable[..., Result], whole: Path, tmp_path: Path) -> None:
+    """Updates after the chosen checkpoint are repeated, and their old results removed."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     done = vitamp("-resume", run, "-last_epoch", 1, "KEEP_LAST=1", f"TRAIN.MAX_UPDATES={2 * PER_EPOCH}")
@@ -203,7 +207,7 @@ def test_last_epoch_picks_a_checkpoint(vitamp: Callable[..., Result], whole: Pat
     assert "no usable checkpoint of epoch 3" in refused.err
 
 
-def test_what_a_killed_run_had_not_written_to_its_end_is_removed(
+def test_resume_removes_unfinished_files_of_a_killed_run(
     vitamp: Callable[..., Result], digits_run: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -219,7 +223,7 @@ def test_what_a_killed_run_had_not_written_to_its_end_is_removed(
     assert all(path.exists() for path in others)
 
 
-def test_other_samples_are_refused_in_the_middle_of_an_epoch_only(
+def test_changed_samples_are_refused_only_in_the_middle_of_an_epoch(
     vitamp: Callable[..., Result], tiny: Path, imagenet: Path, tmp_path: Path
 ) -> None:
     place, run = tmp_path / "data", tmp_path / "run"
@@ -247,7 +251,7 @@ def test_other_samples_are_refused_in_the_middle_of_an_epoch_only(
     assert "changed since: DATA.EXCLUDE" in between.out
 
 
-def test_resuming_does_not_depend_on_where_one_stands(
+def test_resume_does_not_depend_on_the_working_directory(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     """A relative -output is saved as written, and the run is found again by another path."""

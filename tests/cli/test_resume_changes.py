@@ -1,4 +1,4 @@
-"""What may change between a run and its resume: allowed and logged, or refused; and nothing that was saved is lost."""
+"""Changed settings between a run and its resume are allowed and logged, or refused; nothing that was saved is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AFTER_TWO_OF_FOUR = "epoch 3, 88 updates done; the next update's learning rate i
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two epochs of two. Not to be changed."""
+    """A finished run of two epochs. Do not change it."""
     return train_tiny(tmp_path_factory.mktemp("trained"), *BASE)
 
 
@@ -50,7 +50,7 @@ def drawn(run: Path, name: str) -> list[tuple[int, Any]]:
 
 
 def check_whole(run: Path, before: set[str], last_epoch: int) -> None:
-    """Each epoch is there once, earlier checkpoints are kept, updates only count up, and the best one exists."""
+    """Assert that each epoch is there once, earlier checkpoints are kept, updates increase, and the best one exists."""
     assert epochs(run) == epochs(run, "val") == list(range(1, last_epoch + 1))
     updates = [line["update"] for line in metrics(run, "train")]
     assert updates == sorted(set(updates))
@@ -100,7 +100,7 @@ def test_resume_with_a_change_is_logged_and_loses_nothing(
 
 
 @pytest.mark.slow
-def test_resume_on_two_processes_counts_on(vitamp: Callable[..., Result], run: Path) -> None:
+def test_resume_on_two_processes_continues_the_count_of_updates(vitamp: Callable[..., Result], run: Path) -> None:
     before = saved(run)
     words = ("-resume", "auto", "-output", run, MORE, "-batch_size", 32, "-ngpus", 2)
     done = vitamp(*words, "TRAIN.GLOBAL_BATCH=64", script="main_multi_gpu.py")
@@ -110,7 +110,7 @@ def test_resume_on_two_processes_counts_on(vitamp: Callable[..., Result], run: P
     check_whole(run, before, last_epoch=4)
 
 
-def test_an_ema_that_begins_at_resume_is_logged(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_ema_that_starts_at_resume_is_logged(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1").code == 0
     done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=2", "TRAIN.MODEL_EMA=true")
@@ -119,19 +119,19 @@ def test_an_ema_that_begins_at_resume_is_logged(vitamp: Callable[..., Result], t
     assert metrics(run, "val")[-1]["ema_acc1"] is not None
 
 
-def test_a_longer_run_has_the_whole_warm_up(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_lengthened_run_has_the_whole_warmup(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=2")
     assert first.code == 0, first.text
-    assert "clipped to 1, the learning rate rises to the end" in first.out
+    assert "clipped to 1, so the learning rate rises until the end" in first.out
     done = vitamp("-resume", run, MORE)
     assert done.code == 0, done.text
     assert f"the next update's learning rate is {RATE / 2:.3e}" in done.out
     assert "clipped" not in done.out
 
 
-def test_changes_are_listed_against_the_checkpoint(vitamp: Callable[..., Result], run: Path) -> None:
-    """config.yaml may be of a resume that was killed before it saved anything."""
+def test_changes_are_listed_relative_to_the_checkpoint(vitamp: Callable[..., Result], run: Path) -> None:
+    """config.yaml may come from a resume that was killed before it saved a checkpoint."""
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("NUM_EPOCHS: 2", "NUM_EPOCHS: 4"))
     done = vitamp("-resume", run, "-last_epoch", 2, "-dry_run")
@@ -140,7 +140,7 @@ def test_changes_are_listed_against_the_checkpoint(vitamp: Callable[..., Result]
     assert "LAST_EPOCH" not in done.out.replace("-last_epoch", "")
 
 
-def test_fewer_and_more_epochs(vitamp: Callable[..., Result], run: Path) -> None:
+def test_resume_with_fewer_and_with_more_epochs(vitamp: Callable[..., Result], run: Path) -> None:
     finished = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=1")
     assert "had already finished" in finished.out
     assert "next update" not in finished.out
@@ -150,7 +150,7 @@ def test_fewer_and_more_epochs(vitamp: Callable[..., Result], run: Path) -> None
     check_whole(run, set(), last_epoch=3)
 
 
-def test_max_updates_counts_updates_and_not_epochs_of_another_batch(vitamp: Callable[..., Result], run: Path) -> None:
+def test_max_updates_is_independent_of_the_batch_size(vitamp: Callable[..., Result], run: Path) -> None:
     done = vitamp("-resume", run, MORE, "-batch_size", 128, "TRAIN.MAX_UPDATES=93")
     assert done.code == 0, done.text
     assert metrics(run, "val")[-1]["update"] == 93
@@ -167,7 +167,7 @@ def test_max_updates_counts_updates_and_not_epochs_of_another_batch(vitamp: Call
     ],
     ids=["optimiser", "width", "image size", "decay of all"],
 )
-def test_what_cannot_be_resumed_is_refused_and_changes_nothing(
+def test_incompatible_resume_is_refused_and_changes_nothing(
     vitamp: Callable[..., Result], run: Path, words: list[str], reason: str
 ) -> None:
     kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.suffix in (".jsonl", ".json")}
@@ -181,7 +181,7 @@ def test_what_cannot_be_resumed_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("words", [["-batch_size", 64], ["SEED=1"]], ids=["batch", "order"])
-def test_in_the_middle_of_an_epoch_batch_and_order_stay(
+def test_batch_and_order_cannot_change_in_the_middle_of_an_epoch(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, words: list[object]
 ) -> None:
     run = tmp_path / "run"
@@ -192,7 +192,7 @@ def test_in_the_middle_of_an_epoch_batch_and_order_stay(
     assert saved(run) == {"step-000000005"}
 
 
-def test_settings_of_saving_prune_what_they_say_and_never_the_best(vitamp: Callable[..., Result], run: Path) -> None:
+def test_changed_keep_last_never_prunes_the_best(vitamp: Callable[..., Result], run: Path) -> None:
     best = index(run)["best"]
     done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3", "KEEP_LAST=1", "TRAIN.BASE_LR=0", "TRAIN.MODEL_EMA=false")
     assert done.code == 0, done.text
@@ -201,7 +201,7 @@ def test_settings_of_saving_prune_what_they_say_and_never_the_best(vitamp: Calla
 
 
 @pytest.mark.parametrize(("samples", "updates"), [(12, 3), (120, 30)], ids=["half the data", "five times the data"])
-def test_the_rate_follows_epochs_where_the_data_grew_or_shrank(
+def test_learning_rate_follows_epochs_if_the_data_set_changed(
     vitamp: Callable[..., Result], tiny: Path, imagenet: Path, tmp_path: Path, samples: int, updates: int
 ) -> None:
     place, run = tmp_path / "data", tmp_path / "run"
@@ -223,7 +223,7 @@ def test_the_rate_follows_epochs_where_the_data_grew_or_shrank(
     assert 0 < rates[-1] < 0.2 * RATE
 
 
-def test_going_back_keeps_the_abandoned_branch_as_a_run(vitamp: Callable[..., Result], run: Path) -> None:
+def test_resume_from_an_earlier_epoch_keeps_the_abandoned_branch(vitamp: Callable[..., Result], run: Path) -> None:
     whole, told = saved(run), metrics(run)
     done = vitamp("-resume", run, "-last_epoch", 1, "SEED=3", "KEEP_LAST=1", "TRAIN.NUM_EPOCHS=2")
     assert done.code == 0, done.text
@@ -247,7 +247,7 @@ def test_going_back_keeps_the_abandoned_branch_as_a_run(vitamp: Callable[..., Re
     assert not (run / "before-resume-44-2").exists(), "a dry run moves nothing"
 
 
-def test_going_back_twice_makes_a_second_folder(vitamp: Callable[..., Result], run: Path) -> None:
+def test_second_abandoned_branch_gets_a_second_folder(vitamp: Callable[..., Result], run: Path) -> None:
     for _ in range(2):
         done = vitamp("-resume", run, "-last_epoch", 1, "TRAIN.NUM_EPOCHS=2", "TRAIN.MAX_UPDATES=46")
         assert done.code == 0, done.text
@@ -255,7 +255,7 @@ def test_going_back_twice_makes_a_second_folder(vitamp: Callable[..., Result], r
     assert saved(run / "before-resume-44-2") == {"step-000000046"}
 
 
-def test_a_best_that_lies_elsewhere_is_named_and_not_to_be_beaten(
+def test_best_checkpoint_in_another_folder_is_named_and_still_counts(
     vitamp: Callable[..., Result], run: Path, tmp_path: Path
 ) -> None:
     other, best = tmp_path / "other", index(run)["best"]

@@ -1,4 +1,4 @@
-"""The run's folder: what lies in it, and where it is made."""
+"""The run folder: its files, and where it is created."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIELDS = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """A whole run with an average beside the weights, made once for this file."""
+    """A finished run with an EMA, made once for this file."""
     from tests.program import TINY_DIGITS, run_program
 
     place = tmp_path_factory.mktemp("finished")
@@ -43,7 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return place / "run", result
 
 
-def test_everything_is_there(finished: tuple[Path, Result]) -> None:
+def test_run_folder_has_all_files(finished: tuple[Path, Result]) -> None:
     run, _ = finished
     made = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     boards = {name for name in made if name.startswith("tensorboard/events.out.tfevents.")}
@@ -57,14 +57,14 @@ def test_everything_is_there(finished: tuple[Path, Result]) -> None:
     assert made - boards == plain | checkpoints | {"checkpoints/index.json"}
 
 
-def test_config_loads_back_equal(finished: tuple[Path, Result]) -> None:
+def test_config_yaml_loads_back_equal(finished: tuple[Path, Result]) -> None:
     run, _ = finished
     words = {"TRAIN.MODEL_EMA": "true", "TAG": "night watch", "OUTPUT": str(run), "AMP": "true", "AMP.DTYPE": "fp16"}
     given = load_config(str(run.parent / "tiny.yaml"), {}, words).config
     assert load_config(str(run / "config.yaml"), {}, {}).config == given
 
 
-def test_metrics_have_their_fields_and_hide_time_under_perf(finished: tuple[Path, Result]) -> None:
+def test_metrics_have_their_fields_and_times_under_perf(finished: tuple[Path, Result]) -> None:
     run, _ = finished
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines].count("epoch") == 2
@@ -80,7 +80,7 @@ def test_metrics_have_their_fields_and_hide_time_under_perf(finished: tuple[Path
     assert set(train[0]["perf"]) >= {"images_per_second", "data_wait_percent", "peak_memory_gb"}
 
 
-def test_pictures_and_boards_show_the_run(finished: tuple[Path, Result]) -> None:
+def test_curves_and_tensorboard_show_the_run(finished: tuple[Path, Result]) -> None:
     run, _ = finished
     with Image.open(run / "curves.png") as picture:
         assert picture.format == "PNG"
@@ -92,7 +92,7 @@ def test_pictures_and_boards_show_the_run(finished: tuple[Path, Result]) -> None
     assert shown == [(update, pytest.approx(value)) for update, value in kept]
 
 
-def test_run_json_tells_how_it_was_made(finished: tuple[Path, Result]) -> None:
+def test_run_json_describes_the_run(finished: tuple[Path, Result]) -> None:
     run, _ = finished
     about = json.loads((run / "run.json").read_text())
     assert "-amp fp16" in about["command"]
@@ -106,7 +106,7 @@ def test_run_json_tells_how_it_was_made(finished: tuple[Path, Result]) -> None:
     assert about["parameters"] == dict.fromkeys(("all", "trainable"), sum(part.numel() for part in stored.values()))
 
 
-def test_checkpoints_carry_what_the_weights_need(finished: tuple[Path, Result]) -> None:
+def test_checkpoints_have_metrics_input_settings_and_hashes(finished: tuple[Path, Result]) -> None:
     run, _ = finished
     index = json.loads((run / "checkpoints" / "index.json").read_text())
     assert index["last"] == "step-000000088"
@@ -121,7 +121,7 @@ def test_checkpoints_carry_what_the_weights_need(finished: tuple[Path, Result]) 
     assert all(len(seal["sha256"]) == 64 for seal in meta["files"].values())
 
 
-def test_banner_and_logs(finished: tuple[Path, Result]) -> None:
+def test_banner_is_printed_and_logged(finished: tuple[Path, Result]) -> None:
     run, result = finished
     for words in (
         *("night watch", "device     cpu:", "precision  fp16 by autocast, with loss scaling", "3,850 parameters"),
@@ -135,7 +135,7 @@ def test_banner_and_logs(finished: tuple[Path, Result]) -> None:
         assert line in log
 
 
-def test_last_line_tells_best_time_and_place(finished: tuple[Path, Result]) -> None:
+def test_last_line_has_best_accuracy_time_and_folder(finished: tuple[Path, Result]) -> None:
     run, result = finished
     best = max(max(line["acc1"], line["ema_acc1"]) for line in metrics(run, "val"))
     last = result.out.splitlines()[-1]
@@ -144,7 +144,9 @@ def test_last_line_tells_best_time_and_place(finished: tuple[Path, Result]) -> N
     assert str(run) in last
 
 
-def test_save_is_the_parent_and_output_the_folder(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_save_is_the_parent_folder_and_output_the_run_folder(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
     short = ("-cfg", tiny, "TRAIN.MAX_UPDATES=1")
     for _ in range(2):  # within one second, perhaps: neither may land in the other's folder
         assert vitamp(*short, f"SAVE={tmp_path / 'all'}").code == 0
@@ -156,8 +158,8 @@ def test_save_is_the_parent_and_output_the_folder(vitamp: Callable[..., Result],
     assert not (tmp_path / "other").exists()
 
 
-def test_keep_last_spares_the_best(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    """The learning rate falls to nothing at the end: what is best comes early, and stays."""
+def test_keep_last_keeps_the_best(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    """The best checkpoint comes early, since the learning rate falls to 0 at the end."""
     words = ("SAVE_EVERY_UPDATES=5", "KEEP_LAST=2", "VALIDATE_EVERY_UPDATES=13", "TRAIN.NUM_EPOCHS=1")
     assert vitamp("-cfg", tiny, "-output", tmp_path / "run", *words).code == 0
     root = tmp_path / "run" / "checkpoints"
@@ -171,7 +173,9 @@ def test_keep_last_spares_the_best(vitamp: Callable[..., Result], tiny: Path, tm
     assert index["best"] == f"step-{max(figures, key=lambda update: figures[update]):09d}"
 
 
-def test_updates_that_end_an_epoch_count_too(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_save_and_validate_every_updates_count_the_last_update_of_an_epoch(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
     rarely = ("SAVE_FREQ=100", "VALIDATE_FREQ=100", "TRAIN.NUM_EPOCHS=2", "KEEP_LAST=0")
     often = ("SAVE_EVERY_UPDATES=22", "VALIDATE_EVERY_UPDATES=44")
     assert vitamp("-cfg", tiny, "-output", tmp_path / "run", *rarely, *often).code == 0

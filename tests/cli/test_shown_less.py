@@ -1,4 +1,4 @@
-"""Token dropping and growing images as a user meets them: what is told, what is refused, and runs that go on."""
+"""Token dropping and growing images from the command line: log, refusals, and resumed runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return place / "run", done
 
 
-def test_the_run_says_so(whole: tuple[Path, Result]) -> None:
+def test_log_describes_token_drop_and_size_schedule(whole: tuple[Path, Result]) -> None:
     words = "50 % of the patches left out, all shown in the last epoch; images of 8 from epoch 1, 16 from epoch 3"
     assert words in whole[1].out
 
@@ -51,7 +51,7 @@ def test_the_run_says_so(whole: tuple[Path, Result]) -> None:
         pytest.param(3 * PER_EPOCH + 5, marks=pytest.mark.slow),
     ],
 )
-def test_stopped_and_resumed(
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: tuple[Path, Result], stop: int
 ) -> None:
     run = tmp_path / "run"
@@ -64,10 +64,10 @@ def test_stopped_and_resumed(
 
 
 @pytest.mark.slow
-def test_two_processes_see_what_one_does(
+def test_two_processes_drop_the_same_tokens_as_one(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: tuple[Path, Result]
 ) -> None:
-    """Which tokens go depends on the place of a micro-batch in the run, not on who computes it."""
+    """The dropped tokens depend on the position of a micro-batch in the run, not on its rank."""
     runs = {"one": ("main_single_gpu.py", "TRAIN.ACCUM_ITER=2"), "two": ("main_multi_gpu.py", "-ngpus=2")}
     for name, (script, word) in runs.items():
         words = [*BOTH, word, "TRAIN.MAX_UPDATES=50", "DATA.BATCH_SIZE=16"]
@@ -80,24 +80,24 @@ def test_two_processes_see_what_one_does(
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["TRAIN.TOKEN_DROP=1"], "TRAIN.TOKEN_DROP: 1 is not what it takes: number >= 0 and < 1"),
-        (["TRAIN.TOKEN_DROP=-0.1"], "TRAIN.TOKEN_DROP: -0.1 is not what it takes"),
-        (["TRAIN.TOKEN_DROP=0.5", "TRAIN.TOKEN_DROP_TAIL=2"], "TRAIN.TOKEN_DROP_TAIL: 2 leaves TRAIN.TOKEN_DROP none"),
+        (["TRAIN.TOKEN_DROP=1"], "TRAIN.TOKEN_DROP: expected number >= 0 and < 1, got 1"),
+        (["TRAIN.TOKEN_DROP=-0.1"], "TRAIN.TOKEN_DROP: expected number >= 0 and < 1, got -0.1"),
+        (["TRAIN.TOKEN_DROP=0.5", "TRAIN.TOKEN_DROP_TAIL=2"], "TRAIN.TOKEN_DROP_TAIL: 2 leaves no epoch"),
         (["TRAIN.SIZE_SCHEDULE=[[0,6],[0.5,8]]"], "TRAIN.SIZE_SCHEDULE: [6]: not divisible by MODEL.PATCH_SIZE 4"),
-        (["TRAIN.SIZE_SCHEDULE=[[0.1,4],[0.5,8]]"], "must begin at 0"),
-        (["TRAIN.SIZE_SCHEDULE=[[0,4],[2,8]]"], "before TRAIN.NUM_EPOCHS 2"),
-        (["TRAIN.SIZE_SCHEDULE=[[0,4],[0,8]]"], "each start after the one before"),
-        (["TRAIN.SIZE_SCHEDULE=[[0,4]]"], "ends with 4; it must end with DATA.IMAGE_SIZE 8"),
+        (["TRAIN.SIZE_SCHEDULE=[[0.1,4],[0.5,8]]"], "the first start must be 0"),
+        (["TRAIN.SIZE_SCHEDULE=[[0,4],[2,8]]"], "below TRAIN.NUM_EPOCHS 2"),
+        (["TRAIN.SIZE_SCHEDULE=[[0,4],[0,8]]"], "each later one above the one before"),
+        (["TRAIN.SIZE_SCHEDULE=[[0,4]]"], "ends with size 4; it must end with DATA.IMAGE_SIZE 8"),
         (["TRAIN.SIZE_SCHEDULE=[[0,4,8]]"], "list of lists of two numbers"),
         (["TRAIN.SIZE_SCHEDULE=4"], "list of lists of two numbers"),
     ],
 )
-def test_wrong_settings_are_refused(tiny: Path, words: list[str], answer: str) -> None:
+def test_invalid_settings_are_refused(tiny: Path, words: list[str], answer: str) -> None:
     with pytest.raises(UserError, match=re.escape(answer)):
         load_config(str(tiny), words=dict(word.split("=", 1) for word in words))
 
 
-def test_models_that_cannot_are_refused(vitamp: Callable[..., Result], tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(vitamp: Callable[..., Result], tmp_path: Path) -> None:
     recipe = tmp_path / "swin.yaml"
     recipe.write_text(
         "DATA: {DATASET: synthetic}\nMODEL: {TYPE: swin, NAME: swin_tiny_patch4_window7_224}\n"

@@ -1,4 +1,4 @@
-"""From the command to the first update: only what this run needs is imported before it."""
+"""Start-up imports only what the first update needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_MODULES = 2400
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """What a run with `-X importtime` tells before its first update is told, and after."""
+    """The output of a run with `-X importtime`, before and after the log line of its first update."""
     from tests.program import TINY_DIGITS
 
     place = tmp_path_factory.mktemp("startup")
@@ -43,19 +43,19 @@ def imported(text: str) -> set[str]:
     return set(re.findall(r"^import time:.*\|\s+(\S+)$", text, re.MULTILINE))
 
 
-def test_what_the_first_update_does_not_need_comes_later(told: tuple[str, str]) -> None:
+def test_packages_not_needed_for_the_first_update_are_imported_later(told: tuple[str, str]) -> None:
     before, after = map(imported, told)
     assert {"torch", "timm", "torchvision"} <= before
     assert not before & LATE
     assert {"tensorboard", "matplotlib"} <= after, "and comes where it is needed"
 
 
-def test_a_first_update_takes_no_more_modules_than_it_did(told: tuple[str, str]) -> None:
+def test_number_of_modules_before_the_first_update_is_limited(told: tuple[str, str]) -> None:
     assert len(imported(told[0])) < MOST_MODULES
 
 
 def in_python(code: str) -> str:
-    """What a fresh Python prints that runs this in the project's folder."""
+    """The output of this code in a fresh Python, in the project's folder."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -69,7 +69,7 @@ def in_python(code: str) -> str:
     return done.stdout
 
 
-def test_settings_are_judged_without_torch() -> None:
+def test_settings_are_checked_without_torch() -> None:
     code = """
 import sys
 from utils.config import load_config
@@ -115,12 +115,12 @@ optimizer.step()
 
 
 @pytest.mark.slow  # imports torch's compiler; that it comes late is tested beside
-def test_the_compiler_comes_when_something_is_compiled() -> None:
+def test_compiler_is_imported_when_something_is_compiled() -> None:
     assert in_python(LATE_COMPILER).strip() == "a graph break, as ever"
 
 
 @pytest.mark.slow
-def test_a_submodule_of_the_compiler_brings_it() -> None:
+def test_importing_a_submodule_imports_the_compiler() -> None:
     code = """
 from engine.machine.late_compiler import compiler_is_imported, import_compiler_late
 import_compiler_late()
@@ -132,7 +132,7 @@ print(torch._dynamo.config.suppress_errors)
     assert in_python(code).strip() == "False"
 
 
-def test_where_it_is_imported_already_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_compiler_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ModuleType("torch._dynamo")
     monkeypatch.setitem(sys.modules, "torch._dynamo", real)
     import_compiler_late()

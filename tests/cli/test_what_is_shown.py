@@ -1,4 +1,4 @@
-"""What the user sees: forms of the log lines, the bar, and the flags that only show something."""
+"""Terminal output: log lines, progress bar, and the flags that only print something."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def lines_like(pattern: str, text: str) -> list[str]:
     return [line for line in text.splitlines() if re.fullmatch(pattern, line)]
 
 
-def test_paddlevit_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_paddlevit_log_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1")
     assert len(lines_like(PADDLEVIT, done.out)) == 5
     assert len(lines_like(VALIDATION, done.out)) == 1
 
 
-def test_fleet_lines_count_from_0(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_fleet_log_lines_count_from_0(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     words = ("LOG_STYLE=fleet", "REPORT_FREQ=20", "TRAIN.NUM_EPOCHS=1")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
     assert len(lines_like(FLEET, done.out)) == 3
@@ -53,7 +53,7 @@ def test_fleet_lines_count_from_0(vitamp: Callable[..., Result], tiny: Path, tmp
     assert "lines of epochs and batches count from 0" in done.out
 
 
-def test_piped_output_is_plain_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_piped_output_has_plain_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1")
     assert "\r" not in done.text
     assert "\x1b" not in done.text
@@ -61,8 +61,8 @@ def test_piped_output_is_plain_lines(vitamp: Callable[..., Result], tiny: Path, 
     assert done.err == ""
 
 
-def test_bar_on_a_terminal(tiny: Path, tmp_path: Path) -> None:
-    """loss, images a second and the time left, in a bar that the log lines do not tear."""
+def test_terminal_shows_a_progress_bar(tiny: Path, tmp_path: Path) -> None:
+    """It has loss, images per second and the time left, and log lines do not break it."""
     command = [sys.executable, ROOT / "main_single_gpu.py", "-cfg", tiny, "-output", tmp_path / "run"]
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 160, 0, 0))
@@ -87,7 +87,7 @@ def test_bar_on_a_terminal(tiny: Path, tmp_path: Path) -> None:
     assert "Done: best" in text
 
 
-def test_dry_run_writes_nothing(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_dry_run_writes_no_files(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     place = tmp_path / "empty"
     place.mkdir()
     done = vitamp("-cfg", tiny, "-output", place / "run", "-dry_run", cwd=place)
@@ -97,7 +97,7 @@ def test_dry_run_writes_nothing(vitamp: Callable[..., Result], tiny: Path, tmp_p
     assert list(place.iterdir()) == []
 
 
-def test_print_config(vitamp: Callable[..., Result], tiny: Path) -> None:
+def test_print_config_shows_values_with_sources(vitamp: Callable[..., Result], tiny: Path) -> None:
     done = vitamp("-cfg", tiny, "-amp", "-print_config", "TRAIN.BASE_LR=1e-4")
     assert done.code == 0
     assert re.search(r"  BASE_LR: 0\.0001 +# .*command line", done.out), done.out
@@ -106,7 +106,7 @@ def test_print_config(vitamp: Callable[..., Result], tiny: Path) -> None:
     assert re.search(r"SEED: 0 +# default", done.out)
 
 
-def test_list_models(vitamp: Callable[..., Result]) -> None:
+def test_list_models_prints_timm_names(vitamp: Callable[..., Result]) -> None:
     done = vitamp("-list_models", "vit_tiny*")
     assert done.code == 0
     names = done.out.split()
@@ -115,7 +115,7 @@ def test_list_models(vitamp: Callable[..., Result]) -> None:
     assert vitamp("-list_models", "no_such*").code == 2
 
 
-def test_version_and_help(vitamp: Callable[..., Result]) -> None:
+def test_version_and_help_are_printed(vitamp: Callable[..., Result]) -> None:
     version = vitamp("-version")
     assert version.code == 0
     assert re.fullmatch(r"vitamp \S+\ntorch 2\.\S+\ntimm 1\.\S+\n", version.out)
@@ -125,7 +125,7 @@ def test_version_and_help(vitamp: Callable[..., Result]) -> None:
         assert words in usage.out
 
 
-def test_profile(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_profile_writes_a_trace(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "-profile", 2, "TRAIN.MAX_UPDATES=8")
     assert done.code == 0, done.text
     trace = json.loads((tmp_path / "run" / "profile.json").read_text())

@@ -1,4 +1,4 @@
-"""What ends a run before its last epoch, what makes it repeat itself, and what -eval gives of its weights."""
+"""Early ends of a run, reproducibility, and -eval of its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.program import Result, metrics
 
 
-def test_max_updates_ends_with_figures_and_a_checkpoint(
+def test_max_updates_ends_with_validation_and_checkpoint(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -40,15 +40,17 @@ def test_max_time_pauses_and_is_resumed(vitamp: Callable[..., Result], tiny: Pat
     assert metrics(run, "run")[-1]["update"] == paused["update"] + 3
 
 
-def test_max_time_acts_where_an_epoch_has_one_report(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_max_time_ends_a_run_with_one_log_line_per_epoch(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
     words = ("TRAIN.NUM_EPOCHS=100000", "REPORT_FREQ=1000", "-max_time=0:00:01")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, timeout=60)
     assert done.code == 0, done.text
     assert metrics(tmp_path / "run", "run")[-1]["what"] == "paused"
 
 
-def test_patience(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    """Without a learning rate nothing improves after the first figure."""
+def test_patience_ends_a_run_without_improvement(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    """With learning rate 0, nothing improves after the first validation."""
     words = ("TRAIN.BASE_LR=0", "TRAIN.WARMUP_START_LR=0", "TRAIN.PATIENCE=2", "TRAIN.NUM_EPOCHS=9")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
     assert done.code == 0
@@ -62,7 +64,7 @@ def weights(run: Path, update: int) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def test_same_command_same_result(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_equal_commands_give_equal_results(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     words = ("-amp", "bf16", "TRAIN.NUM_EPOCHS=1", "MODEL.DROPOUT=0.1")
     for name, more in (("a", ()), ("b", ()), ("c", ("DETERMINISTIC=true",)), ("d", ("SEED=1",))):
         done = vitamp("-cfg", tiny, "-output", tmp_path / name, *words, *more)
@@ -73,9 +75,7 @@ def test_same_command_same_result(vitamp: Callable[..., Result], tiny: Path, tmp
     assert weights(tmp_path / "a", 44) != weights(tmp_path / "d", 44)
 
 
-def test_eval_gives_the_figures_that_training_validated(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_eval_reproduces_the_metrics_of_training(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=1").code == 0
     (validated,) = metrics(run, "val")
@@ -99,8 +99,8 @@ def test_eval_gives_the_figures_that_training_validated(
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_eval_leaves_the_run_that_it_looks_at_alone(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    """Without -cfg the run's own settings serve, its folder among them; the figures must not be written there."""
+def test_eval_does_not_write_to_the_evaluated_run(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    """Without -cfg, the run's own settings are used, with its folder as OUTPUT; metrics must not be written there."""
     run = tmp_path / "run"
     assert vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1").code == 0
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}

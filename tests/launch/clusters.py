@@ -1,4 +1,4 @@
-"""Starting the program by real launchers, and small private clusters for those that need one."""
+"""Real launchers for tests, and small private clusters for those that need one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def needs(*programs: str, root: bool = False, package: str) -> None:
 
 
 class Command:
-    """A launcher's command line in the background; all its processes carry a mark, wherever they are started."""
+    """A launcher's command in the background; all its processes have a mark in their environment, on any node."""
 
     def __init__(self, *command: object, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
         self.mark = f"VITAMP_TEST={uuid.uuid4().hex}"
@@ -53,7 +53,7 @@ class Command:
         )
 
     def end(self, seconds: float) -> Result:
-        """Wait for it to end; afterwards none of its processes may live."""
+        """Wait for its end; afterwards none of its processes may be alive."""
         try:
             out, err = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -64,7 +64,7 @@ class Command:
         return Result(self.process.returncode, out, err)
 
     def wait_until(self, happens: Callable[[], object], seconds: float) -> None:
-        """Wait for something it does; where it does not, show what it said."""
+        """Wait until `happens`; on a time-out, show its output."""
         try:
             until(happens, seconds)
         except AssertionError as error:
@@ -87,7 +87,7 @@ def launch(*command: object, env: dict[str, str] | None = None, seconds: float =
 
 
 def marked(mark: str) -> list[int]:
-    """Processes with this word in their environment."""
+    """Pids of processes with this word in their environment."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -148,7 +148,7 @@ class Slurm:
     """A SLURM of two nodes: munged, slurmctld and two slurmd, as this user's own processes."""
 
     def __init__(self, wrap: Callable[[int], list[str]] | None = None) -> None:
-        """`wrap`: what goes before a command to run it on machine 0 or 1; None: all on this one."""
+        """`wrap`: the command prefix that runs a command on machine 0 or 1; None: both nodes are this machine."""
         # Not pytest's folder: the path of a socket must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="vitamp-slurm-", dir="/tmp"))
         self.on = wrap or (lambda _machine: [])
@@ -248,7 +248,7 @@ def slurm(wrap: Callable[[int], list[str]] | None = None) -> Iterator[Slurm]:
 
 @contextlib.contextmanager
 def two_machines() -> Iterator[Callable[[int], list[str]]]:
-    """Two network namespaces joined by a cable, each with a name of its own; gives what goes before a command there."""
+    """Two network namespaces joined by a virtual cable, each with its own host name; yields the command prefix."""
     needs("ip", "unshare", "nsenter", root=True, package="iproute2 util-linux")
     mark = uuid.uuid4().hex[:6]
     spaces = [f"vitamp-{mark}-{machine}" for machine in (0, 1)]

@@ -1,4 +1,4 @@
-"""A rank is killed under a real launcher: all end soon, one message names it; or torchrun starts it again."""
+"""A rank is killed under a real launcher: all ranks end soon, and one message names it; or torchrun restarts it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ runpy.run_path({MULTI!r}, run_name="__main__")
 
 @contextlib.contextmanager
 def launcher(name: str) -> Iterator[tuple[list[object], dict[str, str], str]]:
-    """What goes before the program, what the environment needs, and who names the killed rank."""
+    """Command in front of the program, environment, and the pattern of the message that names the killed rank."""
     if name == "torchrun":
         start = torchrun("--nproc_per_node", 2, "--master_port", free_port())
         yield start, {}, r"Signal 9 \(SIGKILL\) received by PID {pid}"
     elif name == "plainly":
-        yield [sys.executable], {}, r"rank {rank} on \S+ \(process {pid}\) was ended by SIGKILL"
+        yield [sys.executable], {}, r"rank {rank} on \S+ \(process {pid}\) was killed by SIGKILL"
     elif name == "srun":
         with slurm() as cluster:
             start = ["srun", "-N", 1, "-n", 2, sys.executable]
-            yield start, cluster.env, r"rank {rank} on \S+ \(process {pid}\) is gone without a word"
+            yield start, cluster.env, r"rank {rank} on \S+ \(process {pid}\) died without an error message"
     else:
         needs("mpirun.openmpi", package="openmpi-bin")
         start = ["mpirun.openmpi", "--oversubscribe", "-n", 2, sys.executable]
@@ -54,7 +54,7 @@ def launcher(name: str) -> Iterator[tuple[list[object], dict[str, str], str]]:
 
 @pytest.mark.parametrize("victim", [1, 0])
 @pytest.mark.parametrize("name", ["plainly", "torchrun", "srun", "mpirun"])
-def test_a_killed_rank_ends_all_within_15_seconds_and_log_txt_names_it(name: str, victim: int, tiny: Path) -> None:
+def test_killed_rank_ends_all_within_15_seconds_and_log_txt_names_it(name: str, victim: int, tiny: Path) -> None:
     run = tiny.parent / "run"
     lines, log = run / "metrics.jsonl", run / "log.txt"
     with launcher(name) as (start, env, said):
@@ -72,12 +72,12 @@ def test_a_killed_rank_ends_all_within_15_seconds_and_log_txt_names_it(name: str
     assert time.monotonic() - began < 15
     assert done.code not in (0, 2), done.text
     assert len(re.findall(said.format(pid=row[1], rank=victim), done.text)) == 1, done.text
-    assert len(re.findall(rf"error: rank {victim} on \S+ \(process {row[1]}\) is gone", log.read_text())) == 1
+    assert len(re.findall(rf"error: rank {victim} on \S+ \(process {row[1]}\) died", log.read_text())) == 1
 
 
 @pytest.mark.parametrize("own_store", ["0", "1"])
-def test_torchrun_starts_the_ranks_again_and_they_go_on(tiny: Path, own_store: str) -> None:
-    """--max-restarts, whether torchrun keeps its store through a restart or not."""
+def test_ranks_restarted_by_torchrun_resume(tiny: Path, own_store: str) -> None:
+    """With --max-restarts, whether or not torchrun keeps its store through a restart."""
     script = tiny.parent / "mortal.py"
     script.write_text(MORTAL)
     restarted, quiet = tiny.parent / "restarted", tiny.parent / "quiet"

@@ -1,4 +1,4 @@
-"""The same twenty updates, whoever starts the processes: losses equal bit for bit."""
+"""Twenty updates give the same losses, bit for bit, under every launcher."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.launch.clusters import (
     two_machines,
 )
 from tests.program import TINY_DIGITS, Result, metrics, run_program
-from utils.distributed.signpost import ports_of
+from utils.distributed.port_discovery import candidate_ports
 
-# Mixed precision, dropout, an average: whatever could differ from rank to rank.
+# Mixed precision, dropout, EMA: whatever could differ from rank to rank.
 WORDS = [
     *("-amp", "bf16", "MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.1", "MODEL.DEPTH=2", "TRAIN.MODEL_EMA=true"),
     *("REPORT_FREQ=1", "-batch_size_eval", "77", "TRAIN.MAX_UPDATES=20"),
@@ -50,7 +50,7 @@ def program(run: Path) -> list[str]:
 
 
 def outcome(run: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
-    """All figures, and the weights at the end."""
+    """All metrics, and the final weights."""
     last = max((run / "checkpoints").glob("step-*"))
     figures = metrics(run)
     assert sum(line["event"] == "train" for line in figures) == 20
@@ -59,7 +59,7 @@ def outcome(run: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
 
 @pytest.fixture(scope="module")
 def alone(place: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
-    """What all others are held against: one process with two micro-batches an update, which nobody had to launch."""
+    """The reference: one process with two micro-batches per update, without a launcher."""
     run = place / "alone"
     done = run_program(*program(run)[1:], "-accum_iter", 2, streams=place)
     assert done.code == 0, done.text
@@ -78,7 +78,7 @@ def well(done: Result, *said: str) -> None:
         assert done.out.count(text) == 1, done.text
 
 
-def test_plainly(alone: object, place: Path) -> None:
+def test_main_multi_gpu_starts_its_own_ranks(alone: object, place: Path) -> None:
     run = place / "plain"
     done = run_program(*program(run)[1:], "-ngpus", 2, script="main_multi_gpu.py", streams=place)
     well(done, "main_multi_gpu.py itself, 2 processes on 1 machine")
@@ -94,15 +94,15 @@ def test_torchrun(alone: object, place: Path) -> None:
 
 @pytest.mark.slow
 def test_torch_distributed_launch(alone: object, place: Path) -> None:
-    """The older launcher of many scripts, which may add a flag of its own."""
+    """torchrun's predecessor, which may add a flag of its own."""
     run = place / "launch"
     start = (sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node", 2)
     well(launch(*start, "--master_port", free_port(), *program(run)))
     assert outcome(run) == alone
 
 
-def test_by_hand(alone: object, place: Path) -> None:
-    """-host, -port, -rank and -world_size, one command line a process; only rank 0 speaks."""
+def test_ranks_by_flags(alone: object, place: Path) -> None:
+    """-host, -port, -rank and -world_size, one command line per process; only rank 0 prints."""
     run, words = place / "hand", ("-host", "localhost", "-port", free_port(), "-world_size", 2)
 
     def rank(number: int) -> Result:
@@ -118,8 +118,8 @@ def test_by_hand(alone: object, place: Path) -> None:
     assert outcome(run) == alone
 
 
-def test_ranks_in_the_environment_by_hand(alone: object, place: Path) -> None:
-    """As a Kubernetes operator starts one process a pod: no launcher, and no local rank."""
+def test_ranks_by_environment_variables(alone: object, place: Path) -> None:
+    """As a Kubernetes operator starts one process per pod: no launcher, and no local rank."""
     run, port = place / "environment", str(free_port())
 
     def rank(number: int) -> Result:
@@ -156,7 +156,7 @@ def test_mpirun(alone: object, place: Path, kind: str, named: str) -> None:
 
 
 def test_srun(alone: object, place: Path, cluster: Slurm) -> None:
-    """Two nodes, a task each; `HOST=... srun bash script.sh` of older scripts hands the host on by a flag."""
+    """Two nodes with one task each; older scripts, `HOST=... srun bash script.sh`, give the host by a flag."""
     run = place / "srun"
     flags = ("-host", "127.0.0.1", "-port", free_port())
     done = launch("srun", "-N", 2, "-n", 2, sys.executable, *program(run), *flags, env=cluster.env)
@@ -165,7 +165,7 @@ def test_srun(alone: object, place: Path, cluster: Slurm) -> None:
 
 
 @pytest.mark.slow
-def test_srun_on_one_node_finds_itself(alone: object, place: Path, cluster: Slurm) -> None:
+def test_srun_on_one_node_needs_no_host(alone: object, place: Path, cluster: Slurm) -> None:
     run = place / "srun_one"
     done = launch("srun", "-N", 1, "-n", 2, "-c", 1, sys.executable, *program(run), env=cluster.env)
     well(done, "SLURM, 2 processes on 1 machine")
@@ -173,8 +173,8 @@ def test_srun_on_one_node_finds_itself(alone: object, place: Path, cluster: Slur
 
 
 @pytest.mark.slow
-def test_a_batch_script_of_two_tasks_that_calls_python_plainly_trains_once(place: Path, cluster: Slurm) -> None:
-    """SLURM_NTASKS says 2 in it, and yet it is one process, which starts no second one unless asked to."""
+def test_batch_script_of_two_tasks_without_srun_trains_one_process(place: Path, cluster: Slurm) -> None:
+    """SLURM_NTASKS is 2 in it, but the script is one process, which starts no second one."""
     run, script = place / "batch", place / "batch.sh"
     script.write_text(f"#!/bin/bash\n{sys.executable} {' '.join(program(run))}\n")
     done = launch("sbatch", "-W", "-N", 1, "-n", 2, "-o", place / "batch.log", script, env=cluster.env)
@@ -202,17 +202,17 @@ def test_torchrun_on_two_machines(alone: object, place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_srun_on_two_machines_finds_the_first_by_its_name(alone: object, place: Path) -> None:
+def test_srun_on_two_machines_resolves_the_first_by_name(alone: object, place: Path) -> None:
     run = place / "srun_machines"
     with two_machines() as on, slurm(on) as cluster:
         start = [*on(0), "srun", "-N", 2, "-n", 2, sys.executable]
         done = launch(*start, *program(run), env=cluster.env)
-    well(done, "SLURM, 2 processes on 2 machines", "meeting at n0:")
+    well(done, "SLURM, 2 processes on 2 machines", "rendezvous at n0:")
     assert outcome(run) == alone
 
 
 @pytest.mark.parametrize("how", ["torchrun", "openmpi", pytest.param("srun", marks=pytest.mark.slow)])
-def test_the_script_for_one_device_started_twice_says_what_to_use(
+def test_main_single_gpu_started_twice_names_main_multi_gpu(
     place: Path, how: str, request: pytest.FixtureRequest
 ) -> None:
     start, env = torchrun("--nproc_per_node", 2, "--master_port", free_port()), MPI_AS_ROOT
@@ -232,7 +232,7 @@ def test_the_script_for_one_device_started_twice_says_what_to_use(
 
 
 def of_job(kind: str, job: int, rank: int) -> dict[str, str]:
-    """What a launcher puts into the environment of one of two processes on a machine with digits in its name."""
+    """The launcher's environment of one of two processes, on a machine with digits in its name."""
     if kind == "srun":  # the second job is another step of the same allocation
         step = {"SLURM_JOB_ID": 4711, "SLURM_STEP_ID": job, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
         place = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
@@ -252,12 +252,12 @@ def of_job(kind: str, job: int, rank: int) -> dict[str, str]:
         pytest.param("srun", "SLURM  4711.4711", "SLURM", marks=pytest.mark.slow),
     ],
 )
-def test_two_jobs_at_a_time_do_not_meet(place: Path, kind: str, name: str, launcher: str) -> None:
-    """And another program listens where the first of them would."""
+def test_concurrent_jobs_do_not_join_each_other(place: Path, kind: str, name: str, launcher: str) -> None:
+    """Another program listens at the first candidate port."""
     short = ("TRAIN.MAX_UPDATES=2", "DIST.TIMEOUT=1")
-    taken = ports_of(name)[0]
+    taken = candidate_ports(name)[0]
     with contextlib.ExitStack() as around:
-        with contextlib.suppress(OSError):  # then somebody has it
+        with contextlib.suppress(OSError):  # then it is in use already
             around.enter_context(socket.create_server(("", taken)))
         ranks = {
             (job, rank): Command(
@@ -276,16 +276,16 @@ def test_two_jobs_at_a_time_do_not_meet(place: Path, kind: str, name: str, launc
     for job in (4711, 4712):
         well(ended[job, 0], f"{launcher}, 2 processes on 1 machine")
         assert (ended[job, 1].code, ended[job, 1].out) == (0, ""), ended[job, 1].text
-    met = [re.search(r"meeting at 127\.0\.0\.1:(\d+)", ended[job, 0].out) for job in (4711, 4712)]
+    met = [re.search(r"rendezvous at 127\.0\.0\.1:(\d+)", ended[job, 0].out) for job in (4711, 4712)]
     first, second = (int(found[1]) for found in met if found)
-    assert first in ports_of(name)[1:], "the first port was taken"
-    assert second in ports_of("4712".join(name.rsplit("4711", 1)))
+    assert first in candidate_ports(name)[1:], "the first port was taken"
+    assert second in candidate_ports("4712".join(name.rsplit("4711", 1)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["openmpi", "mpich", "srun"])
-def test_two_jobs_of_a_launcher_at_a_time(place: Path, kind: str, request: pytest.FixtureRequest) -> None:
-    """Of SLURM two steps of one job."""
+def test_concurrent_jobs_of_a_real_launcher(place: Path, kind: str, request: pytest.FixtureRequest) -> None:
+    """With SLURM, two steps of one job."""
     start, env = (["srun"], request.getfixturevalue("cluster").env) if kind == "srun" else (mpirun(kind), MPI_AS_ROOT)
     runs = [place / f"{kind}_{name}" for name in "ab"]
     lines = [

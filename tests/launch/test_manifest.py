@@ -10,7 +10,7 @@ from tests.program import ROOT
 from utils.cli import parse
 
 
-def test_the_pods_start_what_there_is() -> None:
+def test_manifest_starts_an_existing_script_and_recipe() -> None:
     text = (ROOT / "scripts" / "kubernetes" / "pytorchjob.yaml").read_text(encoding="utf-8")
     replicas: dict[str, Any] = yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]
     assert replicas["Master"]["replicas"] == 1, "the operator allows one"
@@ -22,5 +22,5 @@ def test_the_pods_start_what_there_is() -> None:
         command = parse(words, script)
         assert command.cfg is not None
         assert (ROOT / command.cfg).is_file()
-        assert command.flags["MODEL.RESUME"][0] == "auto", "or an evicted pod would find the run's folder taken"
+        assert command.flags["MODEL.RESUME"][0] == "auto", "or a restarted pod is refused its own run folder"
         assert command.flags["OUTPUT"][0].startswith("/runs")

@@ -1,4 +1,4 @@
-"""scripts/slurm/train.sbatch: a job that is warned saves, queues again and goes on; one that is cancelled does not."""
+"""scripts/slurm/train.sbatch: a job warned by SIGUSR1 saves, requeues and resumes; a cancelled one does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.launch.clusters import Command, Slurm, free_port, marked, slurm, unti
 from tests.program import ROOT, metrics
 
 pytestmark = pytest.mark.slow
-# For two nodes without GPUs, of one task each; what the script says of itself is for others.
+# Two nodes without GPUs, one task each, instead of the resources that the script asks for.
 HERE = ("--nodes=2", "--ntasks-per-node=1", "--gres=none", "--cpus-per-task=1")
 WORDS = ("TRAIN.NUM_EPOCHS=20", "REPORT_FREQ=1", "SAVE_FREQ=100", "DATA.NUM_WORKERS=0", "TRAIN.MAX_UPDATES=400")
 
@@ -24,7 +24,7 @@ def cluster() -> Iterator[Slurm]:
 
 
 class Job:
-    """The script, submitted; `run` is where it trains."""
+    """The submitted script; `run` is its run folder."""
 
     def __init__(self, cluster: Slurm, tiny: Path, name: str) -> None:
         self.cluster, self.run, self.log = cluster, tiny.parent / name, tiny.parent / f"{name}.log"
@@ -45,7 +45,7 @@ class Job:
         until(lambda: lines.exists() and lines.read_text().count('"train"') > 3, 120)
 
 
-def test_a_warned_job_goes_on_by_itself(cluster: Slurm, tiny: Path) -> None:
+def test_warned_job_requeues_and_resumes(cluster: Slurm, tiny: Path) -> None:
     quiet = Job(cluster, tiny, "quiet")
     until(lambda: not quiet.state(), 200)
     job = Job(cluster, tiny, "warned")
@@ -62,7 +62,7 @@ def test_a_warned_job_goes_on_by_itself(cluster: Slurm, tiny: Path) -> None:
     assert ours == theirs
 
 
-def test_a_cancelled_job_stays_so(cluster: Slurm, tiny: Path) -> None:
+def test_cancelled_job_is_not_requeued(cluster: Slurm, tiny: Path) -> None:
     job = Job(cluster, tiny, "cancelled")
     job.wait_for_updates()
     cluster.ask("scancel", job.number)

@@ -1,4 +1,4 @@
-"""Ranks that do not belong together are found before they train; one that dies or hangs is named, and all end."""
+"""Ranks that do not belong together are refused before they train; one that dies or hangs is named, and all end."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Ranks:
         return rank
 
     def two(self, *words: object, fault: str = "none") -> tuple[Rank, Rank]:
-        """Two ranks in endless training, of which the second may have a fault."""
+        """Two ranks in endless training; the second may have a fault."""
         script = self.place / "faulty.py"
         script.write_text(FAULTY.format(root=str(ROOT), script=str(ROOT / "main_multi_gpu.py")))
         options = {"script": str(script), "env": {"FAULT": fault}}
@@ -88,7 +88,7 @@ class Ranks:
         return first, second
 
     def pid(self, number: int) -> int:
-        """As the table of processes says it."""
+        """The pid of a rank, from the table of processes in the log."""
         until(lambda: "Step[" in self.started[0].says(), 100)
         row = re.search(rf"^  {number} +{HOST} +\d+ +(\d+) ", self.started[0].says(), re.MULTILINE)
         assert row is not None, self.started[0].says()
@@ -113,7 +113,7 @@ def refused(rank: Rank, *said: str) -> None:
     assert "Traceback" not in done.text
 
 
-def test_other_settings_are_named(ranks: Ranks) -> None:
+def test_ranks_with_different_settings_are_refused(ranks: Ranks) -> None:
     both = ranks.start(0), ranks.start(1, "TRAIN.BASE_LR=1", "SEED=7")
     for rank in both:
         refused(
@@ -124,37 +124,37 @@ def test_other_settings_are_named(ranks: Ranks) -> None:
     assert not (ranks.place / "run").exists()
 
 
-def test_another_world_is_named(ranks: Ranks) -> None:
+def test_ranks_with_different_world_sizes_are_refused(ranks: Ranks) -> None:
     for rank in (ranks.start(0), ranks.start(1, world=3)):
         refused(rank, rf"rank 1 on {HOST} .* was started as one of 3 processes, rank 0 on .* as one of 2")
 
 
-def test_one_rank_twice_is_named(ranks: Ranks) -> None:
+def test_duplicate_rank_is_refused(ranks: Ranks) -> None:
     first = ranks.start(0, world=3)
     for rank in (ranks.start(1, world=3), ranks.start(1, world=3), first):
         refused(rank, rf"rank 1 on {HOST} .* and rank 1 on {HOST} .* are both rank 1")
 
 
 @pytest.mark.parametrize("unable", [1, 0])
-def test_a_rank_that_cannot_take_part_keeps_nobody_waiting(ranks: Ranks, unable: int) -> None:
-    """What is wrong on one machine alone is found before that rank meets the others."""
+def test_rank_that_cannot_take_part_ends_the_others(ranks: Ranks, unable: int) -> None:
+    """Its problem is found before it joins them."""
     words: dict[int, tuple[object, ...]] = {unable: ("-device", "cuda")}
     both = [ranks.start(number, *words.get(number, ()), env={"CUDA_VISIBLE_DEVICES": ""}) for number in (0, 1)]
     refused(both[unable], "-device cuda: .* sees no GPU here")
     refused(both[1 - unable], rf"rank {unable} on {HOST} \(process \d+\): -device cuda: .* sees no GPU here")
 
 
-def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
+def test_missing_rank_is_named(ranks: Ranks) -> None:
     rank = ranks.start(0, "DIST.TIMEOUT=0.05")
-    refused(rank, r"of 2 processes 1 came within 0.05 minutes \(DIST.TIMEOUT\), not rank 1")
+    refused(rank, r"1 of 2 processes joined within 0.05 minutes \(DIST.TIMEOUT\); missing: rank 1")
 
 
-def test_a_rank_0_that_does_not_come_is_told(ranks: Ranks) -> None:
+def test_missing_rank_0_is_reported(ranks: Ranks) -> None:
     rank = ranks.start(1, "DIST.TIMEOUT=0.05")
     refused(rank, rf"rank 1 of 2: rank 0 does not answer at localhost:{ranks.port} \(0.05 minutes, DIST.TIMEOUT\)")
 
 
-def test_a_port_in_use_is_told(ranks: Ranks) -> None:
+def test_port_in_use_is_reported(ranks: Ranks) -> None:
     with socket.socket(socket.AF_INET6) as listener:
         listener.bind(("::", ranks.port))
         listener.listen()
@@ -170,7 +170,7 @@ def test_a_port_in_use_is_told(ranks: Ranks) -> None:
         ([], {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected"),
     ],
 )
-def test_a_place_that_is_half_told(tiny: Path, flags: list[str], env: dict[str, str], said: str) -> None:
+def test_incomplete_rank_settings_are_refused(tiny: Path, flags: list[str], env: dict[str, str], said: str) -> None:
     words = ("-cfg", tiny, "-output", tiny.parent / "run", *flags)
     done = run_program(*words, script="main_multi_gpu.py", env=env, streams=tiny.parent)
     assert done.code == 2, done.text
@@ -178,7 +178,7 @@ def test_a_place_that_is_half_told(tiny: Path, flags: list[str], env: dict[str, 
     assert "Traceback" not in done.text
 
 
-def test_a_rank_that_fails_is_named_in_the_others_terminals(ranks: Ranks) -> None:
+def test_failing_rank_is_named_in_the_others_terminals(ranks: Ranks) -> None:
     first, second = ranks.two(fault="raise")
     broken, other = second.end(), first.end(30)
     assert (broken.code, other.code) == (1, 1)
@@ -191,20 +191,19 @@ def test_a_rank_that_fails_is_named_in_the_others_terminals(ranks: Ranks) -> Non
 
 
 @pytest.mark.parametrize("victim", [1, 0])
-def test_a_killed_rank_is_named_within_15_seconds(ranks: Ranks, victim: int) -> None:
+def test_killed_rank_is_named_within_15_seconds(ranks: Ranks, victim: int) -> None:
     both = ranks.two()
     os.kill(ranks.pid(victim), signal.SIGKILL)
     began = time.monotonic()
     left = both[1 - victim].end(60)
     assert time.monotonic() - began < 15
     assert left.code == 1, left.text
-    assert left.err.count(f"rank {victim} on {HOST} (process {ranks.pid(victim)}) is gone without a word") == 1, (
-        left.err
-    )
+    death = f"rank {victim} on {HOST} (process {ranks.pid(victim)}) died without an error message"
+    assert left.err.count(death) == 1, left.err
     assert "Traceback" not in left.text
     assert both[victim].end(10).code == -signal.SIGKILL
     log = (ranks.place / "run" / "log.txt").read_text()
-    assert log.count(f"rank {victim} on {HOST} (process {ranks.pid(victim)}) is gone without a word") == 1, log
+    assert log.count(death) == 1, log
 
 
 @pytest.mark.slow
@@ -215,18 +214,18 @@ def test_a_killed_rank_is_named_within_15_seconds(ranks: Ranks, victim: int) -> 
         pytest.param("loop", r"faulty.py:\d+ \((faulty|busy)\), called from engine/\w+.py:\d+", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_hangs_is_named_with_the_place_where_it_stands(ranks: Ranks, fault: str, where: str) -> None:
+def test_hanging_rank_is_named_with_its_place_in_the_code(ranks: Ranks, fault: str, where: str) -> None:
     first, second = ranks.two("DIST.TIMEOUT=0.1", fault=fault)
     for rank in (first, second):
         done = rank.end()
         assert done.code == 1, done.text
-        named = rf"error: rank 1 on {HOST} \(process \d+\) keeps the others waiting for 0.1 minutes \(DIST.TIMEOUT\)"
-        assert len(re.findall(f"{named}: it stands in .*{where}", done.err)) == 1, done.text
+        named = rf"error: rank 1 on {HOST} \(process \d+\) has kept the others waiting for 0.1 minutes \(DIST.TIMEOUT\)"
+        assert len(re.findall(f"{named}; it is in .*{where}", done.err)) == 1, done.text
         assert "Traceback" not in done.text
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_is_named(ranks: Ranks) -> None:
+def test_stopped_rank_is_named(ranks: Ranks) -> None:
     first, second = ranks.two("DIST.TIMEOUT=0.1")
     pid = ranks.pid(1)
     os.kill(pid, signal.SIGSTOP)
@@ -235,5 +234,5 @@ def test_a_rank_that_is_stopped_is_named(ranks: Ranks) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     assert done.code == 1, done.text
-    assert done.err.count(f"rank 1 on {HOST} (process {pid}) gives no sign of life for 6 s") == 1, done.text
+    assert done.err.count(f"rank 1 on {HOST} (process {pid}) has sent no heartbeat for 6 s") == 1, done.text
     assert second.end(60).code == 1, "it ends by itself once it can"

@@ -1,4 +1,4 @@
-"""Flags, words and what -h, -version and mistakes say."""
+"""The command line: flags, KEY=VALUE words, -h, -version, and errors for mistakes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def error_of(line: str) -> str:
     return str(caught.value)
 
 
-def test_no_argument_at_all_trains() -> None:
+def test_no_arguments_mean_training() -> None:
     assert read("") == CommandLine()
 
 
-def test_the_command_line_of_paddlevit_users() -> None:
+def test_paddlevit_command_line_is_read() -> None:
     line = read("-cfg=./configs/vit.yaml -dataset=imagenet2012 -batch_size=64 -data_path=/dataset/imagenet -amp")
     assert (line.cfg, line.action, line.words) == ("./configs/vit.yaml", "train", {})
     assert line.flags == {
@@ -53,11 +53,11 @@ def test_the_command_line_of_paddlevit_users() -> None:
     "line",
     ["-batch_size_eval 3", "--batch_size_eval 3", "-batch-size-eval=3", "--batch-size-eval=3", "--batch-size_eval 3"],
 )
-def test_all_ways_to_write_a_flag_are_alike(line: str) -> None:
+def test_all_spellings_of_a_flag_are_equivalent(line: str) -> None:
     assert read(line).flags == {"DATA.BATCH_SIZE_EVAL": ("3", "-batch_size_eval")}
 
 
-def test_each_flag_reaches_its_setting() -> None:
+def test_each_flag_sets_its_setting() -> None:
     line = (
         "-output o -save_freq 2 -log_freq 3 -validate_freq 4 -num_workers 0 -resume r -last_epoch 5 -ngpus -1 "
         "-device cpu -backend gloo -host h -port 1234 -rank 0 -world_size 2 -threads 2 -max_time 01:00:00 -profile 6 "
@@ -83,16 +83,16 @@ def test_each_flag_reaches_its_setting() -> None:
     assert (data.BATCH_SIZE, data.BATCH_SIZE_EVAL) == (8, 9)
 
 
-def test_flags_point_at_settings_that_exist() -> None:
+def test_flags_set_existing_settings() -> None:
     assert [key for group in FLAGS.values() for flag in group for key in flag.keys if key not in settings()] == []
 
 
 @pytest.mark.parametrize("line", ["-batch_size_eval 8 -batch_size 64", "-batch_size 64 -batch_size_eval 8"])
-def test_batch_size_gives_way_to_batch_size_eval(line: str) -> None:
+def test_batch_size_eval_overrides_batch_size(line: str) -> None:
     assert values(line) == {"DATA.BATCH_SIZE": "64", "DATA.BATCH_SIZE_EVAL": "8"}
 
 
-def test_the_last_of_two_equal_flags_counts() -> None:
+def test_last_of_two_equal_flags_counts() -> None:
     assert values("-batch_size 64 -batch_size 32") == {"DATA.BATCH_SIZE": "32", "DATA.BATCH_SIZE_EVAL": "32"}
 
 
@@ -126,17 +126,17 @@ def test_the_last_of_two_equal_flags_counts() -> None:
         ("-amp fp16 -amp off", {"ENABLED": False, "DTYPE": "fp16"}),
     ],
 )
-def test_amp(line: str, expected: dict[str, Any]) -> None:
+def test_amp_sets_its_settings(line: str, expected: dict[str, Any]) -> None:
     assert values(line) == {f"AMP.{key}": value for key, value in expected.items()}
     load_config(None, read(line).flags)
 
 
-def test_amp_takes_only_its_own_words() -> None:
+def test_amp_takes_only_its_own_values() -> None:
     line = read("-amp TRAIN.SEED=1 -amp -eval")
     assert (line.words, line.flags["EVAL"]) == ({"TRAIN.SEED": "1"}, (True, "-eval"))
 
 
-def test_words_stand_anywhere_and_values_of_flags_are_no_words() -> None:
+def test_key_value_words_may_be_anywhere_and_flag_values_are_none() -> None:
     line = read("SEED=1 -output A=B TRAIN.BASE_LR=1e-4 -eval TAG=a=b AMP.ENABLED=")
     assert line.words == {"SEED": "1", "TRAIN.BASE_LR": "1e-4", "TAG": "a=b", "AMP.ENABLED": ""}
     assert line.flags["OUTPUT"] == ("A=B", "-output")
@@ -155,12 +155,12 @@ def test_words_stand_anywhere_and_values_of_flags_are_no_words() -> None:
         ("-version", "version", None),
     ],
 )
-def test_actions(line: str, action: str, pattern: str | None) -> None:
+def test_action_flags_give_action_and_pattern(line: str, action: str, pattern: str | None) -> None:
     assert (read(line).action, read(line).pattern) == (action, pattern)
 
 
 @pytest.mark.parametrize("line", ["--local-rank=1", "--local_rank 1", "-local_rank=0"])
-def test_the_launchers_local_rank_is_let_pass(line: str) -> None:
+def test_local_rank_of_launchers_is_ignored(line: str) -> None:
     assert read(line) == CommandLine()
 
 
@@ -174,11 +174,11 @@ def test_the_launchers_local_rank_is_let_pass(line: str) -> None:
         ("-output -amp", "-output needs a value: -output DIR"),
         ("-eval=yes", "-eval takes no value; leave out '=yes'"),
         ("-eval yes", "unrecognised argument 'yes'. -eval takes no value."),
-        ("-amp fp61", "unrecognised argument 'fp61'. Did you mean fp16? -amp alone switches it on"),
+        ("-amp fp61", "unrecognised argument 'fp61'. Did you mean fp16? -amp alone turns AMP on"),
         *(
             (
                 f"-amp{between}{value}",
-                f"{value}{after} -amp alone switches it on; leave it out for fp32; or give one of: auto",
+                f"{value}{after} -amp alone turns AMP on; its values are auto",
             )
             for value in ("none", "true", "False", "1")
             for between, after in ((" ", "'."), ("=", ":"))
@@ -195,22 +195,22 @@ def test_the_launchers_local_rank_is_let_pass(line: str) -> None:
         ("amp", "Did you mean -amp?"),
         ("batch_size=3", "Did you mean -batch_size=3?"),
         ("train.base_lr=3", "Did you mean TRAIN.BASE_LR=3?"),
-        ("why", "unrecognised argument 'why'. Settings are given as -flag value or KEY=VALUE"),
+        ("why", "unrecognised argument 'why'. Arguments have the form -flag value or KEY=VALUE"),
         ("-batch 8", "unknown flag -batch. Did you mean -batch_size?"),  # no abbreviations
         ("--am", "unknown flag --am."),
         ("-amp=", "-amp=: "),
         ("-amp -1", "unrecognised argument '-1'. -amp alone"),
         ("-list_models a b", "unrecognised argument 'b'."),
-        ("A..B=3", "unrecognised argument 'A..B=3'. Settings are given as KEY=VALUE"),
+        ("A..B=3", "unrecognised argument 'A..B=3'. Settings have the form KEY=VALUE"),
         ("-dry_run -print_config", "-dry_run and -print_config exclude each other"),
         ("-dry_run -print_amp", "-dry_run and -print_amp exclude each other"),
     ],
 )
-def test_mistakes(line: str, message: str) -> None:
+def test_mistake_gets_a_suggestion(line: str, message: str) -> None:
     assert message in error_of(line)
 
 
-def test_help_shows_every_flag_and_leaves_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_flag_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         read("-amp -h")
     assert left.value.code == 0
@@ -222,7 +222,7 @@ def test_help_shows_every_flag_and_leaves_with_0(capsys: pytest.CaptureFixture[s
     assert max(map(len, shown.splitlines())) <= 100
 
 
-def test_the_command_lines_in_the_help_work() -> None:
+def test_examples_in_help_are_valid() -> None:
     lines = [line.split() for line in usage("main.py").splitlines() if line.startswith("  python")]
     assert len(lines) == 5
     for _, program, *argv in lines:
@@ -243,24 +243,26 @@ def test_the_command_lines_in_the_help_work() -> None:
         ("-pretrained x -pretrained y", "MODEL.PRETRAINED", "y"),
     ],
 )
-def test_values_that_look_like_something_else(line: str, key: str, value: str) -> None:
+def test_values_like_flags_or_words_are_read_as_values(line: str, key: str, value: str) -> None:
     assert values(line) == {key: value}
 
 
 def test_help_shows_defaults() -> None:
     shown = usage("main.py")
-    assert "-image_size PIXELS   height and width the model sees (default 224)" in shown
-    assert "-num_workers N       loading processes per rank (default by the cores)" in shown
+    assert "-image_size PIXELS   height and width of the model's input (default: 224)" in shown
+    assert "-num_workers N       loading processes per rank (default: from the number of cores)" in shown
+    written_by_hand = [flag.name for group in FLAGS.values() for flag in group if "default" in flag.about]
+    assert not written_by_hand, "defaults belong in Flag.default_text"
 
 
-def test_version_names_the_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_lists_vitamp_torch_and_timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert [line.split()[0] for line in version_text().splitlines()] == ["vitamp", "torch", "timm"]
     assert version_text().startswith(f"vitamp {version}\n")
 
 
-def test_a_mistake_is_told_in_well_under_a_second() -> None:
+def test_mistakes_are_reported_within_two_seconds() -> None:
     code = (
         "import sys, time; t = time.perf_counter(); from utils.cli import parse; from utils.config import load_config\n"
     )

@@ -1,4 +1,4 @@
-"""The reference page and the editors' schema follow the code."""
+"""docs/config.md and configs/schema.json follow the code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from utils.config.keys import settings
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_both_files_are_current() -> None:
+def test_generated_files_are_current() -> None:
     command = [sys.executable, "scripts/dev/make_config_docs.py", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_a_stale_file_is_found_and_rewritten(
+def test_check_finds_an_outdated_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(make_config_docs, "ROOT", tmp_path)
@@ -32,11 +32,11 @@ def test_a_stale_file_is_found_and_rewritten(
     (tmp_path / "docs/config.md").write_text("old")
     capsys.readouterr()
     assert make_config_docs.main(["--check"]) == 1
-    assert capsys.readouterr().out == "stale: docs/config.md\n"
+    assert capsys.readouterr().out == "outdated: docs/config.md\n"
     assert make_config_docs.main(["--chekc"]) == 2
 
 
-def test_the_reference_has_a_line_for_each_setting() -> None:
+def test_reference_has_a_row_for_each_setting() -> None:
     text = make_config_docs.reference()
     missing = [key for key in settings() if f"\n| `{key}` | " not in text]
     assert missing == []
@@ -46,7 +46,7 @@ def test_the_reference_has_a_line_for_each_setting() -> None:
     assert "| `DATA.INTERPOLATION` | bicubic or bilinear | `bicubic` |" in text
 
 
-def test_the_editors_schema_knows_all_keys_and_the_older_forms() -> None:
+def test_editor_schema_has_all_keys_and_their_older_forms() -> None:
     schema = json.loads(make_config_docs.editor_schema())
 
     def keys(model: dict, prefix: str) -> set[str]:

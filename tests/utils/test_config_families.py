@@ -1,4 +1,4 @@
-"""MODEL.TYPE chooses the defaults of what nobody sets, as PaddleViT's three models have a config.py each."""
+"""MODEL.TYPE chooses the defaults of settings that are not set, as each of PaddleViT's models has a config.py."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ OURS_ALONE = {
     "deit": {"MODEL.NAME": "deit_base_patch16_224"},
     "swin": {"MODEL.NAME": "swin_tiny_patch4_window7_224"},
 }
-"""There NAME is the family's word, and sizes are those of these models."""
+"""PaddleViT's NAME is the family itself, with the sizes of these models."""
 
 
 def given(*, cfg: Path | None = None, **words: str) -> Loaded:
@@ -115,7 +115,7 @@ def given(*, cfg: Path | None = None, **words: str) -> Loaded:
 
 
 @pytest.mark.parametrize("family", PADDLEVIT)
-def test_each_family_has_paddlevits_defaults(family: str) -> None:
+def test_family_has_paddlevits_defaults(family: str) -> None:
     loaded = given(MODEL__TYPE=family)
     expected = PADDLEVIT[family] | OURS_ALONE[family]
     assert {key: value_of(loaded.config, key) for key in expected} == expected
@@ -126,14 +126,14 @@ def test_each_family_has_paddlevits_defaults(family: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["resnet", "RegNet", "vit"])
-def test_other_types_have_the_usual_defaults(word: str) -> None:
+def test_other_types_have_the_defaults_of_vit(word: str) -> None:
     loaded = given(MODEL__TYPE=word, TRAIN__NUM_EPOCHS="32")
     assert set(loaded.sources.values()) == {"default", "command line"}
     assert loaded.config.TRAIN.BASE_LR == 3e-3
     assert loaded.notes == ()
 
 
-def test_type_is_found_wherever_it_stands(tmp_path: Path) -> None:
+def test_type_is_read_from_every_layer(tmp_path: Path) -> None:
     base, file = tmp_path / "base.yaml", tmp_path / "file.yaml"
     base.write_text("MODEL: {TYPE: Swin}\nTRAIN: {WEIGHT_DECAY: 0.2}\n")
     file.write_text("BASE: [base.yaml]\nTRAIN: {END_LR: 0.0}\n")
@@ -146,8 +146,8 @@ def test_type_is_found_wherever_it_stands(tmp_path: Path) -> None:
     assert given(cfg=file, MODEL__TYPE="vit").config.TRAIN.WEIGHT_DECAY == 0.2
 
 
-def test_a_swin_file_of_paddlevit_means_what_it_means_there(tmp_path: Path) -> None:
-    """It has sizes, DROPPATH and the crop, and leaves all else to its family."""
+def test_swin_file_of_paddlevit_gets_its_family_defaults(tmp_path: Path) -> None:
+    """It sets sizes, DROPPATH and CROP_PCT; everything else is a default of its family."""
     file = tmp_path / "swin_base.yaml"
     file.write_text(
         "DATA:\n    IMAGE_SIZE: 224\n    CROP_PCT: 0.9\nMODEL:\n    TYPE: swin\n    NAME: swin_base_patch4_window7_224"
@@ -168,7 +168,7 @@ def test_a_swin_file_of_paddlevit_means_what_it_means_there(tmp_path: Path) -> N
     assert line.endswith("# default (swin)")
 
 
-def test_a_deit_file_without_a_teacher_says_so(tmp_path: Path) -> None:
+def test_deit_without_a_teacher_is_noted(tmp_path: Path) -> None:
     file = tmp_path / "deit.yaml"
     file.write_text("MODEL: {TYPE: deit}\n")
     assert "TRAIN.DISTILLATION_TYPE is not set, so there is no teacher" in given(cfg=file).notes[1]
@@ -176,27 +176,27 @@ def test_a_deit_file_without_a_teacher_says_so(tmp_path: Path) -> None:
     assert len(given(cfg=file).notes) == 1
 
 
-def test_grey_images_keep_the_mean_of_one_channel() -> None:
+def test_grey_images_keep_the_mean_of_vit() -> None:
     loaded = given(MODEL__TYPE="swin", DATA__IMAGE_CHANNELS="1")
     assert loaded.config.DATA.IMAGENET_MEAN == (0.5, 0.5, 0.5)
     assert loaded.sources["DATA.IMAGENET_STD"] == "default"
 
 
-def test_a_name_of_another_family_than_the_default_type_is_noted() -> None:
+def test_name_of_another_family_without_type_is_noted() -> None:
     (note, *_) = given(MODEL__NAME="swin_tiny_patch4_window7_224", TRAIN__BASE_LR="1e-3").notes
-    assert "MODEL.TYPE is not set: the defaults are those of vit for" in note
-    assert "MODEL.TYPE=swin takes those of swin" in note
+    assert "MODEL.TYPE is not set: vit's defaults are used for" in note
+    assert "MODEL.TYPE=swin uses those of swin" in note
     assert "BASE_LR" not in note
     assert given(MODEL__NAME="swin_tiny_patch4_window7_224", MODEL__TYPE="vit").notes == ()
     assert given(MODEL__NAME="resnet50").notes == ()
 
 
-def test_a_clash_with_a_familys_default_names_it() -> None:
-    with pytest.raises(UserError, match=r"only one of them can act \(TRAIN.RAND_AUGMENT: default \(deit\)\)"):
+def test_conflict_with_a_family_default_names_it() -> None:
+    with pytest.raises(UserError, match=r"set only one of them to true \(TRAIN.RAND_AUGMENT: default \(deit\)\)"):
         given(MODEL__TYPE="deit", TRAIN__TRIVIAL_AUGMENT="true")
     notes = given(MODEL__TYPE="swin", TRAIN__AUTO_AUGMENT="true").notes
     assert notes[-1].endswith(
-        "AUTO_AUGMENT does not act beside TRAIN.RAND_AUGMENT (TRAIN.RAND_AUGMENT: default (swin))"
+        "AUTO_AUGMENT has no effect: TRAIN.RAND_AUGMENT overrides it (TRAIN.RAND_AUGMENT: default (swin))"
     )
 
 
@@ -213,7 +213,7 @@ PAPERS = {
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_our_own_recipes_train_as_the_papers_do(name: str) -> None:
+def test_recipe_has_the_settings_of_the_paper(name: str) -> None:
     loaded = given(cfg=ROOT / f"configs/{name}.yaml")
     expected = PAPERS[name] | {"MODEL.NAME": name}
     assert {key: value_of(loaded.config, key) for key in expected} == expected

@@ -1,4 +1,4 @@
-"""Layers, spellings and kinds of values that loading understands."""
+"""load_config reads layers, older names, and all forms of values."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def load(folder: Path, text: str) -> Config:
     return load_config(write(folder, text)).config
 
 
-def test_nothing_given_gives_the_defaults() -> None:
+def test_without_arguments_all_settings_are_defaults() -> None:
     loaded = load_config()
     assert loaded.config == Config()
     assert set(loaded.sources.values()) == {"default"}
     assert loaded.notes == ()
 
 
-def test_an_empty_file_and_empty_sections_change_nothing(tmp_path: Path) -> None:
+def test_empty_file_and_empty_sections_change_nothing(tmp_path: Path) -> None:
     assert load(tmp_path, "") == Config()
     assert load(tmp_path, "# only a comment\n") == Config()
     assert load(tmp_path, "DATA:\nTRAIN:\n    OPTIMIZER:\nAMP:\n") == Config()
 
 
-def test_each_layer_overrides_those_before_it_and_is_named(tmp_path: Path) -> None:
+def test_later_layers_override_earlier_ones_and_are_the_source(tmp_path: Path) -> None:
     write(
         tmp_path, "TRAIN:\n  BASE_LR: 1\n  END_LR: 1\n  WEIGHT_DECAY: 1\n  SMOOTHING: 0.5\nSEED: 1\n", "base/one.yaml"
     )
@@ -52,18 +52,18 @@ def test_each_layer_overrides_those_before_it_and_is_named(tmp_path: Path) -> No
     assert loaded.sources["TRAIN.GRAD_CLIP"] == "default"
 
 
-def test_base_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
+def test_base_is_relative_to_its_file(tmp_path: Path) -> None:
     write(tmp_path, "SEED: 7\n", "a/b/deep.yaml")
     write(tmp_path, "BASE: b/deep.yaml\n", "a/middle.yaml")
     assert load(tmp_path, "BASE: ['a/middle.yaml']\n").SEED == 7
 
 
-def test_base_none_or_empty_is_no_base(tmp_path: Path) -> None:
+def test_empty_base_is_ignored(tmp_path: Path) -> None:
     assert load(tmp_path, "BASE: ['']\nSEED: 3\n").SEED == 3
     assert load(tmp_path, "BASE:\nSEED: 3\n").SEED == 3
 
 
-def test_two_files_may_share_a_base_but_none_may_lead_back(tmp_path: Path) -> None:
+def test_shared_base_is_allowed_and_circular_base_refused(tmp_path: Path) -> None:
     write(tmp_path, "SEED: 3\n", "root.yaml")
     write(tmp_path, "BASE: [root.yaml]\n", "left.yaml")
     write(tmp_path, "BASE: [root.yaml]\n", "right.yaml")
@@ -73,7 +73,7 @@ def test_two_files_may_share_a_base_but_none_may_lead_back(tmp_path: Path) -> No
         load(tmp_path, "BASE: [left.yaml]\n")
 
 
-def test_what_pyyaml_leaves_as_text_gets_its_kind(tmp_path: Path) -> None:
+def test_values_that_yaml_leaves_as_text_get_their_type(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         """\
@@ -106,13 +106,13 @@ def test_what_pyyaml_leaves_as_text_gets_its_kind(tmp_path: Path) -> None:
     assert config.TRAIN.LR_SCHEDULER.NAME == "warmupcosine"
 
 
-def test_text_settings_keep_what_yaml_would_reread(tmp_path: Path) -> None:
+def test_text_settings_keep_their_text(tmp_path: Path) -> None:
     config = load(tmp_path, "TAG: 007\nMAX_TIME: 12:00:00\nSAVE: on\nOUTPUT: (1)\nDATA: {DATA_PATH: 2024-01-01}\n")
     assert (config.TAG, config.MAX_TIME, config.SAVE, config.OUTPUT) == ("007", "12:00:00", "on", "(1)")
     assert config.DATA.DATA_PATH == "2024-01-01"
 
 
-def test_the_older_nesting_and_names(tmp_path: Path) -> None:
+def test_older_nesting_and_names_are_read(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         """\
@@ -135,7 +135,7 @@ def test_the_older_nesting_and_names(tmp_path: Path) -> None:
     assert config.DATA.IMAGE_CHANNELS == 1
 
 
-def test_an_older_swin_file(tmp_path: Path) -> None:
+def test_older_swin_file_is_read(tmp_path: Path) -> None:
     text = "MODEL:\n  TRANS: {NUM_HEADS: [3, 6, 12, 24], STAGE_DEPTHS: [2, 2, 6, 2], WINDOW_SIZE: 7, APE: no}\n"
     model = load(tmp_path, text).MODEL
     assert (model.NUM_HEADS, model.STAGE_DEPTHS, model.WINDOW_SIZE, model.APE) == (
@@ -146,7 +146,7 @@ def test_an_older_swin_file(tmp_path: Path) -> None:
     )
 
 
-def test_amp_as_one_value_and_as_a_section_in_any_layer(tmp_path: Path) -> None:
+def test_amp_is_a_value_or_a_section_in_any_layer(tmp_path: Path) -> None:
     assert load(tmp_path, "AMP: true\n").AMP.ENABLED is True
     assert load(tmp_path, "AMP: off\n").AMP.ENABLED is False
     write(tmp_path, "AMP: True\n", "base.yaml")
@@ -158,7 +158,7 @@ def test_amp_as_one_value_and_as_a_section_in_any_layer(tmp_path: Path) -> None:
     assert load_config(words={"AMP": "true"}).config.AMP.ENABLED is True
 
 
-def test_words_take_scalars_lists_and_text() -> None:
+def test_key_value_words_take_scalars_lists_and_text() -> None:
     config = load_config(
         words={
             "TRAIN.BASE_LR": "1e-4",
@@ -187,7 +187,7 @@ def test_words_take_scalars_lists_and_text() -> None:
     assert config.MODEL.DEPTH == 4
 
 
-def test_the_warm_up_is_clipped_with_a_note() -> None:
+def test_long_warmup_is_clipped_with_a_note() -> None:
     loaded = load_config(words={"TRAIN.NUM_EPOCHS": "10"})
     assert loaded.config.TRAIN.WARMUP_EPOCHS == 32, "a resume may lengthen the run"
     assert len(loaded.notes) == 1
@@ -195,33 +195,32 @@ def test_the_warm_up_is_clipped_with_a_note() -> None:
     assert load_config(words={"TRAIN.NUM_EPOCHS": "32"}).notes == ()
 
 
-def test_a_setting_without_effect_is_noted(tmp_path: Path) -> None:
+def test_setting_without_effect_is_noted(tmp_path: Path) -> None:
     cfg = write(tmp_path, "LOCAL_RANK: 1\n")
     assert load_config(cfg).notes == (
-        f"{cfg}:1: LOCAL_RANK is accepted and without effect: "
-        "the launcher tells each process its rank; the value is not used",
+        f"{cfg}:1: LOCAL_RANK has no effect: each process gets its rank from the launcher",
     )
 
 
-def test_a_retired_value_gives_the_default_and_is_noted() -> None:
+def test_retired_value_becomes_the_default_with_a_note() -> None:
     loaded = load_config(words={"DATA.DECODER": "nvimgcodec", "TRAIN.NUM_EPOCHS": "40"})
     assert loaded.config.DATA.DECODER == "auto"
     assert loaded.notes == (
-        "command line: DATA.DECODER nvimgcodec is accepted and without effect, auto is used: it was no faster than "
-        "simplejpeg, whose pixels it gave",
+        "command line: DATA.DECODER nvimgcodec is no longer supported, auto is used instead: it was not faster than "
+        "simplejpeg, and decoded the same pixels",
     )
 
 
-def test_a_retired_setting_is_accepted_with_a_note_of_what_to_use_instead() -> None:
+def test_retired_setting_is_noted_with_its_replacement() -> None:
     (note,) = load_config(words={"TRAIN.OOM": "split", "DIST.STRATEGY": "fsdp"}).notes
     assert note.endswith(
-        "TRAIN.OOM is accepted and without effect: "
-        "an update that does not fit is not split; DATA.BATCH_SIZE=auto finds a batch that fits"
+        "TRAIN.OOM has no effect: "
+        "an update that does not fit into memory is not split; DATA.BATCH_SIZE=auto finds a batch that fits"
     )
     assert load_config(words={"TRAIN.OOM": "stop"}).notes == ()
 
 
-def test_augmentation_that_another_outdoes_is_noted() -> None:
+def test_overridden_augmentation_is_noted() -> None:
     def notes(**words: str) -> list[str]:
         words = {f"TRAIN.{key}": value for key, value in {"NUM_EPOCHS": "40", **words}.items()}
         return [note.removeprefix("command line: TRAIN.") for note in load_config(words=words).notes]
@@ -229,9 +228,9 @@ def test_augmentation_that_another_outdoes_is_noted() -> None:
     assert notes(COLOR_JITTER="0.4", THREE_AUGMENT="true") == []
     assert notes(COLOR_JITTER="0.4") == []
     assert notes(COLOR_JITTER="0.4", TRIVIAL_AUGMENT="true") == [
-        "COLOR_JITTER does not act beside TRAIN.TRIVIAL_AUGMENT"
+        "COLOR_JITTER has no effect: TRAIN.TRIVIAL_AUGMENT overrides it"
     ]
     assert notes(COLOR_JITTER="0.4", RAND_AUGMENT="true", AUTO_AUGMENT="true") == [
-        "AUTO_AUGMENT does not act beside TRAIN.RAND_AUGMENT",
-        "COLOR_JITTER does not act beside TRAIN.RAND_AUGMENT",
+        "AUTO_AUGMENT has no effect: TRAIN.RAND_AUGMENT overrides it",
+        "COLOR_JITTER has no effect: TRAIN.RAND_AUGMENT overrides it",
     ]

@@ -1,4 +1,4 @@
-"""A learning rate that is multiplied though whoever set it may not expect it."""
+"""LINEAR_SCALED_LR warns about learning rates that it multiplies unexpectedly."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def warnings(path: Path | None, **words: str) -> tuple[str, ...]:
     return load_config(str(path) if path else None, words=given).warnings
 
 
-def test_a_typed_rate_under_a_files_scale_is_warned_of(recipe: Path) -> None:
+def test_command_line_rate_scaled_by_a_file_is_warned_about(recipe: Path) -> None:
     (line,) = warnings(recipe, BASE_LR="1e-3")
     assert line.startswith("TRAIN.BASE_LR 0.001 (command line): multiplied by the global batch / ")
     assert f"TRAIN.LINEAR_SCALED_LR 4096 ({recipe}:3)" in line
-    assert "TRAIN.LINEAR_SCALED_LR=null takes rates as they are" in line
+    assert "Use TRAIN.LINEAR_SCALED_LR=null to take rates unscaled" in line
 
 
-def test_the_other_two_rates_are_scaled_and_warned_of_too(recipe: Path) -> None:
+def test_warmup_and_end_rates_are_warned_about(recipe: Path) -> None:
     (line,) = warnings(recipe, WARMUP_START_LR="1e-5", END_LR="1e-6")
     assert "TRAIN.WARMUP_START_LR 1.0e-05 (command line), TRAIN.END_LR 1.0e-06 (command line): multiplied" in line
     assert warnings(recipe, END_LR="0") == ()
 
 
-def test_a_file_over_its_base_is_warned_of(recipe: Path) -> None:
+def test_file_rate_scaled_by_its_base_is_warned_about(recipe: Path) -> None:
     own = recipe.with_name("own.yaml")
     own.write_text("BASE: [recipe.yaml]\nTRAIN: {BASE_LR: 0.001}\n")
     (line,) = warnings(own)
@@ -45,7 +45,7 @@ def test_a_file_over_its_base_is_warned_of(recipe: Path) -> None:
     assert warnings(own) == ()
 
 
-def test_a_familys_scale_is_warned_of() -> None:
+def test_rate_scaled_by_a_family_default_is_warned_about() -> None:
     (line,) = (
         warnings(None, BASE_LR="1e-3") or load_config(words={"MODEL.TYPE": "swin", "TRAIN.BASE_LR": "1e-3"}).warnings
     )
@@ -53,6 +53,6 @@ def test_a_familys_scale_is_warned_of() -> None:
 
 
 @pytest.mark.parametrize("words", [{}, {"BASE_LR": "1e-3", "LINEAR_SCALED_LR": "null"}, {"LINEAR_SCALED_LR": "512"}])
-def test_nothing_is_warned_of_where_scaling_is_meant_or_off(recipe: Path, words: dict[str, str]) -> None:
+def test_expected_scaling_gives_no_warning(recipe: Path, words: dict[str, str]) -> None:
     assert warnings(recipe, **words) == ()
     assert warnings(None, BASE_LR="1e-3") == ()

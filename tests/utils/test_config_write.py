@@ -1,4 +1,4 @@
-"""Settings written down load back equal, show their origins, and can be compared."""
+"""Saved settings load back equal, show their sources, and can be compared."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def through_a_file(config: Config, folder: Path) -> Loaded:
     return load_config(str(path))
 
 
-def test_written_settings_load_back_equal(tmp_path: Path) -> None:
+def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
     config = load_config(None, None, UNUSUAL).config
     again = through_a_file(config, tmp_path).config
     assert again == config
@@ -62,7 +62,7 @@ def test_written_settings_load_back_equal(tmp_path: Path) -> None:
     assert to_yaml(again) == to_yaml(config)
 
 
-def test_the_defaults_load_back_equal_and_without_notes(tmp_path: Path) -> None:
+def test_saved_defaults_load_back_equal_without_notes(tmp_path: Path) -> None:
     loaded = through_a_file(Config(), tmp_path)
     assert loaded.config == Config()
     assert config_hash(loaded.config) == config_hash(Config())
@@ -71,20 +71,19 @@ def test_the_defaults_load_back_equal_and_without_notes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", TRICKY_TEXT)
-def test_any_text_comes_back(tmp_path: Path, text: str) -> None:
+def test_any_text_loads_back_equal(tmp_path: Path, text: str) -> None:
     config = load_config(None, {"TAG": (text, "-tag")}).config
-    kept = config.TAG
-    assert kept == text
+    assert text == config.TAG
     assert through_a_file(config, tmp_path).config == config
     assert to_yaml(config).count("\n") == to_yaml(Config()).count("\n")
 
 
-def test_written_settings_mean_the_same_to_any_yaml_reader() -> None:
+def test_saved_settings_are_read_by_plain_yaml() -> None:
     config = load_config(None, None, UNUSUAL).config
     assert Config.model_validate(yaml.safe_load(to_yaml(config))) == config
 
 
-def test_a_built_on_file_is_written_out_in_full(tmp_path: Path) -> None:
+def test_saved_settings_include_those_of_base(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("SEED: 9\n")
     (tmp_path / "run.yaml").write_text("BASE: [base.yaml]\n")
     config = load_config(str(tmp_path / "run.yaml")).config
@@ -92,7 +91,7 @@ def test_a_built_on_file_is_written_out_in_full(tmp_path: Path) -> None:
     assert through_a_file(config, tmp_path / "elsewhere").config.SEED == 9
 
 
-def test_every_setting_is_shown_with_its_origin(tmp_path: Path) -> None:
+def test_every_setting_is_shown_with_its_source(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("TRAIN:\n  BASE_LR: 1e-3\n")
     flags = {"DATA.BATCH_SIZE": ("8", "-batch_size")}
@@ -119,7 +118,7 @@ def test_differences_name_key_and_both_values() -> None:
     assert config_hash(old) != config_hash(new)
 
 
-def test_nothing_of_torch_is_imported_for_the_settings() -> None:
+def test_loading_settings_imports_no_torch() -> None:
     code = "import sys, utils.cli, utils.config; print({'torch', 'timm', 'numpy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""How many cores a process counts on, where a container or a batch system leaves it only some."""
+"""cores() follows the limits of containers and batch systems."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ VERSIONS = [1, 2]
 @pytest.fixture(autouse=True)
 def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    cpus._tell.cache_clear()
+    cpus._log_quota.cache_clear()
 
 
 def groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, quotas: dict[str, float | None], own: str = "/pod/me"
 ) -> None:
-    """Control groups with quotas of so many cores, as the kernel shows them; this process is in `own`."""
+    """Write control groups with these quotas, in cores, as the kernel shows them; this process is in `own`."""
     root = tmp_path / ("cpu" if version == 1 else "")
     for path, quota in quotas.items():
         folder = root / path
@@ -59,7 +59,7 @@ def groups(
         ({}, "/pod/me", 16),
     ],
 )
-def test_a_quota_counts_where_it_is_smaller(
+def test_cores_is_the_smallest_quota(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     version: int,
@@ -71,13 +71,13 @@ def test_a_quota_counts_where_it_is_smaller(
     assert cores() == counted
 
 
-def test_affinity_counts_where_it_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_affinity_below_the_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups(tmp_path, monkeypatch, 2, {"pod/me": 4})
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert cores() == 2
 
 
-def test_what_is_no_quota_is_let_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_quota_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups(tmp_path, monkeypatch, 2, {"pod/me": 4})
     for text in ("", "nonsense", "100000", "0 100000", "100000 0"):
         (tmp_path / "pod" / "me" / "cpu.max").write_text(text)
@@ -87,7 +87,7 @@ def test_what_is_no_quota_is_let_be(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_threads_and_workers_follow_the_quota_and_the_log_says_so(
+def test_threads_and_workers_follow_the_quota_which_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(log, "propagate", True)
@@ -101,14 +101,16 @@ def test_threads_and_workers_follow_the_quota_and_the_log_says_so(
             assert auto_workers(2) == 2
     finally:
         torch.set_num_threads(before)
-    assert caplog.text.count("CPU quota: 4 of the 16 cores seen here may be used (") == 1
+    assert caplog.text.count("CPU quota: this process may use 4 of the 16 visible cores (") == 1
     assert str(tmp_path) in caplog.text
 
 
-def test_processors_are_what_linux_says_of_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told = tmp_path / "cpuinfo"
-    told.write_text("processor\t: 0\nmodel name\t: A: B\nflags\t\t: fpu bf16\n\nprocessor\t: 1\ncpu MHz\t\t: 99.5\n\n")
-    monkeypatch.setattr(cpus, "PROCESSORS", told)
+def test_processors_parses_cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
+        "processor\t: 0\nmodel name\t: A: B\nflags\t\t: fpu bf16\n\nprocessor\t: 1\ncpu MHz\t\t: 99.5\n\n"
+    )
+    monkeypatch.setattr(cpus, "PROCESSORS", cpuinfo)
     assert cpus.processors() == [
         {"processor": "0", "model name": "A: B", "flags": "fpu bf16"},
         {"processor": "1", "cpu MHz": "99.5"},

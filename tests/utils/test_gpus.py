@@ -1,4 +1,4 @@
-"""-gpus 0,1: which GPUs a run sees."""
+"""-gpus 0,1 limits which GPUs a run sees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.machine.no_gpu import has_driver
 from tests.program import Result
 from utils.cli import parse
 from utils.errors import UserError
-from utils.gpus import ASKED, VISIBLE, check_there, show_only
+from utils.gpus import ASKED, VISIBLE, check_asked_gpus, limit_visible_gpus
 
 
 @pytest.fixture(autouse=True)
@@ -26,16 +26,16 @@ def shown(*words: str, program: str = "main_multi_gpu.py") -> str:
     before = os.environ.get(VISIBLE)
     command = parse(["-gpus", *words], program)
     assert os.environ.get(VISIBLE) == before, "reading a command line changes nothing"
-    show_only(command, one_process=program == "main_single_gpu.py")
+    limit_visible_gpus(command, one_process=program == "main_single_gpu.py")
     return os.environ[VISIBLE]
 
 
-def test_the_gpus_named_are_the_visible_ones() -> None:
+def test_gpus_makes_these_gpus_visible() -> None:
     assert shown("2,0") == "2,0"
     assert shown("2,0") == "2,0", "as in the ranks that this process starts"
 
 
-def test_an_equal_environment_is_no_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_accepts_an_equal_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "0,1")
     assert shown("0, 1", "-ngpus", "2") == "0,1"
 
@@ -43,45 +43,45 @@ def test_an_equal_environment_is_no_conflict(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["0,x"], "takes the numbers of GPUs"),
-        (["0,,1"], "takes the numbers of GPUs"),
+        (["0,x"], "takes the indices of GPUs"),
+        (["0,,1"], "takes the indices of GPUs"),
         (["1,1"], "each once"),
         (["0,1", "-device", "cpu"], "-gpus 0,1 with -device cpu"),
         (["0,1", "DEVICE=cpu"], "-gpus 0,1 with -device cpu"),
         (["0,1", "-ngpus", "4"], "-gpus 0,1 -ngpus 4: one process per GPU"),
     ],
 )
-def test_what_does_not_go_together_is_named(words: list[str], said: str) -> None:
+def test_gpus_refuses_conflicting_flags(words: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         shown(*words)
     assert VISIBLE not in os.environ
 
 
-def test_another_choice_in_the_environment_is_a_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_refuses_a_different_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "3")
     with pytest.raises(UserError, match=r"-gpus 0,1: CUDA_VISIBLE_DEVICES is '3' in the environment"):
         shown("0,1")
 
 
-def test_one_device_takes_one_gpu() -> None:
+def test_main_single_gpu_takes_one_index() -> None:
     assert shown("1", program="main_single_gpu.py") == "1"
     os.environ.pop(VISIBLE)
-    with pytest.raises(UserError, match=r"this program uses one GPU; name one"):
+    with pytest.raises(UserError, match=r"this program uses one GPU; give one index"):
         shown("0,1", program="main_single_gpu.py")
 
 
 @pytest.mark.parametrize(("visible", "said"), [(0, "no GPU"), (1, "only 1 of them")])
-def test_gpus_that_are_not_there_are_an_error(visible: int, said: str) -> None:
-    check_there(visible, any_here=True)
+def test_gpus_refuses_missing_gpus(visible: int, said: str) -> None:
+    check_asked_gpus(visible, any_here=True)
     shown("0,1")
     with pytest.raises(UserError, match=rf"-gpus 0,1: torch sees {said} on this machine"):
-        check_there(visible, any_here=True)
-    check_there(2, any_here=True)
+        check_asked_gpus(visible, any_here=True)
+    check_asked_gpus(2, any_here=True)
 
 
 @pytest.mark.skipif(has_driver(), reason="there are GPUs")
 @pytest.mark.parametrize("script", ["main_single_gpu.py", "main_multi_gpu.py", "scripts/choose_precision.py"])
-def test_gpus_on_a_machine_without_any_are_an_error(
+def test_gpus_on_a_machine_without_gpus_is_refused(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, script: str
 ) -> None:
     output = [] if script.startswith("scripts") else ["-output", tmp_path / "run"]

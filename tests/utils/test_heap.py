@@ -1,4 +1,4 @@
-"""Memory that is freed stays with the process that will ask for it again."""
+"""keep_freed_memory keeps freed blocks in the process."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ print(fetched())
 
 
 def pages_fetched(kept: bool) -> int:
-    """Anew, for twenty blocks of 40 MB one after another."""
+    """Page faults for twenty blocks of 40 MB, one after another."""
     code = FETCHED.format(root=str(ROOT), kept=kept)
     return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the C library of other systems is not told")
-def test_freed_blocks_are_not_fetched_page_by_page_again() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="acts on glibc only")
+def test_freed_blocks_cause_no_new_page_faults() -> None:
     assert pages_fetched(kept=False) > 1000
     assert pages_fetched(kept=True) < 100
 
 
-def test_an_older_c_library_is_told_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_glibc_gets_the_largest_threshold_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[int, int] = {}
 
     class Older:

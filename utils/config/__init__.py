@@ -1,4 +1,4 @@
-"""The run's settings: schema, loading, checking, writing. `load_config` is the door."""
+"""The run's settings: schema, loading, checking, writing. Use `load_config` to load them."""
 
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig

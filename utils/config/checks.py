@@ -1,35 +1,39 @@
-"""What no single key can tell: settings that must fit together, and features that are not built yet."""
+"""Conflicts between settings, each valid by itself, and notes on settings without effect."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from utils.config.data import DataConfig
+from utils.config.fields import why_without_effect
 from utils.config.keys import default_of, settings, value_of
 from utils.config.kinds import AUTO
-from utils.config.model_checks import Problem, misfits_of_model, remarks_on_model
+from utils.config.read import Entry
 from utils.config.schema import Config
+from utils.config.write import one_line
+from utils.errors import either
 
+Problem = tuple[str, str]
+"""(the key to change, what is wrong with its value)"""
 POLICIES = ("TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.TRIVIAL_AUGMENT", "TRAIN.THREE_AUGMENT")
-"""Each changes an image in its own way, and they were never meant to act together."""
-OUTDOES = {
+"""Augmentation policies that were never meant to be combined."""
+OVERRIDDEN_BY = {
     "TRAIN.RAND_AUGMENT": ("TRAIN.AUTO_AUGMENT", "TRAIN.COLOR_JITTER"),
     "TRAIN.AUTO_AUGMENT": ("TRAIN.COLOR_JITTER",),
     "TRAIN.TRIVIAL_AUGMENT": ("TRAIN.COLOR_JITTER",),
 }
+EFFECTIVE_WITHOUT_AMP = {"AMP.ENABLED", "AMP.TF32"}
+SCALE = "TRAIN.LINEAR_SCALED_LR"
+LEARNING_RATES = ("TRAIN.BASE_LR", "TRAIN.WARMUP_START_LR", "TRAIN.END_LR")
 
-# These act without -amp too.
-AMP_ALONE = {"AMP.ENABLED", "AMP.TF32"}
 
-
-def misfits(config: Config) -> list[Problem]:
-    """Everything that does not fit together, so that all of it can be reported at once."""
+def conflicts(config: Config) -> list[Problem]:
+    """All conflicts, to be reported together."""
     return [
         *_data(config.DATA),
-        *misfits_of_model(config),
+        *_model(config),
         *_train(config),
         *_shortcuts(config),
         *_augmentation(config),
@@ -41,45 +45,52 @@ def misfits(config: Config) -> list[Problem]:
 def _data(data: DataConfig) -> Iterator[Problem]:
     needed = "1" if data.IMAGE_CHANNELS == 1 else f"1 or {data.IMAGE_CHANNELS}"
     for key, values in (("DATA.IMAGENET_MEAN", data.IMAGENET_MEAN), ("DATA.IMAGENET_STD", data.IMAGENET_STD)):
-        grey_alike = data.IMAGE_CHANNELS == 1 and len(set(values)) == 1
-        if len(values) not in (1, data.IMAGE_CHANNELS) and not grey_alike:
-            yield (
-                key,
-                f"{_shown(values)} has {len(values)} numbers; DATA.IMAGE_CHANNELS {data.IMAGE_CHANNELS} needs {needed}",
-            )
+        equal_for_grey = data.IMAGE_CHANNELS == 1 and len(set(values)) == 1
+        if len(values) not in (1, data.IMAGE_CHANNELS) and not equal_for_grey:
+            count = f"{one_line(values)} has {len(values)} numbers"
+            yield key, f"{count}; DATA.IMAGE_CHANNELS {data.IMAGE_CHANNELS} needs {needed}"
     if any(value <= 0 for value in data.IMAGENET_STD):
-        yield "DATA.IMAGENET_STD", f"{_shown(data.IMAGENET_STD)} must be above 0; images are divided by it"
+        yield "DATA.IMAGENET_STD", f"{one_line(data.IMAGENET_STD)} must be above 0; images are divided by it"
     low, high = data.CROP_SCALE
     if not 0 < low <= high <= 1:
-        yield (
-            "DATA.CROP_SCALE",
-            f"{_shown(data.CROP_SCALE)} must be the least and the greatest share, 0 < least <= greatest <= 1",
-        )
+        rule = "must be the smallest and the largest fraction, 0 < smallest <= largest <= 1"
+        yield "DATA.CROP_SCALE", f"{one_line(data.CROP_SCALE)} {rule}"
     low, high = data.CROP_RATIO
     if not 0 < low <= high:
-        yield (
-            "DATA.CROP_RATIO",
-            f"{_shown(data.CROP_RATIO)} must be the least and the greatest ratio, 0 < least <= greatest",
-        )
+        rule = "must be the smallest and the largest ratio, 0 < smallest <= largest"
+        yield "DATA.CROP_RATIO", f"{one_line(data.CROP_RATIO)} {rule}"
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model, size = config.MODEL, config.DATA.IMAGE_SIZE
+    if model.PATCH_SIZE and size % model.PATCH_SIZE:
+        below = size - size % model.PATCH_SIZE
+        near = either([below, below + model.PATCH_SIZE] if below else [model.PATCH_SIZE])
+        yield "DATA.IMAGE_SIZE", f"{size} is not divisible by MODEL.PATCH_SIZE {model.PATCH_SIZE}; nearest: {near}"
+    heads, width = model.NUM_HEADS, model.EMBED_DIM
+    if isinstance(heads, int) and width and model.ATTN_HEAD_SIZE is None and width % heads:
+        divisors = [n for n in range(1, width + 1) if width % n == 0]
+        near = either(sorted(sorted(divisors, key=lambda n: abs(n - heads))[:2]))
+        yield "MODEL.NUM_HEADS", f"{heads} does not divide MODEL.EMBED_DIM {width}; nearest: {near}"
+    if model.RESUME == AUTO and config.OUTPUT is None:
+        yield "MODEL.RESUME", "auto looks in the run's own folder; name it with -output"
 
 
 def _train(config: Config) -> Iterator[Problem]:
     train = config.TRAIN
     if train.LAST_EPOCH >= train.NUM_EPOCHS and not config.EVAL:
-        yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves nothing of TRAIN.NUM_EPOCHS {train.NUM_EPOCHS} to train"
+        yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of TRAIN.NUM_EPOCHS {train.NUM_EPOCHS} to train"
     betas = train.OPTIMIZER.BETAS
     if betas is not None and not all(0 <= beta < 1 for beta in betas):
-        yield "TRAIN.OPTIMIZER.BETAS", f"{_shown(betas)} must both be >= 0 and < 1"
+        yield "TRAIN.OPTIMIZER.BETAS", f"{one_line(betas)} must both be >= 0 and < 1"
 
 
 def _shortcuts(config: Config) -> Iterator[Problem]:
-    """What makes training cheaper by showing the model less."""
+    """Conflicts of token dropping and of growing images."""
     train, full, patch = config.TRAIN, config.DATA.IMAGE_SIZE, config.MODEL.PATCH_SIZE
     if train.TOKEN_DROP and train.TOKEN_DROP_TAIL >= train.NUM_EPOCHS:
-        yield (
-            "TRAIN.TOKEN_DROP_TAIL",
-            f"{train.TOKEN_DROP_TAIL} leaves TRAIN.TOKEN_DROP none of TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}; give less",
-        )
+        tail = f"{train.TOKEN_DROP_TAIL} leaves no epoch of TRAIN.NUM_EPOCHS {train.NUM_EPOCHS} for TRAIN.TOKEN_DROP"
+        yield "TRAIN.TOKEN_DROP_TAIL", f"{tail}; give a smaller number"
     steps = train.SIZE_SCHEDULE
     if not steps:
         return
@@ -87,33 +98,33 @@ def _shortcuts(config: Config) -> Iterator[Problem]:
     if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or starts[-1] >= train.NUM_EPOCHS:
         yield (
             "TRAIN.SIZE_SCHEDULE",
-            f"{_shown(steps)} must begin at 0, each start after the one before and before TRAIN.NUM_EPOCHS "
-            f"{train.NUM_EPOCHS}, as in [[0, 160], [0.75, 224]]",
+            f"{one_line(steps)}: the first start must be 0, each later one above the one before and below "
+            f"TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}, as in [[0, 160], [0.75, 224]]",
         )
     if steps[-1][1] != full:
         yield (
             "TRAIN.SIZE_SCHEDULE",
-            f"{_shown(steps)} ends with {steps[-1][1]}; it must end with DATA.IMAGE_SIZE {full}, the size of "
+            f"{one_line(steps)} ends with size {steps[-1][1]}; it must end with DATA.IMAGE_SIZE {full}, the size of "
             "validation",
         )
     if patch and (odd := sorted({size for _, size in steps if size % patch and size != full})):
-        yield "TRAIN.SIZE_SCHEDULE", f"{_shown(tuple(odd))}: not divisible by MODEL.PATCH_SIZE {patch}"
+        yield "TRAIN.SIZE_SCHEDULE", f"{one_line(tuple(odd))}: not divisible by MODEL.PATCH_SIZE {patch}"
 
 
 def _augmentation(config: Config) -> Iterator[Problem]:
     train, data = config.TRAIN, config.DATA
     on = [key for key in POLICIES if value_of(config, key)]
     if len(on) > 1 and set(on) != {"TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT"}:
-        yield on[-1], f"true, and so {'are' if len(on) > 2 else 'is'} {' and '.join(on[:-1])}; only one of them can act"
+        yield on[-1], f"true cannot be combined with {' and '.join(on[:-1])}; set only one of them to true"
     if train.mixes and data.BATCH_SIZE == 1 and not config.EVAL:
-        yield "DATA.BATCH_SIZE", "1 leaves mixup and cutmix nothing to mix an image with; 2 or more"
+        yield "DATA.BATCH_SIZE", "1 is too small for mixup and cutmix, which mix images of a batch; use 2 or more"
     if train.CUTMIX_MINMAX is not None:
         low, high = train.CUTMIX_MINMAX
         if not 0 <= low < high <= 1 or int(data.IMAGE_SIZE * low) >= int(data.IMAGE_SIZE * high):
             yield (
                 "TRAIN.CUTMIX_MINMAX",
-                f"{_shown(train.CUTMIX_MINMAX)} must be the least and the greatest side of a box, 0 <= least < "
-                f"greatest <= 1, a pixel or more apart (DATA.IMAGE_SIZE {data.IMAGE_SIZE}), as in [0.2, 0.8]",
+                f"{one_line(train.CUTMIX_MINMAX)} must be the smallest and the largest side of a box, 0 <= smallest < "
+                f"largest <= 1, at least one pixel apart (DATA.IMAGE_SIZE {data.IMAGE_SIZE}), as in [0.2, 0.8]",
             )
 
 
@@ -121,15 +132,15 @@ def _dist(config: Config) -> Iterator[Problem]:
     dist = config.DIST
     by_hand = {"HOST": dist.HOST, "PORT": dist.PORT, "RANK": dist.RANK, "WORLD_SIZE": dist.WORLD_SIZE}
     missing = [name for name, value in by_hand.items() if value is None]
-    ranks_are_given = dist.RANK is not None or dist.WORLD_SIZE is not None  # else a launcher may know them
+    ranks_are_given = dist.RANK is not None or dist.WORLD_SIZE is not None  # else a launcher may give them
     if missing and ranks_are_given:
         given = [name for name in by_hand if name not in missing]
         flags = " ".join(f"-{name.lower()}" for name in missing)
-        yield f"DIST.{given[0]}", f"-host, -port, -rank and -world_size go together; missing: {flags}"
+        yield f"DIST.{given[0]}", f"-host, -port, -rank and -world_size are needed together; missing: {flags}"
     if dist.RANK is not None and dist.WORLD_SIZE is not None and dist.RANK >= dist.WORLD_SIZE:
         yield "DIST.RANK", f"{dist.RANK} is not below DIST.WORLD_SIZE {dist.WORLD_SIZE}; ranks count from 0"
     if dist.HSDP and dist.STRATEGY != "fsdp":
-        yield "DIST.HSDP", "true says how fsdp deals out the weights; set DIST.STRATEGY=fsdp as well, or leave it out"
+        yield "DIST.HSDP", "true has a meaning for fsdp only; set DIST.STRATEGY=fsdp as well, or leave it out"
     if dist.STATIC_GRAPH and config.TRAIN.ACCUM_ITER > 1:
         yield "DIST.STATIC_GRAPH", "true works only without accumulation; leave it out, or set TRAIN.ACCUM_ITER=1"
     yield from _without_ddp(config)
@@ -138,17 +149,17 @@ def _dist(config: Config) -> Iterator[Problem]:
 
 
 def _without_ddp(config: Config) -> Iterator[Problem]:
-    """Settings of DDP, where another exchanges the gradients."""
+    """Settings of DDP, where DDP does not all-reduce the gradients."""
     dist, amp = config.DIST, config.AMP
     if dist.STRATEGY == "fsdp":
-        why = "with DIST.STRATEGY fsdp, which exchanges gradients in its own way"
+        why = "with DIST.STRATEGY fsdp, which reduces gradients in its own way"
     elif amp.ENABLED and amp.LEVEL in ("O2", "NAIVE"):
-        why = f"at AMP.LEVEL {amp.LEVEL}, where the masters' gradients are summed up once an update, in fp32"
+        why = f"at AMP.LEVEL {amp.LEVEL}, where the gradients of the fp32 masters are all-reduced once per update"
     else:
         return
     for key in ("STATIC_GRAPH", "BF16_GRADIENTS"):
         if getattr(dist, key):
-            yield f"DIST.{key}", f"true has no place {why}; leave it out"
+            yield f"DIST.{key}", f"true is not possible {why}; leave it out"
 
 
 def _fsdp(config: Config) -> Iterator[Problem]:
@@ -156,11 +167,11 @@ def _fsdp(config: Config) -> Iterator[Problem]:
     if config.DEVICE == "mps":
         yield "DIST.STRATEGY", "fsdp needs several devices; with DEVICE mps there is one"
     if config.DATA.BATCH_SIZE == AUTO:
-        yield "DATA.BATCH_SIZE", "auto does not try with DIST.STRATEGY fsdp, whose ranks compute in step; give a number"
+        yield "DATA.BATCH_SIZE", "auto is not possible with DIST.STRATEGY fsdp; give a number"
     if config.TRAIN.MODEL_EMA_FORCE_CPU:
         yield (
             "TRAIN.MODEL_EMA_FORCE_CPU",
-            "true, but with DIST.STRATEGY fsdp a device holds but its part; set it to false",
+            "true does not work with DIST.STRATEGY fsdp, which shards the EMA; use false",
         )
     if not amp.ENABLED:
         return
@@ -171,8 +182,8 @@ def _fsdp(config: Config) -> Iterator[Problem]:
     if amp.AUTO_FP32:
         yield (
             "AMP.AUTO_FP32",
-            "true, but with DIST.STRATEGY fsdp no skipped update is replayed to see which module overflowed; name the "
-            "modules by AMP.FP32_MODULES",
+            "true is not possible with DIST.STRATEGY fsdp, which does not replay skipped updates to find the module "
+            "that overflowed; name the modules in AMP.FP32_MODULES",
         )
     if amp.LEVEL in ("O2", "NAIVE") and not amp.EVAL:
         yield (
@@ -188,19 +199,18 @@ def _run(config: Config) -> Iterator[Problem]:
         yield "MAX_TIME", f"{limit} is not a time as HH:MM:SS, such as 11:30:00"
 
 
-def remarks(config: Config, given: Mapping[str, str]) -> list[str]:
-    """What the log should say about settings that were given (key -> where)."""
-    notes = [*_warmup(config)]
+def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
+    """Lines for the log about settings without the expected effect. `given`: keys that were set -> where."""
+    yield from _warmup(config)
     for key, field in settings().items():
-        why = _extra(field.json_schema_extra).get("accepted_because")
+        why = why_without_effect(field)
         if why and key in given and value_of(config, key) != default_of(key):
-            notes.append(f"{given[key]}: {key} is accepted and without effect: {why}")
-    notes += _outdone(config, given)
-    idle = [key for key in given if key.startswith("AMP.") and key not in AMP_ALONE]
-    if idle and not config.AMP.ENABLED and any(value_of(config, key) != default_of(key) for key in idle):
-        notes.append(f"AMP is off (-amp turns it on), so these have no effect: {', '.join(sorted(idle))}")
-    notes += remarks_on_model(config, given)
-    return notes
+            yield f"{given[key]}: {key} has no effect: {why}"
+    yield from _overridden(config, given)
+    unused = [key for key in given if key.startswith("AMP.") and key not in EFFECTIVE_WITHOUT_AMP]
+    if unused and not config.AMP.ENABLED and any(value_of(config, key) != default_of(key) for key in unused):
+        yield f"AMP is off (-amp turns it on), so these settings have no effect: {', '.join(sorted(unused))}"
+    yield from _model_notes(config, given)
 
 
 def _warmup(config: Config) -> Iterator[str]:
@@ -209,27 +219,50 @@ def _warmup(config: Config) -> Iterator[str]:
     if train.WARMUP_EPOCHS > train.NUM_EPOCHS:
         yield (
             f"TRAIN.WARMUP_EPOCHS {train.WARMUP_EPOCHS:g} is more than TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}: "
-            f"clipped to {train.NUM_EPOCHS}, the learning rate rises to the end"
+            f"clipped to {train.NUM_EPOCHS}, so the learning rate rises until the end"
         )
 
 
-def _outdone(config: Config, given: Mapping[str, str]) -> Iterator[str]:
-    """As in PaddleViT and timm: RandAugment before AutoAugment, and colour jitter only where no policy is on."""
-    for policy, others in OUTDOES.items():
+def _overridden(config: Config, given: Mapping[str, str]) -> Iterator[str]:
+    """As in PaddleViT and timm, RandAugment overrides AutoAugment, and every policy but ThreeAugment colour jitter."""
+    for policy, others in OVERRIDDEN_BY.items():
         if value_of(config, policy):
             for key in others:
                 if key in given and value_of(config, key):
-                    yield f"{given[key]}: {key} does not act beside {policy}"
+                    yield f"{given[key]}: {key} has no effect: {policy} overrides it"
             return
 
 
-def _extra(extra: Any) -> dict[str, Any]:
-    return extra if isinstance(extra, dict) else {}
+def _model_notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
+    model = config.MODEL
+    resumes = model.RESUME is not None and model.RESUME != AUTO
+    if resumes and "MODEL.PRETRAINED" in given and model.PRETRAINED:
+        yield "MODEL.PRETRAINED has no effect when a run is resumed: the run's own weights are loaded"
+    if model.RESUME_EMA and not (model.PRETRAINED or resumes):
+        yield "MODEL.RESUME_EMA has no effect without a run to take the EMA from (-pretrained RUN)"
+    if model.NEW_CLASSIFIER and not model.PRETRAINED:
+        yield "MODEL.NEW_CLASSIFIER has no effect without weights to start from (-pretrained)"
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_shown(item) for item in value) + "]"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def scaled_learning_rates(
+    config: Config, layers: Sequence[Mapping[str, Entry]], sources: Mapping[str, str]
+) -> Iterator[str]:
+    """A warning about learning rates that LINEAR_SCALED_LR multiplies though their setter may not expect it.
+
+    That is where a rate is set in a later layer than the scale: on the command line over a file, in a file over its
+    BASE. `layers`: the settings of BASE files, file and command line; the last one wins.
+    """
+    reference = config.TRAIN.scale_reference
+    if reference is None:
+        return
+
+    def layer_of(key: str) -> int:
+        return max((number for number, layer in enumerate(layers) if key in layer), default=-1)
+
+    later = [key for key in LEARNING_RATES if layer_of(key) > layer_of(SCALE) and value_of(config, key)]
+    if later:
+        rates = ", ".join(f"{key} {one_line(value_of(config, key))} ({sources[key]})" for key in later)
+        yield (
+            f"{rates}: multiplied by the global batch / {SCALE} {reference:g} ({sources[SCALE]}). "
+            f"Use {SCALE}=null to take rates unscaled"
+        )

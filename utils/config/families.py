@@ -1,8 +1,8 @@
-"""Defaults by family: what MODEL.TYPE chooses for the settings that nobody sets.
+"""Defaults by model family: MODEL.TYPE chooses the defaults of settings that are not set.
 
 The values are those of PaddleViT, whose ViT, DeiT and Swin have a `config.py` each, and of their random crop in
-`datasets.py`. Those of ViT are the schema's own. Two of DeiT's are not taken: a teacher by default
-(`TRAIN.DISTILLATION_TYPE: hard` needs a file that only its owner can name), and an EMA in host memory
+`datasets.py`. ViT's values are the schema's defaults. Two of DeiT's are left out: a teacher
+(`TRAIN.DISTILLATION_TYPE: hard` needs a file that only the user can name), and an EMA in host memory
 (`TRAIN.MODEL_EMA_FORCE_CPU`), which gives the same weights more slowly.
 """
 
@@ -17,7 +17,7 @@ from utils.config.read import Entry
 from utils.config.write import one_line
 
 TYPE, NAME = "MODEL.TYPE", "MODEL.NAME"
-_BOTH: dict[str, Any] = {
+_DEIT_AND_SWIN: dict[str, Any] = {
     "DATA.IMAGENET_MEAN": (0.485, 0.456, 0.406),
     "DATA.IMAGENET_STD": (0.229, 0.224, 0.225),
     "DATA.CROP_SCALE": (0.08, 1.0),
@@ -34,13 +34,13 @@ _BOTH: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "vit": {},
     "deit": {
-        **_BOTH,
+        **_DEIT_AND_SWIN,
         "MODEL.NAME": "deit_base_patch16_224",
         "TRAIN.WARMUP_EPOCHS": 5,
         "TRAIN.MODEL_EMA": True,
     },
     "swin": {
-        **_BOTH,
+        **_DEIT_AND_SWIN,
         "DATA.CROP_PCT": 0.9,
         "MODEL.NAME": "swin_tiny_patch4_window7_224",
         "MODEL.DROPPATH": 0.1,
@@ -50,47 +50,47 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "TRAIN.GRAD_CLIP": 5.0,
     },
 }
-"""TYPE -> dotted key -> the family's default, where it is not the schema's."""
-OF_COLOURS = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
+"""TYPE -> dotted key -> the family's default, where it differs from the schema's."""
+RGB_ONLY = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 
 
 def family_of(given: Mapping[str, Entry]) -> str:
-    """The family whose defaults hold: that of TYPE; for a word that is no family, the schema's."""
+    """The family of TYPE; vit, whose defaults are the schema's, for any other word."""
     value = given[TYPE].value if TYPE in given else default_of(TYPE)
     word = value.strip().casefold() if isinstance(value, str) else ""
     return word if word in FAMILIES else "vit"
 
 
 def defaults_of(family: str, given: Mapping[str, Entry]) -> dict[str, Any]:
-    """The family's defaults; the means of ImageNet's three colours are none for grey images."""
+    """The family's defaults; for grey images without the mean and standard deviation of ImageNet's colours."""
     channels = given.get("DATA.IMAGE_CHANNELS")
-    left_out = OF_COLOURS if channels is not None and str(channels.value).strip() == "1" else ()
+    left_out = RGB_ONLY if channels is not None and str(channels.value).strip() == "1" else ()
     return {key: value for key, value in FAMILIES[family].items() if key not in left_out}
 
 
 def family_note(family: str, defaults: Mapping[str, Any], given: Mapping[str, Entry]) -> list[str]:
-    """What the log says of the family's `defaults`."""
+    """Lines for the log about the family's `defaults`."""
     if TYPE not in given:
-        return _not_of_the_name(given)
+        return _name_of_another_family(given)
     notes = []
     if taken := [f"{key} {one_line(value)}" for key, value in defaults.items() if key not in given]:
         notes.append(f"MODEL.TYPE {family} ({given[TYPE].source}): defaults of this family: {', '.join(taken)}")
     if family == "deit" and "TRAIN.DISTILLATION_TYPE" not in given:
         notes.append(
             "MODEL.TYPE deit: TRAIN.DISTILLATION_TYPE is not set, so there is no teacher; PaddleViT's default is hard, "
-            "with a teacher's file"
+            "with a file for the teacher"
         )
     return notes
 
 
-def _not_of_the_name(given: Mapping[str, Entry]) -> list[str]:
-    """NAME is of another family than TYPE's default, which stays: TYPE alone chooses."""
+def _name_of_another_family(given: Mapping[str, Entry]) -> list[str]:
+    """A note where NAME is a DeiT or a Swin without a TYPE: TYPE alone chooses the defaults."""
     value = given[NAME].value if NAME in given else ""
     named = re.match(r"(deit|swin)_", value.strip().casefold() if isinstance(value, str) else "")
     others = [key for key in FAMILIES[named[1]] if key not in given] if named else []
     if not named or not others:
         return []
     return [
-        f"MODEL.NAME {value} ({given[NAME].source}), and MODEL.TYPE is not set: the defaults are those of vit for "
-        f"{', '.join(others)}; MODEL.TYPE={named[1]} takes those of {named[1]}"
+        f"MODEL.NAME {value} ({given[NAME].source}), but MODEL.TYPE is not set: vit's defaults are used for "
+        f"{', '.join(others)}; MODEL.TYPE={named[1]} uses those of {named[1]}"
     ]

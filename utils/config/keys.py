@@ -1,8 +1,7 @@
-"""The keys there are, their older spellings, what each takes in words, and the nearest one to a typo."""
+"""All keys: their older names, descriptions of their types, and suggestions for a typo."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -11,22 +10,23 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from utils.config.schema import Config
+from utils.errors import closest, either
 
-# Spellings of earlier PaddleViT files and the key each means today.
+# Names in earlier PaddleViT files -> the key of today.
 RENAMED = {
     "MODEL.DROP_PATH": "MODEL.DROPPATH",
     "MODEL.HIDDEN_SIZE": "MODEL.EMBED_DIM",
     "MODEL.NUM_LAYERS": "MODEL.DEPTH",
     "MODEL.IN_CHANNELS": "DATA.IMAGE_CHANNELS",
 }
-# The first ViT files gave the MLP's width itself; it becomes MODEL.MLP_RATIO with the width beside it.
+# The first ViT files give the width of the MLP; with MODEL.EMBED_DIM beside it, it becomes MODEL.MLP_RATIO.
 MLP_WIDTH = "MODEL.MLP_DIM"
 NESTED = "MODEL.TRANS"
 OF_ONE_START = (
     *("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "NGPUS"),
     *("DIST.HOST", "DIST.PORT", "DIST.RANK", "DIST.WORLD_SIZE"),
 )
-"""These belong to one start of a run, not to the run: where it lay, who started it, and for how long."""
+"""Settings of one start, not of the run: where it was, how it was launched, and for how long."""
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
@@ -42,13 +42,13 @@ def is_section(field: FieldInfo) -> bool:
 
 @cache
 def settings() -> dict[str, FieldInfo]:
-    """Dotted key -> field of every setting, in the order of the schema. BASE is spent in loading and not among them."""
+    """Dotted key -> field of every setting, in the order of the schema, without BASE, which loading resolves."""
     return {key: field for key, field in _walk(Config, "") if not is_section(field) and key != "BASE"}
 
 
 @cache
 def sections() -> dict[str, str]:
-    """Dotted name -> what it is about, of every section."""
+    """Dotted name of every section -> its description."""
     return {
         key: (field.annotation.__doc__ or field.description or "").strip()
         for key, field in _walk(Config, "")
@@ -57,14 +57,14 @@ def sections() -> dict[str, str]:
 
 
 def canonical(key: str) -> str:
-    """Today's name of a key; the older nesting MODEL.TRANS.* is flat now."""
+    """The name of today of a key; MODEL.TRANS.* is the older nesting of MODEL.*."""
     if key == NESTED or key.startswith(NESTED + "."):
         key = "MODEL" + key.removeprefix(NESTED)
     return RENAMED.get(key, key)
 
 
 def takes_text(key: str) -> bool:
-    """Is the value text, to be kept letter by letter (`TAG: 007`, `MAX_TIME: 12:00:00`)?"""
+    """Whether the value is text, kept as written (`TAG: 007`, `MAX_TIME: 12:00:00`)."""
     field = settings().get(key)
     return field is not None and field.annotation in (str, str | None)
 
@@ -77,7 +77,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key as sections in one another, the way the schema takes them."""
+    """Values by dotted key -> nested sections, as the schema takes them."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *path, name = key.split(".")
@@ -93,7 +93,7 @@ def default_of(key: str) -> Any:
 
 
 def values_to_keep(config: Config) -> dict[str, Any]:
-    """The settings of a run, by dotted key, as a checkpoint keeps them."""
+    """The settings of a run by dotted key, as saved in a checkpoint."""
     return {key: value_of(config, key) for key in settings() if key not in OF_ONE_START}
 
 
@@ -116,12 +116,12 @@ def _properties() -> dict[str, dict[str, Any]]:
 
 
 def allowed(key: str) -> str:
-    """What a setting takes, in words: 'whole number >= 1', 'auto, fp16 or bf16'."""
-    return _either(_kinds(_properties()[key]))
+    """A setting's type in words: 'whole number >= 1', 'auto, fp16 or bf16'."""
+    return either(_kinds(_properties()[key]))
 
 
 def choices(key: str) -> list[str]:
-    """The words a setting takes, where it takes one of a few."""
+    """The words that a setting allows, if it allows only some."""
     entry = _properties()[key]
     return [word for kind in entry.get("anyOf", [entry]) for word in _words(kind)]
 
@@ -139,12 +139,12 @@ def _kinds(entry: dict[str, Any]) -> list[str]:
     if kind == "boolean":
         return ["true", "false"]
     if kind == "array":
-        return [_row_in_words(entry)]
+        return [_list_in_words(entry)]
     names = {"integer": "whole number", "number": "number", "string": "text", "null": "null"}
     return [names[kind] + _limits(entry)]
 
 
-def _row_in_words(entry: dict[str, Any]) -> str:
+def _list_in_words(entry: dict[str, Any]) -> str:
     if "prefixItems" in entry:
         return "list of two numbers"
     item = entry["items"]
@@ -160,29 +160,23 @@ def _limits(entry: dict[str, Any]) -> str:
     return " " + " and ".join(limits) if limits else ""
 
 
-def _either(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
-
-
 def suggest(key: str) -> str:
-    """' Did you mean DATA.BATCH_SIZE?' for a key that does not exist, looking through all sections."""
+    """' Did you mean DATA.BATCH_SIZE?' for an unknown key, searched in all sections; '' if none is close."""
     section, _, name = key.rpartition(".")
     known = [*settings(), *sections(), "BASE"]
     same_name = [k for k in known if _last(k) == name.upper()]
     if same_name:
-        return f" Did you mean {_either(same_name)}?"
-    beside = {_last(k): k for k in known if k.rpartition(".")[0] == canonical(section)}
-    found = (
-        _closest(name, beside) or _closest(key, {k: k for k in known}) or _closest(name, {_last(k): k for k in known})
-    )
-    return f" Did you mean {found}?" if found else ""
+        return f" Did you mean {either(same_name)}?"
+    same_section = {_last(k): k for k in known if k.rpartition(".")[0] == canonical(section)}
+    any_section = {_last(k): k for k in known}
+    match = _closest(name, same_section) or closest(key, known) or _closest(name, any_section)
+    return f" Did you mean {match}?" if match else ""
 
 
 def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _closest(word: str, keys: dict[str, str]) -> str | None:
-    folded = {spelling.casefold(): key for spelling, key in keys.items()}
-    close = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
-    return folded[close[0]] if close else None
+def _closest(name: str, keys: Mapping[str, str]) -> str | None:
+    match = closest(name, keys)
+    return keys[match] if match else None

@@ -1,4 +1,4 @@
-"""Kinds of values that settings have: ranges of numbers, and rows of them in every form people write them in."""
+"""Types of settings: ranges of numbers, and lists in all forms in which people write them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 
-from utils.config.fields import revive
+from utils.config.fields import parse_text
 
 AUTO = "auto"
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
+FractionAboveZero = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
 AboveZero = Annotated[float, Field(gt=0)]
 
 
 def _as_tuple(value: Any) -> Any:
-    """`0.5`, `30, 60, 90`, `"(0.9, 0.999)"` and a YAML list are all ways people write a row of numbers."""
-    value = revive(value)
+    """A list of numbers from `0.5`, `30, 60, 90`, `"(0.9, 0.999)"` or a YAML list."""
+    value = parse_text(value)
     if isinstance(value, str):
         value = [part for part in value.replace(",", " ").split() if part]
     return [value] if isinstance(value, int | float) else value
 
 
 def _as_names(value: Any) -> Any:
-    """One name, or several with commas between, without the brackets of a list."""
+    """A list of names from one name, or from several separated by commas without brackets."""
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
@@ -55,9 +55,9 @@ Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 Integers = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
 SizeSteps = tuple[tuple[NonNegative, Positive], ...]
-"""(start, size) one after another"""
+"""Pairs (start, size)"""
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
-# A number to all who read it: before anything is built, the number that is found takes the place of the word.
+# To its readers it is a number: the batch size that is found replaces "auto" before anything is built.
 PositiveOrAuto = Annotated[
     Positive,
     WrapValidator(_or_auto),

@@ -1,4 +1,4 @@
-"""Defaults <- BASE files <- the YAML <- flags <- words: one checked, frozen Config, and where each value came from."""
+"""Loads the settings: defaults < BASE files < the YAML < flags < KEY=VALUE; remembers where each value comes from."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from utils.config.checks import misfits, remarks
+from utils.config.checks import conflicts, notes, scaled_learning_rates
 from utils.config.families import defaults_of, family_note, family_of
 from utils.config.fields import is_no_value, retired_values
 from utils.config.keys import allowed, choices, default_of, nested, settings
 from utils.config.kinds import folded
 from utils.config.read import Entry, read_files, read_words
-from utils.config.resumed import kept_defaults
-from utils.config.scaled import scaled_unasked
+from utils.config.resumed import former_defaults
 from utils.config.schema import Config
 from utils.errors import UserError, nearest
 
@@ -24,15 +23,15 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Loaded:
-    """The settings of a run."""
+    """The settings of a run, checked and frozen, and where each comes from."""
 
     config: Config
     sources: dict[str, str]
     """Dotted key -> 'configs/x.yaml:12', '-batch_size', 'command line', 'default' or 'default (swin)'."""
     notes: tuple[str, ...] = ()
-    """What the log should say about the settings."""
+    """Lines for the log."""
     warnings: tuple[str, ...] = ()
-    """The same, where a setting acts otherwise than it looks."""
+    """Warnings for the log."""
 
 
 def load_config(
@@ -40,7 +39,7 @@ def load_config(
     flags: Mapping[str, tuple[Any, str]] | None = None,
     words: Mapping[str, str] | None = None,
 ) -> Loaded:
-    """Load and check the settings; everything found wrong is reported in one UserError."""
+    """Load and check the settings; one UserError reports all problems."""
     files = read_files(cfg) if cfg is not None else []
     word_layer = read_words(words or {})
     typed = {key: Entry(value, source) for key, (value, source) in (flags or {}).items()} | word_layer.entries
@@ -48,36 +47,34 @@ def load_config(
     given = {key: entry for layer in layers for key, entry in layer.items()}
     family = family_of(given)
     defaults = defaults_of(family, given)
-    kept, kept_note = kept_defaults(given, defaults)
-    chosen = {key: Entry(value, f"{DEFAULT} ({family})") for key, value in defaults.items()}
-    entries = {**chosen, **kept, **given}
+    former, former_note = former_defaults(given, defaults)
+    family_entries = {key: Entry(value, f"{DEFAULT} ({family})") for key, value in defaults.items()}
+    entries = {**family_entries, **former, **given}
 
     problems = [problem for layer in [*files, word_layer] for problem in layer.problems]
-    config, wrong = _validate(entries)
-    problems += wrong
+    config, invalid = _validate(entries)
+    problems += invalid
     sources = {key: entries[key].source if key in entries else DEFAULT for key in settings()}
     if config is None or problems:
         raise UserError(_report(problems))
-    problems = [f"{_where(sources[key])}{key}: {text}{_of_family(sources, text)}" for key, text in misfits(config)]
+    problems = [f"{_where(sources[key])}{key}: {text}{_of_family(sources, text)}" for key, text in conflicts(config)]
     if problems:
         raise UserError(_report(problems))
-    notes = family_note(family, defaults, {**kept, **given}) + kept_note + [*_retired(given)]
-    about = remarks(config, {key: entry.source for key, entry in given.items()})
-    notes += [f"{note}{_of_family(sources, note)}" for note in about]
-    return Loaded(config, sources, tuple(notes), tuple(scaled_unasked(config, layers, sources)))
+    lines = family_note(family, defaults, {**former, **given}) + former_note + [*_retired(given)]
+    sources_given = {key: entry.source for key, entry in given.items()}
+    lines += [f"{note}{_of_family(sources, note)}" for note in notes(config, sources_given)]
+    return Loaded(config, sources, tuple(lines), tuple(scaled_learning_rates(config, layers, sources)))
 
 
 def _retired(given: Mapping[str, Entry]) -> Iterator[str]:
     for key, entry in given.items():
         if isinstance(entry.value, str) and (why := retired_values(settings()[key]).get(folded(entry.value))):
-            yield (
-                f"{_where(entry.source)}{key} {entry.value} is accepted and without effect, {default_of(key)} is used: "
-                f"{why}"
-            )
+            where = _where(entry.source)
+            yield f"{where}{key} {entry.value} is no longer supported, {default_of(key)} is used instead: {why}"
 
 
 def _of_family(sources: Mapping[str, str], text: str) -> str:
-    """Which settings named in `text` nobody set, but come with the family."""
+    """' (KEY: default (swin))' for settings in `text` that are a family's defaults."""
     named = [key for key, source in sources.items() if source.startswith(f"{DEFAULT} (") and key in text]
     return f" ({', '.join(named)}: {sources[named[0]]})" if named else ""
 
@@ -87,36 +84,37 @@ def _validate(entries: Mapping[str, Entry]) -> tuple[Config | None, list[str]]:
         return Config.model_validate(nested({key: entry.value for key, entry in entries.items()})), []
     except ValidationError as error:
         keys = dict.fromkeys(_key_of(details["loc"]) for details in error.errors())
-        return None, _once_a_source({key: entries[key] for key in keys})
+        return None, _describe_invalid({key: entries[key] for key in keys})
 
 
 def _key_of(place: tuple[int | str, ...]) -> str:
-    """The setting an error is about; pydantic adds the branch of a union or the position in a list."""
+    """The setting of a pydantic error, whose location may end with the branch of a union or an index of a list."""
     names = [str(part) for part in place]
     return next(key for end in range(1, len(names) + 1) if (key := ".".join(names[:end])) in settings())
 
 
-def _once_a_source(wrong: Mapping[str, Entry]) -> list[str]:
-    """One line for each bad value; a flag that sets two keys is still one mistake."""
+def _describe_invalid(entries: Mapping[str, Entry]) -> list[str]:
+    """One line for each invalid value; a flag that sets two keys gets one line."""
     lines = {}
-    for key, entry in wrong.items():
+    for key, entry in entries.items():
         group = entry.source if entry.source.startswith("-") else key
-        lines.setdefault(group, f"{_where(entry.source)}{key}: {_what_is_wrong(key, entry.value)}")
+        lines.setdefault(group, f"{_where(entry.source)}{key}: {_expected(key, entry.value)}")
     return list(lines.values())
 
 
-def _what_is_wrong(key: str, value: Any) -> str:
+def _expected(key: str, value: Any) -> str:
     if value is None or is_no_value(value):
-        return f"has no value; it takes {allowed(key)}; leave the key out to get its default"
+        return f"expected {allowed(key)}, got no value; leave the key out to get its default"
     if isinstance(value, dict):
-        return f"is a single setting, not a section; it takes {allowed(key)}"
-    hint = nearest(value, choices(key)) if isinstance(value, str) else ""
-    return f"{_as_written(value)} is not what it takes: {allowed(key)}.{hint}"
+        return f"expected {allowed(key)}, got a section"
+    suggestion = nearest(value, choices(key)) if isinstance(value, str) else ""
+    return f"expected {allowed(key)}, got {_source_text(value)}.{suggestion}"
 
 
-def _as_written(value: Any) -> str:
+def _source_text(value: Any) -> str:
+    """A value as its file or command line has it."""
     if isinstance(value, list):
-        return "[" + ", ".join(_as_written(item) for item in value) + "]"
+        return "[" + ", ".join(_source_text(item) for item in value) + "]"
     return str(value)
 
 

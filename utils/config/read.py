@@ -1,12 +1,11 @@
-"""From YAML files and command-line words to (key, value, where it stands), before anything is known to be right.
+"""Reads YAML files and command-line words into entries (key, value, source), which are not checked yet.
 
-Values stay as written and the schema gives them their type: YAML's own guesses (`3e-3` is text, `12:00:00` is
-43200, `1_0` is 10) never come into play, and a value means the same in a file and on the command line.
+Values stay text, and the schema gives them their type: YAML's own guesses (`3e-3` is text, `12:00:00` is 43200, `1_0`
+is 10) do not apply, and a value means the same in a file and on the command line.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 
 from utils.config.fields import is_no_value
 from utils.config.keys import MLP_WIDTH, canonical, sections, settings, suggest, takes_text
-from utils.errors import UserError
+from utils.errors import UserError, closest
 from utils.files import only_regular
 
 PLAIN_TAGS = {"null", "bool", "int", "float", "str", "timestamp", "seq", "map", "value", "python/tuple"}
@@ -24,7 +23,7 @@ PLAIN_TAGS = {"null", "bool", "int", "float", "str", "timestamp", "seq", "map", 
 
 @dataclass(frozen=True)
 class Entry:
-    """A value and where it was given: `configs/x.yaml:12`, `-batch_size` or `command line`."""
+    """A value and its source: `configs/x.yaml:12`, `-batch_size` or `command line`."""
 
     value: Any
     source: str
@@ -32,7 +31,7 @@ class Entry:
 
 @dataclass
 class Layer:
-    """What one file, or the words of the command line, set; and what is wrong with it."""
+    """The settings of one file, or of the words on the command line, and the problems found in it."""
 
     name: str
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -42,35 +41,35 @@ class Layer:
         return f"{self.name}:{node.start_mark.line + 1}"
 
     def set(self, key: str, value: Any, source: str) -> None:
-        """Take a value; the same key under two spellings must not say two things."""
+        """Set a value; one key under two names must not have two values."""
         before = self.entries.get(key)
         if before is not None and before.value != value:
-            self.problems.append(f"{source}: {key} is set a second time, to another value than {before.source}")
+            self.problems.append(f"{source}: {key} is set twice: {before.source} has another value")
         self.entries[key] = Entry(value, source)
 
     def set_section(self, section: str, value: Any, source: str) -> None:
-        """`AMP: true` switches it on; no other section takes a single value, and an empty one changes nothing."""
+        """Set a section to one value: `AMP: true` turns it on; no other section takes one, and empty sets nothing."""
         if value is None or is_no_value(value):
             return
         if section == "AMP" and isinstance(value, str):
             self.set("AMP.ENABLED", value, source)
             return
         inside = ", ".join(k.rpartition(".")[2] for k in settings() if k.rpartition(".")[0] == section)
-        self.problems.append(f"{source}: {section} is a section, not a single setting. In it: {inside}.")
+        self.problems.append(f"{source}: {section} is a section, not a setting. Its keys: {inside}.")
 
     def unknown(self, key: str, source: str) -> None:
         self.problems.append(f"{source}: unknown key {key}.{suggest(key)}")
 
 
 def read_files(cfg: str) -> list[Layer]:
-    """The file's BASE files and the file itself, in the order in which they apply."""
+    """The layers of the file's BASE files and of the file itself; later ones override earlier ones."""
     return _read_file(cfg, ())
 
 
 def _read_file(name: str, above: tuple[Path, ...]) -> list[Layer]:
     path = Path(name)
     if path.resolve() in above:
-        raise UserError(f"{name}: BASE leads back to this file; a file cannot build on itself")
+        raise UserError(f"{name}: BASE leads back to this file; remove it from one of the BASE lists")
     layer = Layer(name)
     bases: list[str] = []
     for key, node, source in _top_level(layer):
@@ -90,19 +89,19 @@ def _top_level(layer: Layer) -> Iterator[tuple[str, yaml.Node, str]]:
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
-        raise UserError(f"{layer.at(root)}: a settings file consists of `KEY: value` lines")
+        raise UserError(f"{layer.at(root)}: expected `KEY: value` lines")
     yield from _pairs(root, "", layer)
 
 
 def _compose(name: str) -> yaml.Node | None:
     try:
         with open(name, "rb", opener=only_regular) as stream:
-            # Composing builds no object of any kind, whatever tags the file carries.
+            # Composing creates no Python object, whatever tags the file contains.
             return yaml.compose(stream, Loader=yaml.SafeLoader)
     except FileNotFoundError:
-        raise UserError(f"{name}: no such file.{_neighbour(Path(name))}") from None
+        raise UserError(f"{name}: no such file.{_similar_file(Path(name))}") from None
     except IsADirectoryError:
-        raise UserError(f"{name} is a folder; -cfg and BASE take a YAML file in it") from None
+        raise UserError(f"{name} is a folder; -cfg and BASE take a YAML file") from None
     except OSError as error:
         raise UserError(f"{name} cannot be read: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
@@ -116,35 +115,33 @@ def _compose(name: str) -> yaml.Node | None:
         raise UserError(f"{name}: not a settings file: nested too deeply") from None
 
 
-def _neighbour(path: Path) -> str:
+def _similar_file(path: Path) -> str:
     try:
-        beside = {entry.stem: entry.name for entry in path.parent.iterdir()}
+        files = {entry.stem: entry.name for entry in path.parent.iterdir()}
     except OSError:
         return f" The folder {path.parent} does not exist either."
-    close = difflib.get_close_matches(path.stem, beside, n=1)
-    return f" Did you mean {path.parent / beside[close[0]]}?" if close else ""
+    match = closest(path.stem, files)
+    return f" Did you mean {path.parent / files[match]}?" if match else ""
 
 
 def _pairs(node: yaml.MappingNode, prefix: str, layer: Layer) -> Iterator[tuple[str, yaml.Node, str]]:
-    """(dotted key as written, value, where) of a mapping; repeated and odd keys are reported."""
+    """(dotted key as written, value, source) of a mapping; repeated and malformed keys become problems."""
     seen: dict[str, int] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             layer.problems.append(f"{layer.at(key)}: a key must be a plain word")
         elif key.tag.endswith(":merge"):
-            # Merging can be nested until a small file fills the memory; BASE does the same job.
+            # Nested merges let a small file fill the memory; BASE does the same job.
             layer.problems.append(f"{layer.at(key)}: `<<` is not supported; build on other files with BASE")
         elif key.value in seen:
-            layer.problems.append(
-                f"{layer.at(key)}: {prefix}{key.value} stands twice, before that in line {seen[key.value]}"
-            )
+            layer.problems.append(f"{layer.at(key)}: {prefix}{key.value} was already set in line {seen[key.value]}")
         else:
             seen[key.value] = key.start_mark.line + 1
             yield prefix + key.value, value, layer.at(key)
 
 
 def _take(key: str, node: yaml.Node, source: str, layer: Layer) -> None:
-    """Put what a file says under `key` into the layer, section by section."""
+    """Add the setting or section `key` of a file to the layer."""
     today = canonical(key)
     if today in sections():
         if isinstance(node, yaml.MappingNode):
@@ -159,19 +156,18 @@ def _take(key: str, node: yaml.Node, source: str, layer: Layer) -> None:
 
 
 def _plain(node: yaml.Node, source: str, layer: Layer) -> Any:
-    """The value as text, None, or a list of texts or of lists of them. Anything deeper is no setting's value."""
+    """The value as text, None, or a list of texts or of lists of texts. No setting has a deeper value."""
     if node.tag.removeprefix("tag:yaml.org,2002:") not in PLAIN_TAGS:
-        layer.problems.append(f"{source}: the tag {node.tag} has no place in a settings file")
+        layer.problems.append(f"{source}: the tag {node.tag} is not allowed in a settings file")
         return None
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag.endswith(":null") else node.value
     if isinstance(node, yaml.SequenceNode):
-        return [_row(item) if isinstance(item, yaml.SequenceNode) else _text_of(item) for item in node.value]
+        return [
+            [_text_of(inner) for inner in item.value] if isinstance(item, yaml.SequenceNode) else _text_of(item)
+            for item in node.value
+        ]
     return {}
-
-
-def _row(node: yaml.SequenceNode) -> list[Any]:
-    return [_text_of(item) for item in node.value]
 
 
 def _text_of(node: yaml.Node) -> Any:
@@ -198,14 +194,14 @@ def _mlp_ratio_from_width(layer: Layer) -> None:
         ratio = None
     if ratio is None:
         layer.problems.append(
-            f"{width.source}: MLP_DIM needs the width beside it, as a number; better: MODEL.MLP_RATIO"
+            f"{width.source}: MLP_DIM needs MODEL.EMBED_DIM beside it, as a number; or use MODEL.MLP_RATIO"
         )
     else:
         layer.set("MODEL.MLP_RATIO", str(ratio), width.source)
 
 
 def read_words(words: Mapping[str, str]) -> Layer:
-    """`TRAIN.BASE_LR=1e-4`: each value is a YAML scalar or list; text is taken letter by letter."""
+    """The layer of KEY=VALUE words. Each value is a YAML scalar or list; text is kept as written."""
     layer = Layer("command line")
     for key, raw in words.items():
         today = canonical(key)
@@ -229,6 +225,6 @@ def _word(raw: str, text: bool, layer: Layer) -> Any:
     if node is None:
         return raw.strip() or None
     if isinstance(node, yaml.ScalarNode):
-        # Quotes come off; a plain word keeps what YAML would take for a comment.
+        # Quotes are removed; an unquoted word keeps what YAML would read as a comment.
         return node.value if node.style else raw.strip()
     return raw if text else _plain(node, layer.name, layer)

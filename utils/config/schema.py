@@ -1,6 +1,6 @@
-"""Every setting vitamp has: one class a YAML section, one line of description a key.
+"""All settings: one class per YAML section, one description per key.
 
-`docs/config.md` and the JSON schema for editors are made from this file.
+`docs/config.md` and the JSON schema for editors are generated from them.
 """
 
 from __future__ import annotations
@@ -11,100 +11,117 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
-from utils.config.fields import Section, inert, revive
+from utils.config.fields import Section, parse_text, without_effect
 from utils.config.kinds import AboveZero, Count, Names, Positive, folded
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
 
 
 class DistConfig(Section):
-    """The process group."""
+    """Processes and how they share the work."""
 
     STRATEGY: Annotated[Literal["ddp", "fsdp"], BeforeValidator(folded)] = Field(
         default="ddp",
-        description="ddp: each process holds the whole model. fsdp: the weights are dealt out; see docs/fsdp.md.",
+        description=(
+            "ddp: each process holds the whole model. fsdp: the weights are sharded over the processes; see "
+            "docs/fsdp.md."
+        ),
     )
     HSDP: bool = Field(
-        default=False, description="fsdp: deal out within a machine, and keep a copy on each; for slow networks."
+        default=False, description="fsdp: shard within each machine, with a replica per machine; for slow networks."
     )
     BACKEND: Literal["nccl", "gloo"] | None = Field(default=None, description="null: nccl on GPUs, gloo elsewhere.")
     TIMEOUT: float = Field(
-        default=10.0, gt=0, description="Minutes after which a rank that the others wait for ends the run."
+        default=10.0, gt=0, description="Minutes that ranks wait for another rank before the run ends."
     )
     STATIC_GRAPH: bool = Field(
-        default=False, description="ddp: promise it that all updates compute alike; only without accumulation."
+        default=False,
+        description="ddp: static_graph, for a graph that is the same in all updates; only without accumulation.",
     )
     BF16_GRADIENTS: bool = Field(
-        default=False, description="ddp: send gradients in bf16: half the traffic, and fewer digits of each."
+        default=False, description="ddp: all-reduce gradients in bf16: half the traffic, less precise."
     )
     SYNC_BATCHNORM: bool = Field(
-        default=True, description="ddp on GPUs: batch norm takes its statistics from the images of all processes."
+        default=True, description="ddp on GPUs: synchronise batch norm statistics over all processes."
     )
-    HOST: str | None = Field(default=None, description="Machine of rank 0, by hand or where a launcher tells no other.")
-    PORT: int | None = Field(default=None, ge=1, le=65535, description="The port it listens at.")
-    RANK: Count | None = Field(default=None, description="This process's rank, when ranks are started by hand.")
-    WORLD_SIZE: Positive | None = Field(default=None, description="Number of processes, when started by hand.")
+    HOST: str | None = Field(
+        default=None, description="Host of rank 0, if ranks are started by hand or the launcher does not give it."
+    )
+    PORT: int | None = Field(default=None, ge=1, le=65535, description="Port of rank 0.")
+    RANK: Count | None = Field(default=None, description="Rank of this process, if ranks are started by hand.")
+    WORLD_SIZE: Positive | None = Field(default=None, description="Number of processes, if ranks are started by hand.")
 
 
 class Config(Section):
-    """The whole of a run's settings."""
+    """All settings of a run."""
 
-    BASE: Names = Field(default=(), description="YAML files this one builds on, relative to it; later ones win.")
+    BASE: Names = Field(
+        default=(), description="YAML files that this one extends, relative to it; later ones override earlier ones."
+    )
     DATA: DataConfig = Field(default_factory=DataConfig, description="Data.")
     MODEL: ModelConfig = Field(default_factory=ModelConfig, description="Model.")
     TRAIN: TrainConfig = Field(default_factory=TrainConfig, description="Training.")
     AMP: AmpConfig = Field(default_factory=AmpConfig, description="Mixed precision; `AMP: true` is AMP.ENABLED: true.")
     DIST: DistConfig = Field(default_factory=DistConfig, description="Processes.")
-    SAVE: str = Field(default="./output", description="Folder in which each run makes one of its own.")
-    OUTPUT: str | None = Field(default=None, description="The run's own folder (-output); null: made in SAVE.")
-    TAG: str | None = Field(default=None, description="A word of yours, shown in the banner, run.json and the curves.")
+    SAVE: str = Field(default="./output", description="Folder in which each run creates its own.")
+    OUTPUT: str | None = Field(default=None, description="The run's own folder (-output); null: a new one in SAVE.")
+    TAG: str | None = Field(default=None, description="Any text, shown in the banner, run.json and the curves.")
     SAVE_FREQ: Positive = Field(default=10, description="Epochs between checkpoints.")
-    SAVE_EVERY_UPDATES: Positive | None = Field(default=None, description="Updates between checkpoints, besides.")
-    SAVE_EVERY_MINUTES: AboveZero | None = Field(default=None, description="Minutes between checkpoints, besides.")
+    SAVE_EVERY_UPDATES: Positive | None = Field(
+        default=None, description="Also save a checkpoint every so many updates."
+    )
+    SAVE_EVERY_MINUTES: AboveZero | None = Field(
+        default=None, description="Also save a checkpoint every so many minutes."
+    )
     SAVE_BEST_BY: Literal["acc1", "acc5", "loss"] = Field(
-        default="acc1", description="Validation figure that decides which checkpoint is the best."
+        default="acc1", description="Validation metric that decides which checkpoint is best."
     )
     SAVE_IN_BACKGROUND: bool = Field(
-        default=True, description="Write checkpoints while training goes on, from a copy in host memory."
+        default=True, description="Write checkpoints from a copy in host memory while training continues."
     )
-    KEEP_LAST: Count = Field(default=3, description="Checkpoints kept beside the best one; 0: all.")
-    KEEP_EVERY: Positive | None = Field(default=None, description="Epochs whose checkpoint is kept for ever: each Nth.")
+    KEEP_LAST: Count = Field(default=3, description="Checkpoints kept besides the best one; 0: all.")
+    KEEP_EVERY: Positive | None = Field(default=None, description="Keep the checkpoint of every Nth epoch for ever.")
     REPORT_FREQ: Positive = Field(default=20, description="Updates between log lines.")
     REPORT_STAGES: bool = Field(
-        default=False, description="Say in log lines where the time goes: data, copy, forward, backward, optimiser."
+        default=False, description="Add the time of each stage to log lines: data, copy, forward, backward, optimiser."
     )
     VALIDATE_FREQ: Positive = Field(default=1, description="Epochs between validations.")
-    VALIDATE_EVERY_UPDATES: Positive | None = Field(default=None, description="Updates between validations, besides.")
-    SEED: int = Field(default=0, description="All random numbers follow from it.")
+    VALIDATE_EVERY_UPDATES: Positive | None = Field(default=None, description="Also validate every so many updates.")
+    SEED: int = Field(default=0, description="Seed of all random numbers.")
     DETERMINISTIC: bool = Field(
-        default=False, description="Only deterministic kernels; an operation without one is an error."
+        default=False, description="Use deterministic kernels only; an operation without one is an error."
     )
-    EVAL: bool = Field(default=False, description="Validate once and end.")
+    EVAL: bool = Field(default=False, description="Validate once and exit.")
     WANDB: str | None = Field(
-        default=None, description="Project of Weights & Biases that gets the figures, too; see docs/wandb.md."
+        default=None, description="Project of Weights & Biases to log the metrics to; see docs/wandb.md."
     )
-    LOG_STYLE: Literal["paddlevit", "fleet"] = Field(default="paddlevit", description="Form of the training log lines.")
-    DEVICE: Literal["cpu", "cuda", "mps"] | None = Field(default=None, description="null: the best there is.")
-    NGPUS: int = Field(default=-1, ge=-1, description="Processes main_multi_gpu.py starts; -1: one a visible GPU.")
+    LOG_STYLE: Literal["paddlevit", "fleet"] = Field(
+        default="paddlevit", description="Format of the training log lines."
+    )
+    DEVICE: Literal["cpu", "cuda", "mps"] | None = Field(default=None, description="null: the best available.")
+    NGPUS: int = Field(
+        default=-1, ge=-1, description="Processes that main_multi_gpu.py starts; -1: one per visible GPU."
+    )
     THREADS: Positive | None = Field(
-        default=None, description="CPU threads per process; null: the cores, or a container's CPU quota, shared out."
+        default=None,
+        description="CPU threads per process; null: the cores, or a container's CPU quota, divided by the ranks.",
     )
     CPU_FP32: Annotated[Literal["auto", "mkl", "onednn", "amx"], BeforeValidator(folded)] = Field(
-        default="auto", description="What multiplies fp32 matrices on a CPU; auto: what is known to be the fastest."
+        default="auto", description="Library for fp32 matrix products on CPUs; auto: the fastest known."
     )
     CPU_BF16: Annotated[Literal["auto", "onednn", "amx"], BeforeValidator(folded)] = Field(
-        default="auto", description="The same for matrices in bf16, which AMP computes with."
+        default="auto", description="Library for bf16 matrix products on CPUs, which AMP uses; auto: the fastest known."
     )
     MAX_TIME: str | None = Field(
-        default=None, description="HH:MM:SS after which the run saves and ends, to be resumed."
+        default=None, description="HH:MM:SS after which the run saves and exits, to be resumed."
     )
-    PROFILE: Count = Field(default=0, description="Write a torch profiler trace of this many updates.")
-    LOCAL_RANK: int = inert(0, "PaddleViT's.", "the launcher tells each process its rank; the value is not used")
+    PROFILE: Count = Field(default=0, description="Write a torch profiler trace of so many updates.")
+    LOCAL_RANK: int = without_effect(0, "A key of PaddleViT's.", "each process gets its rank from the launcher")
 
     @model_validator(mode="before")
     @classmethod
     def _amp_shorthand(cls, data: Any) -> Any:
         if isinstance(data, dict) and isinstance(data.get("AMP"), bool | str | None) and "AMP" in data:
-            on = revive(data["AMP"])
+            on = parse_text(data["AMP"])
             return {**data, "AMP": {"ENABLED": False if on is None else on}}
         return data

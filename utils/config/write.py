@@ -1,4 +1,4 @@
-"""A Config as YAML that loads back equal, with the origin of each line, as a fingerprint, and against another one."""
+"""Writes a Config as YAML that loads back equal; shows sources, differences, and a hash of the settings."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
 
 
 class _OneLine(yaml.SafeDumper):
-    """Every value on its key's line: lists in brackets, line breaks escaped."""
+    """Writes every value on its key's line: lists in brackets, line breaks escaped."""
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if value.isprintable() else '"')
 
 
-def _row(dumper: yaml.SafeDumper, value: tuple[Any, ...]) -> yaml.Node:
+def _list(dumper: yaml.SafeDumper, value: tuple[Any, ...]) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
 
 
 _OneLine.add_representer(str, _text)
-_OneLine.add_representer(tuple, _row)
+_OneLine.add_representer(tuple, _list)
 
 
 def to_yaml(config: Config) -> str:
-    """The settings as YAML, section by section. Loading it gives the same Config."""
+    """The settings as YAML, section by section; loading it gives an equal Config."""
     return "".join(f"{line}\n" for line, _ in _lines(config))
 
 
 def format_config(loaded: Loaded) -> str:
-    """The same with `# where it came from` behind each setting; what -print_config prints."""
+    """The settings as YAML with `# source` after each; the output of -print_config."""
     lines = [(line, loaded.sources[key] if key else "") for line, key in _lines(loaded.config)]
     width = max(len(line) for line, source in lines if source and len(line) <= 60)
     return "".join(f"{line:<{width}}  # {source}\n" if source else f"{line}\n" for line, source in lines)
 
 
 def _lines(config: Config) -> Iterator[tuple[str, str]]:
-    """(line, key of the setting on it; '' for a section's heading). Top-level settings come last, as in the schema."""
+    """(line, its key; '' for a section's heading). Top-level settings come last, as in the schema."""
     shown: set[str] = set()
     for key in settings():
         *path, name = key.split(".")
@@ -59,17 +59,17 @@ def _lines(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """'TRAIN.BASE_LR: 0.003 -> 0.001' for each setting in which the two differ."""
+    """'TRAIN.BASE_LR: 0.003 -> 0.001' for each setting that differs."""
     pairs = ((key, value_of(old, key), value_of(new, key)) for key in settings())
     return [f"{key}: {one_line(before)} -> {one_line(after)}" for key, before, after in pairs if before != after]
 
 
 def one_line(value: Any) -> str:
-    """A value as it stands in YAML: `[0.9, 0.999]`, `null`, `true`."""
+    """A value as YAML on one line: `[0.9, 0.999]`, `null`, `true`."""
     return yaml.dump([value], Dumper=_OneLine, width=float("inf"), allow_unicode=True, default_flow_style=True)[1:-2]
 
 
 def config_hash(config: Config) -> str:
-    """A fingerprint of all settings: equal for equal settings, on every machine."""
+    """SHA-256 of all settings: equal for equal settings, on every machine."""
     values = {key: value_of(config, key) for key in settings()}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Other processes of this machine, as Linux's /proc shows them."""
+"""Processes of this machine, read from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from typing import NamedTuple
 
 
 class Process(NamedTuple):
-    """A number alone does not name a process: the kernel gives it again, and each container has its own numbers."""
+    """A process by pid and start time: the kernel reuses pids, and each container has its own."""
 
     pid: int
-    birth: str
-    """As `birth_of` gives it."""
+    started: str
+    """As `start_time_of` returns it."""
 
 
-def birth_of(pid: int) -> str | None:
-    """When a process was started, in the kernel's ticks; None if it is gone, or where there is no /proc."""
+def start_time_of(pid: int) -> str | None:
+    """The start time of a process, in the kernel's ticks; None if it has ended, or where there is no /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    state, *rest = text.rpartition(")")[2].split()  # the program's name before it may have any character
+    state, *rest = text.rpartition(")")[2].split()  # the program's name before it may contain any character
     return None if state in ("Z", "X") else rest[18]
 
 
 def ancestor_without(variable: str) -> Process | None:
-    """The nearest ancestor of this process that has no such variable in its environment: whoever set it."""
+    """The nearest ancestor of this process without this environment variable: the process that set it for its children.
+
+    None if it cannot be read.
+    """
     pid = os.getppid()
     while pid > 0:
         try:
@@ -35,7 +38,7 @@ def ancestor_without(variable: str) -> Process | None:
         except OSError:
             return None
         if not any(word.startswith(f"{variable}=".encode()) for word in words):
-            birth = birth_of(pid)
-            return None if birth is None else Process(pid, birth)
+            started = start_time_of(pid)
+            return None if started is None else Process(pid, started)
         pid = parent
     return None

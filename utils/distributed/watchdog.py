@@ -1,8 +1,8 @@
-"""A thread beside training that finds out which rank died or hangs, names it, and ends this rank too.
+"""The watchdog: a thread beside training that names the rank that died or hangs, and ends this rank too.
 
-Without it a run on many machines ends, if at all, in a time-out of the exchange in which everybody blames everybody.
-Each rank leaves a sign of life every second, with the place in the code where its main thread stands; nothing is asked
-of the training itself, and no device is touched.
+Without it, a run on many machines ends, if at all, in a time-out of a collective in which every rank blames every
+other. Each rank sends a heartbeat every second, with the place in the code where its main thread is; training itself
+is not involved, and no device is touched.
 """
 
 # torch exports its stores for everybody; its type stubs call them private.
@@ -17,91 +17,104 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from utils.distributed.processes import Process, birth_of
+from utils.distributed.processes import Process, start_time_of
 from utils.distributed.world import BY_HAND, MPICH, OPENMPI, TORCHRUN, World
 from utils.errors import EXIT_FAILED
-from utils.log import is_heard, log, write_to_files
+from utils.log import log, logs_to_terminal, write_to_files
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
 MOST_NAMED = 3
-BEAT = 1.0
-BEAT_OF_EACH_RANK = 0.01
-"""With many ranks signs of life are left less often: one thread reads them all."""
+HEARTBEAT = 1.0
+HEARTBEAT_PER_RANK = 0.01
+"""With many ranks heartbeats are rarer: one thread reads them all."""
 SECONDS_OF_SILENCE = 60.0
-"""Without a sign of life for so long, a rank is stopped, swapped out, or its machine or network is down."""
-SECONDS_OF_SILENCE_IN_A_HURRY = 4.0
-"""The same where another rank has lost the connection to it."""
+"""A rank without a heartbeat for so long is stopped, swapped out, or its machine or network is down."""
+SECONDS_OF_SILENCE_AFTER_DISCONNECT = 4.0
+"""The limit once a rank has lost its connection to another."""
 SECONDS_FOR_THE_LAUNCHER = 5.0
-NAME_THE_KILLED = (TORCHRUN, OPENMPI, MPICH)
-"""Launchers that name on the terminal which of their processes was killed, and end the others a moment later."""
-# A main thread in one of these, or in what they call, waits for other ranks: it is not the one to blame.
-_EXCHANGES = ("torch/distributed/", "torch/autograd/graph.py")
+LAUNCHERS_THAT_NAME_THE_KILLED = (TORCHRUN, OPENMPI, MPICH)
+"""They print which of their processes was killed, and end the others a moment later."""
+# A main thread in one of these files, or in what they call, waits for other ranks: it is not the one to blame.
+_COLLECTIVES = ("torch/distributed/", "torch/autograd/graph.py")
+DIED = "died without an error message"
 
 
-class Watch:
+@dataclass(frozen=True)
+class _Ending:
+    """Why the run ends, as the ranks tell it to each other through the store."""
+
+    text: str
+    found_by: int | None = None
+    """The rank that prints it; None where a rank reports its own failure."""
+    lost: int | None = None
+    """The rank that died, if one did."""
+    on_terminal: bool = True
+    """False where the launcher already says so on the terminal."""
+
+
+class Watchdog:
     def __init__(
-        self, store: Store, world: World, names: list[str], timeout: float, near: Mapping[int, Process] | None = None
+        self, store: Store, world: World, names: list[str], timeout: float, local: Mapping[int, Process] | None = None
     ) -> None:
-        """`near`: processes of ranks that this one can see because they are on the same machine."""
+        """`local`: processes of ranks on this machine, which this one can see by their pids."""
         self._store, self._world, self._names, self._timeout = store, world, names, timeout
         self._others = range(1, world.size) if world.first else [0]
-        self._near = {rank: process for rank, process in (near or {}).items() if rank in self._others}
-        self._main, self._beat = _MainThread(), max(BEAT, BEAT_OF_EACH_RANK * world.size)
-        self._stopped, self._hurried, self._woken = False, False, threading.Event()
-        self._beats = 0
-        self._seen: dict[int, tuple[int, float]] = {}
-        """When each rank's sign of life last changed, by our own clock."""
-        self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
+        self._local = {rank: process for rank, process in (local or {}).items() if rank in self._others}
+        self._main, self._interval = _MainThread(), max(HEARTBEAT, HEARTBEAT_PER_RANK * world.size)
+        self._stopped, self._disconnected, self._woken = False, False, threading.Event()
+        self._sent = 0
+        self._last_change: dict[int, tuple[int, float]] = {}
+        """For each rank, the number of its last heartbeat and when it arrived, by our own clock."""
+        self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
         self._thread.start()
 
     def _run(self) -> None:
         now = time.monotonic()
-        self._seen = dict.fromkeys(range(self._world.size), (-1, now))
+        self._last_change = dict.fromkeys(range(self._world.size), (-1, now))
         while not self._stopped:
             try:
-                self._look_around()
+                self._check()
             except Exception as error:  # whatever a broken connection looks like
                 if not self._stopped:
-                    self._store_is_gone(error)
+                    self._store_is_lost(error)
                 return
-            self._woken.wait(self._beat)
+            self._woken.wait(self._interval)
             self._woken.clear()
 
-    def part(self, seconds: float) -> None:
-        """The end of the run: stop, and let nobody's store go before all have stopped."""
+    def leave(self, seconds: float) -> None:
+        """Stop at the end of the run; rank 0, which may serve the store, waits until all ranks have left."""
         self._stop()
         end = time.monotonic() + seconds
         try:
-            self._store.set(f"beat/{self._world.rank}", json.dumps({"parted": True}))
-            self._store.add("parted", 1)
-            while self._world.first and self._store.add("parted", 0) < self._world.size and time.monotonic() < end:
+            self._store.set(f"heartbeat/{self._world.rank}", json.dumps({"left": True}))
+            self._store.add("left", 1)
+            while self._world.first and self._store.add("left", 0) < self._world.size and time.monotonic() < end:
                 time.sleep(0.02)
-        except Exception:  # the store has gone already: then nobody waits for us either
+        except Exception:  # the store is closed already: nobody waits for us either
             return
 
-    def tell_failure(self, error: BaseException) -> None:
-        """This rank ends alone, and says itself why; the others are to know that it was this one."""
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the others that this rank failed; it prints its own error itself."""
         self._stop()
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         try:
-            self._store.set(
-                "end", json.dumps({"text": f"{self._name()} failed: {reason}", "told_by": self._world.rank})
-            )
-            if self._world.first:  # perhaps the store's keeper
-                time.sleep(2 * self._beat)
+            self._store.set("end", json.dumps(asdict(_Ending(f"{self._name()} failed: {reason}"))))
+            if self._world.first:  # which may serve the store
+                time.sleep(2 * self._interval)
         except Exception:
             return
 
-    def hurry(self) -> None:
-        """The connection to another rank is lost: which one is gone will soon be known."""
-        self._hurried = True
+    def expect_lost_rank(self) -> None:
+        """The connection to another rank is lost: wait less long for heartbeats, to find out which one died."""
+        self._disconnected = True
         self._woken.set()
 
     def _stop(self) -> None:
@@ -112,145 +125,145 @@ class Watch:
     def _name(self, rank: int | None = None) -> str:
         return self._names[self._world.rank if rank is None else rank]
 
-    def _look_around(self) -> None:
-        self._beats += 1
-        killed = self._killed()  # before the others' last words are read, which may explain it
-        silent = self._main.look()
-        mine = {"beats": self._beats, "place": self._main.place, "waits": self._main.waits}
-        self._store.set(f"beat/{self._world.rank}", json.dumps(mine))
+    def _check(self) -> None:
+        self._sent += 1
+        killed = self._killed()  # before "end" is read, where a killed rank may have left its reason
+        idle = self._main.seconds_idle()
+        heartbeat = {"number": self._sent, "place": self._main.place, "in_collective": self._main.in_collective}
+        self._store.set(f"heartbeat/{self._world.rank}", json.dumps(heartbeat))
         if self._store.check(["end"]):
-            self._end(json.loads(self._store.get("end")))
-        if self._hurried:
-            self._store.set("hurry", "1")
-        if silent > self._timeout:
+            self._end(_Ending(**json.loads(self._store.get("end"))))
+        if self._disconnected:
+            self._store.set("disconnected", "1")
+        if idle > self._timeout:
             self._store.set("stuck", self._name())
-        beats = {rank: self._beat_of(rank) for rank in self._others}
+        heartbeats = {rank: self._heartbeat_of(rank) for rank in self._others}
         for rank in killed:
-            if "parted" not in beats[rank]:
-                self._decide(self._words_of_killed(rank), rank, self._world.launcher not in NAME_THE_KILLED)
-        self._find_the_gone(beats)
+            if "left" not in heartbeats[rank]:
+                self._decide(self._killed_text(rank), rank, self._world.launcher not in LAUNCHERS_THAT_NAME_THE_KILLED)
+        self._find_silent(heartbeats)
         if self._world.first and self._store.check(["stuck"]):
-            self._decide(self._who_keeps_all_waiting(beats))
+            self._decide(self._blame_for_hang(heartbeats))
 
-    def _beat_of(self, rank: int) -> dict[str, Any]:
-        key = f"beat/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else {"beats": 0}
+    def _heartbeat_of(self, rank: int) -> dict[str, Any]:
+        key = f"heartbeat/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else {"number": 0}
 
     def _killed(self) -> list[int]:
-        """Ranks of this machine whose processes are gone."""
-        return [rank for rank, process in self._near.items() if birth_of(process.pid) != process.birth]
+        """Ranks of this machine whose processes have ended."""
+        return [rank for rank, process in self._local.items() if start_time_of(process.pid) != process.started]
 
-    def _words_of_killed(self, rank: int) -> str:
-        return f"{self._name(rank)} is gone without a word: it was killed, perhaps by the out-of-memory killer"
+    def _killed_text(self, rank: int) -> str:
+        return f"{self._name(rank)} {DIED}: it was killed, perhaps by the out-of-memory killer"
 
-    def _find_the_gone(self, beats: dict[int, dict[str, Any]]) -> None:
-        now, hurried = time.monotonic(), self._store.check(["hurry"])
-        limit = min(SECONDS_OF_SILENCE_IN_A_HURRY if hurried else SECONDS_OF_SILENCE, self._timeout)
-        limit = max(limit, 3 * self._beat)
-        for rank, beat in beats.items():
-            if "parted" in beat or self._seen[rank][0] != beat["beats"]:
-                self._seen[rank] = (beat.get("beats", 0), now)
-            elif now - self._seen[rank][1] > limit:
+    def _find_silent(self, heartbeats: dict[int, dict[str, Any]]) -> None:
+        now, disconnected = time.monotonic(), self._store.check(["disconnected"])
+        limit = min(SECONDS_OF_SILENCE_AFTER_DISCONNECT if disconnected else SECONDS_OF_SILENCE, self._timeout)
+        limit = max(limit, 3 * self._interval)
+        for rank, heartbeat in heartbeats.items():
+            if "left" in heartbeat or self._last_change[rank][0] != heartbeat["number"]:
+                self._last_change[rank] = (heartbeat.get("number", 0), now)
+            elif now - self._last_change[rank][1] > limit:
                 how = (
-                    "is gone without a word: killed, out of memory, or its machine is down"
-                    if hurried
-                    else f"gives no sign of life for {limit:.0f} s: it was stopped, or its machine or network is down"
+                    f"{DIED}: killed, out of memory, or its machine is down"
+                    if disconnected
+                    else f"has sent no heartbeat for {limit:.0f} s: it is stopped, or its machine or network is down"
                 )
                 self._decide(f"{self._name(rank)} {how}", rank)
 
-    def _who_keeps_all_waiting(self, beats: dict[int, dict[str, Any]]) -> str:
-        """Of those ranks that do not themselves wait for others, the one that stands where no other does."""
-        mine = {"place": self._main.place, "waits": self._main.waits}
-        places = {0: mine, **{rank: beat for rank, beat in beats.items() if "place" in beat}}
-        free = [rank for rank, beat in places.items() if not beat["waits"]] or list(places)
-        # A GPU's main thread may wait for others without a trace of it: then those that wait stand all at one place.
-        crowds = Counter(places[rank]["place"] for rank in free)
-        odd = [rank for rank in free if crowds[places[rank]["place"]] == min(crowds.values())]
+    def _blame_for_hang(self, heartbeats: dict[int, dict[str, Any]]) -> str:
+        """Of the ranks that do not themselves wait for others, blame the one that is where no other is."""
+        mine = {"place": self._main.place, "in_collective": self._main.in_collective}
+        ranks = {0: mine, **{rank: heartbeat for rank, heartbeat in heartbeats.items() if "place" in heartbeat}}
+        suspects = [rank for rank, heartbeat in ranks.items() if not heartbeat["in_collective"]] or list(ranks)
+        # A GPU's main thread may wait for others without a trace of it: then those that wait are all at one place.
+        crowds = Counter(ranks[rank]["place"] for rank in suspects)
+        odd = [rank for rank in suspects if crowds[ranks[rank]["place"]] == min(crowds.values())]
         since = f"for {self._timeout / 60:g} minutes (DIST.TIMEOUT)"
         if len(odd) == 1:
-            return f"{self._name(odd[0])} keeps the others waiting {since}: it stands in {places[odd[0]]['place']}"
-        stand = "; ".join(f"{self._name(rank)} stands in {places[rank]['place']}" for rank in odd[:MOST_NAMED])
+            return f"{self._name(odd[0])} has kept the others waiting {since}; it is in {ranks[odd[0]]['place']}"
+        places = "; ".join(f"{self._name(rank)} is in {ranks[rank]['place']}" for rank in odd[:MOST_NAMED])
         more = f"; and {len(odd) - MOST_NAMED} more" if len(odd) > MOST_NAMED else ""
-        return f"nothing moves {since}: {stand}{more}"
+        return f"no rank has made progress {since}: {places}{more}"
 
-    def _decide(self, text: str, gone: int | None = None, aloud: bool = True) -> NoReturn:
-        """`aloud`: somebody has to say it on the terminal."""
-        found = {"text": text, "told_by": None, "found_by": self._world.rank, "gone": gone, "aloud": aloud}
-        self._end(json.loads(self._store.compare_set("end", "", json.dumps(found))))
+    def _decide(self, text: str, lost: int | None = None, on_terminal: bool = True) -> NoReturn:
+        """End the run for this reason, unless another rank was first with its own."""
+        ending = json.dumps(asdict(_Ending(text, self._world.rank, lost, on_terminal)))
+        self._end(_Ending(**json.loads(self._store.compare_set("end", "", ending))))
 
-    def _store_is_gone(self, error: Exception) -> None:
-        """Its keeper is: rank 0, or torchrun, which then says so itself."""
-        found = {"text": f"{self._name(0)} is gone without a word", "told_by": None, "found_by": 1, "gone": 0}
+    def _store_is_lost(self, error: Exception) -> None:
+        """End the run: who served the store has died. That is rank 0, or torchrun, which then reports it itself."""
         if 0 in self._killed():
-            self._end({**found, "text": self._words_of_killed(0), "aloud": self._world.launcher not in NAME_THE_KILLED})
+            on_terminal = self._world.launcher not in LAUNCHERS_THAT_NAME_THE_KILLED
+            self._end(_Ending(self._killed_text(0), found_by=1, lost=0, on_terminal=on_terminal))
         end = time.monotonic() + SECONDS_FOR_THE_LAUNCHER
         while time.monotonic() < end:
             if self._stopped:
                 return
             time.sleep(0.1)
         if self._world.launcher == TORCHRUN:
-            found |= {"text": f"the launcher is gone ({error})", "gone": None}
-        self._end({**found, "aloud": True})
+            self._end(_Ending(f"the launcher has ended ({error})", found_by=1))
+        self._end(_Ending(f"{self._name(0)} {DIED}", found_by=1, lost=0))
 
-    def _end(self, end: dict[str, Any]) -> NoReturn:
-        """Say why, once in all, and leave. Not by an exception: the main thread may hang where none reaches it."""
-        text, rank = f"{end['text']}. This run ends.", self._world.rank
-        by_hand = self._world.launcher == BY_HAND  # a terminal each
-        found = end["told_by"] is None and end["found_by"] == rank
-        aloud = by_hand or (found and end["aloud"])
-        speaker = threading.Thread(target=_write, args=(text, aloud, found and end["gone"] == 0), daemon=True)
-        speaker.start()
-        speaker.join(2)  # a disk that hangs is no reason to hang here
+    def _end(self, ending: _Ending) -> NoReturn:
+        """Report the reason, on one rank's terminal, and exit; an exception might never reach a hanging main thread."""
+        text, rank = f"{ending.text}. This run ends.", self._world.rank
+        mine = ending.found_by == rank
+        one_terminal_each = self._world.launcher == BY_HAND
+        on_terminal = one_terminal_each or (mine and ending.on_terminal)
+        writer = threading.Thread(target=_write, args=(text, on_terminal, mine and ending.lost == 0), daemon=True)
+        writer.start()
+        writer.join(2)  # a disk that hangs must not keep this process
         if rank == 0:
-            time.sleep(2 * self._beat)
+            time.sleep(2 * self._interval)
         os._exit(EXIT_FAILED)
 
 
 class _MainThread:
-    """Where the main thread stands, and for how long it has."""
+    """Where the main thread is, and since when."""
 
     def __init__(self) -> None:
         self._id = threading.main_thread().ident or 0
         self._stack: tuple[tuple[int, int], ...] = ()
         self._since = time.monotonic()
-        self.place, self.waits = "", False
+        self.place, self.in_collective = "", False
 
-    def look(self) -> float:
-        """Seconds for which not the least has moved."""
+    def seconds_idle(self) -> float:
+        """Seconds since any frame of its stack moved."""
         frame = sys._current_frames().get(self._id)
-        innermost, ours, stack = frame, None, []
+        innermost, ours, frames = frame, None, []
         while frame is not None:
-            stack.append((id(frame.f_code), frame.f_lasti))
+            frames.append((id(frame.f_code), frame.f_lasti))
             if ours is None and _is_ours(frame.f_code.co_filename):
                 ours = frame
             frame = frame.f_back
-        now, found = time.monotonic(), tuple(stack)
-        if found != self._stack:
-            self._stack, self._since = found, now
+        now, stack = time.monotonic(), tuple(frames)
+        if stack != self._stack:
+            self._stack, self._since = stack, now
         if innermost is not None:
             self.place = _place(innermost, ours)
-            self.waits = any(part in innermost.f_code.co_filename for part in _EXCHANGES)
+            self.in_collective = any(part in innermost.f_code.co_filename for part in _COLLECTIVES)
         return now - self._since
 
 
 def _is_ours(file: str) -> bool:
-    return file.startswith(ROOT) and "site-packages" not in file  # an environment may lie in the project's folder
+    return file.startswith(ROOT) and "site-packages" not in file  # an environment may be in the project's folder
 
 
 def _place(innermost: FrameType, ours: FrameType | None) -> str:
-    def words(frame: FrameType) -> str:
+    def text(frame: FrameType) -> str:
         file = frame.f_code.co_filename
         short = file.removeprefix(ROOT) if _is_ours(file) else os.sep.join(file.split(os.sep)[-3:])
         return f"{short}:{frame.f_lineno} ({frame.f_code.co_name})"
 
-    return words(innermost) if ours is None or ours is innermost else f"{words(innermost)}, called from {words(ours)}"
+    return text(innermost) if ours is None or ours is innermost else f"{text(innermost)}, called from {text(ours)}"
 
 
-def _write(text: str, aloud: bool, first_is_gone: bool) -> None:
-    """Into the log's files in any case; on the terminal where it is to be heard."""
-    if aloud and is_heard():
+def _write(text: str, on_terminal: bool, rank_0_is_lost: bool) -> None:
+    """Write an error into the log files, and on the terminal if wanted."""
+    if on_terminal and logs_to_terminal():
         log.error("%s", text)
         return
-    if aloud:
+    if on_terminal:
         print(f"error: {text}", file=sys.stderr, flush=True)
-    write_to_files(text, first_is_gone)
+    write_to_files(text, rank_0_is_lost)

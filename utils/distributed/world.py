@@ -1,4 +1,4 @@
-"""Who am I among the processes of this run? The one place that reads ranks and talks to the process group."""
+"""This process's rank, as its launcher gives it, and collectives over small objects. The one place that reads ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.schema import DistConfig
 from utils.distributed.processes import ancestor_without
-from utils.errors import CommonUserError, UserError
+from utils.errors import AllRanksUserError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 BY_HAND, TORCHRUN, OPENMPI, MPICH, SLURM = "by hand", "torchrun", "OpenMPI", "MPICH", "SLURM"
 DEFAULT_PORT = 29500
-# For each launcher: rank, number of ranks, rank on this machine, number on this machine. The innermost comes first:
-# mpirun within a SLURM job counts, and not the job around it. Beside PMI's own two, MPICH's are asked for: srun may set
-# PMI_RANK as well, and knows more than it says there.
-_NAMES = {
+# For each launcher: rank, world size, local rank, local world size. The innermost launcher comes first: mpirun within a
+# SLURM job counts, not the job. MPICH must have set its own two variables beside PMI's: srun may set PMI_RANK too, and
+# SLURM's variables say more.
+_VARIABLES = {
     TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     OPENMPI: (
         "OMPI_COMM_WORLD_RANK",
@@ -34,29 +34,29 @@ _NAMES = {
     # Never SLURM_NTASKS: a plain python in a batch script finds it set, and is one process all the same.
     SLURM: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
-# Launchers that tell a number of processes and not enough besides to join them.
-_OTHERS = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# Set by launchers that give a number of processes, but too little else to join them.
+_SIZES_OF_OTHERS = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: `rank` of `size` in all, `local_rank` of `local_size` on this machine."""
+    """This process is `rank` of `size` in all, and `local_rank` of `local_size` on this machine."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     launcher: str = "none"
-    meeting: tuple[str, int | None] | None = None
-    """Machine and port of rank 0; no port where `job` leads to one; None where the launcher has a meeting point."""
+    rendezvous: tuple[str, int | None] | None = None
+    """Host and port of rank 0's store; no port where `job` leads to one; None where the launcher serves a store."""
     job: str | None = None
-    """What the launcher calls these processes, alike on all ranks and unlike any other job's."""
+    """The launcher's name for these processes: equal on all ranks, different from any other job's."""
     cores: int | None = None
-    """How many the launcher gave this process for itself, if it said so."""
+    """CPU cores the launcher reserved for this process, if it says so."""
 
     @property
     def first(self) -> bool:
-        """True for the one process that writes, prints and decides."""
+        """True on rank 0, which writes, prints and decides."""
         return self.rank == 0
 
 
@@ -64,57 +64,57 @@ ALONE = World()
 
 
 def read_world(dist: DistConfig, env: Mapping[str, str] = os.environ) -> World | None:
-    """The place a launcher (or the -rank flags) gave this process; None where nobody gave one."""
-    found = launched(env)
-    if found is not None and found.launcher == TORCHRUN:
-        if dist.RANK is not None and (found.rank, found.size) != (dist.RANK, dist.WORLD_SIZE):
+    """The rank that a launcher or the -rank flags gave this process; None without either."""
+    world = world_from_launcher(env)
+    if world is not None and world.launcher == TORCHRUN:
+        if dist.RANK is not None and (world.rank, world.size) != (dist.RANK, dist.WORLD_SIZE):
             raise UserError(
                 f"-rank {dist.RANK} -world_size {dist.WORLD_SIZE}, but the launcher made this process rank "
-                f"{found.rank} of {found.size} (RANK, WORLD_SIZE); leave -host, -port, -rank and -world_size out."
+                f"{world.rank} of {world.size} (RANK, WORLD_SIZE); leave -host, -port, -rank and -world_size out."
             )
-        return found
+        return world
     if dist.RANK is not None and dist.WORLD_SIZE is not None and dist.HOST and dist.PORT:
-        # One command line each: this machine's share is not told, one a machine is assumed.
+        # A command line does not say how many ranks are on this machine: one per machine is assumed.
         local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
         return World(dist.RANK, dist.WORLD_SIZE, *local, BY_HAND, (dist.HOST, dist.PORT))
-    if found is None:
+    if world is None:
         if dist.HOST or dist.PORT:
             missing = "-rank -world_size" if dist.HOST and dist.PORT else "-port -rank -world_size"
-            raise UserError(f"-host, but no launcher tells this process its rank; missing: {missing}")
+            raise UserError(f"-host, but no launcher gives this process its rank; missing: {missing}")
         return None
-    host, port, job = _host(found, dist, env), dist.PORT or int(env.get("MASTER_PORT", "0")), _job(found, env)
-    return replace(found, meeting=(host, port or (None if job else DEFAULT_PORT)), job=job)
+    host, port, job = _host(world, dist, env), dist.PORT or int(env.get("MASTER_PORT", "0")), _job(world, env)
+    return replace(world, rendezvous=(host, port or (None if job else DEFAULT_PORT)), job=job)
 
 
-def launched(env: Mapping[str, str] = os.environ) -> World | None:
-    """This process's place as its launcher tells it, before any setting is known."""
-    for launcher, (rank, size, local_rank, local_size) in _NAMES.items():
+def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
+    """This process's rank from its launcher's environment variables, before any setting is known."""
+    for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
         if rank not in env or size not in env or (launcher == MPICH and local_rank not in env):
             continue
         if launcher != TORCHRUN and int(env[size]) == 1:
-            continue  # one shell or one launcher a machine, which may start processes of its own
+            continue  # one shell or launcher per machine, which may start processes of its own
         if launcher == SLURM:
             cores = int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else None
-            here = _tasks_here(env)
-            return World(int(env[rank]), int(env[size]), int(env.get(local_rank, 0)), here, launcher, cores=cores)
-        # Without the latter two (a Kubernetes operator, a shell script) one process a machine is assumed.
+            local = int(env.get(local_rank, 0)), _tasks_on_this_node(env)
+            return World(int(env[rank]), int(env[size]), *local, launcher, cores=cores)
+        # Without local rank and size (a Kubernetes operator, a shell script) one process per machine is assumed.
         local = int(env.get(local_rank, 0)), int(env.get(local_size, 1))
         return World(int(env[rank]), int(env[size]), *local, launcher)
     return None
 
 
-def check_alone(env: Mapping[str, str] = os.environ) -> None:
-    """Stop a process that is one of several, but knows no rank: each would train a model of its own."""
-    for name in _OTHERS:
+def check_rank_is_known(env: Mapping[str, str] = os.environ) -> None:
+    """Refuse to run as one of several processes without a rank: each would train a model of its own."""
+    for name in _SIZES_OF_OTHERS:
         if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 and "SLURM_STEP_NUM_TASKS" not in env:
             raise UserError(
-                f"this is one of {env[name]} processes ({name}), of a launcher that does not tell a process its place "
-                "on its machine. Start them with torchrun or srun, or with -host, -port, -rank and -world_size each."
+                f"this is one of {env[name]} processes ({name}), but the launcher does not give it a local rank. "
+                "Use torchrun or srun, or give each process -host, -port, -rank and -world_size."
             )
 
 
-def _tasks_here(env: Mapping[str, str]) -> int:
-    """'4(x2),3' of the step's tasks a machine, as counts; this machine's."""
+def _tasks_on_this_node(env: Mapping[str, str]) -> int:
+    """This node's number of tasks, from the list of all nodes, such as '4(x2),3' for 4, 4 and 3."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"])
     counts = [int(many) for many, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
     machine = int(env.get("SLURM_NODEID", "0"))
@@ -122,13 +122,13 @@ def _tasks_here(env: Mapping[str, str]) -> int:
 
 
 def first_host(machines: str) -> str:
-    """'gpu03' of 'gpu[03-05,9],cpu1': SLURM's own tool for it is not there in a container."""
-    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", machines)
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0]) if found else machines
+    """'gpu03' of 'gpu[03-05,9],cpu1'; SLURM's own tool for this is missing in containers."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", machines)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else machines
 
 
 def _host(world: World, dist: DistConfig, env: Mapping[str, str]) -> str:
-    """The machine of rank 0 of these processes."""
+    """The host of rank 0."""
     host = dist.HOST or env.get("MASTER_ADDR")
     if host is None and world.local_size == world.size:
         host = "127.0.0.1"
@@ -138,24 +138,25 @@ def _host(world: World, dist: DistConfig, env: Mapping[str, str]) -> str:
     if host is None:
         raise UserError(
             f"{world.launcher} started {world.size} processes on several machines and does not say which is rank 0's: "
-            "add -host NAME (and -port N), the machine that the first process runs on."
+            "add -host NAME (and -port N), the machine of the first process."
         )
     return host
 
 
 def _job(world: World, env: Mapping[str, str]) -> str | None:
+    """A name for the launcher's job that no other job has; None if there is none."""
     if world.launcher == SLURM:
         return f"SLURM {env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
     if world.launcher == OPENMPI:
         name = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
         return f"OpenMPI {name}" if name else None
-    # MPICH gives its jobs no name; on one machine all ranks descend from the same process of it.
+    # MPICH gives its jobs no name; on one machine all ranks descend from one process of the launcher.
     starter = ancestor_without("PMI_RANK") if world.local_size == world.size else None
-    return f"MPICH {starter.pid} {starter.birth}" if starter else None
+    return f"MPICH {starter.pid} {starter.started}" if starter else None
 
 
 def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Add `tensor` up over all ranks, in place."""
+    """All-reduce `tensor` in place, by addition."""
     if world.size > 1:
         import torch.distributed
 
@@ -163,8 +164,8 @@ def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
     return tensor
 
 
-def from_first(value: Any, world: World) -> Any:
-    """Rank 0's value of a small Python object, on every rank."""
+def broadcast(value: Any, world: World) -> Any:
+    """Rank 0's `value`, a small Python object, on every rank."""
     if world.size == 1:
         return value
     import torch.distributed
@@ -174,19 +175,19 @@ def from_first(value: Any, world: World) -> Any:
     return box[0]
 
 
-def all_of(items: list[Any], world: World) -> list[Any]:
-    """The items of every rank, rank by rank, on every rank."""
+def all_gather(items: list[Any], world: World) -> list[Any]:
+    """The items of all ranks in one list, in the order of the ranks."""
     if world.size == 1:
         return items
     import torch.distributed
 
-    found: list[list[Any]] = [[] for _ in range(world.size)]
-    torch.distributed.all_gather_object(found, items)
-    return [item for part in found for item in part]
+    by_rank: list[list[Any]] = [[] for _ in range(world.size)]
+    torch.distributed.all_gather_object(by_rank, items)
+    return [item for items in by_rank for item in items]
 
 
-def buffers_from_first(model: torch.nn.Module, world: World) -> None:
-    """Running statistics follow each rank's own samples; before they are used or saved, rank 0's are taken."""
+def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
+    """Take rank 0's buffers: running statistics follow each rank's own samples, and must agree before use or saving."""
     if world.size > 1:
         import torch.distributed
 
@@ -194,31 +195,24 @@ def buffers_from_first(model: torch.nn.Module, world: World) -> None:
             torch.distributed.broadcast(buffer, src=0)
 
 
-def agree(problem: str | None, world: World) -> None:
-    """Raise the first rank's problem on every rank, so that all end alike and one of them tells it."""
-    if world.size == 1:
-        found: list[str | None] = [problem]
-    else:
-        import torch.distributed
-
-        found = [None] * world.size
-        torch.distributed.all_gather_object(found, problem)
-    for rank, text in enumerate(found):
+def raise_on_every_rank(problem: str | None, world: World) -> None:
+    """Raise the problem of the lowest rank that has one on all ranks, so that all end alike and one reports it."""
+    for rank, text in enumerate(all_gather([problem], world)):
         if text is not None:
-            raise CommonUserError(text if rank == 0 else f"on rank {rank}: {text}")
+            raise AllRanksUserError(text if rank == 0 else f"on rank {rank}: {text}")
 
 
-def together(world: World, work: Callable[[], T]) -> T:
-    """Do `work` on every rank; if it fails on one, all end with that rank's message."""
+def on_every_rank(world: World, work: Callable[[], T]) -> T:
+    """Do `work` on every rank; a UserError on one of them is raised on all."""
     result, problem = None, None
     try:
         result = work()
     except UserError as error:
         problem = str(error)
-    agree(problem, world)
-    return result  # pyright: ignore[reportReturnType]  # `agree` has raised where there is none
+    raise_on_every_rank(problem, world)
+    return result  # pyright: ignore[reportReturnType]  # `raise_on_every_rank` has raised if there is none
 
 
-def first_does(world: World, work: Callable[[], T]) -> T | None:
-    """Do `work` on rank 0 alone, which alone gets its result; if it fails there, all end with its message."""
-    return together(world, lambda: work() if world.first else None)
+def on_rank_0(world: World, work: Callable[[], T]) -> T | None:
+    """Do `work` on rank 0, which alone gets its result; its UserError is raised on all ranks."""
+    return on_every_rank(world, lambda: work() if world.first else None)

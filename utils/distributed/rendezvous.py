@@ -1,4 +1,4 @@
-"""Open the store where the ranks of a run meet before they form the process group."""
+"""The store through which the ranks of a run find each other before they form the process group."""
 
 # torch exports its stores for everybody; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
@@ -12,7 +12,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from utils.distributed.signpost import Signpost, find_store, ports_of
+from utils.distributed.port_discovery import PortAnnouncer, candidate_ports, find_store
 from utils.distributed.world import World
 from utils.errors import UserError
 
@@ -22,47 +22,49 @@ if TYPE_CHECKING:
 SECONDS_FOR_TORCH = 5.0
 
 
-def meet(world: World, timeout: datetime.timedelta, signpost: contextlib.ExitStack) -> tuple[Store, str]:
-    """The store where ranks leave word for each other, at rank 0's or at the launcher's, and where that is.
+def open_store(world: World, timeout: datetime.timedelta, announcer: contextlib.ExitStack) -> tuple[Store, str]:
+    """The store, which rank 0 or the launcher serves, and its address.
 
-    `signpost`: what leads others there, to be closed when all have come.
+    `announcer` gets what tells other ranks the store's port, to be closed when all have joined.
     """
     from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, rendezvous
 
-    if world.meeting is None:
+    if world.rendezvous is None:
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     else:
-        host, port = world.meeting
+        host, port = world.rendezvous
     try:
-        if world.meeting is None:
+        if world.rendezvous is None:
             store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
             return PrefixStore(_attempt(), store), f"{host}:{port}"
         if port is not None:
             return _store_at(host, int(port), world, timeout), f"{host}:{port}"
-        return _store_of_job(host, str(world.job), world, timeout, signpost)
+        return _store_of_job(host, str(world.job), world, timeout, announcer)
     except ValueError as error:  # RANK and WORLD_SIZE without MASTER_ADDR or MASTER_PORT
         raise UserError(f"rank {world.rank} of {world.size}: {error}; start the ranks with torchrun.") from None
     except (DistNetworkError, DistStoreError, TimeoutError) as error:
-        if world.first and world.meeting is not None:
+        if world.first and world.rendezvous is not None:
             raise UserError(
-                f"rank 0 cannot listen at port {port}: {_first_line(error)} Is a run there already? Try another -port."
+                f"rank 0 cannot listen at port {port}: {_first_line(error)} "
+                "Another run may be using the port. Try another -port."
             ) from None
-        place = f"{host}:{port}" if port else f"{host}, ports {', '.join(map(str, ports_of(str(world.job))))}"
+        place = f"{host}:{port}" if port else f"{host}, ports {', '.join(map(str, candidate_ports(str(world.job))))}"
         raise UserError(
             f"rank {world.rank} of {world.size}: rank 0 does not answer at {place} ({minutes(timeout)}, "
-            "DIST.TIMEOUT). Is it running, is that its machine, and does no firewall stand between?"
+            "DIST.TIMEOUT). Check that rank 0 is running, that this is its machine, and that no firewall blocks it."
         ) from None
 
 
 def _store_of_job(
-    host: str, job: str, world: World, timeout: datetime.timedelta, signpost: contextlib.ExitStack
+    host: str, job: str, world: World, timeout: datetime.timedelta, announcer: contextlib.ExitStack
 ) -> tuple[Store, str]:
+    """The store of a job that has a name and no port."""
     if world.first:
         from torch.distributed import TCPStore
 
         store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        post = signpost.enter_context(contextlib.closing(Signpost(job, store.port)))
-        return store, f"{host}:{post.port}"
+        announced = announcer.enter_context(contextlib.closing(PortAnnouncer(job, store.port)))
+        return store, f"{host}:{announced.port}"
     port = find_store(host, job, timeout.total_seconds())
     if port is None:
         raise TimeoutError
@@ -70,29 +72,29 @@ def _store_of_job(
 
 
 def _store_at(host: str, port: int, world: World, timeout: datetime.timedelta) -> Store:
-    """In a thread, since torch waits for ever where something else listens that says nothing."""
-    found: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
+    """The store at a known port. Opened in a thread: torch waits for ever for a program there that never answers."""
+    opened: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
 
-    def open_store() -> None:
+    def connect() -> None:
         from torch.distributed import TCPStore
 
         try:
-            found.put(TCPStore(host, port, is_master=world.first, timeout=timeout, wait_for_workers=False))
+            opened.put(TCPStore(host, port, is_master=world.first, timeout=timeout, wait_for_workers=False))
         except Exception as error:
-            found.put(error)
+            opened.put(error)
 
-    threading.Thread(target=open_store, daemon=True, name="store").start()
+    threading.Thread(target=connect, daemon=True, name="store").start()
     try:
-        answer = found.get(timeout=timeout.total_seconds() + SECONDS_FOR_TORCH)
+        store = opened.get(timeout=timeout.total_seconds() + SECONDS_FOR_TORCH)
     except queue.Empty:
         raise TimeoutError from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    if isinstance(store, Exception):
+        raise store
+    return store
 
 
 def _attempt() -> str:
-    """torchrun may keep one store through restarts; what an earlier start left there must not be taken for ours."""
+    """A prefix for this start's keys: torchrun may keep one store through restarts, with keys of an earlier start."""
     shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
     return f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if shared else "start"
 
@@ -101,5 +103,5 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].partition(" - ")[0].rstrip(". ") + "."
 
 
-def minutes(time_given: datetime.timedelta) -> str:
-    return f"{time_given.total_seconds() / 60:g} minutes"
+def minutes(duration: datetime.timedelta) -> str:
+    return f"{duration.total_seconds() / 60:g} minutes"

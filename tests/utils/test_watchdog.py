@@ -1,0 +1,130 @@
+"""The watchdog names the rank that hangs or died."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from typing import Any
+
+import pytest
+from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
+
+from utils.distributed import group
+from utils.distributed.processes import Process, start_time_of
+from utils.distributed.watchdog import HEARTBEAT, Watchdog
+from utils.distributed.world import TORCHRUN, World
+
+WAITS = {"number": 9, "in_collective": True, "place": "torch/distributed/distributed_c10d.py:1 (all_reduce)"}
+READS = {"number": 9, "in_collective": False, "place": "engine/measure/meters.py:70 (read)"}
+HANGS = {"number": 9, "in_collective": False, "place": "datasets/images.py:33 (read)"}
+
+
+class NoStore:
+    """A store whose every method fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConnectionError(name)
+
+
+def blamed(mine: dict[str, Any], *others: dict[str, Any]) -> str:
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog._names = [f"rank {rank} on node{rank}" for rank in range(len(others) + 1)]
+    watchdog._timeout = 600
+    watchdog._main = type("", (), mine)()  # pyright: ignore[reportAttributeAccessIssue]
+    return watchdog._blame_for_hang(dict(enumerate(others, start=1)))
+
+
+@pytest.mark.parametrize("others", [[HANGS, WAITS], [WAITS, HANGS, READS, READS]])
+def test_watchdog_blames_the_rank_that_is_elsewhere(others: list[dict[str, Any]]) -> None:
+    rank = others.index(HANGS) + 1
+    mine = READS if READS in others else WAITS
+    said = blamed(mine, *others)
+    assert said == (
+        f"rank {rank} on node{rank} has kept the others waiting for 10 minutes (DIST.TIMEOUT); "
+        "it is in datasets/images.py:33 (read)"
+    )
+
+
+def test_watchdog_names_all_suspects_if_no_rank_stands_out() -> None:
+    said = blamed(READS, HANGS)
+    assert "rank 0 on node0 is in engine/measure/meters.py:70 (read); rank 1 on node1 is in datasets" in said
+    assert blamed(WAITS, WAITS, WAITS, WAITS).endswith("; and 1 more")
+
+
+def test_watchdog_does_not_blame_a_rank_that_has_left() -> None:
+    assert "rank 2" in blamed(WAITS, {"left": True}, HANGS)
+
+
+def test_leaving_after_the_store_has_closed_is_no_failure() -> None:
+    watchdog = Watchdog(NoStore(), World(1, 2, 1, 2, "SLURM"), ["a", "b"], 600)  # pyright: ignore[reportArgumentType]
+    watchdog.leave(1)
+    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_lost_store_is_not_this_ranks_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher or rank 0 served it, and has ended."""
+    gone = DistNetworkError("Broken pipe")
+    assert not group.caused_by_lost_rank(gone), "a process by itself has nobody to lose"
+    monkeypatch.setattr(group, "_watchdog", object())
+    assert group.caused_by_lost_rank(gone)
+    assert not group.caused_by_lost_rank(RuntimeError("Broken pipe of one's own"))
+
+
+class LocalStore:
+    """A store in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> str:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def sleeping() -> tuple[subprocess.Popen[bytes], Process]:
+    child = subprocess.Popen(["sleep", "60"])
+    started = start_time_of(child.pid)
+    assert started is not None
+    return child, Process(child.pid, started)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_watchdog_notices_a_killed_process_at_once(left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    child, process = sleeping()
+    decided: list[str] = []
+    monkeypatch.setattr(Watchdog, "_decide", lambda _self, text, *_: decided.append(text))
+    store = LocalStore()
+    watchdog = Watchdog(store, World(0, 2, 0, 2, TORCHRUN), ["a", "b"], 600, {1: process})  # pyright: ignore[reportArgumentType]
+    try:
+        assert not decided
+        if left:
+            store.set("heartbeat/1", '{"left": true}')
+        child.kill()  # and not waited for: a zombie has died, too
+        time.sleep(3 * HEARTBEAT)
+        assert ("b died without an error message" in " ".join(decided)) is not left
+    finally:
+        watchdog._stop()
+        child.wait()
+
+
+def test_reused_pid_is_another_process() -> None:
+    child, process = sleeping()
+    child.kill()
+    child.wait()
+    assert start_time_of(process.pid) is None
+    assert start_time_of(os.getpid()) not in (None, process.started)
+
+
+def test_processes_of_other_containers_are_not_watched_by_pid() -> None:
+    me = {"rank": 0, "host": "a", "pid": os.getpid(), "started": start_time_of(os.getpid())}
+    same_number = {**me, "rank": 1, "started": "1"}
+    elsewhere = {**me, "rank": 2, "host": "b"}
+    unknown = {**me, "rank": 3, "started": None}
+    assert set(group._on_this_machine([me, same_number, elsewhere, unknown], me)) == {0}

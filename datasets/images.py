@@ -17,7 +17,7 @@ from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import TrainingError
-from utils.seeding import host_generators_kept
+from utils.seeding import fork_host_rng
 
 FAILURES_OF_STORAGE = 8
 """So many images in a row that the storage does not give: that is no longer about single images."""
@@ -62,7 +62,7 @@ class Images(ImageDataset):
     def __getitems__(self, keys: list[Key]) -> Batch:
         if get_worker_info() is not None:
             return self._load(keys)
-        with host_generators_kept():
+        with fork_host_rng():
             return self._load(keys)
 
     def _load(self, keys: list[Key]) -> Batch:

@@ -10,9 +10,9 @@ from engine.checkpoint.folder import Checkpoint, best_of, folder_name, write_ind
 from engine.measure.progress import Best
 from engine.report.reporter import METRICS
 from engine.report.wandb import NOTE
-from utils.distributed.world import World, first_does, from_first
+from utils.distributed.world import World, broadcast, on_rank_0
 from utils.log import log
-from utils.run_folder import nothing_trained_yet
+from utils.run_folder import os_errors_as_user_errors
 
 ABANDONED = "before-resume-{}"
 COPIED = ("config.yaml", "run.json", METRICS, "curves.png", "broken.txt")
@@ -30,7 +30,7 @@ def keep_abandoned(folder: Path, checkpoint: Checkpoint, best: Best) -> Path | N
     later = [found for found in sorted(root.glob("step-*"), reverse=True) if found.name > folder_name(update)]
     if not later:
         return None
-    with nothing_trained_yet(folder):
+    with os_errors_as_user_errors(folder):
         place = _new_folder(folder, ABANDONED.format(update))
         (place / "checkpoints").mkdir()
         for name in filter(lambda name: (folder / name).exists(), COPIED):
@@ -68,7 +68,7 @@ def best_that_is_there(best: Best, folder: Path, checkpoint: Checkpoint, world: 
         return best
     name = folder_name(best.update)
     there = world.first and (folder / "checkpoints" / name).is_dir()
-    if from_first(there, world):
+    if broadcast(there, world):
         return best
     elsewhere = checkpoint.folder.parent / name
     where = f"its checkpoint is {elsewhere}" if elsewhere.is_dir() else "its checkpoint is no longer there"
@@ -78,5 +78,5 @@ def best_that_is_there(best: Best, folder: Path, checkpoint: Checkpoint, world: 
 
 def prepare_folder(folder: Path, checkpoint: Checkpoint, best: Best, world: World) -> Best:
     """Before a run is resumed in `folder`. The best that it has to beat."""
-    first_does(world, lambda: keep_abandoned(folder, checkpoint, best))
+    on_rank_0(world, lambda: keep_abandoned(folder, checkpoint, best))
     return best_that_is_there(best, folder, checkpoint, world)

@@ -19,21 +19,21 @@ from engine.report.late_wandb import import_wandb_late
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
 from utils.config.keys import OF_ONE_START, default_of
-from utils.distributed.group import find_out_who_is_gone, lost_another, refuse, this_rank
-from utils.distributed.world import ALONE, World, check_alone, launched, read_world
+from utils.distributed.group import caused_by_lost_rank, expect_lost_rank, rank_name, report_refusal
+from utils.distributed.world import ALONE, World, check_rank_is_known, read_world, world_from_launcher
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_USAGE,
-    CommonError,
-    CommonUserError,
+    AllRanksError,
+    AllRanksUserError,
     TrainingError,
     UserError,
 )
-from utils.gpus import show_only
-from utils.log import is_heard, log, start_log
-from utils.run_folder import run_of
-from utils.standard_output import OutputError, discard_output, flushed, watch_standard_output
+from utils.gpus import limit_visible_gpus
+from utils.log import log, logs_to_terminal, start_log
+from utils.run_folder import run_folder_of
+from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 
 SECONDS_TO_FIND_OUT = 12
 SECONDS_TO_SPEAK = 5
@@ -54,33 +54,33 @@ def main(script: str, many: bool) -> NoReturn:
 
 
 def _guarded(script: str, argv: list[str], many: bool) -> int:
-    place = launched() or ALONE
+    place = world_from_launcher() or ALONE
     start_log(place.first)
     try:
-        return flushed(lambda: _program(script, argv, many))
+        return flush_after(lambda: _program(script, argv, many))
     except OutputError as error:
         discard_output()
         _tell(f"{error}.", aloud=True)
         return EXIT_FAILED
     except UserError as error:
         # Ranks agree on these once they are joined; before that, each machine tells what is wrong on it.
-        _tell(str(error), aloud=place.local_rank == 0 and not (isinstance(error, CommonUserError) and place.size > 1))
+        _tell(str(error), aloud=place.local_rank == 0 and not (isinstance(error, AllRanksUserError) and place.size > 1))
         return EXIT_USAGE
     except TrainingError as error:
-        common, name = isinstance(error, CommonError), this_rank()
+        common, name = isinstance(error, AllRanksError), rank_name()
         _tell(str(error) if common or name is None else f"{name}: {error}", aloud=not common)
         return EXIT_FAILED
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except Exception as error:
-        if lost_another(error):
+        if caused_by_lost_rank(error):
             signals.leave_if_asked(CTRL_C)
             # A launcher ends this rank now by SIGTERM; before that, the watch has time to write why into the log.
             signals.patient = True
-            find_out_who_is_gone()
+            expect_lost_rank()
             time.sleep(SECONDS_TO_FIND_OUT)
             signals.leave_if_asked(ENDED)
-        name = this_rank()
+        name = rank_name()
         _tell((f"{name} failed:\n" if name else "") + traceback.format_exc(), aloud=True)
         return EXIT_FAILED
 
@@ -88,17 +88,17 @@ def _guarded(script: str, argv: list[str], many: bool) -> int:
 def _tell(text: str, aloud: bool) -> None:
     """Log an error; `aloud`: on the terminal too where this process, one of several, does not usually speak."""
     log.error("%s", text)
-    if aloud and not is_heard():
+    if aloud and not logs_to_terminal():
         print(f"error: {text}", file=sys.stderr)
     signals.all_is_told()
-    if not aloud and not is_heard():
+    if not aloud and not logs_to_terminal():
         # A launcher ends all ranks once the first has left; that is to be the one that speaks.
         time.sleep(SECONDS_TO_SPEAK)
 
 
 def _program(script: str, argv: list[str], many: bool) -> int:
     command = parse(argv, Path(script).name)
-    show_only(command, one_process=not many)
+    limit_visible_gpus(command, one_process=not many)
     if command.action == "version":
         print(version_text())
         return EXIT_DONE
@@ -114,7 +114,7 @@ def _program(script: str, argv: list[str], many: bool) -> int:
     if world is not None and not world.first:  # a rank given by hand is known only now
         start_log(False)
     if world is None:
-        check_alone()
+        check_rank_is_known()
     if many and world is None:
         return _start_processes(script, argv, loaded, command)
     if not many and world is not None and world.size > 1:
@@ -139,7 +139,7 @@ def _config_of_resumed_run(command: CommandLine) -> str | None:
     wanted, _ = command.flags.get("MODEL.RESUME", (None, ""))
     output, _ = command.flags.get("OUTPUT", (None, ""))
     place = output if wanted == "auto" else wanted
-    run = run_of(Path(place)) if place else None
+    run = run_folder_of(Path(place)) if place else None
     saved = run / "config.yaml" if run else None
     return str(saved) if saved and saved.exists() else None
 
@@ -205,5 +205,5 @@ def _run(loaded: Loaded, world: World, command: CommandLine) -> int:
         check(loaded.config)
         return run(loaded, world, dry=command.action == "dry_run")
     except UserError as error:
-        refuse(world, str(error))
+        report_refusal(world, str(error))
         raise

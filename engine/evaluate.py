@@ -14,7 +14,7 @@ from engine.machine.late_compiler import uncompiled
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.measure.meters import Means, correct
 from utils.distributed.world import World, sum_over_ranks
-from utils.errors import CommonError
+from utils.errors import AllRanksError
 
 
 @torch.no_grad()  # not inference mode: fp8 layers do not run in it
@@ -48,7 +48,7 @@ def evaluate(
     loader.broken.raise_together(world)
     loss, top1, top5, counted = sum_over_ranks(sums, world).tolist()
     if counted != samples:
-        raise CommonError(f"validation counted {counted:.0f} samples of {samples}; its figures are not usable.")
+        raise AllRanksError(f"validation counted {counted:.0f} samples of {samples}; its figures are not usable.")
     return Means(loss / samples, 100 * top1 / samples, 100 * top5 / samples)
 
 

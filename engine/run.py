@@ -53,7 +53,7 @@ from engine.trainer import Trainer
 from engine.wrapping import wrap
 from utils.config import Config, Loaded, config_hash
 from utils.distributed.group import leave
-from utils.distributed.world import ALONE, World, first_does, together
+from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import log
 
@@ -99,7 +99,7 @@ def join(loaded: Loaded, world: World) -> Run:
 def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
     """A training from start to end, and its exit code. `lock` None: a dry run."""
     if lock is not None:
-        first_does(given.world, lambda: lock_what_is_there(given.config, lock))
+        on_rank_0(given.world, lambda: lock_what_is_there(given.config, lock))
     checkpoint = chosen_checkpoint(given.config, given.world)
     run, found = _settle_batch(given, checkpoint)
     ready = _build(run, checkpoint, found, lists)
@@ -127,7 +127,7 @@ def _build(run: Run, checkpoint: Checkpoint | None, found: dict[str, Any], lists
     """All that a training needs, on every rank or on none."""
     config, world, device = run.config, run.world, run.device
     sharding = sharding_of(config, world, device)
-    ready = together(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
+    ready = on_every_rank(world, lambda: build_for_training(config, world, device, checkpoint, sharding))
     ready.choices.update(found)
     ready.parts.batch_found = bool(found)
     if ready.precision.level != "O0":  # without AMP the settings' remarks say that lists have no effect

@@ -19,7 +19,7 @@ from engine.report.reporter import Reporter
 from engine.run_folder import folder_of, write_down
 from engine.setup import build_for_evaluation
 from utils.better_weights import best_prefix
-from utils.distributed.world import together
+from utils.distributed.world import on_every_rank
 from utils.log import log
 
 
@@ -30,7 +30,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
     began = time.perf_counter()
     config, found = settle_batch(given.config, checkpoint, world, device)
     run = replace(given, config=config)
-    ready = together(world, lambda: build_for_evaluation(config, world, device, checkpoint))
+    ready = on_every_rank(world, lambda: build_for_evaluation(config, world, device, checkpoint))
     ready.choices.update(found)
     folder = None if dry else folder_of(run, "eval")
     log.info(banner(run, ready, folder))

@@ -13,17 +13,17 @@ from engine.run_lock import FolderLock
 from engine.setup import Ready
 from models import count_parameters
 from utils.config import Config, to_yaml
-from utils.distributed.world import first_does, from_first
+from utils.distributed.world import broadcast, on_rank_0
 from utils.errors import UserError
-from utils.files import write_whole
+from utils.files import write_atomically
 from utils.log import log, log_into
 from utils.resumed_run import resumed_run, target_folder
 from utils.run_folder import (
     check_output,
     describe_run,
-    holds_a_run,
+    is_run_folder,
     make_folder,
-    nothing_trained_yet,
+    os_errors_as_user_errors,
     write_json,
 )
 
@@ -46,14 +46,14 @@ def folder_of(run: Run, kind: str, lock: FolderLock | None = None) -> Path:
 
     def made() -> str:
         folder = make_folder(target_folder(config), config.SAVE, kind)
-        if lock is not None and lock.take(folder) and holds_a_run(folder):
+        if lock is not None and lock.take(folder) and is_run_folder(folder):
             raise UserError(f"{folder}: another run was started in this folder a moment ago; name another -output.")
         if lock is not None:  # so whoever was at work here is dead
             _remove_unfinished(folder)
         return str(folder)
 
-    folder = Path(from_first(first_does(world, made), world))
-    with nothing_trained_yet(folder):
+    folder = Path(broadcast(on_rank_0(world, made), world))
+    with os_errors_as_user_errors(folder):
         log_into(folder, world.rank)
     return folder
 
@@ -72,8 +72,8 @@ def write_down(run: Run, ready: Ready, folder: Path) -> Peak | None:
     config, world, threads = run.config, run.world, run.threads
     if not world.first:
         return None
-    with nothing_trained_yet(folder):  # at once: whoever is killed from here on goes on with these
-        write_whole(folder / "config.yaml", to_yaml(config))
+    with os_errors_as_user_errors(folder):  # at once: whoever is killed from here on goes on with these
+        write_atomically(folder / "config.yaml", to_yaml(config))
     peak = peak_of(ready.precision, threads, config.REPORT_STAGES and not config.EVAL, folder / "run.json")
     if peak is not None and not config.EVAL:
         log.info(peak.words())
@@ -89,6 +89,6 @@ def write_down(run: Run, ready: Ready, folder: Path) -> Peak | None:
     parts = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
     about["samples"] = {name: len(part) for name, part in parts.items() if part is not None}
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
-    with nothing_trained_yet(folder):
+    with os_errors_as_user_errors(folder):
         write_json(folder / "run.json", about)
     return peak

@@ -19,7 +19,7 @@ from typing import Any
 
 from utils.errors import UserError
 from utils.log import log
-from utils.run_folder import nothing_trained_yet
+from utils.run_folder import os_errors_as_user_errors
 
 NAME = ".lock"
 SECONDS_BETWEEN_SIGNS = 5.0
@@ -41,7 +41,7 @@ class FolderLock:
         if self._handle is not None:
             return False
         path = folder / NAME
-        with nothing_trained_yet(path):
+        with os_errors_as_user_errors(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         free = _locked(handle, SECONDS_FOR_THE_DYING)
         about = _read(path)
@@ -49,7 +49,7 @@ class FolderLock:
             os.close(handle)
             raise UserError(_taken(folder, about))
         self._handle = handle
-        with nothing_trained_yet(path):
+        with os_errors_as_user_errors(path):
             self._show(handle)
         threading.Thread(target=self._live, args=(handle,), name="lock", daemon=True).start()
         return True

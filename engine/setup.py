@@ -47,7 +47,7 @@ from utils.config import Config
 from utils.config.keys import values_to_keep
 from utils.config.kinds import AUTO
 from utils.cpus import cores
-from utils.distributed.world import ALONE, World, together
+from utils.distributed.world import ALONE, World, on_every_rank
 from utils.log import log
 from utils.seeding import seed_all
 
@@ -97,9 +97,9 @@ def tuned_model(
     config: Config, device: torch.device, world: World, kept: dict[str, Any], afresh: bool = True
 ) -> tuple[tuple[nn.Module, nn.Module, Precision], Tuning]:
     """A collective call, since ranks take rank 0's choices. `afresh`: no checkpoint's weights will take the place."""
-    model, precision = together(world, lambda: (_model(config, device, afresh), Precision(config.AMP, device)))
+    model, precision = on_every_rank(world, lambda: (_model(config, device, afresh), Precision(config.AMP, device)))
     inputs = Inputs(config.DATA).to(device)
-    together(world, lambda: prepare_model(model, config.AMP, precision))
+    on_every_rank(world, lambda: prepare_model(model, config.AMP, precision))
     return (model, inputs, precision), tune(config, model, inputs, precision, world, kept)
 
 

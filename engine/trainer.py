@@ -27,8 +27,8 @@ from engine.report.reporter import Reporter
 from engine.report.skips import Health
 from engine.update import Parts, train_update
 from utils.config import Config
-from utils.distributed.world import World, buffers_from_first, from_first
-from utils.errors import EXIT_DONE, CommonError
+from utils.distributed.world import World, broadcast, broadcast_buffers
+from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
 
 
@@ -176,7 +176,7 @@ class Trainer:
     def _minutes_are_up(self) -> bool:
         """Whether SAVE_EVERY_MINUTES have passed since the last save, by the clock of rank 0."""
         minutes = self.config.SAVE_EVERY_MINUTES
-        return minutes is not None and from_first(perf_counter() - self._saved_when >= 60 * minutes, self.world)
+        return minutes is not None and broadcast(perf_counter() - self._saved_when >= 60 * minutes, self.world)
 
     def _leave_out_pause(self) -> None:
         """Validation and saving are not training: neither their time nor their waiting for data counts."""
@@ -234,11 +234,13 @@ class Trainer:
             models["ema_"] = parts.ema.module
         try:
             figures = {prefix: self._evaluate(model) for prefix, model in models.items()}
-        except CommonError as error:  # raised by all ranks alike; what was trained is not to be lost by it
+        except AllRanksError as error:  # raised by all ranks alike; what was trained is not to be lost by it
             if self._saved_at != self.position.update:
                 self._save()
             self._finish_saving()
-            raise CommonError(f"{error} All that was trained is saved; -resume goes on with this validation.") from None
+            raise AllRanksError(
+                f"{error} All that was trained is saved; -resume goes on with this validation."
+            ) from None
         self._last_figures = figures
         self.position.validated = self.position.update
         self.reporter.validation(self.position, figures, perf_counter() - began)
@@ -253,7 +255,7 @@ class Trainer:
     def _evaluate(self, model: nn.Module) -> Means:
         parts, samples, check = self.parts, self.validation_samples, partial(self._stopping.check, of="batches")
         model = on_its_device(model, parts.precision.device)
-        buffers_from_first(model, self.world)
+        broadcast_buffers(model, self.world)
         return evaluate(model, self.val_loader, samples, parts.inputs, parts.precision, self.world, between=check)
 
     def _save(self, finished_epoch: int | None = None) -> None:
@@ -265,7 +267,7 @@ class Trainer:
         meters = parts.meters.state()
         self.saver.wait_for_writer()
         if not finite_everywhere(parts):
-            raise CommonError(f"update {position.update}: the weights hold NaN or infinity; this is not saved.")
+            raise AllRanksError(f"update {position.update}: the weights hold NaN or infinity; this is not saved.")
         self._saved_at = position.update
         if not self._saves:
             return

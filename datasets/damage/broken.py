@@ -8,9 +8,9 @@ from pathlib import Path
 
 from datasets.base import Broken
 from datasets.damage.exclude import REMARK
-from utils.distributed.world import World, all_of
-from utils.errors import CommonError, TrainingError
-from utils.files import write_whole
+from utils.distributed.world import World, all_gather
+from utils.errors import AllRanksError, TrainingError
+from utils.files import write_atomically
 from utils.log import log
 
 LIST = "broken.txt"
@@ -46,13 +46,13 @@ class BrokenImages:
 
     def share(self, world: World) -> None:
         """Let every rank know what the others have met. All of them come here together, at the end of an epoch."""
-        everyones, self._mine = all_of(self._mine, world), []
+        everyones, self._mine = all_gather(self._mine, world), []
         for broken in everyones:
             self._add(broken)
         if everyones and world.first:
             self._write()
         if len(self._found) > self.limit:
-            raise CommonError(self._too_many())
+            raise AllRanksError(self._too_many())
 
     def summary(self) -> str:
         """What is to be said at the end; '' where all could be read."""
@@ -91,7 +91,7 @@ class BrokenImages:
         before = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         known = {line.partition(REMARK)[0] for line in before}
         new = [one.line for one in self._found.values() if one.line.partition(REMARK)[0] not in known]
-        write_whole(file, "".join(f"{line}\n" for line in [*before, *new]))
+        write_atomically(file, "".join(f"{line}\n" for line in [*before, *new]))
 
     def _file(self) -> Path:
         return (self._folder or Path()) / LIST
@@ -136,14 +136,14 @@ class BrokenInValidation:
 
     def raise_together(self, world: World) -> None:
         """At the end of a validation, on all ranks alike: an error that names what any of them could not read."""
-        everyones, self._found = all_of(self._found, world), []
+        everyones, self._found = all_gather(self._found, world), []
         if not everyones:
             return
         text = f"Of the validation images, {len(everyones)} cannot be read: {_named(everyones[:MOST_NAMED])}"
         text += "; ..." if len(everyones) > MOST_NAMED else ""
         if all(broken.storage for broken in everyones):
-            raise CommonError(f"{text}. That is no fault of the files: go on by -resume when the storage is back.")
-        raise CommonError(
+            raise AllRanksError(f"{text}. That is no fault of the files: go on by -resume when the storage is back.")
+        raise AllRanksError(
             f"{text}. Every validation image counts once, so none is replaced. Repair them, or name them in the file "
             "of DATA.EXCLUDE (scripts/check_data.py -out FILE writes one)."
         )

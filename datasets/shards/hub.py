@@ -21,7 +21,7 @@ from datasets.shards.parquet import Columns, columns_of, find_parts, need_pyarro
 from datasets.shards.source import check_parts, open_part
 from datasets.shards.stores import Folder
 from datasets.shards.tar import TarWriter
-from utils.cache import cache_folder, only_one
+from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
@@ -47,7 +47,7 @@ def prepared(data: DataConfig) -> Path:
     folder = cache_folder(data, "hf") / _copy_name(place, local)
     if (folder / MANIFEST).is_file():
         return folder
-    with only_one(folder.with_name(f"{folder.name}.lock"), f"copies {data.DATASET}"):
+    with process_lock(folder.with_name(f"{folder.name}.lock"), f"copies {data.DATASET}"):
         if not (folder / MANIFEST).is_file():
             need_pyarrow(data.DATASET)
             source = Path(place).expanduser() if local else _fetched(place, data)

@@ -18,10 +18,10 @@ from datasets.shards.stores import Folder, Found, Store
 from datasets.shards.tar import DOTS, TarSamples
 from datasets.sources.imagefolder import VALIDATION_NAMES
 from datasets.sources.walk import tell_once
-from utils.cache import cache_folder, only_one
+from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.files import write_whole
+from utils.files import write_atomically
 from utils.log import log
 
 MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"
@@ -68,7 +68,7 @@ class ShardSet:
             return index
         folder = cache_folder(self.data, "shards")
         cached = folder / f"{hashlib.sha256(self.store.root.encode()).hexdigest()[:16]}-{part}.npz"
-        with only_one(cached.with_suffix(".lock"), f"makes the index of {self.store.root}"):
+        with process_lock(cached.with_suffix(".lock"), f"makes the index of {self.store.root}"):
             if index := self._beside(part) or self._fitting(cached.read_bytes() if cached.is_file() else None, found):
                 return index
             total = sum(file.size for file in found) / 1e9
@@ -92,11 +92,11 @@ class ShardSet:
     def _keep(self, index: ShardIndex, part: str, cached: Path) -> None:
         place = cached if self.store.remote else Path(self.store.root, index_name(part))
         try:
-            write_whole(place, index.to_bytes())
+            write_atomically(place, index.to_bytes())
         except OSError:
             try:
                 place = cached
-                write_whole(place, index.to_bytes())
+                write_atomically(place, index.to_bytes())
             except OSError as error:
                 log.warning("The index of %s cannot be kept, and is made at each start: %s", self.store.root, error)
                 return
@@ -184,9 +184,9 @@ def finish_set(
         ]
         told[part] = {"samples": len(index), "shards": shards}
         samples += len(index)
-        write_whole(folder / index_name(part), index.to_bytes())
+        write_atomically(folder / index_name(part), index.to_bytes())
     manifest = {"made_by": MADE_BY, "format": 1, **about, "parts": told}
-    write_whole(folder / MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
+    write_atomically(folder / MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
     return samples
 
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from utils.cache import only_one
+from utils.cache import process_lock
 from utils.errors import UserError
 from utils.log import log
 
@@ -27,7 +27,7 @@ def fetch_once(target: Path, fetch: Callable[[Path], object], by_hand: str) -> N
     scratch = target.parent / f".{target.name}.part"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with only_one(target.parent / f".{target.name}.lock", f"fetches {target}"):
+        with process_lock(target.parent / f".{target.name}.lock", f"fetches {target}"):
             if target.exists():
                 return
             if scratch.exists():

@@ -20,7 +20,7 @@ from datasets import PADDING, Batch, Share
 from engine.amp.overflow_replay import BACKWARD, BATCH, LOSS, Finding, Replay
 from engine.inputs.mixup import BatchChange, unchanged
 from utils.log import log
-from utils.seeding import host_generators_kept, seed_all
+from utils.seeding import fork_host_rng, seed_all
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 SHOWN_SAMPLES = 8
@@ -218,7 +218,7 @@ class OverflowWatch:
 
     def _blame(self, kept: _Kept) -> Blame:
         try:
-            with host_generators_kept(), self._device_generator_kept():
+            with fork_host_rng(), self._device_generator_kept():
                 finding, batches = self._find(kept)
             reason = "" if finding else self._unseen(kept)
         except RuntimeError as error:  # out of memory, say: no reason to end a run that goes on well

@@ -11,7 +11,7 @@ from engine.checkpoint.find import find, newest_good, resumable
 from engine.checkpoint.folder import META, Checkpoint, bring_back, inspect, read_index, verify
 from utils.config import Config
 from utils.config.kinds import AUTO
-from utils.distributed.world import World, first_does, from_first, together
+from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
 from utils.log import log
 from utils.resumed_run import resumed_run
@@ -21,13 +21,13 @@ def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
     """The checkpoint that -resume means, the same on every rank; None where the run starts afresh."""
     if config.MODEL.RESUME is None:
         return None
-    found = first_does(world, lambda: _look(config))
-    name = from_first(str(found.folder) if found else None, world)
+    found = on_rank_0(world, lambda: _look(config))
+    name = broadcast(str(found.folder) if found else None, world)
     if config.MODEL.RESUME == AUTO:
         goes_on = f"{'evaluating' if config.EVAL else 'going on from'} {Path(name).name}" if name else ""
         log.info("-resume auto: %s", goes_on or "nothing to go on from, starting")
     # A rank that cannot see the folder is told of before training, not when it misses the weights.
-    return together(world, lambda: found if world.first or name is None else inspect(Path(name)))
+    return on_every_rank(world, lambda: found if world.first or name is None else inspect(Path(name)))
 
 
 def checkpoint_of(path: Path) -> tuple[Path, str]:

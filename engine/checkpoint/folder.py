@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.checkpoint.fields import FORMAT, read_meta
 from engine.checkpoint.shard_files import Joined, files_of
 from utils.errors import UserError
-from utils.files import write_whole
+from utils.files import write_atomically
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
@@ -165,7 +165,7 @@ def read_index(root: Path) -> dict[str, Any]:
 
 
 def write_index(root: Path, last: str, best: str | None) -> None:
-    write_whole(root / INDEX, json.dumps({"last": last, "best": best}, indent=2) + "\n")
+    write_atomically(root / INDEX, json.dumps({"last": last, "best": best}, indent=2) + "\n")
 
 
 def best_of(root: Path, update: int | None) -> str | None:

@@ -20,7 +20,7 @@ from utils.config import Config, load_config
 from utils.config.keys import settings, values_to_keep
 from utils.errors import UserError
 from utils.files import kind_of_path
-from utils.run_folder import run_of
+from utils.run_folder import run_folder_of
 
 FILES: dict[Which, str] = {"model": MODEL, "ema": EMA}
 
@@ -59,7 +59,7 @@ class Saved:
 
     def settings(self) -> dict[str, Any] | None:
         """Those of the run, by dotted key; of an older checkpoint from where its run keeps them."""
-        run = run_of(self.path) if self.checkpoint and "settings" not in self.meta else None
+        run = run_folder_of(self.path) if self.checkpoint and "settings" not in self.meta else None
         if run is None or not (run / "config.yaml").exists():
             return self.meta.get("settings")
         return values_to_keep(load_config(str(run / "config.yaml")).config)

@@ -26,7 +26,7 @@ from utils.config import Config, differences, load_config
 from utils.config.keys import OF_ONE_START, settings
 from utils.errors import UserError
 from utils.log import log
-from utils.run_folder import run_of
+from utils.run_folder import run_folder_of
 
 
 def _best_of(saved: dict[str, Any]) -> Best:
@@ -251,5 +251,5 @@ def _settings_then(checkpoint: Checkpoint) -> Config | None:
     if kept := checkpoint.meta.get("settings"):
         known = {key: (value, str(checkpoint.folder)) for key, value in kept.items() if key in settings()}
         return load_config(None, known).config
-    run = run_of(checkpoint.folder)  # checkpoints of older versions have none
+    run = run_folder_of(checkpoint.folder)  # checkpoints of older versions have none
     return load_config(str(run / "config.yaml")).config if run and (run / "config.yaml").exists() else None

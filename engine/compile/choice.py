@@ -20,7 +20,7 @@ from engine.update import Parts
 from models import build_without_weights
 from models.blocks import blocks_of
 from utils.config import Config
-from utils.distributed.world import World, from_first, together
+from utils.distributed.world import World, broadcast, on_every_rank
 from utils.errors import UserError
 from utils.log import log
 
@@ -52,13 +52,13 @@ def choose_compiling(
     if wanted != AUTO:
         how, reason = wanted, "as asked for"
     else:
-        how, reason = from_first(_kept(kept, parts.precision.device) or _by_gain(config, parts, updates), world)
+        how, reason = broadcast(_kept(kept, parts.precision.device) or _by_gain(config, parts, updates), world)
     if how == WHOLE and world.size > 1 and parts.half_copy is None:
         how, reason = BLOCKS, "ranks exchange gradients during the backward pass, which one graph would hold back"
         if wanted == AUTO and not has_blocks(parts.model):
             how = NONE
     choice = CompileChoice(how, config.TRAIN.COMPILE_MODE, reason)
-    together(world, lambda: _check(choice, parts, world))
+    on_every_rank(world, lambda: _check(choice, parts, world))
     return choice
 
 

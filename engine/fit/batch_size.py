@@ -19,10 +19,10 @@ from engine.machine.memory import GIB, free_memory, in_gib, is_out_of_memory, li
 from engine.setup import global_batch
 from utils.config import Config
 from utils.config.kinds import AUTO
-from utils.distributed.world import World, all_of, together
+from utils.distributed.world import World, all_gather, on_every_rank
 from utils.errors import UserError
 from utils.log import log
-from utils.seeding import host_generators_kept
+from utils.seeding import fork_host_rng
 
 CHOICE = "batch_size"
 """What a number that was found is called among a run's choices."""
@@ -47,10 +47,10 @@ def settle_batch(
         config = _found(config, config.TRAIN.GLOBAL_BATCH or (_global(saved) if saved else None), world, device)
     if config.TRAIN.GLOBAL_BATCH is not None and not config.EVAL:
         given, target = config, config.TRAIN.GLOBAL_BATCH
-        config = together(world, lambda: _with_global_batch(given, target, world))
+        config = on_every_rank(world, lambda: _with_global_batch(given, target, world))
     elif checkpoint is not None and saved is not None:
         settled, kept = config, checkpoint
-        config = together(world, lambda: with_kept_batch(settled, kept, world.size))
+        config = on_every_rank(world, lambda: with_kept_batch(settled, kept, world.size))
     return config, {CHOICE: config.DATA.BATCH_SIZE} if auto or before == config.DATA.BATCH_SIZE else {}
 
 
@@ -122,8 +122,8 @@ def _found(config: Config, target: int | None, world: World, device: torch.devic
             f"{_multiples_near(target, world.size)}."
         )
     each = target // world.size if target is not None and not config.EVAL else None
-    batch, words = together(world, lambda: _search(config, each, world, device))
-    fitting = min(all_of([batch], world))
+    batch, words = on_every_rank(world, lambda: _search(config, each, world, device))
+    fitting = min(all_gather([batch], world))
     if fitting < batch:
         words = f"{fitting} fits on every process"
     chosen = fitting if each is None else share_of(each, fitting)
@@ -186,7 +186,7 @@ def _unseen(device: torch.device) -> Iterator[None]:
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with host_generators_kept():
+        with fork_host_rng():
             yield
     finally:
         log.setLevel(level)

@@ -29,7 +29,7 @@ from engine.optim.ema import on_its_device
 from engine.parallel.fsdp import own_part
 from engine.setup import ReadyToTrain, global_batch, setting_of
 from utils.config import Config
-from utils.distributed.world import World, all_of, from_first, together
+from utils.distributed.world import World, all_gather, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.resumed_run import target_folder
@@ -43,7 +43,7 @@ def try_out(config: Config, ready: ReadyToTrain, world: World, updates_left: int
     """Make the updates and tell what they show. A collective call."""
     try:
         windows = _windows(ready)
-        window, batch = together(world, lambda: _first(windows))
+        window, batch = on_every_rank(world, lambda: _first(windows))
         memory, updates = _updates(ready, world, window, batch)
         _tell_first(config, ready, batch)
         faster = load_faster(setting_of(ready))
@@ -100,7 +100,7 @@ def _updates(ready: ReadyToTrain, world: World, window: Window, batch: Batch) ->
     again(1)  # sets things up, the optimiser's state among them
     memory = _memory_of(ready, lambda: again(2))
     seconds, end = [again(3)], time.perf_counter() + SECONDS_OF_UPDATES
-    while from_first(len(seconds) < MOST_UPDATES and time.perf_counter() + seconds[-1] < end, world):
+    while broadcast(len(seconds) < MOST_UPDATES and time.perf_counter() + seconds[-1] < end, world):
         seconds.append(again(3 + len(seconds)))
     return memory, seconds
 
@@ -165,7 +165,7 @@ def _loading(ready: ReadyToTrain, world: World, windows: Iterator[Window]) -> tu
     while count < MOST_BATCHES and (count == 0 or time.perf_counter() - began < SECONDS_OF_LOADING):
         next(windows).finish()
         count += 1
-    return max(all_of([(time.perf_counter() - began) / count], world)), ready.train_set.in_memory
+    return max(all_gather([(time.perf_counter() - began) / count], world)), ready.train_set.in_memory
 
 
 @torch.no_grad()
@@ -181,7 +181,7 @@ def _validation(ready: ReadyToTrain, world: World) -> float:
                 model(ready.inputs(batch.images))
         wait_for(ready.precision.device)
         passed, count = passed + time.perf_counter() - began, count + 1
-        if from_first(passed > SECONDS_OF_VALIDATION, world):
+        if broadcast(passed > SECONDS_OF_VALIDATION, world):
             break
     return passed / max(count, 1) * len(ready.val_loader)
 

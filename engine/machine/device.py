@@ -12,7 +12,7 @@ from utils.config.schema import Config
 from utils.cpus import cores, first_processor
 from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
 from utils.errors import UserError
-from utils.gpus import check_there
+from utils.gpus import check_asked_gpus
 from utils.heap import keep_freed_memory
 
 # Launchers that may let every process see its own GPU alone (srun --gpus-per-task=1).
@@ -21,7 +21,7 @@ SHOWS_EACH_ITS_OWN = (SLURM, OPENMPI, MPICH)
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
     """The device asked for, or the best there is; one GPU a local rank."""
-    check_there(torch.cuda.device_count() if torch.cuda.is_available() else 0, has_driver())
+    check_asked_gpus(torch.cuda.device_count() if torch.cuda.is_available() else 0, has_driver())
     kind = wanted or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
@@ -95,7 +95,7 @@ def visible_gpus(config: Config) -> int:
 def visible_devices(config: Config) -> int:
     """How many processes main_multi_gpu.py starts: one a visible GPU, or as many as -ngpus says."""
     visible = visible_gpus(config)
-    check_there(visible, has_driver())
+    check_asked_gpus(visible, has_driver())
     if config.DEVICE == "cuda" and not visible:
         pick_device("cuda", ALONE)  # tells why there is none
     if config.NGPUS == 0:

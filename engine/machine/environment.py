@@ -22,9 +22,9 @@ from utils.config import Config
 from utils.config.keys import settings, value_of
 from utils.distributed.group import backend_of, join
 from utils.distributed.launch import LAUNCHER_PID
-from utils.distributed.processes import birth_of
+from utils.distributed.processes import start_time_of
 from utils.distributed.world import World
-from utils.errors import CommonUserError
+from utils.errors import AllRanksUserError
 from utils.log import log
 
 MOST_ROWS = 16
@@ -55,7 +55,7 @@ def _about_this_process(world: World, device: torch.device, threads: int) -> dic
         "local_size": world.local_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "birth": birth_of(os.getpid()),
+        "started": start_time_of(os.getpid()),
         "device": describe_one(device),
         "threads": threads,
         "gpu": None,
@@ -85,7 +85,7 @@ def _check_devices(members: list[dict[str, Any]]) -> None:
             continue
         before = taken.setdefault((member["host"], member["gpu"]), member["rank"])
         if before != member["rank"]:
-            raise CommonUserError(
+            raise AllRanksUserError(
                 f"ranks {before} and {member['rank']} on {member['host']} were given the same GPU; start one process a "
                 "GPU there. Ranks started by hand or by a script need a LOCAL_RANK of their own in the environment."
             )
@@ -113,7 +113,7 @@ def environment_table(config: Config, world: World, device: torch.device, member
         ),
         (
             "backend",
-            f"{backend_of(config.DIST, device)}, meeting at {members[0]['meeting']}; "
+            f"{backend_of(config.DIST, device)}, rendezvous at {members[0]['rendezvous']}; "
             f"DIST.TIMEOUT {config.DIST.TIMEOUT:g} min",
         ),
         ("libraries", ", ".join(f"{name} {what}" for name, what in libraries().items())),

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from utils.cpus import groups_of
+from utils.cpus import cgroups_of
 
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
@@ -165,7 +165,7 @@ def _left_in_groups() -> list[int]:
 
 def _groups() -> Iterator[tuple[int, int]]:
     """(limit, in use) of every control group with a limit that this process is in, of version 2 or 1."""
-    for folder, version in groups_of("memory"):
+    for folder, version in cgroups_of("memory"):
         names = (
             ("memory.max", "memory.current", "inactive_file")
             if version == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets.base import Stored
 from engine.measure.stage_times import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, TEACHER, StageTimes
-from utils.distributed.world import World, all_of
+from utils.distributed.world import World, all_gather
 
 LEAST_UPDATES = 10
 """Fewer say nothing: the first ones start processes and set things up."""
@@ -114,7 +114,7 @@ class Judge:
 
     def now(self, tally: Tally) -> Verdict | None:
         """All ranks ask together."""
-        return judge(tally, self.setting, all_of([tally.waited_percent], self.world))
+        return judge(tally, self.setting, all_gather([tally.waited_percent], self.world))
 
 
 def _input(who: str, waited: float, rate: float, could: float, setting: Setting) -> str:

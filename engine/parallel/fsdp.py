@@ -19,7 +19,7 @@ from engine.amp.half_copy import BATCH_NORM, NORMS
 from engine.amp.precision import Precision
 from models.blocks import blocks_of
 from utils.config import Config
-from utils.distributed.world import World, agree, sum_over_ranks
+from utils.distributed.world import World, raise_on_every_rank, sum_over_ranks
 from utils.errors import UserError
 from utils.log import log
 
@@ -48,7 +48,7 @@ def sharding_of(config: Config, world: World, device: torch.device) -> Sharding 
     if world.size == 1:
         log.info("DIST.STRATEGY fsdp: one process has nobody to share the weights with, and keeps them all.")
         return None
-    agree(_unlike_machines(world) if config.DIST.HSDP else None, world)
+    raise_on_every_rank(_unlike_machines(world) if config.DIST.HSDP else None, world)
     return Sharding(world, device, config.DIST.HSDP)
 
 

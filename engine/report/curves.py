@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.report.course import EMA_PREFIX, Course, Points
 from utils.config import Config
-from utils.line_file import json_lines
+from utils.line_file import read_json_lines
 from utils.log import log
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def draw_curves(folder: Path, title: str) -> Path | None:
 
     Over epochs, or over updates until the first epoch is whole. None if there is nothing to draw.
     """
-    course = Course(json_lines(folder / "metrics.jsonl"))
+    course = Course(read_json_lines(folder / "metrics.jsonl"))
     train = course.of("train")
     if not train and not course.of("val"):
         return None

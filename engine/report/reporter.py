@@ -20,10 +20,10 @@ from engine.measure.throughput import Perf
 from engine.report.tensorboard import Board
 from engine.report.wandb import WandbBoard
 from utils.config.schema import Config
-from utils.files import write_whole
+from utils.files import write_atomically
 from utils.line_file import LineFile
 from utils.log import log
-from utils.run_folder import nothing_trained_yet
+from utils.run_folder import os_errors_as_user_errors
 
 METRICS = "metrics.jsonl"
 FIGURES = ("loss", "acc1", "acc5")
@@ -55,7 +55,7 @@ class Reporter:
         self._wandb = wandb
         self._told: Verdict | None = None
         if folder:
-            with nothing_trained_yet(folder):
+            with os_errors_as_user_errors(folder):
                 _forget_after(folder / METRICS, start)
             self._metrics = LineFile(folder / METRICS)
             drawn = (folder / "tensorboard").exists()
@@ -212,7 +212,7 @@ def _forget_after(metrics: Path, start: Position) -> None:
     if not metrics.exists():
         return
     lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
-    write_whole(metrics, "".join(f"{line}\n" for line in lines if _is_behind(line, start)))
+    write_atomically(metrics, "".join(f"{line}\n" for line in lines if _is_behind(line, start)))
 
 
 def _is_behind(line: str, start: Position) -> bool:

@@ -13,8 +13,8 @@ from engine.measure.progress import Position
 from engine.report.reporter import Reporter
 from engine.update import Parts
 from utils.config.amp import AmpConfig
-from utils.distributed.world import World, all_of
-from utils.errors import CommonError
+from utils.distributed.world import World, all_gather
+from utils.errors import AllRanksError
 from utils.log import log
 
 TIMES_TO_BLAME = 2
@@ -40,7 +40,7 @@ class Health:
         watch = self.parts.watch
         if watch is None or (self.world.size > 1 and not together):
             return
-        for blame in _clearest(all_of(watch.take(), self.world)):
+        for blame in _clearest(all_gather(watch.take(), self.world)):
             log.info("%s", blame.words())
             self.reporter.skip(position, blame)
             self._last = blame
@@ -71,9 +71,9 @@ class Health:
         limit = self.amp.STOP_AFTER_SKIPS
         return limit is not None and reading.skipped_in_a_row >= limit
 
-    def diagnosis(self, reading: Reading, update: int) -> CommonError:
+    def diagnosis(self, reading: Reading, update: int) -> AllRanksError:
         last = f" The last one replayed: {self._last.words()}." if self._last else ""
-        return CommonError(
+        return AllRanksError(
             f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update} "
             f"(AMP.STOP_AFTER_SKIPS {self.amp.STOP_AFTER_SKIPS}); the loss scale is {reading.scale:g}.{last} The "
             f"weights are as they were before, and saved. {self._advice()}"
@@ -87,7 +87,7 @@ class Health:
         since = position.update - update  # in the same epoch: the device is read at the end of each
         rate = self.parts.schedule.rate_at(self.parts.schedule.moved - since - 1)
         last = read_index(folder / "checkpoints")["last"]
-        raise CommonError(
+        raise AllRanksError(
             f"the gradients stopped being numbers at update {update} (epoch {position.epoch}, step "
             f"{position.step - since}; learning rate {rate:.3e}). Nothing was saved since. Try a lower TRAIN.BASE_LR, "
             f"a longer TRAIN.WARMUP_EPOCHS, TRAIN.GRAD_CLIP=1.0, or -amp off to see whether the precision is to blame. "

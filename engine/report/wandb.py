@@ -18,7 +18,7 @@ from engine.measure.progress import Best
 from engine.report.late_wandb import let_wandb_in
 from utils.config import Config
 from utils.errors import UserError
-from utils.files import write_whole
+from utils.files import write_atomically
 from utils.log import log
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class WandbBoard:
         except (OSError, ValueError, KeyError, TypeError):
             self._told = {}  # by a process that sent nothing
             name = secrets.token_hex(4)
-            write_whole(note, json.dumps({"project": self._project, "id": name}) + "\n")
+            write_atomically(note, json.dumps({"project": self._project, "id": name}) + "\n")
             return name
 
     def _attempt(self, trouble: str, call: Callable[..., Any], *args: Any) -> None:

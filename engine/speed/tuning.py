@@ -32,7 +32,7 @@ from engine.speed.linear_patches import patches_are_linear, use_linear_patches
 from engine.speed.residual_dtype import narrow_stream, stream_is_narrow
 from utils.cache import DEFAULT
 from utils.config import Config
-from utils.distributed.world import World, from_first, together
+from utils.distributed.world import World, broadcast, on_every_rank
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ def tune(
     """Decide and do it. `kept`: the choices of the run that is gone on with. A collective call."""
     if precision.device.type == "cpu":
         keep_kernels_in(Path(config.DATA.CACHE or DEFAULT, "kernels"))
-    tuning = from_first(together(world, lambda: _decide(config, model, inputs, precision, world, kept)), world)
+    tuning = broadcast(on_every_rank(world, lambda: _decide(config, model, inputs, precision, world, kept)), world)
     put_products_in_force(tuning.products.library)
     kernel_dtype = tuning.kernel_dtype()
     if kernel_dtype is not None:
-        together(world, lambda: use_linear_layers(model, kernel_dtype))
+        on_every_rank(world, lambda: use_linear_layers(model, kernel_dtype))
     put_attention_in_force(tuning.attention.kind, model)
     if tuning.linear_patches:
         use_linear_patches(model, kernel_dtype)

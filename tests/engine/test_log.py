@@ -17,7 +17,7 @@ def texts(path: Path) -> list[str]:
 
 
 def test_warnings_and_errors_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    start_log(speaks=True)
+    start_log(to_terminal=True)
     log.info("all is %s", "well")
     log.warning("take care")
     log.error("it broke")
@@ -27,7 +27,7 @@ def test_warnings_and_errors_go_to_stderr(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_only_one_process_speaks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    start_log(speaks=False)
+    start_log(to_terminal=False)
     log.info("all is well")
     log.error("it broke")
     log_into(tmp_path, rank=1)
@@ -37,7 +37,7 @@ def test_only_one_process_speaks(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def test_what_was_said_before_there_was_a_folder_is_written_too(tmp_path: Path) -> None:
-    start_log(speaks=True)
+    start_log(to_terminal=True)
     log.info("before")
     log.warning("100 %% of nothing, %d times", 3)
     log_into(tmp_path / "run", rank=0)
@@ -48,23 +48,23 @@ def test_what_was_said_before_there_was_a_folder_is_written_too(tmp_path: Path) 
 
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     for word in ("first", "second"):
-        start_log(speaks=False)
+        start_log(to_terminal=False)
         log.info(word)
         log_into(tmp_path, rank=0)
     assert texts(tmp_path / "log.txt") == ["first", "second"]
 
 
 def test_starting_again_says_nothing_twice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    start_log(speaks=True)
+    start_log(to_terminal=True)
     log_into(tmp_path, rank=0)
-    start_log(speaks=True)
+    start_log(to_terminal=True)
     log.info("once")
     assert capsys.readouterr().out == "once\n"
     assert texts(tmp_path / "log.txt") == [], "the files of the run before are closed"
 
 
 def test_a_traceback_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    start_log(speaks=True)
+    start_log(to_terminal=True)
     try:
         raise ValueError("it broke")
     except ValueError:
@@ -75,7 +75,7 @@ def test_a_traceback_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_others_loggers_are_left_alone() -> None:
-    start_log(speaks=True)
+    start_log(to_terminal=True)
     assert not any(type(handler).__name__ == "_Terminal" for handler in logging.getLogger().handlers)
     assert log.propagate is False
     assert sys.stdout is not None

@@ -11,8 +11,8 @@ import pytest
 from engine.checkpoint.folder import MODEL
 from utils import run_folder
 from utils.errors import UserError
-from utils.files import write_whole
-from utils.run_folder import check_output, make_folder, run_of
+from utils.files import write_atomically
+from utils.run_folder import check_output, make_folder, run_folder_of
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def run(tmp_path: Path) -> Path:
 def test_the_run_of_a_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = run / "checkpoints" / "step-000000001"
     for path in (run, run / "config.yaml", run / "checkpoints", run / "checkpoints" / "i", step, step / MODEL):
-        found = run_of(path)
+        found = run_folder_of(path)
         assert found is not None, path
         assert found.resolve() == run
     monkeypatch.chdir(run / "checkpoints")
-    found = run_of(Path("step-000000001"))
+    found = run_folder_of(Path("step-000000001"))
     assert found is not None
     assert found.resolve() == run
 
@@ -41,20 +41,20 @@ def test_a_checkpoint_that_stands_alone_has_no_run(run: Path) -> None:
     alone = run / "elsewhere" / "step-000000001"
     alone.mkdir(parents=True)
     (alone / MODEL).touch()
-    assert run_of(alone) is None
-    assert run_of(alone / MODEL) is None
+    assert run_folder_of(alone) is None
+    assert run_folder_of(alone / MODEL) is None
     deeper = run / "checkpoints" / "kept" / "good" / "step-000000001"
     deeper.mkdir(parents=True)
-    assert run_of(deeper) is None
+    assert run_folder_of(deeper) is None
     beside = run / "step-000000001"
     beside.mkdir()
-    assert run_of(beside) is None
+    assert run_folder_of(beside) is None
 
 
 def test_a_run_is_not_overwritten(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="already lies there"):
+    with pytest.raises(UserError, match="already contains a run"):
         check_output(str(run), "out", None)
-    with pytest.raises(UserError, match="already lies there"):
+    with pytest.raises(UserError, match="already contains a run"):
         check_output(str(run), "out", tmp_path / "another")
     check_output(str(run), "out", run)
     check_output(str(run), "out", run / ".." / "run")
@@ -84,16 +84,16 @@ def test_the_name_of_a_folder_tells_when(tmp_path: Path) -> None:
 
 def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "index.json"
-    write_whole(path, "old\n")
+    write_atomically(path, "old\n")
 
     def fail(_handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
-        write_whole(path, "new, and longer\n")
+        write_atomically(path, "new, and longer\n")
     assert path.read_text(encoding="utf-8") == "old\n"
     monkeypatch.undo()
-    write_whole(path, "new\n")
+    write_atomically(path, "new\n")
     assert path.read_text(encoding="utf-8") == "new\n"
     assert [file.name for file in tmp_path.iterdir()] == ["index.json"]

@@ -234,7 +234,7 @@ def test_lines_that_are_lost_are_counted(disk: SmallDisk, said: pytest.LogCaptur
     for _ in range(3):
         lines.add("x" * 5000)
     lines.close()
-    assert "lacks its last 3 lines (No space left on device)" in said.text
+    assert "its last 3 lines could not be written (No space left on device)" in said.text
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

@@ -202,7 +202,7 @@ def test_a_launcher_kills_ranks_that_do_not_end(tmp_path: Path) -> None:
     finally:
         launcher.kill()
     assert launcher.returncode == 143, said
-    assert "did not end within 1 s of SIGTERM" in said
+    assert "did not exit within 1 s of SIGTERM" in said
 
 
 def test_the_time_given_leaves_room_for_saving(monkeypatch: pytest.MonkeyPatch) -> None:

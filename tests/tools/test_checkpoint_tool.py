@@ -164,7 +164,7 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         (("strip", run), "-out"),
         (("strip", run, "-out", tmp_path / "x.pth"), "name it x.safetensors"),
         (("strip", run, "-out", tmp_path / "no" / "x.safetensors"), "does not exist"),
-        (("strip", run, "-out", tmp_path / "there.safetensors"), "this is there already"),
+        (("strip", run, "-out", tmp_path / "there.safetensors"), "already exists"),
         (("strip", damaged / NAMES[0], *out), f"{MODEL} is missing"),
         (("strip", other, "-weights", "ema", *out), "no moving average"),
         (("average", run, *out), "give -last K"),

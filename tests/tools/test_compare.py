@@ -109,7 +109,7 @@ def test_two_modes_from_settings_to_verdict_and_no_training_twice(
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("tools.compare.command.write_json", refuse)
-    monkeypatch.setattr("tools.common.report_page.page.write_whole", refuse)
+    monkeypatch.setattr("tools.common.report_page.page.write_atomically", refuse)
     assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 0
     said = capsys.readouterr()
     assert found["verdicts"][0]["text"] in said.out, "a full disk does not cost the verdict"

@@ -89,7 +89,7 @@ def test_existing_output_is_refused_before_the_work(
     old.write_text("mine")
     done = vitamp(*words, script=f"scripts/{tool.split()[0]}.py")
     assert done.code == 2, done.text
-    assert "this is there already" in done.err
+    assert "already exists" in done.err
     assert "-overwrite" in done.err
     assert old.read_text() == "mine"
 
@@ -121,7 +121,7 @@ def test_output_file_accepts_only_regular_files(tmp_path: Path, monkeypatch: pyt
     ):
         with pytest.raises(UserError, match=f"-out {path}: {said}"):
             check_output_file(path, "-out")
-    with pytest.raises(UserError, match="this is there already"):
+    with pytest.raises(UserError, match="already exists"):
         check_output_file(tmp_path / "old", "-out", fresh=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "pipe"], "the check leaves no file"
 
@@ -130,7 +130,7 @@ def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     """os.access is replaced, since root may write everywhere."""
     (tmp_path / "old").write_text("old")
     monkeypatch.setattr("utils.output_file.os.access", lambda _path, mode: mode != os.W_OK)
-    with pytest.raises(UserError, match=r"cannot be written \(it may not be overwritten by this user\)"):
+    with pytest.raises(UserError, match=r"cannot be written \(this user may not overwrite it\)"):
         check_output_file(tmp_path / "old", "-out")
 
 
@@ -170,5 +170,5 @@ def test_interrupted_tool_lists_what_it_wrote(
     words = [str(digits_run), "-to", "torch,safetensors", "-out", str(tmp_path / "vit")]
     assert export.main(words) == EXIT_INTERRUPTED
     log.handlers.clear()
-    assert f"interrupted; written before that, and whole: {tmp_path / 'vit.pt2'}" in capsys.readouterr().err
+    assert f"interrupted; already written and complete: {tmp_path / 'vit.pt2'}" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["vit.pt2"]

@@ -209,7 +209,7 @@ def test_runs_that_share_only_the_root_write_to_the_current_folder(
         (["{run}", "-out", "page"], "-out page: name a file that ends in .html"),
         (["{run}", "-out", "no/such/page.html"], "the folder no/such does not exist"),
         (["{run}", "-verdict"], "unknown flag -verdict"),
-        ([], "-h shows what there is"),
+        ([], "-h lists all arguments"),
     ],
 )
 def test_bad_command_lines_are_refused(

@@ -89,7 +89,7 @@ def test_whole_numbers_and_files(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     for name, said in (
         ("a.jpg", "a.jpg: name it a.png."),
-        ("none/a.png", "the folder none does not exist; name a file."),
+        ("none/a.png", "the folder none does not exist; name a file in an existing folder."),
         (f"{tmp_path}/folder.png", "is a folder; name a file."),
     ):
         with pytest.raises(UserError) as error:

@@ -177,7 +177,7 @@ def _stand_up() -> None:
 
 def _or_why_not(work: Callable[[], Figures]) -> Figures:
     """What torch cannot run, or what does not fit in memory, is an answer too."""
-    start_log(speaks=False)
+    start_log(to_terminal=False)
     try:
         return work()
     except (MemoryError, RuntimeError, UserError, TrainingError) as error:

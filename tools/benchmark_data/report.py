@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.common.tables import in_columns, in_markdown
 from tools.common.turns import OURS, TIMM, TORCHVISION
-from utils.files import write_whole
+from utils.files import write_atomically
 from utils.log import log
 from utils.output_file import writing
 
@@ -122,5 +122,5 @@ def report(found: Found, appetite: float | None, json_file: Path | None) -> None
         print(f"\n{found['verdict']}")
     if json_file is not None:
         with writing(json_file, "-json"):
-            write_whole(json_file, json.dumps(found, indent=2) + "\n")
+            write_atomically(json_file, json.dumps(found, indent=2) + "\n")
         log.info("all figures: %s", json_file)

@@ -19,7 +19,7 @@ from tools.common.command_line import OVERWRITE, Tool, run_tool
 from utils.cli import Flag
 from utils.config import Config
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
-from utils.files import write_whole
+from utils.files import write_atomically
 from utils.log import log
 from utils.output_file import writing
 
@@ -65,11 +65,11 @@ def _check(argv: list[str]) -> int:
     log.info(report.text(findings))
     if json_file is not None:
         with writing(json_file, "-json"):
-            write_whole(json_file, json.dumps(report.as_json(findings), indent=1) + "\n")
+            write_atomically(json_file, json.dumps(report.as_json(findings), indent=1) + "\n")
     if out is not None:
         chosen = report.to_exclude(findings, "DUPLICATES" in line.own, "SMALL" in line.own)
         with writing(out, "-out"):
-            write_whole(out, report.exclude_list(chosen, config.DATA))
+            write_atomically(out, report.exclude_list(chosen, config.DATA))
         conflicts = len(findings.defects[CONFLICTS]) if "DUPLICATES" in line.own else 0
         if conflicts:
             log.info(

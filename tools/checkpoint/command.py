@@ -20,12 +20,12 @@ from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, first_word, run_tool
 from utils.errors import UserError
-from utils.flags import Flag, Place, whole
+from utils.flags import Flag, Positional, whole
 from utils.output_file import check_output_file
 
 NAME = "checkpoint.py"
-ONE = Place("path", "RUN_OR_CHECKPOINT", "a run's folder, one of its checkpoints, or a file in one", kind=Path)
-MANY = Place("path", "RUN_OR_CHECKPOINT", ONE.about, "+", Path)
+ONE = Positional("path", "RUN_OR_CHECKPOINT", "a run's folder, one of its checkpoints, or a file in one", kind=Path)
+MANY = Positional("path", "RUN_OR_CHECKPOINT", ONE.about, "+", Path)
 OUT = Flag("out", "file to write", "FILE.safetensors", kind=Path, required=True)
 LAST = Flag("last", "average the last K checkpoints of a run", "K", kind=whole(1))
 COMMANDS = {

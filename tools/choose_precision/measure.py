@@ -66,7 +66,7 @@ class Measured:
 def measure(job: Job) -> Measured:
     """What `job` asks for. A precision that torch cannot run, or that does not fit in memory, is an answer too."""
     started = time.monotonic()
-    start_log(speaks=False)
+    start_log(to_terminal=False)
     notes = _Notes()
     log.addHandler(notes)
     result = Measured()

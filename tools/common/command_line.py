@@ -17,11 +17,11 @@ from utils.config import Loaded, load_config
 from utils.config.kinds import AUTO
 from utils.distributed.world import read_world
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
-from utils.flags import BY_NAME, HELP, Flag, Place
-from utils.gpus import show_only
+from utils.flags import BY_NAME, HELP, Flag, Positional
+from utils.gpus import limit_visible_gpus
 from utils.log import log, start_log
-from utils.output_file import check_output_file, nothing_written_yet, written
-from utils.standard_output import OutputError, discard_output, flushed, watch_standard_output
+from utils.output_file import check_output_file, describe_written_files, forget_written_files
+from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 
 PAGES = {
     "benchmark_amp.py": "docs/benchmarks.md",
@@ -53,11 +53,11 @@ OVERWRITE = Flag("overwrite", "replace a file that exists; without it, such a fi
 
 def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
     """Do `work`, and turn what stops it into a line of text and an exit code."""
-    start_log(speaks=True)
-    nothing_written_yet()
+    start_log(to_terminal=True)
+    forget_written_files()
     watch_standard_output()
     try:
-        return flushed(lambda: work(argv))
+        return flush_after(lambda: work(argv))
     except UserError as error:
         log.error("%s", error)
         return EXIT_USAGE
@@ -72,7 +72,7 @@ def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
         discard_output()
         return EXIT_DONE
     except KeyboardInterrupt:
-        log.warning("interrupted; %s", written())
+        log.warning("interrupted; %s", describe_written_files())
         return EXIT_INTERRUPTED
 
 
@@ -83,7 +83,7 @@ class Tool:
     name: str
     about: str | None
     flags: tuple[Flag, ...]
-    places: tuple[Place, ...] = ()
+    places: tuple[Positional, ...] = ()
     settings: bool = True
     """Whether the flags and settings of the entry scripts hold too."""
     command: str = ""
@@ -135,7 +135,7 @@ class ToolLine:
 
     def show_gpus(self) -> None:
         """Hide all GPUs but those of -gpus; before CUDA is asked for anything."""
-        show_only(self.run, one_process=False)
+        limit_visible_gpus(self.run, one_process=False)
 
     def whole(self, key: str, default: int, least: int = 1, most: int | None = None) -> int:
         """The whole number that one of its own flags gives."""

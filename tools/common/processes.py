@@ -29,7 +29,7 @@ from engine.setup import ReadyToTrain, build_for_training, training_data
 from engine.wrapping import wrap
 from utils.config import Config
 from utils.distributed.group import leave
-from utils.distributed.world import ALONE, World, together
+from utils.distributed.world import ALONE, World, on_every_rank
 
 PR_SET_PDEATHSIG = 1
 PRELOADED = ["torch", "torchvision.transforms.v2", "timm", "timm.optim", "timm.scheduler", "pydantic"]
@@ -82,7 +82,7 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
     try:
         with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
             sharding = sharding_of(config, world, device)
-            ready = together(world, lambda: build_for_training(config, world, device, None, sharding))
+            ready = on_every_rank(world, lambda: build_for_training(config, world, device, None, sharding))
             training = Training(ready, device)
             wrap(ready.parts, config)
             updates = config.TRAIN.NUM_EPOCHS * ready.train_loader.order.updates

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from utils.better_weights import PREFIX, SHORT
-from utils.line_file import json_lines, whole_lines
+from utils.better_weights import LABELS, PREFIX
+from utils.line_file import parse_json_lines, read_json_lines
 
 TAIL = 2**16
 """Bytes at the end of the file, among which there are whole lines"""
@@ -15,7 +15,7 @@ Lines = list[dict[str, Any]]
 
 
 def read_lines(folder: Path) -> Lines:
-    return json_lines(folder / "metrics.jsonl")
+    return read_json_lines(folder / "metrics.jsonl")
 
 
 def last_line(folder: Path) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def last_line(folder: Path) -> dict[str, Any]:
             tail = file.read().decode(errors="replace")
     except OSError:
         return {}
-    return next(reversed(whole_lines(tail)), {})
+    return next(reversed(parse_json_lines(tail)), {})
 
 
 def starts(lines: Lines) -> list[Lines]:
@@ -58,7 +58,7 @@ def best_top1(lines: Lines) -> tuple[float, int, str] | None:
     With its epoch, and `EMA` where that was the better one.
     """
     found = [
-        (line[f"{prefix}acc1"], line["epoch"], SHORT[which] if prefix else "")
+        (line[f"{prefix}acc1"], line["epoch"], LABELS[which] if prefix else "")
         for line in lines
         if line.get("event") == "val"
         for which, prefix in PREFIX.items()

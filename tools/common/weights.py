@@ -17,7 +17,7 @@ from engine.checkpoint.folder import EMA, META, Checkpoint, inspect, naming_the_
 from engine.checkpoint.saved import FILES, Saved, find_saved
 from engine.checkpoint.weights_file import MADE_BY
 from tools.common.progress import progress
-from utils.better_weights import BOTH, SHORT, Wanted, Which, choose_weights
+from utils.better_weights import BOTH, LABELS, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError
 from utils.log import log
 from utils.output_file import writing
@@ -105,7 +105,7 @@ def _file(sources: list[Checkpoint], weights: Wanted) -> tuple[str, str]:
     votes = sum(choose_weights(source.meta, there, weights).which == "ema" for source in sources)
     which: Which = "ema" if 2 * votes > len(sources) else "model"
     why = reason if reason or without else f"the EMA is better in {votes} of {len(sources)} checkpoints"
-    return FILES[which], f"{SHORT[which]} weights{f' ({why})' if why else ''}"
+    return FILES[which], f"{LABELS[which]} weights{f' ({why})' if why else ''}"
 
 
 def _words(name: str) -> str:

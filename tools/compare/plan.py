@@ -13,7 +13,7 @@ from tools.common.command_line import ToolLine, check_one_training
 from tools.common.settings import told
 from utils.config import Config, differences, load_config, to_yaml
 from utils.errors import UserError
-from utils.files import write_whole
+from utils.files import write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +199,7 @@ def write_settings(run: Run) -> None:
     """For the run's process; and for a later call to compare with."""
     if not run.settings_file.exists():
         run.settings_file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(run.settings_file, f"# {run.name}; made by scripts/compare.py\n{to_yaml(run.config)}")
+        write_atomically(run.settings_file, f"# {run.name}; made by scripts/compare.py\n{to_yaml(run.config)}")
 
 
 def command_of(run: Run, many: bool) -> list[str]:

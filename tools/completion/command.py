@@ -20,7 +20,7 @@ from pathlib import Path
 from tools.common.command_line import Tool, run_tool
 from tools.completion.table import ENTRIES
 from utils.errors import EXIT_DONE
-from utils.flags import Place
+from utils.flags import Positional
 
 ROOT = Path(__file__).resolve().parents[2]
 BASH = """\
@@ -97,7 +97,7 @@ end
 """
 
 SHELLS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
-PLACES = (Place("shell", "SHELL", "bash, zsh or fish", choices=tuple(SHELLS)),)
+PLACES = (Positional("shell", "SHELL", "bash, zsh or fish", choices=tuple(SHELLS)),)
 TOOL = Tool("completion.py", __doc__, (), PLACES, settings=False)
 
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tools.common.command_line import Tool  # noqa: E402
+from utils.config.fields import why_without_effect  # noqa: E402
 from utils.config.keys import allowed, choices, settings  # noqa: E402
 from utils.flags import BY_NAME, FLAGS, HELP, Flag  # noqa: E402
 from utils.precisions import AMP_WORDS  # noqa: E402
@@ -63,8 +64,7 @@ def _settings() -> dict[str, list[Any]]:
     """Settings that have an effect: key -> [description, what it takes]."""
     known = {}
     for key, field in settings().items():
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        if "accepted_because" not in extra:
+        if not why_without_effect(field):
             known[key] = [field.description or "", _of_setting(key)]
     return known
 
@@ -97,7 +97,7 @@ def _program(
 
 
 def _option(flag: Flag) -> dict[str, Any]:
-    value = "no" if not flag.value else "may" if flag.optional else "needed"
+    value = "no" if not flag.value else "may" if flag.optional_value else "needed"
     return {"about": flag.about, "takes": _of_flag(flag), "value": value}
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 from tools.common.command_line import OVERWRITE, Tool, ToolLine, run_tool
 from utils.errors import EXIT_DONE, UserError
-from utils.flags import Flag, Place
+from utils.flags import Flag, Positional
 from utils.log import log
 from utils.output_file import writing
 from utils.run_folder import write_json
@@ -42,7 +42,7 @@ OWN = (
     Flag("bins", "bins of the calibration error (default 15)", "N", ("BINS",)),
     OVERWRITE,
 )
-TOOL = Tool("evaluate.py", __doc__, OWN, (Place("model", "RUN_OR_CHECKPOINT", "the model"),))
+TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("model", "RUN_OR_CHECKPOINT", "the model"),))
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, run_tool
 from utils.errors import EXIT_DONE, UserError
-from utils.flags import Flag, Place, whole
+from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.output_file import check_output_file
 
@@ -77,7 +77,7 @@ OWN = (
     Flag("check", "number of images to check on", "N|all", default=IMAGES_CHECKED, kind=_image_count),
     Flag("tolerance", "largest difference allowed, as a fraction of the largest output", "X", kind=_fraction),
 )
-PLACES = (Place("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),)
+PLACES = (Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),)
 TOOL = Tool("export.py", __doc__, OWN, PLACES, settings=False)
 
 

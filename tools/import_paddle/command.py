@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, Tool, run_tool
 from utils.errors import UserError
-from utils.flags import Flag, Place
+from utils.flags import Flag, Positional
 from utils.output_file import check_output_file
 
 OWN = (
@@ -28,7 +28,7 @@ OWN = (
     OVERWRITE,
     Flag("name", "timm model name, if neither file name nor sizes identify it", "NAME"),
 )
-PLACES = (Place("file", "FILE.pdparams", "PaddleViT weights", kind=Path),)
+PLACES = (Positional("file", "FILE.pdparams", "PaddleViT weights", kind=Path),)
 TOOL = Tool("import_paddle.py", __doc__, OWN, PLACES, settings=False)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from tools.common.command_line import Tool, ToolLine, run_tool
 from utils.config import Config
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
-from utils.flags import Flag, Place
+from utils.flags import Flag, Positional
 from utils.log import log
 
 SHORT_SIDE, QUALITY, SHARD_IMAGES = 256, 90, 1000
@@ -32,7 +32,7 @@ OWN = (
     Flag("num_workers", "packing processes (default: one per core)", "N", ("JOBS",), old=("jobs",)),
     Flag("verify", "only compare a packed folder with its checksums", "DST", ("VERIFY",)),
 )
-PLACES = (Place("places", "SRC DST", "what to pack, and the folder to write", "*"),)
+PLACES = (Positional("places", "SRC DST", "what to pack, and the folder to write", "*"),)
 TOOL = Tool("pack_images.py", __doc__, OWN, PLACES)
 
 

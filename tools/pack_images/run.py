@@ -30,7 +30,7 @@ from tools.pack_images.shard import RECORDS, Record, Shard, Stopped, Work, make_
 from utils.config.data import DataConfig
 from utils.cpus import cores
 from utils.errors import TrainingError, UserError
-from utils.files import write_whole
+from utils.files import write_atomically
 from utils.log import log
 from utils.seeding import key
 
@@ -121,7 +121,7 @@ def _create_folders(folder: Path, about: dict[str, Any]) -> None:
         for name in (RECORDS, *SPLITS):
             (folder / name).mkdir(parents=True, exist_ok=True)
         content = json.dumps({"made_by": MADE_BY, **about}, indent=1)
-        write_whole(folder / RECORDS / SETTINGS, content.encode())
+        write_atomically(folder / RECORDS / SETTINGS, content.encode())
     except OSError as error:
         raise UserError(f"DST {folder} cannot be written: {error}.") from None
 

@@ -22,7 +22,7 @@ from datasets.shards.tar import TarWriter
 from tools.pack_images.encode import Encoder, Packed
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
-from utils.files import write_whole
+from utils.files import write_atomically
 
 PR_SET_PDEATHSIG = 1
 RECORDS = ".packing"
@@ -99,7 +99,7 @@ def make_shard(shard: Shard) -> Record:
     try:
         record = _write(shard, temporary, work, encoder)
         # The record comes first, so that every tar file under its final name has one.
-        write_whole(record_path, json.dumps(asdict(record)).encode())
+        write_atomically(record_path, json.dumps(asdict(record)).encode())
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)  # frees disk space

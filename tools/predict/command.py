@@ -28,7 +28,7 @@ from typing import TextIO
 from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, run_tool
 from tools.predict.show import ENDINGS, FORMATS
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
-from utils.flags import BY_NAME, Flag, Place, whole
+from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
 from utils.output_file import check_output_file, writing
 
@@ -38,14 +38,14 @@ OWN = (
     Flag("out", "write to a file, which appears only when complete", "FILE", kind=Path),
     OVERWRITE,
     WEIGHTS,
-    replace(BY_NAME["amp"], about=f"{BY_NAME['amp'].about} (default: as the run validates)", adds_up=False),
+    replace(BY_NAME["amp"], about=f"{BY_NAME['amp'].about} (default: as the run validates)", append=False),
     Flag("device", "default: the run's if it is here, else the best", "NAME", choices=("cpu", "cuda", "mps")),
     Flag("batch_size", "images per batch (default: as the run validates)", "N", kind=whole(1)),
     Flag("num_workers", "loading processes (default: by the number of cores)", "N", kind=whole(0)),
 )
 PLACES = (
-    Place("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),
-    Place("images", "IMAGE", "file, folder, glob, or - for a list on stdin", "+"),
+    Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),
+    Positional("images", "IMAGE", "file, folder, glob, or - for a list on stdin", "+"),
 )
 TOOL = Tool("predict.py", __doc__, OWN, PLACES, settings=False)
 

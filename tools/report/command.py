@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, Tool, run_tool
 from utils.errors import EXIT_DONE, UserError
-from utils.flags import Flag, Place
+from utils.flags import Flag, Positional
 from utils.log import log
 
 OWN = (
@@ -23,7 +23,7 @@ OWN = (
     OVERWRITE,
     Flag("no_predictions", "do not evaluate the best checkpoint"),
 )
-TOOL = Tool("report.py", __doc__, OWN, (Place("runs", "RUN", "a run's folder", "+", Path),), settings=False)
+TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folder", "+", Path),), settings=False)
 
 
 def main(argv: list[str]) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from utils.cache import DEFAULT, only_one
+from utils.cache import DEFAULT, process_lock
 from utils.cpus import first_processor
 from utils.errors import UserError
 from utils.log import log
@@ -118,7 +118,7 @@ def _built(name: str, folder: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(target))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with only_one(folder / f"{name}.lock", "compiles kernels for this CPU"):
+        with process_lock(folder / f"{name}.lock", "compiles kernels for this CPU"):
             if not (_is_whole(target) and _loads(target)):
                 log.info("Compiling %s for this CPU, once; kept in %s.", name, folder)
                 _build(sources[0], target)

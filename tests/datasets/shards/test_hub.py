@@ -100,7 +100,7 @@ def test_the_order_of_an_epoch_mixes_everything(tmp_path: Path, of_hub: Callable
 
 def _prepare(data: DataConfig, out: Path) -> None:
     sys.stdout = out.open("w")
-    start_log(speaks=True)
+    start_log(to_terminal=True)
     check_dataset(data, 3)
     sys.stdout.flush()
 

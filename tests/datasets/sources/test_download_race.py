@@ -39,7 +39,7 @@ def archive(folder: Path) -> bytes:
 def race(root: Path, number: int) -> None:
     with open(root / f"heard{number}", "w", buffering=1) as heard:
         sys.stdout = sys.stderr = heard
-        start_log(speaks=True)
+        start_log(to_terminal=True)
         check_dataset(DataConfig(DATASET="caltech256", DATA_PATH=str(root / "data"), DOWNLOAD=True), 256)
     os._exit(0)
 

@@ -29,7 +29,7 @@ LONG, SHORT = 500_000, 100
 def two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that agree in everything."""
     monkeypatch.setattr(choice, "together", lambda _, work: work())
-    monkeypatch.setattr(choice, "from_first", lambda value, _: value)
+    monkeypatch.setattr(choice, "broadcast", lambda value, _: value)
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ def test_what_is_saved_is_larger_for_larger_work() -> None:
     ("words", "told"),
     [
         ({"DIST.STATIC_GRAPH": "true", "TRAIN.ACCUM_ITER": "2"}, "DIST.STATIC_GRAPH: true works only without accum"),
-        ({"DIST.BF16_GRADIENTS": "true", "AMP.ENABLED": "true", "AMP.LEVEL": "O2"}, "has no place at AMP.LEVEL O2"),
-        ({"DIST.BF16_GRADIENTS": "true", "DIST.STRATEGY": "fsdp"}, "has no place with DIST.STRATEGY fsdp"),
+        ({"DIST.BF16_GRADIENTS": "true", "AMP.ENABLED": "true", "AMP.LEVEL": "O2"}, "is not possible at AMP.LEVEL O2"),
+        ({"DIST.BF16_GRADIENTS": "true", "DIST.STRATEGY": "fsdp"}, "is not possible with DIST.STRATEGY fsdp"),
     ],
 )
 def test_settings_of_ddp_go_with_ddp_alone(tiny: Path, words: dict[str, str], told: str) -> None:

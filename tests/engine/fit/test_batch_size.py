@@ -154,7 +154,7 @@ def test_all_ranks_take_what_fits_on_each(
     tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory_of(1000)
-    monkeypatch.setattr(batch_size, "all_of", lambda items, _: [*items, 24])
+    monkeypatch.setattr(batch_size, "all_gather", lambda items, _: [*items, 24])
     assert found(settings(tiny, TRAIN__GLOBAL_BATCH=120)) == (24, 5)
 
 

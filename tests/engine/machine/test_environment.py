@@ -12,7 +12,7 @@ from engine.machine.device import pick_device
 from engine.machine.environment import _check_devices, _dotted, environment_table
 from utils.config import Config
 from utils.distributed.world import World
-from utils.errors import CommonUserError, UserError
+from utils.errors import AllRanksUserError, UserError
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def members(machines: int, each: int, **more: Any) -> list[dict[str, Any]]:
             "gpu": f"GPU-{machine}-{local}",
             "visible": each,
             "peers": (each * (each - 1), each * (each - 1)),
-            "meeting": "node0:23456",
+            "rendezvous": "node0:23456",
             **more,
         }
         for machine in range(machines)
@@ -45,7 +45,7 @@ def table(found: list[dict[str, Any]]) -> str:
 def test_a_line_a_process() -> None:
     text = table(members(2, 2))
     assert "launcher   SLURM, 4 processes on 2 machines" in text
-    assert "backend    gloo, meeting at node0:23456; DIST.TIMEOUT 10 min" in text
+    assert "backend    gloo, rendezvous at node0:23456; DIST.TIMEOUT 10 min" in text
     row = "  3     node1    1           1001     8        NVIDIA H200, 140 GiB, compute capability 9.0"
     assert row in text.splitlines()
     assert f"torch {torch.__version__}" in text
@@ -66,7 +66,7 @@ def test_which_gpus_reach_each_other() -> None:
 
 def test_a_gpu_that_two_ranks_were_given_is_found() -> None:
     _check_devices(members(2, 2))
-    with pytest.raises(CommonUserError, match="ranks 0 and 1 on node0 were given the same GPU"):
+    with pytest.raises(AllRanksUserError, match="ranks 0 and 1 on node0 were given the same GPU"):
         _check_devices(members(1, 2, gpu="GPU-the-one"))
 
 

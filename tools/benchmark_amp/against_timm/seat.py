@@ -175,7 +175,7 @@ def _turn() -> Figures:
 
 def _or_why_not(work: Any, *given: Any) -> Any:
     """What torch cannot run, or what does not fit in memory, is an answer too: a text."""
-    start_log(speaks=False)
+    start_log(to_terminal=False)
     try:
         return work(*given)
     except (MemoryError, RuntimeError, UserError, TrainingError) as error:

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from tools.common.report_page.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, short
 from tools.common.report_page.curves import charts, side_by_side, styles_of
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, read_runs, summary
-from utils.files import write_whole
+from utils.files import write_atomically
 from utils.log import log
 from utils.output_file import check_output_file, writing
 
@@ -69,7 +69,7 @@ def write_report(
     # File names may have bytes that are not UTF-8: each is shown as a replacement character.
     text = _page(read, verdict, evaluations).encode(errors="surrogateescape").decode(errors="replace")
     with writing(out, "-out"):
-        write_whole(out, text)
+        write_atomically(out, text)
     return out
 
 

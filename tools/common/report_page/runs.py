@@ -20,7 +20,7 @@ from utils.config import Config, load_config
 from utils.config.keys import settings, value_of
 from utils.config.write import one_line
 from utils.errors import UserError
-from utils.run_folder import holds_a_run, run_of
+from utils.run_folder import is_run_folder, run_folder_of
 
 Line = dict[str, Any]
 OF_ONE_START = ("OUTPUT", "SAVE", "BASE", "MODEL.RESUME", "MAX_TIME", "LOCAL_RANK", "NGPUS")
@@ -116,8 +116,8 @@ class Run:
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     folders: list[Path] = []
     for path in paths:
-        folder = run_of(path) or path
-        if not path.exists() or not folder.is_dir() or not holds_a_run(folder):
+        folder = run_folder_of(path) or path
+        if not path.exists() or not folder.is_dir() or not is_run_folder(folder):
             raise UserError(f"{path}: no run there (looked for config.yaml, run.json, metrics.jsonl).")
         if folder.resolve() not in [known.resolve() for known in folders]:
             folders.append(folder)

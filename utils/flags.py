@@ -162,7 +162,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "Devices and processes": (
         Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",), default_text="the best available"),
-        Flag("ngpus", "processes that main_multi_gpu.py starts; -1: one per visible GPU", "N", ("NGPUS",)),
+        Flag("ngpus", "processes of main_multi_gpu.py; -1: one per visible GPU", "N", ("NGPUS",)),
         Flag("gpus", "use only these GPUs, as CUDA_VISIBLE_DEVICES does", "0,1,..."),
         Flag("threads", "CPU threads per process", "N", ("THREADS",), default_text="the cores, divided by the ranks"),
         Flag("backend", "nccl or gloo", "NAME", ("DIST.BACKEND",), default_text="nccl on GPUs, gloo on CPUs"),

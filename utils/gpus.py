@@ -27,9 +27,9 @@ def limit_visible_gpus(command: CommandLine, one_process: bool) -> None:
         raise UserError(f"-gpus {text}: takes the indices of GPUs, each once, such as 0 or 0,1.")
     chosen, before = ",".join(names), os.environ.get(VISIBLE)
     if before is not None and before != chosen:
-        raise UserError(f"-gpus {text}: {VISIBLE} is {before!r} in the environment; give only one of them.")
+        raise UserError(f"-gpus {text}: {VISIBLE} is {before!r} in the environment; use only one of the two.")
     if device not in (None, "cuda"):
-        raise UserError(f"-gpus {text} with -device {device}, which uses no CUDA GPU; give only one of them.")
+        raise UserError(f"-gpus {text} with -device {device}, which uses no CUDA GPU; use only one of the two.")
     if processes not in (None, "-1", str(len(names))):
         raise UserError(f"-gpus {text} -ngpus {processes}: one process per GPU; leave -ngpus out.")
     if one_process and len(names) > 1:

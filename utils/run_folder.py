@@ -92,7 +92,7 @@ def os_errors_as_user_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{error.filename or folder}: cannot be written ({error.strerror}). Choose another -output, or fix this."
+            f"{error.filename or folder}: cannot be written ({error.strerror}). Fix this, or choose another -output."
         ) from None
 
 

@@ -33,6 +33,11 @@ def parse_text(value: Any) -> Any:
     return value
 
 
+def setting(default: Any, description: str, **limits: float) -> Any:
+    """A setting with its default; `limits`: gt, ge, lt, le."""
+    return Field(default, description=description, **limits)  # pyright: ignore[reportArgumentType]
+
+
 def without_effect(default: Any, description: str, why: str) -> Any:
     """A key of other programs' files that has no meaning here: accepted, and the log says why."""
     return Field(default, description=description, json_schema_extra={"accepted_because": why})

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
-from utils.config.fields import Section, parse_text, without_effect
+from utils.config.fields import Section, parse_text, setting, without_effect
 from utils.config.kinds import AboveZero, Count, Names, Positive, folded
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
@@ -20,102 +20,69 @@ from utils.config.train import TrainConfig
 class DistConfig(Section):
     """Processes and how they share the work."""
 
-    STRATEGY: Annotated[Literal["ddp", "fsdp"], BeforeValidator(folded)] = Field(
-        default="ddp",
-        description=(
-            "ddp: each process holds the whole model. fsdp: the weights are sharded over the processes; see "
-            "docs/fsdp.md."
-        ),
+    STRATEGY: Annotated[Literal["ddp", "fsdp"], BeforeValidator(folded)] = setting(
+        "ddp",
+        "ddp: each process holds the whole model. fsdp: the weights are sharded over the processes; see docs/fsdp.md.",
     )
-    HSDP: bool = Field(
-        default=False, description="fsdp: shard within each machine, with a replica per machine; for slow networks."
+    HSDP: bool = setting(False, "fsdp: shard within each machine, with a replica per machine; for slow networks.")
+    BACKEND: Literal["nccl", "gloo"] | None = setting(None, "null: nccl on GPUs, gloo elsewhere.")
+    TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank before the run ends.", gt=0)
+    STATIC_GRAPH: bool = setting(
+        False, "ddp: static_graph, for a graph that is the same in all updates; only without accumulation."
     )
-    BACKEND: Literal["nccl", "gloo"] | None = Field(default=None, description="null: nccl on GPUs, gloo elsewhere.")
-    TIMEOUT: float = Field(
-        default=10.0, gt=0, description="Minutes that ranks wait for another rank before the run ends."
-    )
-    STATIC_GRAPH: bool = Field(
-        default=False,
-        description="ddp: static_graph, for a graph that is the same in all updates; only without accumulation.",
-    )
-    BF16_GRADIENTS: bool = Field(
-        default=False, description="ddp: all-reduce gradients in bf16: half the traffic, less precise."
-    )
-    SYNC_BATCHNORM: bool = Field(
-        default=True, description="ddp on GPUs: synchronise batch norm statistics over all processes."
-    )
-    HOST: str | None = Field(
-        default=None, description="Host of rank 0, if ranks are started by hand or the launcher does not give it."
-    )
-    PORT: int | None = Field(default=None, ge=1, le=65535, description="Port of rank 0.")
-    RANK: Count | None = Field(default=None, description="Rank of this process, if ranks are started by hand.")
-    WORLD_SIZE: Positive | None = Field(default=None, description="Number of processes, if ranks are started by hand.")
+    BF16_GRADIENTS: bool = setting(False, "ddp: all-reduce gradients in bf16: half the traffic, less precise.")
+    SYNC_BATCHNORM: bool = setting(True, "ddp on GPUs: synchronise batch norm statistics over all processes.")
+    HOST: str | None = setting(None, "Host of rank 0, if ranks are started by hand or the launcher does not give it.")
+    PORT: int | None = setting(None, "Port of rank 0.", ge=1, le=65535)
+    RANK: Count | None = setting(None, "Rank of this process, if ranks are started by hand.")
+    WORLD_SIZE: Positive | None = setting(None, "Number of processes, if ranks are started by hand.")
 
 
 class Config(Section):
     """All settings of a run."""
 
-    BASE: Names = Field(
-        default=(), description="YAML files that this one extends, relative to it; later ones override earlier ones."
-    )
+    BASE: Names = setting((), "YAML files that this one extends, relative to it; later ones override earlier ones.")
     DATA: DataConfig = Field(default_factory=DataConfig, description="Data.")
     MODEL: ModelConfig = Field(default_factory=ModelConfig, description="Model.")
     TRAIN: TrainConfig = Field(default_factory=TrainConfig, description="Training.")
     AMP: AmpConfig = Field(default_factory=AmpConfig, description="Mixed precision; `AMP: true` is AMP.ENABLED: true.")
     DIST: DistConfig = Field(default_factory=DistConfig, description="Processes.")
-    SAVE: str = Field(default="./output", description="Folder in which each run creates its own.")
-    OUTPUT: str | None = Field(default=None, description="The run's own folder (-output); null: a new one in SAVE.")
-    TAG: str | None = Field(default=None, description="Any text, shown in the banner, run.json and the curves.")
-    SAVE_FREQ: Positive = Field(default=10, description="Epochs between checkpoints.")
-    SAVE_EVERY_UPDATES: Positive | None = Field(
-        default=None, description="Also save a checkpoint every so many updates."
+    SAVE: str = setting("./output", "Folder in which each run creates its own.")
+    OUTPUT: str | None = setting(None, "The run's own folder (-output); null: a new one in SAVE.")
+    TAG: str | None = setting(None, "Any text, shown in the banner, run.json and the curves.")
+    SAVE_FREQ: Positive = setting(10, "Epochs between checkpoints.")
+    SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every so many updates.")
+    SAVE_EVERY_MINUTES: AboveZero | None = setting(None, "Also save a checkpoint every so many minutes.")
+    SAVE_BEST_BY: Literal["acc1", "acc5", "loss"] = setting(
+        "acc1", "Validation metric that decides which checkpoint is best."
     )
-    SAVE_EVERY_MINUTES: AboveZero | None = Field(
-        default=None, description="Also save a checkpoint every so many minutes."
+    SAVE_IN_BACKGROUND: bool = setting(True, "Write checkpoints from a copy in host memory while training continues.")
+    KEEP_LAST: Count = setting(3, "Checkpoints kept besides the best one; 0: all.")
+    KEEP_EVERY: Positive | None = setting(None, "Keep the checkpoint of every Nth epoch for ever.")
+    REPORT_FREQ: Positive = setting(20, "Updates between log lines.")
+    REPORT_STAGES: bool = setting(
+        False, "Add the time of each stage to log lines: data, copy, forward, backward, optimiser."
     )
-    SAVE_BEST_BY: Literal["acc1", "acc5", "loss"] = Field(
-        default="acc1", description="Validation metric that decides which checkpoint is best."
+    VALIDATE_FREQ: Positive = setting(1, "Epochs between validations.")
+    VALIDATE_EVERY_UPDATES: Positive | None = setting(None, "Also validate every so many updates.")
+    SEED: int = setting(0, "Seed of all random numbers.")
+    DETERMINISTIC: bool = setting(False, "Use deterministic kernels only; an operation without one is an error.")
+    EVAL: bool = setting(False, "Validate once and exit.")
+    WANDB: str | None = setting(None, "Project of Weights & Biases to log the metrics to; see docs/wandb.md.")
+    LOG_STYLE: Literal["paddlevit", "fleet"] = setting("paddlevit", "Format of the training log lines.")
+    DEVICE: Literal["cpu", "cuda", "mps"] | None = setting(None, "null: the best available.")
+    NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1)
+    THREADS: Positive | None = setting(
+        None, "CPU threads per process; null: the cores, or a container's CPU quota, divided by the ranks."
     )
-    SAVE_IN_BACKGROUND: bool = Field(
-        default=True, description="Write checkpoints from a copy in host memory while training continues."
+    CPU_FP32: Annotated[Literal["auto", "mkl", "onednn", "amx"], BeforeValidator(folded)] = setting(
+        "auto", "Library for fp32 matrix products on CPUs; auto: the fastest known."
     )
-    KEEP_LAST: Count = Field(default=3, description="Checkpoints kept besides the best one; 0: all.")
-    KEEP_EVERY: Positive | None = Field(default=None, description="Keep the checkpoint of every Nth epoch for ever.")
-    REPORT_FREQ: Positive = Field(default=20, description="Updates between log lines.")
-    REPORT_STAGES: bool = Field(
-        default=False, description="Add the time of each stage to log lines: data, copy, forward, backward, optimiser."
+    CPU_BF16: Annotated[Literal["auto", "onednn", "amx"], BeforeValidator(folded)] = setting(
+        "auto", "Library for bf16 matrix products on CPUs, which AMP uses; auto: the fastest known."
     )
-    VALIDATE_FREQ: Positive = Field(default=1, description="Epochs between validations.")
-    VALIDATE_EVERY_UPDATES: Positive | None = Field(default=None, description="Also validate every so many updates.")
-    SEED: int = Field(default=0, description="Seed of all random numbers.")
-    DETERMINISTIC: bool = Field(
-        default=False, description="Use deterministic kernels only; an operation without one is an error."
-    )
-    EVAL: bool = Field(default=False, description="Validate once and exit.")
-    WANDB: str | None = Field(
-        default=None, description="Project of Weights & Biases to log the metrics to; see docs/wandb.md."
-    )
-    LOG_STYLE: Literal["paddlevit", "fleet"] = Field(
-        default="paddlevit", description="Format of the training log lines."
-    )
-    DEVICE: Literal["cpu", "cuda", "mps"] | None = Field(default=None, description="null: the best available.")
-    NGPUS: int = Field(
-        default=-1, ge=-1, description="Processes that main_multi_gpu.py starts; -1: one per visible GPU."
-    )
-    THREADS: Positive | None = Field(
-        default=None,
-        description="CPU threads per process; null: the cores, or a container's CPU quota, divided by the ranks.",
-    )
-    CPU_FP32: Annotated[Literal["auto", "mkl", "onednn", "amx"], BeforeValidator(folded)] = Field(
-        default="auto", description="Library for fp32 matrix products on CPUs; auto: the fastest known."
-    )
-    CPU_BF16: Annotated[Literal["auto", "onednn", "amx"], BeforeValidator(folded)] = Field(
-        default="auto", description="Library for bf16 matrix products on CPUs, which AMP uses; auto: the fastest known."
-    )
-    MAX_TIME: str | None = Field(
-        default=None, description="HH:MM:SS after which the run saves and exits, to be resumed."
-    )
-    PROFILE: Count = Field(default=0, description="Write a torch profiler trace of so many updates.")
+    MAX_TIME: str | None = setting(None, "HH:MM:SS after which the run saves and exits, to be resumed.")
+    PROFILE: Count = setting(0, "Write a torch profiler trace of so many updates.")
     LOCAL_RANK: int = without_effect(0, "A key of PaddleViT's.", "each process gets its rank from the launcher")
 
     @model_validator(mode="before")

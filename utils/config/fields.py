@@ -35,7 +35,7 @@ def parse_text(value: Any) -> Any:
 
 def setting(default: Any, description: str, **limits: float) -> Any:
     """A setting with its default; `limits`: gt, ge, lt, le."""
-    return Field(default, description=description, **limits)  # pyright: ignore[reportArgumentType]
+    return Field(default, description=description, **limits)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def without_effect(default: Any, description: str, why: str) -> Any:

@@ -27,7 +27,8 @@ from engine.saved.trained import load_trained
 from engine.setup import model_in_precision
 from tests.program import ROOT, metrics, save_image
 from tools.predict import command as predict
-from utils.better_weights import SHORT
+from tools.predict import find
+from utils.better_weights import LABELS
 from utils.config import load_config
 from utils.config.data import DataConfig
 from utils.config.keys import values_to_keep
@@ -69,7 +70,7 @@ def test_predictions_have_the_accuracy_of_validation(
 ) -> None:
     done = say(digits_run, digits, "-weights", weights, "-topk", 1, "-out", tmp_path / "found.csv")
     assert (done.code, done.out, done.err.count("\n")) == (0, "", 1)
-    assert f"step-000000088 (the run's best), {SHORT['ema' if prefix else 'model']} weights" in done.err
+    assert f"step-000000088 (the run's best), {LABELS['ema' if prefix else 'model']} weights" in done.err
     with (tmp_path / "found.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["image"] for row in rows] == [str(path) for path in sorted(digits.iterdir())]
@@ -264,6 +265,7 @@ def test_folder_without_images_is_skipped(
         (itertools.repeat(bytes(1 << 16)), "two zero bytes in a row"),
         (itertools.repeat(b"x" * 1000), "a name has over 4096 bytes"),
         ([b"a.png\0", b"\0b.png"], "two zero bytes in a row"),
+        (itertools.repeat(b"y\n" * 1000), "it has over 1 MiB"),
     ],
 )
 def test_input_that_is_no_list_is_refused_early(
@@ -274,6 +276,7 @@ def test_input_that_is_no_list_is_refused_early(
     said: str,
 ) -> None:
     given = iter(chunks)
+    monkeypatch.setattr(find, "LARGEST_LIST", 1 << 20)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=SimpleNamespace(read=lambda _: next(given))))
     done = say(digits_run, "-")
     assert done.code == 2

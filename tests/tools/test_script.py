@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.program import Result
-from tools.common.command_line import Tool, ToolLine
+from tools.common.command_line import Tool, ToolLine, above_zero, some_of, whole_numbers
 from utils import cli
 from utils.cli import Flag
 from utils.errors import UserError
+from utils.flags import whole
 
 OWN = (
-    Flag("out", "where to", "FILE.png", ("OUT",)),
-    Flag("count", "how many", "N", ("COUNT",)),
-    Flag("quiet", "say less", keys=("QUIET",)),
+    Flag("out", "where to", "FILE.png"),
+    Flag("count", "how many", "N", default=7, kind=whole(1, 8)),
+    Flag("quiet", "say less"),
+    Flag("above", "a number", "X", kind=above_zero),
+    Flag("numbers", "some numbers", "A,B", kind=whole_numbers(0)),
+    Flag("words", "some words", "A,B", kind=some_of("red", "green")),
 )
 TOOL = Tool("tool.py", "What it does.", OWN)
 
@@ -28,7 +32,8 @@ def read(*words: str) -> ToolLine:
 
 def test_own_flags_and_those_of_the_run_are_kept_apart() -> None:
     line = read("-count=3", "-num_classes", "5", "-quiet", "TRAIN.SEED=1", "-cfg", "a.yaml")
-    assert line.own == {"COUNT": ("3", "-count"), "QUIET": (True, "-quiet")}
+    assert (line.asked.count, line.asked.quiet, line.asked.out) == (3, True, None)
+    assert line.given == {"count", "quiet"}
     assert line.run.flags == {"MODEL.NUM_CLASSES": ("5", "-num_classes")}
     assert (line.run.cfg, line.run.words) == ("a.yaml", {"TRAIN.SEED": "1"})
     loaded = read("-count", "3", "-num_classes", "5").load({"DATA.DATASET": ("digits", "SRC")})
@@ -70,30 +75,36 @@ def test_help_shows_own_flags_and_leaves_with_0(word: str, capsys: pytest.Captur
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: python scripts/tool.py [-flag value ...] [KEY=VALUE ...]\n\nWhat it does.\n")
-    assert "\nFlags of its own:\n  -out FILE.png  where to\n  -count N       how many\n" in shown
+    assert "\nFlags of its own:\n  -out FILE.png  where to\n  -count N       how many (default 7)\n" in shown
     assert "-num_classes" not in shown
 
 
 def test_whole_numbers_and_files(tmp_path: Path) -> None:
-    assert (read().whole("COUNT", 7), read("-count", "3").whole("COUNT", 7, 3, 3)) == (7, 3)
-    for words, most, said in (
-        (("-count", "0"), None, "-count 0: takes a whole number from 1 on, such as 7."),
-        (("-count", "9"), 8, "-count 9: takes a whole number from 1 to 8, such as 7."),
-        (("-count", "1.5"), 8, "-count 1.5: takes a whole number"),
+    assert (read().asked.count, read("-count", "3").asked.count) == (7, 3)
+    assert read("-above", "0.5").asked.above == 0.5
+    assert read("-numbers", "4,0,1,4").asked.numbers == (0, 1, 4)
+    assert read("-words", "green,red,green").asked.words == ("green", "red")
+    for words, said in (
+        (("-count", "0"), "-count 0: takes a whole number from 1 to 8."),
+        (("-count", "1.5"), "-count 1.5: takes a whole number"),
+        (("-above", "0"), "-above 0: takes a number above 0."),
+        (("-above", "nan"), "-above nan: takes a number above 0."),
+        (("-numbers", "1,x"), "-numbers 1,x: takes whole numbers from 0 on, separated by commas, such as 1,2,4."),
+        (("-words", "red,gren"), "-words red,gren: unknown 'gren'. Did you mean green? It takes some of red,green."),
     ):
         with pytest.raises(UserError) as error:
-            read(*words).whole("COUNT", 7, 1, most)
+            read(*words)
         assert said in str(error.value)
-    assert read().file("OUT", ".png", "batch.png") == Path("batch.png")
-    assert read("-out", f"{tmp_path}/a.PNG").file("OUT", ".png") == tmp_path / "a.PNG"
+    assert read().file("out", ".png") is None
+    assert read("-out", f"{tmp_path}/a.PNG").file("out", ".png") == tmp_path / "a.PNG"
     (tmp_path / "folder.png").mkdir()
     for name, said in (
-        ("a.jpg", "a.jpg: name it a.png."),
+        ("a.jpg", "a.jpg: name a file that ends in .png, such as a.png."),
         ("none/a.png", "the folder none does not exist; name a file in an existing folder."),
         (f"{tmp_path}/folder.png", "is a folder; name a file."),
     ):
         with pytest.raises(UserError) as error:
-            read("-out", name).file("OUT", ".png")
+            read("-out", name).file("out", ".png")
         assert said in str(error.value)
 
 

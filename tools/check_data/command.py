@@ -28,14 +28,13 @@ if TYPE_CHECKING:
     from tools.check_data.scan import Split
 
 OWN = (
-    Flag("out", "write a list of unreadable images for DATA.EXCLUDE", "FILE", ("OUT",)),
+    Flag("out", "write a list of unreadable images for DATA.EXCLUDE", "FILE"),
     Flag(
         "exclude_duplicates",
         "also list later duplicates, images in both splits, and all copies with conflicting labels",
-        keys=("DUPLICATES",),
     ),
-    Flag("exclude_small", "also list images smaller than IMAGE_SIZE", keys=("SMALL",)),
-    Flag("json", "write all findings as JSON", "FILE", ("JSON",)),
+    Flag("exclude_small", "also list images smaller than IMAGE_SIZE"),
+    Flag("json", "write all findings as JSON", "FILE"),
     OVERWRITE,
 )
 TOOL = Tool("check_data.py", __doc__, OWN)
@@ -47,10 +46,10 @@ def main(argv: list[str]) -> int:
 
 def _check(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    out, json_file = (line.file(key) if key in line.own else None for key in ("OUT", "JSON"))
+    out, json_file = line.file("out"), line.file("json")
     if out is not None and out == json_file:
         raise UserError(f"-out and -json both name {out}; give each its own file.")
-    if out is None and line.own.keys() & {"DUPLICATES", "SMALL"}:
+    if out is None and (line.asked.exclude_duplicates or line.asked.exclude_small):
         raise UserError("-exclude_duplicates and -exclude_small extend the list of -out FILE; give -out too.")
     config = line.load().config
 
@@ -67,10 +66,10 @@ def _check(argv: list[str]) -> int:
         with writing(json_file, "-json"):
             write_atomically(json_file, json.dumps(report.as_json(findings), indent=1) + "\n")
     if out is not None:
-        chosen = report.to_exclude(findings, "DUPLICATES" in line.own, "SMALL" in line.own)
+        chosen = report.to_exclude(findings, bool(line.asked.exclude_duplicates), bool(line.asked.exclude_small))
         with writing(out, "-out"):
             write_atomically(out, report.exclude_list(chosen, config.DATA))
-        conflicts = len(findings.defects[CONFLICTS]) if "DUPLICATES" in line.own else 0
+        conflicts = len(findings.defects[CONFLICTS]) if line.asked.exclude_duplicates else 0
         if conflicts:
             log.info(
                 "\n%d of the images to exclude have the same bytes as others but another label. Which label is right "

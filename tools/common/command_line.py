@@ -1,4 +1,4 @@
-"""What the tools in scripts/ share with each other: exit codes, and flags of their own beside the entry scripts'."""
+"""Command line of the tools in scripts/: exit codes, and own flags beside those of the entry scripts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PAGES = {
     "report.py": "docs/report.md",
     "show_batch.py": "docs/data.md",
 }
-"""Where to read on, by tool."""
+"""Documentation page of each tool."""
 WEIGHTS = Flag(
     "weights",
     "the model's weights or their EMA; auto: those that validated better",
@@ -46,13 +46,49 @@ WEIGHTS = Flag(
     default="auto",
     choices=("auto", "model", "ema"),
 )
-"""Of the tools that take a trained model."""
-OVERWRITE = Flag("overwrite", "replace a file that exists; without it, such a file is refused")
-"""Of the tools that write a file which the user names."""
+"""For tools that load a trained model."""
+OVERWRITE = Flag("overwrite", "replace an existing file; without this flag it is an error")
+"""For tools that write a file named by the user."""
+
+
+def above_zero(text: str) -> float:
+    """For `Flag.kind`: a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError("takes a number above 0")
+    return number
+
+
+def whole_numbers(least: int) -> Callable[[str], tuple[int, ...]]:
+    """For `Flag.kind`: whole numbers from `least` on, separated by commas; sorted, without repetitions."""
+
+    def numbers(text: str) -> tuple[int, ...]:
+        words = text.split(",")
+        if not all(word.isdecimal() and int(word) >= least for word in words):
+            raise ValueError(f"takes whole numbers from {least} on, separated by commas, such as 1,2,4")
+        return tuple(sorted(set(map(int, words))))
+
+    return numbers
+
+
+def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
+    """For `Flag.kind`: some of the `known` words, separated by commas."""
+
+    def names(text: str) -> tuple[str, ...]:
+        words = tuple(dict.fromkeys(text.split(",")))
+        for word in words:
+            if word not in known:
+                raise ValueError(f"unknown {word!r}.{nearest(word, known)} It takes some of {','.join(known)}")
+        return words
+
+    return names
 
 
 def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Do `work`, and turn what stops it into a line of text and an exit code."""
+    """Run `work`; report an error as one line of text and return an exit code."""
     start_log(to_terminal=True)
     forget_written_files()
     watch_standard_output()
@@ -78,16 +114,16 @@ def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Tool:
-    """The command line of scripts/`name`. -h shows `about`, the places and the tool's own flags."""
+    """Command line of scripts/`name`. -h shows `about`, the positional arguments and the tool's own flags."""
 
     name: str
     about: str | None
     flags: tuple[Flag, ...]
     places: tuple[Positional, ...] = ()
     settings: bool = True
-    """Whether the flags and settings of the entry scripts hold too."""
+    """Whether the flags and settings of the entry scripts are accepted too."""
     command: str = ""
-    """The first word, where a tool has several commands; it is read before."""
+    """Name of the subcommand, if the tool has several; `read` gets the words behind it."""
 
     def read(self, argv: Sequence[str]) -> ToolLine:
         parser = Parser(
@@ -99,72 +135,50 @@ class Tool:
             self.settings,
         )
         given, words = parser.read(argv)
-        known = {flag.name: flag for flag in self.flags}
-        mine = {*known, *(place.name for place in self.places)}
-        run = command_line({name: value for name, value in given.items() if name not in mine}, words)
+        defaults = {place.name: None for place in self.places} | {flag.name: flag.default for flag in self.flags}
+        own = {name: value for name, value in given.items() if name in defaults}
+        run = command_line({name: value for name, value in given.items() if name not in own}, words)
         if run.action != "train":
             raise UserError(f"{self.name} has no -{run.action}; main_single_gpu.py has, with the same flags.")
-        own = {
-            known[name].keys[0] if known[name].keys else name.upper(): (value, f"-{name}")
-            for name, value in given.items()
-            if name in known
-        }
-        defaults = {**dict.fromkeys(mine), **{flag.name: flag.default for flag in self.flags}}
-        return ToolLine(own, run, Namespace(**{**defaults, **given}))
+        return ToolLine(run, Namespace(**{**defaults, **own}), frozenset(own))
 
 
 @dataclass(frozen=True)
 class ToolLine:
-    """What a tool was asked for."""
+    """A tool's parsed command line."""
 
-    own: dict[str, tuple[Any, str]]
-    """Its own flags, if given: key -> (value, the flag as it is called)."""
     run: CommandLine
-    """All else: flags and settings as the entry scripts have them, not checked yet."""
+    """Flags and settings of the entry scripts, not checked yet."""
     asked: Namespace = field(default_factory=Namespace)
-    """Its own flags and places by name, with defaults where they are not given."""
+    """Values of the tool's own flags and positional arguments, by name; defaults for those not given."""
+    given: frozenset[str] = frozenset()
+    """Names of the own flags and positional arguments that are on the command line."""
 
     def load(self, more: dict[str, tuple[Any, str]] | None = None) -> Loaded:
-        """The settings, checked, before CUDA is asked for anything; `more` of them as flags give them."""
+        """Checked settings. `more`: further settings, by key, with their source. Does not initialise CUDA."""
         self.show_gpus()
         loaded = load_config(self.run.cfg, {**self.run.flags, **(more or {})}, self.run.words)
         if loaded.config.DATA.BATCH_SIZE == AUTO:
             where = loaded.sources["DATA.BATCH_SIZE"]
-            raise UserError(f"{where}: DATA.BATCH_SIZE auto is for a run; give a tool a number, -batch_size 64 say.")
+            raise UserError(f"{where}: DATA.BATCH_SIZE auto is for training; give a tool a number, say -batch_size 64.")
         return loaded
 
     def show_gpus(self) -> None:
-        """Hide all GPUs but those of -gpus; before CUDA is asked for anything."""
+        """Hide all GPUs but those of -gpus. Call it before CUDA is initialised."""
         limit_visible_gpus(self.run, one_process=False)
 
-    def whole(self, key: str, default: int, least: int = 1, most: int | None = None) -> int:
-        """The whole number that one of its own flags gives."""
-        text, flag = self.own.get(key, (default, ""))
-        if not str(text).isdecimal() or int(text) < least or (most is not None and int(text) > most):
-            upper = "on" if most is None else f"to {most}"
-            raise UserError(f"{flag} {text}: takes a whole number from {least} {upper}, such as {default}.")
-        return int(text)
+    def file(self, name: str, *endings: str, fresh: bool = True) -> Path | None:
+        """The file given by the own flag `name`, after checking that it can be written; None without the flag.
 
-    def above_zero(self, key: str, default: float) -> float:
-        """The number above 0 that one of its own flags gives."""
-        text, flag = self.own.get(key, (default, ""))
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not 0 < number < math.inf:
-            raise UserError(f"{flag} {text}: takes a number above 0, such as {default:g}.")
-        return number
-
-    def file(self, key: str, ending: str = "", default: str = "", fresh: bool = True) -> Path:
-        """The file that one of its own flags names, which can be written.
-
-        `fresh`: it must not exist, unless -overwrite is given.
+        `fresh`: an existing file is an error unless -overwrite is given.
         """
-        text, flag = self.own.get(key, (default, ""))
+        text, flag = getattr(self.asked, name), f"-{name}"
+        if text is None:
+            return None
         path = Path(text).expanduser()
-        if ending and path.suffix.lower() != ending:
-            raise UserError(f"{flag} {text}: name it {path.stem or 'result'}{ending}.")
+        if endings and path.suffix.lower() not in endings:
+            such = f"{path.stem or 'result'}{endings[0]}"
+            raise UserError(f"{flag} {text}: name a file that ends in {' or '.join(endings)}, such as {such}.")
         return check_output_file(path, flag, fresh=fresh and not getattr(self.asked, "overwrite", True))
 
 
@@ -176,10 +190,9 @@ def first_word(
     kind: str,
     former: Mapping[str, str] | None = None,
 ) -> str:
-    """The first word of a tool with several commands: one of `known`, names and what they are about. `kind` names them.
+    """The subcommand: the first word, which must be one of `known` (name -> description). `kind` is the word for it.
 
-    A name of `former` stands for its new one, which is logged.
-    -h in its place prints `about` and the list, and leaves with code 0.
+    A name in `former` is replaced by its new one, with a warning. -h prints `about` and the list, and exits with 0.
     """
     asked = argv[0] if argv else ""
     if asked.lstrip("-") in ("h", "help"):
@@ -191,51 +204,51 @@ def first_word(
         log.warning("%s %s is now %s %s", tool, asked, tool, former[asked])
         asked = former[asked]
     if asked not in known:
-        what = f"{asked}: there is no such {kind}.{nearest(asked, known)}" if asked else f"no {kind} was named."
-        raise UserError(f"{what} First comes {'|'.join(known)}; -h shows what there is.")
+        what = f"unknown {kind} {asked!r}.{nearest(asked, known)}" if asked else f"the {kind} is missing."
+        raise UserError(f"{what} The first word is one of {', '.join(known)}; -h describes them.")
     return asked
 
 
 def about_tool(about: str | None, tool: str) -> str:
-    """A tool's docstring as -h shows it: no wider than a terminal, and with the page to read on."""
+    """Format a tool's docstring for -h: wrapped to the terminal's width, followed by the page of the docs."""
     parts = (about or "").strip("\n").split("\n\n")
     page = PAGES.get(tool)
     if page and page not in (about or ""):
-        parts.append(f"Read on: {page}.")
-    return "\n\n".join(_narrow(part) for part in parts)
+        parts.append(f"More: {page}.")
+    return "\n\n".join(_wrap(part) for part in parts)
 
 
-def _narrow(part: str) -> str:
-    """Sentences are wrapped anew; command lines, which are indented, are broken before a flag."""
+def _wrap(part: str) -> str:
+    """Re-wrap a paragraph. Indented command lines are broken before a flag."""
     lines = re.sub(r" *\\\n +", " ", part).splitlines()
     if not any(line.startswith(" ") for line in lines):
         return "\n".join(textwrap.wrap(" ".join(lines), WIDTH))
-    return "\n".join(piece for line in lines for piece in _broken(line))
+    return "\n".join(piece for line in lines for piece in _break_line(line))
 
 
-def _broken(line: str) -> list[str]:
+def _break_line(line: str) -> list[str]:
     if len(line) <= WIDTH:
         return [line]
     if line.lstrip().startswith("python ") and (at := line.rfind(" -", 20, WIDTH - 2)) > 0:
-        return [f"{line[:at].rstrip()} \\", *_broken(f"        {line[at:].lstrip()}")]
-    gap = re.match(r"\s+\S+\s{2,}", line)  # a word, and behind it what it means
+        return [f"{line[:at].rstrip()} \\", *_break_line(f"        {line[at:].lstrip()}")]
+    gap = re.match(r"\s+\S+\s{2,}", line)  # a word followed by its meaning
     return textwrap.wrap(line, WIDTH, subsequent_indent=" " * (gap.end() if gap else 4))
 
 
 def about_one_device(loaded: Loaded) -> list[str]:
-    """What a tool that measures one device says of -ngpus."""
+    """The note that a tool which measures one device ignores -ngpus, if it was given."""
     number = loaded.config.NGPUS
     if number > 1 or (number == -1 and loaded.sources["NGPUS"] == "-ngpus"):
-        return [f"-ngpus {number}: one device is measured, with the batch of one"]
+        return [f"-ngpus {number} has no effect: one device is measured, with the batch size of one device"]
     return []
 
 
 def check_one_training(loaded: Loaded, tool: str) -> None:
-    """A tool that measures trainings takes settings of one that begins at its beginning, in one process."""
+    """Refuse settings that evaluate or resume, and a launch in several processes: the tool starts its own trainings."""
     config = loaded.config
-    for key, instead in (("EVAL", "it measures training"), ("MODEL.RESUME", "give -pretrained RUN to begin there")):
+    for key, instead in (("EVAL", "it measures training"), ("MODEL.RESUME", "give -pretrained RUN to start from its weights")):
         if config.EVAL if key == "EVAL" else config.MODEL.RESUME:
             raise UserError(f"{loaded.sources[key]}: {tool} has no {key}; {instead}.")
     world = read_world(config.DIST)
     if world is not None and world.size > 1:
-        raise UserError(f"{tool} was started {world.size} times ({world.launcher}): start it once.")
+        raise UserError(f"{tool} was started in {world.size} processes ({world.launcher}); start it once.")

@@ -15,12 +15,11 @@ between confidence and accuracy, over bins of equal width.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tools.common.command_line import OVERWRITE, Tool, ToolLine, run_tool
 from utils.errors import EXIT_DONE, UserError
-from utils.flags import Flag, Positional
+from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.output_file import writing
 from utils.run_folder import write_json
@@ -34,12 +33,13 @@ OWN = (
         "weights",
         "auto, model, ema, or both side by side (auto: those that validated better)",
         "WHICH",
-        ("WEIGHTS",),
+        default="auto",
+        choices=("auto", "model", "ema", "both"),
     ),
-    Flag("part", "val, or train: its images without augmentation (default val)", "PART", ("PART",)),
-    Flag("json", "write all metrics for machines", "FILE.json", ("JSON",), old=("out",)),
-    Flag("confusion", "write the confusion matrix", "FILE.csv|png", ("CONFUSION",)),
-    Flag("bins", "bins of the calibration error (default 15)", "N", ("BINS",)),
+    Flag("part", "val, or train: its images without augmentation", "PART", default="val", choices=("val", "train")),
+    Flag("json", "write all metrics for machines", "FILE.json", old=("out",)),
+    Flag("confusion", "write the confusion matrix", "FILE.csv|png"),
+    Flag("bins", "bins of the calibration error", "N", default=15, kind=whole(1, 1000)),
     OVERWRITE,
 )
 TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("model", "RUN_OR_CHECKPOINT", "the model"),))
@@ -52,11 +52,8 @@ def main(argv: list[str]) -> int:
 
 def _evaluate(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    model = line.asked.model
-    weights = _one_of(line, "WEIGHTS", ("auto", "model", "ema", "both"))
-    part = _one_of(line, "PART", ("val", "train"))
-    bins = line.whole("BINS", 15, most=1000)
-    out, matrix = (_file(line, key, kinds) for key, kinds in (("JSON", (".json",)), ("CONFUSION", (".csv", ".png"))))
+    model, weights, part, bins = (getattr(line.asked, name) for name in ("model", "weights", "part", "bins"))
+    out, matrix = line.file("json", ".json"), line.file("confusion", ".csv", ".png")
     _check(line)
     line.show_gpus()
 
@@ -93,22 +90,6 @@ def _evaluate(argv: list[str]) -> int:
             write_json(out, as_json(trained, data, found))
         log.info("All figures lie in %s", out)
     return EXIT_DONE
-
-
-def _one_of(line: ToolLine, key: str, known: tuple[str, ...]) -> str:
-    value, flag = line.own.get(key, (known[0], ""))
-    if value not in known:
-        raise UserError(f"{flag} {value}: takes {', '.join(known[:-1])} or {known[-1]}.")
-    return value
-
-
-def _file(line: ToolLine, key: str, endings: tuple[str, ...]) -> Path | None:
-    if key not in line.own:
-        return None
-    text, flag = line.own[key]
-    if not text.lower().endswith(endings):
-        raise UserError(f"{flag} {text}: name a file that ends in {' or '.join(endings)}.")
-    return line.file(key)
 
 
 def _check(line: ToolLine) -> None:

@@ -19,18 +19,18 @@ from pathlib import Path
 from tools.common.command_line import Tool, ToolLine, run_tool
 from utils.config import Config
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
-from utils.flags import Flag, Positional
+from utils.flags import Flag, Positional, whole
 from utils.log import log
 
-SHORT_SIDE, QUALITY, SHARD_IMAGES = 256, 90, 1000
+SHORT_SIDE, QUALITY = 256, 90
 OWN = (
-    Flag("short_side", f"pixels of the shorter side; smaller images stay (default {SHORT_SIDE})", "N", ("SHORT_SIDE",)),
-    Flag("quality", f"JPEG quality, 1 to 100 (default {QUALITY})", "N", ("QUALITY",)),
-    Flag("raw", "store pixels instead of JPEG: no decoding, 6 to 7 times the size", keys=("RAW",)),
-    Flag("keep", "copy files unchanged, byte for byte", keys=("KEEP",)),
-    Flag("shard_images", f"images per tar file (default {SHARD_IMAGES})", "N", ("SHARD_IMAGES",)),
-    Flag("num_workers", "packing processes (default: one per core)", "N", ("JOBS",), old=("jobs",)),
-    Flag("verify", "only compare a packed folder with its checksums", "DST", ("VERIFY",)),
+    Flag("short_side", f"pixels of the shorter side; smaller images stay (default {SHORT_SIDE})", "N", kind=whole(1, 65535)),
+    Flag("quality", f"JPEG quality, 1 to 100 (default {QUALITY})", "N", kind=whole(1, 100)),
+    Flag("raw", "store pixels instead of JPEG: no decoding, 6 to 7 times the size"),
+    Flag("keep", "copy files unchanged, byte for byte"),
+    Flag("shard_images", "images per tar file", "N", default=1000, kind=whole(1, 10**9)),
+    Flag("num_workers", "packing processes (default: one per core)", "N", kind=whole(1, 1024), old=("jobs",)),
+    Flag("verify", "only compare a packed folder with its checksums", "DST"),
 )
 PLACES = (Positional("places", "SRC DST", "what to pack, and the folder to write", "*"),)
 TOOL = Tool("pack_images.py", __doc__, OWN, PLACES)
@@ -43,13 +43,13 @@ def main(argv: list[str]) -> int:
 def _pack(argv: list[str]) -> int:
     line = TOOL.read(argv)
     places = line.asked.places or []
-    jobs = line.whole("JOBS", 1, 1, 1024) if "JOBS" in line.own else None
-    if "VERIFY" in line.own:
+    jobs, packed = line.asked.num_workers, line.asked.verify
+    if packed is not None:
         if places:
             raise UserError(f"-verify takes one folder and packs nothing; remove {places[0]}.")
         from tools.pack_images.verify import verify
 
-        return verify(Path(line.own["VERIFY"][0]).expanduser(), jobs)
+        return verify(Path(packed).expanduser(), jobs)
     if len(places) != 2:
         given = f"got {len(places)}: {' '.join(places)}" if places else "got neither"
         raise UserError(f"pack_images.py needs SRC, what to pack, and DST, the folder to write; {given}. See -h.")
@@ -75,22 +75,22 @@ def _config(line: ToolLine, source: str) -> Config:
 
 def _settings(line: ToolLine, config: Config) -> dict[str, int | str | bool]:
     """Settings that the packed bytes depend on: stored with them, and compared when packing resumes."""
-    chosen = [name for name in ("RAW", "KEEP") if name in line.own]
+    chosen = [name for name in ("raw", "keep") if name in line.given]
     if len(chosen) > 1:
         raise UserError("-raw and -keep exclude each other; give one.")
-    unused = ["QUALITY"] if chosen == ["RAW"] else ["QUALITY", "SHORT_SIDE"] if chosen else []
+    unused = ["quality"] if chosen == ["raw"] else ["quality", "short_side"] if chosen else []
     for name in unused:
-        if name in line.own:
-            raise UserError(f"-{name.lower()} has no effect with -{chosen[0].lower()}; leave it out.")
-    if chosen == ["KEEP"] and config.DATA.EXIF_ROTATE:
+        if name in line.given:
+            raise UserError(f"-{name} has no effect with -{chosen[0]}; leave it out.")
+    if chosen == ["keep"] and config.DATA.EXIF_ROTATE:
         raise UserError(
             "DATA.EXIF_ROTATE=true has no effect with -keep, which copies files unchanged. Leave it out here, and set "
             "it when training."
         )
-    settings: dict[str, int | str | bool] = {"kind": chosen[0].lower() if chosen else "jpeg"}
-    if "SHORT_SIDE" not in unused:
-        settings["short_side"] = line.whole("SHORT_SIDE", SHORT_SIDE, 1, 65535)
-    if "QUALITY" not in unused:
-        settings["quality"] = line.whole("QUALITY", QUALITY, 1, 100)
-    settings["shard_images"] = line.whole("SHARD_IMAGES", SHARD_IMAGES, 1, 10**9)
+    settings: dict[str, int | str | bool] = {"kind": chosen[0] if chosen else "jpeg"}
+    if "short_side" not in unused:
+        settings["short_side"] = line.asked.short_side or SHORT_SIDE
+    if "quality" not in unused:
+        settings["quality"] = line.asked.quality or QUALITY
+    settings["shard_images"] = line.asked.shard_images
     return {**settings, "channels": config.DATA.IMAGE_CHANNELS, "upright": config.DATA.EXIF_ROTATE}

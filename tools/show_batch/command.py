@@ -12,15 +12,15 @@ Takes the flags and settings of main_single_gpu.py.
 from __future__ import annotations
 
 from tools.common.command_line import OVERWRITE, Tool, run_tool
-from utils.cli import Flag
 from utils.config import Loaded
 from utils.errors import EXIT_DONE, UserError
+from utils.flags import Flag, whole
 from utils.log import log
 
-DEFAULT_OUT, DEFAULT_COUNT, MOST = "batch.png", 16, 256
+MOST = 256
 OWN = (
-    Flag("out", f"the picture to write (default {DEFAULT_OUT})", "FILE.png", ("OUT",)),
-    Flag("count", f"how many images (default {DEFAULT_COUNT}, at most {MOST})", "N", ("COUNT",)),
+    Flag("out", "the picture to write", "FILE.png", default="batch.png"),
+    Flag("count", f"how many images, at most {MOST}", "N", default=16, kind=whole(1, MOST)),
     OVERWRITE,
 )
 TOOL = Tool("show_batch.py", __doc__, OWN)
@@ -32,7 +32,8 @@ def main(argv: list[str]) -> int:
 
 def _show(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    out, count = line.file("OUT", ".png", DEFAULT_OUT), line.whole("COUNT", DEFAULT_COUNT, 1, MOST)
+    out, count = line.file("out", ".png"), line.asked.count
+    assert out is not None, "it has a default"
     loaded = line.load()
     _check(loaded)
 

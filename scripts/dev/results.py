@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Results of runs as JSON under docs/results/, and the tables of the docs made from them.
+"""Write results of runs as JSON under docs/results/, and the tables of the docs from them.
 
     python scripts/dev/results.py collect digits RUN [RUN ...]   # the runs' folders -> docs/results/digits.json
     python scripts/dev/results.py tables                         # rewrite the tables in README.md and docs/
-    python scripts/dev/results.py tables --check                 # exit 1 if a table is not what its JSON says
+    python scripts/dev/results.py tables --check                 # exit 1 if a table differs from its JSON file
 
-What scripts/benchmark_data.py and scripts/benchmark_amp.py write (-json), and the compare.json of scripts/compare.py,
-is a result as it is.
+The -json files of scripts/benchmark_data.py and scripts/benchmark_amp.py, and the compare.json of scripts/compare.py,
+are results as they are.
 
-A table stands between `<!-- results: digits -->` and `<!-- end -->` in a Markdown file; `h200_summary` is one line per
+A table is between `<!-- results: digits -->` and `<!-- end -->` in a Markdown file; `h200_summary` has one row per
 model of the H200 comparison with timm.
 """
 
@@ -26,11 +26,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.benchmark_amp.frame import with_todays_name  # noqa: E402
-from tools.benchmark_amp.measure import markdown as table_as_markdown  # noqa: E402
+from tools.benchmark_amp.report import markdown as table_as_markdown  # noqa: E402
+from tools.benchmark_amp.results import Results  # noqa: E402
 from tools.benchmark_amp.tables import TABLES  # noqa: E402
 from tools.benchmark_data.report import markdown  # noqa: E402
-from tools.common.runs import best_top1, read_lines, seconds, warm  # noqa: E402
+from tools.common.runs import RunMetrics, is_end, read_lines  # noqa: E402
 from tools.compare.table import markdown as comparison_as_markdown  # noqa: E402
 from utils.config import load_config  # noqa: E402
 from utils.errors import UserError  # noqa: E402
@@ -42,14 +42,13 @@ Row = dict[str, Any]
 
 
 def one_run(folder: Path) -> Row:
-    """What a finished run says of itself."""
+    """Metrics of a finished run."""
     about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     config = load_config(str(folder / "config.yaml")).config
-    lines = read_lines(folder)
-    train, val = ([line for line in lines if line["event"] == kind] for kind in ("train", "val"))
-    best = best_top1(lines)
-    if not lines or lines[-1]["event"] != "run" or lines[-1]["what"] != "end" or best is None:
-        raise UserError(f"{folder}: this run did not end; only whole runs are results.")
+    metrics = RunMetrics(read_lines(folder))
+    best = metrics.best_top1
+    if not metrics.lines or not is_end(metrics.lines[-1]) or best is None:
+        raise UserError(f"{folder}: this run did not finish; only finished runs are results.")
     return {
         "model": config.MODEL.NAME,
         "data": config.DATA.DATASET,
@@ -57,12 +56,12 @@ def one_run(folder: Path) -> Row:
         "processes": about["choices"]["world_size"],
         "seed": config.SEED,
         "epochs": config.TRAIN.NUM_EPOCHS,
-        "best_acc1": best[0],
+        "best_acc1": best.percent,
         "best_of": "plain weights and EMA",
-        "last_acc1": val[-1]["acc1"],
-        "skipped": train[-1]["skipped"],
-        "seconds": seconds(lines),
-        "images_per_second": statistics.median(warm(lines, "train", "images_per_second")),
+        "last_acc1": metrics.last_acc1,
+        "skipped": metrics.skipped,
+        "seconds": metrics.seconds,
+        "images_per_second": metrics.images_per_second,
         "command": _portable(about["command"]),
         "device": about["device"],
         "versions": about["versions"],
@@ -71,7 +70,7 @@ def one_run(folder: Path) -> Row:
 
 
 def _portable(command: str) -> str:
-    """The command line as a reader would type it: no folders of the machine it ran on."""
+    """The command line as a reader would type it, without folders of the machine."""
     words = shlex.split(command)
     return shlex.join(["python", *(Path(w).name if Path(w).is_absolute() else w for w in words[1:])])
 
@@ -87,23 +86,28 @@ def collect(name: str, folders: Iterable[Path]) -> Path:
 
 
 def table(name: str) -> str:
-    """One line a model and precision: mean and spread over the seeds, and where and when it was measured.
+    """One row per model and precision: mean and standard deviation over the seeds. Below: how it was measured.
 
-    What benchmark_data.py, benchmark_amp.py and compare.py wrote has tables of its own.
+    Results of benchmark_data.py, benchmark_amp.py and compare.py are formatted by these tools.
     """
     if name == "h200_summary":
         return h200_summary()
-    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    if "table" in found:
-        found = with_todays_name(found)
-        return table_as_markdown(TABLES[found["table"]], found, f"LINK/{name}.json")
-    if "compared" in found:
-        return comparison_as_markdown(found, f"LINK/{name}.json")
-    if "runs" not in found:
-        return markdown(found, f"LINK/{name}.json")
-    runs = found["runs"]
-    if "update" in found:
-        return by_recipe(found, name)
+    fields = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    link = f"LINK/{name}.json"
+    if "table" in fields:
+        results = Results.read(fields)
+        return table_as_markdown(TABLES[results["table"]], results, link)
+    if "compared" in fields:
+        return comparison_as_markdown(fields, link)
+    if "runs" not in fields:
+        return markdown(fields, link)
+    if "update" in fields:
+        return by_recipe(fields, name)
+    return by_model(fields["runs"], name)
+
+
+def by_model(runs: list[Row], name: str) -> str:
+    """One row per model and precision: mean and standard deviation over the seeds. Below: how it was measured."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for run in runs:
         groups.setdefault((run["model"], run["precision"]), []).append(run)
@@ -115,20 +119,22 @@ def table(name: str) -> str:
         best, last = (_spread([row[key] for row in rows]) for key in ("best_acc1", "last_acc1"))
         skipped = sum(row["skipped"] for row in rows)
         lines.append(f"| {model} | {precision} | {len(rows)} | {best} | {last} | {skipped} |")
-    versions = runs[0]["versions"]
-    of = "of plain weights and EMA alike" if all("best_of" in run for run in runs) else "of the plain weights"
-    lines += [
-        "",
-        f"Best top-1: the highest of all validations, {of}. Mean and standard deviation over the seeds. "
-        f"Measured on {runs[0]['device']}, torch {versions['torch']}, timm {versions['timm']}, {runs[0]['date']}; "
-        f"first of the commands: `{runs[0]['command']}`. Every run is in [{name}.json](LINK/{name}.json).",
-    ]
-    return "\n".join(lines) + "\n"
+    of = "of plain weights and EMA" if all("best_of" in run for run in runs) else "of the plain weights"
+    about = f"Best top-1: the highest of all validations, {of}. Mean and standard deviation over the seeds."
+    return "\n".join([*lines, "", f"{about} {_measured(runs, name)}"]) + "\n"
 
 
-def by_recipe(found: Row, name: str) -> str:
-    """One line per recipe: last top-1 of each seed. Below: the time of an update, and how it was measured."""
-    runs = found["runs"]
+def _measured(runs: list[Row], name: str) -> str:
+    first, versions = runs[0], runs[0]["versions"]
+    return (
+        f"Measured on {first['device']}, torch {versions['torch']}, timm {versions['timm']}, {first['date']}; "
+        f"the first command: `{first['command']}`. All runs: [{name}.json](LINK/{name}.json)."
+    )
+
+
+def by_recipe(fields: Row, name: str) -> str:
+    """One row per recipe: last top-1 of each seed. Below: the time of an update, and how it was measured."""
+    runs = fields["runs"]
     seeds = sorted({run["seed"] for run in runs})
     lines = [
         f"| recipe | {' | '.join(f'seed {seed}: last top-1 (%), EMA' for seed in seeds)} |",
@@ -138,37 +144,26 @@ def by_recipe(found: Row, name: str) -> str:
         of = {run["seed"]: run for run in runs if run["recipe"] == recipe}
         cells = [", ".join(f"{of[seed][key]:.2f}" for key in ("last_acc1", "last_ema_acc1")) for seed in seeds]
         lines.append(f"| {recipe} | {' | '.join(cells)} |")
-    update, versions = found["update"], runs[0]["versions"]
+    update = fields["update"]
     times = ", ".join(f"{what} {ms:.1f}" for what, ms in update["milliseconds"].items())
-    lines += [
-        "",
-        f"{update['what']}: {times}.",
-        "",
-        f"Measured on {runs[0]['device']}, torch {versions['torch']}, timm {versions['timm']}, {runs[0]['date']}; "
-        f"first of the commands: `{runs[0]['command']}`. Every run is in [{name}.json](LINK/{name}.json).",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", f"{update['what']}: {times}.", "", _measured(runs, name)]) + "\n"
 
 
 def h200_summary() -> str:
-    """One line per model: images/s of timm's loop, of timm with its best flags, and ours, all in bf16."""
+    """One row per model: images/s of timm's loop, of timm with its best flags, and ours, all in bf16."""
     lines = [
         "| model, batch | timm, bf16 | timm, fused AdamW, compiled | vitamp, compiled | vitamp against the two |",
         "|---|---|---|---|---|",
     ]
     for size in ("small", "base", "large"):
-        found = json.loads((RESULTS / f"peers_h200_{size}.json").read_text(encoding="utf-8"))
+        results = Results.read(json.loads((RESULTS / f"peers_h200_{size}.json").read_text(encoding="utf-8")))
         names = ("timm, bf16", "timm, fused, compiled, bf16", "ours, compiled, bf16")
-        plain, best, ours = (_images_per_second(found, name) for name in names)
-        words = found["command"].split()
+        plain, best, ours = (statistics.median(results.values(name, "images_per_second")) for name in names)
+        words = results["command"].split()
         model, batch = (words[words.index(flag) + 1] for flag in ("-model", "-batch_size"))
         speeds = f"{plain:,.0f} images/s | {best:,.0f} | **{ours:,.0f}**"
         lines.append(f"| {model}, {batch} | {speeds} | {ours / plain:.2f}x, {ours / best:.2f}x |")
     return "\n".join(lines) + "\n"
-
-
-def _images_per_second(found: Row, name: str) -> float:
-    return statistics.median(turn["images_per_second"] for turn in found["turns"][name])
 
 
 def _spread(values: list[float]) -> str:
@@ -181,10 +176,10 @@ def pages() -> list[Path]:
 
 
 def filled(page: Path) -> str:
-    """The page with every table as its JSON says."""
+    """The page with every table generated from its JSON file."""
     link = "docs/results" if page.parent == ROOT else "results"
     text = page.read_text(encoding="utf-8")
-    return TABLE.sub(lambda found: found[1] + table(found[2]).replace("LINK", link) + found[3], text)
+    return TABLE.sub(lambda match: match[1] + table(match[2]).replace("LINK", link) + match[3], text)
 
 
 def main(words: list[str]) -> int:

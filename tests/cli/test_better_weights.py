@@ -16,7 +16,7 @@ from engine.checkpoint.weights_file import read_header
 from scripts.dev.results import one_run
 from tests.conftest import TINY_DIGITS
 from tests.program import Result, metrics, run_program
-from tools.common.runs import best_top1, read_lines
+from tools.common.runs import RunMetrics, read_lines
 from utils.better_weights import choose_weights
 
 LAST, BEFORE, MIDDLE = "step-000000088", "step-000000044", "step-000000066"
@@ -163,13 +163,13 @@ def test_best_top1_is_equal_in_run_report_and_results(
     best = max(line[key] for line in metrics(run, "val") for key in ("acc1", "ema_acc1"))
     assert best > max(line["acc1"] for line in metrics(run, "val"))
     assert f"Done: best EMA top-1 {best:.2f} % (epoch" in done.out.splitlines()[-1]
-    found = best_top1(read_lines(run))
+    found = RunMetrics(read_lines(run)).best_top1
     assert found is not None
-    assert (found[0], found[2]) == (best, "EMA")
+    assert (found.percent, found.weights) == (best, "EMA")
     assert (one_run(run)["best_acc1"], one_run(run)["best_of"]) == (best, "plain weights and EMA")
     assert vitamp(run, "-out", tmp_path / "report.html", script="scripts/report.py").code == 0
     page = (tmp_path / "report.html").read_text()
-    assert f"{best:.2f} % (epoch {found[1]}, EMA)" in page
+    assert f"{best:.2f} % (epoch {found.epoch}, EMA)" in page
     assert re.search(rf"step-\d+ \(the run.{{1,6}}s best\), EMA weights, top-1 {best:.2f} %", page)
 
 

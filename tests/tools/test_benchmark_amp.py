@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.benchmark_amp.frame import AGAIN, Contender, Figures, Found, Plan, Section, Table, control_line, middle
 
 from tools.benchmark_amp import measure as benchmark_amp_run
 from tools.benchmark_amp.command import main
-from tools.benchmark_amp.frame import AGAIN, Contender, Figures, Found, Plan, Section, Table, control_line, middle
 from tools.benchmark_amp.measure import lines, markdown, measure
 from tools.benchmark_amp.tables import TABLES
 from tools.common.turns import Budget

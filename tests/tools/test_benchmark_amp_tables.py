@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from tools.benchmark_amp.frame import AGAIN
 
 from tests.program import Result
 from tools.benchmark_amp.amp import OFF, ON
 from tools.benchmark_amp.command import main
-from tools.benchmark_amp.frame import AGAIN
 from tools.benchmark_amp.training import OUT_OF_MEMORY, Job, Seat, _Course
 from tools.common.processes import opened, own_processes
 from utils.config import Config, load_config

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from tools.benchmark_amp.against_timm.seat import COMPARED, _batches
 
 from tests.engine.small import CPU
 from tests.program import Result
 from tools.benchmark_amp.against_timm import seat
 from tools.benchmark_amp.against_timm.loops import loop_of
-from tools.benchmark_amp.against_timm.seat import COMPARED, _batches
 from tools.benchmark_amp.against_timm.start import Loop, Way
 from tools.benchmark_amp.against_timm.table import FIXED, apart, disagreements, sections
 from tools.benchmark_amp.command import main

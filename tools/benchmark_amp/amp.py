@@ -1,82 +1,67 @@
-"""`amp`: seconds of so many iterations, window after window, with AMP off and on."""
+"""`amp`: seconds per 100 iterations in several windows, with AMP off and on."""
 
 from __future__ import annotations
 
 import statistics
 
-from tools.benchmark_amp.ceiling import ceiling, ceiling_line, of_peak
-from tools.benchmark_amp.frame import (
-    AGAIN,
-    Chart,
-    Contender,
-    Found,
-    Plan,
-    Section,
-    Table,
-    choices_lines,
-    control_line,
-    iteration_line,
-    precision_of,
-    shown,
-    subject,
-    times_as_much,
-    values,
-)
-from tools.benchmark_amp.settings import MODEL, changed, settings_of, synthetic
+from tools.benchmark_amp.ceiling import of_peak, peak_line
+from tools.benchmark_amp.results import AGAIN, Results, shown
+from tools.benchmark_amp.settings import MODEL, changed, set_up, synthetic
+from tools.benchmark_amp.table import Chart, Contender, Plan, Section, Table
 from tools.common.command_line import ToolLine
-from tools.common.settings import told
-from utils.cli import Flag
+from tools.common.settings import non_defaults
+from utils.flags import Flag, whole
 
-ABOUT = """Seconds per 100 iterations, seven windows of them, AMP off and AMP on; their averages, the speed-up.
+ABOUT = """Seconds per 100 iterations in seven windows, AMP off and AMP on; their averages and the speed-up.
 
     python scripts/benchmark_amp.py amp -cfg configs/vit_base_patch16_224.yaml -batch_size 64
     python scripts/benchmark_amp.py amp -model vit_small_patch16_224 -amp bf16 -iters 20 -windows 3
 
-On images made on the device, unless -dataset names others. -amp says what is on in `AMP on` (default: what
-AMP.DTYPE auto takes on this device)."""
+Images are made on the device, unless -dataset names a data set. -amp chooses the precision of `AMP on` (default: that
+of AMP.DTYPE auto on this device)."""
 FLAGS = (
     MODEL,
-    Flag("iters", "iterations of a window (default 100; on a CPU 10)", "N", ("ITERS",)),
-    Flag("windows", "windows of each (default 7)", "N", ("WINDOWS",)),
+    Flag("iters", "iterations per window (default 100; on a CPU 10)", "N", kind=whole(1)),
+    Flag("windows", "windows of each", "N", default=7, kind=whole(1)),
 )
 OFF, ON = "AMP off", "AMP on"
 
 
 def plan(line: ToolLine) -> Plan:
-    windows = line.whole("WINDOWS", 7)
-    loaded, device, remarks = settings_of(line)
-    updates = line.whole("ITERS", 10 if device.type == "cpu" else 100)
-    config = loaded.config
-    if loaded.sources["DATA.DATASET"] == "default":
-        config = synthetic(config, updates)
+    setup = set_up(line)
+    updates = line.asked.iters or (10 if setup.on_cpu else 100)
+    config = synthetic(setup.config, updates) if setup.is_default("DATA.DATASET") else setup.config
 
-    from tools.benchmark_amp.training import Job, Seat, device_in_words, gpu_of
+    from tools.benchmark_amp.training import AlternatingTraining, Job
 
     amps = {name: config.AMP.model_copy(update={"ENABLED": name == ON}) for name in (OFF, ON, OFF + AGAIN)}
     contenders: list[Contender] = []
-    seats: list[Seat] = []
+    trainings: list[AlternatingTraining] = []
     for name, amp in amps.items():
-        seat = Seat(Job(config.model_copy(update={"AMP": amp}), updates), seats)
-        contenders.append(Contender(name, seat.turn, seat.close))
-    wishes = {"iterations": updates, **told(changed(config, "AMP", ENABLED=True))}
-    words, most = device_in_words(config, device), ceiling(config, device, (amps[OFF], amps[ON]))
-    return Plan(contenders, windows, wishes, words, gpu_of(device), remarks=remarks, ceiling=most)
+        training = AlternatingTraining(Job(config.model_copy(update={"AMP": amp}), updates), trainings)
+        contenders.append(Contender(name, training.turn, training.close))
+    settings = {"iterations": updates, **non_defaults(changed(config, "AMP", ENABLED=True))}
+    return Plan(contenders, line.asked.windows, settings, setup.machine((amps[OFF], amps[ON])), remarks=setup.remarks)
 
 
-def sections(found: Found) -> list[Section]:
-    windows = {name: values(found, name, "seconds") for name in (OFF, ON)}
-    # Where the time was up, one may have had a window more: averages are of those that both had.
+def sections(results: Results) -> list[Section]:
+    windows = {name: results.values(name, "seconds") for name in (OFF, ON)}
+    # If the time ran out, one may have a window more: averages are over the windows of both.
     both = min(map(len, windows.values()))
     averages = {name: statistics.fmean(seconds[:both]) for name, seconds in windows.items()} if both else {}
-    rows = [["", *(_ordinal(n) for n in range(1, found["rounds"] + 1)), "average", "speed-up", "of peak"]]
+    rows = [["", *(_ordinal(n) for n in range(1, results["rounds"] + 1)), "average", "speed-up", "of peak"]]
     for name, seconds in windows.items():
-        cells = [shown(second, 4) for second in seconds[:both]] + ["-"] * (found["rounds"] - both)
+        cells = [shown(second, 4) for second in seconds[:both]] + ["-"] * (results["rounds"] - both)
         speedup = averages[OFF] / averages[ON] if name == ON and both else None
-        rows.append([name, *cells, shown(averages.get(name), 4), shown(speedup, 4), of_peak(found, name)])
-    iterations = found["settings"]["iterations"]
-    title = f"Seconds of {iterations} iterations, {subject(found)}, AMP on: {precision_of(found, ON)}"
-    notes = [control_line(found, OFF, "seconds"), ceiling_line(found), *choices_lines(found, (OFF, ON))]
-    notes.append(iteration_line(found))
+        rows.append([name, *cells, shown(averages.get(name), 4), shown(speedup, 4), of_peak(results, name)])
+    iterations = results.settings["iterations"]
+    title = f"Seconds per {iterations} iterations, {results.subject()}, AMP on: {results.precision(ON)}"
+    notes = [
+        results.control_line(OFF, "seconds"),
+        peak_line(results),
+        *results.choices_lines((OFF, ON)),
+        results.iteration_line(),
+    ]
     return [Section(title, rows, notes)]
 
 
@@ -85,13 +70,14 @@ def _ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-def charts(found: Found) -> list[Chart]:
-    lines = {name: list(enumerate(values(found, name, "seconds"), 1)) for name in (OFF, ON, OFF + AGAIN)}
-    told = Chart(f"{found['settings']['iterations']} iterations", "seconds", lines=lines, below="window")
-    speed = times_as_much(found, OFF, ON, "seconds")
-    bars = {"AMP on": speed.median} if speed else {}
-    control = times_as_much(found, OFF, OFF + AGAIN, "seconds")
-    return [told, Chart("speed-up", "times", bars=bars | ({"the control": control.median} if control else {}))]
+def charts(results: Results) -> list[Chart]:
+    lines = {name: list(enumerate(results.values(name, "seconds"), 1)) for name in (OFF, ON, OFF + AGAIN)}
+    ratios = {"AMP on": results.ratio(OFF, ON, "seconds"), "control": results.ratio(OFF, OFF + AGAIN, "seconds")}
+    bars = {name: ratio.median for name, ratio in ratios.items() if ratio is not None}
+    return [
+        Chart(f"{results.settings['iterations']} iterations", "seconds", lines=lines, below="window"),
+        Chart("speed-up", "times", bars=bars),
+    ]
 
 
 TABLE = Table("amp", ABOUT, FLAGS, plan, sections, charts)

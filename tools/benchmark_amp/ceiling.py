@@ -1,4 +1,4 @@
-"""The most that a device could do: the model's own operations, counted, against what the device is capable of."""
+"""Peak of the device against the counted operations of the model: the most images per second there could be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.benchmark_amp.frame import Found, middle, precision_of
+from tools.benchmark_amp.results import Results, percent
 from utils.config import AmpConfig, Config
 
 if TYPE_CHECKING:
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 
 _peaks: dict[tuple[str, str, int], Peak | None] = {}
-"""By kind, device and threads: measured once a process."""
+"""(precision, device, threads) -> peak, measured once per process."""
 
 
 def ceiling(config: Config, device: torch.device, precisions: Iterable[AmpConfig]) -> dict[str, Any]:
-    """GFLOP of an image in training, and TFLOP/s of the device in each precision: listed, or measured here."""
+    """GFLOP per image in training, and the device's TFLOP/s in each precision, from its data sheet or measured."""
+    amps = list(precisions)
+    if not amps:
+        return {}
     import torch
 
     from engine.amp.precision import Precision
@@ -31,13 +34,13 @@ def ceiling(config: Config, device: torch.device, precisions: Iterable[AmpConfig
     size, channels = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
     flops = training_flops(build_without_weights(config.MODEL, size, channels), channels, size)
     peaks: dict[str, Any] = {}
-    for amp in precisions:
+    for amp in amps:
         precision = Precision(amp, device)
         kind = precision.name.split("-")[-1]
         if kind not in peaks and (peak := _peak(kind, precision)) is not None:
             peaks[kind] = {"tflops": peak.tflops, "how": peak.how}
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what is measured next may need all of it
+        torch.cuda.empty_cache()  # the contenders may need all memory
     return {"gflop_per_image": flops / 1e9 if flops else None, "peaks": peaks}
 
 
@@ -49,26 +52,27 @@ def _peak(kind: str, precision: Precision) -> Peak | None:
     threads = torch.get_num_threads()
     key = kind, str(precision.device), threads
     if key not in _peaks:
-        _peaks[key] = peak_of(precision, threads, True, Path("-"))  # no run to remember it
+        _peaks[key] = peak_of(precision, threads, True, Path("-"))  # there is no run folder to cache it in
     return _peaks[key]
 
 
-def of_peak(found: Found, name: str) -> str:
-    """What a contender uses of the device, in percent."""
-    speed, kind = middle(found, name, "images_per_second"), precision_of(found, name).split()[-1]
-    gflop, peak = found["ceiling"]["gflop_per_image"], found["ceiling"]["peaks"].get(kind)
+def of_peak(results: Results, name: str) -> str:
+    """Cell of a table: the fraction of the device's peak that a contender reaches."""
+    speed, kind = results.median(name, "images_per_second"), results.precision(name).split()[-1]
+    gflop, peak = results["ceiling"]["gflop_per_image"], results["ceiling"]["peaks"].get(kind)
     if speed is None or gflop is None or peak is None:
-        return "-"
-    return f"{100 * gflop * speed / 1000 / peak['tflops']:.0f} %"
+        return percent(None)
+    return percent(gflop * speed / 1000 / peak["tflops"])
 
 
-def ceiling_line(found: Found) -> str:
-    gflop, peaks = found["ceiling"]["gflop_per_image"], found["ceiling"]["peaks"]
+def peak_line(results: Results) -> str:
+    """Note on where the column `of peak` comes from."""
+    gflop, peaks = results["ceiling"]["gflop_per_image"], results["ceiling"]["peaks"]
     if gflop is None or not peaks:
-        return "of peak: not known for this model or device"
-    told = ", ".join(
-        f"{peak['tflops']:.3g} in {kind}, so {1000 * peak['tflops'] / gflop:.3g} images/s"
+        return "of peak: unknown for this model or device"
+    most = ", ".join(
+        f"{kind} {peak['tflops']:.3g} TFLOP/s, at most {1000 * peak['tflops'] / gflop:.3g} images/s"
         for kind, peak in peaks.items()
     )
     how = "; ".join(dict.fromkeys(peak["how"] for peak in peaks.values()))
-    return f"of peak: an image is {gflop:.3g} GFLOP in training, counted; the device has TFLOP/s ({how}): {told}"
+    return f"of peak: training takes {gflop:.3g} GFLOP per image (counted); the device reaches ({how}): {most}"

@@ -1,4 +1,4 @@
-"""The picture of a table of benchmark_amp.py: its charts side by side, and below where they were measured."""
+"""Picture of a table of benchmark_amp.py: its charts side by side, with device and command below."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from tools.benchmark_amp.frame import Chart
+from tools.benchmark_amp.table import Chart
 from utils.output_file import writing
 
-MOST_A_ROW = 3
+CHARTS_PER_ROW = 3
 
 
-def draw(path: Path, charts: list[Chart], where: str) -> None:
-    columns = min(MOST_A_ROW, max(1, len(charts)))
+def draw(path: Path, charts: list[Chart], below: str) -> None:
+    columns = min(CHARTS_PER_ROW, max(1, len(charts)))
     rows = -(-max(1, len(charts)) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5.6 * columns, 4 * rows + 0.7), squeeze=False)
     for axis, chart in zip(axes.flat, charts, strict=False):
@@ -26,9 +26,9 @@ def draw(path: Path, charts: list[Chart], where: str) -> None:
         axis.set_title(chart.title, fontsize="medium")
     for axis in axes.flat[len(charts) :]:
         axis.set_axis_off()
-    figure.supxlabel("\n".join(textwrap.wrap(where, 100 * columns)), fontsize="x-small")
+    figure.supxlabel("\n".join(textwrap.wrap(below, 100 * columns)), fontsize="x-small")
     figure.tight_layout()
-    with writing(path, "-out"):
+    with writing(path, "-plot"):
         figure.savefig(path, dpi=110)
     plt.close(figure)
 

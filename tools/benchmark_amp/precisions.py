@@ -1,191 +1,162 @@
-"""`precisions`: memory and speed of every precision that the device has, without and with a real input pipeline."""
+"""`precisions`: memory and speed of every precision of the device, on synthetic images and on image files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tools.benchmark_amp.ceiling import ceiling, ceiling_line, of_peak
-from tools.benchmark_amp.frame import (
-    AGAIN,
-    Chart,
-    Contender,
-    Figures,
-    Found,
-    Plan,
-    Section,
-    Table,
-    choices_lines,
-    control_line,
-    iteration_line,
-    middle,
-    shown,
-    shown_ratio,
-    subject,
-    times_as_much,
-)
-from tools.benchmark_amp.settings import MODEL, changed, settings_of, synthetic
+from tools.benchmark_amp.ceiling import of_peak, peak_line
+from tools.benchmark_amp.results import AGAIN, Results, percent, shown
+from tools.benchmark_amp.settings import MODEL, Setup, changed, set_up, synthetic
+from tools.benchmark_amp.table import ROUNDS, Chart, Contender, Plan, Section, Table
 from tools.common.command_line import ToolLine
-from tools.common.settings import told
-from utils.cli import Flag
+from tools.common.settings import non_defaults
 from utils.config import Config
 from utils.errors import UserError
+from utils.flags import Flag, whole
 
 if TYPE_CHECKING:
     import torch
 
     from tools.common.precisions import Mode
 
-ABOUT = """Memory, iterations/s, images/s, speed-up of each precision: images made on the device, and read from files.
+ABOUT = """Memory, iterations/s, images/s and speed-up of each precision, on synthetic images and on image files.
 
     python scripts/benchmark_amp.py precisions -model vit_base_patch16_224 -batch_size 128
     python scripts/benchmark_amp.py precisions -dataset imagefolder -data_path /data/flowers -modes bf16,O2-bf16
 
-Every turn is a process of its own, so that its memory is its own. Files are JPEGs that it makes, once, of 500 x 375;
--dataset and -data_path name others."""
+Every turn runs in a process of its own, so that its peak memory is its own. Synthetic images are made on the device.
+The files are JPEGs of 500 x 375 that the tool makes once, unless -dataset and -data_path name others."""
 FLAGS = (
     MODEL,
-    Flag("iters", "iterations of a turn (default 50; on a CPU 5)", "N", ("ITERS",)),
-    Flag("rounds", "turns of each (default 3)", "N", ("ROUNDS",)),
-    Flag(
-        "modes",
-        "beside fp32, values of -amp: tf32 fp16 bf16 O2-fp16 apex ... (default: those that this device has)",
-        "A,B",
-        ("MODES",),
-    ),
-    Flag("no_files", "only on images made on the device", "", ("NO_FILES",)),
-    Flag("made", "JPEGs to make (default 8000; on a CPU 200)", "N", ("MADE",)),
+    Flag("iters", "iterations per turn (default 50; on a CPU 5)", "N", kind=whole(1)),
+    ROUNDS,
+    Flag("modes", "compare with fp32: values of -amp such as tf32,bf16,O2-fp16 (default: all of the device)", "A,B"),
+    Flag("no_files", "measure synthetic images only"),
+    Flag("made", "JPEGs to make (default 8000; on a CPU 200)", "N", kind=whole(1)),
 )
 REFERENCE = "fp32"
 SYNTHETIC, FILES = "synthetic", "files"
 
 
 def plan(line: ToolLine) -> Plan:
-    rounds = line.whole("ROUNDS", 3)
-    loaded, device, remarks = settings_of(line)
-    small = device.type == "cpu"
-    updates, made = line.whole("ITERS", 5 if small else 50), line.whole("MADE", 200 if small else 8000)
-    config = changed(loaded.config, "AMP", ENABLED=False)
-
-    from tools.benchmark_amp.training import device_in_words, gpu_of
-    from tools.common.precisions import MODES, read_modes
-    from tools.common.processes import quieten
-
-    quieten()
-    asked = read_modes(line.own["MODES"][0], config.AMP, device) if "MODES" in line.own else None
-    left_out: dict[str, str] = {}
-    for mode in asked if asked is not None else MODES[1:]:
-        reason = _why_not(mode, config, device, asked is not None)
-        if reason and asked is not None:
-            raise UserError(f"-modes {mode.name}: {reason}")
-        if reason:
-            left_out[mode.name] = reason
-    taken = [MODES[0], *(mode for mode in (asked or MODES[1:]) if mode.name not in left_out)]
-    with_files = "NO_FILES" not in line.own
-    if with_files and loaded.sources["DATA.DATASET"] == "default" and config.DATA.DATA_PATH is None:
+    setup = set_up(line)
+    updates, made = line.asked.iters or (5 if setup.on_cpu else 50), line.asked.made or (200 if setup.on_cpu else 8000)
+    config, with_files = changed(setup.config, "AMP", ENABLED=False), not line.asked.no_files
+    modes, left_out = _modes(line.asked.modes, config, setup)
+    if with_files and setup.is_default("DATA.DATASET") and config.DATA.DATA_PATH is None:
         from tools.common.made_images import on_made_images
 
         config = on_made_images(config, made, "small")
-    contenders = _contenders(taken, config, updates, with_files)
-    wishes = {"iterations": updates, "made": made if with_files else 0, **told(config)}
-    words, gpu = device_in_words(config, device), gpu_of(device)
-    most = ceiling(config, device, (mode.amp(config.AMP) for mode in taken))
-    return Plan(contenders, rounds, wishes, words, gpu, left_out, remarks, most)
+    contenders = _contenders(modes, config, updates, with_files)
+    settings = {"iterations": updates, "made": made if with_files else 0, **non_defaults(config)}
+    machine = setup.machine(mode.amp(config.AMP) for mode in modes)
+    return Plan(contenders, line.asked.rounds, settings, machine, left_out, setup.remarks)
 
 
-def _why_not(mode: Mode, config: Config, device: torch.device, asked: bool) -> str | None:
+def _modes(words: str | None, config: Config, setup: Setup) -> tuple[list[Mode], dict[str, str]]:
+    """Precisions to measure, fp32 first, and why the others of -modes' default are left out."""
+    from tools.common.precisions import MODES, cannot, read_modes
+    from tools.common.processes import silence_torchao
+
+    silence_torchao()
+    if words is None:
+        left_out = {mode.name: why for mode in MODES[1:] if (why := _why_not(mode, config, setup.device))}
+        return [mode for mode in MODES if mode.name not in left_out], left_out
+    modes = read_modes(words, config.AMP, setup.device)
+    for mode in modes:
+        if why := cannot(mode, config, setup.device):
+            raise UserError(f"-modes {mode.name}: {why}")
+    return [MODES[0], *modes], {}
+
+
+def _why_not(mode: Mode, config: Config, device: torch.device) -> str | None:
+    """Why a precision is not measured by default; None if it is."""
     from tools.common.precisions import cannot, is_emulated, lacks_arithmetic
 
-    reason = cannot(mode, config, device)
-    if reason or asked:
-        return reason
+    anyway = "(-modes measures it anyway)"
+    if why := cannot(mode, config, device):
+        return why
     if lacks_arithmetic(mode, device):
-        return "this CPU has no fp16 arithmetic, and takes a detour for every product (-modes measures it all the same)"
+        return f"this CPU has no fp16 arithmetic and emulates every product {anyway}"
     if is_emulated(mode, device):
-        return "emulated here, so its speed would say nothing (-modes measures it all the same)"
-    return "keeps no fp32 masters (-modes measures it all the same)" if mode.level == "O3" else None
+        return f"emulated on this device, so its speed is meaningless {anyway}"
+    return f"keeps no fp32 master weights {anyway}" if mode.level == "O3" else None
 
 
 def _contenders(modes: list[Mode], files: Config, updates: int, with_files: bool) -> list[Contender]:
     from tools.benchmark_amp.training import Job, one_turn
 
-    made = synthetic(files, updates)
+    def contender(mode: Mode, source: str, suffix: str = "") -> Contender:
+        config = files if source == FILES else synthetic(files, updates)
+        job = Job(config.model_copy(update={"AMP": mode.amp(config.AMP)}), updates)
+        return Contender(_name(mode.name, source) + suffix, partial(one_turn, job))
 
-    def turn(mode: Mode, config: Config) -> Callable[[], Figures]:
-        return partial(one_turn, Job(config.model_copy(update={"AMP": mode.amp(config.AMP)}), updates))
-
-    contenders = [Contender(_name(mode.name, SYNTHETIC), turn(mode, made)) for mode in modes]
-    contenders.append(Contender(_name(REFERENCE, SYNTHETIC) + AGAIN, turn(modes[0], made)))
-    if not with_files:
-        return contenders
-    return contenders + [Contender(_name(mode.name, FILES), turn(mode, files)) for mode in modes]
+    contenders = [*(contender(mode, SYNTHETIC) for mode in modes), contender(modes[0], SYNTHETIC, AGAIN)]
+    return contenders + [contender(mode, FILES) for mode in modes] if with_files else contenders
 
 
 def _name(mode: str, source: str) -> str:
     return f"{mode}, {source}"
 
 
-def _modes(found: Found) -> list[str]:
-    return [name.partition(", ")[0] for name in found["turns"] if name.endswith(SYNTHETIC)]
+def _measured(results: Results) -> list[str]:
+    return [name.partition(", ")[0] for name in results.turns if name.endswith(SYNTHETIC)]
 
 
-def sections(found: Found) -> list[Section]:
-    first = ["mode", "memory (GB)", "to fp32", "iterations/s", "images/s", "of peak", "speed-up"]
-    with_files = any(name.endswith(FILES) for name in found["turns"])
-    rows = [[*first, *(("from files", "speed-up", "waited") if with_files else ())]]
-    for mode in _modes(found):
-        made, files = _name(mode, SYNTHETIC), _name(mode, FILES)
-        waited = middle(found, files, "data_wait_percent")
-        from_files = [
-            shown(middle(found, files, "images_per_second")),
-            shown_ratio(times_as_much(found, files, _name(REFERENCE, FILES), "images_per_second")),
-            "-" if waited is None else f"{waited:.0f} %",
-        ]
+def sections(results: Results) -> list[Section]:
+    heading = ["mode", "memory (GB)", "to fp32", "iterations/s", "images/s", "of peak", "speed-up"]
+    with_files = any(name.endswith(FILES) for name in results.turns)
+    rows = [[*heading, *(("from files", "speed-up", "waited") if with_files else ())]]
+    base, modes = _name(REFERENCE, SYNTHETIC), _measured(results)
+    for mode in modes:
+        name = _name(mode, SYNTHETIC)
+        memory, of_base = (results.median(each, "peak_memory_gb") for each in (name, base))
         rows.append(
             [
                 mode,
-                shown(middle(found, made, "peak_memory_gb")),
-                _percent(_to_fp32(found, mode, SYNTHETIC, "peak_memory_gb")),
-                shown(middle(found, made, "iterations_per_second")),
-                shown(middle(found, made, "images_per_second")),
-                of_peak(found, made),
-                shown_ratio(times_as_much(found, made, _name(REFERENCE, SYNTHETIC), "images_per_second")),
-                *(from_files if with_files else ()),
+                shown(memory),
+                percent(memory / of_base if memory is not None and of_base else None),
+                shown(results.median(name, "iterations_per_second")),
+                shown(results.median(name, "images_per_second")),
+                of_peak(results, name),
+                shown(results.ratio(name, base, "images_per_second")),
+                *(_from_files(results, mode) if with_files else ()),
             ]
         )
     notes = [
-        ceiling_line(found),
-        *choices_lines(found, (_name(mode, SYNTHETIC) for mode in _modes(found))),
-        control_line(found, _name(REFERENCE, SYNTHETIC), "images_per_second"),
-        iteration_line(found),
+        peak_line(results),
+        *results.choices_lines(_name(mode, SYNTHETIC) for mode in modes),
+        results.control_line(base, "images_per_second"),
+        results.iteration_line(),
     ]
     if with_files:
-        notes.append(
-            "from files: images/s of JPEGs that are read, decoded and augmented; waited: how much the model waited"
-        )
-    if found["device"].startswith("cpu"):
-        notes.append("memory: the most that the whole process took, with Python and its libraries")
-    return [Section(f"Precisions, {subject(found)}, {found['settings']['iterations']} iterations a turn", rows, notes)]
+        notes.append("from files: images/s of JPEGs that are read, decoded and augmented; waited: time without data")
+    if results["device"].startswith("cpu"):
+        notes.append("memory: peak of the whole process, Python and libraries included")
+    title = f"Precisions, {results.subject()}, {results.settings['iterations']} iterations per turn"
+    return [Section(title, rows, notes)]
 
 
-def _to_fp32(found: Found, mode: str, source: str, key: str) -> float | None:
-    mine, base = (middle(found, _name(name, source), key) for name in (mode, REFERENCE))
-    return mine / base if mine is not None and base else None
+def _from_files(results: Results, mode: str) -> list[str]:
+    name, waited = _name(mode, FILES), results.median(_name(mode, FILES), "data_wait_percent")
+    return [
+        shown(results.median(name, "images_per_second")),
+        shown(results.ratio(name, _name(REFERENCE, FILES), "images_per_second")),
+        percent(None if waited is None else waited / 100),
+    ]
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f} %"
-
-
-def charts(found: Found) -> list[Chart]:
+def charts(results: Results) -> list[Chart]:
     def bars(key: str, source: str) -> dict[str, float]:
-        return {mode: value for mode in _modes(found) if (value := middle(found, _name(mode, source), key)) is not None}
+        values = {mode: results.median(_name(mode, source), key) for mode in _measured(results)}
+        return {mode: value for mode, value in values.items() if value is not None}
 
+    files = bars("images_per_second", FILES)
     return [
         Chart("peak memory", "GB", bars=bars("peak_memory_gb", SYNTHETIC)),
-        Chart("images made on the device", "images/s", bars=bars("images_per_second", SYNTHETIC)),
-        *([Chart("images from files", "images/s", bars=files)] if (files := bars("images_per_second", FILES)) else []),
+        Chart("synthetic images", "images/s", bars=bars("images_per_second", SYNTHETIC)),
+        *([Chart("image files", "images/s", bars=files)] if files else []),
     ]
 
 

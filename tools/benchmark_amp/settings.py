@@ -1,60 +1,96 @@
-"""The settings that a table of benchmark_amp.py measures with: the user's, and small ones for the rest on a CPU."""
+"""Settings of a measurement: the user's, and small defaults for a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tools.benchmark_amp.ceiling import ceiling
+from tools.benchmark_amp.table import Machine
 from tools.common.command_line import ToolLine, about_one_device, check_one_training
-from utils.cli import Flag
-from utils.config import Config, Loaded
+from utils.config import AmpConfig, Config, Loaded
+from utils.flags import Flag
 
 if TYPE_CHECKING:
     import torch
 
-MODEL = Flag("model", "the model, by its name (or -cfg FILE)", "NAME", ("MODEL",))
+MODEL = Flag("model", "name of the model (or give -cfg FILE)", "NAME")
 ON_CPU: dict[str, Any] = {"MODEL.NAME": "vit_tiny_patch16_224", "DATA.BATCH_SIZE": 8}
-"""So that a CPU ends in minutes."""
+"""Defaults on a CPU, where the usual ones would take hours."""
 
 
-def settings_of(
+@dataclass(frozen=True)
+class Setup:
+    """Checked settings and the device to measure."""
+
+    loaded: Loaded
+    device: torch.device
+    remarks: list[str]
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    def is_default(self, key: str) -> bool:
+        return self.loaded.sources[key] == "default"
+
+    def machine(self, precisions: Iterable[AmpConfig] = ()) -> Machine:
+        """The device, prepared as for training, with its peak in each of the `precisions`."""
+        import torch
+
+        from engine.machine.device import describe, prepare
+        from utils.distributed.world import ALONE
+
+        name = describe(self.device, ALONE, prepare(self.config, self.device, ALONE))
+        gpu = None
+        if self.device.type == "cuda":
+            properties: Any = torch.cuda.get_device_properties(self.device)
+            gpu = f"GPU-{properties.uuid}"
+        # After `prepare`, which sets the threads that the peak is measured with.
+        return Machine(name, gpu, ceiling(self.config, self.device, precisions))
+
+
+def set_up(
     line: ToolLine,
-    small: Mapping[str, Any] = ON_CPU,
+    on_cpu: Mapping[str, Any] = ON_CPU,
+    on_gpu: Mapping[str, Any] | None = None,
     fixed: Mapping[str, Any] | None = None,
-    usual: Mapping[str, Any] | None = None,
-) -> tuple[Loaded, torch.device, list[str]]:
-    """The settings, checked, their device, and what to say of them.
+) -> Setup:
+    """Settings of the command line, completed by a table's own defaults, and their device.
 
-    `small`: what holds on a CPU where the user said nothing, and `usual` elsewhere. `fixed`: what this table gives
-    beside what the user says.
+    `on_cpu`, `on_gpu`: defaults for keys that the user did not set. `fixed`: settings that the table always uses.
     """
     from engine.machine.device import pick_device
     from utils.distributed.world import ALONE
 
-    given = {key: (value, "benchmark_amp.py") for key, value in (fixed or {}).items()}
-    if "MODEL" in line.own:
-        given["MODEL.NAME"] = line.own["MODEL"]
+    given: dict[str, Any] = {key: (value, "benchmark_amp.py") for key, value in (fixed or {}).items()}
+    if "model" in line.given:
+        given["MODEL.NAME"] = line.asked.model, "-model"
     loaded = line.load(given)
     device = pick_device(loaded.config.DEVICE, ALONE)
-    remarks: list[str] = []
-    on_cpu = device.type == "cpu"
-    filled = {k: v for k, v in (small if on_cpu else usual or {}).items() if loaded.sources[k] == "default"}
-    if filled:
-        loaded = line.load({**given, **{key: (value, "benchmark_amp.py") for key, value in filled.items()}})
-    if filled and on_cpu:
-        told_of = ", ".join(f"{key} {value}" for key, value in filled.items())
-        remarks.append(f"small on a CPU where nothing else is given: {told_of}")
+    defaults = on_cpu if device.type == "cpu" else on_gpu or {}
+    defaults = {key: value for key, value in defaults.items() if loaded.sources[key] == "default"}
+    if defaults:
+        loaded = line.load({**given, **{key: (value, "benchmark_amp.py") for key, value in defaults.items()}})
     check_one_training(loaded, "benchmark_amp.py")
-    return loaded, device, [*loaded.notes, *about_one_device(loaded), *remarks]
+    remarks = [*loaded.notes, *about_one_device(loaded)]
+    if defaults and device.type == "cpu":
+        remarks.append(f"small defaults on a CPU: {', '.join(f'{key} {value}' for key, value in defaults.items())}")
+    return Setup(loaded, device, remarks)
 
 
 def synthetic(config: Config, updates: int) -> Config:
-    """The same, on images made on the device, in epochs of no less than `updates` whole updates."""
+    """`config` on images made on the device, with at least `updates` updates per epoch."""
     samples = config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER * updates
     data = {"DATASET": "synthetic", "DATA_PATH": None, "SYNTHETIC_TRAIN": samples, "DROP_LAST": True}
     return changed(config, "DATA", **data)
 
 
 def changed(config: Config, section: str, **values: Any) -> Config:
-    """The same settings but for some of one section."""
+    """A copy of `config` with other values in one section."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

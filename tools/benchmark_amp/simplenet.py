@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
-from tools.benchmark_amp.frame import (
-    AGAIN,
-    Chart,
-    Contender,
-    Figures,
-    Found,
-    Plan,
-    Section,
-    Table,
-    control_line,
-    middle,
-    precision_of,
-    shown,
-    shown_ratio,
-    times_as_much,
-)
-from tools.benchmark_amp.settings import changed, settings_of
+from tools.benchmark_amp.results import AGAIN, Metrics, Results, shown
+from tools.benchmark_amp.settings import changed, set_up
+from tools.benchmark_amp.table import ROUNDS, Chart, Contender, Plan, Section, Table
 from tools.common.command_line import ToolLine
-from utils.cli import Flag
 from utils.config import Config
+from utils.flags import Flag, whole
 
 if TYPE_CHECKING:
     import torch
@@ -33,20 +20,20 @@ if TYPE_CHECKING:
     from datasets import Batch, Window
     from engine.update import Parts
 
-ABOUT = """Three linear layers on random numbers: AMP off, on, and on with ten batches an update; with the loss.
+ABOUT = """Three linear layers on random numbers: AMP off, on, and on with ten batches per update; with the loss.
 
     python scripts/benchmark_amp.py simplenet
     python scripts/benchmark_amp.py simplenet -width 4096 -batch_size 512 -batches 50 -epochs 5
 
-ReLU after the first two, mean squared error, SGD at 1e-4, loss scale 1024 where the loss is scaled. The numbers lie on
-the device before time is taken; the loss that is told is the last update's. Such a net is nearly nothing but matrix
-products: this is the most that AMP can do on a device."""
+ReLU after the first two layers, mean squared error, SGD at 1e-4, loss scale 1024 if the loss is scaled. The numbers are
+on the device before the time starts; the loss is that of the last update. The net is little else than matrix products,
+so its speed-up is the most that AMP reaches on a device."""
 FLAGS = (
-    Flag("width", "inputs and outputs of each layer (default 4096; on a CPU 512)", "N", ("WIDTH",)),
-    Flag("batches", "batches of an epoch (default 50; on a CPU 20)", "N", ("BATCHES",)),
-    Flag("epochs", "epochs of a turn (default 5; on a CPU 2)", "N", ("EPOCHS",)),
-    Flag("accumulated", "batches an update in the third contender (default 10)", "N", ("ACCUMULATED",)),
-    Flag("rounds", "turns of each (default 3)", "N", ("ROUNDS",)),
+    Flag("width", "inputs and outputs of each layer (default 4096; on a CPU 512)", "N", kind=whole(1)),
+    Flag("batches", "batches per epoch (default 50; on a CPU 20)", "N", kind=whole(1)),
+    Flag("epochs", "epochs per turn (default 5; on a CPU 2)", "N", kind=whole(1)),
+    Flag("accumulated", "batches per update of the third contender", "N", default=10, kind=whole(1)),
+    ROUNDS,
 )
 FIXED = {
     "TRAIN.OPTIMIZER.NAME": "SGD",
@@ -61,31 +48,28 @@ WARMUP = 2
 
 
 def plan(line: ToolLine) -> Plan:
-    loaded, device, remarks = settings_of(line, {"DATA.BATCH_SIZE": 64}, FIXED, {"DATA.BATCH_SIZE": 512})
-    small = device.type == "cpu"
-    width, batches = line.whole("WIDTH", 512 if small else 4096), line.whole("BATCHES", 20 if small else 50)
-    epochs, accumulated = line.whole("EPOCHS", 2 if small else 5), line.whole("ACCUMULATED", 10)
-    config = changed(loaded.config, "TRAIN", NUM_EPOCHS=epochs)
-    if loaded.sources["AMP.INIT_LOSS_SCALING"] == "default":
+    setup = set_up(line, on_cpu={"DATA.BATCH_SIZE": 64}, on_gpu={"DATA.BATCH_SIZE": 512}, fixed=FIXED)
+    asked, accumulated = line.asked, line.asked.accumulated
+    width, batches = asked.width or (512 if setup.on_cpu else 4096), asked.batches or (20 if setup.on_cpu else 50)
+    epochs = asked.epochs or (2 if setup.on_cpu else 5)
+    config = changed(setup.config, "TRAIN", NUM_EPOCHS=epochs)
+    if setup.is_default("AMP.INIT_LOSS_SCALING"):
         config = changed(config, "AMP", INIT_LOSS_SCALING=1024.0)
-
-    from tools.benchmark_amp.training import device_in_words, gpu_of
-
-    words = device_in_words(config, device)
-    net = SimpleNet(config, device, width, batches)
+    machine = setup.machine()
+    net = SimpleNet(config, setup.device, width, batches)
     contenders = [
-        Contender(OFF, lambda: net.turn(False, 1)),
-        Contender(ON, lambda: net.turn(True, 1)),
-        Contender(_accumulating(accumulated), lambda: net.turn(True, accumulated)),
-        Contender(OFF + AGAIN, lambda: net.turn(False, 1)),
+        Contender(OFF, partial(net.turn, False, 1)),
+        Contender(ON, partial(net.turn, True, 1)),
+        Contender(_accumulating(accumulated), partial(net.turn, True, accumulated)),
+        Contender(OFF + AGAIN, partial(net.turn, False, 1)),
     ]
-    wishes = {"width": width, "batch": config.DATA.BATCH_SIZE, "batches": batches, "epochs": epochs}
-    wishes |= {"accumulated": accumulated, "amp": f"{config.AMP.LEVEL} {config.AMP.DTYPE}", "seed": config.SEED}
-    return Plan(contenders, line.whole("ROUNDS", 3), wishes, words, gpu_of(device), remarks=remarks)
+    settings = {"width": width, "batch": config.DATA.BATCH_SIZE, "batches": batches, "epochs": epochs}
+    settings |= {"accumulated": accumulated, "amp": f"{config.AMP.LEVEL} {config.AMP.DTYPE}", "seed": config.SEED}
+    return Plan(contenders, asked.rounds, settings, machine, remarks=setup.remarks)
 
 
 class SimpleNet:
-    """The same first weights and the same numbers for every turn; what trains is the engine's own update."""
+    """The net on fixed numbers; every turn starts from the same weights and trains by the engine's own update."""
 
     def __init__(self, config: Config, device: torch.device, width: int, batches: int) -> None:
         import torch
@@ -97,12 +81,12 @@ class SimpleNet:
         size = config.DATA.BATCH_SIZE
         self._batches: list[Batch] = []
         for _ in range(batches):
-            # Inputs, and behind them what is to come out: a batch has one place for both.
+            # Inputs followed by targets: a batch has one field for both.
             numbers = torch.randn(2, size, width, device=device, generator=generator)
             places = torch.arange(size, device=device)
             self._batches.append(Batch(numbers, torch.zeros_like(places), places))
 
-    def turn(self, enabled: bool, accumulated: int) -> Figures:
+    def turn(self, enabled: bool, accumulated: int) -> Metrics:
         from engine.machine.device import wait_for
         from engine.update import train_update
 
@@ -154,27 +138,26 @@ class SimpleNet:
 
 
 def _accumulating(batches: int) -> str:
-    return f"AMP on, {batches} batches an update"
+    return f"AMP on, {batches} batches an update"  # a key in -json files
 
 
-def sections(found: Found) -> list[Section]:
-    settings = found["settings"]
+def sections(results: Results) -> list[Section]:
+    settings = results.settings
     rows = [["", "precision", "seconds", "speed-up", "loss"]]
     for name in (OFF, ON, _accumulating(settings["accumulated"])):
-        speedup = times_as_much(found, OFF, name, "seconds")
-        seconds, loss = (shown(middle(found, name, key), 4) for key in ("seconds", "loss"))
-        rows.append([name, precision_of(found, name), seconds, shown_ratio(speedup), loss])
+        seconds, loss = (shown(results.median(name, key), 4) for key in ("seconds", "loss"))
+        rows.append([name, results.precision(name), seconds, shown(results.ratio(OFF, name, "seconds")), loss])
     title = (
         f"Three linear layers of {settings['width']}, {settings['batches']} batches of {settings['batch']}, "
         f"{settings['epochs']} epochs"
     )
-    return [Section(title, rows, [control_line(found, OFF, "seconds")])]
+    return [Section(title, rows, [results.control_line(OFF, "seconds")])]
 
 
-def charts(found: Found) -> list[Chart]:
-    names = (OFF, ON, _accumulating(found["settings"]["accumulated"]), OFF + AGAIN)
-    bars = {name: value for name in names if (value := middle(found, name, "seconds")) is not None}
-    return [Chart(sections(found)[0].title, "seconds", bars=bars)]
+def charts(results: Results) -> list[Chart]:
+    names = (OFF, ON, _accumulating(results.settings["accumulated"]), OFF + AGAIN)
+    bars = {name: value for name in names if (value := results.median(name, "seconds")) is not None}
+    return [Chart(sections(results)[0].title, "seconds", bars=bars)]
 
 
 TABLE = Table("simplenet", ABOUT, FLAGS, plan, sections, charts)

@@ -1,9 +1,9 @@
-"""Be `python SCRIPT ...` and write down how long each part of starting up took, up to the first update.
+"""Run `python SCRIPT ...` up to its first updates and record how long each part of the start takes.
 
-    python tools/benchmark_amp/startup_probe.py RESULT.json BEGAN SCRIPT [its own words]
+    python tools/benchmark_amp/startup_probe.py RESULT.json BEGAN SCRIPT [arguments of SCRIPT]
 
-BEGAN is time.monotonic() of whoever starts this, which all processes of a machine share. Time belongs to the innermost
-part that is going on: an import that building the model asks for is an import.
+BEGAN is time.monotonic() of the parent; all processes of a machine share that clock. Time counts for the innermost
+active part: an import that is triggered by building the model counts as import.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 RUNNING = time.monotonic()
 
-# Little else: this file must not be what is measured.
+# Few imports: this file must not add to the measured time.
 import _thread  # noqa: E402
 import importlib._bootstrap  # noqa: E402
 import sys  # noqa: E402
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 UPDATES = 4
-"""The first one's seconds beyond those of later ones are compiling, or whatever else comes once."""
+"""The first one's time beyond that of later ones counts as compiling."""
 OURS = ("engine", "models", "datasets", "utils")
 UPDATE = "update"
 WATCHED = {
@@ -31,11 +31,11 @@ WATCHED = {
     "datasets.registry": {"open_dataset": "data index", "check_dataset": "data index"},
     "engine.update": {"train_update": UPDATE},
 }
-"""Functions that are parts of their own, by the module that has them."""
+"""Functions that are timed as a part: module -> function -> part."""
 
 
 class Parts:
-    """Seconds of each part. One goes on at a time; what that one waits for meanwhile is not charged."""
+    """Seconds of each part. Only the innermost active part is charged."""
 
     def __init__(self, began: float) -> None:
         self.seconds = {"python": RUNNING - began}
@@ -56,15 +56,15 @@ class Parts:
 
 
 class Updates:
-    """Hears of each update; after some of them all is known, and the program may end."""
+    """Times each update, and ends the program after a few."""
 
     def __init__(self, parts: Parts, result: str) -> None:
         self._parts, self._result = parts, result
         self._until_first: dict[str, float] = {}
         self._seconds: list[float] = []
 
-    def hear(self, train_update: Callable[..., Any]) -> Callable[..., None]:
-        def heard(*args: Any, **options: Any) -> None:
+    def timed(self, train_update: Callable[..., Any]) -> Callable[..., None]:
+        def wrapper(*args: Any, **options: Any) -> None:
             before = self._parts.seconds.get(UPDATE, 0.0)
             self._parts.enter(UPDATE)
             train_update(*args, **options)
@@ -78,7 +78,7 @@ class Updates:
                 self._write()
                 raise SystemExit(0)
 
-        return heard
+        return wrapper
 
     def _write(self) -> None:
         import json
@@ -92,14 +92,14 @@ class Updates:
 
 
 def watch_imports(parts: Parts, updates: Updates) -> None:
-    """Charge imports to the package they load, and listen at the functions that are parts of their own."""
-    bootstrap: Any = importlib._bootstrap  # `import` asks it for what is not loaded yet
+    """Charge imports to the package they load, and time the functions in WATCHED."""
+    bootstrap: Any = importlib._bootstrap  # loads modules that are not in sys.modules
     load = bootstrap._find_and_load
 
     main_thread = _thread.get_ident()
 
     def watched(name: str, import_: Any) -> Any:
-        if _thread.get_ident() != main_thread:  # goes on beside the rest, and keeps nobody waiting
+        if _thread.get_ident() != main_thread:  # runs concurrently and delays nothing
             return load(name, import_)
         parts.enter(f"import {_package(name)}")
         try:
@@ -108,7 +108,7 @@ def watch_imports(parts: Parts, updates: Updates) -> None:
             parts.leave()
         for function, part in WATCHED.get(name, {}).items():
             known = getattr(module, function)
-            setattr(module, function, updates.hear(known) if part == UPDATE else _heard(known, part, parts))
+            setattr(module, function, updates.timed(known) if part == UPDATE else _timed(known, part, parts))
         return module
 
     bootstrap._find_and_load = watched
@@ -121,15 +121,15 @@ def _package(module: str) -> str:
     return "Python's own" if top in sys.stdlib_module_names else top
 
 
-def _heard(function: Callable[..., Any], part: str, parts: Parts) -> Callable[..., Any]:
-    def heard(*args: Any, **options: Any) -> Any:
+def _timed(function: Callable[..., Any], part: str, parts: Parts) -> Callable[..., Any]:
+    def wrapper(*args: Any, **options: Any) -> Any:
         parts.enter(part)
         try:
             return function(*args, **options)
         finally:
             parts.leave()
 
-    return heard
+    return wrapper
 
 
 def main() -> None:
@@ -138,7 +138,7 @@ def main() -> None:
     watch_imports(parts, Updates(parts, result))
     sys.argv = [script, *argv]
     sys.path[0] = script.rpartition("/")[0] or "."
-    # As `python SCRIPT` does it; runpy would have to be imported for it.
+    # As `python SCRIPT` does; runpy would have to be imported.
     with open(script, encoding="utf-8") as file:
         code = compile(file.read(), script, "exec")
     exec(code, {"__name__": "__main__", "__file__": script, "__builtins__": __builtins__})

@@ -1,68 +1,56 @@
-"""How fast do images reach the model, and is that fast enough? Measured beside timm and torchvision, in turns.
+"""Measure how fast images reach the model, beside timm and torchvision, and whether that is fast enough.
 
     python scripts/benchmark_data.py -data_path /data/imagenet -appetite 2500
     python scripts/benchmark_data.py -dataset imagefolder -data_path /data/flowers -num_workers 0,4,16 -json speed.json
-    python scripts/benchmark_data.py -made 1500 -size small        # no data at hand: on JPEGs that it makes
+    python scripts/benchmark_data.py -made 1500 -size small        # without data: on JPEGs that it makes
 
-Per core: images a second of one core's time, from the stored file to uint8 pixels of the size the model takes, by
-training's and by validation's way; packed: the same images after scripts/pack_images.py. Through the loaders: batches
-as they arrive in the process that trains, by the clock. By stage: where our path spends its time. All in rounds in
-which everything has its turn, so that a busy machine slows all of them alike; figures are medians of the rounds, and
-ratios are taken within them.
+Per core: images per second of one core's time, from the stored file to uint8 pixels of the model's image size, by the
+paths of training and of validation; `packed` is the same after scripts/pack_images.py. Through the loaders: batches per
+wall-clock time, as they arrive in the training process. By stage: where our path spends its time. All contenders
+alternate, so that a busy machine slows all of them; the report shows medians, and ratios taken within a round.
 
--appetite N says how many images a second the model could take (training prints images/s; measure with -dataset
-synthetic). All flags and settings of main_single_gpu.py hold, TRAIN.RAND_AUGMENT=true for one.
+-appetite N is the number of images per second that the model can train (training logs images/s; measure it with
+-dataset synthetic). All flags and settings of main_single_gpu.py are accepted, such as TRAIN.RAND_AUGMENT=true.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from tools.common.command_line import OVERWRITE, Tool, ToolLine, run_tool
-from utils.cli import Flag
+from tools.common.command_line import OVERWRITE, Tool, ToolLine, above_zero, run_tool, some_of, whole_numbers
 from utils.config import Loaded
 from utils.cpus import cores
-from utils.errors import EXIT_DONE, UserError, nearest
+from utils.errors import EXIT_DONE, UserError
+from utils.flags import Flag, whole
 from utils.log import log
 
 PARTS = ("train", "val", "packed", "stages", "loader")
 SIZES = {"small": "500 x 375, 100 KB", "large": "1600 x 1200, 940 KB"}
 MADE = 1500
 OWN = (
-    Flag("made", f"use N JPEGs that it makes, once (default {MADE} where there is no -data_path)", "N", ("MADE",)),
-    Flag("size", f"of those: {' or '.join(f'{n} ({a})' for n, a in SIZES.items())}", "NAME", ("SIZE",)),
-    Flag("rounds", "how often everything has its turn (default 5)", "N", ("ROUNDS",)),
-    Flag("images", "images of each turn (default 500)", "N", ("IMAGES",)),
+    Flag("made", f"use N JPEGs that it makes, once (default {MADE} if there is no -data_path)", "N", kind=whole(1)),
+    Flag(
+        "size",
+        f"size of these JPEGs: {' or '.join(f'{name} ({about})' for name, about in SIZES.items())}",
+        "NAME",
+        default="small",
+        choices=tuple(SIZES),
+    ),
+    Flag("rounds", "turns of each contender", "N", default=5, kind=whole(1)),
+    Flag("images", "images per turn", "N", default=500, kind=whole(1)),
     Flag(
         "num_workers",
-        "loading processes, such as 0,1,4 (default: powers of two up to the cores)", "A,B",
-        ("WORKERS",),
+        "loading processes, such as 0,1,4 (default: powers of two up to the cores)",
+        "A,B",
+        kind=whole_numbers(0),
         old=("workers",),
     ),
-    Flag("parts", f"what to measure (default {','.join(PARTS)})", "A,B", ("PARTS",)),
-    Flag("appetite", "images a second the model could take", "N", ("APPETITE",)),
-    Flag("budget_min", "minutes in all; ends in time with what it has (default 10)", "M", ("BUDGET_MIN",)),
-    Flag("json", "write all figures, with machine, versions and command", "FILE", ("JSON",)),
-    Flag("plot", "draw them", "FILE.png", ("PLOT",), old=("out",)),
+    Flag("parts", f"what to measure (default {','.join(PARTS)})", "A,B", kind=some_of(*PARTS)),
+    Flag("appetite", "images per second that the model can train", "N", kind=above_zero),
+    Flag("budget_min", "time limit in minutes; ends in time with what it has", "M", default=10, kind=above_zero),
+    Flag("json", "write all measurements, with machine, versions and command", "FILE"),
+    Flag("plot", "draw the results", "FILE.png", old=("out",)),
     OVERWRITE,
-)  # fmt: skip
+)
 TOOL = Tool("benchmark_data.py", __doc__, OWN)
-
-
-@dataclass(frozen=True)
-class Wishes:
-    made: int | None
-    size: str
-    rounds: int
-    images: int
-    workers: tuple[int, ...]
-    parts: tuple[str, ...]
-    appetite: float | None
-    seconds: float
-    json: Path | None
-    plot: Path | None
 
 
 def main(argv: list[str]) -> int:
@@ -71,11 +59,12 @@ def main(argv: list[str]) -> int:
 
 def _benchmark(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    wishes = _wishes(line)
+    asked = line.asked
+    json_file, picture = line.file("json", ".json"), line.file("plot", ".png")
     loaded = line.load()
-    _check(loaded, line, wishes)
+    _check(loaded, line)
 
-    # Only now, with everything known to be right: importing torch takes seconds.
+    # Imported after all checks: importing torch takes seconds.
     from engine.machine.device import pick_device
     from tools.benchmark_data.report import report
     from tools.benchmark_data.run import Benchmark, Plan
@@ -86,64 +75,23 @@ def _benchmark(argv: list[str]) -> int:
     for note in loaded.notes:
         log.info(note)
     device = pick_device(config.DEVICE, ALONE)
-    plan = Plan(wishes.rounds, wishes.images, wishes.workers, wishes.seconds, wishes.parts)
-    if wishes.made is not None or (config.DATA.DATA_PATH is None and loaded.sources["DATA.DATASET"] == "default"):
-        config = on_made_images(config, wishes.made or MADE, wishes.size)
-    found = Benchmark(config, plan, device).run()
-    report(found, wishes.appetite, wishes.json)
-    if wishes.plot is not None:
+    workers = asked.num_workers or (0, *(2**n for n in range(cores().bit_length())))
+    plan = Plan(asked.rounds, asked.images, workers, 60 * asked.budget_min, asked.parts or PARTS)
+    if asked.made is not None or (config.DATA.DATA_PATH is None and loaded.sources["DATA.DATASET"] == "default"):
+        config = on_made_images(config, asked.made or MADE, asked.size)
+    results = Benchmark(config, plan, device).run()
+    report(results, asked.appetite, json_file)
+    if picture is not None:
         from tools.benchmark_data.picture import draw
 
-        draw(wishes.plot, found, wishes.appetite)
-        log.info("the picture: %s", wishes.plot)
+        draw(picture, results, asked.appetite)
+        log.info("the picture: %s", picture)
     return EXIT_DONE
 
 
-def _wishes(line: ToolLine) -> Wishes:
-    size = _given(line, "SIZE", "small")
-    if size not in SIZES:
-        raise UserError(f"-size {size}: takes {' or '.join(SIZES)}.{nearest(size, SIZES)}")
-    return Wishes(
-        made=line.whole("MADE", MADE) if "MADE" in line.own else None,
-        size=size,
-        rounds=line.whole("ROUNDS", 5),
-        images=line.whole("IMAGES", 500),
-        workers=_workers(line),
-        parts=_parts(line),
-        appetite=line.above_zero("APPETITE", 1000) if "APPETITE" in line.own else None,
-        seconds=60 * line.above_zero("BUDGET_MIN", 10),
-        json=line.file("JSON", ".json") if "JSON" in line.own else None,
-        plot=line.file("PLOT", ".png") if "PLOT" in line.own else None,
-    )
-
-
-def _given(line: ToolLine, key: str, default: Any = None) -> Any:
-    return line.own.get(key, (default, ""))[0]
-
-
-def _workers(line: ToolLine) -> tuple[int, ...]:
-    text = _given(line, "WORKERS")
-    if text is None:
-        return (0, *(2**n for n in range(cores().bit_length())))
-    words = text.split(",")
-    if not all(word.isdecimal() for word in words):
-        raise UserError(f"-num_workers {text}: takes whole numbers with commas between them, such as 0,1,4.")
-    return tuple(sorted({int(word) for word in words}))
-
-
-def _parts(line: ToolLine) -> tuple[str, ...]:
-    text = _given(line, "PARTS", ",".join(PARTS))
-    for word in text.split(","):
-        if word not in PARTS:
-            raise UserError(
-                f"-parts {text}: there is no part {word!r}.{nearest(word, PARTS)} Known: {', '.join(PARTS)}."
-            )
-    return tuple(text.split(","))
-
-
-def _check(loaded: Loaded, line: ToolLine, wishes: Wishes) -> None:
-    folder = loaded.config.DATA.DATA_PATH
-    if folder is not None and (wishes.made is not None or "SIZE" in line.own):
+def _check(loaded: Loaded, line: ToolLine) -> None:
+    path = loaded.config.DATA.DATA_PATH
+    if path is not None and line.given & {"made", "size"}:
         raise UserError(
-            f"-made and -size are about JPEGs that are made; DATA.DATA_PATH {folder} names others. Give one."
+            f"-made and -size are for JPEGs that the tool makes, but DATA.DATA_PATH is {path}; give one or the other."
         )

@@ -1,4 +1,4 @@
-"""The same images as they would be after scripts/pack_images.py: what would packing bring here?"""
+"""The same images after scripts/pack_images.py, to show what packing gains."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ QUALITY = 90
 SUFFIX = {"train": True, "val": False}
 
 Packed = dict[str, dict[bool, Images]]
-"""Kind of packing -> training part (True) and validation part (False)."""
+"""Kind of packing -> training split (True) and validation split (False)."""
 
 
 def pack(parts: dict[bool, Images], orders: dict[bool, np.ndarray], changes: TrainConfig, folder: Path) -> Packed:
-    """Write the chosen samples to `folder`, pack them as JPEG and raw, and open what came of it."""
+    """Write the chosen samples to `folder`, pack them as JPEG and raw, and open the results."""
     source = folder / "images"
     for name, train in SUFFIX.items():
         _write(parts[train], orders[train], source / name / "images")
@@ -34,34 +34,36 @@ def pack(parts: dict[bool, Images], orders: dict[bool, np.ndarray], changes: Tra
         f"packed ({side}, quality {QUALITY})": ["-quality", str(QUALITY)],
         f"packed ({side}, raw)": ["-raw"],
     }
-    found: Packed = {}
+    opened: Packed = {}
     for number, (kind, words) in enumerate(kinds.items()):
         packed = folder / str(number)
         how = ["-dataset", "imagefolder", "-short_side", str(side), f"DATA.IMAGE_CHANNELS={data.IMAGE_CHANNELS}"]
         command = [sys.executable, str(PACK_IMAGES), str(source), str(packed), *words, *how]
-        # Only what goes wrong is told: nobody is to train on what is packed here.
+        # Show only errors: the packed images are temporary.
         if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
-            raise TrainingError("Packing failed, as said above; -parts train,val,stages,loader does without.")
-        found[kind] = _opened(data, changes, packed)
-    return found
+            raise TrainingError(
+                "packing failed, see the error above; -parts train,val,stages,loader measures without it."
+            )
+        opened[kind] = _open(data, changes, packed)
+    return opened
 
 
 def _write(part: Images, order: np.ndarray, folder: Path) -> None:
     folder.mkdir(parents=True)
     for number, index in enumerate(order.tolist()):
         content = part.samples.read(index)
-        assert isinstance(content, bytes), "pixels that need no decoding gain nothing from packing"
-        # Images whose name has no ending of its own come as something PIL can tell by itself.
+        assert isinstance(content, bytes), "decoded pixels gain nothing from packing"
+        # PIL recognises the format by its content, whatever the ending.
         suffix = Path(part.samples.name(index)).suffix or ".jpg"
         (folder / f"{number:06d}{suffix}").write_bytes(content)
 
 
-def _opened(data: DataConfig, changes: TrainConfig, folder: Path) -> dict[bool, Images]:
+def _open(data: DataConfig, changes: TrainConfig, folder: Path) -> dict[bool, Images]:
     shards = data.model_copy(update={"DATASET": "shards", "DATA_PATH": str(folder), "EXCLUDE": None})
-    found: dict[bool, Images] = {}
+    splits: dict[bool, Images] = {}
     for train in (True, False):
         part: ImageDataset = open_dataset(shards, train, 1, 0, torch.device("cpu"))
         part = part.augment(changes) if train else part
         assert isinstance(part, Images)
-        found[train] = part
-    return found
+        splits[train] = part
+    return splits

@@ -1,4 +1,4 @@
-"""The ways from a stored image to uint8 pixels: ours, timm's and torchvision's, over the very same samples."""
+"""Paths from a stored image to uint8 pixels: ours, timm's and torchvision's, on the same samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchvision.transforms import InterpolationMode
 from datasets.base import Encoded, Samples
 from datasets.images import Images
 from datasets.transforms.augment import image_changes
-from tools.common.turns import BOUND, OURS, TIMM, TORCHVISION, TORCHVISION_FLOAT, Contender
+from tools.benchmark_data.rates import BOUND, OURS, TIMM, TORCHVISION, TORCHVISION_FLOAT, Contender
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -26,7 +26,7 @@ Transform = Callable[[Image.Image], Any]
 
 
 class PerSample(Dataset[tuple[Any, int]]):
-    """What a user of timm or torchvision has: PIL opens the image, a transform does the rest."""
+    """The usual data set of timm and torchvision: PIL opens the image, a transform does the rest."""
 
     def __init__(self, samples: Samples, transform: Transform, order: np.ndarray | None = None) -> None:
         self.samples, self.transform = samples, transform
@@ -48,7 +48,7 @@ def opened(encoded: Encoded) -> Image.Image:
 
 
 def timm_transform(data: DataConfig, train: bool, changes: TrainConfig) -> Transform:
-    """create_transform as timm's own training calls it: it ends at bytes, which are normalised on the device."""
+    """create_transform as in timm's training: it ends with uint8, which the device normalises."""
     transform: Any = create_transform(
         data.IMAGE_SIZE,
         is_training=train,
@@ -61,13 +61,13 @@ def timm_transform(data: DataConfig, train: bool, changes: TrainConfig) -> Trans
         use_prefetcher=True,
     )
     if train:
-        # The same operations for all: timm's own would stop the run at an image that Pillow 13 refuses to posterise.
+        # The same operations for all: timm's would stop at an image that Pillow 13 refuses to posterise.
         transform.transforms[-1:-1] = image_changes(data, changes)
     return transform
 
 
 def torchvision_transform(data: DataConfig, train: bool, changes: TrainConfig, normalised: bool) -> Transform:
-    """The steps of torchvision's reference training, to bytes or to the end."""
+    """The steps of torchvision's reference training, up to uint8 or including normalisation."""
     mode = InterpolationMode(data.INTERPOLATION)
     if train:
         crop = v1.RandomResizedCrop(data.IMAGE_SIZE, data.CROP_SCALE, data.CROP_RATIO, mode, antialias=True)
@@ -100,7 +100,7 @@ def theirs(name: str, samples: Samples, order: np.ndarray, transform: Transform)
 
 
 def paths(images: Images, order: np.ndarray, train: bool, changes: TrainConfig, batch: int) -> list[Contender]:
-    """Everything that is compared per core, on one part of a data set."""
+    """Everything that is compared per core, on one split."""
     data, samples = images.data, images.samples
     return [
         ours(OURS, images, order, batch),
@@ -115,7 +115,7 @@ def is_jpeg(encoded: Encoded) -> bool:
 
 
 class InMemory:
-    """The samples of a round, read before its time begins."""
+    """The samples of a round, read before its time starts."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -129,7 +129,7 @@ class InMemory:
 
 
 def bound(samples: Samples, order: np.ndarray) -> Contender:
-    """Nothing but decoding JPEG files whole, from memory: no path that looks at every pixel can be faster."""
+    """Only decode whole JPEG files from memory: no path that looks at every pixel can be faster."""
     from simplejpeg import decode_jpeg
 
     held = InMemory(samples)

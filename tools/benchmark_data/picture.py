@@ -1,4 +1,4 @@
-"""The picture of benchmark_data.py: speed per core, speed through the loaders, and where our time goes."""
+"""Picture of benchmark_data.py: speed per core, speed through the loaders, time by stage."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from tools.benchmark_data.paths import OURS, TIMM
+from tools.benchmark_data.rates import OURS, TIMM
 from tools.benchmark_data.report import TITLES
 from utils.output_file import writing
 
 COLOURS = {OURS: "C0", TIMM: "C1"}
 
 
-def draw(path: Path, found: dict[str, Any], appetite: float | None) -> None:
-    parts = [part for part in ("train", "val", "loader", "stages") if found.get(part)]
+def draw(path: Path, results: dict[str, Any], appetite: float | None) -> None:
+    parts = [part for part in ("train", "val", "loader", "stages") if results.get(part)]
     figure, axes = plt.subplots(1, max(1, len(parts)), figsize=(6 * max(1, len(parts)), 4.5), squeeze=False)
     for axis, part in zip(axes[0], parts, strict=False):
         if part == "loader":
-            _draw_loaders(axis, found[part], appetite)
+            _draw_loaders(axis, results[part], appetite)
         elif part == "stages":
-            _draw_stages(axis, found[part])
+            _draw_stages(axis, results[part])
         else:
-            _draw_per_core(axis, found[part], TITLES[part])
-    figure.suptitle(f"{found['machine']}, {found['date']}", fontsize="small")
+            _draw_per_core(axis, results[part], TITLES[part])
+    figure.suptitle(f"{results['machine']}, {results['date']}", fontsize="small")
     figure.tight_layout()
-    with writing(path, "-out"):
+    with writing(path, "-plot"):
         figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -48,10 +48,10 @@ def _draw_loaders(axes: Axes, rows: dict[str, Any], appetite: float | None) -> N
     for name, colour in COLOURS.items():
         axes.plot(list(rows), [row[name] for row in rows.values()], "o-", label=name, color=colour)
     if appetite is not None:
-        axes.axhline(appetite, color="black", linestyle="--", label="the model's appetite")
+        axes.axhline(appetite, color="black", linestyle="--", label="needed by the model (-appetite)")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("loading processes")
-    axes.set_title("Through the loaders: images a second by the clock", fontsize="medium")
+    axes.set_title("Through the loaders: images/s", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
 
@@ -61,4 +61,4 @@ def _draw_stages(axes: Axes, stages: dict[str, float]) -> None:
     bars = axes.barh(names, [stages[name] for name in names], color="C0")
     axes.bar_label(bars, fmt="%.2f", padding=3, fontsize="small")
     axes.margins(x=0.15)
-    axes.set_title("Where a core's time goes: ms an image (training)", fontsize="medium")
+    axes.set_title("CPU time by stage: ms per image (training)", fontsize="medium")

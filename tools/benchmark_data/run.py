@@ -1,4 +1,4 @@
-"""One benchmark of the data path from beginning to end, and what came of it as plain figures."""
+"""Measure the data path and return the results as plain values."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from engine.machine.device import processor
 from tools.benchmark_data.loaders import loader_name, loaders
 from tools.benchmark_data.packed import Packed, pack
 from tools.benchmark_data.paths import bound, is_jpeg, opened, ours, paths
+from tools.benchmark_data.rates import OURS, TIMM, TORCHVISION, Rates, measure
 from tools.benchmark_data.stages import stage_runs, stages, transfer_milliseconds
-from tools.common.turns import OURS, TIMM, TORCHVISION, Budget, Rates, Ratio, measure, ratio
+from tools.common.turns import Budget, Ratio, ratio
 from utils.cache import cache_folder
 from utils.config import Config
 from utils.cpus import cores
@@ -31,16 +32,16 @@ from utils.errors import UserError
 from utils.heap import keep_freed_memory
 from utils.log import log
 
-Found = dict[str, Any]
+Results = dict[str, Any]
 BATCHES = 8
-"""There are at least so many batches in a round, or a loader would be measured while it begins."""
+"""Least number of batches per round; with fewer, mainly the start of a loader would be measured."""
 LOOKED_AT = 64
-"""Samples whose kind and size are told."""
+"""Number of samples to report kind and size of."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, how often, and for how long at most."""
+    """What to measure, how often, and the time limit."""
 
     rounds: int
     images: int
@@ -50,17 +51,17 @@ class Plan:
 
 
 class Benchmark:
-    """The parts of the data set, and what was found so far."""
+    """Measures the splits of a data set."""
 
     def __init__(self, config: Config, plan: Plan, device: torch.device) -> None:
-        # As loading processes have it. Operations must not spread over other cores; and the others gain by it too.
+        # As in loading processes: operations must not use other cores. timm and torchvision gain from it too.
         torch.set_num_threads(1)
         keep_freed_memory()
         check_dataset(config.DATA, config.MODEL.NUM_CLASSES)
         self.config, self.plan, self.device = config, plan, device
         self.budget = Budget(plan.seconds)
         self.parts = {train: self._open(train) for train in (True, False)}
-        self.orders = {train: self._chosen(part) for train, part in self.parts.items()}
+        self.orders = {train: self._choose(part) for train, part in self.parts.items()}
         self.images = len(self.orders[True])
         self.batch = max(1, min(config.DATA.BATCH_SIZE, self.images // BATCHES))
 
@@ -70,21 +71,21 @@ class Benchmark:
         part = part.augment(config.TRAIN) if train else part
         if not isinstance(part, Images):
             raise UserError(
-                f"DATA.DATASET {config.DATA.DATASET}: its images lie in memory, ready for use; there is no loading "
-                f"to measure. Leave -dataset out to measure on JPEGs that are made, or name another one."
+                f"DATA.DATASET {config.DATA.DATASET}: its images are in memory, so there is no loading to measure. "
+                "Leave -dataset out to measure on JPEGs that the tool makes, or name another data set."
             )
         return part
 
-    def _chosen(self, part: Images) -> np.ndarray:
-        """Samples from all over the part, in an order that suits its source: tar files are read one after another."""
+    def _choose(self, part: Images) -> np.ndarray:
+        """Random samples of the split, in an order that suits its source: tar files are read one after another."""
         generator = np.random.Generator(np.random.Philox(key=self.config.SEED))
         return part.shuffled(generator)[: self.plan.images]
 
-    def run(self) -> Found:
+    def run(self) -> Results:
         begin = time.monotonic()
         about = _about(self.parts[True], self.orders[True][:LOOKED_AT])
         opening = (time.monotonic() - begin) / min(LOOKED_AT, self.images)
-        found: Found = {
+        results: Results = {
             "date": time.strftime("%Y-%m-%d"),
             "command": _command(),
             "machine": f"{processor()}, {cores()} cores",
@@ -105,20 +106,20 @@ class Benchmark:
             for name, step in steps.items():
                 if name in self.plan.parts:
                     log.info("Measuring: %s", name)
-                    found[name] = step()
-        return found | {"cut": self.budget.cut}
+                    results[name] = step()
+        return results | {"cut": self.budget.cut}
 
     def _packed(self, folder: Path, opening: float) -> Packed:
         encoded = self.parts[True].samples.read(int(self.orders[True][0]))
         if "packed" not in self.plan.parts or not isinstance(encoded, bytes):
             return {}
-        # Twice for two parts, twice for two kinds, and encoding takes about as long as opening.
+        # Two splits, two kinds of packing, and encoding takes about as long as opening.
         if not self.budget.allows(8 * opening * self.images):
             return {}
         log.info("Packing %d images for comparison", self.images)
         return pack(self.parts, self.orders, self.config.TRAIN, folder)
 
-    def _per_core(self, train: bool, packed: Packed) -> Found:
+    def _per_core(self, train: bool, packed: Packed) -> Results:
         part, order = self.parts[train], self.orders[train]
         contenders = paths(part, order, train, self.config.TRAIN, self.batch)
         for kind, parts in packed.items():
@@ -127,40 +128,40 @@ class Benchmark:
             contenders.append(bound(part.samples, order))
         return per_core(measure(contenders, self.plan.rounds, len(order), self.budget))
 
-    def _stages(self) -> Found:
+    def _stages(self) -> Results:
         runs = stage_runs(self.parts[True], self.orders[True], self.config.TRAIN, self.batch)
-        found = stages(measure(runs, self.plan.rounds, self.images, self.budget))
+        milliseconds = stages(measure(runs, self.plan.rounds, self.images, self.budget))
         transfer = transfer_milliseconds(self.parts[True], self.device, self.batch)
-        return found | ({"transfer": transfer} if transfer is not None else {})
+        return milliseconds | ({"transfer": transfer} if transfer is not None else {})
 
-    def _loaders(self) -> Found:
+    def _loaders(self) -> Results:
         order = self.orders[True][: self.images // self.batch * self.batch]
         with loaders(self.parts[True], order, self.config.TRAIN, self.batch, self.plan.workers) as contenders:
             return through_loaders(measure(contenders, self.plan.rounds, len(order), self.budget), self.plan.workers)
 
 
-def per_core(found: dict[str, Rates]) -> Found:
-    """A row a contender: images a second of one core, and how many times as fast as timm and torchvision."""
+def per_core(rates: dict[str, Rates]) -> Results:
+    """One row per contender: images per second of CPU time, and the ratios to timm and torchvision."""
     return {
         name: {
-            "images_per_second": _median(rates.cpu),
-            "rounds": rates.cpu,
-            "to": {other: _plain(ratio(rates.cpu, found[other].cpu)) for other in (TIMM, TORCHVISION) if other != name},
+            "images_per_second": statistics.median(rate.cpu),
+            "rounds": rate.cpu,
+            "to": {other: _plain(ratio(rate.cpu, rates[other].cpu)) for other in (TIMM, TORCHVISION) if other != name},
         }
-        for name, rates in found.items()
-        if rates.cpu
+        for name, rate in rates.items()
+        if rate.cpu
     }
 
 
-def through_loaders(found: dict[str, Rates], counts: tuple[int, ...]) -> Found:
-    """A row a number of workers: ours and timm's, by the clock and by the time of all cores that had a part in it."""
-    rows: Found = {}
+def through_loaders(rates: dict[str, Rates], counts: tuple[int, ...]) -> Results:
+    """One row per number of workers: our loader and timm's, by wall-clock time and by CPU time of all processes."""
+    rows: Results = {}
     for workers in counts:
-        mine, other = (found[loader_name(name, workers)] for name in (OURS, TIMM))
+        mine, other = (rates[loader_name(name, workers)] for name in (OURS, TIMM))
         if mine.wall:
             rows[str(workers)] = {
-                OURS: _median(mine.wall),
-                TIMM: _median(other.wall),
+                OURS: statistics.median(mine.wall),
+                TIMM: statistics.median(other.wall),
                 "to": _plain(ratio(mine.wall, other.wall)),
                 "to_by_core_time": _plain(ratio(mine.cpu, other.cpu)),
             }
@@ -168,28 +169,24 @@ def through_loaders(found: dict[str, Rates], counts: tuple[int, ...]) -> Found:
 
 
 def _command() -> str:
-    """As a reader would type it: where this machine keeps what is made is its own affair."""
+    """The command as a reader would type it, without the cache folder of this machine."""
     words = [word for word in sys.argv[1:] if not word.startswith("DATA.CACHE=")]
     return shlex.join(["python", "scripts/benchmark_data.py", *words])
 
 
 def library_versions() -> dict[str, str]:
-    """Of everything that has a part in these figures."""
+    """Versions of the libraries that are measured."""
     wanted = ("torch", "torchvision", "timm", "pillow", "simplejpeg", "numpy")
-    installed = {found.metadata["Name"].lower(): found.version for found in distributions()}
+    installed = {library.metadata["Name"].lower(): library.version for library in distributions()}
     return {"python": platform.python_version()} | {name: installed[name] for name in wanted if name in installed}
 
 
-def _median(values: list[float]) -> float:
-    return statistics.median(values)
+def _plain(ratio: Ratio | None) -> dict[str, float] | None:
+    return None if ratio is None else asdict(ratio)
 
 
-def _plain(found: Ratio | None) -> dict[str, float] | None:
-    return None if found is None else asdict(found)
-
-
-def _about(part: Images, looked_at: np.ndarray) -> Found:
-    """What kind of images these are."""
+def _about(part: Images, looked_at: np.ndarray) -> Results:
+    """Number, size and kind of the images."""
     encoded = [part.samples.read(int(index)) for index in looked_at]
     sizes = [opened(one).size for one in encoded]
     kilobytes = [len(one) / 1000 if isinstance(one, bytes) else one.nbytes / 1000 for one in encoded]

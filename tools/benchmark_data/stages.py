@@ -1,4 +1,4 @@
-"""Where the time of our path goes, stage by stage: read, decode, crop and resize, augment, collate, transfer."""
+"""Time of our path by stage: read, decode, crop and resize, augment, collate, transfer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from datasets.base import Encoded, seed_sample
 from datasets.images import Images
 from datasets.transforms.pixels import Pixels
 from tools.benchmark_data.paths import InMemory, ours
-from tools.common.turns import Contender, Rates
+from tools.benchmark_data.rates import Contender, Rates
 from utils.config.train import TrainConfig
 
 READ, DECODE, CROP, CHANGE, WHOLE = "read", "decode", "crop and resize", "augment", "collate"
-"""Each is the name of a stage, and of the part of the path that ends with it."""
+"""Names of the stages, and of the parts of the path that end with them."""
 TRANSFERS = 20
 
 
 def stage_runs(images: Images, order: np.ndarray, changes: TrainConfig, batch: int) -> list[Contender]:
-    """Ever longer parts of the path. A stage is the difference of two, so that nothing is measured inside of it."""
+    """Parts of the path, each one stage longer. A stage is the difference of two, so its inside needs no timer."""
     plain, changed = Pixels(images.data, True), Pixels(images.data, True, changes)
     size, channels = images.data.IMAGE_SIZE, images.data.IMAGE_CHANNELS
     out = torch.zeros(channels, size, size, dtype=torch.uint8)
@@ -48,21 +48,21 @@ def _from_memory(name: str, images: Images, order: np.ndarray, step: Callable[[E
     return Contender(name, order, work, held.hold)
 
 
-def stages(found: dict[str, Rates]) -> dict[str, float]:
-    """Milliseconds of one core for an image, a stage at a time."""
-    spent = {name: 1000 / np.array(rates.cpu) for name, rates in found.items() if rates.cpu}
+def stages(rates: dict[str, Rates]) -> dict[str, float]:
+    """CPU milliseconds per image of each stage."""
+    spent = {name: 1000 / np.array(rate.cpu) for name, rate in rates.items() if rate.cpu}
     if not spent:
         return {}
     steps = {READ: spent[READ], DECODE: spent[DECODE], CROP: spent[CROP] - spent[DECODE]}
     if CHANGE in spent:
         steps[CHANGE] = spent[CHANGE] - spent[CROP]
     steps[WHOLE] = spent[WHOLE] - spent[READ] - spent.get(CHANGE, spent[CROP])
-    # A difference may come out a little below zero where the stage costs next to nothing.
+    # The difference of a very cheap stage can be slightly below zero.
     return {name: max(0.0, statistics.median(each.tolist())) for name, each in steps.items()}
 
 
 def transfer_milliseconds(images: Images, device: torch.device, batch: int) -> float | None:
-    """Milliseconds for one image from pinned memory to the device; None where there is nothing to transfer to."""
+    """Milliseconds per image from pinned memory to the device; None on a CPU."""
     if device.type == "cpu":
         return None
     size, channels = images.data.IMAGE_SIZE, images.data.IMAGE_CHANNELS

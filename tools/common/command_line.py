@@ -244,11 +244,12 @@ def about_one_device(loaded: Loaded) -> list[str]:
 
 
 def check_one_training(loaded: Loaded, tool: str) -> None:
-    """Refuse settings that evaluate or resume, and a launch in several processes: the tool starts its own trainings."""
+    """Refuse settings that evaluate or resume, and a launch in several processes: the tool starts its own."""
+    instead = {"EVAL": "it measures training", "MODEL.RESUME": "give -pretrained RUN to start from its weights"}
     config = loaded.config
-    for key, instead in (("EVAL", "it measures training"), ("MODEL.RESUME", "give -pretrained RUN to start from its weights")):
-        if config.EVAL if key == "EVAL" else config.MODEL.RESUME:
-            raise UserError(f"{loaded.sources[key]}: {tool} has no {key}; {instead}.")
+    for key, given in (("EVAL", config.EVAL), ("MODEL.RESUME", config.MODEL.RESUME)):
+        if given:
+            raise UserError(f"{loaded.sources[key]}: {tool} has no {key}; {instead[key]}.")
     world = read_world(config.DIST)
     if world is not None and world.size > 1:
         raise UserError(f"{tool} was started in {world.size} processes ({world.launcher}); start it once.")

@@ -1,6 +1,6 @@
-"""A training to measure, made of the engine's own parts, in a process of its own or in several.
+"""A training to measure, built of the engine's parts, in one or several processes of its own.
 
-A process a measurement: its peak memory is its own, and no switch of torch's is left over from another.
+With one process per measurement, the peak memory is its own, and no setting of torch is left over from another.
 """
 
 from __future__ import annotations
@@ -33,47 +33,42 @@ from utils.distributed.world import ALONE, World, on_every_rank
 
 PR_SET_PDEATHSIG = 1
 PRELOADED = ["torch", "torchvision.transforms.v2", "timm", "timm.optim", "timm.scheduler", "pydantic"]
-"""Imported once for all measuring processes."""
+"""Imported once by the fork server, for all measuring processes."""
 MOST_WARMUP = 10
-NO_ROOM = "its process was ended from outside, most likely for want of memory"
+KILLED = "its process was killed, probably by the out-of-memory killer"
 
 
 @dataclass
 class Training:
-    """Ready for its first update."""
+    """A training before its first update."""
 
     ready: ReadyToTrain
     device: torch.device
 
     def take_samples_of(self, config: Config) -> None:
-        """Take samples, in the order and with the augmentation that these settings give them."""
+        """Replace the data: samples in the order and with the augmentation of other settings."""
         self.ready.train_loader.close()
         self.ready.train_loader = training_data(config, ALONE, self.device)[1]
 
     def windows(self) -> Iterator[Window]:
-        """What updates are made of, epoch after epoch, without end."""
-        return _endless(self.ready)
+        """The windows of updates, epoch after epoch, without end."""
+        for epoch in itertools.count(1):
+            yield from self.ready.train_loader.epoch(epoch)
 
     def wait_for_device(self) -> None:
         wait_for(self.device)
 
-    def forget_peak(self) -> None:
-        """Let the peak of memory be that of what follows; a CPU's is the process's, and stays."""
+    def reset_peak_memory(self) -> None:
+        """Measure the peak memory from here on. On a CPU it is the peak of the process and cannot be reset."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
 
-def _endless(ready: ReadyToTrain) -> Iterator[Window]:
-    for epoch in itertools.count(1):
-        yield from ready.train_loader.epoch(epoch)
-
-
 @contextlib.contextmanager
 def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Iterator[Training]:
-    """Everything that a run builds before its first update.
+    """Build everything that a run builds before its first update; close it afterwards.
 
-    `compiled`: as TRAIN.COMPILE says for a run as long as the settings make it; False: eager, and what the run would
-    compile is only noted.
+    `compiled`: compile as TRAIN.COMPILE says. False: stay eager, and only record what a run would compile.
     """
     device = pick_device(config.DEVICE, world)
     threads = prepare(config, device, world)
@@ -98,30 +93,31 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
 
 
 def warmup_updates(updates: int) -> int:
-    """How many come before the first that is measured."""
+    """Number of updates before the measured ones."""
     return max(1, min(MOST_WARMUP, updates // 5))
 
 
 def own_processes(count: int = 1) -> ProcessPoolExecutor:
-    """Processes that nothing else was done in."""
+    """A pool of fresh processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    usual = (multiprocessing.get_start_method(),)
-    return ProcessPoolExecutor(count, mp_context=context, initializer=_begin_process, initargs=usual)
+    start_method = multiprocessing.get_start_method()
+    return ProcessPoolExecutor(count, mp_context=context, initializer=_begin_process, initargs=(start_method,))
 
 
 def _begin_process(start_method: str) -> None:
-    """The process that measures ends this one, also after Ctrl-C; this one does not outlive it.
+    """Let the parent end this process, also after Ctrl-C, and never outlive it.
 
-    `start_method`: how a run starts its loading processes. From here, they would each import torch.
+    `start_method`: the one with which a run starts its loading processes. With that of this pool, each would import
+    torch.
     """
     multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    quieten()
+    silence_torchao()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
-def quieten() -> None:
-    """torchao's import makes torch warn of what only its authors can change."""
+def silence_torchao() -> None:
+    """Hide a warning that importing torchao triggers in torch; users cannot do anything about it."""
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)

@@ -1,8 +1,11 @@
-"""What metrics.jsonl of a run says of speed and time, however often the run was started."""
+"""Metrics of a run, computed from its metrics.jsonl, however often the run was resumed."""
 
 from __future__ import annotations
 
 import os
+import statistics
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from utils.better_weights import LABELS, PREFIX
 from utils.line_file import parse_json_lines, read_json_lines
 
 TAIL = 2**16
-"""Bytes at the end of the file, among which there are whole lines"""
+"""Bytes at the end of the file that hold at least one whole line."""
 Lines = list[dict[str, Any]]
 
 
@@ -19,7 +22,7 @@ def read_lines(folder: Path) -> Lines:
 
 
 def last_line(folder: Path) -> dict[str, Any]:
-    """The last whole line, without reading a long file; nothing where there is none."""
+    """The last whole line, without reading a long file; empty if there is none."""
     try:
         with (folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
@@ -29,45 +32,103 @@ def last_line(folder: Path) -> dict[str, Any]:
     return next(reversed(parse_json_lines(tail)), {})
 
 
-def starts(lines: Lines) -> list[Lines]:
-    """The lines of each start of the run; every one has a clock of its own."""
-    found: list[Lines] = [[]]
-    for line in lines:
-        if line.get("event") == "run" and line.get("what") in ("start", "resume"):
-            found.append([])
-        found[-1].append(line)
-    return [each for each in found if each]
+def is_end(line: dict[str, Any]) -> bool:
+    """Whether a line says that the run finished."""
+    return line.get("event") == "run" and line.get("what") == "end"
 
 
-def perf(lines: Lines, event: str, figure: str) -> list[float]:
-    """A figure of all lines of a kind that have it."""
-    values = [line.get("perf", {}).get(figure) for line in lines if line.get("event") == event]
+def is_start(line: dict[str, Any]) -> bool:
+    return line.get("event") == "run" and line.get("what") in ("start", "resume")
+
+
+@dataclass(frozen=True)
+class BestTop1:
+    percent: float
+    epoch: int
+    weights: str
+    """'EMA' if the EMA was the better one, else ''."""
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """Speed, memory, time and accuracy of a run."""
+
+    lines: Lines
+
+    def of(self, event: str) -> Lines:
+        return [line for line in self.lines if line.get("event") == event]
+
+    @cached_property
+    def starts(self) -> list[Lines]:
+        """The lines since each start or resume; each has a clock of its own."""
+        starts: list[Lines] = [[]]
+        for line in self.lines:
+            if is_start(line):
+                starts.append([])
+            starts[-1].append(line)
+        return [lines for lines in starts if lines]
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Median over the reports; the first one after each start is left out, because it includes warming up."""
+        speeds = self.speeds
+        return statistics.median(speeds) if speeds else None
+
+    @property
+    def speeds(self) -> list[float]:
+        return self._warm("train", "images_per_second") or _perf(self.lines, "train", "images_per_second")
+
+    @property
+    def speed_includes_start(self) -> bool:
+        """Whether the run is so short that its speed includes warming up."""
+        return not self._warm("train", "images_per_second")
+
+    @property
+    def seconds_per_epoch(self) -> float | None:
+        seconds = self._warm("epoch", "seconds") or _perf(self.lines, "epoch", "seconds")
+        return statistics.median(seconds) if seconds else None
+
+    def _warm(self, event: str, metric: str) -> list[float]:
+        """A metric in all lines of a kind except the first after each start."""
+        return [value for lines in self.starts for value in _perf(lines, event, metric)[1:]]
+
+    @property
+    def peak_memory_gb(self) -> float | None:
+        return max(_perf(self.lines, "train", "peak_memory_gb"), default=None)
+
+    @property
+    def seconds(self) -> float:
+        """Training time: from each start to its last line with a time, added up."""
+        return sum(
+            max([*_perf(lines, "train", "seconds"), *_perf(lines, "run", "seconds")], default=0.0)
+            for lines in self.starts
+        )
+
+    @property
+    def best_top1(self) -> BestTop1 | None:
+        """Best top-1 of all validations, of the plain weights and of their EMA, as the run itself computes it."""
+        validations = [
+            BestTop1(line[f"{prefix}acc1"], line["epoch"], LABELS[which] if prefix else "")
+            for line in self.of("val")
+            for which, prefix in PREFIX.items()
+            if line.get(f"{prefix}acc1") is not None
+        ]
+        return max(validations, key=lambda best: best.percent, default=None)
+
+    @property
+    def last_acc1(self) -> float | None:
+        """Top-1 of the plain weights in the last validation."""
+        validations = self.of("val")
+        return validations[-1]["acc1"] if validations else None
+
+    @property
+    def skipped(self) -> int:
+        """Updates skipped by loss scaling."""
+        reports = self.of("train")
+        return reports[-1]["skipped"] if reports else 0
+
+
+def _perf(lines: Lines, event: str, metric: str) -> list[float]:
+    """A metric in all lines of a kind that have it."""
+    values = [line.get("perf", {}).get(metric) for line in lines if line.get("event") == event]
     return [value for value in values if value]
-
-
-def warm(lines: Lines, event: str, figure: str, strictly: bool = False) -> list[float]:
-    """A figure of all lines of a kind but the first after every start, which sets things up; of that if it is all."""
-    each = [perf(start, event, figure) for start in starts(lines)]
-    later = [value for values in each for value in values[1:]]
-    return later or ([] if strictly else [value for values in each for value in values])
-
-
-def best_top1(lines: Lines) -> tuple[float, int, str] | None:
-    """The best top-1 in percent over all validations, of the plain weights and of their EMA, as the run itself has it.
-
-    With its epoch, and `EMA` where that was the better one.
-    """
-    found = [
-        (line[f"{prefix}acc1"], line["epoch"], LABELS[which] if prefix else "")
-        for line in lines
-        if line.get("event") == "val"
-        for which, prefix in PREFIX.items()
-        if line.get(f"{prefix}acc1") is not None
-    ]
-    return max(found, key=lambda one: one[0], default=None)
-
-
-def seconds(lines: Lines) -> float:
-    """From each start to the last that is known of it, added up."""
-    each = [[*perf(start, "train", "seconds"), *perf(start, "run", "seconds")] for start in starts(lines)]
-    return sum(max(values, default=0.0) for values in each)

@@ -1,4 +1,4 @@
-"""The settings of a measurement in words."""
+"""Settings of a measurement, as its results record them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from utils.config import Config
 from utils.config.keys import default_of, settings, value_of
 
-PLACES = ("SAVE", "OUTPUT", "TAG", "DATA.CACHE", "DATA.DATA_PATH")
-"""Settings that say where things lie, and nothing of what is measured."""
+PATHS = ("SAVE", "OUTPUT", "TAG", "DATA.CACHE", "DATA.DATA_PATH")
+"""Settings that name places and do not change what is measured."""
 
 
-def told(config: Config) -> dict[str, Any]:
-    """What tells these settings from the defaults."""
-    keys = [key for key in settings() if key not in PLACES]
+def non_defaults(config: Config) -> dict[str, Any]:
+    """Settings that differ from their defaults."""
+    keys = [key for key in settings() if key not in PATHS]
     return {key: str(value_of(config, key)) for key in keys if value_of(config, key) != default_of(key)}

@@ -1,11 +1,12 @@
-"""Rows of words as a table: in columns for the terminal, in Markdown for a page."""
+"""Tables of text: in columns for the terminal, in Markdown for a page of the docs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 Rows = Sequence[Sequence[str]]
-"""The first is the heading."""
+"""The first row is the heading."""
 
 
 def in_columns(rows: Rows) -> list[str]:
@@ -22,6 +23,16 @@ def in_markdown(rows: Rows) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in cells]
 
 
+def as_sentences(notes: Sequence[str]) -> str:
+    """Notes as a paragraph."""
+    return f"{'. '.join(note[0].upper() + note[1:] for note in notes)}."
+
+
+def source(link: str) -> str:
+    """Sentence that links the file with all measurements of a table."""
+    return f"All measurements: [{Path(link).name}]({link})."
+
+
 def shown(text: str) -> str:
-    """A name as a terminal may show it: what would move its cursor is written out."""
+    """A name that is safe on a terminal: characters that would move the cursor are escaped."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tools.common.progress import progress_bar
+
+Item = TypeVar("Item")
+Round = TypeVar("Round")
 
 
 class Budget:
@@ -25,25 +29,30 @@ class Budget:
         return enough
 
 
+def alternating_order(items: Sequence[Item], rounds: Iterable[Round]) -> Iterator[tuple[Round, Item]]:
+    """Every item in every round; every other round is reversed, so that none gains from a drift of the machine."""
+    for nth, each in enumerate(rounds):
+        for item in items[:: -1 if nth % 2 else 1]:
+            yield each, item
+
+
 def alternate(
     names: Sequence[str], rounds: int, budget: Budget, is_done: Callable[[str, int], bool] = lambda _name, _nth: False
 ) -> Iterator[tuple[str, int]]:
     """Yield (name, round) for every turn that fits in the budget; the caller measures before it asks for the next.
 
-    Every other round is in reverse order, so that none gains from a drift of the machine. Turns that `is_done` knows
-    are skipped.
+    Turns that `is_done` are skipped.
     """
     longest: dict[str, float] = {}
     with progress_bar(len(names) * rounds, "turns") as bar:
-        for nth in range(rounds):
-            for name in names[:: -1 if nth % 2 else 1]:
-                if not is_done(name, nth):
-                    if not budget.allows(longest.get(name, max(longest.values(), default=0.0))):
-                        return
-                    began = time.monotonic()
-                    yield name, nth
-                    longest[name] = max(longest.get(name, 0.0), time.monotonic() - began)
-                bar.update()
+        for nth, name in alternating_order(names, range(rounds)):
+            if not is_done(name, nth):
+                if not budget.allows(longest.get(name, max(longest.values(), default=0.0))):
+                    return
+                began = time.monotonic()
+                yield name, nth
+                longest[name] = max(longest.get(name, 0.0), time.monotonic() - began)
+            bar.update()
 
 
 @dataclass(frozen=True)

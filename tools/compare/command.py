@@ -1,20 +1,19 @@
-"""Which precision? Train with each, with several seeds, and say what is faster, smaller, and as good.
+"""Compare precisions: train with each, with several seeds, and report what is faster, smaller, and as accurate.
 
     python scripts/compare.py -cfg configs/vit_digits.yaml -modes fp32,bf16 -seeds 3
     python scripts/compare.py -cfg mine.yaml -modes fp32,fp16,bf16,O2-bf16 -seeds 3 -output runs/compared -ngpus 4
 
-The other modes are compared with the first one. Every run is a process of its own, in turns there and back, in a folder
-of its own: DIR/bf16-0 is bf16 with seed 0. What is finished is not trained again, and what was interrupted goes on, by
-the same command; more modes and seeds may be named then. At the end: a verdict, the table behind it, all figures in
-DIR/compare.json, and DIR/report.html. docs/compare.md tells how the verdict is reached.
+The first mode is the baseline. Every run has a process and a folder of its own: DIR/bf16-0 is bf16 with seed 0. The
+modes alternate, in reverse order for every other seed. The same command skips finished runs and resumes an interrupted
+one; it may name more modes and seeds. The report is a verdict and a table, with all metrics in DIR/compare.json and
+DIR/report.html. docs/compare.md explains the verdict.
 
 Modes: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16, O3-fp16, apex; and
-every other value of -amp, as what it makes on this device. O2:bf16 is O2-bf16.
+every other value of -amp, as it is resolved on this device. O2:bf16 is O2-bf16.
 
-Exit codes: 0 done, 1 a run failed (the others are compared), 2 anything wrong that can be found before training,
-130 interrupted.
+Exit codes: 0 done, 1 a run failed (the others are compared), 2 an error found before training, 130 interrupted.
 
-The flags and settings of main_single_gpu.py hold (with -ngpus those of main_multi_gpu.py;
+The flags and settings of main_single_gpu.py are accepted (with -ngpus those of main_multi_gpu.py;
 -ngpus -1: all visible GPUs).
 """
 
@@ -27,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.common.command_line import Tool, run_tool
-from utils.cli import Flag
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from utils.files import kind_of_path
+from utils.flags import Flag
 from utils.log import log
 from utils.run_folder import git_state, write_json
 
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
     from tools.compare.plan import Plan
 
 OWN = (
-    Flag("modes", "what to compare (default fp32,auto)", "A,B", ("MODES",)),
-    Flag("seeds", "how many, or which: 3 or 0,1,5 (default 3)", "N", ("SEEDS",)),
-    Flag("output", "folder of all the runs (default output/compare)", "DIR", ("OUT",), old=("out",)),
+    Flag("modes", "modes to compare, the baseline first", "A,B", default="fp32,auto"),
+    Flag("seeds", "how many, such as 3, or which, such as 0,1,5", "N", default="3"),
+    Flag("output", "folder of all runs", "DIR", default="output/compare", kind=Path, old=("out",)),
 )
 TOOL = Tool("compare.py", __doc__, OWN)
 
@@ -50,66 +49,66 @@ def main(argv: list[str]) -> int:
 
 def _compare(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    out = Path(line.own["OUT"][0] if "OUT" in line.own else "output/compare").expanduser()
+    out = Path(line.asked.output).expanduser()
     if (kind := kind_of_path(out)) not in (None, "a folder"):
         raise UserError(f"-output {out}: this is {kind}; name a folder.")
 
-    from tools.compare.plan import plan
-    from tools.compare.train import Ended, train_all
+    from tools.compare.plan import make_plan
+    from tools.compare.train import Terminated, train_all
 
-    asked = plan(line, out)
-    for remark in asked.remarks:
+    plan = make_plan(line, out)
+    for remark in plan.remarks:
         log.info("%s", remark)
     log.info(
         "%d runs: %s, each with %s; in %s",
-        len(asked.runs),
-        ", ".join(mode.name for mode in asked.modes),
-        f"seed {asked.seeds[0]}" if len(asked.seeds) == 1 else f"the seeds {', '.join(map(str, asked.seeds))}",
+        len(plan.runs),
+        ", ".join(mode.name for mode in plan.modes),
+        f"seed {plan.seeds[0]}" if len(plan.seeds) == 1 else f"seeds {', '.join(map(str, plan.seeds))}",
         out,
     )
     try:
-        failed = train_all(asked, lambda failed: _write_down(asked, failed, out))
-        _report(_write_down(asked, failed, out), out)
-    except (KeyboardInterrupt, Ended) as error:
-        log.warning("interrupted; all that was trained is in %s, and the same command goes on from there", out)
-        return EXIT_STOPPED if isinstance(error, Ended) else EXIT_INTERRUPTED
+        failed = train_all(plan, lambda failed: _write(plan, failed, out))
+        _report(_write(plan, failed, out), out)
+    except (KeyboardInterrupt, Terminated) as error:
+        log.warning("interrupted; finished runs are in %s, and the same command resumes", out)
+        return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED
     return EXIT_FAILED if failed else EXIT_DONE
 
 
-def _write_down(asked: Plan, failed: dict[str, str], out: Path) -> dict[str, Any]:
-    """compare.json: all there is so far."""
-    from tools.compare.figures import figures_of, is_finished
-    from tools.compare.plan import in_words
+def _write(plan: Plan, failed: dict[str, str], out: Path) -> dict[str, Any]:
+    """Write compare.json with all metrics so far, and return its contents."""
+    from tools.compare.metrics import is_finished, metrics_of
+    from tools.compare.plan import compared_settings
     from tools.compare.verdict import by_mode, judge, troubles
 
-    modes = [mode.name for mode in asked.modes]
+    modes = [mode.name for mode in plan.modes]
     rows = [
-        {"mode": run.mode, "seed": run.seed, "folder": run.folder.name, **figures_of(run.folder)}
-        for run in asked.runs
+        {"mode": run.mode, "seed": run.seed, "folder": run.folder.name, **metrics_of(run.folder)}
+        for run in plan.runs
         if is_finished(run.folder)
     ]
-    found = by_mode(rows)
-    why = {
-        mode: [failed[run.folder.name] for run in asked.runs if run.mode == mode and run.folder.name in failed]
+    runs = by_mode(rows)
+    reasons = {
+        mode: [failed[run.folder.name] for run in plan.runs if run.mode == mode and run.folder.name in failed]
         for mode in modes
     }
     about = {
         "compared": modes,
-        "seeds": list(asked.seeds),
+        "seeds": list(plan.seeds),
         "date": time.strftime("%Y-%m-%d"),
         "command": shlex.join(["python", "scripts/compare.py", *sys.argv[1:]]),
-        "device": next((row["device"] for row in rows), asked.device),
+        "device": next((row["device"] for row in rows), plan.device),
         "versions": next((row["versions"] for row in rows), {}),
         "git": git_state(),
-        "settings": in_words(asked.runs[0].config),
+        "settings": compared_settings(plan.runs[0].config),
         "runs": [{key: value for key, value in row.items() if key not in ("device", "versions")} for row in rows],
         "failed": failed,
-        "verdicts": judge(found, modes),
-        "troubles": troubles(found, why, modes),
+        "verdicts": judge(runs, modes),
+        "troubles": troubles(runs, reasons, modes),
     }
     try:
         write_json(out / "compare.json", about)
-    except OSError as error:  # it is written anew after the next run, and the runs say all of it again
+    except OSError as error:  # not fatal: the runs' folders have everything, and it is written again after each run
         log.warning("%s: cannot be written (%s).", out / "compare.json", error.strerror)
         return {**about, "unwritten": True}
     return about
@@ -126,13 +125,13 @@ def _report(about: dict[str, Any], out: Path) -> None:
         print(f"  {note}")
     print("\n".join(["", *sentences(about), ""]))
     if "unwritten" not in about:
-        log.info("all figures: %s", out / "compare.json")
+        log.info("all metrics: %s", out / "compare.json")
     if page is not None:
         log.info("the page: %s", page)
 
 
 def _page(about: dict[str, Any], verdict: list[str], out: Path) -> Path | None:
-    """The runs side by side; what goes wrong with it is not to cost the verdict."""
+    """Write report.html with the runs side by side. An error there is a warning, so that the verdict still appears."""
     if not about["runs"]:
         return None
     from tools.common.report_page.page import write_report

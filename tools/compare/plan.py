@@ -1,4 +1,4 @@
-"""What compare.py is to train: modes, seeds, the settings of every run, and whether this machine can do all of it."""
+"""Plan of a comparison: modes, seeds, the settings of every run, and whether this machine can train all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tools.common.command_line import ToolLine, check_one_training
-from tools.common.settings import told
+from tools.common.settings import non_defaults
+from tools.common.turns import alternating_order
 from utils.config import Config, differences, load_config, to_yaml
 from utils.errors import UserError
 from utils.files import write_atomically
@@ -21,23 +22,25 @@ if TYPE_CHECKING:
     from tools.common.precisions import Mode
 
 T = TypeVar("T")
-SET_BY_IT = {
-    "AMP.ENABLED": "the modes are compared: name them by -modes",
-    "AMP.DTYPE": "the modes are compared: name them by -modes",
-    "AMP.LEVEL": "the modes are compared: name them by -modes",
-    "AMP.TF32": "tf32 is one of the -modes",
-    "SEED": "the seeds are given by -seeds",
-    "OUTPUT": "-output DIR is the folder of all the runs",
-    "TRAIN.LAST_EPOCH": "every run begins at its beginning",
-    "MAX_TIME": "interrupt it by Ctrl-C when you like; the same command goes on",
+USE_MODES = "list the precisions to compare in -modes"
+SET_PER_RUN = {
+    "AMP.ENABLED": USE_MODES,
+    "AMP.DTYPE": USE_MODES,
+    "AMP.LEVEL": USE_MODES,
+    "AMP.TF32": "list tf32 in -modes",
+    "SEED": "give -seeds",
+    "OUTPUT": "give -output DIR, the folder of all runs",
+    "TRAIN.LAST_EPOCH": "every run starts at its first epoch",
+    "MAX_TIME": "interrupt with Ctrl-C instead; the same command resumes",
 }
-"""Settings that the user cannot give as well, and what to give instead."""
-OF_ONE_START = ("OUTPUT", "SAVE", "MODEL.RESUME")
+"""Settings that compare.py sets for each run -> what to give instead."""
+MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
+"""Settings that may change when a run is resumed."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a mode with a seed, its settings and its place."""
+    """One training: a mode with a seed, its settings and its folder."""
 
     mode: str
     seed: int
@@ -50,46 +53,46 @@ class Run:
 
     @property
     def settings_file(self) -> Path:
-        """What the process is given by -cfg."""
+        """The file given to the run by -cfg."""
         return self.folder.with_name(f"{self.folder.name}.yaml")
 
 
 @dataclass(frozen=True)
 class Plan:
     modes: tuple[Mode, ...]
-    """The others are compared with the first."""
+    """The first is the baseline."""
     seeds: tuple[int, ...]
     runs: tuple[Run, ...]
-    """In the order in which they are trained."""
+    """In the order of training."""
     device: str
-    """Its name."""
+    """Name of the device."""
     many: bool
-    """Whether the runs are main_multi_gpu.py's: -ngpus was given."""
+    """Whether -ngpus was given, so that main_multi_gpu.py trains the runs."""
     remarks: tuple[str, ...]
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
-    """`3` is 0, 1, 2; `0,1,5` is what it says."""
+    """Parse -seeds: `3` is 0, 1, 2; `0,1,5` is a list."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     numbers = [int(part) for part in parts if part.isdecimal()]
     seeds = tuple(numbers) if "," in text else tuple(range(sum(numbers)))
     if not seeds or len(numbers) < len(parts):
-        raise UserError(f"-seeds {text}: takes how many, such as 3, or which, such as 0,1,5.")
+        raise UserError(f"-seeds {text}: give a number of seeds, such as 3, or a list, such as 0,1,5.")
     if len(set(seeds)) < len(seeds):
-        raise UserError(f"-seeds {text}: the same seed twice is the same run twice; give others.")
+        raise UserError(f"-seeds {text}: a seed is listed twice; list each one once.")
     return seeds
 
 
 def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, ...]:
-    """`fp32,bf16,O2-fp16`; a level alone (`O2`) and `auto` are what -amp makes of them on this device."""
+    """Parse -modes. A level alone (`O2`) and `auto` are resolved as by -amp on this device."""
     named = [part.strip() for part in text.split(",") if part.strip()]
     modes = [_mode(name, config, device) for name in named]
     if len(modes) < 2:
-        raise UserError(f"-modes {text}: name two or more, such as fp32,bf16; the others are compared with the first.")
+        raise UserError(f"-modes {text}: list at least two, such as fp32,bf16; the first is the baseline.")
     seen: dict[str, str] = {}
     for name, mode in zip(named, modes, strict=True):
         if mode.name in seen:
-            raise UserError(f"-modes {text}: {seen[mode.name]} and {name} are both {mode.name} here; name it once.")
+            raise UserError(f"-modes {text}: {seen[mode.name]} and {name} are both {mode.name} here; list one of them.")
         seen[mode.name] = name
     return tuple(modes)
 
@@ -103,46 +106,43 @@ def _mode(name: str, config: Config, device: torch.device) -> Mode:
     return mode
 
 
-def plan(line: ToolLine, out: Path) -> Plan:
-    """Everything that can be wrong is found here, before anything is trained."""
+def make_plan(line: ToolLine, out: Path) -> Plan:
+    """Plan the runs. Every error that can be found before training is found here."""
     loaded = line.load()
-    for key, instead in SET_BY_IT.items():
+    for key, instead in SET_PER_RUN.items():
         given_by = "on the command line" if key in line.run.words else line.run.flags.get(key, ("", ""))[1]
         if given_by:
-            raise UserError(f"compare.py: {key} ({given_by}) cannot be given; {instead}.")
+            raise UserError(f"{key} ({given_by}): compare.py sets it for each run; {instead}.")
     check_one_training(loaded, "compare.py")
-    seeds = read_seeds(line.own["SEEDS"][0] if "SEEDS" in line.own else "3")
+    seeds = read_seeds(line.asked.seeds)
 
     from engine.machine.device import pick_device
     from utils.distributed.world import ALONE
 
     device = pick_device(loaded.config.DEVICE, ALONE)
-    named = line.own["MODES"][0] if "MODES" in line.own else "fp32,auto"
-    # Whoever asks a GPU holds some of its memory to his end, and in exclusive mode all of it: that must not be us.
+    # A process that queries a GPU keeps a CUDA context on it until it ends, and in exclusive mode the whole GPU.
     many = loaded.config.NGPUS != -1 or "NGPUS" in {**line.run.flags, **line.run.words}
-    asked = named, loaded.config, device, many
-    modes, remarks, name = in_another_process(_judged, *asked) if device.type == "cuda" else _judged(*asked)
+    query = line.asked.modes, loaded.config, device, many
+    modes, remarks, name = in_another_process(_query, *query) if device.type == "cuda" else _query(*query)
     runs = tuple(
         Run(mode.name, seed, _settings(line, mode, seed), out / f"{mode.name}-{seed}")
-        for nth, seed in enumerate(seeds)
-        # There and back: what is first with one seed is last with the next, so that none profits from a drift.
-        for mode in modes[:: -1 if nth % 2 else 1]
+        for seed, mode in alternating_order(modes, seeds)
     )
     _check_all(runs)
     return Plan(modes, seeds, runs, name, many, (*loaded.notes, *loaded.warnings, *remarks))
 
 
 def in_another_process(work: Callable[..., T], *given: object) -> T:
-    """What it gives back, or raises."""
+    """Call `work` in a new process; return its result, or raise its error."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(work, *given).result()
 
 
-def _judged(named: str, config: Config, device: torch.device, many: bool) -> tuple[tuple[Mode, ...], list[str], str]:
-    """The modes, what is to be told of them, and what the device is called: all that the device itself is asked."""
+def _query(words: str, config: Config, device: torch.device, many: bool) -> tuple[tuple[Mode, ...], list[str], str]:
+    """Everything that needs the device itself: the modes, remarks on them, and the name of the device."""
     from engine.machine.device import describe_one, visible_devices
 
-    modes = read_modes(named, config, device)
+    modes = read_modes(words, config, device)
     remarks = _remarks(modes, config, device)
     if many:
         remarks.append(f"each run: {visible_devices(config)} process(es), as main_multi_gpu.py starts them (-ngpus)")
@@ -157,23 +157,23 @@ def _settings(line: ToolLine, mode: Mode, seed: int) -> Config:
 
 
 def _remarks(modes: Iterable[Mode], config: Config, device: torch.device) -> list[str]:
-    """What cannot run here is an error; what runs and tells nothing of speed is told."""
+    """Refuse modes that cannot run on this device; remark on those whose speed is meaningless."""
     from tools.common.precisions import cannot, is_emulated, lacks_arithmetic
 
-    told = []
+    remarks = []
     for mode in modes:
         reason = cannot(mode, config, device)
         if reason:
             raise UserError(f"-modes {mode.name}: {reason}")
         if lacks_arithmetic(mode, device):
-            told.append(f"{mode.name}: this CPU has no fp16 arithmetic; it will be many times slower than fp32")
+            remarks.append(f"{mode.name}: this CPU has no fp16 arithmetic; expect it to be many times slower than fp32")
         if is_emulated(mode, device):
-            told.append(f"{mode.name}: emulated on this device; its accuracy counts, its speed says nothing")
-    return told
+            remarks.append(f"{mode.name}: emulated on this device; its accuracy is meaningful, its speed is not")
+    return remarks
 
 
 def _check_all(runs: tuple[Run, ...]) -> None:
-    """What the program itself would find wrong, and runs of other settings in the way."""
+    """Refuse settings that training would refuse, and folders with other runs."""
     from engine.preflight import check
 
     for run in runs:
@@ -182,32 +182,32 @@ def _check_all(runs: tuple[Run, ...]) -> None:
         if run.settings_file.exists():
             _check_same(run)
         elif run.folder.exists() and any(run.folder.iterdir()):
-            raise UserError(f"{run.folder}: this lies in the way of a run, and compare.py did not make it.")
+            raise UserError(f"{run.folder}: already exists and was not made by compare.py; choose another -output.")
 
 
 def _check_same(run: Run) -> None:
     before = load_config(str(run.settings_file)).config
-    other = [text for text in differences(before, run.config) if text.partition(":")[0] not in OF_ONE_START]
-    if other:
+    changed = [text for text in differences(before, run.config) if text.partition(":")[0] not in MAY_DIFFER]
+    if changed:
         raise UserError(
-            f"{run.folder}: was trained with other settings: {'; '.join(other)}. "
-            "Give the same settings to go on with it, or another -out."
+            f"{run.folder}: was trained with other settings: {'; '.join(changed)}. "
+            "Give the same settings to resume it, or choose another -output."
         )
 
 
 def write_settings(run: Run) -> None:
-    """For the run's process; and for a later call to compare with."""
+    """Write the file for the run's process, which a later call compares its settings with."""
     if not run.settings_file.exists():
         run.settings_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(run.settings_file, f"# {run.name}; made by scripts/compare.py\n{to_yaml(run.config)}")
 
 
 def command_of(run: Run, many: bool) -> list[str]:
-    """How the program is started for it."""
+    """Command line that trains or resumes the run."""
     script = "main_multi_gpu.py" if many else "main_single_gpu.py"
     return [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
 
 
-def in_words(config: Config) -> dict[str, Any]:
-    """What tells the settings of all runs from the defaults."""
-    return {key: value for key, value in told(config).items() if key not in SET_BY_IT}
+def compared_settings(config: Config) -> dict[str, Any]:
+    """Settings of all runs that differ from the defaults."""
+    return {key: value for key, value in non_defaults(config).items() if key not in SET_PER_RUN}

@@ -1,4 +1,4 @@
-"""A comparison as a table, in sentences, and as a part of a page of the docs; all made from compare.json."""
+"""Report of compare.json: as a table, as sentences, and as Markdown for the docs."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tools.common.tables import in_markdown
-from tools.compare.verdict import ByMode, Figures, by_mode, spread, times_as_fast, values_of, wander
+from tools.common.tables import as_sentences, in_markdown, source
+from tools.compare.verdict import ByMode, Metrics, by_mode, spread, times_as_fast, values_of, variation
 
 
-def table(found: ByMode, modes: Sequence[str]) -> list[list[str]]:
-    """One line a mode."""
+def table(runs: ByMode, modes: Sequence[str]) -> list[list[str]]:
+    """One row per mode."""
     head = [
         "mode",
         "runs",
         "images/s",
-        "s an epoch",
+        "s/epoch",
         "speed",
         "peak memory",
         "last top-1 (%)",
         "best top-1 (%)",
         "skipped",
     ]
-    base = found.get(modes[0], {})
+    base = runs.get(modes[0], {})
     rows = [head]
     for mode in modes:
-        ours = found.get(mode, {})
+        ours = runs.get(mode, {})
         if not ours:
             rows.append([mode, "0", *["-"] * (len(head) - 2)])
             continue
 
-        def shown(key: str, form: Callable[[float], str], ours: dict[int, Figures] = ours) -> str:
+        def shown(key: str, form: Callable[[float], str], ours: dict[int, Metrics] = ours) -> str:
             values = values_of(list(ours.values()), key)
             return form(statistics.median(values)) if values else "-"
 
@@ -54,42 +54,40 @@ def table(found: ByMode, modes: Sequence[str]) -> list[list[str]]:
 
 
 def sentences(about: dict[str, Any]) -> list[str]:
-    """The verdict, as a person would say it, with its small print below; and what went wrong."""
-    told: list[str] = []
+    """The verdicts, each with its details, and the problems."""
+    lines: list[str] = []
     for verdict in about["verdicts"]:
-        told.append(verdict["text"])
+        lines.append(verdict["text"])
         if verdict["details"]:
-            told.append(f"  ({verdict['details']})")
-    return [*told, *about["troubles"]]
+            lines.append(f"  ({verdict['details']})")
+    return [*lines, *about["troubles"]]
 
 
 def notes(about: dict[str, Any]) -> list[str]:
-    """How the figures were come by."""
-    found, rows = by_mode(about["runs"]), about["runs"]
-    told = [
-        "speed: the middle of a run's reports but its first, then of the seeds; "
-        "accuracy: after the last epoch, mean ± standard deviation of the seeds"
+    """How the metrics were measured, and their noise."""
+    rows = about["runs"]
+    lines = [
+        "speed: median over a run's reports except the first, then over the seeds",
+        "accuracy: after the last epoch, mean ± standard deviation over the seeds",
     ]
     if about["device"].startswith("cpu"):
-        told.append("memory: the most that the whole process took, libraries and data included, as there is no GPU")
-    most = max((wander(list(each.values()), "images_per_second") for each in found.values()), default=1.0)
+        lines.append("memory: peak of the whole process, libraries and data included, because there is no GPU")
+    runs = [list(of_mode.values()) for of_mode in by_mode(rows).values()]
+    noise = max((variation(of_mode, "images_per_second") for of_mode in runs), default=1.0)
     if len(about["seeds"]) > 1:
-        told.append(f"runs of the same mode differed by up to {100 * (most - 1):.0f} % in speed, by chance")
+        lines.append(f"noise: the speed of runs of the same mode varied by up to {100 * (noise - 1):.0f} %")
     if 1 < len(about["seeds"]) < 5:
-        told.append(f"{len(about['seeds'])} seeds are few: only large differences in accuracy show")
+        lines.append(f"{len(about['seeds'])} seeds are few: only large differences in accuracy show")
     if any(row["start_up_counted"] for row in rows):
-        told.append("some runs were so short that their start is counted in their speed")
-    return told
+        lines.append("some runs are so short that their speed includes the warm-up")
+    return lines
 
 
 def markdown(about: dict[str, Any], link: str) -> str:
-    """For a page of the docs."""
+    """The report for a page of the docs. `link`: the file with all metrics."""
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "timm"))
-    told = [*in_markdown(table(by_mode(about["runs"]), about["compared"])), ""]
-    told += [f"> {line.strip()}" for line in sentences(about)]
-    told += ["", f"{'. '.join(note[0].upper() + note[1:] for note in notes(about))}.", ""]
-    told.append(
-        f"Measured on {about['device']}, {versions}, {about['date']}: `{about['command']}`. "
-        f"All figures: [{link.rpartition('/')[2]}]({link})."
-    )
-    return "\n".join(told) + "\n"
+    lines = [*in_markdown(table(by_mode(about["runs"]), about["compared"])), ""]
+    lines += [f"> {line.strip()}" for line in sentences(about)]
+    lines += ["", as_sentences(notes(about)), ""]
+    lines.append(f"Measured on {about['device']}, {versions}, {about['date']}: `{about['command']}`. {source(link)}")
+    return "\n".join(lines) + "\n"

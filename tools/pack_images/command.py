@@ -24,7 +24,12 @@ from utils.log import log
 
 SHORT_SIDE, QUALITY = 256, 90
 OWN = (
-    Flag("short_side", f"pixels of the shorter side; smaller images stay (default {SHORT_SIDE})", "N", kind=whole(1, 65535)),
+    Flag(
+        "short_side",
+        f"pixels of the shorter side; smaller images stay (default {SHORT_SIDE})",
+        "N",
+        kind=whole(1, 65535),
+    ),
     Flag("quality", f"JPEG quality, 1 to 100 (default {QUALITY})", "N", kind=whole(1, 100)),
     Flag("raw", "store pixels instead of JPEG: no decoding, 6 to 7 times the size"),
     Flag("keep", "copy files unchanged, byte for byte"),

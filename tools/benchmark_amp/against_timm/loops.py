@@ -1,7 +1,7 @@
-"""The training loops that the table `timm` compares.
+"""Our own and a plain PyTorch training loop, for the table `timm`.
 
-What a loop itself reads back while it trains, it reads back here; `train_one` is for the comparison of losses, and is
-not measured.
+A loop reads values back from the device where it does so in real training. `train_one` is for comparing losses; its
+time is not measured.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from engine.compile.compiled import compile_update
 from engine.machine.device import prepare
 from engine.setup import tuned_model, update_parts
 from engine.update import train_update
-from tools.benchmark_amp.against_timm.start import OURS, PLAIN, UPDATES_AN_EPOCH, Loop, Made, Way
+from tools.benchmark_amp.against_timm.start import UPDATES_PER_EPOCH, Loop, Start
 from tools.benchmark_amp.against_timm.train_py import Timm, TimmTrain
+from tools.benchmark_amp.against_timm.ways import OURS, PLAIN, Way
 from tools.benchmark_amp.settings import changed
 from utils.config import Config
 from utils.distributed.world import ALONE
@@ -33,7 +34,7 @@ def loop_of(way: Way, config: Config, device: torch.device) -> Loop:
 
 
 class Ours:
-    """What main_single_gpu.py builds, and its update."""
+    """The training of main_single_gpu.py."""
 
     def __init__(self, way: Way, config: Config, device: torch.device) -> None:
         amp = {"ENABLED": way.precision != "fp32"} | ({"DTYPE": way.precision} if way.precision != "fp32" else {})
@@ -42,7 +43,7 @@ class Ours:
         prepare(config, device, ALONE)
         in_precision, tuning = tuned_model(config, device, ALONE, {})
         in_precision[0].train()
-        self._parts = update_parts(config, ALONE, device, in_precision, UPDATES_AN_EPOCH)
+        self._parts = update_parts(config, ALONE, device, in_precision, UPDATES_PER_EPOCH)
         self._parts.start_computing()
         compiling = choose_compiling(config, self._parts, ALONE, 0, {})
         self.choices = tuning.choices() | compiling.as_noted()
@@ -61,22 +62,22 @@ class Ours:
 
 
 class Plain:
-    """The loop that one would write, with torch alone."""
+    """A plain loop of torch's parts."""
 
     def __init__(self, way: Way, config: Config, device: torch.device) -> None:
-        made = self._made = Made(config, device, way.precision)
-        train, model = config.TRAIN, made.model
-        spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # pyright: ignore
+        start = self._start = Start(config, device, way.precision)
+        train, model = config.TRAIN, start.model
+        no_decay = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # pyright: ignore
         named = list(model.named_parameters())
-        plain = [p for name, p in named if p.ndim <= 1 or name in spared]
-        decayed = [p for name, p in named if p.ndim > 1 and name not in spared]
+        plain = [p for name, p in named if p.ndim <= 1 or name in no_decay]
+        decayed = [p for name, p in named if p.ndim > 1 and name not in no_decay]
         groups = [{"params": decayed, "weight_decay": train.WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, train.BASE_LR, **train.OPTIMIZER.arguments())
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, partial(_share_of_rate, made))
-        follow = torch.optim.swa_utils.get_ema_multi_avg_fn(train.MODEL_EMA_DECAY)
-        self._average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=follow)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, partial(_lr_factor, start))
+        update_ema = torch.optim.swa_utils.get_ema_multi_avg_fn(train.MODEL_EMA_DECAY)
+        self._ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=update_ema)
         self._scaler = torch.amp.GradScaler(device.type, enabled=way.precision == "fp16")
-        mean, std = made.mean_and_std()
+        mean, std = start.mean_and_std()
         self._mean, self._std = (torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (mean, std))
 
     def train(self, batches: list[Batch]) -> None:
@@ -84,26 +85,26 @@ class Plain:
             self.train_one(batch)
 
     def train_one(self, batch: Batch) -> float:
-        made = self._made
+        start = self._start
         images = (batch.images.float() / 255 - self._mean) / self._std
-        with made.autocast():
-            loss = made.criterion(made.model(images), batch.labels)
+        with start.autocast():
+            loss = start.criterion(start.model(images), batch.labels)
         self._scaler.scale(loss).backward()
         self._scaler.unscale_(self._optimizer)
-        torch.nn.utils.clip_grad_norm_(made.model.parameters(), made.clip)
+        torch.nn.utils.clip_grad_norm_(start.model.parameters(), start.clip)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
         self._schedule.step()
-        self._average.update_parameters(made.model)
+        self._ema.update_parameters(start.model)
         return loss.item()
 
 
-def _share_of_rate(made: Made, update: int) -> float:
-    """Linear warm-up, then a cosine, as a share of the base rate."""
-    train = made.config.TRAIN
-    if update < made.warmup:
-        start = train.WARMUP_START_LR / train.BASE_LR
-        return start + update * (1 - start) / made.warmup
+def _lr_factor(start: Start, update: int) -> float:
+    """Learning rate relative to the base: linear warm-up, then a cosine."""
+    train = start.config.TRAIN
+    if update < start.warmup:
+        lowest = train.WARMUP_START_LR / train.BASE_LR
+        return lowest + update * (1 - lowest) / start.warmup
     end = train.END_LR / train.BASE_LR
-    return end + 0.5 * (1 - end) * (1 + math.cos(math.pi * (update - made.warmup) / (made.total - made.warmup)))
+    return end + 0.5 * (1 - end) * (1 + math.cos(math.pi * (update - start.warmup) / (start.total - start.warmup)))

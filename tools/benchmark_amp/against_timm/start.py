@@ -1,11 +1,10 @@
-"""What the loops of `timm` start from: the same weights, batches, optimiser, schedule, average and clipping."""
+"""Common start of the loops that `timm` compares: first weights, loss, schedule and clipping."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,36 +18,22 @@ from utils.config import Config
 from utils.cpus import cores
 from utils.seeding import seed_all
 
-OURS, STOCK, BEST, PLAIN = "ours", "stock", "best", "plain"
-UPDATES_AN_EPOCH = 100
+UPDATES_PER_EPOCH = 100
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Way:
-    """One loop, in one precision."""
-
-    kind: str
-    precision: str
-    compiled: bool = False
-    train_py: Path | None = None
-    """timm's train.py, whose own loop is to run."""
-    settings: Config | None = None
-    """Of our own loop, where they are not those of all."""
 
 
 class Loop(Protocol):
     def train(self, batches: list[Batch]) -> None:
-        """As many updates as there are batches."""
+        """Train one update per batch."""
 
     def train_one(self, batch: Batch) -> float:
-        """One update, and its loss."""
+        """Train one update and return its loss."""
         ...
 
 
 @dataclass
-class Made:
-    """What every other loop starts from: timm's model with the same first weights, and what it is trained with."""
+class Start:
+    """Model with the same first weights as ours, and the hyperparameters, for every loop but ours."""
 
     config: Config
     device: torch.device
@@ -56,17 +41,17 @@ class Made:
 
     def __post_init__(self) -> None:
         data, train = self.config.DATA, self.config.TRAIN
-        # As many threads for all; what else is set for a whole process, only our own run sets.
+        # The same number of threads for all; our own loop alone makes other process-wide settings.
         torch.set_num_threads(self.config.THREADS or cores())
         if self.device.type == "cuda":
-            torch.backends.cudnn.benchmark = True  # as timm's train.py has it
-            switch_tf32(self.config.AMP.TF32)  # as ours has it: torch's own convolutions would take TF32
+            torch.backends.cudnn.benchmark = True  # as in timm's train.py
+            switch_tf32(self.config.AMP.TF32)  # as in ours: torch's default for convolutions is TF32
         seed_all(self.config.SEED, "init")
         self.model = build_model(self.config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS).to(self.device).train()
         self.criterion = nn.CrossEntropyLoss()
-        self.total = train.NUM_EPOCHS * UPDATES_AN_EPOCH
+        self.total = train.NUM_EPOCHS * UPDATES_PER_EPOCH
         self.clip = train.GRAD_CLIP or math.inf
-        self.warmup = min(round(train.WARMUP_EPOCHS * UPDATES_AN_EPOCH), self.total)
+        self.warmup = min(round(train.WARMUP_EPOCHS * UPDATES_PER_EPOCH), self.total)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         half = HALF.get(self.precision)

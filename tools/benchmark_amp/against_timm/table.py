@@ -1,65 +1,49 @@
-"""`timm`: this program's update against timm's training loop and the loop that one would write with torch alone."""
+"""`timm`: vitamp's update against timm's training loop and a plain PyTorch loop."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.benchmark_amp.ceiling import ceiling, ceiling_line, of_peak
-from tools.benchmark_amp.frame import (
-    AGAIN,
-    Chart,
-    Contender,
-    Found,
-    Plan,
-    Section,
-    Table,
-    choices_lines,
-    control_line,
-    middle,
-    shown,
-    shown_ratio,
-    subject,
-    times_as_much,
-)
-from tools.benchmark_amp.settings import MODEL, settings_of
-from tools.common.command_line import ToolLine
-from tools.common.settings import told
-from utils.cli import Flag
+from tools.benchmark_amp.against_timm.ways import LOOPS, TIMM, Way, ways
+from tools.benchmark_amp.ceiling import of_peak, peak_line
+from tools.benchmark_amp.results import AGAIN, Results, shown
+from tools.benchmark_amp.settings import MODEL, set_up
+from tools.benchmark_amp.table import Chart, Contender, Plan, Section, Table
+from tools.common.command_line import ToolLine, some_of
+from tools.common.settings import non_defaults
+from utils.config import Config
 from utils.errors import TrainingError, UserError
+from utils.flags import Flag, whole
 from utils.log import log
 
 if TYPE_CHECKING:
-    from tools.benchmark_amp.against_timm.seat import Seat
-    from tools.benchmark_amp.against_timm.start import Way
-    from utils.config import Config
+    from tools.benchmark_amp.worker import Worker
 
-ABOUT = """Our update, timm's loop as it comes and with its best flags, and a plain PyTorch loop, in turns.
+ABOUT = """vitamp's update, timm's loop with its defaults and with its fastest flags, and a plain PyTorch loop.
 
     python scripts/benchmark_amp.py timm -image_size 224 -batch_size 8 -threads 1
     python scripts/benchmark_amp.py timm -image_size 32 -compile
     python scripts/benchmark_amp.py timm -model vit_small_patch16_224 -batch_size 256 -timm_train train.py -compile
 
-The same model, first weights, batches, AdamW, cosine, clipping and moving average for all. First their losses are
-compared over 5 updates; where they do not agree, nothing is measured. The loop of timm is in train.py of its
-repository and in no package: -timm_train names that file; without it, the loop is put together here of the package's
-parts. Its best flags are the fused AdamW and, with -compile, --torchcompile."""
+All loops have the same model, first weights, batches, AdamW, cosine schedule, clipping and EMA. First the losses of 5
+updates are compared; if they differ, nothing is measured. timm's loop is in train.py of its repository and in no
+package: -timm_train names that file. Without it, the loop is assembled from timm's package. timm's fastest flags are
+the fused AdamW and, with -compile, --torchcompile."""
+PRECISIONS = ("fp32", "bf16", "fp16")
 FLAGS = (
     MODEL,
-    Flag("updates", "updates of a turn (default 50; on a CPU 5)", "N", ("UPDATES",)),
-    Flag("rounds", "turns of each (default 7)", "N", ("ROUNDS",)),
-    Flag("precisions", "of fp32,bf16,fp16 (default fp32,bf16)", "A,B", ("PRECISIONS",)),
-    Flag("loops", "beside timm's: of fused,plain,ours (default: all)", "A,B", ("LOOPS",)),
-    Flag(
-        "variants", "ours with other settings, too: A=1,B=2 each for itself, A=1+B=2 together", "A=1,B=2", ("VARIANTS",)
-    ),
-    Flag("compile", "our update and timm's compiled, too", "", ("WITH_COMPILE",)),
-    Flag("timm_train", "train.py of timm's repository, whose own loop then runs", "FILE", ("TIMM_TRAIN",)),
+    Flag("updates", "updates per turn (default 50; on a CPU 5)", "N", kind=whole(1)),
+    Flag("rounds", "turns of each", "N", default=7, kind=whole(1)),
+    Flag("precisions", f"of {','.join(PRECISIONS)} (default fp32,bf16)", "A,B", kind=some_of(*PRECISIONS)),
+    Flag("loops", f"beside timm's: of {','.join(LOOPS)} (default: all)", "A,B", kind=some_of(*LOOPS)),
+    Flag("variants", "also vitamp with other settings: A=1,B=2 one by one, A=1+B=2 together", "A=1,B=2", default=""),
+    Flag("compile", "also vitamp's update and timm's compiled"),
+    Flag("timm_train", "train.py of timm's repository, to run its own loop", "FILE", kind=Path),
 )
-PRECISIONS = ("fp32", "bf16", "fp16")
-LOOPS = ("fused", "plain", "ours")
 FIXED: dict[str, Any] = {
     "TRAIN.NUM_EPOCHS": 10,
     "TRAIN.WARMUP_EPOCHS": 0.1,
@@ -70,155 +54,120 @@ FIXED: dict[str, Any] = {
     "TRAIN.MODEL_EMA_DECAY": 0.9998,
     "TRAIN.MODEL_EMA_WARMUP": False,
 }
-AGREE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
-"""How far a loss may be from timm's in fp32, against its size: fp32 rounds to 6e-8, and does so many times."""
-OURS, TIMM, BEST, COMPILED_TIMM, PLAIN = "ours", "timm", "timm, fused", "timm, fused, compiled", "plain loop"
-COMPILED = "ours, compiled"
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
+"""Allowed difference of a loss from timm's in fp32, relative to the loss. fp32 rounds to 6e-8, many times."""
 
 
 def plan(line: ToolLine) -> Plan:
-    precisions, loops = _some_of(line, "PRECISIONS", PRECISIONS, "fp32,bf16"), _some_of(line, "LOOPS", LOOPS)
-    rounds = line.whole("ROUNDS", 7)
-    train_py = Path(line.own["TIMM_TRAIN"][0]).expanduser().resolve() if "TIMM_TRAIN" in line.own else None
-    if train_py is not None and not train_py.is_file():
-        raise UserError(f"-timm_train {train_py}: no such file; give train.py of timm's repository.")
-    if train_py is not None:
-        from tools.benchmark_amp.against_timm.train_py import import_train_py
+    # fp32 first: the other precisions are compared with it.
+    precisions = sorted(line.asked.precisions or ("fp32", "bf16"), key=lambda name: name != "fp32")
+    loops, compiled, train_py = line.asked.loops or tuple(LOOPS), bool(line.asked.compile), _train_py(line)
+    setup = set_up(line, fixed=FIXED)
+    updates = line.asked.updates or (5 if setup.on_cpu else 50)
+    variants = _variants(line, loops)
 
-        import_train_py(train_py)
-    loaded, device, remarks = settings_of(line, fixed=FIXED)
-    config, compiled = loaded.config, "WITH_COMPILE" in line.own
-    updates = line.whole("UPDATES", 5 if device.type == "cpu" else 50)
+    from tools.benchmark_amp.against_timm.session import Job, LoopSession
+    from tools.benchmark_amp.worker import Worker
 
-    from tools.benchmark_amp.against_timm.seat import Job, Seat
-    from tools.benchmark_amp.training import device_in_words, gpu_of
-
-    variants = _variants(line)
-    ways = {_name(who, p): way for p in precisions for who, way in _ways(p, loops, compiled, train_py).items()}
-    ways |= {_name(who, p): way for p in precisions for who, way in _varied(p, loops, compiled, variants).items()}
-    first = _name(TIMM, precisions[0])
-    ways[first + AGAIN] = ways[first]
-    seats = {name: Seat(Job(way, config, updates)) for name, way in ways.items()}
-    amps = [
-        config.AMP.model_copy(update={"ENABLED": p != "fp32"} | ({"DTYPE": p} if p != "fp32" else {}))
-        for p in precisions
+    loops_by_name = ways(precisions, loops, compiled, train_py, variants)
+    first = next(iter(loops_by_name))
+    loops_by_name[first + AGAIN] = loops_by_name[first]
+    workers = {
+        name: Worker(partial(LoopSession, Job(way, setup.config, updates))) for name, way in loops_by_name.items()
+    }
+    amp = setup.config.AMP
+    amps = [amp.model_copy(update=_amp_update(precision)) for precision in precisions]
+    machine = setup.machine(amps)
+    left_out = _compare_losses(workers, loops_by_name, first)
+    contenders = [
+        Contender(name, partial(worker.call, "turn"), worker.close)
+        for name, worker in workers.items()
+        if name not in left_out
     ]
-    words, gpu = device_in_words(config, device), gpu_of(device)  # sets the threads, which the ceiling depends on
-    most = ceiling(config, device, amps)
-    left_out = _compare(seats, first)
-    contenders = [Contender(name, seat.turn, seat.close) for name, seat in seats.items() if name not in left_out]
-    wishes = {
+    settings = {
         "updates": updates,
         "precisions": ",".join(precisions),
         "loops": ",".join(loops),
         "variants": ",".join(variants),
         "compiled": compiled,
         "timm_loop": "its own train.py" if train_py else "parts of its package",
-        **told(config),
+        **non_defaults(setup.config),
     }
-    return Plan(contenders, rounds, wishes, words, gpu, left_out, remarks, most)
+    return Plan(contenders, line.asked.rounds, settings, machine, left_out, setup.remarks)
 
 
-def _some_of(line: ToolLine, key: str, known: tuple[str, ...], usual: str | None = None) -> list[str]:
-    text, flag = line.own.get(key, (usual or ",".join(known), ""))
-    asked = str(text).split(",")
-    if unknown := [name for name in asked if name not in known]:
-        raise UserError(f"{flag} {','.join(unknown)}: takes some of {','.join(known)}.")
-    return sorted(dict.fromkeys(asked), key=lambda name: name != "fp32")  # which the others are compared to
+def _amp_update(precision: str) -> dict[str, Any]:
+    return {"ENABLED": False} if precision == "fp32" else {"ENABLED": True, "DTYPE": precision}
 
 
-def _ways(precision: str, loops: list[str], compiled: bool, train_py: Path | None) -> dict[str, Way]:
-    from tools.benchmark_amp.against_timm.start import BEST as best
-    from tools.benchmark_amp.against_timm.start import OURS as ours
-    from tools.benchmark_amp.against_timm.start import PLAIN as plain
-    from tools.benchmark_amp.against_timm.start import STOCK as stock
-    from tools.benchmark_amp.against_timm.start import Way
+def _train_py(line: ToolLine) -> Path | None:
+    if line.asked.timm_train is None:
+        return None
+    path = line.asked.timm_train.expanduser().resolve()
+    if not path.is_file():
+        raise UserError(f"-timm_train {path}: no such file; give train.py of timm's repository.")
+    from tools.benchmark_amp.against_timm.train_py import import_train_py
 
-    ways = {TIMM: Way(stock, precision, train_py=train_py)}
-    if "fused" in loops:
-        ways[BEST] = Way(best, precision, train_py=train_py)
-    if "plain" in loops:
-        ways[PLAIN] = Way(plain, precision)
-    if "ours" in loops:
-        ways[OURS] = Way(ours, precision)
-    if compiled and "fused" in loops:
-        ways[COMPILED_TIMM] = Way(best, precision, compiled=True, train_py=train_py)
-    if compiled and "ours" in loops:
-        ways[COMPILED] = Way(ours, precision, compiled=True)
-    return ways
+    import_train_py(path)
+    return path
 
 
-def _variants(line: ToolLine) -> dict[str, Config]:
-    """By how they differ, as the user wrote it."""
-    text, flag = line.own.get("VARIANTS", ("", "-variants"))
-    found: dict[str, Config] = {}
-    for words in filter(None, str(text).split(",")):
+def _variants(line: ToolLine, loops: tuple[str, ...]) -> dict[str, Config]:
+    """Settings of each variant, by its text on the command line."""
+    text = line.asked.variants
+    if text and "ours" not in loops:
+        raise UserError(f"-variants {text}: variants are of our loop; add ours to -loops {','.join(loops)}.")
+    variants: dict[str, Config] = {}
+    for words in filter(None, text.split(",")):
         pairs = {key: value for key, _, value in (word.partition("=") for word in words.split("+"))}
         if not all(pairs.values()):
-            raise UserError(f"{flag} {words}: takes settings with their values, such as TRAIN.RESIDUAL_DTYPE=autocast.")
+            raise UserError(f"-variants {words}: give settings with values, such as TRAIN.RESIDUAL_DTYPE=autocast.")
         varied = replace(line, run=replace(line.run, words={**line.run.words, **pairs}))
-        found[words] = settings_of(varied, fixed=FIXED)[0].config
-    return found
+        variants[words] = set_up(varied, fixed=FIXED).config
+    return variants
 
 
-def _varied(precision: str, loops: list[str], compiled: bool, variants: dict[str, Config]) -> dict[str, Way]:
-    from tools.benchmark_amp.against_timm.start import OURS as ours
-    from tools.benchmark_amp.against_timm.start import Way
+def _compare_losses(workers: dict[str, Worker], loops: dict[str, Way], first: str) -> dict[str, str]:
+    """Loops that cannot train, and why. Different losses are an error, because such loops do different work."""
+    from tools.benchmark_amp.against_timm.session import first_losses
 
-    if variants and "ours" not in loops:
-        raise UserError(
-            f"-variants {','.join(variants)}: they are of our loop, which -loops {','.join(loops)} leaves out."
-        )
-    who = COMPILED if compiled else OURS
-    return {f"{who}, {words}": Way(ours, precision, compiled, settings=config) for words, config in variants.items()}
-
-
-def _name(who: str, precision: str) -> str:
-    return f"{who}, {precision}"
-
-
-def _compare(seats: dict[str, Seat], first: str) -> dict[str, str]:
-    """Whoever cannot train, and why. An error where losses are not alike: such loops are not to be compared."""
-    from tools.benchmark_amp.against_timm.seat import first_losses
-
-    losses: dict[str, list[float]] = {}
-    left_out: dict[str, str] = {}
-    log.info("building, and the first losses: %s", "; ".join(seats))
+    log.info("building the loops and comparing their first losses: %s", "; ".join(workers))
     try:
-        for name, answer in first_losses(seats).items():
-            if isinstance(answer, str):
-                left_out[name] = answer
-                seats[name].close()
-            else:
-                losses[name] = answer
+        answers = first_losses(workers, loops)
+        left_out = {name: answer["failed"] for name, answer in answers.items() if "failed" in answer}
         if first in left_out:
-            raise TrainingError(f"{first}, which the others are compared to: {left_out[first]}")
+            raise TrainingError(f"{first}, which the others are compared with, failed: {left_out[first]}")
+        losses = {name: answer["losses"] for name, answer in answers.items() if name not in left_out}
         if problems := disagreements(losses, first):
             raise TrainingError("the losses do not agree, so nothing is measured:\n" + "\n".join(problems))
     except BaseException:
-        for seat in seats.values():
-            seat.close()
+        for worker in workers.values():
+            worker.close()
         raise
     for name, why in left_out.items():
+        workers[name].close()
         log.warning("%s: %s", name, why)
     return left_out
 
 
 def disagreements(losses: dict[str, list[float]], first: str) -> list[str]:
-    """A line for each whose losses are not those of `first`, up to what its precision rounds."""
-    found: list[str] = []
+    """One line per loop whose losses differ from those of `first` by more than its precision rounds."""
+    problems: list[str] = []
     for name, own in losses.items():
-        difference, limit = apart(own, losses[first]), AGREE[_precision_of(name)]
+        difference, limit = apart(own, losses[first]), TOLERANCE[_precision_of(name)]
         if difference > limit:
-            figures = ", ".join(f"{loss:.7f}" for loss in own)
-            found.append(f"  {name}: {figures}; apart from {first} by {difference:.1e}, more than {limit:.0e}")
-    if found:
-        found.append(f"  {first}: " + ", ".join(f"{loss:.7f}" for loss in losses[first]))
-    return found
+            problems.append(
+                f"  {name}: {_joined(own)}; differs from {first} by {difference:.1e}, more than {limit:.0e}"
+            )
+    return [*problems, f"  {first}: {_joined(losses[first])}"] if problems else []
+
+
+def _joined(losses: list[float]) -> str:
+    return ", ".join(f"{loss:.7f}" for loss in losses)
 
 
 def apart(one: list[float], other: list[float]) -> float:
-    """The greatest difference of two curves, against the size of the loss."""
+    """Greatest difference of two loss curves, relative to the loss."""
     differences = [abs(a - b) / max(abs(b), 1.0) for a, b in zip(one, other, strict=True)]
     return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
@@ -227,65 +176,66 @@ def _precision_of(name: str) -> str:
     return name.removesuffix(AGAIN).rpartition(", ")[2]
 
 
-def sections(found: Found) -> list[Section]:
-    precisions = found["settings"]["precisions"].split(",")
-    first = _name(TIMM, precisions[0])
-    updates = found["settings"]["updates"]
-    most = found.get("ceiling")  # files of former versions have none
-    peak = ["of peak"] if most else []
-    rows = [["", "ms an update", "images/s", *peak, f"to {first}", "to timm", "CPU ms", f"to {first}", "to timm", "GB"]]
-    for name in _names(found):
-        same = _name(TIMM, _precision_of(name))
+def sections(results: Results) -> list[Section]:
+    settings, names = results.settings, _names(results)
+    precisions = settings["precisions"].split(",")
+    first = f"{TIMM}, {precisions[0]}"
+    has_peak = bool(results.get("ceiling"))  # files of former versions have none
+    peak = ["of peak"] if has_peak else []
+    rows = [["", "ms/update", "images/s", *peak, f"to {first}", "to timm", "CPU ms", f"to {first}", "to timm", "GB"]]
+    for name in names:
+        same = f"{TIMM}, {_precision_of(name)}"
         rows.append(
             [
                 name,
-                shown(_milliseconds(found, name, "seconds", updates), 4),
-                shown(middle(found, name, "images_per_second")),
-                *([of_peak(found, name)] if most else []),
-                shown_ratio(times_as_much(found, first, name, "seconds")),
-                shown_ratio(times_as_much(found, same, name, "seconds")),
-                shown(_milliseconds(found, name, "cpu_seconds", updates), 4),
-                shown_ratio(times_as_much(found, first, name, "cpu_seconds")),
-                shown_ratio(times_as_much(found, same, name, "cpu_seconds")),
-                shown(middle(found, name, "peak_memory_gb")),
+                shown(_milliseconds(results, name, "seconds"), 4),
+                shown(results.median(name, "images_per_second")),
+                *([of_peak(results, name)] if has_peak else []),
+                shown(results.ratio(first, name, "seconds")),
+                shown(results.ratio(same, name, "seconds")),
+                shown(_milliseconds(results, name, "cpu_seconds"), 4),
+                shown(results.ratio(first, name, "cpu_seconds")),
+                shown(results.ratio(same, name, "cpu_seconds")),
+                shown(results.median(name, "peak_memory_gb")),
             ]
         )
     notes = [
-        control_line(found, first, "seconds"),
-        f"by the time on CPUs, {control_line(found, first, 'cpu_seconds')}",
-        f"`to timm`: to timm's loop in the same precision; first by the clock, then by the time on CPUs; "
-        f"the loop of timm: {found['settings']['timm_loop']}",
-        _agreement(found, precisions, first),
-        *([ceiling_line(found)] if most else []),
-        *choices_lines(found, _names(found)),
+        results.control_line(first, "seconds"),
+        f"by CPU time, {results.control_line(first, 'cpu_seconds')}",
+        "`to timm`: speed-up over timm's loop in the same precision, first by wall-clock time, then by CPU time",
+        f"timm's loop: {settings['timm_loop']}",
+        _agreement(results, precisions, first),
+        *([peak_line(results)] if has_peak else []),
+        *results.choices_lines(names),
     ]
-    return [Section(f"An update, {subject(found)}, moving average and clipping on", rows, notes)]
+    return [Section(f"An update, {results.subject()}, with EMA and clipping", rows, notes)]
 
 
-def _names(found: Found) -> list[str]:
-    return [name for name in found["turns"] if not name.endswith(AGAIN) and middle(found, name, "seconds") is not None]
+def _names(results: Results) -> list[str]:
+    return [name for name in results.turns if not name.endswith(AGAIN) and results.median(name, "seconds") is not None]
 
 
-def _milliseconds(found: Found, name: str, key: str, updates: int) -> float | None:
-    seconds = middle(found, name, key)
-    return None if seconds is None else 1000 * seconds / updates
+def _milliseconds(results: Results, name: str, key: str) -> float | None:
+    """Per update."""
+    seconds = results.median(name, key)
+    return None if seconds is None else 1000 * seconds / results.settings["updates"]
 
 
-def _agreement(found: Found, precisions: list[str], first: str) -> str:
-    """How far the losses were apart at most, a precision each."""
-    curves = {name: found["turns"][name][0]["losses"] for name in _names(found)}
-    told_of = []
+def _agreement(results: Results, precisions: list[str], first: str) -> str:
+    """Note on the greatest difference of the first losses in each precision."""
+    curves = {name: results.turns[name][0]["losses"] for name in _names(results)}
+    most = []
     for precision in precisions:
         own = [apart(c, curves[first]) for n, c in curves.items() if _precision_of(n) == precision and first in curves]
-        told_of.append(f"{precision} {max(own, default=0.0):.1e}")
-    return f"losses of the first updates, apart from {first} by at most (of the loss): {', '.join(told_of)}"
+        most.append(f"{precision} {max(own, default=0.0):.1e}")
+    return f"greatest relative difference of the first losses from {first}: {', '.join(most)}"
 
 
-def charts(found: Found) -> list[Chart]:
-    names, updates = _names(found), found["settings"]["updates"]
-    speeds = {name: middle(found, name, "images_per_second") or 0.0 for name in names}
-    busy = {name: _milliseconds(found, name, "cpu_seconds", updates) or 0.0 for name in names}
-    return [Chart(subject(found), "images/s", bars=speeds), Chart("time on CPUs", "ms an update", bars=busy)]
+def charts(results: Results) -> list[Chart]:
+    names = _names(results)
+    speeds = {name: results.median(name, "images_per_second") or 0.0 for name in names}
+    cpu = {name: _milliseconds(results, name, "cpu_seconds") or 0.0 for name in names}
+    return [Chart(results.subject(), "images/s", bars=speeds), Chart("CPU time", "ms/update", bars=cpu)]
 
 
 TABLE = Table("timm", ABOUT, FLAGS, plan, sections, charts)

@@ -15,7 +15,7 @@ from typing import Any
 from engine.checkpoint.saved import find_saved
 from engine.measure.progress import clock
 from engine.report.course import Course
-from tools.common.runs import best_top1, perf, read_lines, seconds, warm
+from tools.common.runs import RunMetrics, read_lines
 from utils.config import Config, load_config
 from utils.config.keys import settings, value_of
 from utils.config.write import one_line
@@ -40,6 +40,10 @@ class Run:
     """Complete lines of metrics.jsonl"""
 
     @cached_property
+    def metrics(self) -> RunMetrics:
+        return RunMetrics(self.lines)
+
+    @cached_property
     def course(self) -> Course:
         return Course(self.lines)
 
@@ -61,13 +65,11 @@ class Run:
 
     @property
     def peak_memory(self) -> float | None:
-        return max(perf(self.lines, "train", "peak_memory_gb"), default=None)
+        return self.metrics.peak_memory_gb
 
     @property
     def speed(self) -> float | None:
-        """The middle of what was reported, in images a second; the first report of each start, which warms up, not."""
-        found = warm(self.lines, "train", "images_per_second")
-        return median(found) if found else None
+        return self.metrics.images_per_second
 
     @property
     def skipped(self) -> int:
@@ -75,7 +77,7 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        return seconds(self.lines) or None
+        return self.metrics.seconds or None
 
     @property
     def verdict(self) -> str:
@@ -85,8 +87,8 @@ class Run:
 
     def best(self) -> tuple[float, str] | None:
         """Best top-1 of all validations in percent, and its epoch and weights."""
-        found = best_top1(self.lines)
-        return (found[0], f"epoch {found[1]}{found[2] and f', {found[2]}'}") if found else None
+        best = self.metrics.best_top1
+        return (best.percent, f"epoch {best.epoch}{best.weights and f', {best.weights}'}") if best else None
 
     @property
     def best_checkpoint(self) -> str:

@@ -1,0 +1,31 @@
+"""Reports of benchmark_amp.py: text for the terminal, Markdown for the docs."""
+
+from __future__ import annotations
+
+from tools.benchmark_amp.results import Results
+from tools.benchmark_amp.table import Table
+from tools.common.tables import as_sentences, in_columns, in_markdown, source
+
+
+def lines(table: Table, results: Results) -> list[str]:
+    """The report for the terminal."""
+    text: list[str] = []
+    for section in table.sections(results):
+        text += ["", section.title, *in_columns(section.rows), *(f"  {note}" for note in section.notes)]
+    return [*text, "", *(f"  {line}" for line in (*results.failures(), results.machine(), results["command"]))]
+
+
+def markdown(table: Table, results: Results, link: str) -> str:
+    """The report for a page of the docs. `link`: the -json file."""
+    text: list[str] = []
+    for section in table.sections(results):
+        text += [f"{section.title}:", "", *in_markdown(section.rows), ""]
+        text += [as_sentences(section.notes), ""] if section.notes else []
+    if failures := results.failures():
+        text += [*(f"- {line}" for line in failures), ""]
+    rounds = f"{results['rounds']} round{'s' * (results['rounds'] != 1)}"
+    rounds += ", fewer where the time ran out" if results["cut"] else ""
+    text.append(
+        f"Contenders alternate, {rounds}. Measured on {results.machine()}: `{results['command']}`. {source(link)}"
+    )
+    return "\n".join(text) + "\n"

@@ -1,0 +1,124 @@
+"""Measurements of a table of benchmark_amp.py, and the numbers and notes that its report takes from them.
+
+It imports nothing heavy: the pages of the docs are made from the -json files without torch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tools.common.turns import Ratio, ratio
+
+Metrics = dict[str, Any]
+"""Metrics of one turn of one contender, as plain values; {'failed': reason} if it could not be measured."""
+
+FORMER_NAMES = {"windows": "amp", "modes": "precisions", "peers": "timm"}
+"""Former name of a table -> its name now, for command lines and -json files."""
+AGAIN = ", again"
+"""Suffix of the control: a contender that is measured twice. The ratio of the two shows the noise."""
+DEFAULTS = {"MODEL.NAME": "vit_base_patch16_224", "DATA.IMAGE_SIZE": 224, "DATA.BATCH_SIZE": 256, "TRAIN.ACCUM_ITER": 1}
+"""Of settings that the report names; files hold only those that differ from the default."""
+NOT_SHOWN = ("computed_in", "compile_why")
+
+
+class Results(dict[str, Any]):
+    """Contents of a -json file; `Recorder` in measure.py lists the fields."""
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Results:
+        """With the table's present name, if the file has a former one."""
+        former = fields["table"]
+        if former not in FORMER_NAMES:
+            return cls(fields)
+        name = FORMER_NAMES[former]
+        command = fields["command"].replace(f"benchmark_amp.py {former}", f"benchmark_amp.py {name}", 1)
+        return cls({**fields, "table": name, "command": command})
+
+    @property
+    def turns(self) -> dict[str, list[Metrics]]:
+        """Name of a contender -> its turns."""
+        return self["turns"]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self["settings"]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no turn could be measured."""
+        return all("failed" in turn for turns in self.turns.values() for turn in turns)
+
+    def values(self, name: str, key: str) -> list[float]:
+        """Metric `key` in every turn of a contender that has it."""
+        return [turn[key] for turn in self.turns.get(name, []) if turn.get(key) is not None]
+
+    def median(self, name: str, key: str) -> float | None:
+        values = self.values(name, key)
+        return statistics.median(values) if values else None
+
+    def ratio(self, name: str, other: str, key: str) -> Ratio | None:
+        """Metric `key` of one contender relative to another's."""
+        return ratio(self.values(name, key), self.values(other, key))
+
+    def precision(self, name: str) -> str:
+        return self._first(name, "precision", "-")
+
+    def _first(self, name: str, key: str, default: Any) -> Any:
+        """`key` of a contender's first turn that has it."""
+        return next((turn[key] for turn in self.turns.get(name, []) if key in turn), default)
+
+    def failures(self) -> list[str]:
+        """One line per reason why contenders could not be measured."""
+        names: dict[str, list[str]] = {}
+        failed = {name: reason for name in self.turns if (reason := self._first(name, "failed", ""))}
+        for name, reason in [*self["left_out"].items(), *failed.items()]:
+            names.setdefault(reason, []).append(name)
+        return [f"not measured: {', '.join(who)}: {reason}" for reason, who in names.items()]
+
+    def control_line(self, name: str, key: str) -> str:
+        """Note on the noise, measured by the contender that runs twice."""
+        control = shown(self.ratio(name + AGAIN, name, key))
+        return f"control: {name} against itself: {control}; ratios within this range are noise"
+
+    def choices_lines(self, names: Iterable[str]) -> list[str]:
+        """Notes on kernels and formats chosen by the device or by measurement, grouped by equal choices."""
+        alike: dict[str, list[str]] = {}
+        for name in names:
+            choices = self._first(name, "choices", {})
+            words = [f"{key} {value}" for key, value in choices.items() if key not in NOT_SHOWN and value is not False]
+            alike.setdefault(", ".join(words), []).append(name)
+        return [f"chosen for {', '.join(who)}: {words}" for words, who in alike.items() if words]
+
+    def _setting(self, key: str) -> Any:
+        return self.settings.get(key, DEFAULTS[key])
+
+    def subject(self) -> str:
+        """Model, image size and batch size."""
+        size, batch = self._setting("DATA.IMAGE_SIZE"), self._setting("DATA.BATCH_SIZE")
+        return f"{self._setting('MODEL.NAME')}, {size} pixels, batch {batch}"
+
+    def iteration_line(self) -> str:
+        """Note on the number of images per iteration."""
+        batch, parts = int(self._setting("DATA.BATCH_SIZE")), int(self._setting("TRAIN.ACCUM_ITER"))
+        images = f"{batch} images" if parts == 1 else f"{parts} micro-batches of {batch} images"
+        return f"an iteration is one update of {images}"
+
+    def machine(self) -> str:
+        """Device, clock, versions and date."""
+        versions = ", ".join(f"{name} {version}" for name, version in self["versions"].items())
+        clock = self["clock_mhz"]
+        mhz = f"clock {min(clock)} to {max(clock)} MHz" if clock else "clock unknown"
+        return f"{self['device']}, {mhz}, {versions}, {self['date']}"
+
+
+def shown(value: float | Ratio | None, digits: int = 3) -> str:
+    """A cell of a table, with as many digits as are meaningful; '-' for None."""
+    if value is None or isinstance(value, Ratio):
+        return "-" if value is None else str(value)
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.0f} %"

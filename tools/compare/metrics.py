@@ -1,0 +1,70 @@
+"""Metrics of one run of compare.py, read from its folder: speed, memory, accuracy, health."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from tools.common.runs import Lines, RunMetrics, is_end, is_start, last_line, read_lines
+from utils.config import load_config
+
+Metrics = dict[str, Any]
+DIVERGED = 1.1
+"""A run diverged if its last losses exceed this multiple of the first; smaller rises may be noise of the batches."""
+
+
+def is_finished(folder: Path) -> bool:
+    return is_end(last_line(folder))
+
+
+def fraction_done(folder: Path, epochs: int, updates: int | None) -> float:
+    """Progress of a run by its last line; `updates`: TRAIN.MAX_UPDATES."""
+    last = last_line(folder)
+    if not last:
+        return 0.0
+    whole = last["epoch"] - (last["event"] not in ("epoch", "val"))
+    return min(1.0, max(whole / epochs, last.get("update", 0) / updates if updates else 0.0))
+
+
+def metrics_of(folder: Path) -> Metrics:
+    """Metrics of a finished run, as compare.json holds them."""
+    about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    config = load_config(str(folder / "config.yaml")).config
+    metrics = RunMetrics(read_lines(folder))
+    speed, speeds, best = metrics.images_per_second, metrics.speeds, metrics.best_top1
+    validations = metrics.of("val")
+    batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER * about["choices"]["world_size"]
+    return {
+        "precision": about["choices"]["precision"],
+        "images_per_second": speed,
+        "images_per_second_quartiles": statistics.quantiles(speeds, n=4)[::2] if len(speeds) > 3 else None,
+        "seconds_per_update": batch / speed if speed else None,
+        "seconds_per_epoch": metrics.seconds_per_epoch,
+        "start_up_counted": metrics.speed_includes_start,
+        "peak_memory_gb": metrics.peak_memory_gb,
+        "updates": max((line["update"] for line in metrics.lines), default=0),
+        "skipped": metrics.skipped,
+        "diverged": _diverged(metrics.of("train")),
+        "last_acc1": metrics.last_acc1,
+        "best_acc1": best.percent if best else None,
+        "last_loss": validations[-1]["loss"] if validations else None,
+        "seconds": metrics.seconds,
+        "starts": sum(map(is_start, metrics.lines)),
+        "validation_images": about.get("samples", {}).get("val"),
+        "device": about["device"],
+        "versions": about["versions"],
+        "date": about["started"][:10],
+    }
+
+
+def _diverged(train: Lines) -> bool:
+    """Whether the loss ended as NaN, or clearly above its start."""
+    if not train:
+        return False
+    first, last = train[0]["loss"], [line["loss"] for line in train[-3:]]
+    if last[-1] is None:
+        return True
+    known = [loss for loss in last if loss is not None]
+    return first is not None and statistics.fmean(known) > DIVERGED * first

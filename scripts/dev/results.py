@@ -86,10 +86,7 @@ def collect(name: str, folders: Iterable[Path]) -> Path:
 
 
 def table(name: str) -> str:
-    """One row per model and precision: mean and standard deviation over the seeds. Below: how it was measured.
-
-    Results of benchmark_data.py, benchmark_amp.py and compare.py are formatted by these tools.
-    """
+    """Markdown of a results file. benchmark_amp.py, benchmark_data.py and compare.py format their own results."""
     if name == "h200_summary":
         return h200_summary()
     fields = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))

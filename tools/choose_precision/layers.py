@@ -1,7 +1,7 @@
-"""Per layer: how much of its gradient a precision loses at the bottom, and how far it is from overflow at the top.
+"""Per layer: the fraction of gradient values that underflow in a precision, and the headroom to overflow.
 
-The gradients looked at are those of a pass in fp32 with the weights that the precision has trained: those of the low
-precision itself no longer show what they have lost.
+The gradients are those of an fp32 pass with the weights that the precision has trained, because gradients in the low
+precision no longer show the values that it lost.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e5m2: "e5m2
 
 @dataclass(frozen=True)
 class Scaled:
-    """A precision, and the factor that values have when they meet it."""
+    """A dtype and the factor by which values are scaled before they are cast to it."""
 
     dtype: torch.dtype
     scale: float | None
-    """None: each tensor (or row) is scaled to its own largest value."""
+    """None: each tensor (or row) is scaled to its largest value."""
     rowwise: bool = False
 
 
 @dataclass
 class Layer:
-    """Of the gradients that flow through a layer: with respect to its output, and to its parameters."""
+    """Statistics of a layer's gradients, with respect to its output and to its parameters."""
 
     name: str
     dtype: str
-    """In which its output's gradient arrives."""
+    """Of the gradient of its output."""
     values: int = 0
-    """That are not zero in fp32."""
+    """Values that are not zero in fp32."""
     zeros: int = 0
-    """That become zero."""
+    """Values that become zero."""
     underflows: int = 0
-    """That become zero or subnormal, which have fewer significant bits."""
+    """Values that become zero, or subnormal with fewer significant bits."""
     headroom: float = field(default=float("inf"))
-    """The factor by which they could grow before the first one overflows."""
+    """Factor by which the values could grow before the first one overflows."""
 
     @property
     def underflow_share(self) -> float:
@@ -70,8 +70,8 @@ class Layer:
             self.headroom = min(self.headroom, info.max / top)
 
 
-def look_at_layers(config: Config, ready: ReadyToTrain, given: tuple[Share, Batch], scale: float) -> list[Layer]:
-    """One micro-batch, forward and backward in fp32. Layers that compute in fp32 are not among the answers."""
+def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[Share, Batch], scale: float) -> list[Layer]:
+    """Train one micro-batch in fp32 and examine the gradients of all layers that the precision runs below fp32."""
     share, batch = given
     precisions = _precisions(ready, batch, scale)
     full = config.model_copy(update={"AMP": config.AMP.model_copy(update={"ENABLED": False, "TF32": False})})
@@ -80,46 +80,46 @@ def look_at_layers(config: Config, ready: ReadyToTrain, given: tuple[Share, Batc
     layers = {name: Layer(name, SHORT[at.dtype]) for name, at in precisions.items()}
     modules = dict(_leaves(reference))
     for name, at in precisions.items():
-        modules[name].register_forward_hook(_follow(layers[name], at))
+        modules[name].register_forward_hook(_examine_output(layers[name], at))
     seed_all(config.SEED, "doctor")
     loss = ready.parts.criterion(reference(inputs(batch.images)), batch.labels) * share.weight
     loss.backward()
     for name, at in precisions.items():
         for parameter in _cast_parameters(modules[name], ready.precision.level):
             if parameter.grad is not None:
-                # What fp8 layers hand to the optimiser is the result of a product, in bf16.
+                # fp8 layers compute weight gradients as a product in bf16.
                 layers[name].add(parameter.grad, at if at.scale is not None else Scaled(torch.bfloat16, scale))
     return list(layers.values())
 
 
 def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that compute with parameters of their own."""
+    """Modules without children that have parameters."""
     for name, module in model.named_modules():
         if next(module.children(), None) is None and next(module.parameters(), None) is not None:
             yield name, module
 
 
 def _precisions(ready: ReadyToTrain, batch: Batch, scale: float) -> dict[str, Scaled]:
-    """What arrives at each layer's output in training, seen in one forward pass; layers in fp32 are left out."""
-    parts, found = ready.parts, dict[str, Scaled]()
+    """Precision of the gradient at each layer's output, seen in one forward pass; layers in fp32 are left out."""
+    parts, precisions = ready.parts, dict[str, Scaled]()
 
-    def see(name: str) -> Any:
+    def recorder(name: str) -> Any:
         def hook(module: nn.Module, _: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.dtype in SHORT:
-                found.setdefault(name, _scaled(module, output.dtype, scale))
+                precisions.setdefault(name, _scaled(module, output.dtype, scale))
 
         return hook
 
-    handles = [module.register_forward_hook(see(name)) for name, module in _leaves(parts.forward)]
+    handles = [module.register_forward_hook(recorder(name)) for name, module in _leaves(parts.forward)]
     with torch.no_grad(), parts.precision.autocast():
         parts.forward(parts.inputs(batch.images[:2]))
     for handle in handles:
         handle.remove()
-    return found
+    return precisions
 
 
 def _scaled(module: nn.Module, dtype: torch.dtype, scale: float) -> Scaled:
-    """fp8 layers take their output's gradient to 8 bits, each tensor at its own scale."""
+    """fp8 layers cast the gradient of their output to 8 bits, each tensor with its own scale."""
     config = getattr(module, "config", None)
     cast = getattr(config, "cast_config_grad_output", None)
     if cast is None:
@@ -127,7 +127,7 @@ def _scaled(module: nn.Module, dtype: torch.dtype, scale: float) -> Scaled:
     return Scaled(cast.target_dtype, None, rowwise="axis" in cast.scaling_granularity.value)
 
 
-def _follow(layer: Layer, at: Scaled) -> Any:
+def _examine_output(layer: Layer, at: Scaled) -> Any:
     def hook(_: nn.Module, __: Any, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda gradient: layer.add(gradient, at))
@@ -136,6 +136,6 @@ def _follow(layer: Layer, at: Scaled) -> Any:
 
 
 def _cast_parameters(module: nn.Module, level: str) -> Iterator[nn.Parameter]:
-    """Norms' parameters stay in fp32 where norms do, and so do their gradients."""
+    """Parameters below fp32. Norms and their gradients stay in fp32 at most levels."""
     if not isinstance(module, NORMS) or level in ("NAIVE", "O3"):
         yield from module.parameters()

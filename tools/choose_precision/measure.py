@@ -1,4 +1,4 @@
-"""One precision on the user's data: loss curve, speed, memory, skipped updates. Runs in a process of its own."""
+"""Measure one precision on the user's data: loss curve, speed, memory, skipped updates. Runs in its own process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from engine.machine.memory import is_out_of_memory, peak_memory_gb
 from engine.measure.meters import NEVER
 from engine.setup import ReadyToTrain
 from engine.update import train_update
-from tools.choose_precision.layers import Layer, look_at_layers
+from tools.choose_precision.layers import Layer, examine_layers
 from tools.common.processes import opened, warmup_updates
 from utils.config import Config
 from utils.log import log, start_log
 
 WINDOWS = 20
-"""Speed is the median over about so many stretches of updates, so that a hiccup of the machine does not count."""
+"""Speed is the median over about this many windows of updates, so that a hiccup of the machine does not count."""
 
 
 @dataclass(frozen=True)
@@ -32,39 +32,39 @@ class Job:
     config: Config
     updates: int
     deadline: float
-    """By time.monotonic(), which all processes of a machine share."""
+    """In time.monotonic(), which all processes of a machine share."""
     samples_seed: int | None = None
-    """Take samples, and their augmentation, in another seed's order; None: in that of `config`."""
+    """Seed of the samples and their augmentation; None for that of `config`."""
     layers: bool = False
-    """Look at every layer's gradients at the end."""
+    """Whether to examine every layer's gradients at the end."""
 
 
 @dataclass
 class Measured:
     losses: list[float] = field(default_factory=list)
-    """One an update, the mean over its micro-batches."""
+    """One per update: the mean over its micro-batches."""
     images_per_second: float = 0.0
     data_wait_percent: float = 0.0
     peak_memory_gb: float = 0.0
     skipped: int = 0
     scale: float = 1.0
     learning_rate: float = 0.0
-    """Of the last update."""
+    """At the last update."""
     epochs: float = 0.0
     bad_update: int | None = None
-    """The first whose gradients were not numbers, where nothing skips such."""
+    """First update with NaN or infinite gradients, in precisions that do not skip such updates."""
     compile: str = "none"
-    """What a run would compile of the update, which is eager here."""
+    """What a run would compile; the measured updates are eager."""
     seconds: float = 0.0
     out_of_time: bool = False
     layers: list[Layer] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: str = ""
-    """Why there are no figures."""
+    """Why nothing was measured."""
 
 
 def measure(job: Job) -> Measured:
-    """What `job` asks for. A precision that torch cannot run, or that does not fit in memory, is an answer too."""
+    """Train the job. A precision that torch cannot run, or that does not fit in memory, is a result too."""
     started = time.monotonic()
     start_log(to_terminal=False)
     notes = _Notes()
@@ -80,7 +80,7 @@ def measure(job: Job) -> Measured:
 
 
 class _Notes(logging.Handler):
-    """Keeps warnings for the report."""
+    """Collects warnings for the report."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -92,7 +92,7 @@ class _Notes(logging.Handler):
 
 def _measure(job: Job, result: Measured) -> None:
     config = job.config
-    with opened(config, compiled=False) as training:  # numbers are the same, and every layer can be looked into
+    with opened(config, compiled=False) as training:  # eager modules can be hooked, with the same numerics
         ready, device = training.ready, training.device
         result.compile = ready.choices["compile"]
         if job.samples_seed is not None:
@@ -100,35 +100,35 @@ def _measure(job: Job, result: Measured) -> None:
         windows = training.windows()
         _train(job, ready, windows, device, result)
         if job.layers and result.bad_update is None:
-            result.layers = look_at_layers(config, ready, next(iter(next(windows))), result.scale)
+            result.layers = examine_layers(config, ready, next(iter(next(windows))), result.scale)
 
 
 def _train(job: Job, ready: ReadyToTrain, windows: Iterator[Window], device: torch.device, result: Measured) -> None:
-    parts, curve = ready.parts, _Curve(ready)
-    stretches = _Stretches(job.updates, ready.train_loader, device)
+    parts, curve = ready.parts, _LossCurve(ready)
+    timer = _Timer(job.updates, ready.train_loader, device)
     for update in range(1, job.updates + 1):
         window = next(windows)
         train_update(parts, window, update)
         curve.close_update()
-        stretches.count(update, sum(len(share.indices) for share in window.shares))
+        timer.count(update, sum(len(share.indices) for share in window.shares))
         if parts.watch is not None:
             result.notes += [blame.words() for blame in parts.watch.take()]
-        if time.monotonic() > job.deadline and update > stretches.warmup and update < job.updates:
+        if time.monotonic() > job.deadline and update > timer.warmup and update < job.updates:
             result.out_of_time = True
             break
-    stretches.end()
+    timer.end()
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
     result.losses = curve.values()
     result.epochs = len(result.losses) / ready.train_loader.order.updates
-    result.images_per_second = stretches.images_per_second()
-    result.data_wait_percent = stretches.data_wait_percent()
+    result.images_per_second = timer.images_per_second()
+    result.data_wait_percent = timer.data_wait_percent()
     result.peak_memory_gb = peak_memory_gb(device)
     result.skipped, result.scale, result.learning_rate = reading.skipped, reading.scale, reading.lr
     result.bad_update = None if reading.first_bad == NEVER else reading.first_bad
 
 
-class _Curve:
-    """Every update's loss. It stays on the device until the end: reading it at once would slow training down."""
+class _LossCurve:
+    """Loss of every update, kept on the device until the end, because reading it earlier would slow training down."""
 
     def __init__(self, ready: ReadyToTrain) -> None:
         self._criterion = ready.parts.criterion
@@ -149,8 +149,8 @@ class _Curve:
         return torch.stack(self._updates).tolist()
 
 
-class _Stretches:
-    """Speed over stretches of updates, after a warm-up. A GPU is waited for only at the end of a stretch."""
+class _Timer:
+    """Speed over windows of updates, after a warm-up. The device is synchronised only at the end of a window."""
 
     def __init__(self, updates: int, loader: TrainLoader, device: torch.device) -> None:
         self.warmup = warmup_updates(updates)
@@ -185,7 +185,7 @@ class _Stretches:
         self._last, self._images, self._updates = now, 0, 0
 
     def end(self) -> None:
-        if self._updates and not self._speeds:  # time was up before the first stretch was whole
+        if self._updates and not self._speeds:  # the time ran out in the first window
             self._close()
         wait_for(self._device)
         self._waited = self._loader.take_wait() / max(time.perf_counter() - self._began, 1e-9)

@@ -1,4 +1,4 @@
-"""choose_precision.png: loss curves, speed, memory and every layer's gradients, of all precisions side by side."""
+"""choose_precision.png: loss curves, speed, memory and gradients per layer, of all precisions side by side."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from tools.choose_precision.layers import Layer
-from tools.choose_precision.verdict import Baseline, Finding, smooth_alike
+from tools.choose_precision.verdict import Baseline, Finding, smooth_together
 from utils.output_file import writing
 
 SHOWN_NAMES = 16
 SMALLEST_DRAWN, MOST_DRAWN = 1e-7, 1e9
-"""Of underflow, below which nothing is worth a look, and of headroom, beyond which bf16's would hide all others'."""
+"""Limits of the log axes: smallest fraction of underflow, and largest headroom, as bf16's would hide all others'."""
 
 Colours = dict[str, str]
 Value = Callable[[Layer], float]
@@ -36,7 +36,7 @@ def draw(path: Path, title: str, findings: list[Finding], base: Baseline | None)
     _draw_bars(axes[0][2], {name: speed for name, speed, _ in rows}, "images/s", colours)
     _draw_bars(axes[1][0], {name: memory for name, _, memory in rows}, "peak memory (GB)", colours)
     with_layers = [f for f in shown if f.measured.layers]
-    _draw_layers(axes[1][1], with_layers, "share of gradient values that underflow", _drawn_underflow, colours)
+    _draw_layers(axes[1][1], with_layers, "fraction of gradient values that underflow", _drawn_underflow, colours)
     near = [f for f in with_layers if min(layer.headroom for layer in f.measured.layers) < MOST_DRAWN]
     _draw_layers(axes[1][2], near, "headroom to overflow (factor)", lambda layer: layer.headroom, colours)
     with writing(path, "-output"):
@@ -50,10 +50,10 @@ def _drawn_underflow(layer: Layer) -> float:
 
 def _draw_losses(axes: Axes, findings: list[Finding], base: Baseline | None, colours: Colours) -> None:
     for nth, run in enumerate(base.runs if base else ()):
-        (line,) = smooth_alike([run.losses])
+        (line,) = smooth_together([run.losses])
         _curve(axes, line, len(run.losses), "" if nth else "fp32, three seeds", "black")
     for finding in findings:
-        (line,) = smooth_alike([finding.measured.losses])
+        (line,) = smooth_together([finding.measured.losses])
         _curve(axes, line, len(finding.measured.losses), finding.name, colours[finding.name])
     _finish(axes, "update", "training loss (smoothed)")
 
@@ -65,7 +65,7 @@ def _draw_differences(axes: Axes, findings: list[Finding], base: Baseline | None
     drawn = [("" if nth else "two fp32 seeds", run, "black") for nth, run in enumerate(base.runs[1:])]
     drawn += [(f.name, f.measured, colours[f.name]) for f in findings]
     for name, run, colour in drawn:
-        ours, theirs = smooth_alike([base.losses, run.losses])
+        ours, theirs = smooth_together([base.losses, run.losses])
         line = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
         _curve(axes, line, min(len(base.losses), len(run.losses)), name, colour)
     axes.set_yscale("log")

@@ -1,4 +1,4 @@
-"""The report in words and figures: the table on the terminal, and what choose_precision.json holds."""
+"""Report of choose_precision.py: the table for the terminal, and the contents of choose_precision.json."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from tools.choose_precision.layers import Layer
 from tools.choose_precision.measure import Measured
 from tools.choose_precision.verdict import SMOOTHED_OVER, Baseline, Finding
+from tools.common.tables import in_columns
 
 SHOWN_LAYERS = 3
 
@@ -19,13 +20,8 @@ HEADINGS: Row = (
 
 
 def table(findings: list[Finding], base: Baseline | None) -> str:
-    """One line a mode. `loss`, `two seeds`: the largest difference to fp32's curve, and of two fp32 curves."""
-    rows: list[Row] = [HEADINGS, *([_fp32(base)] if base else []), *map(_row, findings)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(c.rjust(w) if n else c.ljust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
+    """One row per mode. `loss`: largest difference from fp32's curve; `two seeds`: that of two fp32 curves."""
+    return "\n".join(in_columns([HEADINGS, *([_fp32(base)] if base else []), *map(_row, findings)]))
 
 
 def _fp32(base: Baseline) -> Row:
@@ -50,7 +46,7 @@ def _row(finding: Finding) -> Row:
 
 
 def details(findings: list[Finding]) -> list[str]:
-    """What a table has no room for: the layers that lose most, remarks, and why a mode is not recommended."""
+    """Lines below the table: the layers that lose most, notes, and why a mode is not recommended."""
     lines: list[str] = []
     for finding in findings:
         texts = [*_layer_lines(finding.measured), *finding.measured.notes]
@@ -64,13 +60,13 @@ def _layer_lines(measured: Measured) -> list[str]:
     worst = [layer for layer in worst if layer.underflows]
     lines = []
     if worst:
-        shares = ", ".join(f"{layer.name} {_percent(layer.underflow_share)} ({layer.dtype})" for layer in worst)
-        lines.append(f"at scale {measured.scale:g} most gradient values underflow in {shares}")
+        fractions = ", ".join(f"{layer.name} {_percent(layer.underflow_share)} ({layer.dtype})" for layer in worst)
+        lines.append(f"at scale {measured.scale:g} most gradient values underflow in {fractions}")
     tightest = min(measured.layers, key=lambda layer: layer.headroom, default=None)
     if tightest is not None and tightest.headroom < 2**15:
         lines.append(
-            f"at scale {measured.scale:g} {tightest.name} is nearest to overflow: its gradients fit "
-            f"{_power(tightest.headroom)} times over"
+            f"at scale {measured.scale:g} {tightest.name} is closest to overflow: its gradients could be "
+            f"{_power(tightest.headroom)} times as large"
         )
     return lines
 
@@ -83,8 +79,8 @@ def rounded(images: float) -> str:
     return f"{images:,.0f}" if images >= 100 else f"{images:.3g}"
 
 
-def _memory(gigabytes: float, share: float | None) -> Row:
-    return f"{gigabytes:.2f} GB", "-" if share is None else f"{100 * share:.0f} %"
+def _memory(gigabytes: float, fraction: float | None) -> Row:
+    return f"{gigabytes:.2f} GB", "-" if fraction is None else f"{100 * fraction:.0f} %"
 
 
 def _blank(columns: int) -> Row:
@@ -97,10 +93,8 @@ def _small(value: float | None) -> str:
     return "not a number" if math.isinf(value) else f"{value:.2g}"
 
 
-def _percent(share: float | None) -> str:
-    if share is None:
-        return "-"
-    return f"{100 * share:.2g} %"
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.2g} %"
 
 
 def _power(headroom: float | None) -> str:
@@ -110,7 +104,7 @@ def _power(headroom: float | None) -> str:
 
 
 def as_json(findings: list[Finding], base: Baseline | None) -> dict[str, Any]:
-    """The figures, the curves among them, as plain values that every reader of JSON takes."""
+    """All metrics and loss curves as plain values."""
     modes = []
     for finding in findings:
         one = asdict(finding)
@@ -132,7 +126,7 @@ def _layer(layer: Layer) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no infinity and no NaN."""
+    """Replace infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

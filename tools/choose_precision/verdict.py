@@ -1,4 +1,4 @@
-"""What the measurements say: differences to fp32, whether they matter, and what to use."""
+"""Verdict: differences from fp32, whether they matter, and the recommended precision."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ if TYPE_CHECKING:
     from tools.choose_precision.measure import Measured
 
 SMOOTHED_OVER = 20
-"""Loss curves are compared after a moving mean over a twentieth of them: single batches say little."""
-MOST_SKIPPED = 0.05
+"""Loss curves are smoothed by a moving mean over a twentieth of their updates: single batches are noisy."""
+MAX_SKIPPED = 0.05
 SKIPS_TO_FIND_THE_SCALE = 10
-"""The first updates of fp16 are often skipped until the loss scale fits."""
+"""fp16 often skips its first updates until the loss scale is small enough."""
 ALIKE = 0.97
-"""As fast as the fastest, for all that can be measured."""
+"""Fraction of the highest speed that counts as equally fast."""
 FASTER, SMALLER = 1.05, 0.90
-"""What a precision must gain in speed, or take of the memory, to be worth its flag."""
+"""Least speed-up, or largest fraction of memory, for a precision to be recommended over fp32."""
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """Moving mean; as many values fewer as the window is longer than one."""
+    """Moving mean; the result has `window - 1` fewer values."""
     return [math.fsum(values[at : at + window]) / window for at in range(len(values) - window + 1)]
 
 
-def smooth_alike(curves: list[list[float]]) -> list[list[float]]:
-    """Loss curves over the updates that all of them have, smoothed."""
+def smooth_together(curves: list[list[float]]) -> list[list[float]]:
+    """Loss curves, smoothed over the updates that all of them have."""
     length = min(map(len, curves))
     window = max(1, length // SMOOTHED_OVER)
     return [smooth(curve[:length], window) for curve in curves]
 
 
 def largest_difference(first: list[float], second: list[float]) -> float:
-    """Of two smoothed loss curves; infinite where one is not a number."""
-    return _greatest(abs(a - b) for a, b in zip(*smooth_alike([first, second]), strict=True))
+    """Largest difference of two smoothed loss curves; infinite if one has a NaN."""
+    return _greatest(abs(a - b) for a, b in zip(*smooth_together([first, second]), strict=True))
 
 
 def _greatest(values: Iterable[float]) -> float:
@@ -46,13 +46,13 @@ def _greatest(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Baseline:
-    """fp32 from three seeds: how fast it is, how far that varies, and what in a loss curve is chance."""
+    """fp32 with three seeds: its speed and loss curves, and the noise of both."""
 
     runs: tuple[Measured, Measured, Measured]
 
     @property
     def losses(self) -> list[float]:
-        """Of the user's own seed, which the other precisions are measured with."""
+        """With the user's seed, which the other precisions use as well."""
         return self.runs[0].losses
 
     @property
@@ -61,7 +61,7 @@ class Baseline:
 
     @property
     def speed_noise(self) -> float:
-        """By how much equal work differed in speed: 0.1 is 10 %."""
+        """Variation of the speed between the three runs: 0.1 is 10 %."""
         return max(self._speeds()) / min(self._speeds()) - 1
 
     @property
@@ -69,17 +69,17 @@ class Baseline:
         return self.runs[0].peak_memory_gb
 
     def seed_noise(self, updates: int) -> float:
-        """The largest difference of two seeds' loss curves over this many updates."""
+        """Largest difference between loss curves of two seeds, over this many updates."""
         curves = [run.losses[:updates] for run in self.runs]
         return max(largest_difference(*pair) for pair in itertools.combinations(curves, 2))
 
     def excess(self, losses: list[float]) -> float:
-        """How far a loss curve rises above all three seeds' at most; below 0 where it never does.
+        """How far a loss curve rises above those of all three seeds; negative if it never does.
 
-        A single seed's curve is no yardstick of harm: small differences grow until two curves are as far apart as two
-        seeds', in either direction.
+        One seed is not enough to compare with: small differences grow until two curves differ as much as those of two
+        seeds do, in either direction.
         """
-        curve, *seeds = smooth_alike([losses, *(run.losses for run in self.runs)])
+        curve, *seeds = smooth_together([losses, *(run.losses for run in self.runs)])
         return _greatest(value - max(others) for value, *others in zip(curve, *seeds, strict=True))
 
     def _speeds(self) -> list[float]:
@@ -88,42 +88,45 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Finding:
-    """One mode against fp32."""
+    """One mode compared with fp32."""
 
     name: str
     flags: str
     measured: Measured
     speed: float | None
-    """Times fp32's; None where it would mislead, or where there is no fp32 to compare with."""
+    """Relative to fp32; None if it is meaningless, or fp32 was not measured."""
     memory: float | None
-    """The share of fp32's peak."""
+    """Peak memory relative to fp32."""
     difference: float | None
+    """Largest difference from fp32's loss curve."""
     noise: float | None
-    """What two fp32 seeds differ by over the same updates."""
+    """Largest difference between two fp32 seeds over the same updates."""
     excess: float | None
-    """By how much it is worse than all of them."""
+    """How far its loss rises above all fp32 seeds."""
     against: list[str] = field(default_factory=list)
-    """Why it is not recommended, whatever its speed."""
+    """Reasons not to recommend it, whatever its speed."""
 
 
 def judge(name: str, flags: str, measured: Measured, base: Baseline | None, updates: int, slow: str = "") -> Finding:
-    """`slow`: why its speed must not count in its favour."""
+    """`slow`: why its speed must not count."""
     against = [slow] if slow else []
     if measured.failed:
         return Finding(name, flags, measured, None, None, None, None, None, [measured.failed])
     done = len(measured.losses)
     if measured.bad_update is not None:
-        against.append(f"the gradients stopped being numbers at update {measured.bad_update}")
-    if measured.skipped > max(SKIPS_TO_FIND_THE_SCALE, MOST_SKIPPED * done):
+        against.append(f"gradients were NaN or infinite from update {measured.bad_update} on")
+    if measured.skipped > max(SKIPS_TO_FIND_THE_SCALE, MAX_SKIPPED * done):
         against.append(f"{measured.skipped} of {done} updates were skipped")
     if base is None:
         return Finding(name, flags, measured, None, None, None, None, None, against)
     difference, noise = largest_difference(base.losses, measured.losses), base.seed_noise(done)
     excess = base.excess(measured.losses)
     if excess > noise:
-        against.append(f"its loss is up to {excess:.2g} above all fp32 seeds', which differ by {noise:.2g} themselves")
+        against.append(
+            f"its loss is up to {excess:.2g} above all fp32 seeds, which differ by {noise:.2g} among themselves"
+        )
     if 2 * done < min(updates, len(base.losses)):
-        against.append(f"only {done} updates were made")
+        against.append(f"only {done} updates were trained")
     speed = None if slow else measured.images_per_second / base.images_per_second
     memory = measured.peak_memory_gb / base.peak_memory_gb
     return Finding(name, flags, measured, speed, memory, difference, noise, excess, against)
@@ -137,7 +140,7 @@ class Recommendation:
 
 
 def recommend(findings: list[Finding], base: Baseline | None, fp32_flags: str) -> Recommendation:
-    """The findings come in the order of preference between equally fast ones."""
+    """`findings`: in order of preference between equally fast modes."""
     sound = [f for f in findings if not f.against]
     if base is None:
         return _without_fp32(sound, fp32_flags)
@@ -153,21 +156,21 @@ def recommend(findings: list[Finding], base: Baseline | None, fp32_flags: str) -
         return Recommendation(
             chosen.name, chosen.flags, f"{chosen.flags}: no faster, but {_memory(chosen)}; {_harmless(chosen)}."
         )
-    why = f"equal runs differed by {100 * base.speed_noise:.0f} % in speed" if base.speed_noise > 0.02 else ""
-    nothing = "nothing that trained as well as fp32 was faster, or took less memory, by more than chance"
+    why = f"the speed of equal runs varied by {100 * base.speed_noise:.0f} %" if base.speed_noise > 0.02 else ""
+    nothing = "no mode that trained as well as fp32 was faster or smaller by more than the noise"
     return Recommendation("fp32", fp32_flags, f"{fp32_flags}: {nothing}{f' ({why})' * bool(why)}.")
 
 
 def _without_fp32(sound: list[Finding], fp32_flags: str) -> Recommendation:
     if not sound:
         return Recommendation(
-            "fp32", fp32_flags, "No precision trained soundly; a smaller -batch_size would let fp32 run."
+            "fp32", fp32_flags, "No precision trained without problems; try a smaller -batch_size, so that fp32 runs."
         )
     chosen = max(sound, key=lambda f: f.measured.images_per_second)
     return Recommendation(
         chosen.name,
         chosen.flags,
-        f"{chosen.flags}: it runs where fp32 did not; a smaller -batch_size would let its loss be compared to fp32's.",
+        f"{chosen.flags}: it runs, and fp32 did not; try a smaller -batch_size to compare its loss with fp32's.",
     )
 
 
@@ -184,8 +187,8 @@ def _memory(finding: Finding) -> str:
 
 def _harmless(finding: Finding) -> str:
     difference, noise = f"{finding.difference:.2g}", f"{finding.noise:.2g}"
-    text = f"its loss curve differs from fp32's by at most {difference}, two fp32 seeds differ by {noise}"
+    text = f"its loss differs from fp32's by at most {difference}, two fp32 seeds differ by {noise}"
     if (finding.difference or 0) <= (finding.noise or 0):
         return text
-    worse = f"is never more than {finding.excess:.2g} above" if (finding.excess or 0) > 0 else "is never above"
-    return f"{text}, and {worse} all of theirs"
+    worse = f"rises at most {finding.excess:.2g} above" if (finding.excess or 0) > 0 else "never rises above"
+    return f"{text}, and it {worse} all fp32 seeds"

@@ -1,4 +1,4 @@
-"""scripts/evaluate.py: the figures, from one pass over the images."""
+"""Metrics of a classifier, from one pass over the images: accuracy, calibration, recall and precision per class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.common.progress import progress_bar
 
 
 class Bin(NamedTuple):
-    """Images of about the same confidence. Shares in percent."""
+    """Images of similar confidence. Confidence and accuracy are percent."""
 
     images: int
     confidence: float
@@ -28,48 +28,49 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class Figures:
-    """Shares are percent."""
+    """Fractions are in percent."""
 
     images: int
     acc1: float
     acc5: float
     nll: float
-    """Mean negative logarithm of the true class's probability: validation's loss without label smoothing"""
+    """Mean negative log-likelihood: the validation loss without label smoothing."""
     brier: float
-    """Mean squared distance between probabilities and truth, summed over classes: 0 to 2"""
+    """Mean squared error of the probabilities, summed over classes: 0 to 2."""
     ece: float
     bins: list[Bin]
     labels: Tensor
-    """The true class of each image"""
+    """True class of each image."""
     guesses: Tensor
-    """The model's first guess of each"""
+    """Predicted class of each image."""
     classes: int
     not_finite: int
-    """Images whose logits are no numbers"""
+    """Number of images whose logits are NaN or infinite."""
 
     def confusion(self) -> Tensor:
-        """Images by true class (rows) and first guess (columns)."""
+        """Number of images by true class (rows) and predicted class (columns)."""
         from sklearn.metrics import confusion_matrix
 
         return torch.from_numpy(confusion_matrix(self.labels, self.guesses, labels=range(self.classes)))
 
     @cached_property
     def support(self) -> Tensor:
-        """Images of each class"""
+        """Number of images of each class."""
         return self._counted(self.labels, self.classes)
 
     @cached_property
     def guessed(self) -> Tensor:
-        """How often each class was the first guess"""
+        """Number of predictions of each class."""
         return self._counted(self.guesses, self.classes)
 
     @cached_property
     def right(self) -> Tensor:
+        """Number of correctly predicted images of each class."""
         return self._counted(self.labels[self.labels == self.guesses], self.classes)
 
     @property
     def precision(self) -> Tensor:
-        """0 of a class that was never guessed"""
+        """Precision of each class; 0 for a class that is never predicted."""
         return self._of_each[0]
 
     @property
@@ -82,15 +83,15 @@ class Figures:
 
     @cached_property
     def _of_each(self) -> list[Tensor]:
-        """Precision, recall and F1 of each class"""
+        """Precision, recall and F1 of each class."""
         from sklearn.metrics import precision_recall_fscore_support  # takes a second to import
 
-        scores: Any = precision_recall_fscore_support  # its type stubs do not know zero_division=0
-        shares = scores(self.labels, self.guesses, labels=range(self.classes), zero_division=0)[:3]
-        return [100 * torch.as_tensor(share, dtype=torch.float64) for share in shares]
+        scores: Any = precision_recall_fscore_support  # its type stubs lack zero_division=0
+        fractions = scores(self.labels, self.guesses, labels=range(self.classes), zero_division=0)[:3]
+        return [100 * torch.as_tensor(fraction, dtype=torch.float64) for fraction in fractions]
 
     def taken_for(self, label: int) -> tuple[int, int]:
-        """The class that images of this one were most often mistaken for, and how many; 0 where none was."""
+        """The class most often predicted for images of this class by mistake, and how often; 0 if never."""
         wrong = self.guesses[(self.labels == label) & (self.guesses != label)]
         counts = self._counted(wrong, self.classes)
         return int(counts.argmax()), int(counts.max())
@@ -100,16 +101,16 @@ class Figures:
         return torch.bincount(values, minlength=length)
 
     def macro(self, of_class: Tensor) -> float:
-        """The mean over classes that have images."""
+        """Mean over classes that have images."""
         return float(of_class[self.support > 0].mean())
 
     def weighted(self, of_class: Tensor) -> float:
-        """The mean over images."""
+        """Mean over images."""
         return float((of_class * self.support).sum() / self.support.sum())
 
 
 def figures_of(trained: Trained, part: Part, bins: int) -> Figures:
-    """Memory for a few numbers an image, however many classes there are."""
+    """Evaluate the model. Memory is a few numbers per image, however many classes there are."""
     rows = [Rows.of(logits, part.labels(labels)) for logits, labels, _ in _with_bar(trained, part)]
     seen = Rows(*(torch.cat(column) for column in zip(*rows, strict=True)))
     return figures_from(seen, trained.config.MODEL.NUM_CLASSES, bins)
@@ -117,7 +118,7 @@ def figures_of(trained: Trained, part: Part, bins: int) -> Figures:
 
 def figures_from(seen: Rows, classes: int, bins: int) -> Figures:
     images = len(seen.label)
-    ece, found = calibration(seen.confidence, seen.label == seen.guess, bins)
+    ece, bins_of_ece = calibration(seen.confidence, seen.label == seen.guess, bins)
     return Figures(
         images=images,
         acc1=100 * int((seen.label == seen.guess).sum()) / images,
@@ -125,7 +126,7 @@ def figures_from(seen: Rows, classes: int, bins: int) -> Figures:
         nll=float(seen.nll.sum()) / images,
         brier=float(seen.brier.sum()) / images,
         ece=ece,
-        bins=found,
+        bins=bins_of_ece,
         labels=seen.label,
         guesses=seen.guess,
         classes=classes,
@@ -134,7 +135,7 @@ def figures_from(seen: Rows, classes: int, bins: int) -> Figures:
 
 
 class Rows(NamedTuple):
-    """What is kept of each image, on the host."""
+    """Columns of values per image, on the host."""
 
     label: Tensor
     guess: Tensor
@@ -145,26 +146,26 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor) -> Rows:
-        _, among_five = correct(logits, labels)  # on the device, where validation chooses among equal logits
+        _, among_five = correct(logits, labels)  # on the device, so that ties are resolved as in validation
         guess = guesses(logits)[:, 0].cpu()
         losses = F.cross_entropy(logits, labels, reduction="none").cpu().double()
         logits, labels = logits.cpu().double(), labels.cpu()
-        shares = logits.softmax(-1)
+        probabilities = logits.softmax(-1)
         truth = F.one_hot(labels, logits.shape[-1])
-        confidence = shares.gather(1, guess[:, None])[:, 0]
-        return cls(labels, guess, among_five.cpu(), confidence, losses, (shares - truth).square().sum(1))
+        confidence = probabilities.gather(1, guess[:, None])[:, 0]
+        return cls(labels, guess, among_five.cpu(), confidence, losses, (probabilities - truth).square().sum(1))
 
 
 def calibration(confidence: Tensor, right: Tensor, count: int) -> tuple[float, list[Bin]]:
-    """ECE in percent, and its bins: of equal width, each with its upper edge."""
+    """ECE in percent, and its bins of equal width; each includes its upper edge."""
     number = (confidence.nan_to_num() * count).ceil().long().sub(1).clamp(0, count - 1)
     images, sure, hits = (
         torch.zeros(count, dtype=torch.float64).index_add_(0, number, values)
         for values in (torch.ones_like(confidence), confidence, right.double())
     )
     ece = 100 * float((sure - hits).abs().sum() / len(confidence))
-    shares = [100 * values / images.clamp(min=1) for values in (sure, hits)]
-    return ece, [Bin(int(n), float(c), float(a)) for n, c, a in zip(images, *shares, strict=True)]
+    means = [100 * values / images.clamp(min=1) for values in (sure, hits)]
+    return ece, [Bin(int(n), float(c), float(a)) for n, c, a in zip(images, *means, strict=True)]
 
 
 def _with_bar(trained: Trained, part: Part) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -1,8 +1,8 @@
-"""JPEG files that cost a decoder what photographs cost it, for measuring where no photographs are at hand.
+"""Synthetic JPEG files that decode as slowly as photographs, for benchmarks without photographs.
 
-Neighbouring pixels of a photograph are alike, and its fine detail falls off with a power of the frequency; edges and
-the sensor's noise come on top. Images of that kind compress like photographs: 500 x 375 comes to about 100 KB. Plain
-noise would be three times that, and smooth gradients a tenth, and both would say little about a decoder.
+In photographs neighbouring pixels are similar, and detail decreases with a power of the frequency; edges and sensor
+noise come on top. Images made that way compress like photographs: 500 x 375 takes about 100 KB. Plain noise would take
+three times as much and smooth gradients a tenth; neither would load a decoder realistically.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ QUALITY = (90, 95)
 
 @dataclass(frozen=True)
 class Size:
-    """A mixture of image sizes: (width, height), and how often it comes."""
+    """A mixture of image sizes (width, height), and the fraction of each."""
 
     sizes: tuple[tuple[int, int], ...]
-    shares: tuple[float, ...]
+    fractions: tuple[float, ...]
 
 
 SIZES = {
@@ -51,7 +51,7 @@ class _Task:
 
 
 def on_made_images(config: Config, count: int, size: str) -> Config:
-    """The same settings for JPEGs that are made now, unless they were before."""
+    """`config` on JPEGs that are made now, unless they exist."""
     root = make_images(cache_folder(config.DATA, "made"), count, size)
     data = config.DATA.model_copy(update={"DATASET": "imagefolder", "DATA_PATH": str(root)})
     model = config.MODEL.model_copy(update={"NUM_CLASSES": CLASSES})
@@ -59,10 +59,9 @@ def on_made_images(config: Config, count: int, size: str) -> Config:
 
 
 def make_images(folder: Path, count: int, size: str = "small", seed: int = 0, processes: int | None = None) -> Path:
-    """`count` images in class folders below `folder`; those that are there already are kept.
+    """Make `count` images in class folders below `folder`, except those that exist; return the root for `imagefolder`.
 
-    Image number n is the same whatever `count` and `processes`. Returns the root of the layout `imagefolder`, whose
-    validation part is its training part.
+    Image n is the same for any `count` and `processes`. The validation split is the training split.
     """
     root = folder / f"{size}-{count}-seed{seed}"
     tasks = [t for t in _tasks(root / "train", count, size, seed) if not t.path.exists()]
@@ -71,7 +70,7 @@ def make_images(folder: Path, count: int, size: str = "small", seed: int = 0, pr
     validation = root / "val"
     if not validation.is_symlink():
         validation.symlink_to("train")
-    for _ in _made(tasks, processes or cores()):
+    for _ in _make_all(tasks, processes or cores()):
         pass
     return root
 
@@ -81,12 +80,12 @@ def _tasks(part: Path, count: int, size: str, seed: int) -> Iterator[_Task]:
         yield _Task(part / f"class_{number % CLASSES:02d}" / f"{number:06d}.jpg", seed, number, size)
 
 
-def _made(tasks: list[_Task], processes: int) -> Iterator[None]:
+def _make_all(tasks: list[_Task], processes: int) -> Iterator[None]:
     from tqdm import tqdm
 
     if not tasks:
         return
-    # Started anew, not forked: the process that asks may have threads of torch running.
+    # Spawned, not forked: this process may have running threads of torch.
     with multiprocessing.get_context("spawn").Pool(min(processes, len(tasks))) as pool:
         yield from tqdm(
             pool.imap_unordered(_make, tasks, chunksize=4), "making images", len(tasks), leave=False, disable=None
@@ -95,17 +94,17 @@ def _made(tasks: list[_Task], processes: int) -> Iterator[None]:
 
 def _make(task: _Task) -> None:
     encoded = made_jpeg(task.size, task.seed, task.number)
-    # A name that no data set takes for an image, until the file is whole.
+    # A name that no data set takes for an image, until the file is complete.
     unfinished = task.path.with_name(f".{task.path.name}.{os.getpid()}")
     unfinished.write_bytes(encoded)
     unfinished.replace(task.path)
 
 
 def made_jpeg(size: str, seed: int, number: int) -> bytes:
-    """Image `number` as a JPEG file of quality 90 to 95 with halved colour resolution, as cameras write them."""
+    """Image `number` as a JPEG file of quality 90 to 95 with 4:2:0 chroma, as cameras write them."""
     generator = np.random.Generator(np.random.Philox(key=key(seed, "made image", size, number)))
     chosen = SIZES[size]
-    width, height = chosen.sizes[generator.choice(len(chosen.sizes), p=chosen.shares)]
+    width, height = chosen.sizes[generator.choice(len(chosen.sizes), p=chosen.fractions)]
     file = io.BytesIO()
     quality = int(generator.integers(QUALITY[0], QUALITY[1] + 1))
     _picture(generator, width, height).save(file, "JPEG", quality=quality, subsampling="4:2:0")
@@ -113,20 +112,20 @@ def made_jpeg(size: str, seed: int, number: int) -> bytes:
 
 
 def _picture(generator: np.random.Generator, width: int, height: int) -> Image.Image:
-    """Clouds of colour, things with sharp outlines before them, and grain over all."""
+    """Clouds of colour, shapes with sharp edges in front of them, and grain over everything."""
     steepness = generator.uniform(0.95, 1.30)
     light = _clouds(generator, width, height, steepness) * generator.uniform(30, 55) + generator.uniform(90, 150)
-    # Colours change more slowly than light does.
+    # Colour varies more slowly than brightness.
     warm, cold = (_clouds(generator, width, height, steepness + 0.35) * generator.uniform(8, 22) for _ in range(2))
     scene = _as_image(np.stack([light + warm, light - 0.3 * (warm + cold), light + cold], axis=-1))
-    scene = _with_things(generator, scene)
+    scene = _with_shapes(generator, scene)
     grain = _clouds(generator, width, height, 0.5)[..., None] * generator.uniform(4, 11)
     grain = grain + generator.standard_normal((height, width, 3)) * generator.uniform(0.5, 3)
     return _as_image(np.asarray(scene, dtype=np.float64) + grain)
 
 
 def _clouds(generator: np.random.Generator, width: int, height: int, steepness: float) -> np.ndarray:
-    """Noise whose amplitude falls with frequency ** -steepness; mean 0, spread 1."""
+    """Noise with amplitude frequency ** -steepness; mean 0, standard deviation 1."""
     vertical, horizontal = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None]
     frequency = np.hypot(vertical, horizontal)
     frequency[0, 0] = 1 / max(width, height)
@@ -136,8 +135,8 @@ def _clouds(generator: np.random.Generator, width: int, height: int, steepness: 
     return (field - field.mean()) / field.std()
 
 
-def _with_things(generator: np.random.Generator, scene: Image.Image) -> Image.Image:
-    """Three to thirteen ellipses, boxes and odd shapes, more or less transparent, some of them out of focus."""
+def _with_shapes(generator: np.random.Generator, scene: Image.Image) -> Image.Image:
+    """Add 3 to 13 ellipses, rectangles and polygons with random opacity, blurred by a random radius."""
     colours, mask = Image.new("RGB", scene.size), Image.new("L", scene.size)
     on_colours, on_mask = ImageDraw.Draw(colours), ImageDraw.Draw(mask)
     for _ in range(generator.integers(3, 14)):

@@ -1,4 +1,4 @@
-"""scripts/evaluate.py: the images to evaluate on, and which of the model's classes each of theirs is."""
+"""Data to evaluate a model on, with its labels mapped to the model's classes."""
 
 from __future__ import annotations
 
@@ -21,56 +21,60 @@ MOST_NAMED = 10
 
 @dataclass(frozen=True)
 class Part:
+    """A split of a data set."""
+
     dataset: ImageDataset
     title: str
     to_models: Tensor | None
-    """The model's label for each of the data set's; None where they are the same."""
+    """Model label of each data-set label; None if they are equal."""
 
     def labels(self, labels: Tensor) -> Tensor:
         return labels if self.to_models is None else self.to_models.to(labels.device)[labels]
 
 
 def open_part(trained: Trained, train: bool) -> Part:
-    """The validation part, or the training part without what training does to images."""
-    dataset = _opened(trained, train)
+    """Open the validation split, or the training split without augmentation."""
+    dataset = _open(trained, train)
     data = trained.config.DATA
     title = (
         f"{data.DATASET}{f' in {data.DATA_PATH}' if data.DATA_PATH else ''}, {'training' if train else 'validation'}"
     )
     if not len(dataset):
-        raise UserError(f"{title}: there is no image in it.")
+        raise UserError(f"{title}: the split has no images.")
     return Part(dataset, title, _to_models(trained, dataset, title))
 
 
-def _opened(trained: Trained, train: bool) -> ImageDataset:
+def _open(trained: Trained, train: bool) -> ImageDataset:
     config, device = trained.config, trained.precision.device
     classes = config.MODEL.NUM_CLASSES
     try:
         check_dataset(config.DATA, classes, train=train)
         dataset = open_dataset(config.DATA, train, classes, config.SEED, device)
     except UserError as error:
-        # More classes than the model has are told by their names, if they have any.
+        # If there are more classes than the model has, and they have names, the error below names them.
         try:
             dataset = open_dataset(config.DATA, train, ANY_LABEL, config.SEED, device)
         except UserError:
             raise error from None
         if dataset.classes is None or trained.classes is None:
             raise error from None
-    return _unchanged(dataset, config.DATA, config.SEED, device) if train else dataset
+    return _without_augmentation(dataset, config.DATA, config.SEED, device) if train else dataset
 
 
-def _unchanged(dataset: ImageDataset, data: DataConfig, seed: int, device: torch.device) -> ImageDataset:
-    """A training part as validation would see its images."""
+def _without_augmentation(dataset: ImageDataset, data: DataConfig, seed: int, device: torch.device) -> ImageDataset:
+    """The training split with the transform of validation."""
     if not isinstance(dataset, Images | InMemory):
         return dataset
     if isinstance(dataset.samples, ArraySamples):
         cropped = dataset.cropped if isinstance(dataset, InMemory) else True
         return InMemory(dataset.samples, data, False, seed, device, cropped)
-    return Images(dataset.samples, data.model_copy(update={"EXCLUDE": None}), False, seed)  # they are left out already
+    return Images(
+        dataset.samples, data.model_copy(update={"EXCLUDE": None}), False, seed
+    )  # excluded images are left out already
 
 
 def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | None:
-    """By name, where both have names. Without, a label is a label."""
+    """Match classes by name if both have names; otherwise labels stay as they are."""
     theirs, ours = dataset.classes, trained.classes
     if theirs is None or ours is None or theirs == ours:
         return None
@@ -78,14 +82,14 @@ def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | 
     if unknown := [name for name in theirs if name not in places]:
         more = f", and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
         raise UserError(
-            f"{title}: the model knows {len(unknown)} of its {len(theirs)} classes not: "
+            f"{title}: {len(unknown)} of its {len(theirs)} classes are unknown to the model: "
             f"{', '.join(unknown[:MOST_NAMED])}{more}.{nearest(unknown[0], ours)} The model was trained on "
             f"{', '.join(ours[:MOST_NAMED])}{', ...' if len(ours) > MOST_NAMED else ''}."
         )
     twice = [name for name, times in Counter(ours).items() if times > 1 and name in theirs]
     if twice:
         raise UserError(
-            f"{title}: its classes are matched to the model's by name, and {', '.join(twice[:MOST_NAMED])} is the name "
-            "of several of these. Give the data set the classes the model was trained on, in their order."
+            f"{title}: classes are matched by name, but several of the model's classes are named "
+            f"{', '.join(twice[:MOST_NAMED])}. Give the data set the classes of the training data, in the same order."
         )
     return torch.tensor([places[name] for name in theirs])

@@ -1,4 +1,4 @@
-"""The precisions that choose_precision.py compares: what each is called, set by, and where it makes sense."""
+"""The precisions that the tools compare: names, settings, and the devices they are useful on."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from utils.precisions import AMP_WORDS, PRECISIONS, amp_settings_of
 
 FIRST_WITH_TF32 = (8, 0)
 UPDATES_WITHOUT_ARITHMETIC = 20
-"""Of fp16 on a CPU that has to emulate it: enough to see its health, where its speed is known to be bad."""
+"""For fp16 on a CPU that emulates it: enough to see whether it trains; its speed is known to be bad."""
 
 
 @dataclass(frozen=True)
 class Mode:
     name: str
     usual: bool = True
-    """Whether choose_precision.py compares it without being asked for."""
+    """Whether choose_precision.py compares it by default."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Key below AMP -> value."""
+        """Keys of the AMP section -> values."""
         return PRECISIONS[self.name]
 
     @property
@@ -36,7 +36,7 @@ class Mode:
 
     @property
     def dtype(self) -> str:
-        """fp16, bf16, fp8 or auto; '' for fp32 and tf32."""
+        """fp16, bf16, fp8 or auto; empty for fp32 and tf32."""
         return self.settings.get("DTYPE", "")
 
     @property
@@ -44,11 +44,11 @@ class Mode:
         return self.settings.get("TF32", False)
 
     def amp(self, user: AmpConfig) -> AmpConfig:
-        """The user's settings with this precision; what they say of scaling and modules stays."""
+        """The user's AMP section with this precision; loss scaling and lists of modules stay."""
         return user.model_copy(update=self.settings)
 
     def flags(self, user: AmpConfig) -> str:
-        """What leads to it on a command line whose settings are `user`, in place of the -amp that it may have."""
+        """Flags that select this precision, given the user's other settings; they replace -amp."""
         if not self.dtype:
             words = ["-amp off"] + [f"AMP.TF32={str(self.tf32).lower()}"] * (self.tf32 or user.TF32)
         else:  # -amp bf16 leaves the level to the other settings
@@ -58,7 +58,7 @@ class Mode:
 
 REFERENCE = Mode("fp32")
 APEX = Mode("apex", usual=False)
-# In the order of preference between equally fast ones: what changes least comes first.
+# In order of preference between equally fast ones: the smallest change comes first.
 MODES = (
     REFERENCE,
     *map(Mode, ("tf32", "bf16", "fp16", "O2-bf16", "O2-fp16", "fp8", "NAIVE-bf16", "NAIVE-fp16")),
@@ -71,13 +71,13 @@ BY_NAME = {mode.name.casefold(): mode for mode in MODES}
 @dataclass(frozen=True)
 class Plan:
     modes: tuple[Mode, ...]
-    """Those to compare with fp32."""
+    """Precisions to compare with fp32."""
     left_out: dict[str, str]
-    """Name -> why."""
+    """Name -> reason."""
 
 
 def mode_of(word: str, amp: AmpConfig, device: torch.device) -> Mode | None:
-    """The precision that `-amp WORD` makes on this device; None where there is no such word. O2:bf16 is O2-bf16."""
+    """Precision that `-amp WORD` selects on this device; None for an unknown word. O2:bf16 is O2-bf16."""
     name = word.replace(":", "-").casefold().removeprefix("o1-")
     if name in BY_NAME:
         return BY_NAME[name]
@@ -96,22 +96,22 @@ def mode_of(word: str, amp: AmpConfig, device: torch.device) -> Mode | None:
 
 def unknown_mode(word: str) -> UserError:
     names = list(dict.fromkeys([*(mode.name for mode in MODES), *AMP_WORDS.split()]))
-    return UserError(f"-modes: there is no {word!r}.{nearest(word, names)} Known are {', '.join(names)}.")
+    return UserError(f"-modes: unknown {word!r}.{nearest(word, names)} It takes {', '.join(names)}.")
 
 
 def read_modes(text: str, amp: AmpConfig, device: torch.device) -> tuple[Mode, ...]:
-    """`bf16,O2-fp16` -> what to compare; fp32 takes part in any case."""
-    found: set[str] = set()
+    """Parse -modes, such as `bf16,O2-fp16`; fp32 is compared in any case."""
+    names: set[str] = set()
     for word in filter(None, (part.strip() for part in text.split(","))):
         mode = mode_of(word, amp, device)
         if mode is None:
             raise unknown_mode(word)
-        found.add(mode.name)
-    return tuple(mode for mode in MODES[1:] if mode.name in found)
+        names.add(mode.name)
+    return tuple(mode for mode in MODES[1:] if mode.name in names)
 
 
 def plan(config: Config, device: torch.device, asked_for: Iterable[Mode] | None) -> Plan:
-    """What can be compared on this device. A mode that was asked for and cannot run is an error."""
+    """Plan what to compare. A precision in -modes that cannot run on this device is an error."""
     if asked_for is not None:
         modes = tuple(asked_for)
         for mode in modes:
@@ -128,9 +128,9 @@ def plan(config: Config, device: torch.device, asked_for: Iterable[Mode] | None)
 
 
 def cannot(mode: Mode, config: Config, device: torch.device) -> str | None:
-    """Why this mode cannot run here at all."""
+    """Why this precision cannot run on this device; None if it can."""
     if mode.tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < FIRST_WITH_TF32):
-        return "TF32 is a feature of NVIDIA GPUs from Ampere (compute capability 8.0) on; this device has none."
+        return "TF32 needs an NVIDIA GPU from Ampere (compute capability 8.0) on; this device has none."
     amp = mode.amp(config.AMP)
     try:
         check_amp(amp, config.TRAIN)
@@ -141,16 +141,16 @@ def cannot(mode: Mode, config: Config, device: torch.device) -> str | None:
 
 
 def lacks_arithmetic(mode: Mode, device: torch.device) -> bool:
-    """fp16 on a CPU that has to take a detour for every product."""
+    """Whether it is fp16 on a CPU without fp16 arithmetic, which emulates every product."""
     return mode.dtype == "fp16" and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def is_emulated(mode: Mode, device: torch.device) -> bool:
-    """Whether its numbers are right and its speed says nothing about real hardware."""
+    """Whether it is emulated: its results are right, and its speed is meaningless."""
     return mode.dtype == "fp8" and not hardware_has_fp8(device)
 
 
 def _not_worth_it(mode: Mode, device: torch.device) -> str | None:
     if mode.level in ("O2", "NAIVE") and lacks_arithmetic(mode, device):
-        return "this CPU has no fp16 arithmetic; a few updates of plain fp16 show what there is to see."
+        return "this CPU has no fp16 arithmetic; a few updates of plain fp16 show whether it trains."
     return None

@@ -1,4 +1,4 @@
-"""The bar that every long task shows."""
+"""Progress bars of the tools."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 def progress_bar(total: int, unit: str, what: str | None = None) -> tqdm:
-    """On standard error, and only where that is a terminal. Log lines are printed above it."""
+    """A bar on standard error, if that is a terminal. Log lines are printed above it."""
     return tqdm(total=total, unit=f" {unit}", desc=what, disable=None, leave=False, dynamic_ncols=True)
 
 
 def progress(things: Sequence[T], unit: str, what: str | None = None) -> Iterator[T]:
-    """`things` one after another, with a bar of how many are done."""
+    """Iterate over `things` with a bar."""
     with progress_bar(len(things), unit, what) as bar:
         for thing in things:
             yield thing

@@ -1,4 +1,4 @@
-"""scripts/checkpoint.py average and strip: weights out of checkpoints, in a file that explains itself."""
+"""Write weights from checkpoints to a file whose header describes them: `checkpoint.py average` and `strip`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from utils.errors import EXIT_DONE, UserError
 from utils.log import log
 from utils.output_file import writing
 
-TOLD = ("model", "classes", "num_classes", "input", "choices", "epoch", "update", "metrics", "config_hash")
-"""What of meta.json goes into the header of the file."""
+COPIED = ("model", "classes", "num_classes", "input", "choices", "epoch", "update", "metrics", "config_hash")
+"""Fields of meta.json that the header gets."""
 SECTIONS = (
     "MODEL.",
     "DATA.",
@@ -38,14 +38,14 @@ SECTIONS = (
     "DIST.STRATEGY",
     "SAVE_BEST_BY",
 )
-OWN = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "TRAIN.TEACHER_MODEL")
-"""Settings with paths in them, which are nobody else's business."""
+PRIVATE = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "TRAIN.TEACHER_MODEL")
+"""Settings with private paths, which the header does not get."""
 
 
 def strip(path: Path, out: Path, weights: Wanted) -> int:
     saved, choice = find_saved(path, weights)
     if saved.checkpoint is None:
-        raise UserError(f"{path}: these are weights alone already; name a run or a checkpoint.")
+        raise UserError(f"{path}: this file holds only weights already; name a run or a checkpoint.")
     source, name = verify(saved.checkpoint), FILES[choice.which]
     log.info("%s", choice.words)
     write_weights(out, source.tensors(name), _header(source, {"weights": _words(name), "from": source.folder.name}))
@@ -67,21 +67,21 @@ def average(paths: list[Path], last: int | None, out: Path, weights: Wanted) -> 
     log.info("%s: uniform average of %s of %d checkpoints:", out, _words(name), len(sources))
     for source in sources:
         log.info("  %s", source.folder)
-    log.info("No figure is known of it yet: validate it by -eval -pretrained %s.", out)
+    log.info("Its accuracy is unknown; validate it with -eval -pretrained %s.", out)
     return EXIT_DONE
 
 
 def folders_of(path: Path) -> list[Path]:
-    """The checkpoints a path means, oldest first: all of a run, or the one that it is or lies in."""
+    """Checkpoint folders of a path, oldest first: all of a run, or the one that the path is or is in."""
     if not path.exists():
-        raise UserError(f"{path}: there is no such file or folder.")
+        raise UserError(f"{path}: no such file or folder.")
     folder = path.parent if path.is_file() else path
     if (folder / META).exists() or folder.name.startswith("step-"):
         return [folder]
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     found = sorted(root.glob("step-*"))
     if not found:
-        raise UserError(f"{path}: no checkpoint is there (looked for {root}/step-*).")
+        raise UserError(f"{path}: no checkpoint found (looked for {root}/step-*).")
     return found
 
 
@@ -90,44 +90,44 @@ def _last(path: Path, count: int) -> list[Path]:
     if len(folders) < count:
         raise UserError(
             f"-last {count}: {path} has {len(folders)} checkpoint{'s' if len(folders) > 1 else ''}. "
-            "KEEP_LAST and KEEP_EVERY say how many a run keeps."
+            "KEEP_LAST and KEEP_EVERY set how many a run keeps."
         )
     return folders[-count:]
 
 
 def _file(sources: list[Checkpoint], weights: Wanted) -> tuple[str, str]:
-    """The file to take of each: the EMA where it validated better in most of them. And the words for the log."""
+    """File to average, the EMA if it validated better in most checkpoints, and its description for the log."""
     without = [source.folder for source in sources if not source.has(EMA)]
     if weights == "ema" and without:
-        raise UserError(f"-weights ema: {without[0]} has no moving average (TRAIN.MODEL_EMA); take -weights model.")
-    there: tuple[Which, ...] = ("model",) if without else BOTH
+        raise UserError(f"-weights ema: {without[0]} has no EMA (TRAIN.MODEL_EMA); give -weights model.")
+    available: tuple[Which, ...] = ("model",) if without else BOTH
     reason = "" if weights == "auto" else f"-weights {weights}"
-    votes = sum(choose_weights(source.meta, there, weights).which == "ema" for source in sources)
+    votes = sum(choose_weights(source.meta, available, weights).which == "ema" for source in sources)
     which: Which = "ema" if 2 * votes > len(sources) else "model"
     why = reason if reason or without else f"the EMA is better in {votes} of {len(sources)} checkpoints"
     return FILES[which], f"{LABELS[which]} weights{f' ({why})' if why else ''}"
 
 
 def _words(name: str) -> str:
-    return "the moving average" if name == EMA else "the model's weights"
+    return "the EMA" if name == EMA else "the model's weights"
 
 
 def _mean(sources: list[Checkpoint], name: str) -> dict[str, Tensor]:
-    """Tensor by tensor, summed in double precision: of many checkpoints only one tensor each is in memory."""
+    """Uniform average in double precision. Only one tensor of each checkpoint is in memory at a time."""
     files = [source.one_by_one(name) for source in sources]
     shapes = [{key: file.shape(key) for key in file} for file in files]
-    for source, found in zip(sources, shapes, strict=True):
-        if found != shapes[0]:
-            key = next(k for k in sorted({*found, *shapes[0]}) if found.get(k) != shapes[0].get(k))
+    for source, own in zip(sources, shapes, strict=True):
+        if own != shapes[0]:
+            key = next(k for k in sorted({*own, *shapes[0]}) if own.get(k) != shapes[0].get(k))
             raise UserError(
-                f"{source.folder} and {sources[0].folder} are of different architectures and have no average: "
-                f"{key} is {found.get(key, 'not there')} and {shapes[0].get(key, 'not there')}."
+                f"{source.folder} and {sources[0].folder} have different architectures and cannot be averaged: "
+                f"the shape of {key} is {own.get(key, 'missing')} and {shapes[0].get(key, 'missing')}."
             )
     return {key: _mean_of([file[key] for file in files]) for key in progress(list(shapes[0]), "tensors")}
 
 
 def _mean_of(tensors: list[Tensor]) -> Tensor:
-    if not tensors[-1].is_floating_point():  # a count of batches has no average
+    if not tensors[-1].is_floating_point():  # the batch counter of batch norm cannot be averaged
         return tensors[-1]
     total = torch.zeros_like(tensors[0], dtype=torch.float64)
     for tensor in tensors:
@@ -136,8 +136,8 @@ def _mean_of(tensors: list[Tensor]) -> Tensor:
 
 
 def _header(source: Checkpoint, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
-    """safetensors keeps texts only; what is not one is JSON."""
-    known = {key: source.meta[key] for key in TOLD if key in source.meta and not (averaged and key == "metrics")}
+    """Header of the file. safetensors stores strings only; other values are JSON."""
+    known = {key: source.meta[key] for key in COPIED if key in source.meta and not (averaged and key == "metrics")}
     known |= needed_by_tools(Saved(source.folder, source.meta, source))
     content = {**known, **origin, "made_by": MADE_BY}
     plain = {key: value if isinstance(value, str) else json.dumps(value) for key, value in content.items()}
@@ -145,20 +145,16 @@ def _header(source: Checkpoint, origin: dict[str, Any], averaged: bool = False) 
 
 
 def needed_by_tools(saved: Saved) -> dict[str, Any]:
-    """What builds the model again, for the header of a file that predict.py and its like are to read."""
+    """Settings that rebuild the model, for the header of a file that predict.py and other tools read."""
     settings = saved.settings()
     if settings is None:
         return {}
-    told = {key: value for key, value in settings.items() if _is_told(key)}
-    return {"settings": told, "fp32_modules": saved.fp32_modules()}
-
-
-def _is_told(key: str) -> bool:
-    return key.startswith(SECTIONS) and key not in OWN
+    public = {key: value for key, value in settings.items() if key.startswith(SECTIONS) and key not in PRIVATE}
+    return {"settings": public, "fp32_modules": saved.fp32_modules()}
 
 
 def write_weights(out: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
-    """Under its name only once it is whole."""
+    """Write the file; it gets its name only when it is complete."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     with writing(out, "-out"):
         try:

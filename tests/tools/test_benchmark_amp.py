@@ -1,4 +1,4 @@
-"""benchmark_amp.py: contenders take turns, a file is gone on from, and what cannot be measured is said."""
+"""benchmark_amp.py: contenders alternate, a -json file is resumed, and failures are reported."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools.benchmark_amp.frame import AGAIN, Contender, Figures, Found, Plan, Section, Table, control_line, middle
 
-from tools.benchmark_amp import measure as benchmark_amp_run
 from tools.benchmark_amp.command import main
-from tools.benchmark_amp.measure import lines, markdown, measure
+from tools.benchmark_amp.measure import measure
+from tools.benchmark_amp.report import lines, markdown
+from tools.benchmark_amp.results import AGAIN, Metrics, Results
+from tools.benchmark_amp.table import Contender, Machine, Plan, Section, Table
 from tools.benchmark_amp.tables import TABLES
 from tools.common.turns import Budget
 from utils.errors import TrainingError, UserError
 
 
 class Clock:
-    """Time that passes only where a turn takes some."""
+    """Time that passes only during turns."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,74 +32,74 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(benchmark_amp_run.time, "monotonic", made.monotonic)
-    return made
+    clock = Clock()
+    monkeypatch.setattr("tools.common.turns.time.monotonic", clock.monotonic)
+    return clock
 
 
 class Turns:
-    """Contenders of given durations, and the order in which they came."""
+    """Contenders with given durations, and the order of their turns."""
 
     def __init__(self, clock: Clock, **seconds: float) -> None:
-        self.came: list[str] = []
+        self.order: list[str] = []
         self.closed: list[str] = []
         self._clock = clock
         self.contenders = [
             Contender(n, self._turn(n, s), lambda n=n: self.closed.append(n)) for n, s in seconds.items()
         ]
 
-    def _turn(self, name: str, seconds: float) -> Callable[[], Figures]:
-        def turn() -> Figures:
-            self.came.append(name)
+    def _turn(self, name: str, seconds: float) -> Callable[[], Metrics]:
+        def turn() -> Metrics:
+            self.order.append(name)
             self._clock.now += seconds
-            return {"seconds": seconds + 0.1 * len(self.came)}
+            return {"seconds": seconds + 0.1 * len(self.order)}
 
         return turn
 
     def plan(self, rounds: int, **settings: Any) -> Plan:
-        return Plan(self.contenders, rounds, settings or {"size": 3}, "a device")
+        return Plan(self.contenders, rounds, settings or {"size": 3}, Machine("a device"))
 
 
-def _sections(found: Found) -> list[Section]:
-    rows = [["", "seconds"], *([name, f"{middle(found, name, 'seconds'):.2f}"] for name in found["turns"])]
-    return [Section("How long", rows, [control_line(found, "a", "seconds")])]
+def _sections(results: Results) -> list[Section]:
+    rows = [["", "seconds"], *([name, f"{results.median(name, 'seconds'):.2f}"] for name in results.turns)]
+    return [Section("How long", rows, [results.control_line("a", "seconds")])]
 
 
-TABLE = Table("amp", "", (), lambda _line: Plan([], 0, {}, ""), _sections, lambda _found: [])
+TABLE = Table("amp", "", (), lambda _line: Plan([], 0, {}, Machine("")), _sections, lambda _results: [])
 
 
-def test_contenders_come_there_and_back(clock: Clock) -> None:
+def test_every_other_round_is_reversed(clock: Clock) -> None:
     turns = Turns(clock, a=1, b=2, c=3)
     found = measure(TABLE, turns.plan(3), Budget(100), None)
-    assert turns.came == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
+    assert turns.order == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
     assert turns.closed == ["a", "b", "c"]
     assert [len(figures) for figures in found["turns"].values()] == [3, 3, 3]
     assert not found["cut"]
 
 
-def test_what_the_time_cut_off_is_gone_on_with(clock: Clock, tmp_path: Path) -> None:
+def test_same_command_resumes_after_the_time_ran_out(clock: Clock, tmp_path: Path) -> None:
     path, first, second = tmp_path / "f.json", Turns(clock, a=1, b=2, c=3), Turns(clock, a=1, b=2, c=3)
     cut = measure(TABLE, first.plan(3), Budget(13.5), path)
-    assert first.came == ["a", "b", "c", "c", "b", "a", "a"]
+    assert first.order == ["a", "b", "c", "c", "b", "a", "a"]
     assert cut["cut"]
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    assert kept == cut
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert written == cut
 
     whole = measure(TABLE, second.plan(3), Budget(100), path)
-    assert second.came == ["b", "c"]
-    assert all(whole["turns"][name][: len(figures)] == figures for name, figures in kept["turns"].items())
+    assert second.order == ["b", "c"]
+    assert all(whole["turns"][name][: len(figures)] == figures for name, figures in written["turns"].items())
     assert not whole["cut"]
     third = Turns(clock, a=1, b=2, c=3)
     assert measure(TABLE, third.plan(3), Budget(100), path) == whole
-    assert third.came == []
+    assert third.order == []
 
 
-def test_a_round_that_was_cut_in_its_middle_is_ended_first(clock: Clock, tmp_path: Path) -> None:
+def test_resuming_finishes_the_incomplete_round_first(clock: Clock, tmp_path: Path) -> None:
     path, first, second = tmp_path / "f.json", Turns(clock, a=1, b=2), Turns(clock, a=1, b=2)
     measure(TABLE, first.plan(2), Budget(5.5), path)
-    assert first.came == ["a", "b", "b"]
+    assert first.order == ["a", "b", "b"]
     measure(TABLE, second.plan(2), Budget(100), path)
-    assert second.came == ["a"]
+    assert second.order == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,9 @@ def test_a_round_that_was_cut_in_its_middle_is_ended_first(clock: Clock, tmp_pat
         (None, ["-json", "another measurement", "with size 3, not 4"]),
     ],
 )
-def test_another_file_is_left_as_it_is(clock: Clock, tmp_path: Path, text: str | None, said: list[str]) -> None:
+def test_file_of_another_measurement_is_refused(
+    clock: Clock, tmp_path: Path, text: str | None, said: list[str]
+) -> None:
     path = tmp_path / "f.json"
     if text is None:
         measure(TABLE, Turns(clock, a=1).plan(1), Budget(100), path)
@@ -119,43 +122,43 @@ def test_another_file_is_left_as_it_is(clock: Clock, tmp_path: Path, text: str |
     turns = Turns(clock, a=1)
     with pytest.raises(UserError) as refused:
         measure(TABLE, turns.plan(1, size=4), Budget(100), path)
-    assert turns.closed == ["a"], "what the plan built is not left behind"
+    assert turns.closed == ["a"], "contenders are closed"
     assert all(word in str(refused.value) for word in [str(path), *said])
     assert path.read_text(encoding="utf-8") == before
 
 
-def test_who_fails_is_not_tried_again_and_is_named(clock: Clock) -> None:
+def test_failed_contender_is_reported_and_not_retried(clock: Clock) -> None:
     turns, tried = Turns(clock, a=1), []
     failing = Contender("b", lambda: tried.append(1) or {"failed": "out of memory"})
-    found = measure(TABLE, Plan([*turns.contenders, failing], 3, {}, "a device"), Budget(100), None)
-    assert (len(tried), turns.came) == (1, ["a", "a", "a"])
+    found = measure(TABLE, Plan([*turns.contenders, failing], 3, {}, Machine("a device")), Budget(100), None)
+    assert (len(tried), turns.order) == (1, ["a", "a", "a"])
     with pytest.raises(TrainingError, match="out of memory"):
-        measure(TABLE, Plan([failing], 3, {}, "a device"), Budget(100), None)
+        measure(TABLE, Plan([failing], 3, {}, Machine("a device")), Budget(100), None)
     found["left_out"] = {"c": "this CPU has none", "d": "this CPU has none"}
     found["turns"].pop("b")
     told = "\n".join(lines(TABLE, found))
     assert "not measured: c, d: this CPU has none" in told
 
 
-def test_no_time_at_all(clock: Clock) -> None:
+def test_no_time_left_is_an_error(clock: Clock) -> None:
     with pytest.raises(TrainingError, match="-budget_min"):
         measure(TABLE, Turns(clock, a=1).plan(1), Budget(-1), None)
 
 
-def test_every_turn_is_in_the_file_when_it_is_interrupted(clock: Clock, tmp_path: Path) -> None:
+def test_interrupt_keeps_finished_turns_in_the_file(clock: Clock, tmp_path: Path) -> None:
     path, turns = tmp_path / "f.json", Turns(clock, a=1)
 
-    def interrupted() -> Figures:
+    def interrupted() -> Metrics:
         raise KeyboardInterrupt
 
-    plan = Plan([*turns.contenders, Contender("b", interrupted)], 2, {}, "a device")
+    plan = Plan([*turns.contenders, Contender("b", interrupted)], 2, {}, Machine("a device"))
     with pytest.raises(KeyboardInterrupt):
         measure(TABLE, plan, Budget(100), path)
     assert len(json.loads(path.read_text(encoding="utf-8"))["turns"]["a"]) == 1
     assert turns.closed == ["a"]
 
 
-def test_the_report_says_where_and_when_and_what_chance_is(clock: Clock) -> None:
+def test_report_has_command_machine_date_and_noise(clock: Clock) -> None:
     words = ["amp", "-iters", "3", "-json", "f.json", "--budget_min=4", "DATA.CACHE=/x", "-amp"]
     found = measure(TABLE, Turns(clock, **{"a": 1, "a" + AGAIN: 2}).plan(1), Budget(100), None, words)
     for told in ("\n".join(lines(TABLE, found)), markdown(TABLE, found, "LINK/f.json")):
@@ -164,7 +167,7 @@ def test_the_report_says_where_and_when_and_what_chance_is(clock: Clock) -> None
         assert f"a device, clock {found['clock_mhz'][0]} to" in told or "clock unknown" in told
         assert f"torch {found['versions']['torch']}" in told
         assert found["date"] in told
-        assert "a second time: 2.00 (2.00 to 2.00)" in told  # 2.2 / 1.1
+        assert "a against itself: 2.00 (2.00 to 2.00); ratios within this range are noise" in told  # 2.2 / 1.1
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,7 @@ def test_the_report_says_where_and_when_and_what_chance_is(clock: Clock) -> None
         (["amps"], ["amps", "Did you mean amp?"]),
         (
             ["all"],
-            ["no such table any more", "for table in amp precisions scaling timm; do python scripts/benchmark_amp.py"],
+            ["this table was removed", "for table in amp precisions scaling timm; do python scripts/benchmark_amp.py"],
         ),
         (["amp", "-iters", "0"], ["-iters 0", "from 1"]),
         (["amp", "-budget_min", "no"], ["-budget_min no", "above 0"]),
@@ -189,13 +192,13 @@ def test_the_report_says_where_and_when_and_what_chance_is(clock: Clock) -> None
     ],
     ids=lambda value: " ".join(value[:3]),
 )
-def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], words: list[str], said: list[str]) -> None:
+def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], said: list[str]) -> None:
     assert main([*words, *(["-device", "cpu"] if "-cfg" not in words else [])]) == 2
     told = capsys.readouterr().err
     assert all(word in told for word in said), told
 
 
-def test_help_names_tables_and_their_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_tables_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in ((["-h"], ["amp", "startup"]), (["scaling", "-h"], ["-axes A,B", "-budget_min M"])):
         with pytest.raises(SystemExit) as left:
             main(words)
@@ -204,7 +207,7 @@ def test_help_names_tables_and_their_flags(capsys: pytest.CaptureFixture[str]) -
         assert all(word in told for word in said), told
 
 
-def test_former_names_of_tables_work_and_name_todays(
+def test_former_name_of_a_table_works_with_a_warning(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns, path = Turns(clock, a=1), tmp_path / "f.json"
@@ -214,10 +217,10 @@ def test_former_names_of_tables_work_and_name_todays(
     assert json.loads(path.read_text(encoding="utf-8"))["table"] == "amp"
 
 
-def test_a_file_with_the_former_name_of_its_table_is_gone_on_from(clock: Clock, tmp_path: Path) -> None:
+def test_file_with_a_former_table_name_is_resumed(clock: Clock, tmp_path: Path) -> None:
     path, turns = tmp_path / "f.json", Turns(clock, a=1)
     found = measure(TABLE, turns.plan(1), Budget(100), path, ["amp", "-iters", "3"])
     former = {**found, "table": "windows", "command": "python scripts/benchmark_amp.py windows -iters 3"}
     path.write_text(json.dumps(former), encoding="utf-8")
     assert measure(TABLE, turns.plan(1), Budget(100), path) == found
-    assert turns.came == ["a"], "nothing was measured again"
+    assert turns.order == ["a"], "nothing was measured again"

@@ -1,4 +1,4 @@
-"""Each table of benchmark_amp.py, and choose_precision.py, on image files: it ends, and no process stays behind."""
+"""benchmark_amp.py and choose_precision.py on image files exit cleanly and leave no process behind."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ COMMANDS = {
 }
 QUICK = ("amp", "precisions")
 SECONDS_TO_LEAVE = 10
-"""For multiprocessing's own servers, which end when they find that nobody is left."""
+"""For multiprocessing's servers, which exit once all their clients have exited."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a session's processes are read from /proc")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
 )
-def test_ends_and_leaves_no_process(name: str, imagenet: Path, tmp_path: Path) -> None:
+def test_command_leaves_no_process(name: str, imagenet: Path, tmp_path: Path) -> None:
     script, *words = COMMANDS[name].split()
     data = ("-dataset", "imagenet2012", "-data_path", str(imagenet), "-device", "cpu", "-threads", "1")
     output = ("-output", str(tmp_path / "out")) if name == "choose_precision" else ()
@@ -57,7 +57,7 @@ def test_ends_and_leaves_no_process(name: str, imagenet: Path, tmp_path: Path) -
 
 
 def _processes_of(session: int) -> Iterator[int]:
-    """Those that still run."""
+    """Running processes of a session."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, its_session = stat.read_text().rsplit(")", 1)[1].split()[:4]

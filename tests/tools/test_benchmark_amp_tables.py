@@ -1,7 +1,8 @@
-"""The tables of benchmark_amp.py, each measured once in a small size: real processes, real updates."""
+"""Tables of benchmark_amp.py, each measured once at a small size, with real processes and updates."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from tools.benchmark_amp.frame import AGAIN
 
 from tests.program import Result
 from tools.benchmark_amp.amp import OFF, ON
 from tools.benchmark_amp.command import main
-from tools.benchmark_amp.training import OUT_OF_MEMORY, Job, Seat, _Course
-from tools.common.processes import opened, own_processes
+from tools.benchmark_amp.results import AGAIN
+from tools.benchmark_amp.training import AlternatingTraining, Job, TrainingSession, free_port
+from tools.benchmark_amp.worker import OUT_OF_MEMORY
+from tools.common.processes import own_processes
 from utils.config import Config, load_config
 from utils.distributed.world import BY_HAND, World
 from utils.seeding import seed_all
@@ -29,7 +31,7 @@ Found = dict[str, Any]
 def measured(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Found, str]]:
-    """`measured("amp", "-iters", 2)`: what the file holds, and what was told."""
+    """`measured("amp", "-iters", 2)` runs a table; returns the -json file and the printed report."""
     monkeypatch.setattr("engine.measure.mfu.measured_tflops", lambda *_: 0.05)
 
     def call(table: str, *words: object) -> tuple[Found, str]:
@@ -52,7 +54,7 @@ def test_amp(measured: Callable[..., tuple[Found, str]]) -> None:
     found, told = measured("amp", "-iters", 2, "-windows", 2)
     off, on, again = ([turn["seconds"] for turn in found["turns"][name]] for name in (OFF, ON, OFF + AGAIN))
     assert [len(off), len(on), len(again)] == [2, 2, 2]
-    assert first["turns"][OFF] == found["turns"][OFF][:1], "the file is gone on from"
+    assert first["turns"][OFF] == found["turns"][OFF][:1], "the file is resumed"
     rows = {line.strip().partition("  ")[0]: line.split() for line in told.splitlines()}
     assert rows[ON][2:6] == [f"{value:.4g}" for value in (*on, sum(on) / 2, sum(off) / sum(on))]
     assert rows[OFF][2:5] == [f"{value:.4g}" for value in (*off, sum(off) / 2)]
@@ -60,20 +62,20 @@ def test_amp(measured: Callable[..., tuple[Found, str]]) -> None:
     assert all(turn["images_per_second"] * turn["seconds"] == pytest.approx(64) for turn in found["turns"][ON])
 
 
-def test_trainings_leave_for_each_other_where_there_is_no_room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    beside: list[Seat] = []
-    seats = [Seat(Job(Config(), 1), beside) for _ in range(2)]
+def test_trainings_end_for_each_other_without_memory_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[AlternatingTraining] = []
+    trainings = [AlternatingTraining(Job(Config(), 1), beside) for _ in range(2)]
 
-    def room_for_one(seat: Seat) -> dict[str, Any]:
-        seat._pool = own_processes()
-        return {"failed": OUT_OF_MEMORY} if sum(other.taken for other in beside) > 1 else {"seconds": 1.0}
+    def memory_for_one(training: AlternatingTraining) -> dict[str, Any]:
+        training._worker._pool = own_processes()
+        return {"failed": OUT_OF_MEMORY} if sum(other.is_running for other in beside) > 1 else {"seconds": 1.0}
 
-    monkeypatch.setattr(Seat, "_try", room_for_one)
-    for seat in (*seats, *seats):
-        assert seat.turn() == {"seconds": 1.0}
-        assert [other.taken for other in seats] == [other is seat for other in seats]
-    monkeypatch.setattr(Seat, "_try", lambda _: {"failed": OUT_OF_MEMORY})
-    assert seats[0].turn() == {"failed": OUT_OF_MEMORY}, "room for none"
+    monkeypatch.setattr(AlternatingTraining, "_try", memory_for_one)
+    for training in (*trainings, *trainings):
+        assert training.turn() == {"seconds": 1.0}
+        assert [other.is_running for other in trainings] == [other is training for other in trainings]
+    monkeypatch.setattr(AlternatingTraining, "_try", lambda _: {"failed": OUT_OF_MEMORY})
+    assert trainings[0].turn() == {"failed": OUT_OF_MEMORY}, "memory for none"
 
 
 def test_precisions(measured: Callable[..., tuple[Found, str]]) -> None:
@@ -90,11 +92,11 @@ def test_precisions(measured: Callable[..., tuple[Found, str]]) -> None:
     assert f"{fast / base:.2f}" in row
 
 
-def test_an_apex_mode_and_what_an_iteration_is(measured: Callable[..., tuple[Found, str]]) -> None:
+def test_precisions_with_apex_and_accumulation(measured: Callable[..., tuple[Found, str]]) -> None:
     words = ("-modes", "apex", "-no_files", "-iters", 1, "-rounds", 1, "-accum_iter", 2)
     found, told = measured("precisions", *words)
     assert "apex, synthetic" in found["turns"]
-    assert "an iteration is an update: 2 micro-batches of 32 images" in told
+    assert "an iteration is one update of 2 micro-batches of 32 images" in told
 
 
 def test_precisions_without_files(measured: Callable[..., tuple[Found, str]]) -> None:
@@ -103,8 +105,7 @@ def test_precisions_without_files(measured: Callable[..., tuple[Found, str]]) ->
     assert "from files" not in told
 
 
-def test_simplenet_trains_what_it_says(measured: Callable[..., tuple[Found, str]]) -> None:
-    """The same losses as a loop by hand over the same numbers."""
+def test_simplenet_has_the_losses_of_a_loop_by_hand(measured: Callable[..., tuple[Found, str]]) -> None:
     words = ("-width", 16, "-batches", 4, "-epochs", 2, "-accumulated", 2, "-batch_size", 8, "-rounds", 1, "SEED=3")
     found, told = measured("simplenet", *words)
     assert "AMP on, 2 batches an update" in told
@@ -154,7 +155,7 @@ def test_scaling_with_processes(measured: Callable[..., tuple[Found, str]]) -> N
 
 
 @pytest.mark.slow
-def test_without_exchange_each_process_goes_its_own_way(tiny: Path) -> None:
+def test_without_exchange_processes_diverge(tiny: Path) -> None:
     config = load_config(str(tiny)).config
     for exchange, alike in ((True, True), (False, False)):
         first, second = _in_two_processes(Job(config, 1, exchange))
@@ -162,21 +163,20 @@ def test_without_exchange_each_process_goes_its_own_way(tiny: Path) -> None:
 
 
 def _in_two_processes(job: Job) -> list[float]:
-    from tools.benchmark_amp.training import _free_port
-
-    meeting = ("127.0.0.1", _free_port())
+    address = ("127.0.0.1", free_port())
     with own_processes(2) as pool:
-        answers = [pool.submit(_weights, job, World(rank, 2, rank, 2, BY_HAND, meeting)) for rank in range(2)]
+        answers = [pool.submit(_weights, job, World(rank, 2, rank, 2, BY_HAND, address)) for rank in range(2)]
         return [answer.result() for answer in answers]
 
 
 def _weights(job: Job, world: World) -> float:
-    with opened(job.config, world) as training:
-        _Course(job, training).turn()
-        return sum(float(weight.detach().double().sum()) for weight in training.ready.model.parameters())
+    with contextlib.closing(TrainingSession(job, world)) as session:
+        session.turn()
+        model = session.training.ready.model
+        return sum(float(weight.detach().double().sum()) for weight in model.parameters())
 
 
-def test_the_probe_finds_the_parts_of_starting_up(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_startup_probe_times_each_part(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     result, began = tmp_path / "parts.json", time.monotonic()
     script = ("main_single_gpu.py", "-cfg", tiny, "-output", tmp_path / "run")
     done = vitamp(result, began, *script, script="tools/benchmark_amp/startup_probe.py")
@@ -203,7 +203,7 @@ def test_startup(measured: Callable[..., tuple[Found, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_precisions_with_jpegs_that_it_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_precisions_makes_jpegs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["-iters", "1", "-rounds", "1", "-modes", "bf16", "-image_size", "32", "-made", "8", "-batch_size", "4"]
     assert main(["precisions", *words, "-device", "cpu", f"DATA.CACHE={tmp_path}"]) == 0
     assert len(list((tmp_path / "made").rglob("*.jpg"))) == 8

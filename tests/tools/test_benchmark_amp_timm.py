@@ -1,4 +1,4 @@
-"""benchmark_amp.py timm: loops that train alike are measured against each other, and others are refused."""
+"""benchmark_amp.py timm: loops with equal losses are measured, and others are refused."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from tools.benchmark_amp.against_timm.seat import COMPARED, _batches
 
 from tests.engine.small import CPU
 from tests.program import Result
-from tools.benchmark_amp.against_timm import seat
+from tools.benchmark_amp import worker
+from tools.benchmark_amp.against_timm import session
 from tools.benchmark_amp.against_timm.loops import loop_of
-from tools.benchmark_amp.against_timm.start import Loop, Way
+from tools.benchmark_amp.against_timm.session import COMPARED, random_batches
+from tools.benchmark_amp.against_timm.start import Loop
 from tools.benchmark_amp.against_timm.table import FIXED, apart, disagreements, sections
+from tools.benchmark_amp.against_timm.ways import FUSED, OURS, PLAIN, TIMM, Way
 from tools.benchmark_amp.command import main
+from tools.benchmark_amp.results import Results
 from tools.benchmark_amp.settings import changed
 from utils.config import Config, load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 
 TRAIN_PY = '''
-"""What a train.py has that matters here: a parser, and a loop that takes a model or a task."""
+"""The parts of a train.py that are used: a parser, and a loop that takes a model or a task."""
 import argparse
 from contextlib import suppress
 
@@ -63,7 +66,7 @@ def config(tiny: Path) -> Config:
 
 def losses(config: Config, way: Way, updates: int = COMPARED) -> list[float]:
     loop = loop_of(way, config, CPU)
-    return [loop.train_one(batch) for batch in _batches(config, CPU)[:updates]]
+    return [loop.train_one(batch) for batch in random_batches(config, CPU)[:updates]]
 
 
 def check_table(path: Path, out: str, precisions: tuple[str, ...], rounds: int) -> None:
@@ -79,17 +82,17 @@ def check_table(path: Path, out: str, precisions: tuple[str, ...], rounds: int) 
     rows = {line.strip().split("  ")[0]: line for line in out.splitlines()}
     assert all(name in rows for name in loops), out
     assert "1.00 (1.00 to 1.00)" in rows["timm, fp32"]
-    assert "the loop of timm: parts of its package" in out
+    assert "timm's loop: parts of its package" in out
 
 
-def test_the_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "timm.json"
     flags = ["-updates", "2", "-rounds", "1", "-precisions", "fp32", "-json", str(path)]
     assert main(["timm", "-cfg", str(tiny), *flags]) == EXIT_DONE
     check_table(path, capsys.readouterr().out, ("fp32",), 1)
 
 
-def test_some_loops_alone_and_what_they_use_of_the_device(
+def test_table_of_one_loop_with_its_fraction_of_peak(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "timm.json"
@@ -101,16 +104,14 @@ def test_some_loops_alone_and_what_they_use_of_the_device(
         turn["images_per_second"] = (
             0.25 * 1000 * found["ceiling"]["peaks"]["fp32"]["tflops"] / found["ceiling"]["gflop_per_image"]
         )
-    rows = sections(found)[0].rows
+    rows = sections(Results(found))[0].rows
     assert rows[2][0] == "ours, fp32"
     assert rows[2][rows[0].index("of peak")] == "25 %"
     assert "of peak" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_table_of_two_precisions_in_a_process_of_its_own(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_table_of_two_precisions(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     path, picture = tmp_path / "timm.json", tmp_path / "timm.png"
     flags = ("-updates", 2, "-rounds", 2, "-precisions", "bf16,fp32", "-json", path, "-plot", picture)
     done = vitamp("timm", "-cfg", tiny, *flags, script="scripts/benchmark_amp.py", timeout=280)
@@ -119,18 +120,18 @@ def test_the_table_of_two_precisions_in_a_process_of_its_own(
     assert picture.stat().st_size > 5000
 
 
-@pytest.mark.parametrize("kind", ["ours", "best", "plain"])
-def test_all_loops_train_as_timms(config: Config, kind: str) -> None:
-    """Far beyond the warm-up, so that the schedule is the same all along."""
+@pytest.mark.parametrize("kind", [OURS, FUSED, PLAIN])
+def test_loop_has_the_losses_of_timms(config: Config, kind: str) -> None:
+    """Far beyond the warm-up, to compare the whole schedule."""
     config = changed(config, "TRAIN", NUM_EPOCHS=0.16, WARMUP_EPOCHS=0.05)
-    own, timms = (losses(config, Way(who, "fp32"), 16) for who in (kind, "stock"))
-    assert abs(timms[0] - timms[-1]) > 0.01, "nothing was learned, or equality says nothing"
+    own, timms = (losses(config, Way(who, "fp32"), 16) for who in (kind, TIMM))
+    assert abs(timms[0] - timms[-1]) > 0.01, "it learns, so equality means something"
     assert apart(own, timms) < 2e-6
 
 
-def test_bf16_is_autocast_in_all_loops(config: Config) -> None:
-    curves = [losses(config, Way(kind, "bf16")) for kind in ("stock", "best", "plain", "ours")]
-    exact = losses(config, Way("stock", "fp32"))
+def test_all_loops_autocast_to_bf16(config: Config) -> None:
+    curves = [losses(config, Way(kind, "bf16")) for kind in (TIMM, FUSED, PLAIN, OURS)]
+    exact = losses(config, Way(TIMM, "fp32"))
     for curve in curves:
         assert 1e-6 < apart(curve, exact) < 1e-2
 
@@ -139,19 +140,17 @@ def test_bf16_is_autocast_in_all_loops(config: Config) -> None:
     "wrong",
     [{"BASE_LR": 1.01e-3}, {"SMOOTHING": 0.1}],
 )
-def test_one_that_trains_otherwise_is_refused(
+def test_loop_with_other_losses_is_refused(
     tiny: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     wrong: dict[str, float],
 ) -> None:
     def broken(way: Way, config: Config, device: torch.device) -> Loop:
-        return loop_of(way, changed(config, "TRAIN", **wrong) if way.kind == "ours" else config, device)
+        return loop_of(way, changed(config, "TRAIN", **wrong) if way.kind == OURS else config, device)
 
-    monkeypatch.setattr(seat, "own_processes", Here)
-    monkeypatch.setattr(seat, "_at_once", lambda work, seats: {n: work(s) for n, s in seats.items()})
-    monkeypatch.setattr(seat, "start_log", lambda **_: None)
-    monkeypatch.setattr(seat, "loop_of", broken)
+    run_in_this_process(monkeypatch)
+    monkeypatch.setattr(session, "loop_of", broken)
     code = main(["timm", "-cfg", str(tiny), "-precisions", "fp32", "-updates", "1", "-rounds", "1"])
     told = capsys.readouterr()
     assert code == EXIT_FAILED
@@ -161,36 +160,43 @@ def test_one_that_trains_otherwise_is_refused(
     assert "images/s" not in told.out
 
 
-class Here:
-    """Processes that are none; each keeps what its first work began."""
+def run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "own_processes", ThisProcess)
+    monkeypatch.setattr(worker, "start_log", lambda **_: None)
+    monkeypatch.setattr(session, "concurrently", lambda work, workers: {n: work(w) for n, w in workers.items()})
 
-    _course: Any = None
+
+class ThisProcess:
+    """Stands for a pool; each has its own session."""
+
+    def __init__(self) -> None:
+        self._session = worker.Session()
 
     def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
         done: Future[Any] = Future()
-        seat._course = self._course
+        worker._session = self._session
         done.set_result(work(*given))
-        self._course = seat._course
+        self._session = worker._session
         return done
 
     def shutdown(self) -> None: ...
 
 
-def test_not_a_number_is_no_agreement() -> None:
-    found = disagreements({"timm, fp32": [1.0, 2.0], "ours, fp32": [1.0, float("nan")]}, "timm, fp32")
-    assert "ours, fp32" in found[0]
+def test_nan_is_a_disagreement() -> None:
+    problems = disagreements({"timm, fp32": [1.0, 2.0], "ours, fp32": [1.0, float("nan")]}, "timm, fp32")
+    assert "ours, fp32" in problems[0]
 
 
-def test_the_loop_of_a_train_py_runs(config: Config, tmp_path: Path) -> None:
+def test_loop_of_train_py_runs(config: Config, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(TRAIN_PY, encoding="utf-8")
-    way = Way("stock", "fp32", train_py=path)
+    way = Way(TIMM, "fp32", train_py=path)
     config = changed(config, "TRAIN", WARMUP_EPOCHS=0.05)
-    loop, batches = loop_of(way, config, CPU), _batches(config, CPU)
-    assert [loop.train_one(batch) for batch in batches[:COMPARED]] == losses(config, Way("stock", "fp32"))
+    loop, batches = loop_of(way, config, CPU), random_batches(config, CPU)
+    assert [loop.train_one(batch) for batch in batches[:COMPARED]] == losses(config, Way(TIMM, "fp32"))
     loop.train(batches[:3])
     calls = vars(loop)["_loop"].__globals__["CALLS"]
-    assert calls == [1] * COMPARED + [3], "the warm-up's updates and a turn's are one call each"
+    assert calls == [1] * COMPARED + [3], "one call per compared update, and one per turn"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +207,7 @@ def test_the_loop_of_a_train_py_runs(config: Config, tmp_path: Path) -> None:
         (None, "no such file"),
     ],
 )
-def test_a_file_that_is_no_train_py_is_refused(
+def test_invalid_train_py_is_refused(
     tiny: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -209,8 +215,7 @@ def test_a_file_that_is_no_train_py_is_refused(
     text: str | None,
     told: str,
 ) -> None:
-    monkeypatch.setattr(seat, "own_processes", Here)
-    monkeypatch.setattr(seat, "_at_once", lambda work, seats: {n: work(s) for n, s in seats.items()})
+    run_in_this_process(monkeypatch)
     path = tmp_path / "train.py"
     if text is not None:
         path.write_text(text, encoding="utf-8")
@@ -218,7 +223,7 @@ def test_a_file_that_is_no_train_py_is_refused(
     assert told in capsys.readouterr().err
 
 
-def test_variants_of_ours(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variants(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, words = tmp_path / "timm.json", "CPU_FP32=mkl,MODEL.ATTENTION=fused+TRAIN.RESIDUAL_DTYPE=autocast"
     flags = ["-updates", "1", "-rounds", "1", "-precisions", "bf16", "-loops", "ours", "-variants", words]
     assert main(["timm", "-cfg", str(tiny), *flags, "-json", str(path)]) == EXIT_DONE
@@ -226,39 +231,42 @@ def test_variants_of_ours(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     names = [f"ours, {one}, bf16" for one in words.split(",")]
     assert list(found["turns"]) == ["timm, bf16", "ours, bf16", *names, "timm, bf16, again"]
     by_default, _, fused = (found["turns"][name][0]["losses"] for name in ("ours, bf16", *names))
-    assert 0 < apart(fused, by_default) < 1e-2, "it rounds otherwise"
+    assert 0 < apart(fused, by_default) < 1e-2, "fused attention rounds differently"
     told = capsys.readouterr().out
     assert all(name in told for name in names)
     assert f"chosen for {names[1]}: attention fused, cpu_fp32 mkl" in told
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [("MODEL.ATTENTION", "takes settings with their values"), ("MODEL.ATENTION=plain", "ATTENTION")]
+    ("words", "told"), [("MODEL.ATTENTION", "give settings with values"), ("MODEL.ATENTION=plain", "ATTENTION")]
 )
-def test_variants_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
+def test_invalid_variant_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
     assert main(["timm", "-cfg", str(tiny), "-variants", words]) == EXIT_USAGE
     assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("cuDNN: CUDNN_STATUS_ALLOC_FAILED")])
-def test_a_loop_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
-    def full() -> None:
+def test_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    def full() -> worker.Metrics:
         raise error
 
-    monkeypatch.setattr(seat, "start_log", lambda **_: None)
-    assert seat._or_why_not(full) == "out of memory"
+    monkeypatch.setattr(worker, "start_log", lambda **_: None)
+    assert worker.attempt(full) == {"failed": "out of memory"}
 
 
-def test_variants_of_a_loop_that_is_left_out(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variants_without_our_loop_are_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timm", "-cfg", str(tiny), "-loops", "plain", "-variants", "MODEL.ATTENTION=plain"]) == EXIT_USAGE
-    assert "-variants MODEL.ATTENTION=plain: they are of our loop, which -loops plain" in capsys.readouterr().err
+    assert (
+        "-variants MODEL.ATTENTION=plain: variants are of our loop; add ours to -loops plain."
+        in capsys.readouterr().err
+    )
 
 
-def test_loops_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_loop_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timm", "-cfg", str(tiny), "-loops", "ours,theirs"]) == EXIT_USAGE
-    assert "-loops theirs: takes some of fused,plain,ours." in capsys.readouterr().err
+    assert "-loops ours,theirs: unknown 'theirs'." in capsys.readouterr().err
 
 
-def test_precisions_that_there_are_not(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_precision_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timm", "-cfg", str(tiny), "-precisions", "fp32,int4"]) == EXIT_USAGE
-    assert "-precisions int4: takes some of fp32,bf16,fp16" in capsys.readouterr().err
+    assert "-precisions fp32,int4: unknown 'int4'. It takes some of fp32,bf16,fp16." in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""benchmark_data.py: what it measures is what it says, in turns, within its time; made images are like photographs."""
+"""benchmark_data.py: measurements, time limit and verdict; synthetic images are like photographs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ from PIL import Image
 
 from tests.program import Result
 from tools.benchmark_data.command import main
+from tools.benchmark_data.rates import BOUND, OURS, TIMM, TORCHVISION, Contender, Rates, measure
 from tools.benchmark_data.report import verdict
 from tools.benchmark_data.stages import CHANGE, CROP, DECODE, READ, WHOLE, stages
 from tools.common.made_images import made_jpeg, make_images
-from tools.common.turns import (
-    BOUND,
-    OURS,
-    TIMM,
-    TORCHVISION,
-    Budget,
-    Contender,
-    Rates,
-    measure,
-    ratio,
-)
+from tools.common.turns import Budget, ratio
 
 SCRIPT = "scripts/benchmark_data.py"
 PACKED = (f"{OURS}, packed (256, quality 90)", f"{OURS}, packed (256, raw)")
@@ -35,7 +26,7 @@ PACKED = (f"{OURS}, packed (256, quality 90)", f"{OURS}, packed (256, raw)")
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any], Path]:
-    """One whole benchmark, looked at by several tests."""
+    """A complete benchmark, which several tests read."""
     from tests.program import run_program
 
     root = tmp_path_factory.mktemp("measured")
@@ -54,7 +45,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str
     return done, json.loads((root / "speed.json").read_text(encoding="utf-8")), root
 
 
-def test_everything_is_measured(measured: tuple[Result, dict[str, Any], Path]) -> None:
+def test_all_parts_are_measured(measured: tuple[Result, dict[str, Any], Path]) -> None:
     done, found, _ = measured
     for part in ("train", "val"):
         rows = found[part]
@@ -71,7 +62,7 @@ def test_everything_is_measured(measured: tuple[Result, dict[str, Any], Path]) -
     assert not found["cut"]
 
 
-def test_the_file_says_where_and_how(measured: tuple[Result, dict[str, Any], Path]) -> None:
+def test_json_file_has_command_machine_and_versions(measured: tuple[Result, dict[str, Any], Path]) -> None:
     _, found, _ = measured
     assert found["command"].startswith("python scripts/benchmark_data.py -made 24")
     assert {"torch", "timm", "pillow", "simplejpeg"} < set(found["versions"])
@@ -81,21 +72,21 @@ def test_the_file_says_where_and_how(measured: tuple[Result, dict[str, Any], Pat
     assert "core" in found["machine"]
 
 
-def test_the_verdict_is_told(measured: tuple[Result, dict[str, Any], Path]) -> None:
+def test_verdict_is_printed(measured: tuple[Result, dict[str, Any], Path]) -> None:
     done, found, _ = measured
-    assert "The model takes 5 images/s" in done.out
+    assert "The model trains 5 images/s" in done.out
     assert "loading is not the bottleneck" in done.out
     assert found["verdict"] in done.out
 
 
-def test_a_picture_is_drawn_and_nothing_else_is_left(measured: tuple[Result, dict[str, Any], Path]) -> None:
+def test_picture_is_drawn_and_packed_images_are_removed(measured: tuple[Result, dict[str, Any], Path]) -> None:
     _, _, root = measured
     with Image.open(root / "speed.png") as picture:
         assert picture.format == "PNG"
     assert list((root / "cache" / "benchmark").iterdir()) == []
 
 
-def test_the_users_own_images_are_measured(imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+def test_images_of_the_user_are_measured(imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
     where = ("-data_path", imagenet, f"DATA.CACHE={tmp_path}", "-image_size", 32)
     done = vitamp(
         *where, "-rounds", 1, "-images", 16, "-parts", "train,stages", "-json", "s.json", script=SCRIPT, cwd=tmp_path
@@ -118,26 +109,26 @@ def test_the_users_own_images_are_measured(imagenet: Path, tmp_path: Path, vitam
         (["-budget_min", "-1"], ["-budget_min", "above 0"]),
         (["-json", "speed.txt"], ["-json speed.txt", "speed.json"]),
         (["-plot", "nowhere/speed.png"], ["-plot nowhere/speed.png", "nowhere does not exist"]),
-        (["-made", "5", "-data_path", "here"], ["-made", "here", "Give one"]),
-        (["-dataset", "digits"], ["digits", "lie in memory"]),
+        (["-made", "5", "-data_path", "here"], ["-made", "here", "one or the other"]),
+        (["-dataset", "digits"], ["digits", "are in memory"]),
         (["-dataset", "imagefolder", "-data_path", "/nowhere"], ["/nowhere", "does not exist"]),
         (["-dry_run"], ["-dry_run", "main_single_gpu.py"]),
     ],
     ids=lambda value: str(value[0]),
 )
-def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], words: list[str], said: list[str]) -> None:
+def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], said: list[str]) -> None:
     assert main(words) == 2
     told = capsys.readouterr().err
     assert all(word in told for word in said), told
 
 
-def test_help_names_its_flags(vitamp: Callable[..., Result]) -> None:
+def test_help_lists_flags(vitamp: Callable[..., Result]) -> None:
     done = vitamp("-h", script=SCRIPT)
     assert done.code == 0
     assert all(flag in done.out for flag in ("-made N", "-appetite N", "-budget_min M", "-json FILE"))
 
 
-def test_contenders_take_turns_over_the_same_samples() -> None:
+def test_contenders_alternate_over_the_same_samples() -> None:
     seen: list[tuple[str, int, list[int]]] = []
 
     def contender(name: str) -> Contender:
@@ -145,13 +136,13 @@ def test_contenders_take_turns_over_the_same_samples() -> None:
 
     rates = measure([contender("a"), contender("b")], rounds=3, images=4, budget=Budget(60))
     assert all(len(rate.wall) == len(rate.cpu) == 3 for rate in rates.values())
-    rounds = seen[2:]  # the first call of each warms it up
+    rounds = seen[2:]  # after one warm-up call each
     assert [name for name, _, _ in rounds] == ["a", "b", "b", "a", "a", "b"]
     for name in "ab":
         assert [samples for who, _, samples in rounds if who == name] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 
 
-def test_no_round_is_begun_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_round_starts_that_would_exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("tools.common.turns.time.monotonic", lambda: now[0])
 
@@ -172,7 +163,7 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert ratio([], []) is None
 
 
-def test_a_stage_is_the_difference_of_two_parts() -> None:
+def test_stage_is_the_difference_of_two_parts() -> None:
     spent = {READ: 1.0, DECODE: 4.0, CROP: 6.0, CHANGE: 9.0, WHOLE: 10.5}
     found = stages({name: Rates(cpu=[1000 / ms] * 3) for name, ms in spent.items()})
     assert found == pytest.approx({READ: 1.0, DECODE: 4.0, CROP: 2.0, CHANGE: 3.0, WHOLE: 0.5})
@@ -186,7 +177,7 @@ def test_a_stage_is_the_difference_of_two_parts() -> None:
         (1600, ["is the bottleneck", "50 % of its time", "About 5 cores", "packed (256, raw): 1"]),
     ],
 )
-def test_the_verdict_follows_from_the_figures(appetite: float, said: list[str]) -> None:
+def test_verdict_names_the_bottleneck(appetite: float, said: list[str]) -> None:
     rows = {OURS: 400.0, PACKED[1]: 4000.0}
     found = {
         "loader": {"1": {OURS: 400.0, TIMM: 200.0}, "2": {OURS: 800.0, TIMM: 400.0}},
@@ -196,7 +187,7 @@ def test_the_verdict_follows_from_the_figures(appetite: float, said: list[str]) 
     assert all(word in text for word in said), text
 
 
-def test_made_images_are_the_same_everywhere_and_like_photographs(tmp_path: Path) -> None:
+def test_made_images_are_deterministic_and_like_photographs(tmp_path: Path) -> None:
     root = make_images(tmp_path, 24, processes=2)
     files = sorted((root / "train").rglob("*.jpg"))
     assert len(files) == 24

@@ -160,7 +160,7 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         ((), "list|verify|average|strip"),
         (("mend", run), "unknown command 'mend'. The first word is one of list, verify, average, strip"),
         (("list", tmp_path / "nothing"), "there is no such file or folder"),
-        (("list", tmp_path), "no checkpoint is there"),
+        (("list", tmp_path), "no checkpoint found"),
         (("strip", run), "-out"),
         (("strip", run, "-out", tmp_path / "x.pth"), "name it x.safetensors"),
         (("strip", run, "-out", tmp_path / "no" / "x.safetensors"), "does not exist"),

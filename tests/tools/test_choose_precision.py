@@ -1,4 +1,4 @@
-"""choose_precision.py: what it measures is the user's own training, and its advice follows from the figures."""
+"""choose_precision.py: it measures the user's own training, and recommends by the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def choose(vitamp: Callable[..., Result], *words: object, **options: Any) -> Res
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One whole examination, looked at by several tests: bf16 as it is, fp16 at a scale far too large."""
+    """A complete examination, which several tests read: bf16, and fp16 with a loss scale far too large."""
     from tests.program import TINY_DIGITS, run_program
 
     root = tmp_path_factory.mktemp("examined")
@@ -42,8 +42,8 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cfg, result, json.loads((root / "out" / REPORT).read_text(encoding="utf-8")), root / "out"
 
 
-def test_fp32_is_the_training_of_the_entry_script(examined: Any, vitamp: Callable[..., Result], tmp_path: Path) -> None:
-    """The curve that all others are compared with has the very losses that main_single_gpu.py logs."""
+def test_fp32_losses_equal_those_of_training(examined: Any, vitamp: Callable[..., Result], tmp_path: Path) -> None:
+    """The baseline has exactly the losses that main_single_gpu.py logs."""
     cfg, _, found, _ = examined
     run = tmp_path / "run"
     done = vitamp("-cfg", cfg, "-output", run, "REPORT_FREQ=1", f"TRAIN.MAX_UPDATES={UPDATES}")
@@ -54,9 +54,7 @@ def test_fp32_is_the_training_of_the_entry_script(examined: Any, vitamp: Callabl
     assert ours == pytest.approx(theirs, abs=1e-6)
 
 
-def test_other_seeds_are_other_trainings_of_the_same_samples(
-    examined: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_seeds_train_on_the_same_samples(examined: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = (run["losses"] for run in examined[2]["fp32"]["runs"])
     assert first[0] != second[0] != third[0]
 
@@ -71,12 +69,12 @@ def test_other_seeds_are_other_trainings_of_the_same_samples(
         measuring._measure(Job("fp32", config, 1, 0.0, samples), Measured())
     mine, same, other = batches
     assert torch.equal(mine.indices, same.indices)
-    assert torch.equal(mine.images, same.images), "augmentation follows the samples' seed"
+    assert torch.equal(mine.images, same.images), "augmentation depends on the seed of the samples"
     assert not torch.equal(mine.indices, other.indices)
 
 
-def test_what_is_measured_and_from_which_seeds(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp32 at both ends and in the middle, over the same samples; over others where the weights are given."""
+def test_order_and_seeds_of_the_measurements(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 first, last and in the middle, on the same samples; on other samples with pretrained weights."""
     jobs: list[Job] = []
 
     def note(_: Examination, job: Job) -> Measured:
@@ -100,7 +98,7 @@ def test_what_is_measured_and_from_which_seeds(tiny: Path, tmp_path: Path, monke
     assert not jobs[0].config.AMP.TF32
 
 
-def test_a_precision_that_does_not_fit_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_a_result(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
 
@@ -110,7 +108,7 @@ def test_a_precision_that_does_not_fit_says_so(tiny: Path, monkeypatch: pytest.M
     assert measuring.measure(job).failed == "out of memory"
 
 
-def test_a_scale_too_large_is_seen_and_not_recommended(examined: Any) -> None:
+def test_too_large_a_loss_scale_is_not_recommended(examined: Any) -> None:
     _, result, found, _ = examined
     fp16 = next(mode for mode in found["modes"] if mode["name"] == "fp16")
     assert fp16["skipped"] == UPDATES
@@ -121,7 +119,7 @@ def test_a_scale_too_large_is_seen_and_not_recommended(examined: Any) -> None:
     assert "fp16: not recommended" in result.out
 
 
-def test_what_the_report_holds(examined: Any) -> None:
+def test_report(examined: Any) -> None:
     _, result, found, folder = examined
     assert (folder / "choose_precision.png").read_bytes().startswith(b"\x89PNG")
     assert {"command", "started", "device", "versions", "seconds", "recommendation", "config"} <= set(found)
@@ -137,7 +135,7 @@ def test_what_the_report_holds(examined: Any) -> None:
     assert found["recommendation"]["sentence"] in result.out
 
 
-def test_the_report_says_that_a_run_would_compile(
+def test_report_notes_that_a_run_would_compile(
     examined: Any, vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     words = ("-cfg", tiny, "-updates", 10, "-modes", "bf16", "-output", tmp_path / "out", "TRAIN.COMPILE=blocks")
@@ -149,12 +147,12 @@ def test_the_report_says_that_a_run_would_compile(
     assert "eager" not in examined[1].out
 
 
-def test_time_that_is_up_cuts_measurements_short(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_budget_cuts_measurements_short(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("-cfg", tiny, "-updates", 5000, "-budget_min", 0.02, "-modes", "bf16", "-output", out)
     result = choose(vitamp, *words, timeout=100)
     assert result.code == 0, result.text
-    assert "the time for it was up" in result.out
+    assert "cut short (-budget_min)" in result.out
     found = json.loads((out / REPORT).read_text(encoding="utf-8"))
     assert all(10 < len(run["losses"]) < 5000 for run in found["fp32"]["runs"])
     assert found["seconds"] < 60
@@ -177,7 +175,7 @@ def test_time_that_is_up_cuts_measurements_short(vitamp: Callable[..., Result], 
         (("TRAIN.BASE_LR=fast",), "TRAIN.BASE_LR"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_measured(
+def test_bad_input_is_refused_before_measuring(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     result = choose(vitamp, "-cfg", tiny, "-output", tmp_path / "out", *words)
@@ -187,17 +185,15 @@ def test_bad_input_is_refused_before_anything_is_measured(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_report_is_not_overwritten(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_existing_report_is_not_overwritten(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     (tmp_path / REPORT).write_text("mine", encoding="utf-8")
     result = choose(vitamp, "-cfg", tiny, "-output", tmp_path)
     assert result.code == 2, result.text
-    assert "is there already" in result.err
+    assert f"{REPORT} exists" in result.err
     assert (tmp_path / REPORT).read_text(encoding="utf-8") == "mine"
 
 
-def test_the_former_name_does_the_same_and_says_the_new_one_once(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_former_name_works_with_a_warning(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     words = ("-cfg", tiny, "-output", tmp_path / "out", "-updates", 5, "-modes", "bf16")
     done = vitamp(*words, script="scripts/doctor.py")
     assert done.code == 0, done.text

@@ -1,4 +1,4 @@
-"""compare.py: what it trains, what it does not train twice, and what it finds wrong before it trains anything."""
+"""compare.py: it trains each run once, resumes, and refuses bad input before training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Call = Callable[..., int]
 
 
 class FromServer:
-    """A run's process, from the server that has imported torch already."""
+    """A run's process, forked from a server that has imported torch."""
 
     def __init__(self, command: list[str], output: IO[bytes], streams: Path) -> None:
         script, *words = command
@@ -41,7 +41,7 @@ class FromServer:
 
 
 class Trainings:
-    """Which processes were started."""
+    """Records the runs that are started."""
 
     def __init__(self, streams: Path) -> None:
         self.streams, self.started = streams, list[str]()
@@ -53,14 +53,14 @@ class Trainings:
 
 @pytest.fixture
 def trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
-    made = Trainings(tmp_path)
-    monkeypatch.setattr(train, "start", made.start)
-    return made
+    trainings = Trainings(tmp_path)
+    monkeypatch.setattr(train, "start", trainings.start)
+    return trainings
 
 
 @pytest.fixture
 def compare(tiny: Path, tmp_path: Path) -> Call:
-    """A few updates of each."""
+    """Run compare.py with a few updates per run."""
 
     def call(*words: object) -> int:
         small = ("TRAIN.MAX_UPDATES=6", "REPORT_FREQ=2", "DATA.BATCH_SIZE_EVAL=360")
@@ -69,11 +69,11 @@ def compare(tiny: Path, tmp_path: Path) -> Call:
     return call
 
 
-def figures(out: Path) -> dict[str, Any]:
+def metrics_file(out: Path) -> dict[str, Any]:
     return json.loads((out / "compare.json").read_text(encoding="utf-8"))
 
 
-def test_two_modes_from_settings_to_verdict_and_no_training_twice(
+def test_two_modes_are_trained_once_and_compared(
     compare: Call,
     trainings: Trainings,
     tmp_path: Path,
@@ -83,7 +83,7 @@ def test_two_modes_from_settings_to_verdict_and_no_training_twice(
     out = tmp_path / "out"
     assert compare("-modes", "fp32,O1:bf16", "-seeds", "0,") == 0
     assert trainings.started == ["fp32-0", "bf16-0"]
-    found = figures(out)
+    found = metrics_file(out)
     assert [(row["mode"], row["seed"], row["precision"]) for row in found["runs"]] == [
         ("fp32", 0, "fp32"),
         ("bf16", 0, "bf16"),
@@ -95,15 +95,15 @@ def test_two_modes_from_settings_to_verdict_and_no_training_twice(
     assert found["versions"]["torch"]
     printed = capsys.readouterr().out
     assert found["verdicts"][0]["text"] in printed
-    assert "one seed is no ground for a claim" in printed
+    assert "one seed is too few to compare accuracy" in printed
     assert "2 of 2: bf16, seed 0: top-1" in printed
     assert (out / "report.html").exists()
 
     trainings.started.clear()
     assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 0
     assert trainings.started == []
-    assert figures(out)["runs"] == found["runs"]
-    assert "trained before" in capsys.readouterr().out
+    assert metrics_file(out)["runs"] == found["runs"]
+    assert "already finished" in capsys.readouterr().out
 
     def refuse(path: Path, _content: object) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -112,13 +112,13 @@ def test_two_modes_from_settings_to_verdict_and_no_training_twice(
     monkeypatch.setattr("tools.common.report_page.page.write_atomically", refuse)
     assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 0
     said = capsys.readouterr()
-    assert found["verdicts"][0]["text"] in said.out, "a full disk does not cost the verdict"
+    assert found["verdicts"][0]["text"] in said.out, "the verdict is printed although the disk is full"
     assert f"{out / 'compare.json'}: cannot be written (No space left on device)" in said.err
-    assert "all figures:" not in said.out
+    assert "all metrics:" not in said.out
 
 
-def test_it_holds_no_gpu_while_its_runs_train(compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever torch is asked of a GPU begins by opening it."""
+def test_parent_holds_no_gpu_during_training(compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query of a GPU by torch initialises CUDA first."""
     opened: list[str] = []
 
     def elsewhere(work: Callable[..., Any], *given: object) -> Any:
@@ -134,21 +134,21 @@ def test_it_holds_no_gpu_while_its_runs_train(compare: Call, tmp_path: Path, mon
     monkeypatch.setattr(plan, "in_another_process", elsewhere)
     monkeypatch.setattr(train, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
     assert compare("-device", "cuda", "-modes", "fp32,auto,tf32,fp8", "-seeds", "0,") == 1
-    assert figures(tmp_path / "out")["compared"] == ["fp32", "fp16", "tf32", "fp8"]
-    assert figures(tmp_path / "out")["device"] == "H100, 80 GiB, compute capability 9.0"
+    assert metrics_file(tmp_path / "out")["compared"] == ["fp32", "fp16", "tf32", "fp8"]
+    assert metrics_file(tmp_path / "out")["device"] == "H100, 80 GiB, compute capability 9.0"
     assert opened == []
 
 
-def test_another_process_is_another_and_hands_errors_on() -> None:
+def test_in_another_process_returns_results_and_errors() -> None:
     assert plan.in_another_process(os.getpid) != os.getpid()
-    with pytest.raises(UserError, match="takes how many"):
+    with pytest.raises(UserError, match="give a number of seeds"):
         plan.in_another_process(read_seeds, "x")
 
 
-def test_a_run_that_fails_is_told_and_the_others_are_compared(
+def test_failed_run_is_reported_and_the_others_are_compared(
     compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Processes that fail, or die without a word; one that says it is done and is not."""
+    """Processes that fail with or without output; one that exits with 0 but did not finish."""
 
     class Fails:
         def __init__(self, command: list[str], output: IO[bytes]) -> None:
@@ -163,11 +163,11 @@ def test_a_run_that_fails_is_told_and_the_others_are_compared(
 
     monkeypatch.setattr(train, "start", Fails)
     assert compare("-modes", "fp32,bf16", "-seeds", "2") == 1
-    assert figures(tmp_path / "out")["failed"] == {
+    assert metrics_file(tmp_path / "out")["failed"] == {
         "fp32-0": "exit code 1: the gradients stopped being numbers",
-        "bf16-0": "exit code -9: it said nothing",
-        "bf16-1": "exit code 1: it said nothing",
-        "fp32-1": "exit code 0: it said nothing",
+        "bf16-0": "exit code -9: no output",
+        "bf16-1": "exit code 1: no output",
+        "fp32-1": "exit code 0: no output",
     }
     said = capsys.readouterr()
     assert "1 of 4: fp32, seed 0 failed: exit code 1: the gradients stopped being numbers" in said.err
@@ -175,7 +175,7 @@ def test_a_run_that_fails_is_told_and_the_others_are_compared(
     assert "bf16: no verdict" in said.out
 
 
-def test_the_order_goes_there_and_back(compare: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_is_reversed_for_every_other_seed(compare: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     class Fails:
@@ -205,7 +205,7 @@ def test_the_order_goes_there_and_back(compare: Call, monkeypatch: pytest.Monkey
         (("-ngpus", "3"), None, "-ngpus 3: only 2 GPU(s) are visible"),
     ],
 )
-def test_ngpus_means_what_it_means_to_the_program(
+def test_ngpus_starts_main_multi_gpu(
     words: tuple[str, ...],
     script: str | None,
     said: str | None,
@@ -227,24 +227,24 @@ def test_ngpus_means_what_it_means_to_the_program(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["-modes", "fp32,tf32"], "-modes tf32: TF32 is a feature of NVIDIA GPUs"),
-        (["-modes", "fp32,bf61"], "there is no 'bf61'. Did you mean bf16? Known are fp32, tf32, bf16"),
-        (["-modes", "bf16"], "name two or more"),
+        (["-modes", "fp32,tf32"], "-modes tf32: TF32 needs an NVIDIA GPU"),
+        (["-modes", "fp32,bf61"], "unknown 'bf61'. Did you mean bf16? It takes fp32, tf32, bf16"),
+        (["-modes", "bf16"], "list at least two"),
         (["-modes", "fp32,bf16,auto"], "bf16 and auto are both bf16 here"),
         (["-modes", "fp32,O3:fp16"], "-modes O3-fp16: AMP.LEVEL O3 in fp16: squared gradients round to zero"),
-        (["-seeds", "many"], "-seeds many: takes how many"),
-        (["-seeds", "0"], "-seeds 0: takes how many"),
-        (["-seeds", "1,1"], "the same seed twice"),
-        (["-amp"], "AMP.ENABLED (-amp) cannot be given; the modes are compared"),
-        (["SEED=3"], "SEED (on the command line) cannot be given; the seeds are given by -seeds"),
-        (["OUTPUT=x"], "OUTPUT (on the command line) cannot be given; -output DIR"),
+        (["-seeds", "many"], "-seeds many: give a number of seeds"),
+        (["-seeds", "0"], "-seeds 0: give a number of seeds"),
+        (["-seeds", "1,1"], "a seed is listed twice"),
+        (["-amp"], "AMP.ENABLED (-amp): compare.py sets it for each run; list the precisions"),
+        (["SEED=3"], "SEED (on the command line): compare.py sets it for each run; give -seeds"),
+        (["OUTPUT=x"], "OUTPUT (on the command line): compare.py sets it for each run; give -output DIR"),
         (["-resume", "x"], "compare.py has no MODEL.RESUME"),
         (["TRAIN.OPTIMIZER.NAME=Adamm"], "Adamm"),
         (["-batch_size", "auto"], "give a tool a number"),
         (["-dry_run"], "compare.py has no -dry_run"),
     ],
 )
-def test_what_is_wrong_is_found_before_anything_is_trained(
+def test_bad_input_is_refused_before_training(
     words: list[str],
     told: str,
     compare: Call,
@@ -258,7 +258,7 @@ def test_what_is_wrong_is_found_before_anything_is_trained(
     assert not (tmp_path / "out").exists()
 
 
-def test_other_settings_in_the_same_folder_are_an_error_that_names_them(
+def test_folder_with_other_settings_is_refused(
     compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Fails:
@@ -275,14 +275,14 @@ def test_other_settings_in_the_same_folder_are_an_error_that_names_them(
     assert compare("-modes", "fp32,bf16", "-seeds", "2", "TRAIN.BASE_LR=0.5", "TAG=mine") == 2
     said = capsys.readouterr().err
     assert "fp32-0: was trained with other settings: TRAIN.BASE_LR: 0.002 -> 0.5; TAG: null -> mine" in said
-    assert "another -out" in said
-    assert compare("-modes", "fp32,O2", "-seeds", "2") == 1, "more modes and seeds are no other settings"
+    assert "choose another -output" in said
+    assert compare("-modes", "fp32,O2", "-seeds", "2") == 1, "more modes and seeds are accepted"
     assert sorted(path.stem for path in (tmp_path / "out").glob("*.yaml")) == [
         *("O2-bf16-0", "O2-bf16-1", "bf16-0", "fp32-0", "fp32-1"),
     ]
 
 
-def test_names_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     names = "off, O2:bf16,naive-FP16,O3,auto,fp16,fp8,O2-fp16,NAIVE"
     assert [mode.name for mode in read_modes(names, Config(), cpu)] == [
@@ -295,28 +295,28 @@ def test_names_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
         read_modes("off,fp32", Config(), cpu)
 
 
-def test_seeds() -> None:
+def test_read_seeds() -> None:
     assert read_seeds("3") == (0, 1, 2)
     assert read_seeds("0,1,5") == (0, 1, 5)
     assert read_seeds("7,") == (7,)
 
 
 def processes_of(out: Path) -> list[str]:
-    """Command lines of living processes that name the folder."""
-    found = []
+    """Command lines of running processes that contain the folder."""
+    commands = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             words = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if str(out) in words and int(place.name) != os.getpid():
-            found.append(words)
-    return found
+            commands.append(words)
+    return commands
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_it_keeps_what_is_done_and_goes_on(
+def test_interrupted_comparison_resumes(
     number: int, code: int, vitamp: Callable[..., Any], tiny: Path, tmp_path: Path
 ) -> None:
     out, words = tmp_path / "out", ["-cfg", str(tiny), "TRAIN.NUM_EPOCHS=6"]
@@ -339,14 +339,14 @@ def test_interrupted_it_keeps_what_is_done_and_goes_on(
         first.send_signal(number)
         said, _ = first.communicate(timeout=180)
     assert first.returncode == code, said
-    assert "the same command goes on from there" in said
+    assert "the same command resumes" in said
     assert processes_of(out) == []
-    assert [row["folder"] for row in figures(out)["runs"]] == ["fp32-0"]
+    assert [row["folder"] for row in metrics_file(out)["runs"]] == ["fp32-0"]
     assert metrics(out / "bf16-0")[-1]["what"] == "paused"
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
-    assert [row["folder"] for row in figures(out)["runs"]] == ["fp32-0", "bf16-0", "bf16-1", "fp32-1"]
-    assert figures(out)["runs"][1]["starts"] == 2
+    assert [row["folder"] for row in metrics_file(out)["runs"]] == ["fp32-0", "bf16-0", "bf16-1", "fp32-1"]
+    assert metrics_file(out)["runs"][1]["starts"] == 2
     assert "2 seeds are few" in done.stdout
     plain = vitamp(*words, "-amp", "bf16", "-output", tmp_path / "plain")
     assert plain.code == 0, plain.text

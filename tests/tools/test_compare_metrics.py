@@ -1,4 +1,4 @@
-"""What compare.py reads from a run's folder, and how it guesses the time that is left."""
+"""compare.py: metrics read from a run's folder, and the estimate of the time left."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from tools.compare.figures import figures_of, is_finished, share_done
+from tools.compare.metrics import fraction_done, is_finished, metrics_of
 from tools.compare.plan import Run
-from tools.compare.train import Clock
+from tools.compare.train import Durations
 from utils.config import Config, to_yaml
 
 
-def told(event: str, update: int, epoch: int = 1, perf: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+def line(event: str, update: int, epoch: int = 1, perf: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
     return {"event": event, "epoch": epoch, "update": update, **fields, "perf": perf or {}}
 
 
 def train(update: int, rate: float, loss: float | None = 1.0, memory: float = 2.0, epoch: int = 1) -> dict[str, Any]:
     perf = {"images_per_second": rate, "peak_memory_gb": memory}
-    return told("train", update, epoch, perf, loss=loss, skipped=update // 10)
+    return line("train", update, epoch, perf, loss=loss, skipped=update // 10)
 
 
 @pytest.fixture
@@ -43,25 +43,25 @@ def write(folder: Path, *lines: dict[str, Any], rest: str = "") -> None:
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
 
 
-def test_starting_does_not_count_for_speed_however_often(folder: Path) -> None:
+def test_speed_excludes_the_first_report_after_each_start(folder: Path) -> None:
     write(
         folder,
-        told("run", 0, what="start"),
+        line("run", 0, what="start"),
         train(5, 1.0),
         train(10, 800.0, memory=2.5),
-        told("epoch", 10, perf={"seconds": 90.0}),
-        told("val", 10, loss=0.5, acc1=90.0, ema_acc1=97.0),
-        told("run", 10, perf={"seconds": 100.0}, what="paused"),
-        told("run", 10, what="resume"),
+        line("epoch", 10, perf={"seconds": 90.0}),
+        line("val", 10, loss=0.5, acc1=90.0, ema_acc1=97.0),
+        line("run", 10, perf={"seconds": 100.0}, what="paused"),
+        line("run", 10, what="resume"),
         train(15, 2.0, epoch=2),
         train(20, 1000.0, epoch=2),
         train(25, 1200.0, loss=0.5, epoch=2),
-        told("epoch", 25, 2, perf={"seconds": 95.0}),
-        told("epoch", 35, 3, perf={"seconds": 5.0}),
-        told("val", 35, 3, loss=0.4, acc1=95.0, ema_acc1=96.0),
-        told("run", 35, 3, perf={"seconds": 50.0}, what="end"),
+        line("epoch", 25, 2, perf={"seconds": 95.0}),
+        line("epoch", 35, 3, perf={"seconds": 5.0}),
+        line("val", 35, 3, loss=0.4, acc1=95.0, ema_acc1=96.0),
+        line("run", 35, 3, perf={"seconds": 50.0}, what="end"),
     )
-    found = figures_of(folder)
+    found = metrics_of(folder)
     assert found["images_per_second"] == 1000.0
     assert found["seconds_per_update"] == pytest.approx(50 * 2 * 4 / 1000)
     assert found["seconds_per_epoch"] == 5.0
@@ -73,9 +73,9 @@ def test_starting_does_not_count_for_speed_however_often(folder: Path) -> None:
     assert not found["diverged"]
 
 
-def test_a_run_of_one_report_says_that_its_start_is_in_it(folder: Path) -> None:
-    write(folder, told("run", 0, what="start"), train(5, 10.0), told("run", 5, perf={"seconds": 1.0}, what="end"))
-    found = figures_of(folder)
+def test_speed_of_a_single_report_includes_the_start(folder: Path) -> None:
+    write(folder, line("run", 0, what="start"), train(5, 10.0), line("run", 5, perf={"seconds": 1.0}, what="end"))
+    found = metrics_of(folder)
     assert (found["images_per_second"], found["start_up_counted"]) == (10.0, True)
     assert (found["seconds_per_epoch"], found["last_acc1"]) == (None, None)
 
@@ -86,26 +86,26 @@ def test_a_run_of_one_report_says_that_its_start_is_in_it(folder: Path) -> None:
 )
 def test_divergence(folder: Path, losses: tuple[float | None, ...], diverged: bool) -> None:
     write(folder, *(train(nth, 10.0, loss) for nth, loss in enumerate(losses)))
-    assert figures_of(folder)["diverged"] is diverged
+    assert metrics_of(folder)["diverged"] is diverged
 
 
-def test_how_much_is_done(folder: Path) -> None:
-    assert share_done(folder, 4, None) == 0.0
-    write(folder, told("run", 0, what="start"), told("epoch", 10), train(15, 1.0, epoch=2), rest='{"event": "tra')
-    assert share_done(folder, 4, None) == 0.25
-    assert share_done(folder, 4, 20) == 0.75
+def test_fraction_done(folder: Path) -> None:
+    assert fraction_done(folder, 4, None) == 0.0
+    write(folder, line("run", 0, what="start"), line("epoch", 10), train(15, 1.0, epoch=2), rest='{"event": "tra')
+    assert fraction_done(folder, 4, None) == 0.25
+    assert fraction_done(folder, 4, 20) == 0.75
     assert not is_finished(folder)
     many = [train(nth, 1.0) for nth in range(1000)]
-    write(folder, *many, told("epoch", 20, 2), rest="{")
-    assert share_done(folder, 4, None) == 0.5
-    write(folder, told("run", 40, 5, what="end"))
-    assert share_done(folder, 4, None) == 1.0
+    write(folder, *many, line("epoch", 20, 2), rest="{")
+    assert fraction_done(folder, 4, None) == 0.5
+    write(folder, line("run", 40, 5, what="end"))
+    assert fraction_done(folder, 4, None) == 1.0
     assert is_finished(folder)
 
 
-def test_the_time_left_goes_by_the_mode() -> None:
+def test_time_left_depends_on_the_mode() -> None:
     ahead = [Run("bf16", 1, Config(), Path("a")), Run("fp32", 1, Config(), Path("b"))]
-    times = Clock()
+    times = Durations()
     assert times.left(ahead, "fp32", 0.0, 3.0) is None
     assert times.left(ahead, "fp32", 0.5, 10.0) == 10.0 + 2 * 20.0
     times.add("fp32", 30.0)

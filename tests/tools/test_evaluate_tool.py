@@ -224,7 +224,7 @@ def test_unknown_classes_are_named(
     done = say(digits_run, *OTHER, "-data_path", root)
     assert done.code == 2
     assert (
-        "the model knows 2 of its 11 classes not: seven, six." if more else "1 of its 2 classes not: seven."
+        "2 of its 11 classes are unknown to the model: seven, six." if more else "1 of its 2 classes are unknown"
     ) in done.err
     assert "The model was trained on 0, 1, 2" in done.err
 

@@ -1,4 +1,4 @@
-"""scripts/dev/results.py: what a run that is to be a result says of itself."""
+"""scripts/dev/results.py: metrics of a run, and tables of the docs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.tools.made_runs import make_run
 from utils.errors import UserError
 
 
-def test_time_and_speed_are_those_of_all_starts(tmp_path: Path) -> None:
-    """As scripts/report.py and scripts/compare.py tell them: each start has a clock, and a first report, of its own."""
+def test_time_and_speed_of_a_resumed_run(tmp_path: Path) -> None:
+    """Each start has a clock and a first report of its own, as in scripts/report.py and scripts/compare.py."""
     run = make_run(tmp_path / "run", seconds=60.0)
     file = run / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -30,15 +30,15 @@ def test_time_and_speed_are_those_of_all_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1])
-def test_a_run_that_did_not_end_is_no_result(tmp_path: Path, cut: int) -> None:
+def test_unfinished_run_is_refused(tmp_path: Path, cut: int) -> None:
     run = make_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join(lines[: -1 if cut else 0]) + cut * '\n{"event": "ru')
-    with pytest.raises(UserError, match="did not end"):
+    with pytest.raises(UserError, match="did not finish"):
         one_run(run)
 
 
-def test_recipes_compared_by_seed_have_a_line_each() -> None:
+def test_recipes_compared_by_seed_have_one_row_each() -> None:
     found = json.loads((RESULTS / "digits_shown_less.json").read_text(encoding="utf-8"))
     text = table("digits_shown_less")
     lines = text.splitlines()

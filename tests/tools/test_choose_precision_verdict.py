@@ -1,4 +1,4 @@
-"""What choose_precision.py makes of its figures: modes and their flags, layers, the verdict."""
+"""choose_precision.py: modes and their flags, gradients per layer, the verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.amp.precision import Precision
 from tests.engine.small import CPU, build, train, windows
-from tools.choose_precision.layers import Layer, Scaled, look_at_layers
+from tools.choose_precision.layers import Layer, Scaled, examine_layers
 from tools.choose_precision.measure import Measured
 from tools.choose_precision.report import as_json, details, table
 from tools.choose_precision.verdict import Baseline, Finding, judge, largest_difference, recommend
@@ -27,7 +27,7 @@ from utils.precisions import AMP_WORDS, PRECISIONS
 # Modes
 
 
-def test_what_is_compared_on_a_cpu(tiny: Path) -> None:
+def test_default_modes_on_a_cpu(tiny: Path) -> None:
     config = load_config(str(tiny)).config
     planned = plan(config, CPU, None)
     names = [mode.name for mode in planned.modes]
@@ -39,8 +39,8 @@ def test_what_is_compared_on_a_cpu(tiny: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
 @pytest.mark.parametrize("settings", [{}, {"LEVEL": "O2", "DTYPE": "fp16", "TF32": "true"}], ids=["plain", "set"])
-def test_the_flags_of_a_mode_lead_to_it(tiny: Path, mode: Any, settings: dict[str, str]) -> None:
-    """Whatever the user's file says, the flags give the settings that were measured, in place of the tool's own."""
+def test_flags_of_a_mode_select_it(tiny: Path, mode: Any, settings: dict[str, str]) -> None:
+    """With any settings in the user's file, the flags select the precision that was measured."""
     text = tiny.read_text(encoding="utf-8")
     tiny.write_text(text + f"AMP: {json.dumps(settings).replace(chr(34), '')}\n", encoding="utf-8")
     given = parse(["-amp", "bf16"], "scripts/choose_precision.py")
@@ -52,9 +52,9 @@ def test_the_flags_of_a_mode_lead_to_it(tiny: Path, mode: Any, settings: dict[st
     assert [getattr(told, key) for key in keys] == [getattr(measured, key) for key in keys]
 
 
-def test_modes_are_read_in_any_case_and_fp32_takes_part_anyway() -> None:
+def test_modes_ignore_case_and_fp32() -> None:
     assert [mode.name for mode in read_modes("naive-BF16, fp32,bf16", AmpConfig(), CPU)] == ["bf16", "NAIVE-bf16"]
-    with pytest.raises(UserError, match="Known are fp32, tf32"):
+    with pytest.raises(UserError, match="It takes fp32, tf32"):
         read_modes("int4", AmpConfig(), CPU)
 
 
@@ -75,7 +75,7 @@ def test_underflow_and_headroom_are_counted() -> None:
     assert layer.headroom < 1, "the largest value overflows"
 
 
-def test_tensors_scaled_to_themselves_have_no_headroom_and_underflow_by_their_range() -> None:
+def test_tensors_scaled_to_their_maximum_never_overflow() -> None:
     values = torch.tensor([[1.0, 2.0**-20], [2.0**-20, 2.0**-20]])
     whole, rows = Layer("x", "e4m3"), Layer("x", "e4m3")
     whole.add(values, Scaled(torch.float8_e4m3fn, None))
@@ -84,15 +84,15 @@ def test_tensors_scaled_to_themselves_have_no_headroom_and_underflow_by_their_ra
     assert math.isinf(whole.headroom)
 
 
-def test_layers_are_those_of_the_model_in_fp32_at_the_scale(tiny: Path) -> None:
-    """Counted again by hand for one layer, with gradients of a plain backward pass; one in fp32 is left out."""
+def test_layers_match_a_plain_backward_pass(tiny: Path) -> None:
+    """One layer is counted by hand, with gradients of a plain backward pass; a layer in fp32 is left out."""
     fp16 = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__FP32_MODULES": "blocks.0.mlp.fc1"}
     ready = build(tiny, TRAIN__ACCUM_ITER=2, **fp16)
     train(ready, 2)
     config = load_config(str(tiny), words={"AMP.ENABLED": "true", "AMP.DTYPE": "fp16"}).config
     share, batch = next(iter(next(windows(ready))))
     scale = 64.0
-    layers = {layer.name: layer for layer in look_at_layers(config, ready, (share, batch), scale)}
+    layers = {layer.name: layer for layer in examine_layers(config, ready, (share, batch), scale)}
     assert "blocks.0.mlp.fc1" not in layers
     assert layers["head"].dtype == "fp16"
 
@@ -111,7 +111,7 @@ def test_layers_are_those_of_the_model_in_fp32_at_the_scale(tiny: Path) -> None:
     gradients = [*seen, *(p.grad for p in weights.parameters() if p.grad is not None)]
     flat = torch.cat([gradient.flatten() for gradient in gradients]) * share.weight * scale
     small = (flat.abs() < torch.finfo(torch.float16).tiny) & (flat != 0)
-    # Plain attention here and fused attention there round a value to zero, or do not.
+    # Plain and fused attention round a few values differently to zero.
     assert layers["blocks.0.attn.qkv"].values == pytest.approx(int((flat != 0).sum()), rel=0.01)
     assert layers["blocks.0.attn.qkv"].underflows == pytest.approx(int(small.sum()), rel=0.02)
     assert layers["blocks.0.attn.qkv"].headroom == pytest.approx(65504 / float(flat.abs().max()), rel=1e-3)
@@ -131,7 +131,7 @@ def above(by: float, losses: list[float] = FALLING) -> list[float]:
 
 
 def base(speeds: tuple[float, float, float] = (100.0, 101.0, 99.0)) -> Baseline:
-    """Three seeds whose curves are up to 0.1 apart."""
+    """Three seeds whose curves differ by up to 0.1."""
     shifts = (0.0, 0.06, -0.04)
     first, second, third = (run(above(shift), speed) for shift, speed in zip(shifts, speeds, strict=True))
     return Baseline((first, second, third))
@@ -141,7 +141,7 @@ def judged(measured: Measured, name: str = "bf16", against: Baseline | None = No
     return judge(name, f"-amp {name}", measured, against or base(), 100, slow)
 
 
-def test_curves_are_compared_smoothed_and_over_common_updates() -> None:
+def test_curves_are_smoothed_over_common_updates() -> None:
     spike = FALLING.copy()
     spike[50] += 1.0
     assert largest_difference(FALLING, spike) == pytest.approx(1.0 / 5)  # a twentieth of a hundred
@@ -150,17 +150,17 @@ def test_curves_are_compared_smoothed_and_over_common_updates() -> None:
     assert base().seed_noise(100) == pytest.approx(0.1)
 
 
-def test_the_faster_of_what_trains_as_well_is_recommended() -> None:
+def test_fastest_sound_mode_is_recommended() -> None:
     bf16 = judged(replace(run(above(0.004), 190.0), peak_memory_gb=6.2))
     advice = recommend([bf16, judged(run(speed=120.0), "fp16")], base(), "-amp off")
     assert advice.flags == "-amp bf16"
     assert advice.sentence == (
-        "-amp bf16: 1.9x faster, 38 % less memory; its loss curve differs from fp32's by at most 0.004, two fp32 seeds "
+        "-amp bf16: 1.9x faster, 38 % less memory; its loss differs from fp32's by at most 0.004, two fp32 seeds "
         "differ by 0.1."
     )
 
 
-def test_equally_fast_ones_are_taken_in_the_order_of_preference() -> None:
+def test_order_of_preference_breaks_ties() -> None:
     findings = [judged(run(speed=198.0), "bf16"), judged(run(speed=200.0), "O2-bf16")]
     assert recommend(findings, base(), "-amp off").mode == "bf16"
     findings[0] = judged(run(speed=150.0), "bf16")
@@ -178,50 +178,50 @@ def test_equally_fast_ones_are_taken_in_the_order_of_preference() -> None:
         (Measured(failed="out of memory"), "out of memory"),
     ],
 )
-def test_speed_does_not_make_up_for_harm(measured: Measured, reason: str) -> None:
+def test_unsound_mode_is_not_recommended_whatever_its_speed(measured: Measured, reason: str) -> None:
     finding = judged(measured)
     assert any(reason in text for text in finding.against), finding.against
     assert recommend([finding], base(), "-amp off").flags == "-amp off"
 
 
-def test_a_few_updates_less_than_fp32_are_no_harm() -> None:
+def test_slightly_fewer_updates_are_accepted() -> None:
     assert judged(run(FALLING[:80])).against == []
 
 
-def test_better_than_fp32_by_chance_is_no_harm() -> None:
+def test_lower_loss_than_fp32_is_accepted() -> None:
     finding = judged(run(above(-0.3), 150.0))
     assert finding.against == []
-    assert "never above all of theirs" in recommend([finding], base(), "-amp off").sentence
+    assert "it never rises above all fp32 seeds" in recommend([finding], base(), "-amp off").sentence
 
 
-def test_emulation_gets_no_speed() -> None:
-    finding = judged(run(speed=500.0), "fp8", slow="emulated here, so its speed says nothing")
+def test_speed_of_emulation_does_not_count() -> None:
+    finding = judged(run(speed=500.0), "fp8", slow="emulated on this device, so its speed is meaningless")
     assert finding.speed is None
     assert recommend([finding], base(), "-amp off").mode == "fp32"
 
 
-def test_a_gain_within_the_machines_noise_is_none() -> None:
-    restless = base((100.0, 130.0, 95.0))
-    advice = recommend([judged(run(speed=120.0), against=restless)], restless, "-amp off")
+def test_speed_up_within_noise_is_not_recommended() -> None:
+    noisy = base((100.0, 130.0, 95.0))
+    advice = recommend([judged(run(speed=120.0), against=noisy)], noisy, "-amp off")
     assert advice.mode == "fp32"
     assert "37 %" in advice.sentence
 
 
-def test_less_memory_at_the_same_speed_is_worth_it() -> None:
+def test_less_memory_at_the_same_speed_is_recommended() -> None:
     small = judged(replace(run(speed=101.0), peak_memory_gb=6.0))
     advice = recommend([small], base(), "-amp off")
     assert advice.mode == "bf16"
     assert "no faster, but 40 % less memory" in advice.sentence
 
 
-def test_where_fp32_does_not_fit_the_fastest_that_does_is_named() -> None:
+def test_fastest_mode_is_recommended_without_fp32() -> None:
     findings = [judge("bf16", "-amp bf16", run(speed=s), None, 100) for s in (90.0, 110.0)]
     advice = recommend(findings, None, "-amp off")
     assert "fp32 did not" in advice.sentence
     assert table(findings, None).count("bf16") == 2
 
 
-def test_what_is_not_a_number_does_not_spoil_the_json() -> None:
+def test_json_has_no_nan() -> None:
     finding = judged(run([math.nan, 1.0], layers=[Layer("x", "e4m3")]))
     found = json.loads(json.dumps(as_json([finding], base()), allow_nan=False))["modes"][0]
     assert found["losses"] == [None, 1.0]
@@ -229,13 +229,13 @@ def test_what_is_not_a_number_does_not_spoil_the_json() -> None:
     assert found["layers"][0]["headroom"] is None
 
 
-def test_the_layers_that_lose_most_are_named() -> None:
+def test_details_name_the_worst_layers() -> None:
     layers = [Layer("calm", "fp16", 100, 0, 0, 2**20), Layer("steep", "fp16", 100, 10, 40, 3.0)]
     finding = judged(run(layers=layers, scale=1024.0))
     text = "\n".join(details([finding]))
     assert "at scale 1024 most gradient values underflow in steep 40 % (fp16)" in text
     assert "calm" not in text
-    assert "steep is nearest to overflow: its gradients fit 2^1 times over" in text
+    assert "steep is closest to overflow: its gradients could be 2^1 times as large" in text
 
 
 def test_every_precision_is_a_mode_and_a_value_of_amp() -> None:
@@ -245,7 +245,7 @@ def test_every_precision_is_a_mode_and_a_value_of_amp() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_what_the_banner_prints_can_be_typed(mode: Mode) -> None:
+def test_precision_in_the_banner_is_a_value_of_amp(mode: Mode) -> None:
     if mode.name == "tf32":
         pytest.skip("no TF32 on a CPU")
     shown = Precision(mode.amp(AmpConfig()), CPU).name
@@ -254,7 +254,7 @@ def test_what_the_banner_prints_can_be_typed(mode: Mode) -> None:
     assert mode_of(shown, AmpConfig(), CPU) == (BY_NAME["bf16"] if mode.name == "apex" else mode)
 
 
-def test_apex_keeps_its_list_in_fp32_whatever_the_user_listed() -> None:
+def test_apex_replaces_the_users_lists() -> None:
     amp = BY_NAME["apex"].amp(AmpConfig(CUSTOM_WHITE_LIST=("gelu",)))
     assert (amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST) == ((), ("gelu", "layer_norm", "softmax"))
     line = Precision(amp, CPU).line()
@@ -265,7 +265,7 @@ def test_apex_keeps_its_list_in_fp32_whatever_the_user_listed() -> None:
     ("word", "name"),
     [("on", "bf16"), ("torch", "bf16"), ("no", "fp32"), ("O0", "fp32"), ("O1:fp16", "fp16"), ("NAIVE", "NAIVE-bf16")],
 )
-def test_modes_take_the_words_of_amp(word: str, name: str) -> None:
+def test_modes_accept_values_of_amp(word: str, name: str) -> None:
     mode = mode_of(word, AmpConfig(), CPU)
     assert mode is not None
     assert mode.name == name

@@ -137,7 +137,7 @@ def test_failed_contender_is_reported_and_not_retried(clock: Clock) -> None:
     found["left_out"] = {"c": "this CPU has none", "d": "this CPU has none"}
     found["turns"].pop("b")
     told = "\n".join(lines(TABLE, found))
-    assert "not measured: c, d: this CPU has none" in told
+    assert "not measured: c; d: this CPU has none" in told
 
 
 def test_no_time_left_is_an_error(clock: Clock) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.benchmark_amp.results import Results, percent
+from tools.benchmark_amp.results import Results, percent, shown
 from utils.config import AmpConfig, Config
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ def peak_line(results: Results) -> str:
     gflop, peaks = results["ceiling"]["gflop_per_image"], results["ceiling"]["peaks"]
     if gflop is None or not peaks:
         return "of peak: unknown for this model or device"
-    most = ", ".join(
-        f"{kind} {peak['tflops']:.3g} TFLOP/s, at most {1000 * peak['tflops'] / gflop:.3g} images/s"
+    each = ", ".join(
+        f"{kind} {shown(peak['tflops'])} TFLOP/s ({shown(1000 * peak['tflops'] / gflop)} images/s)"
         for kind, peak in peaks.items()
     )
     how = "; ".join(dict.fromkeys(peak["how"] for peak in peaks.values()))
-    return f"of peak: training takes {gflop:.3g} GFLOP per image (counted); the device reaches ({how}): {most}"
+    return f"of peak: training takes {shown(gflop)} GFLOP per image (counted); peak of the device ({how}): {each}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tools.benchmark_amp.results import Results
 from tools.benchmark_amp.table import Table
-from tools.common.tables import as_sentences, in_columns, in_markdown, source
+from tools.common.tables import in_columns, in_markdown, source
 
 
 def lines(table: Table, results: Results) -> list[str]:
@@ -20,7 +20,7 @@ def markdown(table: Table, results: Results, link: str) -> str:
     text: list[str] = []
     for section in table.sections(results):
         text += [f"{section.title}:", "", *in_markdown(section.rows), ""]
-        text += [as_sentences(section.notes), ""] if section.notes else []
+        text += [*(f"- {note}" for note in section.notes), ""] if section.notes else []
     if failures := results.failures():
         text += [*(f"- {line}" for line in failures), ""]
     rounds = f"{results['rounds']} round{'s' * (results['rounds'] != 1)}"

@@ -75,7 +75,7 @@ class Results(dict[str, Any]):
         failed = {name: reason for name in self.turns if (reason := self._first(name, "failed", ""))}
         for name, reason in [*self["left_out"].items(), *failed.items()]:
             names.setdefault(reason, []).append(name)
-        return [f"not measured: {', '.join(who)}: {reason}" for reason, who in names.items()]
+        return [f"not measured: {'; '.join(who)}: {reason}" for reason, who in names.items()]
 
     def control_line(self, name: str, key: str) -> str:
         """Note on the noise, measured by the contender that runs twice."""
@@ -89,7 +89,7 @@ class Results(dict[str, Any]):
             choices = self._first(name, "choices", {})
             words = [f"{key} {value}" for key, value in choices.items() if key not in NOT_SHOWN and value is not False]
             alike.setdefault(", ".join(words), []).append(name)
-        return [f"chosen for {', '.join(who)}: {words}" for words, who in alike.items() if words]
+        return [f"chosen for {'; '.join(who)}: {words}" for words, who in alike.items() if words]
 
     def _setting(self, key: str) -> Any:
         return self.settings.get(key, DEFAULTS[key])

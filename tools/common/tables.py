@@ -23,11 +23,6 @@ def in_markdown(rows: Rows) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in cells]
 
 
-def as_sentences(notes: Sequence[str]) -> str:
-    """Notes as a paragraph."""
-    return f"{'. '.join(note[0].upper() + note[1:] for note in notes)}."
-
-
 def source(link: str) -> str:
     """Sentence that links the file with all measurements of a table."""
     return f"All measurements: [{Path(link).name}]({link})."

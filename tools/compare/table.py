@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tools.common.tables import as_sentences, in_markdown, source
-from tools.compare.verdict import ByMode, Metrics, by_mode, spread, times_as_fast, values_of, variation
+from tools.common.tables import in_markdown, source
+from tools.compare.verdict import ByMode, Metrics, by_mode, judge, spread, times_as_fast, values_of, variation
 
 
 def table(runs: ByMode, modes: Sequence[str]) -> list[list[str]]:
@@ -86,8 +86,11 @@ def notes(about: dict[str, Any]) -> list[str]:
 def markdown(about: dict[str, Any], link: str) -> str:
     """The report for a page of the docs. `link`: the file with all metrics."""
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "timm"))
-    lines = [*in_markdown(table(by_mode(about["runs"]), about["compared"])), ""]
-    lines += [f"> {line.strip()}" for line in sentences(about)]
-    lines += ["", as_sentences(notes(about)), ""]
+    runs = by_mode({**row, "device": about["device"]} for row in about["runs"])
+    # Worded anew from the metrics, so that the page of an old comparison has the present wording.
+    verdicts = judge(runs, about["compared"])
+    lines = [*in_markdown(table(runs, about["compared"])), ""]
+    lines += [f"> {line.strip()}" for line in sentences({**about, "verdicts": verdicts})]
+    lines += ["", *(f"- {note}" for note in notes(about)), ""]
     lines.append(f"Measured on {about['device']}, {versions}, {about['date']}: `{about['command']}`. {source(link)}")
     return "\n".join(lines) + "\n"

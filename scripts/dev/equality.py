@@ -1,10 +1,10 @@
-"""Whether two commits compute the same, bit for bit: losses and checkpoints of short runs, side by side.
+"""Check that two commits are bit-equal: compare losses and checkpoints of short runs.
 
-    python scripts/dev/equality.py main~5          # that commit and what is committed now
-    python scripts/dev/equality.py OLD NEW -only fp32,resumed
+    python scripts/dev/equality.py main~5          # that commit and HEAD
+    python scripts/dev/equality.py OLD NEW -only fp32,ddp
 
-For every rebuilding that must change nothing. Each way of training runs once from either commit, on the digits, and
-once more goes on from a checkpoint that the old commit wrote. Exits with 1 where anything differs.
+For a refactoring that must not change results. With each commit, every way of training runs once on the digits, and
+once resumes from a checkpoint that the old commit wrote. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
-FIRST_PART, WHOLE = 6, 14
-"""Updates of a run: where one is stopped to be gone on with, and its end."""
+RESUMED_AT, UPDATES = 6, 14
+"""Updates before a run is resumed, and in all."""
 TIMES = {"time", "perf", "seconds", "eval_seconds", "train_seconds", "epoch_seconds", "images_per_second"}
-"""Fields of a line of metrics that a clock decides."""
+"""Fields of a line of metrics that depend on time."""
 NO_LONGER_SAVED = {"state.pt.most_at_once"}
-"""Fields of older checkpoints that nothing reads any more."""
+"""Fields of older checkpoints that are no longer read."""
 
 
 class Way(NamedTuple):
-    """One way to train that has arithmetic of its own."""
+    """A way of training with numerics of its own."""
 
     words: tuple[str, ...] = ()
     processes: int = 1
@@ -53,7 +53,7 @@ WAYS = {
 
 
 class Commit(NamedTuple):
-    """One side: its files, and where its runs go."""
+    """A commit that is checked out, and the folder of its runs."""
 
     name: str
     code: Path
@@ -61,11 +61,11 @@ class Commit(NamedTuple):
 
     def train(self, way: Way, run: Path, updates: int, *words: str) -> subprocess.Popen[str]:
         script = "main_single_gpu.py" if way.processes == 1 else "main_multi_gpu.py"
-        several = ("-ngpus", str(way.processes)) * (way.processes > 1)
+        processes = ("-ngpus", str(way.processes)) * (way.processes > 1)
         where = ("-cfg", "configs/vit_digits.yaml", "-device", "cpu", "-output", str(run))
-        told = ("KEEP_LAST=0", "REPORT_FREQ=1", f"TRAIN.MAX_UPDATES={updates}")
+        settings = ("KEEP_LAST=0", "REPORT_FREQ=1", f"TRAIN.MAX_UPDATES={updates}")
         return subprocess.Popen(
-            [sys.executable, script, *where, *way.words, *several, *told, *words],
+            [sys.executable, script, *where, *way.words, *processes, *settings, *words],
             cwd=self.code,
             env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
@@ -77,27 +77,27 @@ class Commit(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("old", help="a commit")
-    parser.add_argument("new", nargs="?", default="HEAD", help="another; HEAD unless given")
+    parser.add_argument("new", nargs="?", default="HEAD", help="another commit (default HEAD)")
     parser.add_argument("-only", default=",".join(WAYS), help=f"some of {', '.join(WAYS)}")
     given = parser.parse_args()
     unknown = set(given.only.split(",")) - set(WAYS)
     if unknown:
-        parser.error(f"no such way: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown ways: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as folder:
         old, new = (checked_out(name, Path(folder)) for name in (given.old, given.new))
         differing = 0
         for name in given.only.split(","):
-            found = list(compare(name, old, new))
-            differing += bool(found)
-            print(f"{name:12} {'equal' if not found else 'DIFFERS'}", flush=True)
-            for line in found[:8]:
+            differences = list(compare(name, old, new))
+            differing += bool(differences)
+            print(f"{name:12} {'DIFFERS' if differences else 'equal'}", flush=True)
+            for line in differences[:8]:
                 print(f"    {line}", flush=True)
     print(f"{differing} of {len(given.only.split(','))} ways differ.")
     return int(differing > 0)
 
 
 def checked_out(name: str, folder: Path) -> Commit:
-    """A commit's files in a folder of their own; the environment is the one that this program runs in."""
+    """Extract a commit's files to a folder of their own. Both commits run in this Python environment."""
     sha = subprocess.check_output(["git", "rev-parse", "--verify", f"{name}^{{commit}}"], cwd=ROOT, text=True).strip()
     place = folder / f"{len(list(folder.iterdir()))}-{sha[:9]}"
     code = place / "code"
@@ -108,30 +108,30 @@ def checked_out(name: str, folder: Path) -> Commit:
 
 
 def compare(name: str, old: Commit, new: Commit) -> Iterator[str]:
-    """What differs: of whole runs from either, and of what either makes of the old commit's first part."""
+    """Differences between complete runs of both commits, and between runs that resume the old commit's checkpoint."""
     way = WAYS[name]
     whole = [(side, side.runs / name) for side in (old, new)]
-    failed = finish([(side.name, side.train(way, run, WHOLE)) for side, run in whole])
+    failed = finish([(side.name, side.train(way, run, UPDATES)) for side, run in whole])
     yield from failed
     if failed:
         return
-    yield from ("from the start: " + line for line in difference(*(run for _, run in whole)))
+    yield from ("from scratch: " + line for line in difference(*(run for _, run in whole)))
     start = old.runs / f"{name}-start"
-    failed = finish([(old.name, old.train(way, start, FIRST_PART))])
+    failed = finish([(old.name, old.train(way, start, RESUMED_AT))])
     later = [(side, side.runs / f"{name}-later") for side in (old, new)]
-    failed = failed or finish([(s.name, s.train(way, run, WHOLE, "-resume", str(start))) for s, run in later])
+    failed = failed or finish([(s.name, s.train(way, run, UPDATES, "-resume", str(start))) for s, run in later])
     yield from failed
     if not failed:
-        yield from ("gone on with: " + line for line in difference(*(run for _, run in later)))
+        yield from ("resumed: " + line for line in difference(*(run for _, run in later)))
 
 
 def finish(started: list[tuple[str, subprocess.Popen[str]]]) -> list[str]:
-    """What went wrong, of runs that are under way at the same time."""
+    """Wait for runs that train concurrently, and return the errors of those that failed."""
     failed = []
     for name, process in started:
-        said = process.communicate()[0]
+        output = process.communicate()[0]
         if process.returncode:
-            failed.append(f"{name} exits with {process.returncode}: {said.strip().splitlines()[-1:]}")
+            failed.append(f"{name} exits with {process.returncode}: {output.strip().splitlines()[-1:]}")
     return failed
 
 
@@ -142,8 +142,8 @@ def difference(one: Path, other: Path) -> Iterator[str]:
     for one_line, other_line in zip(first, second, strict=False):
         fields = [key for key in {**one_line, **other_line} if one_line.get(key) != other_line.get(key)]
         if fields:
-            told = ", ".join(f"{key} {one_line.get(key)} and {other_line.get(key)}" for key in fields)
-            yield f"{one_line.get('event')} of update {one_line.get('update')}: {told}"
+            values = ", ".join(f"{key} {one_line.get(key)} and {other_line.get(key)}" for key in fields)
+            yield f"{one_line.get('event')} of update {one_line.get('update')}: {values}"
     folders = [{p.name for p in (run / "checkpoints").iterdir() if p.is_dir()} for run in (one, other)]
     if folders[0] != folders[1]:
         yield f"checkpoints {sorted(folders[0])} and {sorted(folders[1])}"
@@ -157,7 +157,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 
 def differing_tensors(one: Path, other: Path) -> Iterator[str]:
-    first, second = held(one), held(other)
+    first, second = contents(one), contents(other)
     if not first:
         yield f"{one.name}: no tensors"
     if first.keys() != second.keys():
@@ -165,15 +165,15 @@ def differing_tensors(one: Path, other: Path) -> Iterator[str]:
     yield from (f"{one.name}: {name}" for name in first.keys() & second.keys() if not same(first[name], second[name]))
 
 
-def held(folder: Path) -> dict[str, Any]:
-    """All that a checkpoint's files hold, by name."""
+def contents(folder: Path) -> dict[str, Any]:
+    """All values in a checkpoint's files, by name."""
     return {
         name: value for file in sorted(folder.iterdir()) for name, value in read(file) if name not in NO_LONGER_SAVED
     }
 
 
 def read(file: Path) -> Iterator[tuple[str, Any]]:
-    """(name, value) of all that a checkpoint's file holds."""
+    """(name, value) of all values in a file of a checkpoint."""
     if file.suffix == ".safetensors":
         yield from ((f"{file.name}: {name}", value) for name, value in load_file(file).items())
     elif file.suffix in {".pt", ".pth"}:

@@ -70,11 +70,11 @@ TABLE = Table("amp", "", (), lambda _line: Plan([], 0, {}, Machine("")), _sectio
 
 def test_every_other_round_is_reversed(clock: Clock) -> None:
     turns = Turns(clock, a=1, b=2, c=3)
-    found = measure(TABLE, turns.plan(3), Budget(100), None)
+    results = measure(TABLE, turns.plan(3), Budget(100), None)
     assert turns.order == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
     assert turns.closed == ["a", "b", "c"]
-    assert [len(figures) for figures in found["turns"].values()] == [3, 3, 3]
-    assert not found["cut"]
+    assert [len(metrics) for metrics in results["turns"].values()] == [3, 3, 3]
+    assert not results["cut"]
 
 
 def test_same_command_resumes_after_the_time_ran_out(clock: Clock, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_same_command_resumes_after_the_time_ran_out(clock: Clock, tmp_path: Pat
 
     whole = measure(TABLE, second.plan(3), Budget(100), path)
     assert second.order == ["b", "c"]
-    assert all(whole["turns"][name][: len(figures)] == figures for name, figures in written["turns"].items())
+    assert all(whole["turns"][name][: len(metrics)] == metrics for name, metrics in written["turns"].items())
     assert not whole["cut"]
     third = Turns(clock, a=1, b=2, c=3)
     assert measure(TABLE, third.plan(3), Budget(100), path) == whole
@@ -130,14 +130,14 @@ def test_file_of_another_measurement_is_refused(
 def test_failed_contender_is_reported_and_not_retried(clock: Clock) -> None:
     turns, tried = Turns(clock, a=1), []
     failing = Contender("b", lambda: tried.append(1) or {"failed": "out of memory"})
-    found = measure(TABLE, Plan([*turns.contenders, failing], 3, {}, Machine("a device")), Budget(100), None)
+    results = measure(TABLE, Plan([*turns.contenders, failing], 3, {}, Machine("a device")), Budget(100), None)
     assert (len(tried), turns.order) == (1, ["a", "a", "a"])
     with pytest.raises(TrainingError, match="out of memory"):
         measure(TABLE, Plan([failing], 3, {}, Machine("a device")), Budget(100), None)
-    found["left_out"] = {"c": "this CPU has none", "d": "this CPU has none"}
-    found["turns"].pop("b")
-    told = "\n".join(lines(TABLE, found))
-    assert "not measured: c; d: this CPU has none" in told
+    results["left_out"] = {"c": "this CPU has none", "d": "this CPU has none"}
+    results["turns"].pop("b")
+    output = "\n".join(lines(TABLE, results))
+    assert "not measured: c; d: this CPU has none" in output
 
 
 def test_no_time_left_is_an_error(clock: Clock) -> None:
@@ -160,14 +160,14 @@ def test_interrupt_keeps_finished_turns_in_the_file(clock: Clock, tmp_path: Path
 
 def test_report_has_command_machine_date_and_noise(clock: Clock) -> None:
     words = ["amp", "-iters", "3", "-json", "f.json", "--budget_min=4", "DATA.CACHE=/x", "-amp"]
-    found = measure(TABLE, Turns(clock, **{"a": 1, "a" + AGAIN: 2}).plan(1), Budget(100), None, words)
-    for told in ("\n".join(lines(TABLE, found)), markdown(TABLE, found, "LINK/f.json")):
-        assert "python scripts/benchmark_amp.py amp -iters 3 -amp" in told
-        assert "-json" not in told
-        assert f"a device, clock {found['clock_mhz'][0]} to" in told or "clock unknown" in told
-        assert f"torch {found['versions']['torch']}" in told
-        assert found["date"] in told
-        assert "a against itself: 2.00 (2.00 to 2.00); ratios within this range are noise" in told  # 2.2 / 1.1
+    results = measure(TABLE, Turns(clock, **{"a": 1, "a" + AGAIN: 2}).plan(1), Budget(100), None, words)
+    for output in ("\n".join(lines(TABLE, results)), markdown(TABLE, results, "LINK/f.json")):
+        assert "python scripts/benchmark_amp.py amp -iters 3 -amp" in output
+        assert "-json" not in output
+        assert f"a device, clock {results['clock_mhz'][0]} to" in output or "clock unknown" in output
+        assert f"torch {results['versions']['torch']}" in output
+        assert results["date"] in output
+        assert "a against itself: 2.00 (2.00 to 2.00); ratios within this range are noise" in output  # 2.2 / 1.1
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_report_has_command_machine_date_and_noise(clock: Clock) -> None:
 )
 def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], said: list[str]) -> None:
     assert main([*words, *(["-device", "cpu"] if "-cfg" not in words else [])]) == 2
-    told = capsys.readouterr().err
-    assert all(word in told for word in said), told
+    output = capsys.readouterr().err
+    assert all(word in output for word in said), output
 
 
 def test_help_lists_tables_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,8 +203,8 @@ def test_help_lists_tables_and_flags(capsys: pytest.CaptureFixture[str]) -> None
         with pytest.raises(SystemExit) as left:
             main(words)
         assert left.value.code == 0
-        told = capsys.readouterr().out
-        assert all(word in told for word in said), told
+        output = capsys.readouterr().out
+        assert all(word in output for word in said), output
 
 
 def test_former_name_of_a_table_works_with_a_warning(
@@ -219,8 +219,8 @@ def test_former_name_of_a_table_works_with_a_warning(
 
 def test_file_with_a_former_table_name_is_resumed(clock: Clock, tmp_path: Path) -> None:
     path, turns = tmp_path / "f.json", Turns(clock, a=1)
-    found = measure(TABLE, turns.plan(1), Budget(100), path, ["amp", "-iters", "3"])
-    former = {**found, "table": "windows", "command": "python scripts/benchmark_amp.py windows -iters 3"}
+    results = measure(TABLE, turns.plan(1), Budget(100), path, ["amp", "-iters", "3"])
+    former = {**results, "table": "windows", "command": "python scripts/benchmark_amp.py windows -iters 3"}
     path.write_text(json.dumps(former), encoding="utf-8")
-    assert measure(TABLE, turns.plan(1), Budget(100), path) == found
+    assert measure(TABLE, turns.plan(1), Budget(100), path) == results
     assert turns.order == ["a"], "nothing was measured again"

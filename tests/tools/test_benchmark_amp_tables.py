@@ -24,42 +24,42 @@ from utils.config import Config, load_config
 from utils.distributed.world import BY_HAND, World
 from utils.seeding import seed_all
 
-Found = dict[str, Any]
+Fields = dict[str, Any]
 
 
 @pytest.fixture
 def measured(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Found, str]]:
+) -> Callable[..., tuple[Fields, str]]:
     """`measured("amp", "-iters", 2)` runs a table; returns the -json file and the printed report."""
     monkeypatch.setattr("engine.measure.mfu.measured_tflops", lambda *_: 0.05)
 
-    def call(table: str, *words: object) -> tuple[Found, str]:
+    def call(table: str, *words: object) -> tuple[Fields, str]:
         files = ["-json", tmp_path / "t.json", "-plot", tmp_path / "t.png"]
         assert main([str(word) for word in (table, "-cfg", tiny, *words, *files)]) == 0
         with Image.open(tmp_path / "t.png") as picture:
             assert picture.format == "PNG"
-        told = capsys.readouterr().out
-        found = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
-        assert not any("failed" in turn for turns in found["turns"].values() for turn in turns)
-        assert found["versions"]["torch"] in told
-        assert found["device"] in told
-        return found, told
+        output = capsys.readouterr().out
+        results = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
+        assert not any("failed" in turn for turns in results["turns"].values() for turn in turns)
+        assert results["versions"]["torch"] in output
+        assert results["device"] in output
+        return results, output
 
     return call
 
 
-def test_amp(measured: Callable[..., tuple[Found, str]]) -> None:
+def test_amp(measured: Callable[..., tuple[Fields, str]]) -> None:
     first, _ = measured("amp", "-iters", 2, "-windows", 1)
-    found, told = measured("amp", "-iters", 2, "-windows", 2)
-    off, on, again = ([turn["seconds"] for turn in found["turns"][name]] for name in (OFF, ON, OFF + AGAIN))
+    results, output = measured("amp", "-iters", 2, "-windows", 2)
+    off, on, again = ([turn["seconds"] for turn in results["turns"][name]] for name in (OFF, ON, OFF + AGAIN))
     assert [len(off), len(on), len(again)] == [2, 2, 2]
-    assert first["turns"][OFF] == found["turns"][OFF][:1], "the file is resumed"
-    rows = {line.strip().partition("  ")[0]: line.split() for line in told.splitlines()}
+    assert first["turns"][OFF] == results["turns"][OFF][:1], "the file is resumed"
+    rows = {line.strip().partition("  ")[0]: line.split() for line in output.splitlines()}
     assert rows[ON][2:6] == [f"{value:.4g}" for value in (*on, sum(on) / 2, sum(off) / sum(on))]
     assert rows[OFF][2:5] == [f"{value:.4g}" for value in (*off, sum(off) / 2)]
-    assert [found["turns"][name][0]["precision"] for name in (OFF, ON)] == ["fp32", "bf16"]
-    assert all(turn["images_per_second"] * turn["seconds"] == pytest.approx(64) for turn in found["turns"][ON])
+    assert [results["turns"][name][0]["precision"] for name in (OFF, ON)] == ["fp32", "bf16"]
+    assert all(turn["images_per_second"] * turn["seconds"] == pytest.approx(64) for turn in results["turns"][ON])
 
 
 def test_trainings_end_for_each_other_without_memory_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,43 +78,43 @@ def test_trainings_end_for_each_other_without_memory_for_two(monkeypatch: pytest
     assert trainings[0].turn() == {"failed": OUT_OF_MEMORY}, "memory for none"
 
 
-def test_precisions(measured: Callable[..., tuple[Found, str]]) -> None:
-    found, told = measured("precisions", "-modes", "O2-bf16", "-iters", 1, "-rounds", 1)
-    assert list(found["turns"]) == [
+def test_precisions(measured: Callable[..., tuple[Fields, str]]) -> None:
+    results, output = measured("precisions", "-modes", "O2-bf16", "-iters", 1, "-rounds", 1)
+    assert list(results["turns"]) == [
         "fp32, synthetic", "O2-bf16, synthetic", "fp32, synthetic, again", "fp32, files", "O2-bf16, files"
     ]  # fmt: skip
-    assert {name: turns[0]["precision"] for name, turns in found["turns"].items()} == {
-        name: "O2-bf16" if name.startswith("O2") else "fp32" for name in found["turns"]
+    assert {name: turns[0]["precision"] for name, turns in results["turns"].items()} == {
+        name: "O2-bf16" if name.startswith("O2") else "fp32" for name in results["turns"]
     }
-    assert all(0.1 < turns[0]["peak_memory_gb"] < 3 for turns in found["turns"].values())
-    (row,) = [line.split() for line in told.splitlines() if line.strip().startswith("O2-bf16")][-1:]
-    fast, base = (found["turns"][f"{mode}, synthetic"][0]["images_per_second"] for mode in ("O2-bf16", "fp32"))
+    assert all(0.1 < turns[0]["peak_memory_gb"] < 3 for turns in results["turns"].values())
+    (row,) = [line.split() for line in output.splitlines() if line.strip().startswith("O2-bf16")][-1:]
+    fast, base = (results["turns"][f"{mode}, synthetic"][0]["images_per_second"] for mode in ("O2-bf16", "fp32"))
     assert f"{fast / base:.2f}" in row
 
 
-def test_precisions_with_apex_and_accumulation(measured: Callable[..., tuple[Found, str]]) -> None:
+def test_precisions_with_apex_and_accumulation(measured: Callable[..., tuple[Fields, str]]) -> None:
     words = ("-modes", "apex", "-no_files", "-iters", 1, "-rounds", 1, "-accum_iter", 2)
-    found, told = measured("precisions", *words)
-    assert "apex, synthetic" in found["turns"]
-    assert "an iteration is one update of 2 micro-batches of 32 images" in told
+    results, output = measured("precisions", *words)
+    assert "apex, synthetic" in results["turns"]
+    assert "an iteration is one update of 2 micro-batches of 32 images" in output
 
 
-def test_precisions_without_files(measured: Callable[..., tuple[Found, str]]) -> None:
-    found, told = measured("precisions", "-modes", "bf16", "-iters", 1, "-rounds", 1, "-no_files")
-    assert list(found["turns"]) == ["fp32, synthetic", "bf16, synthetic", "fp32, synthetic, again"]
-    assert "from files" not in told
+def test_precisions_without_files(measured: Callable[..., tuple[Fields, str]]) -> None:
+    results, output = measured("precisions", "-modes", "bf16", "-iters", 1, "-rounds", 1, "-no_files")
+    assert list(results["turns"]) == ["fp32, synthetic", "bf16, synthetic", "fp32, synthetic, again"]
+    assert "from files" not in output
 
 
-def test_simplenet_has_the_losses_of_a_loop_by_hand(measured: Callable[..., tuple[Found, str]]) -> None:
+def test_simplenet_has_the_losses_of_a_loop_by_hand(measured: Callable[..., tuple[Fields, str]]) -> None:
     words = ("-width", 16, "-batches", 4, "-epochs", 2, "-accumulated", 2, "-batch_size", 8, "-rounds", 1, "SEED=3")
-    found, told = measured("simplenet", *words)
-    assert "AMP on, 2 batches an update" in told
+    results, output = measured("simplenet", *words)
+    assert "AMP on, 2 batches an update" in output
     generator = torch.Generator().manual_seed(3)
     batches = [torch.randn(2, 8, 16, generator=generator) for _ in range(4)]
     losses = {together: _loss_by_hand(batches, together) for together in (1, 2)}
-    assert found["turns"][OFF][0]["loss"] == pytest.approx(losses[1], abs=1e-6)
-    assert found["turns"][OFF][0]["loss"] == found["turns"][OFF + AGAIN][0]["loss"]
-    assert found["turns"]["AMP on, 2 batches an update"][0]["loss"] == pytest.approx(losses[2], abs=0.01)
+    assert results["turns"][OFF][0]["loss"] == pytest.approx(losses[1], abs=1e-6)
+    assert results["turns"][OFF][0]["loss"] == results["turns"][OFF + AGAIN][0]["loss"]
+    assert results["turns"]["AMP on, 2 batches an update"][0]["loss"] == pytest.approx(losses[2], abs=0.01)
 
 
 def _loss_by_hand(batches: list[torch.Tensor], together: int) -> float:
@@ -134,23 +134,23 @@ def _loss_by_hand(batches: list[torch.Tensor], together: int) -> float:
     return sum(losses[-together:]) / together
 
 
-def test_scaling(measured: Callable[..., tuple[Found, str]]) -> None:
-    found, told = measured("scaling", "-axes", "batch", "-batches", "32,64", "-iters", 1, "-rounds", 1)
+def test_scaling(measured: Callable[..., tuple[Fields, str]]) -> None:
+    results, output = measured("scaling", "-axes", "batch", "-batches", "32,64", "-iters", 1, "-rounds", 1)
     small, large = "tiny, 8 pixels, batch 32", "tiny, 8 pixels, batch 64"
-    assert list(found["turns"]) == [small, large, small + AGAIN]
-    work = found["settings"]["work"]
+    assert list(results["turns"]) == [small, large, small + AGAIN]
+    work = results["settings"]["work"]
     assert work[small]["gflop_per_image"] == work[large]["gflop_per_image"] > 0
-    seconds = found["turns"][small][0]["seconds"]
-    (row,) = [line.split() for line in told.splitlines() if line.strip().startswith("64 ")]
+    seconds = results["turns"][small][0]["seconds"]
+    (row,) = [line.split() for line in output.splitlines() if line.strip().startswith("64 ")]
     assert row[3] == "2", "twice the work"
     assert float(row[5].replace(",", "")) == pytest.approx(2000 * seconds, rel=0.01), "predicted: twice the time"
 
 
-def test_scaling_with_processes(measured: Callable[..., tuple[Found, str]]) -> None:
-    found, told = measured("scaling", "-axes", "processes", "-processes", "2", "-iters", 1, "-rounds", 1)
-    assert list(found["turns"]) == ["2 processes", "2 processes, no exchange", "2 processes" + AGAIN]
-    both = found["turns"]["2 processes"][0]["images_per_second"]
-    (row,) = [line.split() for line in told.splitlines() if line.strip().startswith("2 ")]
+def test_scaling_with_processes(measured: Callable[..., tuple[Fields, str]]) -> None:
+    results, output = measured("scaling", "-axes", "processes", "-processes", "2", "-iters", 1, "-rounds", 1)
+    assert list(results["turns"]) == ["2 processes", "2 processes, no exchange", "2 processes" + AGAIN]
+    both = results["turns"]["2 processes"][0]["images_per_second"]
+    (row,) = [line.split() for line in output.splitlines() if line.strip().startswith("2 ")]
     assert float(row[1].replace(",", "")) == pytest.approx(2 * both, rel=0.01), "of both processes"
 
 
@@ -182,24 +182,24 @@ def test_startup_probe_times_each_part(vitamp: Callable[..., Result], tiny: Path
     done = vitamp(result, began, *script, script="tools/benchmark_amp/startup_probe.py")
     passed = time.monotonic() - began
     assert done.code == 0, done.text
-    found = json.loads(result.read_text(encoding="utf-8"))
+    results = json.loads(result.read_text(encoding="utf-8"))
     assert {"python", "import vitamp", "model", "data index", "compiling", "first update", "rest"} <= set(
-        found["parts"]
+        results["parts"]
     )
-    assert all(seconds >= 0 for seconds in found["parts"].values())
-    assert found["parts"]["model"] > 0.001
-    assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
-    assert found["seconds"] < passed
+    assert all(seconds >= 0 for seconds in results["parts"].values())
+    assert results["parts"]["model"] > 0.001
+    assert sum(results["parts"].values()) == pytest.approx(results["seconds"])
+    assert results["seconds"] < passed
     assert "Epoch[001" not in done.out, "it ends after a few updates"
 
 
 @pytest.mark.slow
-def test_startup(measured: Callable[..., tuple[Found, str]]) -> None:
-    found, told = measured("startup", "-rounds", 1)
-    assert list(found["turns"]) == ["vitamp", "import torch, timm", "vitamp" + AGAIN]
-    assert found["turns"]["vitamp"][0]["parts"]["import torch"] > 0.1
-    assert "import torch " in told
-    assert "to the first update" in told
+def test_startup(measured: Callable[..., tuple[Fields, str]]) -> None:
+    results, output = measured("startup", "-rounds", 1)
+    assert list(results["turns"]) == ["vitamp", "import torch, timm", "vitamp" + AGAIN]
+    assert results["turns"]["vitamp"][0]["parts"]["import torch"] > 0.1
+    assert "import torch " in output
+    assert "to the first update" in output
 
 
 @pytest.mark.slow

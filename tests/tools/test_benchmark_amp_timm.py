@@ -70,10 +70,10 @@ def losses(config: Config, way: Way, updates: int = COMPARED) -> list[float]:
 
 
 def check_table(path: Path, out: str, precisions: tuple[str, ...], rounds: int) -> None:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    results = json.loads(path.read_text(encoding="utf-8"))
     loops = [f"{who}, {p}" for p in precisions for who in ("timm", "timm, fused", "plain loop", "ours")]
-    assert list(found["turns"]) == [*loops, "timm, fp32, again"]
-    for name, turns in found["turns"].items():
+    assert list(results["turns"]) == [*loops, "timm, fp32, again"]
+    for name, turns in results["turns"].items():
         assert len(turns) == rounds, name
         for turn in turns:
             assert turn["images_per_second"] == pytest.approx(2 * 32 / turn["seconds"])
@@ -98,13 +98,13 @@ def test_table_of_one_loop_with_its_fraction_of_peak(
     path = tmp_path / "timm.json"
     flags = ["-updates", "1", "-rounds", "1", "-precisions", "fp32", "-loops", "ours", "-json", str(path)]
     assert main(["timm", "-cfg", str(tiny), *flags]) == EXIT_DONE
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert list(found["turns"]) == ["timm, fp32", "ours, fp32", "timm, fp32, again"]
-    for turn in found["turns"]["ours, fp32"]:
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert list(results["turns"]) == ["timm, fp32", "ours, fp32", "timm, fp32, again"]
+    for turn in results["turns"]["ours, fp32"]:
         turn["images_per_second"] = (
-            0.25 * 1000 * found["ceiling"]["peaks"]["fp32"]["tflops"] / found["ceiling"]["gflop_per_image"]
+            0.25 * 1000 * results["ceiling"]["peaks"]["fp32"]["tflops"] / results["ceiling"]["gflop_per_image"]
         )
-    rows = sections(Results(found))[0].rows
+    rows = sections(Results(results))[0].rows
     assert rows[2][0] == "ours, fp32"
     assert rows[2][rows[0].index("of peak")] == "25 %"
     assert "of peak" in capsys.readouterr().out
@@ -152,12 +152,12 @@ def test_loop_with_other_losses_is_refused(
     run_in_this_process(monkeypatch)
     monkeypatch.setattr(session, "loop_of", broken)
     code = main(["timm", "-cfg", str(tiny), "-precisions", "fp32", "-updates", "1", "-rounds", "1"])
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert code == EXIT_FAILED
-    assert "the losses do not agree, so nothing is measured" in told.err
-    assert "  ours, fp32: " in told.err
-    assert "plain loop, fp32: " not in told.err.partition("do not agree")[2]
-    assert "images/s" not in told.out
+    assert "the losses do not agree, so nothing is measured" in output.err
+    assert "  ours, fp32: " in output.err
+    assert "plain loop, fp32: " not in output.err.partition("do not agree")[2]
+    assert "images/s" not in output.out
 
 
 def run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_loop_of_train_py_runs(config: Config, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "output"),
     [
         ("import nothing_of_that_name", "cannot be imported"),
         ("x = 1", "has no train_one_epoch"),
@@ -213,36 +213,36 @@ def test_invalid_train_py_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     text: str | None,
-    told: str,
+    output: str,
 ) -> None:
     run_in_this_process(monkeypatch)
     path = tmp_path / "train.py"
     if text is not None:
         path.write_text(text, encoding="utf-8")
     assert main(["timm", "-cfg", str(tiny), "-timm_train", str(path), "-updates", "1"]) == EXIT_USAGE
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_variants(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, words = tmp_path / "timm.json", "CPU_FP32=mkl,MODEL.ATTENTION=fused+TRAIN.RESIDUAL_DTYPE=autocast"
     flags = ["-updates", "1", "-rounds", "1", "-precisions", "bf16", "-loops", "ours", "-variants", words]
     assert main(["timm", "-cfg", str(tiny), *flags, "-json", str(path)]) == EXIT_DONE
-    found = json.loads(path.read_text(encoding="utf-8"))
+    results = json.loads(path.read_text(encoding="utf-8"))
     names = [f"ours, {one}, bf16" for one in words.split(",")]
-    assert list(found["turns"]) == ["timm, bf16", "ours, bf16", *names, "timm, bf16, again"]
-    by_default, _, fused = (found["turns"][name][0]["losses"] for name in ("ours, bf16", *names))
+    assert list(results["turns"]) == ["timm, bf16", "ours, bf16", *names, "timm, bf16, again"]
+    by_default, _, fused = (results["turns"][name][0]["losses"] for name in ("ours, bf16", *names))
     assert 0 < apart(fused, by_default) < 1e-2, "fused attention rounds differently"
-    told = capsys.readouterr().out
-    assert all(name in told for name in names)
-    assert f"chosen for {names[1]}: attention fused, cpu_fp32 mkl" in told
+    output = capsys.readouterr().out
+    assert all(name in output for name in names)
+    assert f"chosen for {names[1]}: attention fused, cpu_fp32 mkl" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [("MODEL.ATTENTION", "give settings with values"), ("MODEL.ATENTION=plain", "ATTENTION")]
+    ("words", "output"), [("MODEL.ATTENTION", "give settings with values"), ("MODEL.ATENTION=plain", "ATTENTION")]
 )
-def test_invalid_variant_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
+def test_invalid_variant_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str], words: str, output: str) -> None:
     assert main(["timm", "-cfg", str(tiny), "-variants", words]) == EXIT_USAGE
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("cuDNN: CUDNN_STATUS_ALLOC_FAILED")])

@@ -46,37 +46,37 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str
 
 
 def test_all_parts_are_measured(measured: tuple[Result, dict[str, Any], Path]) -> None:
-    done, found, _ = measured
+    done, results, _ = measured
     for part in ("train", "val"):
-        rows = found[part]
+        rows = results[part]
         assert {OURS, TIMM, TORCHVISION, BOUND, *PACKED} < set(rows)
         for name, row in rows.items():
             assert len(row["rounds"]) == 2
             assert min(row["rounds"]) <= row["images_per_second"] <= max(row["rounds"])
             assert set(row["to"]) == {TIMM, TORCHVISION} - {name}
             assert name in done.out
-    assert list(found["loader"]) == ["0", "1"]
-    assert all(row[OURS] > 0 and row["to"]["median"] > 0 for row in found["loader"].values())
-    assert list(found["stages"]) == [READ, DECODE, CROP, CHANGE, WHOLE]
-    assert found["stages"][DECODE] > found["stages"][READ]
-    assert not found["cut"]
+    assert list(results["loader"]) == ["0", "1"]
+    assert all(row[OURS] > 0 and row["to"]["median"] > 0 for row in results["loader"].values())
+    assert list(results["stages"]) == [READ, DECODE, CROP, CHANGE, WHOLE]
+    assert results["stages"][DECODE] > results["stages"][READ]
+    assert not results["cut"]
 
 
 def test_json_file_has_command_machine_and_versions(measured: tuple[Result, dict[str, Any], Path]) -> None:
-    _, found, _ = measured
-    assert found["command"].startswith("python scripts/benchmark_data.py -made 24")
-    assert {"torch", "timm", "pillow", "simplejpeg"} < set(found["versions"])
-    assert found["images"]["count"] == 24
-    assert found["images"]["jpeg"] == 1
-    assert found["images_a_round"] == 16
-    assert "core" in found["machine"]
+    _, results, _ = measured
+    assert results["command"].startswith("python scripts/benchmark_data.py -made 24")
+    assert {"torch", "timm", "pillow", "simplejpeg"} < set(results["versions"])
+    assert results["images"]["count"] == 24
+    assert results["images"]["jpeg"] == 1
+    assert results["images_a_round"] == 16
+    assert "core" in results["machine"]
 
 
 def test_verdict_is_printed(measured: tuple[Result, dict[str, Any], Path]) -> None:
-    done, found, _ = measured
+    done, results, _ = measured
     assert "The model trains 5 images/s" in done.out
     assert "loading is not the bottleneck" in done.out
-    assert found["verdict"] in done.out
+    assert results["verdict"] in done.out
 
 
 def test_picture_is_drawn_and_packed_images_are_removed(measured: tuple[Result, dict[str, Any], Path]) -> None:
@@ -92,10 +92,10 @@ def test_images_of_the_user_are_measured(imagenet: Path, tmp_path: Path, vitamp:
         *where, "-rounds", 1, "-images", 16, "-parts", "train,stages", "-json", "s.json", script=SCRIPT, cwd=tmp_path
     )
     assert done.code == 0, done.text
-    found = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
-    assert found["images"] | {"kilobytes": 0} == {"count": 24, "kilobytes": 0, "width": 40, "height": 36, "jpeg": 1}
-    assert "val" not in found
-    assert not any(name in found["train"] for name in PACKED)
+    results = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+    assert results["images"] | {"kilobytes": 0} == {"count": 24, "kilobytes": 0, "width": 40, "height": 36, "jpeg": 1}
+    assert "val" not in results
+    assert not any(name in results["train"] for name in PACKED)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_images_of_the_user_are_measured(imagenet: Path, tmp_path: Path, vitamp:
 )
 def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], said: list[str]) -> None:
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert all(word in told for word in said), told
+    output = capsys.readouterr().err
+    assert all(word in output for word in said), output
 
 
 def test_help_lists_flags(vitamp: Callable[..., Result]) -> None:
@@ -157,16 +157,16 @@ def test_no_round_starts_that_would_exceed_the_budget(monkeypatch: pytest.Monkey
 
 
 def test_ratios_are_taken_within_rounds() -> None:
-    found = ratio([20.0, 10.0, 40.0], [10.0, 5.0, 10.0])
-    assert found is not None
-    assert (found.median, found.least, found.most) == (2, 2, 4)
+    results = ratio([20.0, 10.0, 40.0], [10.0, 5.0, 10.0])
+    assert results is not None
+    assert (results.median, results.least, results.most) == (2, 2, 4)
     assert ratio([], []) is None
 
 
 def test_stage_is_the_difference_of_two_parts() -> None:
     spent = {READ: 1.0, DECODE: 4.0, CROP: 6.0, CHANGE: 9.0, WHOLE: 10.5}
-    found = stages({name: Rates(cpu=[1000 / ms] * 3) for name, ms in spent.items()})
-    assert found == pytest.approx({READ: 1.0, DECODE: 4.0, CROP: 2.0, CHANGE: 3.0, WHOLE: 0.5})
+    results = stages({name: Rates(cpu=[1000 / ms] * 3) for name, ms in spent.items()})
+    assert results == pytest.approx({READ: 1.0, DECODE: 4.0, CROP: 2.0, CHANGE: 3.0, WHOLE: 0.5})
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,11 @@ def test_stage_is_the_difference_of_two_parts() -> None:
 )
 def test_verdict_names_the_bottleneck(appetite: float, said: list[str]) -> None:
     rows = {OURS: 400.0, PACKED[1]: 4000.0}
-    found = {
+    results = {
         "loader": {"1": {OURS: 400.0, TIMM: 200.0}, "2": {OURS: 800.0, TIMM: 400.0}},
         "train": {name: {"images_per_second": rate} for name, rate in rows.items()},
     }
-    text = verdict(found, appetite)
+    text = verdict(results, appetite)
     assert all(word in text for word in said), text
 
 

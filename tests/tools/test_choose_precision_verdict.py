@@ -46,10 +46,10 @@ def test_flags_of_a_mode_select_it(tiny: Path, mode: Any, settings: dict[str, st
     given = parse(["-amp", "bf16"], "scripts/choose_precision.py")
     user = load_config(str(tiny), given.flags).config.AMP
     command = parse(mode.flags(user).split(), "main_single_gpu.py")
-    told = load_config(str(tiny), command.flags, command.words).config.AMP
+    selected = load_config(str(tiny), command.flags, command.words).config.AMP
     measured = mode.amp(user)
     keys = {"ENABLED", "DTYPE", "LEVEL", "TF32", *mode.settings} if mode.dtype else ("ENABLED", "TF32")
-    assert [getattr(told, key) for key in keys] == [getattr(measured, key) for key in keys]
+    assert [getattr(selected, key) for key in keys] == [getattr(measured, key) for key in keys]
 
 
 def test_modes_ignore_case_and_fp32() -> None:

@@ -83,18 +83,18 @@ def test_two_modes_are_trained_once_and_compared(
     out = tmp_path / "out"
     assert compare("-modes", "fp32,O1:bf16", "-seeds", "0,") == 0
     assert trainings.started == ["fp32-0", "bf16-0"]
-    found = metrics_file(out)
-    assert [(row["mode"], row["seed"], row["precision"]) for row in found["runs"]] == [
+    results = metrics_file(out)
+    assert [(row["mode"], row["seed"], row["precision"]) for row in results["runs"]] == [
         ("fp32", 0, "fp32"),
         ("bf16", 0, "bf16"),
     ]
-    (_, row), (val,) = found["runs"], metrics(out / "bf16-0", "val")
+    (_, row), (val,) = results["runs"], metrics(out / "bf16-0", "val")
     assert (row["last_acc1"], row["updates"], row["validation_images"]) == (val["acc1"], 6, 360)
-    assert found["compared"] == ["fp32", "bf16"]
-    assert found["settings"]["TRAIN.MAX_UPDATES"] == "6"
-    assert found["versions"]["torch"]
+    assert results["compared"] == ["fp32", "bf16"]
+    assert results["settings"]["TRAIN.MAX_UPDATES"] == "6"
+    assert results["versions"]["torch"]
     printed = capsys.readouterr().out
-    assert found["verdicts"][0]["text"] in printed
+    assert results["verdicts"][0]["text"] in printed
     assert "one seed is too few to compare accuracy" in printed
     assert "2 of 2: bf16, seed 0: top-1" in printed
     assert (out / "report.html").exists()
@@ -102,7 +102,7 @@ def test_two_modes_are_trained_once_and_compared(
     trainings.started.clear()
     assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 0
     assert trainings.started == []
-    assert metrics_file(out)["runs"] == found["runs"]
+    assert metrics_file(out)["runs"] == results["runs"]
     assert "already finished" in capsys.readouterr().out
 
     def refuse(path: Path, _content: object) -> None:
@@ -112,7 +112,7 @@ def test_two_modes_are_trained_once_and_compared(
     monkeypatch.setattr("tools.common.report_page.page.write_atomically", refuse)
     assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 0
     said = capsys.readouterr()
-    assert found["verdicts"][0]["text"] in said.out, "the verdict is printed although the disk is full"
+    assert results["verdicts"][0]["text"] in said.out, "the verdict is printed although the disk is full"
     assert f"{out / 'compare.json'}: cannot be written (No space left on device)" in said.err
     assert "all metrics:" not in said.out
 
@@ -220,12 +220,12 @@ def test_ngpus_starts_main_multi_gpu(
     )
     assert compare("-modes", "fp32,bf16", "-seeds", "0,", *words) == (1 if script else 2)
     assert set(scripts) == ({script} if script else set())
-    told = "".join(capsys.readouterr())
-    assert said is None or said in told
+    output = "".join(capsys.readouterr())
+    assert said is None or said in output
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["-modes", "fp32,tf32"], "-modes tf32: TF32 needs an NVIDIA GPU"),
         (["-modes", "fp32,bf61"], "unknown 'bf61'. Did you mean bf16? It takes fp32, tf32, bf16"),
@@ -246,14 +246,14 @@ def test_ngpus_starts_main_multi_gpu(
 )
 def test_bad_input_is_refused_before_training(
     words: list[str],
-    told: str,
+    output: str,
     compare: Call,
     trainings: Trainings,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert compare(*words) == 2
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
     assert trainings.started == []
     assert not (tmp_path / "out").exists()
 

@@ -61,23 +61,23 @@ def test_speed_excludes_the_first_report_after_each_start(folder: Path) -> None:
         line("val", 35, 3, loss=0.4, acc1=95.0, ema_acc1=96.0),
         line("run", 35, 3, perf={"seconds": 50.0}, what="end"),
     )
-    found = metrics_of(folder)
-    assert found["images_per_second"] == 1000.0
-    assert found["seconds_per_update"] == pytest.approx(50 * 2 * 4 / 1000)
-    assert found["seconds_per_epoch"] == 5.0
-    assert not found["start_up_counted"]
-    assert found["peak_memory_gb"] == 2.5
-    assert (found["last_acc1"], found["best_acc1"], found["last_loss"]) == (95.0, 97.0, 0.4)
-    assert (found["updates"], found["skipped"], found["starts"], found["seconds"]) == (35, 2, 2, 150.0)
-    assert (found["precision"], found["validation_images"]) == ("bf16", 360)
-    assert not found["diverged"]
+    results = metrics_of(folder)
+    assert results["images_per_second"] == 1000.0
+    assert results["seconds_per_update"] == pytest.approx(50 * 2 * 4 / 1000)
+    assert results["seconds_per_epoch"] == 5.0
+    assert not results["start_up_counted"]
+    assert results["peak_memory_gb"] == 2.5
+    assert (results["last_acc1"], results["best_acc1"], results["last_loss"]) == (95.0, 97.0, 0.4)
+    assert (results["updates"], results["skipped"], results["starts"], results["seconds"]) == (35, 2, 2, 150.0)
+    assert (results["precision"], results["validation_images"]) == ("bf16", 360)
+    assert not results["diverged"]
 
 
 def test_speed_of_a_single_report_includes_the_start(folder: Path) -> None:
     write(folder, line("run", 0, what="start"), train(5, 10.0), line("run", 5, perf={"seconds": 1.0}, what="end"))
-    found = metrics_of(folder)
-    assert (found["images_per_second"], found["start_up_counted"]) == (10.0, True)
-    assert (found["seconds_per_epoch"], found["last_acc1"]) == (None, None)
+    results = metrics_of(folder)
+    assert (results["images_per_second"], results["start_up_counted"]) == (10.0, True)
+    assert (results["seconds_per_epoch"], results["last_acc1"]) == (None, None)
 
 
 @pytest.mark.parametrize(

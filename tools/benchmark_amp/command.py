@@ -1,8 +1,10 @@
 """Benchmark mixed precision and vitamp's update on this machine. Each table is a command of its own.
 
     python scripts/benchmark_amp.py amp -model vit_base_patch16_224 -batch_size 64
-    python scripts/benchmark_amp.py TABLE -h                         # what the table measures, and its flags
-    python scripts/benchmark_amp.py TABLE -budget_min 9 -json F.json # repeat it to resume after the time ran out
+    python scripts/benchmark_amp.py TABLE -h    # about a table, and its flags
+    python scripts/benchmark_amp.py TABLE -budget_min 9 -json table.json
+
+The same command with the same -json file resumes after the time ran out.
 
 The contenders alternate after a warm-up, in reverse order every other round. The report shows medians, and ratios taken
 within a round. One contender runs twice as a control: the ratio of its two results shows the noise. -json is written

@@ -33,7 +33,7 @@ is per process."""
 AXES = ("batch", "image", "model", "processes")
 FLAGS = (
     MODEL,
-    Flag("axes", f"axes to measure: {','.join(AXES)} (default: all)", "A,B", default=None, kind=some_of(*AXES)),
+    Flag("axes", f"axes to measure: {','.join(AXES)} (default: all)", "A,B", kind=some_of(*AXES)),
     Flag("batches", "batch sizes (default: 1/4 to 4 times DATA.BATCH_SIZE)", "A,B", kind=whole_numbers(1)),
     Flag("images", "image sizes (default: 1/2 to 2 times DATA.IMAGE_SIZE)", "A,B", kind=whole_numbers(1)),
     Flag("models", "models (default: ViT Ti to H; on a CPU Ti and S)", "A,B"),

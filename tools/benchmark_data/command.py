@@ -2,7 +2,7 @@
 
     python scripts/benchmark_data.py -data_path /data/imagenet -appetite 2500
     python scripts/benchmark_data.py -dataset imagefolder -data_path /data/flowers -num_workers 0,4,16 -json speed.json
-    python scripts/benchmark_data.py -made 1500 -size small        # without data: on JPEGs that it makes
+    python scripts/benchmark_data.py -made 1500 -size small    # no data at hand: makes JPEGs
 
 Per core: images per second of one core's time, from the stored file to uint8 pixels of the model's image size, by the
 paths of training and of validation; `packed` is the same after scripts/pack_images.py. Through the loaders: batches per

@@ -40,7 +40,7 @@ FLAGS = (
     Flag("rounds", "turns of each", "N", default=7, kind=whole(1)),
     Flag("precisions", f"of {','.join(PRECISIONS)} (default fp32,bf16)", "A,B", kind=some_of(*PRECISIONS)),
     Flag("loops", f"beside timm's: of {','.join(LOOPS)} (default: all)", "A,B", kind=some_of(*LOOPS)),
-    Flag("variants", "also vitamp with other settings: A=1,B=2 one by one, A=1+B=2 together", "A=1,B=2", default=""),
+    Flag("variants", "also vitamp with other settings: A=1,B=2 one by one, A=1+B=2 together", "A=1,B=2"),
     Flag("compile", "also vitamp's update and timm's compiled"),
     Flag("timm_train", "train.py of timm's repository, to run its own loop", "FILE", kind=Path),
 )
@@ -114,7 +114,7 @@ def _train_py(line: ToolLine) -> Path | None:
 
 def _variants(line: ToolLine, loops: tuple[str, ...]) -> dict[str, Config]:
     """Settings of each variant, by its text on the command line."""
-    text = line.asked.variants
+    text = line.asked.variants or ""
     if text and "ours" not in loops:
         raise UserError(f"-variants {text}: variants are of our loop; add ours to -loops {','.join(loops)}.")
     variants: dict[str, Config] = {}

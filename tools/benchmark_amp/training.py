@@ -14,11 +14,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from datasets import Window
+from engine.machine.device import wait_for
 from engine.machine.memory import peak_memory_gb
 from engine.update import train_update
 from tools.benchmark_amp.results import Metrics
 from tools.benchmark_amp.worker import OUT_OF_MEMORY, Session, Worker, attempt
-from tools.common.processes import KILLED, opened, own_processes, warmup_updates
+from tools.common.processes import KILLED, opened, own_processes, reset_peak_memory, warmup_updates
 from utils.config import Config
 from utils.distributed.world import ALONE, BY_HAND, World
 from utils.errors import UserError
@@ -96,8 +97,8 @@ class TrainingSession(Session):
             self._update = 0
             for _ in range(warmup_updates(job.updates)):
                 self._step()
-            self.training.wait_for_device()
-            self.training.reset_peak_memory()
+            wait_for(self.training.device)
+            reset_peak_memory(self.training.device)
             self._end = stack.pop_all()
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class TrainingSession(Session):
         began = time.perf_counter()
         for _ in range(self._job.updates):
             images += self._step()
-        self.training.wait_for_device()
+        wait_for(self.training.device)
         seconds = time.perf_counter() - began
         return {
             "seconds": seconds,

@@ -18,7 +18,7 @@ from engine.measure.meters import NEVER
 from engine.setup import ReadyToTrain
 from engine.update import train_update
 from tools.choose_precision.layers import Layer, examine_layers
-from tools.common.processes import opened, warmup_updates
+from tools.common.processes import opened, reset_peak_memory, warmup_updates
 from utils.config import Config
 from utils.log import log, start_log
 
@@ -173,8 +173,7 @@ class _Timer:
 
     def _start(self) -> None:
         wait_for(self._device)
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        reset_peak_memory(self._device)
         self._loader.take_wait()
         self._began = self._last = time.perf_counter()
 

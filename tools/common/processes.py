@@ -22,7 +22,7 @@ from datasets import Window
 from engine.amp.op_lists import OpLists
 from engine.compile.choice import choose_compiling
 from engine.compile.compiled import compile_update
-from engine.machine.device import pick_device, prepare, wait_for
+from engine.machine.device import pick_device, prepare
 from engine.machine.environment import enter
 from engine.parallel.fsdp import sharding_of
 from engine.setup import ReadyToTrain, build_for_training, training_data
@@ -55,13 +55,11 @@ class Training:
         for epoch in itertools.count(1):
             yield from self.ready.train_loader.epoch(epoch)
 
-    def wait_for_device(self) -> None:
-        wait_for(self.device)
 
-    def reset_peak_memory(self) -> None:
-        """Measure the peak memory from here on. On a CPU it is the peak of the process and cannot be reset."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+def reset_peak_memory(device: torch.device) -> None:
+    """Measure the peak memory from here on. On a CPU it is the peak of the process and cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from tools.benchmark_amp.against_timm.start import Loop
 from tools.benchmark_amp.against_timm.ways import OURS, Way
 from tools.benchmark_amp.results import Metrics
 from tools.benchmark_amp.worker import Session, Worker
-from tools.common.processes import warmup_updates
+from tools.common.processes import reset_peak_memory, warmup_updates
 from utils.config import Config
 from utils.distributed.world import ALONE
 
@@ -63,8 +63,7 @@ class LoopSession(Session):
 
     def turn(self) -> Metrics:
         updates, batches = self._job.updates, self._next(self._job.updates)
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        reset_peak_memory(self._device)
         wait_for(self._device)
         began, on_cpu = time.perf_counter(), time.process_time()
         self._loop.train(batches)

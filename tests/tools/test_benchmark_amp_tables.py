@@ -18,8 +18,7 @@ from tools.benchmark_amp.amp import OFF, ON
 from tools.benchmark_amp.command import main
 from tools.benchmark_amp.results import AGAIN
 from tools.benchmark_amp.training import AlternatingTraining, Job, TrainingSession, free_port
-from tools.benchmark_amp.worker import OUT_OF_MEMORY
-from tools.common.processes import own_processes
+from tools.common.processes import OUT_OF_MEMORY, own_processes
 from utils.config import Config, load_config
 from utils.distributed.world import BY_HAND, World
 from utils.seeding import seed_all

@@ -18,8 +18,8 @@ from engine.machine.device import wait_for
 from engine.machine.memory import peak_memory_gb
 from engine.update import train_update
 from tools.benchmark_amp.results import Metrics
-from tools.benchmark_amp.worker import OUT_OF_MEMORY, Session, Worker, attempt
-from tools.common.processes import KILLED, opened, own_processes, reset_peak_memory, warmup_updates
+from tools.benchmark_amp.worker import Session, Worker, attempt
+from tools.common.processes import KILLED, OUT_OF_MEMORY, opened, own_processes, reset_peak_memory, warmup_updates
 from utils.config import Config
 from utils.distributed.world import ALONE, BY_HAND, World
 from utils.errors import UserError

@@ -8,13 +8,10 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from engine.machine.memory import is_out_of_memory
 from tools.benchmark_amp.results import Metrics
-from tools.common.processes import KILLED, own_processes
+from tools.common.processes import KILLED, own_processes, reason
 from utils.errors import TrainingError, UserError
 from utils.log import start_log
-
-OUT_OF_MEMORY = "out of memory"
 
 
 class Session:
@@ -65,9 +62,7 @@ def attempt(work: Callable[..., Metrics], *arguments: Any) -> Metrics:
     try:
         return work(*arguments)
     except (MemoryError, RuntimeError, UserError, TrainingError) as error:
-        if is_out_of_memory(error):
-            return {"failed": OUT_OF_MEMORY}
-        return {"failed": str(error).strip().partition("\n")[0] or type(error).__name__}
+        return {"failed": reason(error)}
 
 
 _session = Session()

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from datasets import TrainLoader, Window
 from engine.machine.device import wait_for
-from engine.machine.memory import is_out_of_memory, peak_memory_gb
+from engine.machine.memory import peak_memory_gb
 from engine.measure.meters import NEVER
 from engine.setup import ReadyToTrain
 from engine.update import train_update
 from tools.choose_precision.layers import Layer, examine_layers
-from tools.common.processes import opened, reset_peak_memory, warmup_updates
+from tools.common.processes import opened, reason, reset_peak_memory, warmup_updates
 from utils.config import Config
 from utils.log import log, start_log
 
@@ -73,7 +73,7 @@ def measure(job: Job) -> Measured:
     try:
         _measure(job, result)
     except (MemoryError, RuntimeError) as error:
-        result.failed = "out of memory" if is_out_of_memory(error) else str(error).strip().partition("\n")[0]
+        result.failed = reason(error)
     result.notes += notes.texts
     result.seconds = time.monotonic() - started
     return result

@@ -24,6 +24,7 @@ from engine.compile.choice import choose_compiling
 from engine.compile.compiled import compile_update
 from engine.machine.device import pick_device, prepare
 from engine.machine.environment import enter
+from engine.machine.memory import is_out_of_memory
 from engine.parallel.fsdp import sharding_of
 from engine.setup import ReadyToTrain, build_for_training, training_data
 from engine.wrapping import wrap
@@ -36,6 +37,7 @@ PRELOADED = ["torch", "torchvision.transforms.v2", "timm", "timm.optim", "timm.s
 """Imported once by the fork server, for all measuring processes."""
 MOST_WARMUP = 10
 KILLED = "its process was killed, probably by the out-of-memory killer"
+OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass
@@ -93,6 +95,13 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
 def warmup_updates(updates: int) -> int:
     """Number of updates before the measured ones."""
     return max(1, min(MOST_WARMUP, updates // 5))
+
+
+def reason(error: BaseException) -> str:
+    """Why a measurement failed, in one line."""
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def own_processes(count: int = 1) -> ProcessPoolExecutor:

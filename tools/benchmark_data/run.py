@@ -105,7 +105,7 @@ class Benchmark:
             }
             for name, step in steps.items():
                 if name in self.plan.parts:
-                    log.info("Measuring: %s", name)
+                    log.info("measuring: %s", name)
                     results[name] = step()
         return results | {"cut": self.budget.cut}
 
@@ -116,7 +116,7 @@ class Benchmark:
         # Two splits, two kinds of packing, and encoding takes about as long as opening.
         if not self.budget.allows(8 * opening * self.images):
             return {}
-        log.info("Packing %d images for comparison", self.images)
+        log.info("packing %d images for comparison", self.images)
         return pack(self.parts, self.orders, self.config.TRAIN, folder)
 
     def _per_core(self, train: bool, packed: Packed) -> Results:

@@ -51,7 +51,7 @@ class Examination:
         where = describe(self._device, ALONE, threads)
         names = ["fp32 (three seeds)", *(mode.name for mode in self._plan.modes)]
         log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
-        log.info("%d updates each of %s", self._wanted, ", ".join(names))
+        log.info("measuring %d updates of each: %s", self._wanted, ", ".join(names))
         for name, reason in self._plan.left_out.items():
             log.info("left out: %s: %s", name, reason)
         with self._bar:

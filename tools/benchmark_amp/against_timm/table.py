@@ -136,7 +136,7 @@ def _compare_losses(workers: dict[str, Worker], loops: dict[str, Way], first: st
         answers = first_losses(workers, loops)
         left_out = {name: answer["failed"] for name, answer in answers.items() if "failed" in answer}
         if first in left_out:
-            raise TrainingError(f"{first}, which the others are compared with, failed: {left_out[first]}")
+            raise TrainingError(f"the baseline {first} failed: {left_out[first]}")
         losses = {name: answer["losses"] for name, answer in answers.items() if name not in left_out}
         if problems := disagreements(losses, first):
             raise TrainingError("the losses do not agree, so nothing is measured:\n" + "\n".join(problems))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +36,8 @@ class Way:
 
 
 def ways(
-    precisions: Iterable[str],
-    loops: Iterable[str],
+    precisions: Collection[str],
+    loops: Collection[str],
     compiled: bool,
     train_py: Path | None,
     variants: Mapping[str, Config],

@@ -155,7 +155,7 @@ def h200_summary() -> str:
     for size in ("small", "base", "large"):
         results = Results.read(json.loads((RESULTS / f"peers_h200_{size}.json").read_text(encoding="utf-8")))
         names = ("timm, bf16", "timm, fused, compiled, bf16", "ours, compiled, bf16")
-        plain, best, ours = (statistics.median(results.values(name, "images_per_second")) for name in names)
+        plain, best, ours = (statistics.median(results.per_turn(name, "images_per_second")) for name in names)
         words = results["command"].split()
         model, batch = (words[words.index(flag) + 1] for flag in ("-model", "-batch_size"))
         speeds = f"{plain:,.0f} images/s | {best:,.0f} | **{ours:,.0f}**"

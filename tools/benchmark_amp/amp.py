@@ -45,7 +45,7 @@ def plan(line: ToolLine) -> Plan:
 
 
 def sections(results: Results) -> list[Section]:
-    windows = {name: results.values(name, "seconds") for name in (OFF, ON)}
+    windows = {name: results.per_turn(name, "seconds") for name in (OFF, ON)}
     # If the time ran out, one may have a window more: averages are over the windows of both.
     both = min(map(len, windows.values()))
     averages = {name: statistics.fmean(seconds[:both]) for name, seconds in windows.items()} if both else {}
@@ -71,7 +71,7 @@ def _ordinal(number: int) -> str:
 
 
 def charts(results: Results) -> list[Chart]:
-    lines = {name: list(enumerate(results.values(name, "seconds"), 1)) for name in (OFF, ON, OFF + AGAIN)}
+    lines = {name: list(enumerate(results.per_turn(name, "seconds"), 1)) for name in (OFF, ON, OFF + AGAIN)}
     ratios = {"AMP on": results.ratio(OFF, ON, "seconds"), "control": results.ratio(OFF, OFF + AGAIN, "seconds")}
     bars = {name: ratio.median for name, ratio in ratios.items() if ratio is not None}
     return [

@@ -87,8 +87,8 @@ def read_results(path: Path) -> Results:
     except (OSError, ValueError, TypeError):
         pass
     raise UserError(
-        f"{path}: this is there already, and was not written by benchmark_amp.py; "
-        "name another, or give -overwrite to replace it."
+        f"-json {path}: already exists, and was not written by benchmark_amp.py; "
+        "name another file, or give -overwrite to replace it."
     )
 
 

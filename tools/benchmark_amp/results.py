@@ -50,17 +50,17 @@ class Results(dict[str, Any]):
         """Whether no turn could be measured."""
         return all("failed" in turn for turns in self.turns.values() for turn in turns)
 
-    def values(self, name: str, key: str) -> list[float]:
+    def per_turn(self, name: str, key: str) -> list[float]:
         """Metric `key` in every turn of a contender that has it."""
         return [turn[key] for turn in self.turns.get(name, []) if turn.get(key) is not None]
 
     def median(self, name: str, key: str) -> float | None:
-        values = self.values(name, key)
+        values = self.per_turn(name, key)
         return statistics.median(values) if values else None
 
     def ratio(self, name: str, other: str, key: str) -> Ratio | None:
         """Metric `key` of one contender relative to another's."""
-        return ratio(self.values(name, key), self.values(other, key))
+        return ratio(self.per_turn(name, key), self.per_turn(other, key))
 
     def precision(self, name: str) -> str:
         return self._first(name, "precision", "-")

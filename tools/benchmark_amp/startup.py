@@ -97,7 +97,7 @@ def sections(results: Results) -> list[Section]:
         median = statistics.median(seconds)
         share = percent(median / total if total else None)
         rows.append([name, shown(median), shown(min(seconds)), shown(max(seconds)), share])
-    if totals := results.values(COMMAND, "seconds"):
+    if totals := results.per_turn(COMMAND, "seconds"):
         rows.append(["to the first update", shown(total), shown(min(totals)), shown(max(totals)), "100 %"])
     wall, *cpu = (
         shown(results.median(*of)) for of in ((FLOOR, "seconds"), (COMMAND, "cpu_seconds"), (FLOOR, "cpu_seconds"))

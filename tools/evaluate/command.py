@@ -4,9 +4,9 @@
     python scripts/evaluate.py runs/flowers -weights both -json eval.json
     python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers -confusion matrix.png
 
-The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Settings are the
-run's; all flags and settings of main_single_gpu.py override them, such as -batch_size and -amp. Classes of another data
-set are matched to the model's by name.
+The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Settings are those
+of the run; all flags and settings of main_single_gpu.py override them, such as -batch_size and -amp. Classes of another
+data set are matched by name to those of the model.
 
 Precision, recall and F1 are means over the classes that have images. The calibration error is ECE: the mean distance
 between confidence and accuracy, over bins of equal width.

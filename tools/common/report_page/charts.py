@@ -130,7 +130,7 @@ class Chart:
         entries = {
             "faint": ("training, epoch means" if self.x_name == "epoch" else "training", "faint"),
             "strong": ("validation", "strong"),
-            "dashed": ("validation of the EMA", "dashed"),
+            "dashed": ("EMA validation", "dashed"),
         }
         kinds = ["faint" if curve.faint else "dashed" if curve.dashed else "strong" for curve in self.drawn]
         found = [(symbol, meaning) for kind, (meaning, symbol) in entries.items() if kind in kinds]

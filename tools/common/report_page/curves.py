@@ -83,7 +83,7 @@ def _training_and_validation(title: str, axis: _Axis, key: str) -> Chart:
         curves += [
             Curve(course.trained(key, axis.by_epoch), axis.label(run, "training"), style, faint=True),
             Curve(course.points("val", key, axis.by_epoch), axis.label(run, "validation"), style),
-            Curve(ema, axis.label(run, "validation of the EMA"), style, dashed=True),
+            Curve(ema, axis.label(run, "EMA validation"), style, dashed=True),
         ]
         best.append(Mark(course.best(key, axis.by_epoch), axis.label(run, "best validation"), style))
     return axis.chart(title, curves, best=best)

@@ -20,7 +20,7 @@ from utils.errors import TrainingError, UserError
 from utils.log import log
 
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2}
-"""Fractions of the largest output; docs/export.md has measured differences."""
+"""Fractions of the largest output; docs/benchmarks.md has measured differences."""
 BATCH = 32
 WORST_SHOWN = 3
 NOISE_IMAGES = 16

@@ -1,4 +1,4 @@
-"""What a run says of itself before it begins."""
+"""Banner that a run logs before it begins: versions, device, precision, model, data, settings of training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from engine.setup import Ready, ReadyToTrain, global_batch
 from models import describe as describe_model
 from utils.cli import version_text
 from utils.config import Config
+from utils.config.data import DataConfig
 from utils.distributed.world import World
 
 
 def banner(run: Run, ready: Ready, folder: Path | None) -> str:
+    """One row per topic. `folder` None: a dry run."""
     config, world = run.config, run.world
     rows = [
         ("device", describe_device(run.device, world, run.threads)),
@@ -28,6 +30,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         ("computing", ready.tuning.words()),
         ("model", describe_model(ready.model)),
         ("data", _data(config, ready)),
+        ("inputs", _inputs(config.DATA)),
     ]
     if isinstance(ready, ReadyToTrain):
         if ready.parts.sharding is not None:
@@ -62,11 +65,16 @@ def _data(config: Config, ready: Ready) -> str:
     )
 
 
+def _inputs(data: DataConfig) -> str:
+    mean, std = (", ".join(f"{value:g}" for value in values) for values in (data.IMAGENET_MEAN, data.IMAGENET_STD))
+    return f"mean {mean}; std {std}; crop {data.CROP}, CROP_PCT {data.CROP_PCT:g}, {data.INTERPOLATION}"
+
+
 def _batch(config: Config, ready: ReadyToTrain, world: World) -> str:
     updates = ready.train_loader.order.updates
     return (
         f"{config.DATA.BATCH_SIZE} per device x {world.size} device{'s' if world.size > 1 else ''} x "
-        f"{config.TRAIN.ACCUM_ITER} accumulated = {global_batch(config, world)}; {updates:,} updates an epoch"
+        f"{config.TRAIN.ACCUM_ITER} accumulated = {global_batch(config, world)}; {updates:,} updates per epoch"
     )
 
 

@@ -1,4 +1,4 @@
-"""Resuming from an older checkpoint: what the run did after it is kept, in a folder of its own."""
+"""Resuming from an older checkpoint starts a branch: later checkpoints move to a folder of their own."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from utils.run_folder import os_errors_as_user_errors
 
 ABANDONED = "before-resume-{}"
 COPIED = ("config.yaml", "run.json", METRICS, "curves.png", "broken.txt")
-"""The files that make a folder a run's. The run that resumes cuts its metrics back and writes the others anew."""
+"""Files that make a folder a run's. The resumed run truncates its metrics and rewrites the others."""
 MOVED = ("tensorboard", NOTE)
-"""TensorBoard's files are drawn anew from the metrics; Weights & Biases gets a new run."""
+"""TensorBoard's files are rewritten from the metrics; Weights & Biases gets a new run."""
 
 
-def keep_abandoned(folder: Path, checkpoint: Checkpoint, best: Best) -> Path | None:
-    """Move the checkpoints after `checkpoint` to a run's folder inside this one; None where there are none.
+def move_later_checkpoints(folder: Path, checkpoint: Checkpoint, best: Best) -> Path | None:
+    """Move the checkpoints after `checkpoint` to a run's folder inside this one. None if there are none.
 
-    Copies come first: whoever is interrupted here finds everything in one of the two folders.
+    Other files are copied first, so that after an interruption everything is in one of the two folders.
     """
     root, update = folder / "checkpoints", int(checkpoint.meta["update"])
     later = [found for found in sorted(root.glob("step-*"), reverse=True) if found.name > folder_name(update)]
@@ -44,8 +44,8 @@ def keep_abandoned(folder: Path, checkpoint: Checkpoint, best: Best) -> Path | N
         write_index(place / "checkpoints", later[0].name, before if before in moved else None)
         write_index(root, folder_name(update), best_of(root, best.update))
     log.warning(
-        "Resuming from an older checkpoint: the %d after it (to %s), their metrics and TensorBoard files are kept in "
-        "%s, which can be resumed, evaluated and reported like any run.",
+        "Resuming from an older checkpoint: the %d later ones (to %s), their metrics and TensorBoard files are moved "
+        "to %s, which can be resumed, evaluated and reported like any run.",
         len(later),
         later[0].name,
         place,
@@ -62,21 +62,21 @@ def _new_folder(parent: Path, name: str) -> Path:
     raise FileExistsError(17, "too many folders of that name", str(parent / name))
 
 
-def best_that_is_there(best: Best, folder: Path, checkpoint: Checkpoint, world: World) -> Best:
-    """What the run has to beat: its best so far, unless the weights of that are not among its checkpoints."""
+def best_to_beat(best: Best, folder: Path, checkpoint: Checkpoint, world: World) -> Best:
+    """Best metric so far, or none if the checkpoint that reached it is not in this run's folder."""
     if best.figure is None:
         return best
     name = folder_name(best.update)
-    there = world.first and (folder / "checkpoints" / name).is_dir()
-    if broadcast(there, world):
+    exists = world.first and (folder / "checkpoints" / name).is_dir()
+    if broadcast(exists, world):
         return best
     elsewhere = checkpoint.folder.parent / name
-    where = f"its checkpoint is {elsewhere}" if elsewhere.is_dir() else "its checkpoint is no longer there"
-    log.warning("Best so far: %s; %s. This run's best is the best from here on.", best.words(), where)
+    where = f"its checkpoint is {elsewhere}" if elsewhere.is_dir() else "its checkpoint no longer exists"
+    log.warning("Best so far: %s, but %s. The best of this run starts anew from here.", best.words(), where)
     return Best(kind=best.kind, stale=best.stale)
 
 
-def prepare_folder(folder: Path, checkpoint: Checkpoint, best: Best, world: World) -> Best:
-    """Before a run is resumed in `folder`. The best that it has to beat."""
-    on_rank_0(world, lambda: keep_abandoned(folder, checkpoint, best))
-    return best_that_is_there(best, folder, checkpoint, world)
+def start_branch(folder: Path, checkpoint: Checkpoint, best: Best, world: World) -> Best:
+    """Move later checkpoints away before a run is resumed in `folder`. Returns the best metric that it has to beat."""
+    on_rank_0(world, lambda: move_later_checkpoints(folder, checkpoint, best))
+    return best_to_beat(best, folder, checkpoint, world)

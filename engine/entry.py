@@ -1,6 +1,6 @@
-"""From the command line to an exit code; what both entry scripts share.
+"""Entry point of both main scripts: turns a command line into an exit code.
 
-Nothing heavy is imported until the settings are known to be right: a typo is answered at once.
+Heavy packages are imported only once the settings are known to be valid, so a typo is reported at once.
 """
 
 from __future__ import annotations
@@ -33,70 +33,76 @@ from utils.errors import (
 from utils.gpus import limit_visible_gpus
 from utils.log import log, logs_to_terminal, start_log
 from utils.run_folder import run_folder_of
-from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
+from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
 
-SECONDS_TO_FIND_OUT = 12
-SECONDS_TO_SPEAK = 5
+SECONDS_TO_FIND_LOST_RANK = 12
+SECONDS_FOR_OTHER_RANK = 5
 
 
 def main(script: str, many: bool) -> NoReturn:
-    """Run the program and leave. `many`: it may start, or be, one process of several."""
+    """Run the program and exit. `many`: it may start several processes, or be one of several."""
     signals.listen()
     import_wandb_late()
     import_compiler_late()
     watch_standard_output()
-    code = _guarded(script, sys.argv[1:], many)
+    code = _exit_code(script, sys.argv[1:], many)
     with contextlib.suppress(OutputError):
         sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: the interpreter's teardown now and then aborts in a thread of the process group.
+    # Not sys.exit: at the interpreter's teardown, a thread of the process group aborts now and then.
     os._exit(code)
 
 
-def _guarded(script: str, argv: list[str], many: bool) -> int:
+def _exit_code(script: str, argv: list[str], many: bool) -> int:
+    """Run the program, and report any exception as text."""
     place = world_from_launcher() or ALONE
-    start_log(place.first)
+    start_log(place.first, survives_closed_pipe=True)
     try:
-        return flush_after(lambda: _program(script, argv, many))
+        return flush_after(lambda: _dispatch(script, argv, many))
+    except ClosedPipe:  # printing for a flag such as -list_models; log lines never raise it
+        discard_output()
+        return EXIT_DONE
     except OutputError as error:
         discard_output()
-        _tell(f"{error}.", aloud=True)
+        _report(f"{error}.", aloud=True)
         return EXIT_FAILED
     except UserError as error:
-        # Ranks agree on these once they are joined; before that, each machine tells what is wrong on it.
-        _tell(str(error), aloud=place.local_rank == 0 and not (isinstance(error, AllRanksUserError) and place.size > 1))
+        # Joined ranks raise the same error, and rank 0 prints it. Before they join, each machine prints its own.
+        on_all_ranks = isinstance(error, AllRanksUserError) and place.size > 1
+        _report(str(error), aloud=place.local_rank == 0 and not on_all_ranks)
         return EXIT_USAGE
     except TrainingError as error:
         common, name = isinstance(error, AllRanksError), rank_name()
-        _tell(str(error) if common or name is None else f"{name}: {error}", aloud=not common)
+        _report(str(error) if common or name is None else f"{name}: {error}", aloud=not common)
         return EXIT_FAILED
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except Exception as error:
         if caused_by_lost_rank(error):
             signals.leave_if_asked(CTRL_C)
-            # A launcher ends this rank now by SIGTERM; before that, the watch has time to write why into the log.
+            # The launcher will end this rank by SIGTERM; until then, the watchdog has time to log which rank is lost.
             signals.patient = True
             expect_lost_rank()
-            time.sleep(SECONDS_TO_FIND_OUT)
+            time.sleep(SECONDS_TO_FIND_LOST_RANK)
             signals.leave_if_asked(ENDED)
         name = rank_name()
-        _tell((f"{name} failed:\n" if name else "") + traceback.format_exc(), aloud=True)
+        _report((f"{name} failed:\n" if name else "") + traceback.format_exc(), aloud=True)
         return EXIT_FAILED
 
 
-def _tell(text: str, aloud: bool) -> None:
-    """Log an error; `aloud`: on the terminal too where this process, one of several, does not usually speak."""
+def _report(text: str, aloud: bool) -> None:
+    """Log an error. `aloud`: also print it if this process is a rank that does not print to the terminal."""
     log.error("%s", text)
     if aloud and not logs_to_terminal():
         print(f"error: {text}", file=sys.stderr)
     signals.all_is_told()
     if not aloud and not logs_to_terminal():
-        # A launcher ends all ranks once the first has left; that is to be the one that speaks.
-        time.sleep(SECONDS_TO_SPEAK)
+        # The launcher ends all ranks once the first has exited: let a rank that prints the error be that one.
+        time.sleep(SECONDS_FOR_OTHER_RANK)
 
 
-def _program(script: str, argv: list[str], many: bool) -> int:
+def _dispatch(script: str, argv: list[str], many: bool) -> int:
+    """Do what the command line asks for."""
     command = parse(argv, Path(script).name)
     limit_visible_gpus(command, one_process=not many)
     if command.action == "version":
@@ -111,16 +117,16 @@ def _program(script: str, argv: list[str], many: bool) -> int:
     if command.action == "print_amp":
         return _print_amp(loaded)
     world = read_world(loaded.config.DIST)
-    if world is not None and not world.first:  # a rank given by hand is known only now
-        start_log(False)
+    if world is not None and not world.first:  # a rank set with -rank is known only now
+        start_log(to_terminal=False)
     if world is None:
         check_rank_is_known()
     if many and world is None:
         return _start_processes(script, argv, loaded, command)
     if not many and world is not None and world.size > 1:
         raise UserError(
-            f"main_single_gpu.py was started {world.size} times ({world.launcher}): each would train on its own. "
-            "Start main_multi_gpu.py with the same flags instead, or one process."
+            f"main_single_gpu.py was started {world.size} times ({world.launcher}), and each process would train a "
+            "model of its own. Start main_multi_gpu.py with the same flags, or start one process."
         )
     return _run(loaded, world or ALONE, command)
 
@@ -135,7 +141,7 @@ def _load(command: CommandLine) -> Loaded:
 
 
 def _config_of_resumed_run(command: CommandLine) -> str | None:
-    """Going on with a run needs no -cfg: the one saved with it serves."""
+    """The resumed run's own config.yaml, so that resuming needs no -cfg."""
     wanted, _ = command.flags.get("MODEL.RESUME", (None, ""))
     output, _ = command.flags.get("OUTPUT", (None, ""))
     place = output if wanted == "auto" else wanted
@@ -147,9 +153,9 @@ def _config_of_resumed_run(command: CommandLine) -> str | None:
 def _list_models(pattern: str | None) -> int:
     from models import list_models
 
-    found = list_models(pattern)
-    print("\n".join(found) if found else f"no model's name fits {pattern!r}")
-    return EXIT_DONE if found else EXIT_USAGE
+    names = list_models(pattern)
+    print("\n".join(names) if names else f"no model name matches {pattern!r}")
+    return EXIT_DONE if names else EXIT_USAGE
 
 
 def _print_amp(loaded: Loaded) -> int:
@@ -165,7 +171,7 @@ def _print_amp(loaded: Loaded) -> int:
 
 
 def _start_processes(script: str, argv: list[str], loaded: Loaded, command: CommandLine) -> int:
-    """No launcher gave us a rank: be the launcher, or the only process."""
+    """Start one process per device, or run in this one if there is a single device. No launcher gave it a rank."""
     from engine.machine.device import visible_devices
     from engine.preflight import check
     from utils.distributed.launch import self_launch

@@ -1,4 +1,4 @@
-"""Validation: every sample once, whatever the number of processes."""
+"""Validation: each sample counts once, with any number of processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def evaluate(
     world: World,
     between: Callable[[], None] = lambda: None,
 ) -> Means:
-    """Mean loss and accuracies over the validation part. A collective call. `between` batches may raise to end it."""
+    """Mean loss and accuracies over the validation split. A collective call.
+
+    `between` is called before each batch, and may raise to end the validation.
+    """
     device = precision.device
     sum_type = torch.float32 if device.type == "mps" else torch.float64
     sums = torch.zeros(4, dtype=sum_type, device=device)
@@ -48,13 +51,13 @@ def evaluate(
     loader.broken.raise_together(world)
     loss, top1, top5, counted = sum_over_ranks(sums, world).tolist()
     if counted != samples:
-        raise AllRanksError(f"validation counted {counted:.0f} samples of {samples}; its figures are not usable.")
+        raise AllRanksError(f"validation counted {counted:.0f} samples, not {samples}; its metrics are not usable.")
     return Means(loss / samples, 100 * top1 / samples, 100 * top5 / samples)
 
 
 def _batch_sums(logits: Tensor, labels: Tensor, real: Tensor, sum_type: torch.dtype) -> Tensor:
-    """Loss, hits and count; samples that only fill up the batch count nothing."""
+    """Sums of loss, top-1 and top-5 hits, and samples. `real`: False for samples that only pad the batch."""
     first, five = correct(logits, labels)
     losses = F.cross_entropy(logits, labels, reduction="none").to(sum_type)
-    losses = losses.where(real, 0.0)  # not a product: 0 times an infinite loss would be NaN
+    losses = losses.where(real, 0.0)  # not a product: 0 times an infinite loss is NaN
     return torch.stack((losses.sum(), (first & real).sum(), (five & real).sum(), real.sum()))

@@ -1,4 +1,4 @@
-"""What can be found wrong before any process is started, data is opened or memory taken."""
+"""Checks that need no process group, no open data and no memory: they run before any process starts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,8 @@ from utils.resumed_run import resumed_run, target_folder
 from utils.run_folder import check_output
 
 
-def _starts_by_auto(config: Config) -> bool:
-    return config.MODEL.RESUME == AUTO and resumed_run(config) is None
-
-
 def check(config: Config) -> None:
-    """Raise UserError for the first part that could not work."""
+    """Raise UserError for the first problem."""
     if config.MODEL.RESUME not in (None, AUTO):
         check_resumable(Path(str(config.MODEL.RESUME)), config.TRAIN.LAST_EPOCH)
     check_output(target_folder(config), config.SAVE, resumed_run(config))
@@ -35,6 +31,7 @@ def check(config: Config) -> None:
         check_wandb(config.WANDB)
     check_amp(config.AMP, config.TRAIN)
     check_teacher(config)
-    if config.MODEL.PRETRAINED and (config.MODEL.RESUME is None or _starts_by_auto(config)):
+    starts_new_run = config.MODEL.RESUME is None or (config.MODEL.RESUME == AUTO and resumed_run(config) is None)
+    if config.MODEL.PRETRAINED and starts_new_run:
         check_pretrained(config.MODEL.PRETRAINED, config.MODEL.RESUME_EMA)
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))

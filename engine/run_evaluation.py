@@ -1,9 +1,9 @@
-"""-eval: the story of an evaluation in one process."""
+"""Evaluation (-eval) in one process."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from engine.amp.fp32_modules import force_fp32
 from engine.banner import banner
@@ -16,7 +16,7 @@ from engine.machine.context import Run
 from engine.measure.meters import Means
 from engine.measure.progress import Position
 from engine.report.reporter import Reporter
-from engine.run_folder import folder_of, write_down
+from engine.run_folder import make_run_folder, write_run_files
 from engine.setup import build_for_evaluation
 from utils.better_weights import best_prefix
 from utils.distributed.world import on_every_rank
@@ -24,51 +24,50 @@ from utils.log import log
 
 
 def evaluate_only(given: Run, dry: bool) -> None:
-    """-eval: the figures of given weights, and of their average where the checkpoint holds one."""
+    """Validate the given weights, and their EMA if the checkpoint has one."""
     world, device = given.world, given.device
     checkpoint = chosen_checkpoint(given.config, world)
     began = time.perf_counter()
-    config, found = settle_batch(given.config, checkpoint, world, device)
-    run = replace(given, config=config)
-    ready = on_every_rank(world, lambda: build_for_evaluation(config, world, device, checkpoint))
-    ready.choices.update(found)
-    folder = None if dry else folder_of(run, "eval")
+    run = settle_batch(given, checkpoint)
+    config = run.config
+    ready = on_every_rank(world, lambda: build_for_evaluation(run, checkpoint))
+    folder = None if dry else make_run_folder(run, "eval")
     log.info(banner(run, ready, folder))
     if checkpoint is None and not config.MODEL.PRETRAINED:
-        log.warning("-eval without -pretrained or -resume: these are the figures of untrained weights.")
+        log.warning("-eval without -pretrained or -resume: no weights are loaded, the model is randomly initialised.")
     if checkpoint and ready.precision.level in ("O1", "O2"):
         force_fp32(ready.model, checkpoint.state()["fp32_modules"], device.type)
     if folder is None:
         if checkpoint:
             load_weights(ready.model, checkpoint.tensors(), str(checkpoint.folder))
-        log.info("Dry run: the weights fit; nothing was validated, nothing written.")
+        log.info("Dry run: the weights match the model. Nothing was validated or written.")
         return
-    write_down(run, ready, folder)
-    figures: dict[str, Means] = {}
+    write_run_files(run, ready, folder)
+    metrics: dict[str, Means] = {}
     files = {"": "model.safetensors", "ema_": EMA} if checkpoint else {"": None}
     for prefix, name in files.items():
         if checkpoint and name:
             if not checkpoint.has(name):
                 continue
             load_weights(ready.model, checkpoint.tensors(name), str(checkpoint.folder / name))
-        figures[prefix] = evaluate(
+        metrics[prefix] = evaluate(
             ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, world
         )
-    # The epoch the weights come from, where the saved position is already the next one's beginning.
+    # The epoch that the weights come from; the saved position may already be the start of the next one.
     position = Position(epoch=checkpoint.meta["epoch"], update=checkpoint.meta["update"]) if checkpoint else Position()
     reporter = Reporter(config, 1, folder if world.first else None, False, Position())
-    reporter.validation(position, figures, time.perf_counter() - began)
+    reporter.validation(position, metrics, time.perf_counter() - began)
     reporter.close()
     name = f"{checkpoint.folder.name}, " if checkpoint else ""
-    log.info("Done: %s%s; everything is in %s", name, _in_words(figures, config.SAVE_BEST_BY), folder)
+    log.info("Done: %s%s; everything is in %s", name, _in_words(metrics, config.SAVE_BEST_BY), folder)
 
 
-def _in_words(figures: dict[str, Means], by: str) -> str:
-    """The metrics of the better weights, and which these are; then what decided of the others."""
-    prefix = best_prefix({f"{name}{by}": getattr(means, by) for name, means in figures.items()}, by) or ""
-    text = ", ".join(f"{name} {value:.4f}" for name, value in asdict(figures[prefix]).items())
-    if len(figures) == 1:
+def _in_words(metrics: dict[str, Means], by: str) -> str:
+    """All metrics of the better weights; of the other weights, the metric `by` that they are compared by."""
+    prefix = best_prefix({f"{name}{by}": getattr(means, by) for name, means in metrics.items()}, by) or ""
+    text = ", ".join(f"{name} {value:.4f}" for name, value in asdict(metrics[prefix]).items())
+    if len(metrics) == 1:
         return text
     other = "" if prefix else "ema_"
     names = {"": "plain", "ema_": "EMA"}
-    return f"{names[prefix]} weights, {text}; {names[other]}: {by} {getattr(figures[other], by):.4f}"
+    return f"{names[prefix]} weights, {text}; {names[other]}: {by} {getattr(metrics[other], by):.4f}"

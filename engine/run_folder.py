@@ -1,4 +1,4 @@
-"""The run's folder: taken, made, and told in what the run is."""
+"""Folder of a run: made, locked, and described by config.yaml and run.json."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ from utils.run_folder import (
 )
 
 WRITTEN_WHOLE = ("broken.txt", "config.yaml", "curves.png", "index.json", "metrics.jsonl", "run.json", "wandb.json")
-"""Of a run's files, those that get their names once they are whole: .NAME.PID until then."""
+"""Files of a run that are named .NAME.PID until they are complete."""
 
 
-def lock_what_is_there(config: Config, lock: FolderLock) -> None:
-    """Before looking for a checkpoint: another run may be about to write one."""
+def lock_existing_folder(config: Config, lock: FolderLock) -> None:
+    """Lock the run's folder if it exists. Done before a checkpoint is looked for: another run may be writing one."""
     target = target_folder(config)
     if target is not None and Path(target).is_dir():
         lock.take(Path(target))
         check_output(target, config.SAVE, resumed_run(config))
 
 
-def folder_of(run: Run, kind: str, lock: FolderLock | None = None) -> Path:
-    """Made by rank 0, known to all, and logged into from now on. `kind`: train or eval, for its name."""
+def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path:
+    """Make the folder on rank 0, and log into it on all ranks. `kind`: train or eval, for its name."""
 
     config, world = run.config, run.world
 
-    def made() -> str:
+    def make() -> str:
         folder = make_folder(target_folder(config), config.SAVE, kind)
         if lock is not None and lock.take(folder) and is_run_folder(folder):
-            raise UserError(f"{folder}: another run was started in this folder a moment ago; name another -output.")
-        if lock is not None:  # so whoever was at work here is dead
+            raise UserError(f"{folder}: another run has just started in this folder; name another -output.")
+        if lock is not None:  # no run is alive in this folder
             _remove_unfinished(folder)
         return str(folder)
 
-    folder = Path(broadcast(on_rank_0(world, made), world))
+    folder = Path(broadcast(on_rank_0(world, make), world))
     with os_errors_as_user_errors(folder):
         log_into(folder, world.rank)
     return folder
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """What a run that was killed had not written to its end."""
+    """Remove files that a killed run was still writing."""
     for path in (*folder.glob(".*"), *(folder / "checkpoints").glob(".*")):
         name, _, process = path.name[1:].rpartition(".")
         if name in WRITTEN_WHOLE and process.isdecimal():
@@ -67,12 +67,12 @@ def _remove_unfinished(folder: Path) -> None:
                 path.unlink()
 
 
-def write_down(run: Run, ready: Ready, folder: Path) -> Peak | None:
-    """config.yaml and run.json. Gives back what MFU is to be measured against, where it is."""
+def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
+    """Write config.yaml and run.json. Returns the peak that MFU is measured against, if it is measured."""
     config, world, threads = run.config, run.world, run.threads
     if not world.first:
         return None
-    with os_errors_as_user_errors(folder):  # at once: whoever is killed from here on goes on with these
+    with os_errors_as_user_errors(folder):  # first: a run that is killed from here on resumes with these settings
         write_atomically(folder / "config.yaml", to_yaml(config))
     peak = peak_of(ready.precision, threads, config.REPORT_STAGES and not config.EVAL, folder / "run.json")
     if peak is not None and not config.EVAL:
@@ -86,8 +86,8 @@ def write_down(run: Run, ready: Ready, folder: Path) -> Peak | None:
         **ready.choices,
     }
     about = describe_run(describe(run.device, world, threads), choices, config.TAG) | as_noted(peak)
-    parts = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
-    about["samples"] = {name: len(part) for name, part in parts.items() if part is not None}
+    splits = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
+    about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
     with os_errors_as_user_errors(folder):
         write_json(folder / "run.json", about)

@@ -1,8 +1,8 @@
-"""One run at a time in a folder: the second one is told who the first is.
+"""Lock on a run's folder: one run at a time. A second run gets an error that names the first.
 
-On one machine the kernel keeps the lock and takes it back when its holder dies, however it dies. Other machines may
-share the folder over a network whose file system keeps no locks between them; so the holder also shows a sign of life
-in the file, and a newcomer from elsewhere watches whether that goes on. No clocks are compared.
+On one machine the kernel holds the lock, and releases it when the process dies. Other machines may share the folder
+over a network file system without locks between machines. So the holder also writes a heartbeat into the lock file, and
+a run on another machine watches whether it changes. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from utils.log import log
 from utils.run_folder import os_errors_as_user_errors
 
 NAME = ".lock"
-SECONDS_BETWEEN_SIGNS = 5.0
+SECONDS_BETWEEN_HEARTBEATS = 5.0
 SECONDS_TO_WATCH = 20.0
-SECONDS_FOR_THE_DYING = 3.0
+SECONDS_TO_EXIT = 3.0
 
 
 class FolderLock:
-    """`with FolderLock() as lock`: what it took is free again at the end, or when the process is gone."""
+    """Lock that is released at the end of `with FolderLock() as lock`, or when the process dies."""
 
     def __init__(self) -> None:
         self._handle: int | None = None
         self._about = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        self._signs = 0
-        self._over = threading.Event()
+        self._heartbeats = 0
+        self._released = threading.Event()
 
     def take(self, folder: Path) -> bool:
-        """Lock a run's folder, or raise `UserError` that names who has it. False: it was taken before."""
+        """Lock a run's folder, or raise UserError that names the run that has it. False: this object had it already."""
         if self._handle is not None:
             return False
         path = folder / NAME
         with os_errors_as_user_errors(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        free = _locked(handle, SECONDS_FOR_THE_DYING)
+        free = _locked(handle, SECONDS_TO_EXIT)
         about = _read(path)
-        if not free or (about.get("host", platform.node()) != platform.node() and _lives(path, about)):
+        if not free or (about.get("host", platform.node()) != platform.node() and _is_alive(path, about)):
             os.close(handle)
-            raise UserError(_taken(folder, about))
+            raise UserError(_refusal(folder, about))
         self._handle = handle
         with os_errors_as_user_errors(path):
-            self._show(handle)
-        threading.Thread(target=self._live, args=(handle,), name="lock", daemon=True).start()
+            self._write_heartbeat(handle)
+        threading.Thread(target=self._keep_alive, args=(handle,), name="lock", daemon=True).start()
         return True
 
     def __enter__(self) -> FolderLock:
@@ -60,31 +60,31 @@ class FolderLock:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._released.set()
         if self._handle is not None:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._handle, 0)  # the file stays: of one removed, two runs could hold a lock each
+                os.ftruncate(self._handle, 0)  # not removed: two runs could then lock two files of this name
                 _unlock(self._handle)
                 os.close(self._handle)
 
-    def _live(self, handle: int) -> None:
-        while not self._over.wait(SECONDS_BETWEEN_SIGNS):
-            with contextlib.suppress(OSError):  # a network file system that is away for a while
-                self._show(handle)
+    def _keep_alive(self, handle: int) -> None:
+        while not self._released.wait(SECONDS_BETWEEN_HEARTBEATS):
+            with contextlib.suppress(OSError):  # a network file system may be away for a while
+                self._write_heartbeat(handle)
 
-    def _show(self, handle: int) -> None:
-        self._signs += 1
-        text = json.dumps({**self._about, "sign": self._signs}) + "\n"
+    def _write_heartbeat(self, handle: int) -> None:
+        self._heartbeats += 1
+        text = json.dumps({**self._about, "sign": self._heartbeats}) + "\n"
         os.pwrite(handle, text.encode(), 0)
         os.ftruncate(handle, len(text))
         os.fsync(handle)
 
 
 def _locked(handle: int, patience: float) -> bool:
-    """A holder that was just killed may take a moment to be gone, with the loading processes it had forked."""
+    """Try to lock, for up to `patience` seconds: a killed holder and its data workers may take a moment to exit."""
     try:
         import fcntl
-    except ImportError:  # not on this system
+    except ImportError:  # Windows
         return True
     end = time.monotonic() + patience
     while True:
@@ -96,12 +96,15 @@ def _locked(handle: int, patience: float) -> bool:
                 return False
             time.sleep(0.1)
         except OSError as error:
-            log.warning("The run's folder is on a file system that keeps no locks (%s).", error.strerror)
+            log.warning(
+                "The run's folder is on a file system without locks (%s): it is not protected from a second run.",
+                error.strerror,
+            )
             return True
 
 
 def _unlock(handle: int) -> None:
-    """Closing would not do: a loading process that was forked meanwhile holds the file open, too."""
+    """Unlock explicitly: closing is not enough while a data worker that was forked meanwhile has the file open."""
     with contextlib.suppress(ImportError):
         import fcntl
 
@@ -115,10 +118,10 @@ def _read(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _lives(path: Path, about: dict[str, Any]) -> bool:
-    """Whether the holder on another machine still shows signs of life."""
+def _is_alive(path: Path, about: dict[str, Any]) -> bool:
+    """Whether the holder on another machine still writes heartbeats."""
     log.info(
-        "%s: left by a run on host %s, pid %s; looking for %.0f s whether it still lives.",
+        "%s: held by a run on host %s, pid %s; watching for %.0f s whether it is still alive.",
         *(path, about.get("host"), about.get("pid"), SECONDS_TO_WATCH),
     )
     end = time.monotonic() + SECONDS_TO_WATCH
@@ -132,9 +135,6 @@ def _lives(path: Path, about: dict[str, Any]) -> bool:
     return False
 
 
-def _taken(folder: Path, about: dict[str, Any]) -> str:
+def _refusal(folder: Path, about: dict[str, Any]) -> str:
     who = f"pid {about['pid']} on host {about['host']}, since {about['since']}" if "pid" in about else "another process"
-    return (
-        f"{folder}: another run is at work in this folder ({who}). Wait for it or end it, or give this one another "
-        "-output."
-    )
+    return f"{folder}: another run is using this folder ({who}). Wait for it, end it, or name another -output."

@@ -1,8 +1,7 @@
-"""From a config to a run that is ready for its first update."""
+"""Building everything that a run needs before its first update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,10 +26,11 @@ from engine.amp.prepare_model import prepare_model
 from engine.checkpoint.folder import Checkpoint
 from engine.checkpoint.state import check_samples, restore
 from engine.distill.targets import distil, teacher_of
-from engine.distill.teacher import check_fits
+from engine.distill.teacher import check_teacher_matches
 from engine.inputs.mixup import batch_change
 from engine.inputs.normalize import Inputs, per_channel
 from engine.inputs.token_drop import shortcuts_of, token_drop_of
+from engine.machine.context import Run
 from engine.measure.bottleneck import Setting
 from engine.measure.meters import TrainMeters
 from engine.measure.progress import Best, Position
@@ -43,7 +43,7 @@ from engine.parallel.fsdp import Sharding
 from engine.speed.tuning import Tuning, tune
 from engine.update import Parts
 from models import build_model, frozen_weights, load_pretrained
-from utils.config import Config
+from utils.config import Config, config_hash
 from utils.config.keys import values_to_keep
 from utils.config.kinds import AUTO
 from utils.cpus import cores
@@ -51,10 +51,13 @@ from utils.distributed.world import ALONE, World, on_every_rank
 from utils.log import log
 from utils.seeding import seed_all
 
+BATCH_CHOICE = "batch_size"
+"""Key under which a run's choices keep the batch size that `auto` found."""
+
 
 @dataclass
 class Ready:
-    """All that a validation needs."""
+    """All that validation needs."""
 
     model: nn.Module
     inputs: nn.Module
@@ -63,7 +66,7 @@ class Ready:
     val_loader: ValLoader
     tuning: Tuning
     choices: dict[str, Any]
-    """Made by measurement or by what the machine has: told in run.json, saved, and made again alike on resuming."""
+    """Made by measurement, or by what the machine has; kept in run.json and checkpoints, and repeated on resuming."""
 
 
 @dataclass
@@ -75,42 +78,43 @@ class ReadyToTrain(Ready):
     best: Best
 
 
-def build_for_evaluation(
-    config: Config, world: World, device: torch.device, checkpoint: Checkpoint | None = None
-) -> Ready:
-    data, kept = config.DATA, checkpoint.meta.get("choices", {}) if checkpoint else {}
-    (model, inputs, precision), tuning = tuned_model(config, device, world, kept, afresh=checkpoint is None)
+def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Ready:
+    """Build the model and the validation data. The weights of `checkpoint` are not loaded yet."""
+    config, world, device = run.config, run.world, run.device
+    data, saved_choices = config.DATA, checkpoint.meta.get("choices", {}) if checkpoint else {}
+    built, tuning = tuned_model(config, device, world, saved_choices, replaced=checkpoint is not None)
+    model, inputs, precision = built
+    choices = tuning.choices() | ({BATCH_CHOICE: data.BATCH_SIZE} if run.batch_found else {})
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
-    return Ready(model, inputs, precision, val_set, val_loader, tuning, tuning.choices())
+    return Ready(model, inputs, precision, val_set, val_loader, tuning, choices)
 
 
 def model_in_precision(
-    config: Config, device: torch.device, kept: dict[str, Any] | None = None
+    config: Config, device: torch.device, saved_choices: dict[str, Any] | None = None
 ) -> tuple[nn.Module, nn.Module, Precision]:
-    """The model as it will compute, what prepares its inputs, and the precision of both. `kept`: choices of its run."""
-    return tuned_model(config, device, ALONE, kept or {})[0]
+    """Model, module that normalises its inputs, and precision of both. `saved_choices`: those of the model's run."""
+    return tuned_model(config, device, ALONE, saved_choices or {})[0]
 
 
 def tuned_model(
-    config: Config, device: torch.device, world: World, kept: dict[str, Any], afresh: bool = True
+    config: Config, device: torch.device, world: World, saved_choices: dict[str, Any], replaced: bool = False
 ) -> tuple[tuple[nn.Module, nn.Module, Precision], Tuning]:
-    """A collective call, since ranks take rank 0's choices. `afresh`: no checkpoint's weights will take the place."""
-    model, precision = on_every_rank(world, lambda: (_model(config, device, afresh), Precision(config.AMP, device)))
+    """`model_in_precision`, and how its layers compute. A collective call: all ranks take rank 0's choices.
+
+    `replaced`: a checkpoint's weights will replace those that are made here.
+    """
+    model, precision = on_every_rank(world, lambda: (_model(config, device, replaced), Precision(config.AMP, device)))
     inputs = Inputs(config.DATA).to(device)
     on_every_rank(world, lambda: prepare_model(model, config.AMP, precision))
-    return (model, inputs, precision), tune(config, model, inputs, precision, world, kept)
+    return (model, inputs, precision), tune(config, model, inputs, precision, world, saved_choices)
 
 
-def build_for_training(
-    config: Config,
-    world: World,
-    device: torch.device,
-    checkpoint: Checkpoint | None,
-    sharding: Sharding | None = None,
-) -> ReadyToTrain:
-    ready = build_for_evaluation(config, world, device, checkpoint)
+def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Sharding | None = None) -> ReadyToTrain:
+    """Build all that training needs, and restore `checkpoint` if there is one. A collective call."""
+    config, world, device = run.config, run.world, run.device
+    ready = build_for_evaluation(run, checkpoint)
     log.info(tell_parameters(ready.model))
     train_set, loader = training_data(config, world, device)
     tell_unmatched(config.DATA, [part.single_images() for part in (train_set, ready.val_set)])
@@ -118,12 +122,12 @@ def build_for_training(
     parts = update_parts(config, world, device, (ready.model, ready.inputs, ready.precision), updates, sharding)
     loader.on_arrival(partial(parts.stages.lap, DATA))
     if teacher := teacher_of(parts.change):
-        check_fits(teacher, train_set.classes, checkpoint.meta.get("choices", {}) if checkpoint else {})
+        check_teacher_matches(teacher, train_set.classes, checkpoint.meta.get("choices", {}) if checkpoint else {})
         ready.choices.update(teacher.as_noted())
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
-        average = bool(config.MODEL.RESUME_EMA) and config.MODEL.RESUME != AUTO
-        position, best = restore(parts, checkpoint, global_batch(config, world), updates, average)
+        from_ema = bool(config.MODEL.RESUME_EMA) and config.MODEL.RESUME != AUTO
+        position, best = restore(parts, checkpoint, global_batch(config, world), updates, from_ema)
         check_samples(checkpoint, position, identity_of(train_set, loader.order))
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
@@ -134,7 +138,7 @@ def build_for_training(
 
 
 def training_data(config: Config, world: World, device: torch.device) -> tuple[ImageDataset, TrainLoader]:
-    """The training part, its images changed as TRAIN says, and its batches."""
+    """Training split with its augmentation, and the loader of its batches."""
     data = config.DATA
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device).augment(config.TRAIN)
     order = EpochOrder(
@@ -156,16 +160,19 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
 
 
 def global_batch(config: Config, world: World) -> int:
+    """Images per update."""
     return config.DATA.BATCH_SIZE * world.size * config.TRAIN.ACCUM_ITER
 
 
-def _model(config: Config, device: torch.device, afresh: bool) -> nn.Module:
-    """The same weights on every rank: they follow from the seed."""
+def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
+    """Model with pretrained weights, or with initial ones from SEED, which are the same on every rank."""
     seed_all(config.SEED, "init")
     model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
-    if config.MODEL.PRETRAINED and afresh:
-        wanted = config.MODEL.RESUME_EMA, config.MODEL.NEW_CLASSIFIER, config.EVAL
-        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *wanted))
+    if config.MODEL.PRETRAINED and not replaced:
+        options = config.MODEL.RESUME_EMA, config.MODEL.NEW_CLASSIFIER, config.EVAL
+        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *options))
+    elif not replaced:
+        log.info("The weights are freshly initialised, from SEED %d.", config.SEED)
     return model.to(device)
 
 
@@ -182,13 +189,13 @@ def update_parts(
     per_epoch: int,
     sharding: Sharding | None = None,
 ) -> Parts:
-    """What an update touches, around a model, what prepares its inputs, and the precision of both."""
+    """Optimiser, schedule and all else that an update needs, for what `model_in_precision` returned."""
     train, (model, inputs, precision) = config.TRAIN, in_precision
     stages = stages_of(config.REPORT_STAGES, device)
     change, criterion = distil(config, model, precision, stages, batch_change(train, config.MODEL.NUM_CLASSES, device))
-    ema = _average(config, device, model)
+    ema = _ema(config, device, model)
     if sharding is not None:
-        _deal_out(model, ema, precision, sharding)
+        _shard(model, ema, precision, sharding)
     rates = scaled_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device)
     schedule = Schedule(
@@ -217,13 +224,13 @@ def update_parts(
     )
 
 
-def _average(config: Config, device: torch.device, model: nn.Module) -> Ema | None:
+def _ema(config: Config, device: torch.device, model: nn.Module) -> Ema | None:
     train = config.TRAIN
     home = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
     return Ema(model, train.MODEL_EMA_DECAY, train.MODEL_EMA_WARMUP, home) if train.MODEL_EMA else None
 
 
-def _deal_out(model: nn.Module, ema: Ema | None, precision: Precision, sharding: Sharding) -> None:
+def _shard(model: nn.Module, ema: Ema | None, precision: Precision, sharding: Sharding) -> None:
     sharding.deal(model, precision)
     if ema is not None:
         sharding.deal(ema.module, precision, computing=False)
@@ -231,25 +238,27 @@ def _deal_out(model: nn.Module, ema: Ema | None, precision: Precision, sharding:
 
 
 def setting_of(ready: ReadyToTrain) -> Setting:
-    """What a verdict's advice depends on."""
+    """Facts about the run that the advice on its bottleneck depends on."""
     device, amp = ready.precision.device, ready.precision.level != "O0"
     workers = None if ready.train_set.in_memory else ready.train_loader.workers
     samples = ready.train_set.single_images()
-    # Arrays that are not read one by one are pixels, too.
+    # A data set without single images is an array of pixels.
     stored, remote = ("pixels", False) if samples is None else (samples.stored, samples.remote)
     compiled = ready.choices.get("compile", "none") != "none"
     here = max(1, cores() // ready.parts.world.local_size)
     return Setting(device.type, amp, compiled, workers, here, stored, remote)
 
 
-def checkpoint_meta(
-    config: Config, ready: ReadyToTrain, processes: int, hash_of: Callable[[Config], str]
-) -> dict[str, Any]:
-    """What a checkpoint tells whoever uses the weights: all settings, classes, and how the inputs were prepared."""
-    data = config.DATA
+def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
+    """Description of the weights for a checkpoint's meta.json: all settings, classes, input preprocessing."""
+    config, data = run.config, run.config.DATA
     return {
-        "config_hash": hash_of(config),
-        "batch": {"per_process": data.BATCH_SIZE, "accumulated": config.TRAIN.ACCUM_ITER, "processes": processes},
+        "config_hash": config_hash(config),
+        "batch": {
+            "per_process": data.BATCH_SIZE,
+            "accumulated": config.TRAIN.ACCUM_ITER,
+            "processes": run.world.size,
+        },
         "choices": ready.choices,
         "samples": identity_of(ready.train_set, ready.train_loader.order),
         "settings": values_to_keep(config),

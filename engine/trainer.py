@@ -1,76 +1,78 @@
-"""The loop around the update: epochs, reports, validation, checkpoints, and when to stop."""
+"""Training loop around the update: epochs, reports, validation, checkpoints, and when to stop."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from datasets import TrainLoader, ValLoader
-from engine.checkpoint.saver import progress
-from engine.checkpoint.sharded_saver import all_of_it, guessed_seconds, saver_of
-from engine.checkpoint.state import finite_everywhere, state_of
+from engine.amp.op_lists import OpLists
+from engine.checkpoint.saver import Snapshot, estimate_seconds, progress
+from engine.checkpoint.sharded_saver import saver_of
+from engine.checkpoint.state import finite_everywhere, snapshot_of
 from engine.evaluate import evaluate
+from engine.machine.context import Run
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.measure.bottleneck import Judge
 from engine.measure.meters import Means, Reading
 from engine.measure.profile import UpdateProfiler
-from engine.measure.progress import Best, Position, best_by, seconds_of, start_of_best
+from engine.measure.progress import best_by, seconds_of, start_of_best
 from engine.measure.throughput import Pace
 from engine.optim.ema import on_its_device
-from engine.report.curves import Curves
+from engine.report.curves import Curves, title_of
 from engine.report.reporter import Reporter
 from engine.report.skips import Health
-from engine.update import Parts, train_update
-from utils.config import Config
-from utils.distributed.world import World, broadcast, broadcast_buffers
+from engine.setup import ReadyToTrain, checkpoint_meta, global_batch, setting_of
+from engine.update import train_update
+from utils.distributed.world import broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
 
 
-@dataclass
 class Trainer:
-    config: Config
-    world: World
-    parts: Parts
-    train_loader: TrainLoader
-    val_loader: ValLoader
-    validation_samples: int
-    reporter: Reporter
-    pace: Pace
-    judge: Judge
-    folder: Path
-    position: Position
-    best: Best
-    meta: dict[str, Any]
-    title: str
+    """Trains what `ready` holds, and keeps its position and best metric up to date."""
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        run: Run,
+        ready: ReadyToTrain,
+        folder: Path,
+        reporter: Reporter,
+        pace: Pace,
+        op_lists: OpLists | None = None,
+    ) -> None:
+        """`op_lists`: lists whose operators that the model never calls are reported."""
+        config, world = run.config, run.world
+        self.run, self.ready, self.folder, self.reporter, self.pace = run, ready, folder, reporter, pace
+        self.config, self.world = config, world
+        self.parts, self.position, self.train_loader = ready.parts, ready.position, ready.train_loader
+        self.best = start_of_best(ready.best, config.SAVE_BEST_BY)
         self.per_epoch = self.train_loader.order.updates
-        self.global_batch = self.config.DATA.BATCH_SIZE * self.config.TRAIN.ACCUM_ITER * self.world.size
-        self._saved_at = self.position.update
-        self._curves = Curves(self.folder)
-        self.health = Health(self.config.AMP, self.parts, self.world, self.reporter)
-        self._last_figures: dict[str, Means] = {}
-        self.train_loader.broken.write_into(self.folder)
-        self.saver, self._saves = saver_of(self.folder, self.config, self.parts, self.world)
-        self._saved_when = perf_counter()
-        self.best = start_of_best(self.best, self.config.SAVE_BEST_BY)
-        limit = self.config.MAX_TIME
-        deadline = Deadline(
-            seconds_of(limit) if limit else None, lambda: self.saver.longest or guessed_seconds(self.parts)
-        )
-        if self.parts.compiled is not None:
-            self.parts.compiled.when_done = self._leave_out_pause
         self.paused = False
-        self._stopping = Stopping(self.world, deadline.passed)
+        self._judge = Judge(setting_of(ready), world)
+        self._meta = checkpoint_meta(run, ready)
+        self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
+        self._curves = Curves(folder)
+        self._health = Health(config.AMP, self.parts, world, reporter, op_lists)
+        self._saver = saver_of(folder, config, self.parts, world)
+        self._saved_at = self.position.update
+        self._saved_when = perf_counter()
+        self._last_metrics: dict[str, Means] = {}
+        limit = config.MAX_TIME
+        deadline = Deadline(
+            seconds_of(limit) if limit else None, lambda: self._saver.longest or estimate_seconds(self.parts)
+        )
+        self._stopping = Stopping(world, deadline.passed)
+        self.train_loader.broken.write_into(folder)
+        if self.parts.compiled is not None:
+            self.parts.compiled.when_done = self._restart_clocks
 
     def fit(self) -> int:
-        """Train to the end of the plan, or until something ends it early. The exit code."""
+        """Train to the end of the plan, or until something ends the run early. Returns the exit code."""
         self.reporter.run("resume" if self.position.update else "start", self.position, self.pace.total)
         try:
             self._train()
@@ -79,38 +81,38 @@ class Trainer:
             self._pause(stopped)
             return stopped.exit_code
         except Exception:
-            self.saver.let_end()
+            self._saver.finish_after_failure()
             raise
         self._finish_saving()
         self._draw(force=True)
-        self.reporter.run("end", self.position, self.pace.total, self.judge.now(self.pace.tally))
+        self.reporter.run("end", self.position, self.pace.total, self._judge.now(self.pace.tally))
         return EXIT_DONE
 
     def _train(self) -> None:
-        position, ended = self.position, "stale" if self._out_of_patience() else "done"
+        position = self.position
         if position.step:
-            self._between_epochs_work(reported=False)  # where a run was stopped in a validation, it is made now
+            self._validate_and_save_within_epoch(reported=False)  # the run may have been stopped in a validation
         with UpdateProfiler(self.config.PROFILE, self.folder, self.world) as self._profiler:
-            while position.epoch <= self.config.TRAIN.NUM_EPOCHS and ended == "done" and not self._enough_updates():
-                ended = self._epoch()
+            while position.epoch <= self.config.TRAIN.NUM_EPOCHS and not self._ends_early():
+                self._epoch()
         improved = position.validated != position.update and self._validate()
         if improved or self._saved_at != position.update:
             self._save()
 
     def _pause(self, stopped: Stopped) -> None:
-        """Save where the run stands, so that going on from there tells and does all that was not yet told and done."""
+        """Save, so that the resumed run logs and does all that is still to be logged and done after this update."""
         self.paused = True
         log.info("%s: saving after update %d, to be resumed.", stopped.words, self.position.update)
         if self._saved_at != self.position.update:
             self._save()
         self._finish_saving()
-        if stopped.wish == TIME_IS_UP:  # a signal leaves no time for it
+        if stopped.wish == TIME_IS_UP:  # a signal leaves no time for drawing
             self._draw(force=True)
         self.reporter.run("paused", self.position, self.pace.total)
         self._stopping.wait_for_all()
 
-    def _epoch(self) -> str:
-        """From the present position to the end of its epoch, unless something ends it before."""
+    def _epoch(self) -> None:
+        """Train from the current position to the end of the epoch, or to TRAIN.MAX_UPDATES."""
         position, began = self.position, perf_counter()
         self.parts.start_epoch(position.epoch)
         for window in self.train_loader.epoch(position.epoch, start=position.step):
@@ -121,77 +123,80 @@ class Trainer:
             self.pace.count(self.world.size * sum(len(share.indices) for share in window.shares if share.weight))
             self.reporter.moved(position)
             self._profiler.step()
-            self.health.look(position, together=False)
+            self._health.report(position, together=False)
             reported = self._report_due()
             if reported:
                 self._report()
-            elif self.health.look_is_due(position):
+            elif self._health.check_is_due(position):
                 self._stop_on_skips(self._read())
             self._stopping.check()
-            self._between_epochs_work(reported)
-            if self._enough_updates():
+            self._validate_and_save_within_epoch(reported)
+            if self._update_limit_reached():
                 break
-        if position.step < self.per_epoch:  # ended by MAX_UPDATES
-            return "done"
-        self._end_epoch(perf_counter() - began)
-        return "stale" if self._out_of_patience() else "done"
+        if position.step == self.per_epoch:
+            self._end_epoch(perf_counter() - began)
 
     def _end_epoch(self, seconds: float) -> None:
-        """Sum up, step into the next epoch, validate, save."""
+        """Report the epoch's means, validate and save where due, and move to the next epoch."""
         position, config = self.position, self.config
         reading = self._read()
         self._stop_on_nan(reading)
-        self.health.look(position, together=True)
-        self.reporter.epoch(position, reading.epoch, seconds, self.judge.first_epoch(self.pace.tally))
+        self._health.report(position, together=True)
+        self.reporter.epoch(position, reading.epoch, seconds, self._judge.first_epoch(self.pace.tally))
         finished, improved = position.epoch, False
         last = finished == config.TRAIN.NUM_EPOCHS
-        due = finished % config.VALIDATE_FREQ == 0 or last or self._comes_round(config.VALIDATE_EVERY_UPDATES)
+        due = finished % config.VALIDATE_FREQ == 0 or last or self._is_due(config.VALIDATE_EVERY_UPDATES)
         if due and position.validated != position.update:
             improved = self._validate()
         position.epoch, position.step = finished + 1, 0
         self.parts.meters.start_epoch()
         kept = bool(config.KEEP_EVERY) and finished % (config.KEEP_EVERY or 1) == 0
-        due = finished % config.SAVE_FREQ == 0 or self._comes_round(config.SAVE_EVERY_UPDATES)
-        if self._minutes_are_up() or due or kept or last or improved:
+        due = finished % config.SAVE_FREQ == 0 or self._is_due(config.SAVE_EVERY_UPDATES)
+        if self._save_minutes_passed() or due or kept or last or improved:
             self._save(finished)
         self.train_loader.broken.share(self.world)
         self._draw()
-        self._leave_out_pause()
+        self._restart_clocks()
 
-    def _between_epochs_work(self, reported: bool) -> None:
-        """What VALIDATE_EVERY_UPDATES and SAVE_EVERY_... ask for, besides the ends of epochs."""
+    def _validate_and_save_within_epoch(self, reported: bool) -> None:
+        """Do what VALIDATE_EVERY_UPDATES and SAVE_EVERY_... ask for within an epoch. `reported`: just now."""
         position, config = self.position, self.config
         if position.step == self.per_epoch:
             return
-        due = self._comes_round(config.VALIDATE_EVERY_UPDATES)
+        due = self._is_due(config.VALIDATE_EVERY_UPDATES)
         improved = due and position.validated != position.update and self._validate()
-        due = self._comes_round(config.SAVE_EVERY_UPDATES)
-        if improved or (due and self._saved_at != position.update) or (reported and self._minutes_are_up()):
+        due = self._is_due(config.SAVE_EVERY_UPDATES)
+        if improved or (due and self._saved_at != position.update) or (reported and self._save_minutes_passed()):
             self._save()
-            self._leave_out_pause()
+            self._restart_clocks()
 
-    def _comes_round(self, every: int | None) -> bool:
+    def _is_due(self, every: int | None) -> bool:
         return every is not None and self.position.update % every == 0
 
-    def _minutes_are_up(self) -> bool:
+    def _save_minutes_passed(self) -> bool:
         """Whether SAVE_EVERY_MINUTES have passed since the last save, by the clock of rank 0."""
         minutes = self.config.SAVE_EVERY_MINUTES
         return minutes is not None and broadcast(perf_counter() - self._saved_when >= 60 * minutes, self.world)
 
-    def _leave_out_pause(self) -> None:
-        """Validation and saving are not training: neither their time nor their waiting for data counts."""
+    def _restart_clocks(self) -> None:
+        """Leave validation and saving out of the training's time and of its waiting for data."""
         self.train_loader.take_wait()
         self.pace.restart()
 
-    def _enough_updates(self) -> bool:
+    def _update_limit_reached(self) -> bool:
         limit = self.config.TRAIN.MAX_UPDATES
         return limit is not None and self.position.update >= limit
 
-    def _out_of_patience(self) -> bool:
-        patience = self.config.TRAIN.PATIENCE
-        if patience is None or self.best.stale < patience:
+    def _ends_early(self) -> bool:
+        """Whether the run ends before its last epoch; if so, log why."""
+        position, patience = self.position, self.config.TRAIN.PATIENCE
+        if self._update_limit_reached():
+            log.info("The run ends here, after update %d, as TRAIN.MAX_UPDATES says.", position.update)
+            return True
+        # Only between epochs, also where a run is resumed within one: the rest of the epoch may bring a better metric.
+        if patience is None or position.step or self.best.stale < patience:
             return False
-        log.info("No better figure for %d validations (TRAIN.PATIENCE): the run ends here.", self.best.stale)
+        log.info("The run ends here: no better %s in %d validations (TRAIN.PATIENCE).", self.best.by, self.best.stale)
         return True
 
     def _report_due(self) -> bool:
@@ -201,93 +206,90 @@ class Trainer:
         return step % freq == 0 or step == self.per_epoch
 
     def _report(self) -> None:
-        """Read the device, and tell."""
+        """Read the meters from the device and report them."""
         reading = self._read()
         perf = self.pace.read(self.train_loader.take_wait())
-        self.health.look(self.position, together=True)
+        self._health.report(self.position, together=True)
         self.reporter.train(self.position, reading, perf)
         self._stop_on_nan(reading)
         self._stop_on_skips(reading)
-        self.saver.look()
-        if self._saves and not self.saver.prepared:
-            self.saver.prepare(*self._all_that_is_saved({}))
+        self._saver.report()
+        if not self._saver.reserved:
+            self._saver.reserve(self._snapshot({}, {}))
 
     def _stop_on_skips(self, reading: Reading) -> None:
-        if self.health.too_many(reading):
+        if self._health.too_many(reading):
             self._save()
             self._finish_saving()
-            raise self.health.diagnosis(reading, self.position.update)
+            raise self._health.diagnosis(reading, self.position.update)
 
     def _read(self) -> Reading:
         parts = self.parts
         return parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
 
     def _stop_on_nan(self, reading: Reading) -> None:
-        self.health.stop_on_nan(reading, self.position, self.folder)
+        self._health.stop_on_nan(reading, self.position, self.folder)
 
     def _validate(self) -> bool:
-        """Validate the model and, where there is one, its average. True if the best figure so far came of it."""
+        """Validate the model and, if there is one, its EMA. True if one of them is the best so far."""
         parts, began = self.parts, perf_counter()
-        self.health.look(self.position, together=True)  # skips are told before it, wherever the run is stopped
+        self._health.report(self.position, together=True)  # report skips before a validation that may be interrupted
         models: dict[str, nn.Module] = {"": parts.model}
         if parts.ema is not None:
             models["ema_"] = parts.ema.module
         try:
-            figures = {prefix: self._evaluate(model) for prefix, model in models.items()}
-        except AllRanksError as error:  # raised by all ranks alike; what was trained is not to be lost by it
+            metrics = {prefix: self._evaluate(model) for prefix, model in models.items()}
+        except AllRanksError as error:  # raised by all ranks alike; the training so far must not be lost with it
             if self._saved_at != self.position.update:
                 self._save()
             self._finish_saving()
-            raise AllRanksError(
-                f"{error} All that was trained is saved; -resume goes on with this validation."
-            ) from None
-        self._last_figures = figures
+            raise AllRanksError(f"{error} The training so far is saved; -resume repeats this validation.") from None
+        self._last_metrics = metrics
         self.position.validated = self.position.update
-        self.reporter.validation(self.position, figures, perf_counter() - began)
-        self._leave_out_pause()
-        found = best_by(figures, self.config.SAVE_BEST_BY, self.position)
-        if found.figure is not None and self.best.is_beaten_by(found.figure):
-            self.best = found
+        self.reporter.validation(self.position, metrics, perf_counter() - began)
+        self._restart_clocks()
+        best_now = best_by(metrics, self.config.SAVE_BEST_BY, self.position)
+        if best_now.figure is not None and self.best.is_beaten_by(best_now.figure):
+            self.best = best_now
             return True
         self.best.stale += 1
         return False
 
     def _evaluate(self, model: nn.Module) -> Means:
-        parts, samples, check = self.parts, self.validation_samples, partial(self._stopping.check, of="batches")
-        model = on_its_device(model, parts.precision.device)
+        ready, check = self.ready, partial(self._stopping.check, of="batches")
+        model = on_its_device(model, ready.precision.device)
         broadcast_buffers(model, self.world)
-        return evaluate(model, self.val_loader, samples, parts.inputs, parts.precision, self.world, between=check)
+        samples, precision = len(ready.val_set), ready.precision
+        return evaluate(model, ready.val_loader, samples, ready.inputs, precision, self.world, between=check)
 
     def _save(self, finished_epoch: int | None = None) -> None:
-        """Save everything. `finished_epoch` where an epoch has just ended."""
+        """Save a checkpoint. `finished_epoch`: the epoch that has just ended, if one has."""
         self._stop_on_nan(self._read())
         parts, position = self.parts, self.position
-        self.health.look(position, together=True)  # what was found so far is told now: it is not saved
+        self._health.report(position, together=True)  # report skips now: what was found is not in the checkpoint
         began = self._saved_when = perf_counter()
         meters = parts.meters.state()
-        self.saver.wait_for_writer()
+        self._saver.wait_for_writer()
         if not finite_everywhere(parts):
-            raise AllRanksError(f"update {position.update}: the weights hold NaN or infinity; this is not saved.")
+            raise AllRanksError(f"update {position.update}: the weights contain NaN or infinity; they are not saved.")
         self._saved_at = position.update
-        if not self._saves:
-            return
         self.reporter.flush()
-        figures = self._last_figures if position.validated == position.update else {}
-        meta = {**progress(position, finished_epoch, figures, self.best), **self.meta}
-        self.saver.save(*self._all_that_is_saved(meters), meta, self.best, began)
+        metrics = self._last_metrics if position.validated == position.update else {}
+        meta = {**progress(position, finished_epoch, metrics, self.best), **self._meta}
+        self._saver.save(replace(self._snapshot(meters, meta), paused_at=began))
 
-    def _all_that_is_saved(self, meters: dict[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        parts = self.parts
-        return all_of_it(parts, state_of(parts, self.position, self.best, self.global_batch, meters))
+    def _snapshot(self, meters: dict[str, Any], meta: dict[str, Any]) -> Snapshot:
+        batch = global_batch(self.config, self.world)
+        return snapshot_of(self.parts, self.position, self.best, batch, meters, meta)
 
     def _finish_saving(self) -> None:
-        self.saver.finish()
-        if self.parts.sharding is not None:  # a rank whose rows rank 0 may still ask for is not to leave
+        self._saver.finish()
+        if self.parts.sharding is not None:  # rank 0 may still ask a rank for its rows
             self._stopping.wait_for_all()
 
     def _draw(self, force: bool = False) -> None:
         if self.world.first:
-            self._curves.draw(self.title + self.best_words(", best "), force)
+            self._curves.draw(self._title + self.best_words(", best "), force)
 
     def best_words(self, before: str = "") -> str:
         return before + self.best.words() if self.best.figure is not None else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,9 +26,6 @@ from engine.optim.schedule import Schedule
 from engine.parallel.fsdp import Sharding, meet_now
 from utils.distributed.world import World
 from utils.seeding import seed_all
-
-if TYPE_CHECKING:
-    from engine.amp.op_lists import OpLists
 
 
 class Computed(NamedTuple):
@@ -75,10 +72,6 @@ class Parts:
     compiled: CompiledCall | None = None
     stages: Stages = field(default_factory=Stages)
     token_drop: TokenDrop | None = None
-    batch_found: bool = False
-    """Whether DATA.BATCH_SIZE is what `auto` found."""
-    op_lists: OpLists | None = None
-    """AMP's lists, until it was reported which of their operators are never called."""
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 moved, beside those the settings name."""
     skips: SkipRecord = field(default_factory=SkipRecord)

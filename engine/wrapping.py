@@ -1,4 +1,4 @@
-"""What several ranks share while they train, put around the parts of an update."""
+"""Wrapping for several ranks: DDP, and shared statistics of batch norm."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from utils.log import log
 
 
 def wrap(parts: Parts, config: Config) -> None:
-    """Let ranks share gradients and the statistics of batch norm. Only once every rank is known to be ready.
+    """Synchronise gradients and batch norm statistics between ranks. Call it once every rank is known to be ready.
 
-    Some do without DDP: half-precision copies sum their masters' gradients once per update, in fp32, and sharded
-    weights (DIST.STRATEGY fsdp) reduce gradients by themselves.
+    Two cases need no DDP: a half-precision copy sums its masters' gradients once per update, in fp32, and sharded
+    weights (DIST.STRATEGY fsdp) reduce gradients themselves.
     """
     if parts.world.size == 1:
         return
     if join_statistics(parts.model, parts.precision, config, parts.world) and parts.watch is not None:
-        parts.watch = None  # a replay is a forward pass of one rank alone, and would wait for the others for ever
-        log.info("So skipped updates are not replayed, and no module is named for them.")
+        parts.watch = None  # a replay is a forward pass of one rank alone, which would wait for the others for ever
+        log.info("Skipped updates are therefore not replayed, and the log names no module that overflowed.")
     if parts.half_copy is None and parts.sharding is None:
         parts.forward = with_joined_gradients(parts.model, parts.precision.device, config)

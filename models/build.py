@@ -47,7 +47,7 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
     vars(module)[LABEL] = model.NAME.strip()
     shortcuts.finish(module)
     freeze(module, model.FREEZE)
-    log.info("Model %s: timm's %s, freshly initialised", model.NAME, type(module).__name__)
+    log.info("Model %s: timm's %s", model.NAME, type(module).__name__)
     return module
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from utils.line_file import LineFile
+from utils.standard_output import discard_output
 
 log = logging.getLogger("vitamp")
 LOG = "log.txt"
@@ -17,10 +18,21 @@ LOG = "log.txt"
 class _Terminal(logging.Handler):
     """Prints above a progress bar instead of through it; warnings and errors go to stderr."""
 
+    def __init__(self, survives_closed_pipe: bool) -> None:
+        super().__init__()
+        self._survives_closed_pipe = survives_closed_pipe
+
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        tqdm.write(self.format(record), file=stream)
-        stream.flush()
+        try:
+            tqdm.write(self.format(record), file=stream)
+            stream.flush()
+        except BrokenPipeError:
+            if not self._survives_closed_pipe:
+                raise
+            discard_output(stream)
+            name = "standard error" if stream is sys.stderr else "standard output"
+            log.info("The reader of %s has closed its pipe: the run continues, and its log is in %s.", name, LOG)
 
 
 class _Buffer(logging.Handler):
@@ -56,13 +68,17 @@ def _close(logger: logging.Logger) -> None:
         handler.close()
 
 
-def start_log(to_terminal: bool) -> None:
-    """Begin logging; only one process of a run logs `to_terminal`."""
+def start_log(to_terminal: bool, survives_closed_pipe: bool = False) -> None:
+    """Begin logging; only one process of a run logs `to_terminal`.
+
+    `survives_closed_pipe`: continue without the terminal once its reader, `| head` for example, has closed the pipe.
+    Otherwise BrokenPipeError is raised.
+    """
     _close(log)
     log.setLevel(logging.INFO)
     log.propagate = False
     if to_terminal:
-        terminal = _Terminal()
+        terminal = _Terminal(survives_closed_pipe)
         terminal.setFormatter(_WithLevel("%(message)s"))
         log.addHandler(terminal)
     log.addHandler(_Buffer())

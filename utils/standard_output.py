@@ -7,15 +7,19 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 
 class OutputError(Exception):
     """Standard output cannot be written, for example on a full disk. Not an OSError: argparse swallows those."""
 
 
+class ClosedPipe(BrokenPipeError):
+    """The reader of standard output, `| head` for example, has closed the pipe."""
+
+
 def watch_standard_output() -> None:
-    """From now on, a failed write to standard output raises OutputError; a closed pipe still raises BrokenPipeError."""
+    """From now on, a failed write to standard output raises OutputError, or ClosedPipe if its reader is gone."""
     for name in ("write", "flush"):
         setattr(sys.stdout, name, _watched(getattr(sys.stdout, name)))
 
@@ -31,10 +35,10 @@ def flush_after(work: Callable[[], int]) -> int:
     return code
 
 
-def discard_output() -> None:
-    """Discard what is left in Python's buffer, which would be written at exit."""
+def discard_output(stream: TextIO | None = None) -> None:
+    """Discard what is left in the buffer of `stream` (default: standard output), and all that is written to it later."""
     with contextlib.suppress(OSError, ValueError):  # a stream in memory has no descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
 def _watched(write: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,8 +46,8 @@ def _watched(write: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         try:
             return write(*arguments)
-        except BrokenPipeError:
-            raise
+        except BrokenPipeError as error:
+            raise ClosedPipe(*error.args) from None
         except OSError as error:
             raise OutputError(f"standard output cannot be written ({error.strerror or error})") from None
 

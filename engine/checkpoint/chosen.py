@@ -1,6 +1,6 @@
-"""Which checkpoint is meant: the one a run goes on from, or the one to evaluate, predict with, or export.
+"""Choice of the checkpoint to resume from, or to evaluate, predict with, or export.
 
-A run resumes from its newest checkpoint, and is judged by its best one. Rank 0 looks and hashes, for all ranks.
+A run resumes from its newest checkpoint; evaluation takes its best one. Rank 0 finds and hashes it for all ranks.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from utils.resumed_run import resumed_run
 
 
 def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
-    """The checkpoint that -resume means, the same on every rank; None where the run starts afresh."""
+    """The checkpoint that -resume names, the same on every rank; None for a new run."""
     if config.MODEL.RESUME is None:
         return None
-    found = on_rank_0(world, lambda: _look(config))
-    name = broadcast(str(found.folder) if found else None, world)
+    checkpoint = on_rank_0(world, lambda: _choose(config))
+    name = broadcast(str(checkpoint.folder) if checkpoint else None, world)
     if config.MODEL.RESUME == AUTO:
-        goes_on = f"{'evaluating' if config.EVAL else 'going on from'} {Path(name).name}" if name else ""
-        log.info("-resume auto: %s", goes_on or "nothing to go on from, starting")
-    # A rank that cannot see the folder is told of before training, not when it misses the weights.
-    return on_every_rank(world, lambda: found if world.first or name is None else inspect(Path(name)))
+        what = f"{'evaluating' if config.EVAL else 'resuming from'} {Path(name).name}" if name else ""
+        log.info("-resume auto: %s", what or "no checkpoint yet, starting a new run")
+    # A rank that cannot see the folder is reported now, not when it loads the weights.
+    return on_every_rank(world, lambda: checkpoint if world.first or name is None else inspect(Path(name)))
 
 
 def checkpoint_of(path: Path) -> tuple[Path, str]:
-    """The checkpoint that a path means, and why it is that one: itself; of a run the best one, else the last."""
+    """The checkpoint at a path, and the reason: of a run its best, else its last; no reason for a checkpoint itself."""
     folder = path.parent if path.is_file() else path
     if (folder / META).exists() or folder.name.startswith("step-"):
         return folder, ""
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    there = {found.name: found for found in sorted(root.glob("step-*"))}
-    if not there:
-        raise UserError(f"{folder}: no checkpoint is there (looked for {root}/step-*).")
+    checkpoints = {path.name: path for path in sorted(root.glob("step-*"))}
+    if not checkpoints:
+        raise UserError(f"{folder}: no checkpoint found (looked for {root}/step-*).")
     index = read_index(root)
-    if best := there.get(index["best"] or ""):
+    if best := checkpoints.get(index["best"] or ""):
         return best, "the run's best"
-    return there.get(index["last"] or "") or there[max(there)], "the run's last; no best one is recorded"
+    return checkpoints.get(index["last"] or "") or checkpoints[max(checkpoints)], "the run's last; no best is recorded"
 
 
 def _best_good(run: Path | None) -> Checkpoint | None:
-    """The best checkpoint of a run; None where `run` is no run or has none, and where its best one is damaged."""
+    """Best checkpoint of a run. None if `run` is not a run's folder, or its best checkpoint is damaged."""
     try:
         folder, why = checkpoint_of(run) if run is not None else (Path(), "")
         if not why:
             return None
-        found = verify(inspect(folder))
+        checkpoint = verify(inspect(folder))
         log.info("Evaluating %s, %s.", folder.name, why)
-        return found
+        return checkpoint
     except UserError as error:
-        log.warning("%s The newest good checkpoint is evaluated instead.", error)
+        log.warning("%s The newest undamaged checkpoint is evaluated instead.", error)
         return None
 
 
-def _look(config: Config) -> Checkpoint | None:
+def _choose(config: Config) -> Checkpoint | None:
     wanted, run = str(config.MODEL.RESUME), resumed_run(config)
     if run is not None:
         bring_back(run / "checkpoints")
@@ -70,10 +70,10 @@ def _look(config: Config) -> Checkpoint | None:
     if run is None:
         return None
     root = run / "checkpoints"
-    found = newest_good(root, check=resumable)
-    if found is None and any(root.glob("step-*")):
+    checkpoint = newest_good(root, check=resumable)
+    if checkpoint is None and any(root.glob("step-*")):
         raise UserError(
-            f"-resume auto: none of the checkpoints in {root} is usable (each is named above), and "
-            "the run is not started over in its own folder. Name another -output, or move them away."
+            f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above), and a new run would "
+            "overwrite them. Name another -output, or move them away."
         )
-    return found
+    return checkpoint

@@ -1,6 +1,6 @@
-"""Check the fields of a checkpoint's files, so that a missing or wrong one is an error that names it.
+"""Fields of a checkpoint's files, and their check: a missing or wrong field is an error that names it.
 
-Only what the program reads is listed. Fields that older versions did not write are optional, and others are ignored.
+Only fields that the program reads are listed. Those that older versions did not write are optional; others are ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from utils.errors import UserError
 
 FORMAT = 1
-MOST_NAMED = 3
+MOST_LISTED = 3
 
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int, Field(ge=1)]
@@ -45,7 +45,7 @@ class Samples(_Fields):
 
 
 class Choices(_Fields):
-    """Those that a resumed run makes again. A kind of attention that is unknown here counts as none."""
+    """Choices that a resumed run repeats. An unknown kind of attention counts as none."""
 
     attention: str = ""
     batch_size: Number = 1
@@ -55,28 +55,28 @@ class Choices(_Fields):
     cpu_fp32: Library = "mkl"
 
 
-class Told(_Fields):
-    """What whoever uses the weights needs to know; in a file of weights alone it is the header."""
+class WeightsMeta(_Fields):
+    """Fields that users of the weights need; in a file of weights alone they are in the header."""
 
     choices: Choices = Choices()
     classes: list[str] | None = None
     fp32_modules: list[str] = []
     metrics: dict[str, float | None] = {}
     settings: dict[str, Any] = {}
-    """By dotted key; checked where they are loaded."""
+    """By dotted key; checked when they are loaded."""
 
 
 class BestState(_Fields):
     figure: float | None = None
     acc1: float = 0.0
-    """`figure`, as it was called when nothing else could decide."""
+    """Older name of `figure`, from when the best was always by acc1."""
     kind: Literal["acc1", "acc5", "loss", "ema_acc1", "ema_acc5", "ema_loss"] = "acc1"
     update: Count = 0
     epoch: Count = 0
     stale: Count = 0
 
 
-class Meta(Told):
+class Meta(WeightsMeta):
     """meta.json"""
 
     format: int
@@ -97,7 +97,7 @@ class Meta(Told):
 
 
 class Input(_Fields):
-    """How the pixels of a file of weights alone were prepared."""
+    """Preprocessing of images, in the header of a file of weights alone."""
 
     image_size: Number = 1
     mean: list[float] = []
@@ -140,13 +140,13 @@ class MeterState(_Fields):
     skipped_in_a_row: Count = 0
 
 
-class Moved(_Fields):
-    """What tools read of state.pt."""
+class MovedModules(_Fields):
+    """Fields of state.pt that tools read."""
 
     fp32_modules: list[str]
 
 
-class State(Moved):
+class State(MovedModules):
     """state.pt"""
 
     optimizer: OptimizerState
@@ -154,7 +154,7 @@ class State(Moved):
     trained: list[str] | None = None
     moved: Count
     scaler: Annotated[dict[str, Any], Field(max_length=0)] | ScalerState
-    """Empty where loss scaling is off."""
+    """Empty if loss scaling is off."""
     skips: Skips
     ema_updates: Count
     position: PositionState
@@ -166,16 +166,16 @@ class State(Moved):
     def _names_all_weights(self) -> State:
         groups = sum(len(group.params) for group in self.optimizer.param_groups)
         if self.trained is not None and len(self.trained) != groups:
-            raise ValueError(f"{len(self.trained)} names of trained weights, and the optimizer has {groups}")
+            raise ValueError(f"{len(self.trained)} names of trained weights, but the optimizer has {groups}")
         return self
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The checked content of a meta.json."""
+    """Read and check a meta.json."""
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path.parent}: not a whole checkpoint, {path.name} is missing.") from None
+        raise UserError(f"{path.parent}: incomplete checkpoint, {path.name} is missing.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
     version = meta.get("format", FORMAT) if isinstance(meta, dict) else FORMAT
@@ -186,13 +186,13 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def check_fields(fields: type[BaseModel], content: object, path: Path) -> None:
-    """Raise UserError where something of `content`, read from `path`, is missing or wrong."""
+    """Raise UserError if a field of `content`, read from `path`, is missing or wrong."""
     try:
         fields.model_validate(content)
     except ValidationError as error:
-        found = [_in_words(details) for details in error.errors(include_url=False, include_input=False)]
-        more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-        raise UserError(f"{path}: damaged, {'; '.join(found[:MOST_NAMED])}{more}.") from None
+        problems = [_in_words(details) for details in error.errors(include_url=False, include_input=False)]
+        more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
+        raise UserError(f"{path}: damaged, {'; '.join(problems[:MOST_LISTED])}{more}.") from None
 
 
 def _in_words(details: Any) -> str:

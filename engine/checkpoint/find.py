@@ -1,4 +1,4 @@
-"""Find the checkpoint that a path means, and check that a run can be resumed from it."""
+"""Finding the checkpoint at a path, and checking that a run can be resumed from it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.checkpoint.folder import META, STATE, WEIGHTS, Checkpoint, inspect, 
 from utils.errors import UserError
 from utils.log import log
 
-PADDLES = (".pdparams", ".pdopt", ".pdema", ".pdstates")
+PADDLE_ENDINGS = (".pdparams", ".pdopt", ".pdema", ".pdstates")
 Check = Callable[[Checkpoint], Checkpoint]
-"""Gives the checkpoint back, or raises UserError."""
+"""Returns the checkpoint, or raises UserError."""
 
 
 def resumable(checkpoint: Checkpoint) -> Checkpoint:
@@ -22,46 +22,47 @@ def resumable(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
-    """The checkpoint that a path means: a checkpoint's folder, a file in it, or a run's folder (its newest good one).
+    """The checkpoint at `path`: its folder, a file in it, or a run's folder (its newest undamaged checkpoint).
 
-    `epoch` above 0 asks for the one saved at the end of that epoch.
+    `epoch` above 0: only a checkpoint saved at the end of that epoch.
     """
     folder, root = _places(path)
     if folder is not None:
         return check(_of_epoch(inspect(folder), epoch))
     found = newest_good(root, epoch, check)
     if found is None:
-        asked = f" of epoch {epoch}" if epoch else ""
-        raise UserError(f"-resume {path}: no usable checkpoint{asked} is there (looked for {root}/step-*).")
+        which = f" of epoch {epoch}" if epoch else ""
+        raise UserError(f"-resume {path}: no usable checkpoint{which} found (looked for {root}/step-*).")
     return found
 
 
 def check_resumable(path: Path, epoch: int = 0) -> None:
-    """Raise what can be said of -resume at once; a checkpoint's contents are read later, by one process for all."""
+    """Raise UserError for a wrong -resume path. Contents are checked later, by one process for all."""
     folder, root = _places(path)
     if folder is not None:
         _of_epoch(inspect(folder), epoch)
     elif not any(root.glob("step-*")):
-        raise UserError(f"-resume {path}: no usable checkpoint is there (looked for {root}/step-*).")
+        raise UserError(f"-resume {path}: no usable checkpoint found (looked for {root}/step-*).")
 
 
 def _places(path: Path) -> tuple[Path | None, Path]:
-    """The one checkpoint that `path` means, if it means one; and where a run's checkpoints would be."""
-    prefix = path.with_name(f"{path.name}.pdparams")  # as PaddleViT names two files at once
-    if path.suffix in PADDLES or (not path.exists() and prefix.exists()):
+    """The checkpoint's folder, if `path` names a single one; and the folder of a run's checkpoints."""
+    prefix = path.with_name(f"{path.name}.pdparams")  # PaddleViT names two files by their common prefix
+    if path.suffix in PADDLE_ENDINGS or (not path.exists() and prefix.exists()):
         raise UserError(
-            f"-resume {path}: a checkpoint of PaddleViT's, and -resume continues runs of vitamp's own. Start a new "
-            f"run from its weights: -pretrained {path.with_suffix('.pdparams') if path.suffix in PADDLES else prefix}."
+            f"-resume {path}: this is a checkpoint of PaddleViT; -resume takes only runs of vitamp. Start a new run "
+            "from its weights: -pretrained "
+            f"{path.with_suffix('.pdparams') if path.suffix in PADDLE_ENDINGS else prefix}."
         )
     if not path.exists():
-        raise UserError(f"-resume {path}: there is no such file or folder.")
+        raise UserError(f"-resume {path}: no such file or folder.")
     folder = path.parent if path.is_file() else path
     if (folder / META).exists() or folder.name.startswith("step-"):
         return folder, folder.parent
     if path.is_file() and path.name.endswith(WEIGHTS):
         raise UserError(
-            f"-resume {path}: this is a file of weights and not a run of vitamp's to go on with: it has no {META} "
-            f"beside it. Start a new run from these weights by -pretrained {path}."
+            f"-resume {path}: this is a file of weights alone, without {META} beside it, so there is no run to resume. "
+            f"Start a new run from these weights: -pretrained {path}."
         )
     return None, folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
@@ -75,11 +76,12 @@ def _of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
 
 
 def _ends(checkpoint: Checkpoint, epoch: int) -> bool:
-    """Whether it was saved at the end of that epoch, and not in its middle."""
+    """Whether it was saved at the end of that epoch, not within it."""
     return checkpoint.meta["epoch"] == epoch and checkpoint.meta.get("epoch_finished", False)
 
 
 def newest_good(root: Path, epoch: int = 0, check: Check = verify) -> Checkpoint | None:
+    """Newest checkpoint in `root` that passes `check`. Warns about each one that does not."""
     for folder in sorted(root.glob("step-*"), reverse=True):
         try:
             found = inspect(folder)
@@ -87,5 +89,5 @@ def newest_good(root: Path, epoch: int = 0, check: Check = verify) -> Checkpoint
                 continue
             return check(found)
         except UserError as error:
-            log.warning("%s The one before it is tried.", error)
+            log.warning("%s Trying the checkpoint before it.", error)
     return None

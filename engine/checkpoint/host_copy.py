@@ -1,24 +1,24 @@
-"""A copy of tensors in host memory that is allocated once and used again and again."""
+"""Copies of tensors in host memory that is allocated once and reused."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = TypeVar("T")
 Layout = list[tuple[torch.Size, torch.dtype]]
 CHUNK = 2**28
-"""Page-locked memory comes in powers of two; pieces of one waste none of it."""
+"""Page-locked memory is allocated in powers of two, so chunks of one waste nothing."""
 ALIGNED, PAGE = 64, 4096
 
 
-class StandingCopy:
-    """Holds one snapshot at a time: `take` writes over what the last one held."""
+class HostCopy:
+    """Host memory for one snapshot at a time: `take` overwrites the previous one."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -28,7 +28,7 @@ class StandingCopy:
         self._reserving: threading.Thread | None = None
 
     def reserve(self, tree: Any) -> int:
-        """Begin to get memory for the tensors in `tree`, in the background; returns how many bytes it will be."""
+        """Start to allocate memory for the tensors in `tree` in a thread. Returns its size in bytes."""
         self._layout = _layout(_tensors(tree))
         sizes = _chunks(self._layout)
         self._reserving = threading.Thread(target=self._allocate, args=(self._layout, sizes), daemon=True)
@@ -36,7 +36,7 @@ class StandingCopy:
         return sum(sizes)
 
     def take(self, tree: T) -> T:
-        """`tree` with its tensors as they are now, in host memory that nothing else writes to until the next call."""
+        """Copy `tree` with its tensors to host memory, which stays unchanged until the next call."""
         tensors = _tensors(tree)
         if self._reserving is not None:
             self._reserving.join()
@@ -46,28 +46,28 @@ class StandingCopy:
             self._allocate(self._layout, _chunks(self._layout))
         for place, tensor in zip(self._places, tensors, strict=True):
             if tensor.is_cpu and tensor.is_contiguous():
-                # By one thread: memory is the limit, and on a busy machine torch's threads wait long for each other.
+                # In one thread: memory is the limit, and on a busy machine torch's threads wait long for each other.
                 np.copyto(_bytes(place), _bytes(tensor))
             else:
                 place.copy_(tensor, non_blocking=self._pinned)
         if self._pinned:
             torch.cuda.current_stream().synchronize()
         places = iter(self._places)
-        return _with_tensors(tree, lambda _: next(places))
+        return tree_map_only(Tensor, lambda _: next(places), tree)
 
     def _allocate(self, layout: Layout, sizes: list[int]) -> None:
         if self._device is not None:
-            torch.cuda.set_device(self._device)  # a new thread's is the first one, which may be another rank's
-        self._places = []  # first: there is not memory for two
+            torch.cuda.set_device(self._device)  # a new thread starts on device 0, which may be another rank's
+        self._places = []  # free the old memory first: there may be no room for both
         remaining = iter(sizes)
-        left, used = np.empty(0, np.uint8), 0
+        chunk, used = np.empty(0, np.uint8), 0
         for shape, dtype in layout:
             size = shape.numel() * dtype.itemsize
-            if used + size > len(left):
-                left, used = torch.empty(next(remaining), dtype=torch.uint8, pin_memory=self._pinned).numpy(), 0
-                left[::PAGE] = 0  # now, not during the first copy, the system finds the memory
-            # By way of numpy each tensor has a storage of its own: torch.save writes whole storages.
-            self._places.append(torch.from_numpy(left[used : used + size]).view(dtype).view(shape))
+            if used + size > len(chunk):
+                chunk, used = torch.empty(next(remaining), dtype=torch.uint8, pin_memory=self._pinned).numpy(), 0
+                chunk[::PAGE] = 0  # touch each page now, so that the first copy does not wait for the system
+            # From numpy, each tensor gets a storage of its own: torch.save writes whole storages.
+            self._places.append(torch.from_numpy(chunk[used : used + size]).view(dtype).view(shape))
             used += _aligned(size)
 
 
@@ -76,7 +76,7 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 
 def _chunks(layout: Layout) -> list[int]:
-    """Sizes of the pieces of memory, so that no tensor lies across two."""
+    """Sizes of the chunks of memory, such that no tensor crosses from one into the next."""
     sizes = [0]
     for shape, dtype in layout:
         size = shape.numel() * dtype.itemsize
@@ -94,30 +94,13 @@ def _layout(tensors: list[Tensor]) -> Layout:
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-def copied(tree: T) -> T:
-    """`tree` with its tensors on the host: those that are there already are themselves, not copies."""
-    return _with_tensors(tree, lambda tensor: tensor.detach().cpu())
+def on_host(tree: T) -> T:
+    """`tree` with its tensors on the host; tensors that are there already are not copied."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        found.append(tensor.detach())
-        return tensor
-
-    _with_tensors(tree, collect)
-    return found
-
-
-def _with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, dict):
-        return {key: _with_tensors(item, change) for key, item in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_with_tensors(item, change) for item in tree)
-    return tree
+    return [leaf.detach() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def size_words(size: int) -> str:

@@ -1,4 +1,4 @@
-"""What an optimiser remembers of each weight, put back: by the weights' names, whichever of them are trained now."""
+"""Restoring an optimiser's state by the names of its weights, even if other weights are trained now."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.checkpoint.shard_files import put_in
+from engine.checkpoint.shard_files import add_moments, shard_state
 from engine.parallel.fsdp import Sharding
 from utils.errors import UserError
 
@@ -16,7 +16,7 @@ GROUPS = "param_groups"
 
 
 def trained_weights(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names, in the order in which the optimiser numbers them."""
+    """Names of the trained weights, in the order in which the optimiser numbers them."""
     names = {id(weight): name for name, weight in model.named_parameters()}
     return [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
 
@@ -28,31 +28,32 @@ def load_optimizer(
     moments: Mapping[str, Tensor],
     sharding: Sharding | None,
 ) -> None:
-    """`moments`: what the shards of a checkpoint hold beside `state`."""
+    """Load the saved `state` into `optimizer`. `moments`: the part of it that is in a checkpoint's shards."""
     if state["optimizer_name"] != type(optimizer).__name__:
         raise UserError(
-            f"TRAIN.OPTIMIZER.NAME: the run was trained with {state['optimizer_name']}, now it is "
-            f"{type(optimizer).__name__}; keep it, or start a new run by -pretrained."
+            f"TRAIN.OPTIMIZER.NAME: the run was trained with {state['optimizer_name']}, and it is "
+            f"{type(optimizer).__name__} now. Set it back, or start a new run with -pretrained."
         )
     saved, now = state["optimizer"], optimizer.state_dict()
-    put_in(saved, moments, [], None)
+    add_moments(saved, moments)
     before, names = state.get("trained"), trained_weights(model, optimizer)
     if before is not None and before != names:
-        saved = _as_grouped_now(saved, before, now, names)
+        saved = _regrouped(saved, before, now, names)
     sizes = [[len(group["params"]) for group in groups] for groups in (saved[GROUPS], now[GROUPS])]
     if sizes[0] != sizes[1]:
         raise UserError(
-            f"the optimiser's groups hold {sizes[0]} tensors in the checkpoint and {sizes[1]} now; was "
-            "TRAIN.WEIGHT_DECAY or TRAIN.WEIGHT_DECAY_ALL changed between zero and not?"
+            f"the optimiser's groups have {sizes[0]} tensors in the checkpoint and {sizes[1]} now; was "
+            "TRAIN.WEIGHT_DECAY changed from or to zero, or TRAIN.WEIGHT_DECAY_ALL changed?"
         )
-    put_in(saved, {}, [weight for group in optimizer.param_groups for weight in group["params"]], sharding)
-    # Settings are the present ones; what a fresh group lacks is not a setting: LAMB counts its steps there.
+    if sharding is not None:
+        shard_state(saved, [weight for group in optimizer.param_groups for weight in group["params"]], sharding)
+    # Settings are those of now. A key that a new group lacks is no setting: LAMB counts its steps there.
     groups = [{**old, **new} for old, new in zip(saved[GROUPS], now[GROUPS], strict=True)]
     optimizer.load_state_dict({"state": saved["state"], GROUPS: groups})
 
 
-def _as_grouped_now(saved: dict[str, Any], before: list[str], now: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """The saved state as if these weights, in these groups, had been trained then. New ones begin as fresh."""
+def _regrouped(saved: dict[str, Any], before: list[str], now: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Saved state, renumbered for the weights and groups of now. Newly trained weights start with a new state."""
     states = {before[number]: values for number, values in saved["state"].items()}
     fresh = {names[number]: values for number, values in now["state"].items()}
     numbered = {

@@ -1,4 +1,4 @@
-"""Saved weights at a path: a run's checkpoint, one checkpoint, or a file of weights alone."""
+"""Saved weights at a path: a run, a checkpoint, or a file of weights alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.checkpoint.chosen import checkpoint_of
-from engine.checkpoint.fields import Moved, check_fields
+from engine.checkpoint.fields import MovedModules, check_fields
 from engine.checkpoint.folder import EMA, META, MODEL, STATE, Checkpoint, inspect, verify
 from engine.checkpoint.shard_files import files_of
-from engine.checkpoint.weights_file import read_told
+from engine.checkpoint.weights_file import read_weights_meta
 from utils.better_weights import BOTH, Choice, Wanted, Which, choose_weights
 from utils.cli import CommandLine
 from utils.config import Config, load_config
@@ -27,61 +27,61 @@ FILES: dict[Which, str] = {"model": MODEL, "ema": EMA}
 
 @dataclass(frozen=True)
 class Saved:
-    """What lies at a path, looked at and not loaded."""
+    """Weights at a path, checked but not loaded."""
 
     path: Path
     meta: dict[str, Any]
     checkpoint: Checkpoint | None = None
     """None: a file of weights alone."""
     only: Which | None = None
-    """Which weights such a file holds."""
+    """Weights that such a file has."""
 
     def has(self, which: Which) -> bool:
         return self.checkpoint.has(FILES[which]) if self.checkpoint else which == self.only
 
     def require(self, which: Which) -> None:
         if not self.has(which):
-            lacks, instead = ("moving average (TRAIN.MODEL_EMA)", "model") if which == "ema" else ("plain", "ema")
-            raise UserError(f"-weights {which}: {self.path} holds no {lacks} weights; take -weights {instead}.")
+            missing, instead = ("EMA (TRAIN.MODEL_EMA)", "model") if which == "ema" else ("plain", "ema")
+            raise UserError(f"-weights {which}: {self.path} has no {missing} weights; use -weights {instead}.")
 
     def where(self, which: Which) -> Path:
         return self.path / FILES[which] if self.checkpoint else self.path
 
     def tensors(self, which: Which) -> dict[str, Tensor]:
-        """Hashed before they are used."""
+        """Load the weights, after a check of their hashes."""
         if self.checkpoint is None:
             with safe_open(str(self.path), framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         files = self.checkpoint.meta["files"]
         wanted = {name: files[name] for name in files_of(FILES[which], files)}
         verify(replace(self.checkpoint, meta={**self.checkpoint.meta, "files": wanted}))
         return self.checkpoint.tensors(FILES[which])
 
     def settings(self) -> dict[str, Any] | None:
-        """Those of the run, by dotted key; of an older checkpoint from where its run keeps them."""
+        """The run's settings by dotted key; for an older checkpoint, those in the config.yaml of its run."""
         run = run_folder_of(self.path) if self.checkpoint and "settings" not in self.meta else None
         if run is None or not (run / "config.yaml").exists():
             return self.meta.get("settings")
         return values_to_keep(load_config(str(run / "config.yaml")).config)
 
     def fp32_modules(self) -> list[str]:
-        """What AMP.AUTO_FP32 had moved to fp32 by then."""
+        """Modules that AMP.AUTO_FP32 had moved to fp32."""
         if self.checkpoint is None:
             return self.meta.get("fp32_modules", [])
-        state = self.checkpoint.state(mapped=True)  # since nearly all of it is the optimiser's
-        check_fields(Moved, state, self.path / STATE)
+        state = self.checkpoint.state(mapped=True)  # nearly all of it is the optimiser's, and not read
+        check_fields(MovedModules, state, self.path / STATE)
         return state["fp32_modules"]
 
 
 def find_saved(path: Path, weights: Wanted) -> tuple[Saved, Choice]:
-    """What lies there, and which of its weights are meant."""
+    """Weights at `path`, and the choice between the plain ones and the EMA."""
     if not path.exists():
-        raise UserError(f"{path}: there is no such file or folder; name a run, a checkpoint, or its weights.")
+        raise UserError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
     if not path.is_file() and not path.is_dir():
-        raise UserError(f"{path}: it is {kind_of_path(path)}; name a run, a checkpoint, or its weights.")
+        raise UserError(f"{path}: this is {kind_of_path(path)}. Name a run, a checkpoint, or a file of weights.")
     why = ""
     if path.is_file() and not (path.parent / META).exists():
-        meta, only = read_told(path)
+        meta, only = read_weights_meta(path)
         saved = Saved(path, meta, only=only)
     else:
         folder, why = checkpoint_of(path)
@@ -99,16 +99,16 @@ def find_saved(path: Path, weights: Wanted) -> tuple[Saved, Choice]:
 def config_of(
     saved: Saved, flags: dict[str, tuple[Any, str]] | None = None, given: CommandLine | None = None
 ) -> Config:
-    """The run's settings, with what is given here in their place."""
-    kept = saved.settings()
-    if kept is None:
+    """The run's settings, overridden by `flags` and `given`."""
+    own = saved.settings()
+    if own is None:
         raise UserError(
-            f"{saved.path / META}: has no settings, as checkpoints of older versions have not, and no config.yaml of "
-            "its run lies two folders above: put the checkpoint back into RUN/checkpoints, beside RUN/config.yaml."
+            f"{saved.path / META}: contains no settings (written by an older version), and the run's config.yaml is "
+            "not two folders above. Put the checkpoint back into RUN/checkpoints, beside RUN/config.yaml."
         )
-    if unknown := sorted(set(kept) - settings().keys()):
+    if unknown := sorted(set(own) - settings().keys()):
         names = ", ".join(unknown)
-        raise UserError(f"{saved.path}: has settings unknown here, {names}; use the version of vitamp that trained it.")
-    base = {key: (value, f"{saved.path}") for key, value in kept.items()}
-    fresh = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED"), (None, ""))
-    return load_config(None, {**base, **fresh, **(flags or {})}, given.words if given else {}).config
+        raise UserError(f"{saved.path}: unknown settings {names}; use the version of vitamp that trained it.")
+    base = {key: (value, f"{saved.path}") for key, value in own.items()}
+    unset = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED"), (None, ""))
+    return load_config(None, {**base, **unset, **(flags or {})}, given.words if given else {}).config

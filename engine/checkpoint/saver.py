@@ -1,7 +1,7 @@
-"""Saving while training goes on: a copy of that moment in standing memory, and a thread that writes it.
+"""Saving in the background: training pauses only for a copy to host memory, which a thread writes to the disk.
 
-What the disk refuses does not end a run. It is told and tried again; no earlier checkpoint is removed before the new
-one is safely there. Only a run that would end with its last state unsaved fails.
+A disk error does not end a run: it is logged and the write is retried. No earlier checkpoint is removed before the new
+one is safely on the disk. A run fails only if it would end with its last state unsaved.
 """
 
 from __future__ import annotations
@@ -11,37 +11,52 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from engine.checkpoint.folder import best_of, folder_name, prune, publish, read_index, write_files, write_index
-from engine.checkpoint.host_copy import StandingCopy, copied, size_words
+from engine.checkpoint.folder import (
+    best_of,
+    folder_name,
+    new_checkpoint,
+    prune,
+    read_index,
+    write_files,
+    write_index,
+)
+from engine.checkpoint.host_copy import HostCopy, on_host, size_words
 from engine.measure.meters import Means
 from engine.measure.progress import Best, Position
+from engine.update import Parts
 from utils.config.schema import Config
 from utils.errors import TrainingError
 from utils.log import log
 
 PAUSES = (5.0, 20.0, 60.0)
-"""Seconds between attempts while training goes on; the last one again and again."""
+"""Seconds between attempts while training continues; the last one repeats."""
 PAUSES_AT_THE_END = (1.0, 3.0, 6.0)
 SECONDS_OF_SILENCE, SECONDS_AFTER_A_FAILURE = 60.0, 10.0
+BYTES_SAVED_PER_SECOND = 200e6
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The run at one update, ready to be written. Where its tensors come from is the business of `fill` alone."""
+    """State of a run after one update: all that this rank saves."""
 
-    update: int
+    tensors: dict[str, dict[str, Tensor]]
+    """By the file they are written to."""
+    state: dict[str, Any]
     meta: dict[str, Any]
-    fill: Callable[[Path], None]
-    """Writes all files but meta.json into the folder it is given; called again where that failed."""
     best: int | None
-    """The update of the best validation so far."""
+    """Update of the best validation so far."""
+    paused_at: float = field(default_factory=time.perf_counter)
+    """When training was paused to take it, by time.perf_counter."""
+
+    @property
+    def update(self) -> int:
+        return self.meta["update"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +64,8 @@ class _Written:
     folder: Path
     size: int
     seconds: float
-    trouble: OSError | None
-    """What kept index.json or the removal of older ones from following."""
+    index_error: OSError | None
+    """Error that kept index.json from being updated, or older checkpoints from being removed."""
 
 
 @dataclass(frozen=True)
@@ -59,126 +74,140 @@ class _Failed:
     error: Exception
 
 
-def progress(position: Position, finished_epoch: int | None, figures: dict[str, Means], best: Best) -> dict[str, Any]:
-    """Where a checkpoint stands, for its meta.json. `figures`: of a validation at this very update."""
+def progress(position: Position, finished_epoch: int | None, metrics: dict[str, Means], best: Best) -> dict[str, Any]:
+    """Position and metrics of a checkpoint, for its meta.json. `metrics`: of a validation after this very update."""
     return {
         "epoch": finished_epoch or position.epoch,
         "epoch_finished": finished_epoch is not None,
         "update": position.update,
         "metrics": {
-            f"{prefix}{name}": value for prefix, means in figures.items() for name, value in vars(means).items()
+            f"{prefix}{name}": value for prefix, means in metrics.items() for name, value in vars(means).items()
         },
         "best": best.record(),
     }
 
 
-class Saver:
-    """Writes a run's checkpoints, one at a time. Lives on the rank that writes; on the others it has nothing to do."""
+def estimate_seconds(parts: Parts) -> float:
+    """Cautious estimate for the first checkpoint: weights, EMA, and two optimiser moments of each weight."""
+    weights = sum(p.nbytes for p in parts.model.parameters())
+    return (4 if parts.ema else 3) * weights / BYTES_SAVED_PER_SECOND
+
+
+class RankSaver:
+    """Saver of a rank that writes nothing, and base class of those that write.
+
+    The trainer calls the same methods on every rank.
+    """
+
+    longest = 0.0
+    """Seconds that the slowest checkpoint took to write; only rank 0 knows."""
+    reserved = True
+    """Whether `reserve` has nothing left to do."""
+
+    def reserve(self, snapshot: Snapshot) -> None:
+        """Allocate host memory for copies of such a snapshot in the background, before the first save needs it."""
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Save `snapshot`, whose tensors training may change as soon as this returns."""
+
+    def wait_for_writer(self) -> None:
+        """Wait until the previous snapshot is written."""
+
+    def report(self) -> None:
+        """Log what has been written, or could not be, since the last call."""
+
+    def finish(self) -> None:
+        """Wait until the last snapshot is saved; raise TrainingError if it cannot be."""
+
+    def finish_after_failure(self) -> None:
+        """Give a write in progress some time: the run has failed, but this snapshot was taken before."""
+
+
+class Saver(RankSaver):
+    """Rank 0's saver: writes checkpoints, one at a time, and removes old ones."""
 
     def __init__(self, root: Path, config: Config, pinned: bool) -> None:
         self._root, self._config = root, config
-        self._copy = StandingCopy(pinned) if config.SAVE_IN_BACKGROUND else None
+        self._copy = HostCopy(pinned) if config.SAVE_IN_BACKGROUND else None
         self._thread: threading.Thread | None = None
         self._superseded = threading.Event()
         self._outcomes: queue.SimpleQueue[_Written | _Failed] = queue.SimpleQueue()
         self._unsaved: Snapshot | None = None
         self._failing: dict[int, str] = {}
-        self._blocked: dict[str, float] = {}
+        self._pauses: dict[str, float] = {}
         self._saves = 0
-        self.prepared = False
-        self.blocked = 0.0
-        """Seconds that training stood still for saving, in all."""
-        self.longest = 0.0
-        """Seconds that the slowest checkpoint took to write."""
+        self.reserved = self._copy is None
+        self.seconds_paused = 0.0
+        """How long training was paused for saving, in all."""
 
-    def prepare(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-        """Get the memory for the copies before it is needed, while training goes on."""
-        self.prepared = True
+    def reserve(self, snapshot: Snapshot) -> None:
+        self.reserved = True
         if self._copy is not None:
-            size = self._copy.reserve((tensors, state))
+            size = self._copy.reserve((snapshot.tensors, snapshot.state))
             log.info(
-                "Checkpoints are copied to %s of host memory and written from there while training goes on "
+                "Checkpoints are copied to %s of host memory and written from there while training continues "
                 "(SAVE_IN_BACKGROUND).",
                 size_words(size),
             )
 
-    def save(
-        self,
-        tensors: dict[str, dict[str, Tensor]],
-        state: dict[str, Any],
-        meta: dict[str, Any],
-        best: Best,
-        began: float,
-    ) -> None:
-        """Save what these hold now. `began`: since when training stands still for it, by time.perf_counter."""
+    def save(self, snapshot: Snapshot) -> None:
         self.wait_for_writer()
-        if not self.prepared:
-            self.prepare(tensors, state)
-        if self._copy is not None:
-            tensors, state = self._copy.take((tensors, state))
-        else:
-            tensors, state = copied((tensors, state))
-
-        def fill(folder: Path) -> None:
-            self.write(folder, tensors, state)
-
-        best_update = best.update if best.figure is not None else None
-        self.start(Snapshot(meta["update"], meta, fill, best_update), began)
-
-    def write(self, folder: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-        """Put the tensors and the state into `folder`."""
-        write_files(folder, tensors, state)
-
-    def start(self, snapshot: Snapshot, began: float) -> None:
-        """Write `snapshot`, whose tensors nobody changes until the next one is started."""
-        self.wait_for_writer()
-        self._unsaved = snapshot
+        if not self.reserved:
+            self.reserve(snapshot)
+        live = snapshot.tensors, snapshot.state
+        tensors, state = on_host(live) if self._copy is None else self._copy.take(live)
+        self._unsaved = snapshot = replace(snapshot, tensors=tensors, state=state)
         if self._copy is None:
             self._attempt(snapshot)
         else:
             self._superseded.clear()
             self._thread = threading.Thread(target=self._keep_trying, args=(snapshot,), name="saver", daemon=True)
             self._thread.start()
-        passed = time.perf_counter() - began
-        self._blocked[folder_name(snapshot.update)] = passed
-        self.blocked += passed
+        pause = time.perf_counter() - snapshot.paused_at
+        self._pauses[folder_name(snapshot.update)] = pause
+        self.seconds_paused += pause
         self._saves += 1
-        self.look()
+        self.report()
 
-    def look(self) -> None:
-        """Tell what became of what was being written; costs nothing where nothing was."""
+    def write(self, folder: Path, snapshot: Snapshot) -> None:
+        """Write all files but meta.json into `folder`."""
+        write_files(folder, snapshot.tensors, snapshot.state)
+
+    def report(self) -> None:
         while not self._outcomes.empty():
-            self._tell(self._outcomes.get())
+            outcome = self._outcomes.get()
+            if isinstance(outcome, _Written):
+                self._report_written(outcome)
+            else:
+                self._report_failed(outcome)
 
     def finish(self) -> None:
-        """Wait until the last snapshot is safe, and fail if it cannot be saved."""
         self.wait_for_writer()
-        self.look()
+        self.report()
         if self._saves > 1:
-            log.info("For %d checkpoints training stood still for %.3f s in all.", self._saves, self.blocked)
+            log.info("Saving %d checkpoints paused training for %.3f s in all.", self._saves, self.seconds_paused)
         for pause in PAUSES_AT_THE_END:
             if self._unsaved is None:
                 return
-            log.info("The last state is not saved yet: trying again in %g s.", pause)
+            log.info("The last state is not saved yet; retrying in %g s.", pause)
             time.sleep(pause)
             self._attempt(self._unsaved)
-            self.look()
+            self.report()
         if self._unsaved is not None:
             last = read_index(self._root)["last"]
             raise TrainingError(
                 f"the state after update {self._unsaved.update} could not be saved and is lost: "
                 f"{self._failing.get(self._unsaved.update, self._root)}. "
-                + (f"The last checkpoint is {last}; mend that, and go on by -resume." if last else "There is none.")
+                + (f"The last checkpoint is {last}; fix this and resume with -resume." if last else "There is none.")
             )
 
-    def let_end(self) -> None:
-        """The run has failed: what is being written was good before that, and is still to become a checkpoint."""
+    def finish_after_failure(self) -> None:
         self._superseded.set()
         if self._thread is not None:
             self._thread.join(SECONDS_AFTER_A_FAILURE)
 
     def wait_for_writer(self) -> None:
-        """Let the thread end what it is writing; what it could not write until now it is not to try again."""
+        """Wait until the thread has ended its current attempt; a failed attempt is not retried."""
         self._superseded.set()
         thread, self._thread = self._thread, None
         while thread is not None and thread.is_alive():
@@ -187,7 +216,7 @@ class Saver:
                 log.warning("Still waiting for a checkpoint to be written to %s.", self._root)
 
     def _keep_trying(self, snapshot: Snapshot) -> None:
-        """In the thread: write, and after a pause again, until it is done or a newer snapshot takes its place."""
+        """Write in the thread, and retry after a pause until it is done or a newer snapshot replaces this one."""
         attempt = 0
         while not self._attempt(snapshot):
             if self._superseded.wait(PAUSES[min(attempt, len(PAUSES) - 1)]):
@@ -195,22 +224,25 @@ class Saver:
             attempt += 1
 
     def _attempt(self, snapshot: Snapshot) -> bool:
-        """Whether there is nothing more to do for this snapshot."""
+        """True if nothing is left to do for this snapshot."""
         began = time.perf_counter()
+        folder = self._root / folder_name(snapshot.update)
         try:
-            folder = publish(self._root, snapshot.update, snapshot.meta, snapshot.fill)
+            with new_checkpoint(self._root, snapshot.update, snapshot.meta) as hidden:
+                self.write(hidden, snapshot)
             size = sum(path.stat().st_size for path in folder.iterdir())
-            trouble = self._tend(folder, snapshot.best)
-        except Exception as error:  # told in the training thread; one that is not the disk's ends the run there
+            index_error = self._update_index(folder, snapshot.best)
+        except Exception as error:  # reported in the training thread, where all but a disk error ends the run
             self._outcomes.put(_Failed(snapshot.update, error))
             return not isinstance(error, OSError)
         self._unsaved = None
-        self.longest = max(self.longest, time.perf_counter() - began)
-        self._outcomes.put(_Written(folder, size, time.perf_counter() - began, trouble))
+        seconds = time.perf_counter() - began
+        self.longest = max(self.longest, seconds)
+        self._outcomes.put(_Written(folder, size, seconds, index_error))
         return True
 
-    def _tend(self, folder: Path, best_update: int | None) -> OSError | None:
-        """Name the last and the best one, and remove those that need not be kept."""
+    def _update_index(self, folder: Path, best_update: int | None) -> OSError | None:
+        """Record the last and the best checkpoint, and remove those that need not be kept."""
         try:
             best = best_of(self._root, best_update)
             write_index(self._root, folder.name, best)
@@ -219,36 +251,38 @@ class Saver:
             return error
         return None
 
-    def _tell(self, outcome: _Written | _Failed) -> None:
-        if isinstance(outcome, _Written):
-            self.longest = max(self.longest, outcome.seconds)
-            log.info(
-                "Checkpoint %s: %s, written in %.1f s; training stood still for %.3f s.",
-                outcome.folder.name,
-                size_words(outcome.size),
-                outcome.seconds,
-                self._blocked.pop(outcome.folder.name, 0.0),
+    def _report_written(self, outcome: _Written) -> None:
+        log.info(
+            "Checkpoint %s: %s, written in %.1f s; training paused for %.3f s.",
+            outcome.folder.name,
+            size_words(outcome.size),
+            outcome.seconds,
+            self._pauses.pop(outcome.folder.name, 0.0),
+        )
+        self._failing = {}
+        if outcome.index_error:
+            log.warning(
+                "index.json was not updated, or older checkpoints were not removed: %s.",
+                self._words(outcome.index_error),
             )
-            self._failing = {}
-            if outcome.trouble:
-                log.warning("Older checkpoints and index.json stay as they are: %s.", self._words(outcome.trouble))
-            return
+
+    def _report_failed(self, outcome: _Failed) -> None:
         if not isinstance(outcome.error, OSError):
             raise outcome.error
         words = self._words(outcome.error)
         if self._failing.get(outcome.update) != words:  # another attempt may fail for another reason
             log.warning(
-                "The checkpoint of update %d could not be written: %s. Earlier ones are untouched; training goes on, "
-                "and it is tried again.",
+                "The checkpoint of update %d could not be written: %s. Earlier checkpoints are untouched; training "
+                "continues and the write is retried.",
                 outcome.update,
                 words,
             )
         self._failing = {outcome.update: words}
 
     def _words(self, error: OSError) -> str:
-        # A hidden folder that is gone already helps nobody.
+        # The hidden folder is removed by now, so its path would only confuse.
         where = self._root if ".tmp-" in str(error.filename) else error.filename
         text = f"{where or self._root}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text += f", {size_words(shutil.disk_usage(self._root.parent).free)} are free"
+            text += f", {size_words(shutil.disk_usage(self._root.parent).free)} free"
         return text

@@ -1,8 +1,8 @@
-"""Checkpoints of weights that are dealt out over ranks: each rank writes its rows into a file of its own.
+"""Sharded checkpoints: each rank writes its rows of the weights into a file of its own.
 
-`model.safetensors` becomes `model.shard-1-of-2.safetensors` and `model.shard-2-of-2.safetensors`: the same names in
-each, rows of the first file before rows of the second. So any number of ranks can read what any other number wrote,
-and all of it is safetensors.
+`model.safetensors` becomes `model.shard-1-of-2.safetensors` and `model.shard-2-of-2.safetensors`. Both have the same
+tensor names; rows of the first file come before rows of the second. So any number of ranks can read what any other
+number wrote, and all files are safetensors.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SHARD = re.compile(r"\.shard-(\d+)-of-(\d+)\.safetensors$")
 
 
 def shard_name(name: str, nth: int, count: int) -> str:
-    """`nth` from 0."""
+    """Name of the shard `nth` (from 0) of `count`."""
     return f"{name.removesuffix('.safetensors')}.shard-{nth + 1}-of-{count}.safetensors"
 
 
 def files_of(name: str, files: Collection[str]) -> list[str]:
-    """The file `name`, or its shards in order; empty where neither is all there."""
+    """The file `name`, or its shards in order; empty if neither is complete."""
     if name in files:
         return [name]
     counts = {int(found[2]) for found in map(_SHARD.search, files) if found}
@@ -36,8 +36,8 @@ def files_of(name: str, files: Collection[str]) -> list[str]:
     return wanted if set(wanted) <= set(files) else []
 
 
-class Joined(Mapping[str, Tensor]):
-    """The whole tensors of several shards, each read when it is asked for."""
+class JoinedShards(Mapping[str, Tensor]):
+    """Whole tensors of several shards, each read from disk when it is accessed."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._files: list[Any] = [safe_open(str(path), framework="pt") for path in paths]
@@ -64,21 +64,24 @@ class Joined(Mapping[str, Tensor]):
 def into_shards(
     tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], sharding: Sharding
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """What this rank saves, by the file it goes to, and the state without what it put there."""
-    moments, optimizer = _taken_out(state["optimizer"])
-    found = {name: _rows(named, sharding) for name, named in {**tensors, OPTIMIZER: moments}.items()}
-    names = {name: shard_name(name, sharding.nth, sharding.count) for name in found}
-    return {names[name]: rows for name, rows in found.items()}, {**state, "optimizer": optimizer}
+    """Tensors that this rank saves, by file, and the state without the moments that are among them."""
+    moments, optimizer = _split_moments(state["optimizer"])
+    shards = {
+        shard_name(name, sharding.nth, sharding.count): _rows(named, sharding)
+        for name, named in {**tensors, OPTIMIZER: moments}.items()
+    }
+    return shards, {**state, "optimizer": optimizer}
 
 
 def _rows(tensors: Mapping[str, Tensor], sharding: Sharding) -> dict[str, Tensor]:
-    """Rows of what is dealt out (a small tensor has some for a few ranks only); what all hold goes with the first."""
+    """This rank's rows of sharded tensors, if it has any. The first rank also saves what is not sharded."""
     rows = {name: own_part(tensor.detach()) for name, tensor in tensors.items() if is_dealt(tensor)}
     whole = {name: tensor.detach() for name, tensor in tensors.items() if not is_dealt(tensor)}
     return {name: part for name, part in rows.items() if len(part)} | (whole if sharding.nth == 0 else {})
 
 
-def _taken_out(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _split_moments(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Sharded tensors of the optimizer's state, by number and key, and the state without them."""
     moments: dict[str, Tensor] = {}
     rest: dict[Any, dict[str, Any]] = {}
     for number, values in optimizer["state"].items():
@@ -87,15 +90,16 @@ def _taken_out(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     return moments, {**optimizer, "state": rest}
 
 
-def put_in(
-    optimizer: dict[str, Any], moments: Mapping[str, Tensor], parameters: list[Tensor], how: Sharding | None
-) -> None:
-    """Complete the saved state of an optimiser, dealt out `how` its parameters are now."""
+def add_moments(optimizer: dict[str, Any], moments: Mapping[str, Tensor]) -> None:
+    """Put the moments that `into_shards` took out back into the optimiser's state."""
     for name in moments:
         number, _, key = name.partition(".")
         optimizer["state"].setdefault(int(number), {})[key] = moments[name]
-    if how is not None:
-        for number, values in optimizer["state"].items():
-            for key, value in values.items():
-                if isinstance(value, Tensor):
-                    values[key] = how.like(value, parameters[number])
+
+
+def shard_state(optimizer: dict[str, Any], parameters: list[Tensor], sharding: Sharding) -> None:
+    """Keep this rank's rows of the optimiser's state, as its parameters are sharded now."""
+    for number, values in optimizer["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                values[key] = sharding.like(value, parameters[number])

@@ -1,7 +1,7 @@
-"""Writing a checkpoint with many ranks: each writes its rows, rank 0 the rest, and rank 0 alone makes it appear.
+"""Saving with several ranks that hold shards: each rank writes its own rows, and rank 0 the rest.
 
-Rank 0 leaves the order, which names the hidden folder, in the store where the ranks met; each of the others leaves
-its answer there. Nothing of it passes through the process group: threads beside training do it.
+Rank 0 puts an order with the hidden folder's path into the store that the ranks met at, and each other rank puts its
+answer there. Only threads beside training use the store; nothing passes through the process group.
 """
 
 # torch exports its stores for everybody; its type stubs call them private.
@@ -13,18 +13,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from engine.checkpoint.folder import folder_name, write_files, write_tensors
-from engine.checkpoint.host_copy import StandingCopy
-from engine.checkpoint.saver import Saver
-from engine.checkpoint.shard_files import into_shards
-from engine.checkpoint.state import tensors_of
-from engine.measure.progress import Best
+from engine.checkpoint.host_copy import HostCopy
+from engine.checkpoint.saver import SECONDS_AFTER_A_FAILURE, RankSaver, Saver, Snapshot
 from engine.update import Parts
 from utils.config import Config
 from utils.distributed.world import World
@@ -33,51 +29,44 @@ from utils.log import log
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-BYTES_SAVED_IN_A_SECOND = 200e6
-
 SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_AFTER_A_FAILURE = 10.0
 
 
-def meeting_place() -> Store:
-    """A connection of one's own to the store: another's may be waiting for an answer."""
+def connect_to_store() -> Store:
+    """Open a connection of our own: torch's may be blocked by a call that waits for an answer."""
     from torch.distributed import PrefixStore, distributed_c10d
 
     return PrefixStore("saving", distributed_c10d._get_default_store().clone())
 
 
-def saver_of(folder: Path, config: Config, parts: Parts, world: World) -> tuple[Saver | Helper, bool]:
-    """What saves on this rank, and whether it has anything to save."""
+def saver_of(folder: Path, config: Config, parts: Parts, world: World) -> RankSaver:
+    """Build this rank's saver."""
     root, pinned, sharding = folder / "checkpoints", parts.precision.device.type == "cuda", parts.sharding
     if sharding is None:
-        return Saver(root, config, pinned), world.first
+        return Saver(root, config, pinned) if world.first else RankSaver()
+    if not sharding.writes:
+        return RankSaver()
     if world.first:
-        return ShardedSaver(root, config, pinned, Orders(meeting_place(), sharding.count)), True
-    return Helper(root, world.rank, meeting_place(), pinned), sharding.writes
+        return ShardedSaver(root, config, pinned, connect_to_store(), sharding.count)
+    return ShardWriter(root, world.rank, connect_to_store(), pinned)
 
 
-def all_of_it(parts: Parts, state: dict[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """What this rank has to save: by file its tensors, and the state."""
-    return (
-        (tensors_of(parts), state) if parts.sharding is None else into_shards(tensors_of(parts), state, parts.sharding)
-    )
+class ShardedSaver(Saver):
+    """Rank 0's saver where the other ranks hold rows: orders them to write, and waits for their answers."""
 
+    def __init__(self, root: Path, config: Config, pinned: bool, store: Store, ranks: int) -> None:
+        super().__init__(root, config, pinned)
+        self._store, self._others, self._orders = store, range(1, ranks), 0
 
-class Orders:
-    """Rank 0: has the other ranks write what they hold."""
-
-    def __init__(self, store: Store, ranks: int) -> None:
-        self._store, self._others, self._number = store, range(1, ranks), 0
-
-    def write(self, folder: Path, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-        """Write with all; raises what the disk refused to any of them, once none of them writes any more."""
-        self._number += 1
-        order = {"update": state["position"]["update"], "folder": str(folder.resolve())}
-        self._store.set(f"{self._number}/order", json.dumps(order))
+    def write(self, folder: Path, snapshot: Snapshot) -> None:
+        """Write together with the other ranks. Raise what failed on any of them once all have stopped writing."""
+        self._orders += 1
+        order = {"update": snapshot.update, "folder": str(folder.resolve())}
+        self._store.set(f"{self._orders}/order", json.dumps(order))
         problem: Exception | None = None
         try:
-            write_files(folder, tensors, state)
-        except Exception as error:  # others are still writing into that folder, which is removed once this is raised
+            write_files(folder, snapshot.tensors, snapshot.state)
+        except Exception as error:  # others still write into this folder, which is removed once this is raised
             problem = error
         for rank in self._others:
             problem = self._answer(rank) or problem
@@ -85,7 +74,8 @@ class Orders:
             raise problem
 
     def _answer(self, rank: int) -> Exception | None:
-        key = f"{self._number}/{rank}"
+        """Wait for the answer of `rank`; the error that it met, if any."""
+        key = f"{self._orders}/{rank}"
         while not self._store.check([key]):
             time.sleep(SECONDS_BETWEEN_LOOKS / 10)
         answer = json.loads(self._store.get(key))
@@ -96,100 +86,68 @@ class Orders:
         return OSError(number, words, path) if number else RuntimeError(words)
 
 
-class ShardedSaver(Saver):
-    """Rank 0's saver where the other ranks hold rows, which they write."""
-
-    def __init__(self, root: Path, config: Config, pinned: bool, orders: Orders) -> None:
-        super().__init__(root, config, pinned)
-        self._orders = orders
-
-    def write(self, folder: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-        self._orders.write(folder, tensors, state)
-
-
-class Helper:
-    """The other ranks that hold rows: keeps a copy of them and writes it when rank 0 says so, as often as it says so.
-
-    To the loop it is what `Saver` is on rank 0.
-    """
-
-    longest = 0.0
-    """Rank 0 knows how long checkpoints take."""
+class ShardWriter(RankSaver):
+    """Saver of another rank that holds rows: keeps a copy and writes it whenever rank 0 orders it to."""
 
     def __init__(self, root: Path, rank: int, store: Store, pinned: bool) -> None:
         self._root, self._rank, self._store = root, rank, store
-        self._copy = StandingCopy(pinned)
-        self._obeyed = 0
+        self._copy = HostCopy(pinned)
+        self._orders_done = 0
         self._update = 0
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()
-        self.prepared = False
+        self._superseded = threading.Event()
+        self.reserved = False
 
-    def prepare(self, tensors: dict[str, dict[str, Tensor]], _state: dict[str, Any]) -> None:
-        self.prepared = True
-        self._copy.reserve(tensors)
+    def reserve(self, snapshot: Snapshot) -> None:
+        self.reserved = True
+        self._copy.reserve(snapshot.tensors)
 
-    def wait_for_writer(self) -> None:
-        """Rank 0 knows when the earlier one is written, and all wait for rank 0."""
-
-    def save(
-        self,
-        tensors: dict[str, dict[str, Tensor]],
-        _state: dict[str, Any],
-        meta: dict[str, Any],
-        _best: Best,
-        _began: float,
-    ) -> None:
-        """Copy, and be ready for orders. Only once rank 0 is through with the checkpoint before."""
-        self._over.set()
+    def save(self, snapshot: Snapshot) -> None:
+        """Copy, and wait for orders in a thread. Called once rank 0 has finished the previous checkpoint."""
+        self._superseded.set()
         if self._thread is not None:
             self._thread.join()
-        self.prepared = True
-        rows, self._update = self._copy.take(tensors), meta["update"]
-        self._over.clear()
-        self._thread = threading.Thread(target=self._obey, args=(rows, self._update), name="saver", daemon=True)
+        self.reserved = True
+        self._update = snapshot.update
+        job = self._copy.take(snapshot.tensors), snapshot.update
+        self._superseded.clear()
+        self._thread = threading.Thread(target=self._follow_orders, args=job, name="saver", daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
-        """Rank 0 tells."""
-
-    def finish(self) -> None:
-        """The loop keeps all ranks until rank 0 has finished."""
-
-    def let_end(self) -> None:
-        """The run has failed: what rank 0 is having written was good before that."""
+    def finish_after_failure(self) -> None:
+        """Give rank 0 time to finish the checkpoint: this rank may be needed for it."""
         end = time.monotonic() + SECONDS_AFTER_A_FAILURE
-        done = self._root / folder_name(self._update)
-        while self._thread is not None and not done.exists() and time.monotonic() < end:
+        checkpoint = self._root / folder_name(self._update)
+        while self._thread is not None and not checkpoint.exists() and time.monotonic() < end:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    def _obey(self, rows: dict[str, dict[str, Tensor]], update: int) -> None:
-        """In the thread: until the next checkpoint takes this one's place."""
+    def _follow_orders(self, rows: dict[str, dict[str, Tensor]], update: int) -> None:
+        """Write `rows` at each order of rank 0, in the thread, until a newer snapshot replaces this one."""
         try:
-            while not self._over.wait(SECONDS_BETWEEN_LOOKS):
-                if not self._store.check([f"{self._obeyed + 1}/order"]):
+            while not self._superseded.wait(SECONDS_BETWEEN_LOOKS):
+                if not self._store.check([f"{self._orders_done + 1}/order"]):
                     continue
-                order = json.loads(self._store.get(f"{self._obeyed + 1}/order"))
+                order = json.loads(self._store.get(f"{self._orders_done + 1}/order"))
                 if order["update"] != update:
-                    continue  # rank 0 is ahead: that one is for the thread that comes after this
-                self._obeyed += 1
-                answer = self._written(Path(order["folder"]), rows)
-                self._store.set(f"{self._obeyed}/{self._rank}", json.dumps(answer))
-        except RuntimeError:  # the store has gone, and the run with it
+                    continue  # rank 0 is ahead: the order is for the snapshot after this one
+                self._orders_done += 1
+                answer = self._write(Path(order["folder"]), rows)
+                self._store.set(f"{self._orders_done}/{self._rank}", json.dumps(answer))
+        except RuntimeError:  # the store is gone, and the run with it
             log.debug("No more orders from rank 0.", exc_info=True)
 
-    def _written(self, folder: Path, rows: dict[str, dict[str, Tensor]]) -> tuple[int, str, str] | None:
-        """What went wrong, as the number of the system's error, words and path."""
+    def _write(self, folder: Path, rows: dict[str, dict[str, Tensor]]) -> tuple[int, str, str] | None:
+        """Write `rows` into `folder`; the error number, message and path if that failed."""
         try:
             if not folder.is_dir():
                 raise OSError(
-                    2, "rank 0's folder is not there; checkpoints must lie where all machines see them", folder
+                    2, "rank 0's folder is not there; checkpoints must be where all machines see them", folder
                 )
             write_tensors(folder, rows)
             for name in rows:
                 handle = os.open(folder / name, os.O_RDWR)
                 try:
-                    os.fsync(handle)  # what this machine has not handed over, another cannot
+                    os.fsync(handle)  # another machine cannot sync what this one still buffers
                 finally:
                     os.close(handle)
         except OSError as error:
@@ -197,9 +155,3 @@ class Helper:
         except Exception as error:
             return 0, f"{type(error).__name__}: {error}", ""
         return None
-
-
-def guessed_seconds(parts: Parts) -> float:
-    """What the first checkpoint may take: weights, their average, and two moments of each, cautiously."""
-    weights = sum(p.nbytes for p in parts.model.parameters())
-    return (4 if parts.ema else 3) * weights / BYTES_SAVED_IN_A_SECOND

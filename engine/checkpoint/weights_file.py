@@ -1,4 +1,4 @@
-"""Files of weights alone, as scripts/checkpoint.py and scripts/export.py write them: what their header says."""
+"""Headers of files of weights alone, which scripts/checkpoint.py and scripts/export.py write."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.checkpoint.fields import Told, check_fields
+from engine.checkpoint.fields import WeightsMeta, check_fields
 from engine.checkpoint.folder import WEIGHTS
 from utils.better_weights import Which
 from utils.errors import UserError
 
 MADE_BY, EXPORTED = "vitamp", "vitamp"
-"""The program that wrote the file; and the one key under which an export has all that it says."""
+"""Value of `made_by` in the header; and the one key under which an export has all its fields."""
 NEEDED = ("settings", "classes", "choices", "fp32_modules")
 PROGRAMS = (".onnx", ".pt2")
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """What a safetensors file says of itself, decoded; nothing of another kind of file."""
+    """Decoded header of a safetensors file; empty for another kind of file."""
     if file.suffix != ".safetensors" or not file.is_file():
         return {}
     try:
@@ -29,45 +29,48 @@ def read_header(file: Path) -> dict[str, Any]:
             header = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error}).") from None
-    found = {key: _decoded(text) for key, text in header.items()}
-    exported = found.get(EXPORTED)
-    return exported if isinstance(exported, dict) else found
+    fields = {key: _decoded(text) for key, text in header.items()}
+    exported = fields.get(EXPORTED)
+    return exported if isinstance(exported, dict) else fields
 
 
-def read_told(file: Path) -> tuple[dict[str, Any], Which]:
-    """What a checkpoint's meta.json would say of these weights, and which they are; UserError where it is unknown."""
+def read_weights_meta(file: Path) -> tuple[dict[str, Any], Which]:
+    """Fields that a checkpoint's meta.json would have for these weights, and which weights they are.
+
+    UserError if the header does not have them.
+    """
     if file.suffix != ".safetensors":
-        raise UserError(f"{file}: {_other_kind(file)}. Name a run, a checkpoint, or a file that {_tools()} wrote.")
+        raise UserError(f"{file}: {_other_kind(file)}. Name a run, a checkpoint, or a file written by {_tools()}.")
     header = read_header(file)
     if header.get("made_by") != MADE_BY:
         raise UserError(
-            f"{file}: its header is not vitamp's, so it does not say which model these weights are of, nor how images "
-            f"are prepared for it. Validate it with the settings of its model: {_validate(file)}"
+            f"{file}: its header was not written by vitamp, so the model and its preprocessing are unknown. Validate "
+            f"it with the settings of its model: {_validate(file)}"
         )
     if missing := [key for key in NEEDED if key not in header]:
         raise UserError(
-            f"{file}: written by an older vitamp, its header has no {', '.join(missing)}. Write it again from its run, "
-            f"by python scripts/checkpoint.py strip RUN -out new.safetensors, or validate it with the settings of its "
-            f"run: {_validate(file)}"
+            f"{file}: its header has no {', '.join(missing)} (written by an older version). Write it again from its "
+            "run with python scripts/checkpoint.py strip RUN -out new.safetensors, or validate it with the settings of "
+            f"its run: {_validate(file)}"
         )
     meta = {key: header[key] for key in (*NEEDED, "metrics") if key in header}
-    check_fields(Told, meta, file)
-    told = str(header.get("weights"))
-    return meta, "ema" if told == "ema" or "moving average" in told else "model"
+    check_fields(WeightsMeta, meta, file)
+    which = str(header.get("weights"))
+    return meta, "ema" if which == "ema" or "moving average" in which else "model"
 
 
 def _decoded(text: str) -> Any:
-    """Texts are kept as they are, and all else as JSON."""
+    """Lists, dictionaries and null from JSON; any other text unchanged."""
     with contextlib.suppress(ValueError):
-        found = json.loads(text)
-        return found if isinstance(found, dict | list) or found is None else text
+        value = json.loads(text)
+        return value if isinstance(value, dict | list) or value is None else text
     return text
 
 
 def _other_kind(file: Path) -> str:
     if file.suffix in PROGRAMS:
-        return "a program that computes by itself, and not weights for vitamp (docs/export.md has code that runs it)"
-    return "weights that do not say what they are of" if file.name.endswith(WEIGHTS) else "no weights of vitamp's"
+        return "an exported program, not weights for vitamp (docs/export.md has code that runs it)"
+    return "weights without a description of their model" if file.name.endswith(WEIGHTS) else "not weights of vitamp"
 
 
 def _tools() -> str:

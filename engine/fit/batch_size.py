@@ -1,22 +1,24 @@
 """DATA.BATCH_SIZE auto: the largest batch that fits, and the accumulation that keeps the global batch.
 
-`engine/fit/batch_trial.py` does the trying. Nothing of it is left: the run begins as if its number had been given.
+`engine/fit/batch_trial.py` tries batch sizes and leaves no trace: the run begins as if the number had been given.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from engine.checkpoint.folder import Checkpoint
 from engine.fit.batch_trial import STEP, Trial, largest_that_fits
+from engine.machine.context import Run
 from engine.machine.memory import GIB, free_memory, in_gib, is_out_of_memory, limited
-from engine.setup import global_batch
+from engine.setup import BATCH_CHOICE, global_batch
 from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.distributed.world import World, all_gather, on_every_rank
@@ -24,38 +26,39 @@ from utils.errors import UserError
 from utils.log import log
 from utils.seeding import fork_host_rng
 
-CHOICE = "batch_size"
-"""What a number that was found is called among a run's choices."""
 MARGIN = 0.08
-"""Left free: for what libraries take beside torch, and for gaps between tensors."""
+"""Fraction of memory that stays free, for libraries beside torch and for gaps between tensors."""
 
 
-def settle_batch(
-    config: Config, checkpoint: Checkpoint | None, world: World, device: torch.device
-) -> tuple[Config, dict[str, Any]]:
-    """The config with numbers for DATA.BATCH_SIZE and TRAIN.ACCUM_ITER; the choice to remember, if one was made.
+def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
+    """`run` with numbers for DATA.BATCH_SIZE and TRAIN.ACCUM_ITER.
 
-    A collective call: all ranks get the same. A run that goes on keeps the number it found.
+    A collective call: all ranks get the same numbers. A resumed run keeps the batch size that it found.
     """
+    config, world = run.config, run.world
     saved = checkpoint.meta.get("batch") if checkpoint is not None and not config.EVAL else None
-    before = checkpoint.meta.get("choices", {}).get(CHOICE) if checkpoint is not None and saved else None
+    before = checkpoint.meta.get("choices", {}).get(BATCH_CHOICE) if checkpoint is not None and saved else None
     auto = config.DATA.BATCH_SIZE == AUTO
     if saved is not None and auto and before == saved["per_process"]:
         config = _with(config, saved["per_process"], saved["accumulated"])
-        log.info("DATA.BATCH_SIZE auto: %d, as this run found when it began.", before)
+        log.info("DATA.BATCH_SIZE auto: %d, which this run found when it began.", before)
     elif auto:
-        config = _found(config, config.TRAIN.GLOBAL_BATCH or (_global(saved) if saved else None), world, device)
+        target = config.TRAIN.GLOBAL_BATCH or (_global(saved) if saved else None)
+        config = _with_largest_batch(config, target, world, run.device)
     if config.TRAIN.GLOBAL_BATCH is not None and not config.EVAL:
         given, target = config, config.TRAIN.GLOBAL_BATCH
         config = on_every_rank(world, lambda: _with_global_batch(given, target, world))
     elif checkpoint is not None and saved is not None:
         settled, kept = config, checkpoint
         config = on_every_rank(world, lambda: with_kept_batch(settled, kept, world.size))
-    return config, {CHOICE: config.DATA.BATCH_SIZE} if auto or before == config.DATA.BATCH_SIZE else {}
+    return replace(run, config=config, batch_found=auto or before == config.DATA.BATCH_SIZE)
 
 
 def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:
-    """On another number of processes, the accumulation that keeps the global batch, unless that was changed too."""
+    """Change the accumulation if the number of processes changed, so that the global batch stays the same.
+
+    Not if the settings ask for another batch, too.
+    """
     saved = checkpoint.meta.get("batch")
     train, data = config.TRAIN, config.DATA
     if saved is None or saved["processes"] == processes:
@@ -66,11 +69,12 @@ def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> C
     if total % at_once:
         raise UserError(
             f"{checkpoint.folder}: trained with a global batch of {total} on {saved['processes']} processes; on "
-            f"{processes} processes of DATA.BATCH_SIZE {data.BATCH_SIZE} no TRAIN.ACCUM_ITER gives that. Choose "
+            f"{processes} processes with DATA.BATCH_SIZE {data.BATCH_SIZE}, no TRAIN.ACCUM_ITER gives that. Choose "
             "another number of processes, or a batch size that divides it."
         )
     log.info(
-        "On %d processes instead of %d: TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays %d.",
+        "Number of processes: %d instead of %d. TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays "
+        "%d.",
         processes,
         saved["processes"],
         total // at_once,
@@ -80,8 +84,8 @@ def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> C
     return _with(config, data.BATCH_SIZE, total // at_once)
 
 
-def share_of(target: int, fitting: int) -> int:
-    """The largest divisor of `target` up to `fitting`; a multiple of 8, unless that is less than half of it."""
+def largest_divisor(target: int, fitting: int) -> int:
+    """Largest divisor of `target` up to `fitting`: a multiple of 8, unless that is less than half of the largest."""
     divisors = [size for size in range(1, min(fitting, target) + 1) if target % size == 0]
     even = [size for size in divisors if size % STEP == 0]
     return even[-1] if even and 2 * even[-1] >= divisors[-1] else divisors[-1]
@@ -98,27 +102,27 @@ def _with(config: Config, batch: int, accumulated: int) -> Config:
 
 
 def _with_global_batch(config: Config, target: int, world: World) -> Config:
-    """TRAIN.ACCUM_ITER as TRAIN.GLOBAL_BATCH asks for."""
+    """Set the TRAIN.ACCUM_ITER that gives TRAIN.GLOBAL_BATCH."""
     batch, before = config.DATA.BATCH_SIZE, config.TRAIN.ACCUM_ITER
     at_once = batch * world.size
     if target % at_once:
         raise UserError(
-            f"TRAIN.GLOBAL_BATCH: {target} is no multiple of the {at_once} images that {_processes(world)} of "
-            f"DATA.BATCH_SIZE {batch} see at once; near it: {_multiples_near(target, at_once)}. Or give another "
-            "-batch_size, or -batch_size auto."
+            f"TRAIN.GLOBAL_BATCH: {target} is not a multiple of the {at_once} images that {_processes(world)} with "
+            f"DATA.BATCH_SIZE {batch} take at once. Use {_multiples_near(target, at_once)}, another -batch_size, or "
+            "-batch_size auto."
         )
     if before not in (1, target // at_once):
-        log.info("TRAIN.ACCUM_ITER is %d instead of %d: so asks TRAIN.GLOBAL_BATCH.", target // at_once, before)
+        log.info("TRAIN.ACCUM_ITER is %d instead of %d, because of TRAIN.GLOBAL_BATCH.", target // at_once, before)
     return _with(config, batch, target // at_once)
 
 
-def _found(config: Config, target: int | None, world: World, device: torch.device) -> Config:
-    """With what fits on every rank. `target`: the global batch that accumulation is to give."""
+def _with_largest_batch(config: Config, target: int | None, world: World, device: torch.device) -> Config:
+    """Set the batch size that fits on every rank. `target`: the global batch that accumulation must give."""
     if config.EVAL and config.DATA.BATCH_SIZE_EVAL is not None:
         return _with(config, config.DATA.BATCH_SIZE_EVAL, config.TRAIN.ACCUM_ITER)
     if target is not None and target % world.size:
         raise UserError(
-            f"TRAIN.GLOBAL_BATCH: {target} cannot be dealt out evenly to {_processes(world)}; near it: "
+            f"TRAIN.GLOBAL_BATCH: {target} cannot be divided evenly among {_processes(world)}; use "
             f"{_multiples_near(target, world.size)}."
         )
     each = target // world.size if target is not None and not config.EVAL else None
@@ -126,26 +130,28 @@ def _found(config: Config, target: int | None, world: World, device: torch.devic
     fitting = min(all_gather([batch], world))
     if fitting < batch:
         words = f"{fitting} fits on every process"
-    chosen = fitting if each is None else share_of(each, fitting)
+    chosen = fitting if each is None else largest_divisor(each, fitting)
     config = _with(config, chosen, config.TRAIN.ACCUM_ITER if each is None else each // chosen)
     if config.EVAL:
         log.info("DATA.BATCH_SIZE auto: %s.", words)
         return config
     total = f"{chosen} x {_processes(world)} x {config.TRAIN.ACCUM_ITER} accumulated = {global_batch(config, world)}"
-    log.info("DATA.BATCH_SIZE auto: %s; %s images an update.", words, total)
+    log.info("DATA.BATCH_SIZE auto: %s; %s images per update.", words, total)
     if each is not None and chosen < each and 2 * chosen <= fitting:
         near = _multiples_near(each, fitting // STEP * STEP or fitting, world.size)
         log.warning(
-            "A global batch of %s would use the memory better than %d: nothing near what fits divides it.", near, target
+            "No divisor of the global batch %d is near what fits; a global batch of %s would use more memory.",
+            target,
+            near,
         )
     return config
 
 
 def _search(config: Config, each: int | None, world: World, device: torch.device) -> tuple[int, str]:
-    """What fits on this rank, in words too; and everything is gone that it took to find that."""
+    """Batch that fits on this rank, with an explanation. Frees everything that the search took."""
     limit = _limit(config, world, device)
-    with _unseen(device), limited(device, int(limit * (1 - MARGIN))) as take_peak:
-        fitting, words = _tried(config, each, world, device, take_peak)
+    with _leaving_no_trace(device), limited(device, int(limit * (1 - MARGIN))) as take_peak:
+        fitting, peak, reason = _try_batches(config, each, world, device, take_peak)
     least = 2 if config.TRAIN.mixes and not config.EVAL else 1
     if fitting < least:
         raise UserError(
@@ -153,36 +159,39 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
             "TRAIN.GRAD_CHECKPOINT=blocks, -amp, a smaller MODEL.NAME or DATA.IMAGE_SIZE; on several devices "
             "DIST.STRATEGY=fsdp and a -batch_size."
         )
-    return fitting, f"{fitting} fits ({words[0]} of {in_gib(limit)}{words[1]})"
+    return fitting, f"{fitting} fits ({peak} of {in_gib(limit)}{reason})"
 
 
-def _tried(config: Config, each: int | None, world: World, device: torch.device, take_peak: Any) -> tuple[int, Any]:
+def _try_batches(
+    config: Config, each: int | None, world: World, device: torch.device, take_peak: Callable[[], int]
+) -> tuple[int, str, str]:
+    """Largest batch that fits, its peak memory, and the reason why no larger one was tried."""
     try:
-        # The buckets by which processes exchange gradients hold them during the forward pass, too.
+        # The buckets in which processes all-reduce gradients hold them during the forward pass, too.
         trial = Trial(config, each is not None or world.size > 1, device, take_peak, each)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return 0, ("", "")
+        return 0, "", ""
     most = trial.most(each, world)
     fitting = largest_that_fits(trial.fits, most.batch, trial.slow)
     why = f"; {most.why}" if fitting == most.batch else trial.words_if_slow()
-    return fitting, (in_gib(trial.peaks.get(fitting, 0)), why)
+    return fitting, in_gib(trial.peaks.get(fitting, 0)), why
 
 
 def _limit(config: Config, world: World, device: torch.device) -> float:
     free, given = free_memory(device, world.local_size), config.TRAIN.MEMORY_LIMIT
     if free is None and given is None:
         raise UserError(
-            "DATA.BATCH_SIZE auto: this machine does not tell how much memory is free; say by TRAIN.MEMORY_LIMIT how "
-            "many GiB a process may take, or name a -batch_size."
+            "DATA.BATCH_SIZE auto: the free memory of this machine is unknown. Set TRAIN.MEMORY_LIMIT to the GiB that "
+            "a process may take, or give a -batch_size."
         )
     return min(size for size in (free, given and given * GIB) if size is not None)
 
 
 @contextmanager
-def _unseen(device: torch.device) -> Iterator[None]:
-    """Without a trace: no log lines that building the run will tell again, no random numbers, no memory."""
+def _leaving_no_trace(device: torch.device) -> Iterator[None]:
+    """Suppress log lines (building the run logs them again), keep random numbers, and free memory."""
     level = log.level
     log.setLevel(logging.ERROR)
     try:

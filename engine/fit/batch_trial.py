@@ -1,6 +1,6 @@
-"""Trying how large a batch fits into memory, by making updates with it.
+"""Trial updates that find how large a batch fits into memory.
 
-With a model, an optimiser and an average of its own, and on made-up images: nobody else sees any of it.
+They use a model, an optimiser and an EMA of their own, on made-up images, so the run is not affected.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from utils.config import Config
 from utils.distributed.world import ALONE, World
 
 STEP = 8
-"""Found are multiples of this, which tensor cores like, unless fewer fit."""
+"""Batch sizes are multiples of this, for tensor cores, unless fewer images fit."""
 MOST, MOST_ON_CPU = 8192, 1024
 LEAST_UPDATES = 8
-"""An epoch keeps so many, however much fits."""
-SECONDS_A_TRY_ON_CPU = 15.0
-UPDATES_A_TRY = 2  # the optimiser has its state only after the first
+"""Minimum number of updates in an epoch, even if a larger batch fits."""
+SECONDS_PER_TRIAL_ON_CPU = 15.0
+UPDATES_PER_TRIAL = 2  # the optimiser has its state only after the first
 
 
 @dataclass(frozen=True)
-class Most:
-    """A limit of what is tried, and what sets it."""
+class Limit:
+    """Largest batch to try, and the reason."""
 
     batch: int
     why: str
 
 
 def largest_that_fits(fits: Callable[[int], bool], most: int, enough: Callable[[], bool] = lambda: False) -> int:
-    """By doubling, then by halving what is between, in steps of 8, or of 1 where 8 do not fit. 0: not even one does.
+    """Largest size that fits: by doubling, then by bisection in steps of 8, or of 1 if 8 do not fit. 0 if none fits.
 
-    `enough`: asked after each success; no larger one is to be tried.
+    `enough`: called after each success; True if no larger size should be tried.
     """
     good, bad, size = 0, most + 1, min(STEP, most)
     while size > good:
@@ -61,7 +61,7 @@ def largest_that_fits(fits: Callable[[int], bool], most: int, enough: Callable[[
 
 
 class Trial:
-    """Updates, or the batches of a validation, on made-up images."""
+    """Trial updates, or trial batches of a validation."""
 
     def __init__(
         self,
@@ -71,73 +71,74 @@ class Trial:
         take_peak: Callable[[], int],
         each: int | None = None,
     ) -> None:
-        """`accumulates`: gradients will be there in the forward pass, though ACCUM_ITER does not say so.
+        """`accumulates`: gradients exist during the forward pass even if ACCUM_ITER is 1.
 
-        `each`: images of an update and process, where the global batch is given.
+        `each`: images per update and process, if the global batch is given.
         """
         self._each = each
-        # Weights take as much room whatever they are.
+        # Pretrained weights take as much memory as random ones.
         self._config = config.model_copy(update={"MODEL": config.MODEL.model_copy(update={"PRETRAINED": None})})
         self._device, self._take_peak = device, take_peak
         self._micro_batches = 2 if accumulates or config.TRAIN.ACCUM_ITER > 1 else 1
-        self._sets = [self._open(train) for train in ((False,) if config.EVAL else (True, False))]
-        self._computing = model_in_precision(self._config, device)
-        self._parts = None if config.EVAL else self._built_parts()
+        self._datasets = [self._open(train) for train in ((False,) if config.EVAL else (True, False))]
+        self._model = model_in_precision(self._config, device)
+        self._parts = None if config.EVAL else self._build_parts()
         self._seconds = 0.0
         self.peaks: dict[int, int] = {}
 
     def _open(self, train: bool) -> ImageDataset:
-        """What lies in memory during the run does so now, too."""
+        """Open the data set: in the run, it takes its part of the memory, too."""
         config = self._config
         return open_dataset(config.DATA, train, config.MODEL.NUM_CLASSES, config.SEED, self._device)
 
-    def _built_parts(self) -> Parts:
+    def _build_parts(self) -> Parts:
         numbered = self._config.model_copy(update={"DATA": self._config.DATA.model_copy(update={"BATCH_SIZE": STEP})})
-        parts = update_parts(numbered, ALONE, self._device, self._computing, per_epoch=1000)
+        parts = update_parts(numbered, ALONE, self._device, self._model, per_epoch=1000)
         parts.start_computing()
         self._keeps_images = parts.watch is not None
-        parts.watch = None  # would replay updates that overflow; what it keeps is taken in its place
+        parts.watch = None  # it would replay overflows; `_replay_memory` takes the memory that it would
         return parts
 
-    def most(self, each: int | None, world: World) -> Most:
-        """`each`: images of an update and process, where the global batch is given."""
-        config, samples, host = self._config, len(self._sets[0]), self._device.type == "cpu"
+    def most(self, each: int | None, world: World) -> Limit:
+        """Limit of the search. `each`: images per update and process, if the global batch is given."""
+        config, samples, host = self._config, len(self._datasets[0]), self._device.type == "cpu"
         limits = [
-            Most(MOST_ON_CPU if host else MOST, f"no larger one is tried on a {'CPU' if host else 'GPU'}"),
-            Most(max(1, samples // world.size), f"there are only {samples:,} images"),
+            Limit(MOST_ON_CPU if host else MOST, f"no larger one is tried on a {'CPU' if host else 'GPU'}"),
+            Limit(max(1, samples // world.size), f"there are only {samples:,} images"),
         ]
         if each is not None:
-            limits.append(Most(each, "no more are asked for"))
+            limits.append(Limit(each, "no more are needed for the global batch"))
         elif not config.EVAL:
             at_most = samples // (LEAST_UPDATES * world.size * config.TRAIN.ACCUM_ITER)
-            words = f"with more, an epoch of {samples:,} images would have less than {LEAST_UPDATES} updates"
-            limits.append(Most(max(1, at_most // STEP * STEP or at_most), words))
+            words = f"with more, an epoch of {samples:,} images would have fewer than {LEAST_UPDATES} updates"
+            limits.append(Limit(max(1, at_most // STEP * STEP or at_most), words))
         return min(limits, key=lambda limit: limit.batch)
 
     def fits(self, batch: int) -> bool:
         done = self._try(batch)
         if not done:
-            gc.collect()  # what an error left behind
+            gc.collect()  # free what the error held
         self.peaks[batch] = self._take_peak()
         return done
 
     def slow(self) -> bool:
-        """Whether trying twice the batch would take too long: a CPU's memory holds more than it computes in minutes."""
-        return self._device.type == "cpu" and 2 * self._seconds > SECONDS_A_TRY_ON_CPU
+        """Whether twice the batch would take too long to try: a CPU has memory for more than it computes in minutes."""
+        return self._device.type == "cpu" and 2 * self._seconds > SECONDS_PER_TRIAL_ON_CPU
 
     def words_if_slow(self) -> str:
         return "; a larger one would take too long to try on this CPU" if self.slow() else ""
 
     def _try(self, batch: int) -> bool:
         try:
-            for number in range(1, UPDATES_A_TRY + 1):
+            for number in range(1, UPDATES_PER_TRIAL + 1):
                 began = time.perf_counter()
                 if self._parts is None:
                     self._validate(batch)
                 else:
                     self._train(self._parts, batch, number)
                 wait_for(self._device)
-                self._seconds = UPDATES_A_TRY * (time.perf_counter() - began)  # of the last: the first may import much
+                # Overwritten by the last update: the first one may import much.
+                self._seconds = UPDATES_PER_TRIAL * (time.perf_counter() - began)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -151,12 +152,12 @@ class Trial:
     def _train(self, parts: Parts, batch: int, update: int) -> None:
         weight = 1 / self._micro_batches
         shares = tuple(Share(number, np.arange(batch), weight) for number in range(self._micro_batches))
-        kept = self._kept(batch)
+        held = self._replay_memory(batch)
         train_update(parts, Window(shares, (self._batch(batch) for _ in shares)), update)
-        del kept
+        del held
 
-    def _kept(self, batch: int) -> torch.Tensor | None:
-        """As much memory as the images take that a run keeps for replays of updates that overflow."""
+    def _replay_memory(self, batch: int) -> torch.Tensor | None:
+        """As much memory as a run needs for the images that it keeps for replays of overflows."""
         if not self._keeps_images:
             return None
         data, window = self._config.DATA, self._each or batch * self._config.TRAIN.ACCUM_ITER
@@ -165,7 +166,7 @@ class Trial:
 
     @torch.no_grad()
     def _validate(self, batch: int) -> None:
-        model, inputs, precision = self._computing
+        model, inputs, precision = self._model
         model.eval()
         with precision.autocast(training=False):
             model(inputs(self._batch(batch).images))

@@ -1,7 +1,6 @@
-"""-dry_run: a few real updates that nobody keeps, and what a run would take of memory, time and disk.
+"""Dry run (-dry_run): a few real updates, and an estimate of the memory, time and disk space that a run would take.
 
-Everything is built as for a run, and nothing is written. Updates are made as they stand in the code: compiling is told
-of and not done.
+Everything is built as for a run, and nothing is written. Updates run eager; compiling is reported but not done.
 """
 
 from __future__ import annotations
@@ -14,14 +13,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from datasets import Batch, Window
 from engine.checkpoint.state import state_of, tensors_of
 from engine.compile.choice import NONE
 from engine.compile.gain import SECONDS_TO_COMPILE
 from engine.distill.targets import teacher_of
-from engine.fit.dry_run_report import Costs, Memory, Speed, told
+from engine.fit.dry_run_report import Costs, Memory, Speed, cost_lines
 from engine.fit.out_of_memory import describe
+from engine.machine.context import Run
 from engine.machine.device import wait_for
 from engine.machine.memory import LiveMemory, is_out_of_memory, peak_memory_gb, total_memory
 from engine.measure.bottleneck import load_faster
@@ -39,39 +40,41 @@ MOST_UPDATES, MOST_BATCHES = 20, 200
 UNLIMITED = 2**62
 
 
-def try_out(config: Config, ready: ReadyToTrain, world: World, updates_left: int) -> None:
-    """Make the updates and tell what they show. A collective call."""
+def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
+    """Make a few updates and report what a run would cost. A collective call."""
+    config, world = run.config, run.world
     try:
         windows = _windows(ready)
         window, batch = on_every_rank(world, lambda: _first(windows))
-        memory, updates = _updates(ready, world, window, batch)
-        _tell_first(config, ready, batch)
+        memory, updates = _time_updates(ready, world, window, batch)
+        _log_first_batch(config, ready, batch)
         faster = load_faster(setting_of(ready))
-        speed = Speed(updates, *_loading(ready, world, windows), faster, _validation(ready, world))
+        speed = Speed(updates, *_time_loading(ready, world, windows), faster, _time_validation(ready, world))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        text = describe(error, config, ready.parts, ready.position.update + 1)
+        text = describe(error, run, ready.parts, ready.position.update + 1)
         raise (UserError if world.size == 1 else TrainingError)(text) from None
     whole = total_memory(ready.precision.device)
     saved = tensors_of(ready.parts), state_of(ready.parts, ready.position, ready.best, 0, {})
     place = _nearest_folder(Path(target_folder(config) or config.SAVE))
     costs = Costs(memory, whole, speed, bytes_in(saved), place, updates_left, ready.train_loader.order.updates)
-    for line in told(config, costs, world, ready.precision.device):
+    for line in cost_lines(config, costs, world, ready.precision.device):
         log.info("  %s", line)
     if (how := ready.choices["compile"]) != NONE:
         log.info(
-            "  compile    %s: not done here. In a run, about %.0f s at first, and shorter updates.",
+            "  compile    %s: not done in a dry run. A run compiles for about %.0f s at first; its updates are then "
+            "shorter.",
             how,
             SECONDS_TO_COMPILE,
         )
-    log.info("Dry run: updates, validation and data work; nothing was kept of them, nothing written.")
+    log.info("Dry run: updates, validation and data work. Nothing was kept or written.")
 
 
 def _windows(ready: ReadyToTrain) -> Iterator[Window]:
-    """Those that would come, epoch after epoch."""
+    """Windows that the run would train on, epoch after epoch."""
     begin, step = ready.position.epoch, ready.position.step
-    if 0 < step == ready.train_loader.order.updates - 1:  # an epoch's last one may be short: no measure for the others
+    if 0 < step == ready.train_loader.order.updates - 1:  # the last window of an epoch may be short
         begin, step = begin + 1, 0
     for epoch in itertools.count(begin):
         ready.parts.start_epoch(epoch)
@@ -87,32 +90,32 @@ def _first(windows: Iterator[Window]) -> tuple[Window, Batch]:
     return window, batch
 
 
-def _updates(ready: ReadyToTrain, world: World, window: Window, batch: Batch) -> tuple[Memory, list[float]]:
-    """Updates with that batch again and again: what they take of memory, and seconds of each after the first two."""
+def _time_updates(ready: ReadyToTrain, world: World, window: Window, batch: Batch) -> tuple[Memory, list[float]]:
+    """Repeat updates with one batch. Returns their memory, and the seconds of each after the first two."""
     from engine.update import train_update
 
-    def again(number: int) -> float:
+    def repeat(number: int) -> float:
         began = time.perf_counter()
         train_update(ready.parts, Window(window.shares, itertools.repeat(batch)), ready.position.update + number)
         wait_for(ready.precision.device)
         return time.perf_counter() - began
 
-    again(1)  # sets things up, the optimiser's state among them
-    memory = _memory_of(ready, lambda: again(2))
-    seconds, end = [again(3)], time.perf_counter() + SECONDS_OF_UPDATES
+    repeat(1)  # sets things up, for example the optimiser's state
+    memory = _measure_memory(ready, lambda: repeat(2))
+    seconds, end = [repeat(3)], time.perf_counter() + SECONDS_OF_UPDATES
     while broadcast(len(seconds) < MOST_UPDATES and time.perf_counter() + seconds[-1] < end, world):
-        seconds.append(again(3 + len(seconds)))
+        seconds.append(repeat(3 + len(seconds)))
     return memory, seconds
 
 
-def _memory_of(ready: ReadyToTrain, update: Callable[[], object]) -> Memory:
+def _measure_memory(ready: ReadyToTrain, update: Callable[[], object]) -> Memory:
     parts, device = ready.parts, ready.precision.device
-    average = [] if parts.ema is None else list(parts.ema.module.state_dict().values())
+    ema = [] if parts.ema is None else list(parts.ema.module.state_dict().values())
     copies = [] if parts.half_copy is None else list(parts.half_copy.model.parameters())
     teacher = teacher_of(parts.change)
-    taught = {} if teacher is None else dict(teacher.model.state_dict())
+    teacher_weights = {} if teacher is None else dict(teacher.model.state_dict())
     own = parts.model.state_dict().values()
-    standing = [*own, *copies, *average, *taught.values(), *tensors_in(parts.optimizer.state)]
+    standing = [*own, *copies, *ema, *teacher_weights.values(), *tensors_in(parts.optimizer.state)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         update()
@@ -120,29 +123,29 @@ def _memory_of(ready: ReadyToTrain, update: Callable[[], object]) -> Memory:
     elif parts.sharding is None:
         with LiveMemory(device, UNLIMITED) as live:
             for tensor in standing:
-                tensor.detach()  # seen by it, and so counted
+                tensor.detach()  # makes LiveMemory count the tensor
             update()
         peak = live.take_peak()
     else:
         update()
         peak = round(1e9 * peak_memory_gb(device))
-    moved = [p for p in parts.model.parameters() if p.requires_grad]
+    trained = [p for p in parts.model.parameters() if p.requires_grad]
     return Memory(
         peak,
         weights=bytes_in([dict(parts.model.state_dict()), copies]),
-        gradients=bytes_in(moved),
+        gradients=bytes_in(trained),
         optimiser=bytes_in(parts.optimizer.state),
-        average=bytes_in([t for t in average if t.device.type == device.type]),
-        teacher=bytes_in(taught),
+        ema=bytes_in([t for t in ema if t.device.type == device.type]),
+        teacher=bytes_in(teacher_weights),
     )
 
 
-def _tell_first(config: Config, ready: ReadyToTrain, batch: Batch) -> None:
+def _log_first_batch(config: Config, ready: ReadyToTrain, batch: Batch) -> None:
     parts = ready.parts
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
     loss = reading.epoch.loss
     log.info(
-        "First batch: %s, loss %.4f on average over these updates of %d images, gradient norm %.4f at last",
+        "First batch: %s, loss %.4f (mean of these updates of %d images), gradient norm %.4f after the last",
         tuple(batch.images.shape),
         loss,
         global_batch(config, parts.world),
@@ -150,14 +153,14 @@ def _tell_first(config: Config, ready: ReadyToTrain, batch: Batch) -> None:
     )
     if not math.isfinite(loss) or reading.first_bad >= 0:
         log.warning(
-            "The loss or its gradient is not a number in these updates; docs/troubleshooting.md has what to try."
+            "The loss or its gradient is NaN or infinite in these updates; see docs/troubleshooting.md for remedies."
         )
 
 
-def _loading(ready: ReadyToTrain, world: World, windows: Iterator[Window]) -> tuple[float, bool]:
-    """Seconds in which the batches of an update come where nobody computes, on the slowest rank; whether many came."""
+def _time_loading(ready: ReadyToTrain, world: World, windows: Iterator[Window]) -> tuple[float, bool]:
+    """Seconds to load the batches of an update, on the slowest rank; and whether the data set is in memory."""
     ahead = 0
-    while ahead < 2 * ready.train_loader.workers:  # what had been loaded already
+    while ahead < 2 * ready.train_loader.workers:  # skip what was loaded ahead
         window = next(windows)
         window.finish()
         ahead += len(window)
@@ -169,8 +172,8 @@ def _loading(ready: ReadyToTrain, world: World, windows: Iterator[Window]) -> tu
 
 
 @torch.no_grad()
-def _validation(ready: ReadyToTrain, world: World) -> float:
-    """Seconds of a validation, from its first batches; of the model and, where there is one, of its average."""
+def _time_validation(ready: ReadyToTrain, world: World) -> float:
+    """Seconds that a validation of the model and its EMA takes, estimated from its first batches."""
     parts, passed, count = ready.parts, 0.0, 0
     models = [parts.model, *([] if parts.ema is None else [on_its_device(parts.ema.module, ready.precision.device)])]
     for batch in ready.val_loader:
@@ -186,23 +189,17 @@ def _validation(ready: ReadyToTrain, world: World) -> float:
     return passed / max(count, 1) * len(ready.val_loader)
 
 
-def tensors_in(tree: object) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield own_part(tree.detach())
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from tensors_in(item)
+def tensors_in(tree: object) -> list[Tensor]:
+    """This rank's part of each tensor in `tree`."""
+    return [own_part(leaf.detach()) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def bytes_in(tree: object) -> int:
-    """Of this rank's part of all tensors in `tree`."""
+    """Size of this rank's part of all tensors in `tree`."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tree))
 
 
 def _nearest_folder(path: Path) -> Path:
-    """The folder, or the one above it that is there."""
+    """The folder itself, or else its nearest parent that exists."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.is_dir())
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())

@@ -1,4 +1,4 @@
-"""What a dry run measured, in words: memory, time, disk."""
+"""Report of a dry run: memory, time, disk."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from utils.config import Config
 from utils.distributed.world import World
 
 NEARLY_FULL = 0.9
-NEARLY_ALIKE = 1.25
-"""Loading and computing times whose ratio is below this hold each other up."""
+BALANCED = 1.25
+"""Below this ratio of loading to computing time, neither alone is the bottleneck."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a device at the peak of an update, and what stands there between updates."""
+    """Bytes on a device at the peak of an update, and what takes them."""
 
     peak: int
     weights: int
     gradients: int
     optimiser: int
-    average: int
+    ema: int
     teacher: int = 0
 
     @property
     def rest(self) -> int:
-        return max(0, self.peak - self.weights - self.gradients - self.optimiser - self.average - self.teacher)
+        return max(0, self.peak - self.weights - self.gradients - self.optimiser - self.ema - self.teacher)
 
 
 @dataclass(frozen=True)
 class Speed:
     updates: list[float]
-    """Seconds of each that was timed."""
+    """Seconds of each timed update."""
     loading: float
-    """Seconds in which the batches of an update come where nobody computes."""
+    """Seconds to load the batches of an update while nothing is computed."""
     in_memory: bool
     faster: str
-    """What would make loading faster, in a sentence."""
+    """Advice on faster loading, a sentence."""
     validation: float
-    """Seconds of one."""
+    """Seconds per validation."""
 
     @property
     def computing(self) -> float:
         return median(self.updates)
 
     def of_an_update(self, on_cpu: bool) -> float:
-        """On a CPU, loading processes take their time from the same cores."""
+        """Expected seconds per update. On a CPU, data workers share the cores with training."""
         if on_cpu and not self.in_memory:
             return self.computing + self.loading
         return max(self.computing, self.loading)
@@ -68,13 +68,13 @@ class Costs:
     speed: Speed
     checkpoint: int
     place: Path
-    """The folder that checkpoints go to, as far as it is there."""
+    """The folder of the run, or its nearest parent that exists."""
     updates: int
-    """Those that are left."""
+    """Updates left to train."""
     per_epoch: int
 
 
-def told(config: Config, costs: Costs, world: World, device: torch.device) -> Iterator[str]:
+def cost_lines(config: Config, costs: Costs, world: World, device: torch.device) -> Iterator[str]:
     yield from _memory(config, costs, world, device)
     yield from _time(config, costs, world, device)
     yield from _disk(config, costs, world)
@@ -83,7 +83,7 @@ def told(config: Config, costs: Costs, world: World, device: torch.device) -> It
 def _memory(config: Config, costs: Costs, world: World, device: torch.device) -> Iterator[str]:
     memory = costs.memory
     of = f" of {in_gib(costs.total)}" if costs.total else ""
-    # Where weights are dealt out, a CPU's tensors are not counted, but the process is (engine/fit/dry_run.py).
+    # With sharded weights on a CPU, the memory of the whole process is measured (engine/fit/dry_run.py).
     whole = config.DIST.STRATEGY == "fsdp" and world.size > 1
     on_cpu = "for each process, its libraries included" if whole else "for the tensors of each process"
     what = on_cpu if device.type == "cpu" else "on each GPU"
@@ -92,15 +92,15 @@ def _memory(config: Config, costs: Costs, world: World, device: torch.device) ->
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimiser": memory.optimiser,
-        "average": memory.average,
+        "EMA": memory.ema,
         "teacher": memory.teacher,
         "activations and the rest": memory.rest,
     }
     yield "           " + ", ".join(f"{name} {in_gib(size)}" for name, size in shares.items() if size)
     if costs.total and memory.peak > NEARLY_FULL * costs.total:
-        yield f"           nearly all there is: {_room(config)} leaves room"
+        yield f"           this is nearly all memory; to save some: {_savings(config)}"
     if config.TRAIN.SIZE_SCHEDULE or config.TRAIN.TOKEN_DROP:
-        yield "           later epochs take more memory and time: they see more of each image"
+        yield "           later epochs take more memory and time: they use more of each image"
 
 
 def _time(config: Config, costs: Costs, world: World, device: torch.device) -> Iterator[str]:
@@ -123,12 +123,12 @@ def _time(config: Config, costs: Costs, world: World, device: torch.device) -> I
     )
     yield (
         f"           {costs.updates:,} updates to go ({epochs:,.1f} epochs): about {clock(left)}, until "
-        f"{end:%Y-%m-%d %H:%M} if begun now; without saving, and on a machine as busy as now"
+        f"{end:%Y-%m-%d %H:%M} if started now; without the time for saving, on a machine as busy as now"
     )
 
 
-def _room(config: Config) -> str:
-    """What takes less memory and is not done yet."""
+def _savings(config: Config) -> str:
+    """Ways to take less memory that are not in use yet."""
     ways = ["a smaller MODEL.NAME" if config.DATA.BATCH_SIZE == 1 else "a smaller -batch_size"]
     ways += ["-amp"] if not config.AMP.ENABLED else []
     ways += ["TRAIN.GRAD_CHECKPOINT=blocks"] if config.TRAIN.GRAD_CHECKPOINT == "none" else []
@@ -136,25 +136,25 @@ def _room(config: Config) -> str:
 
 
 def _bound(speed: Speed) -> str:
-    if speed.loading > NEARLY_ALIKE * speed.computing:
+    if speed.loading > BALANCED * speed.computing:
         return f"data. {speed.faster}"
-    if speed.computing > NEARLY_ALIKE * speed.loading:
-        return "the model: images come faster than it takes them"
-    return "both: images come about as fast as the model takes them"
+    if speed.computing > BALANCED * speed.loading:
+        return "the model: images are loaded faster than it computes"
+    return "both: images are loaded about as fast as the model computes"
 
 
 def _disk(config: Config, costs: Costs, world: World) -> Iterator[str]:
     one = costs.checkpoint * (world.size if config.DIST.STRATEGY == "fsdp" else 1)
-    kept = config.KEEP_LAST + 1  # the best one
+    kept = config.KEEP_LAST + 1  # and the best one
     free = shutil.disk_usage(costs.place).free
-    text = f"disk       {size_words(one)} a checkpoint"
+    text = f"disk       {size_words(one)} per checkpoint"
     if not config.KEEP_LAST:
         yield f"{text}, and all are kept (KEEP_LAST 0); {size_words(free)} free in {costs.place}"
         return
-    needed = one * (kept + 1)  # a new one is whole before an old one goes
+    needed = one * (kept + 1)  # a new one is complete before an old one is removed
     in_all = f"up to {size_words(needed)} in all (KEEP_LAST {config.KEEP_LAST})"
     yield f"{text}, {in_all}; {size_words(free)} free in {costs.place}"
     if config.KEEP_EVERY:
         yield f"           and one more for every {config.KEEP_EVERY} epochs (KEEP_EVERY)"
     if needed > free:
-        yield "           that is too little: name another -output or SAVE, or set KEEP_LAST=1"
+        yield "           this is not enough: name another -output or SAVE, or set KEEP_LAST=1"

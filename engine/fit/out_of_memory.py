@@ -1,4 +1,4 @@
-"""What is reported when a device's memory does not suffice for an update or a validation."""
+"""Error reports for a device that runs out of memory: what takes it, and ways out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.folder import read_index
+from engine.machine.context import Run
 from engine.machine.device import describe_one
 from engine.machine.memory import IN_VALIDATION, in_gib, largest_blocks, peak_memory_gb, total_memory
 from engine.trainer import Trainer
@@ -18,15 +19,15 @@ from utils.errors import TrainingError
 
 
 def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
-    """What took the memory, what helps, and what to resume from."""
-    words = describe(error, trainer.config, trainer.parts, trainer.position.update + 1)
+    """Error for a training that ran out of memory, with the checkpoint to resume from."""
+    words = describe(error, trainer.run, trainer.parts, trainer.position.update + 1)
     last = read_index(trainer.folder / "checkpoints")["last"]
-    kept = f"The last checkpoint is {last}: go on from it by -resume {trainer.folder} and one of these."
-    return TrainingError(f"{words}\n{kept if last else 'There is no checkpoint yet: start with one of these.'}")
+    resume = f"The last checkpoint is {last}: resume from it with -resume {trainer.folder} and one of these."
+    return TrainingError(f"{words}\n{resume if last else 'There is no checkpoint yet: start again with one of these.'}")
 
 
 def before_training(error: BaseException, config: Config, device: torch.device) -> str:
-    """Where not even what a run begins with fits, or the validation that is all there is to do."""
+    """Error for memory that ran out before the first update, or in an evaluation (-eval)."""
     if IN_VALIDATION in getattr(error, "__notes__", ()):
         where, ways = IN_VALIDATION, ways_out(config, validating=True, found=config.DATA.BATCH_SIZE == AUTO)
     else:
@@ -38,36 +39,39 @@ def before_training(error: BaseException, config: Config, device: torch.device) 
     return "\n".join([f"out of memory {where}: {_taken(error, device)}.", "Ways out:", *(f"  {way}" for way in ways)])
 
 
-def describe(error: BaseException, config: Config, parts: Parts, update: int) -> str:
-    """Where it was, the peak, what is large, and ways out. While `error` lives, so do the tensors it met."""
+def describe(error: BaseException, run: Run, parts: Parts, update: int) -> str:
+    """Where memory ran out, the peak, what is large, and ways out.
+
+    While `error` is alive, so are the tensors that took the memory.
+    """
     validating = IN_VALIDATION in getattr(error, "__notes__", ())
     where = f"{IN_VALIDATION} after update {update - 1}" if validating else f"in update {update}"
     lines = [
         f"out of memory {where}: {_taken(error, parts.precision.device)}.",
-        f"  {_sizes(config, parts, validating)}",
+        f"  {_sizes(run.config, parts, validating)}",
     ]
     if blocks := largest_blocks(parts.precision.device):
         lines.append(f"  Most of the memory is taken by {blocks}.")
-    return "\n".join([*lines, "Ways out:", *(f"  {way}" for way in ways_out(config, validating, parts.batch_found))])
+    return "\n".join([*lines, "Ways out:", *(f"  {way}" for way in ways_out(run.config, validating, run.batch_found))])
 
 
 def ways_out(config: Config, validating: bool, found: bool = False) -> list[str]:
-    """What to add to the command line, each with what it does. `found`: the batch size is what `auto` gave."""
+    """Flags and settings that take less memory, each with its effect. `found`: the batch size is from `auto`."""
     train, batch = config.TRAIN, config.DATA.BATCH_SIZE
     validated = config.DATA.BATCH_SIZE_EVAL or batch
     ways = []
     if validating and validated == AUTO:
-        ways.append("-batch_size_eval N, fewer than auto found: a validation's figures do not depend on it")
+        ways.append("-batch_size_eval N, fewer than auto found: a validation's metrics do not depend on it")
     elif validating and validated > 1:
-        ways.append(f"-batch_size_eval {validated // 2}: a validation's figures do not depend on it")
+        ways.append(f"-batch_size_eval {validated // 2}: a validation's metrics do not depend on it")
     elif not validating and batch > 1:
         factor = next(number for number in range(2, batch + 1) if batch % number == 0)
         accumulation = "" if train.GLOBAL_BATCH else f" -accum_iter {factor * train.ACCUM_ITER}"
-        ways.append(f"-batch_size {batch // factor}{accumulation}: the same images an update, fewer at once")
+        ways.append(f"-batch_size {batch // factor}{accumulation}: the same images per update, fewer at once")
     if train.GRAD_CHECKPOINT == "none" and not validating:
-        ways.append("TRAIN.GRAD_CHECKPOINT=blocks: less is kept for the backward pass, which computes it again")
+        ways.append("TRAIN.GRAD_CHECKPOINT=blocks: fewer saved activations; the backward pass recomputes them")
     if not config.AMP.ENABLED:
-        ways.append("-amp: most of what is kept takes half the room")
+        ways.append("-amp: most saved activations take half the memory")
     if not found:
         ways.append("-batch_size auto: finds how many images fit")
     return ways
@@ -75,13 +79,13 @@ def ways_out(config: Config, validating: bool, found: bool = False) -> list[str]
 
 def _taken(error: BaseException, device: torch.device) -> str:
     total = total_memory(device)
-    words = f"{in_gib(1e9 * peak_memory_gb(device))} was the peak on {device} ({describe_one(device)})"
-    if total is not None and device.type != "cuda":  # a GPU's description tells it
-        words += f", of {in_gib(total)} in all"
+    words = f"the peak was {in_gib(1e9 * peak_memory_gb(device))} on {device} ({describe_one(device)})"
+    if total is not None and device.type != "cuda":  # a GPU's description has it
+        words += f", of {in_gib(total)} in total"
     asked = re.search(r"[Tt]ried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", str(error))
     if asked is None:
         return words
-    return f"{words}, and {asked[2] or in_gib(int(asked[1]))} more were asked for"
+    return f"{words}, and {asked[2] or in_gib(int(asked[1]))} more were requested"
 
 
 def _sizes(config: Config, parts: Parts, validating: bool) -> str:
@@ -96,6 +100,6 @@ def _sizes(config: Config, parts: Parts, validating: bool) -> str:
 
 
 def _tokens(model: nn.Module) -> int | None:
-    """Of an image."""
+    """Tokens per image, if the model has position embeddings."""
     position = getattr(model, "pos_embed", None)
     return position.shape[1] if isinstance(position, Tensor) and position.ndim == 3 else None

@@ -1,4 +1,4 @@
-"""What every step of a run knows."""
+"""Settings and device of a run, which every step of it takes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of a run, and where this process computes them."""
+    """Settings of a run, and where this process computes."""
 
     config: Config
     world: World
     device: torch.device
     threads: int
     """CPU threads that this process computes with."""
+    batch_found: bool = False
+    """Whether DATA.BATCH_SIZE was `auto`, and this is the number that was found."""

@@ -1,9 +1,8 @@
-"""curves.png: what happened, at a glance, drawn from metrics.jsonl."""
+"""curves.png: a run's metrics, drawn from metrics.jsonl."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import io
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.report.course import EMA_PREFIX, Course, Points
 from utils.config import Config
+from utils.files import write_atomically
 from utils.line_file import read_json_lines
 from utils.log import log
 
@@ -18,58 +18,58 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_POINTS = 2000
-"""Of a curve; more are drawn for nobody and take their time."""
-FEW = 60
-"""Points that are marked each."""
-SHARE = 0.03
-"""Of the time since the last drawing that the next may take: short epochs are not to wait for their picture."""
-SECONDS = 0.5
-"""That the first drawing is expected to take."""
+"""Per curve; more cannot be seen, and take time to draw."""
+FEW_POINTS = 60
+"""A curve of fewer points has a marker at each."""
+TIME_FRACTION = 0.03
+"""Drawing takes at most this fraction of the time since the last drawing, so that short epochs do not wait for it."""
+FIRST_SECONDS = 0.5
+"""Expected duration of the first drawing."""
 
 
 def title_of(config: Config, precision: str, amp: bool) -> str:
-    """What the run is, and in which precision: 'vit_digits on digits, AMP bf16'."""
+    """Model, data and precision of a run: 'vit_digits on digits, AMP bf16'."""
     what = f"{config.MODEL.NAME} on {config.DATA.DATASET}, {f'AMP {precision}' if amp else f'{precision}, no AMP'}"
     return f"{config.TAG}: {what}" if config.TAG else what
 
 
 class Curves:
-    """Draws after each epoch, as far as that costs next to nothing beside training."""
+    """Draws the curves after an epoch, if enough time has passed for it to cost next to nothing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._drawn, self._took = perf_counter(), SECONDS
+        self._drawn, self._took = perf_counter(), FIRST_SECONDS
 
     def draw(self, title: str, force: bool = False) -> None:
-        """`force`: however long it takes."""
+        """`force`: draw even if it is too early."""
         began = perf_counter()
-        if force or self._took <= SHARE * (began - self._drawn):
+        if force or self._took <= TIME_FRACTION * (began - self._drawn):
             draw_curves(self._folder, title)
             self._drawn = perf_counter()
             self._took = self._drawn - began
 
 
 def draw_curves(folder: Path, title: str) -> Path | None:
-    """Loss and accuracy by epoch means, learning rate, gradient norm, loss scale with skips, speed.
+    """Draw loss, accuracy, learning rate, gradient norm, loss scale with skipped updates, and speed.
 
-    Over epochs, or over updates until the first epoch is whole. None if there is nothing to draw.
+    Over epochs, or over updates until the first epoch is complete. None if there is nothing to draw.
     """
     course = Course(read_json_lines(folder / "metrics.jsonl"))
     train = course.of("train")
     if not train and not course.of("val"):
         return None
-    import matplotlib  # slow to import, and training is not to wait for it before its first update
+    import matplotlib  # here, since it is slow to import and would delay the first update
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
-    figure.suptitle(title, parse_math=False)  # a TAG may have dollars in it
+    figure.suptitle(title, parse_math=False)  # a TAG may contain dollar signs
     (loss, accuracy, rate), (norm, scale, speed) = axes
-    _train_and_validation(loss, course, "loss", "")
+    _train_and_validation(loss, course, "loss")
     _finish(loss, course, "loss")
-    _train_and_validation(accuracy, course, "acc1", " top-1")
-    _finish(accuracy, course, "accuracy (%)")
+    _train_and_validation(accuracy, course, "acc1")
+    _finish(accuracy, course, "top-1 accuracy (%)")
     _curve(rate, course.points("train", "lr"), "learning rate")
     _finish(rate, course, "learning rate")
     _curve(norm, course.points("train", "grad_norm"), "gradient norm, unscaled")
@@ -85,38 +85,37 @@ def draw_curves(folder: Path, title: str) -> Path | None:
         _finish(scale, course, "time (%)")
     _curve(speed, course.points("train", "images_per_second"), "images/s")
     _finish(speed, course, "images/s")
-    path = folder / "curves.png"
-    whole = path.with_name(f".{path.name}.{os.getpid()}")  # whoever is killed here leaves the picture before
-    try:
-        figure.savefig(whole, dpi=110, format="png")
-        whole.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            whole.unlink(missing_ok=True)
-        _tell_once(path, str(error.strerror))
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
     plt.close(figure)
+    path = folder / "curves.png"
+    try:
+        write_atomically(path, picture.getvalue())
+    except OSError as error:
+        _warn_once(path, str(error.strerror))
     return path
 
 
 @cache
-def _tell_once(path: Path, reason: str) -> None:
-    log.warning("%s cannot be written (%s); training goes on.", path, reason)
+def _warn_once(path: Path, reason: str) -> None:
+    log.warning("%s cannot be written (%s); training continues.", path, reason)
 
 
-def _train_and_validation(axes: Axes, course: Course, key: str, what: str) -> None:
-    """Training pale and validation strong, as in the report."""
-    _curve(axes, course.trained(key), f"train{what}", alpha=0.5)
-    _curve(axes, course.points("val", key), f"validation{what}", color="tab:blue")
-    _curve(axes, course.points("val", f"{EMA_PREFIX}{key}"), f"validation{what} (EMA)", linestyle="--")
+def _train_and_validation(axes: Axes, course: Course, key: str) -> None:
+    """Training, validation, EMA and the best validation, in the report's line styles and words."""
+    means = ", means of epochs" if course.by_epoch else ""
+    _curve(axes, course.trained(key), f"training{means}", alpha=0.45, linewidth=1)
+    _curve(axes, course.points("val", key), "validation")
+    _curve(axes, course.points("val", f"{EMA_PREFIX}{key}"), "validation of the EMA", linestyle="--")
     if best := course.best(key):
-        axes.plot(*zip(*best, strict=True), "*", color="tab:red", markersize=11, label="best validation")
+        axes.plot(*zip(*best, strict=True), "D", color="tab:red", markersize=6, label="best validation")
 
 
 def _curve(axes: Axes, points: Points, label: str, **look: Any) -> None:
     if len(points) > MOST_POINTS:
         points = [*points[:: -(-len(points) // MOST_POINTS)], points[-1]]
     if points:
-        look = {"color": "tab:blue", "linewidth": 1.4, "marker": "." if len(points) < FEW else None, **look}
+        look = {"color": "tab:blue", "linewidth": 1.4, "marker": "." if len(points) < FEW_POINTS else None, **look}
         axes.plot(*zip(*points, strict=True), label=label, **look)
 
 

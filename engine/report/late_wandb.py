@@ -1,6 +1,6 @@
-"""Weights & Biases, imported where figures are sent to it, and not before.
+"""Late import of wandb: only where metrics are sent to it.
 
-timm imports it wherever it is installed, for a function that nobody calls here; that takes as long as torch does.
+timm imports wandb if it is installed, for a function that is never called here; that takes as long as importing torch.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ WANDB = "wandb"
 
 
 def import_wandb_late() -> None:
-    """From here on others find it missing. Without effect where it is imported already."""
-    sys.modules.setdefault(WANDB, None)  # pyright: ignore[reportArgumentType] - as Python marks what is not to be found
+    """Make wandb look missing to others from now on, unless it is imported already."""
+    sys.modules.setdefault(WANDB, None)  # pyright: ignore[reportArgumentType] - None marks a missing module
 
 
 def let_wandb_in() -> None:
-    """From here on it can be imported."""
+    """Allow importing wandb from now on."""
     if sys.modules.get(WANDB, sys) is None:
         del sys.modules[WANDB]

@@ -1,4 +1,4 @@
-"""What a run tells: log lines, metrics.jsonl, TensorBoard, the progress bar. Only rank 0 has one that speaks."""
+"""Reports of a run: log lines, metrics.jsonl, TensorBoard, Weights & Biases, the progress bar."""
 
 from __future__ import annotations
 
@@ -26,24 +26,34 @@ from utils.log import log
 from utils.run_folder import os_errors_as_user_errors
 
 METRICS = "metrics.jsonl"
-FIGURES = ("loss", "acc1", "acc5")
+METRIC_NAMES = ("loss", "acc1", "acc5")
 DRAWN = (
-    *(*FIGURES, *(f"ema_{name}" for name in FIGURES), "lr", "grad_norm", "scale", "skipped", "images_per_second"),
+    *(
+        *METRIC_NAMES,
+        *(f"ema_{name}" for name in METRIC_NAMES),
+        "lr",
+        "grad_norm",
+        "scale",
+        "skipped",
+        "images_per_second",
+    ),
     *(*(f"{stage}_ms" for stage in (*STAGES, TEACHER)), "mfu"),
 )
 
 
 class Reporter:
+    """Reports to all of these on rank 0; on other ranks, only log lines, which go to their own log files."""
+
     def __init__(
         self,
         config: Config,
         per_epoch: int,
         folder: Path | None,
-        speaks: bool,
+        prints: bool,
         start: Position,
         wandb: WandbBoard | None = None,
     ) -> None:
-        """`folder` None: nothing is written (another rank, a dry run). `start`: where the run begins or goes on."""
+        """`folder` None: write no files. `prints`: show a progress bar. `start`: position to start at."""
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
         self._fleet = config.LOG_STYLE == "fleet"
         if self._fleet:
@@ -53,37 +63,39 @@ class Reporter:
         self._metrics: LineFile | None = None
         self._board: Board | None = None
         self._wandb = wandb
-        self._told: Verdict | None = None
+        self._last_verdict: Verdict | None = None
+        self._first_update = start.update
         if folder:
             with os_errors_as_user_errors(folder):
-                _forget_after(folder / METRICS, start)
+                _remove_repeated(folder / METRICS, start)
             self._metrics = LineFile(folder / METRICS)
-            drawn = (folder / "tensorboard").exists()
+            exists = (folder / "tensorboard").exists()
             self._board = Board(folder / "tensorboard", start.update)
-            self._draw_again(folder / METRICS, start.update if drawn else 0)
+            self._redraw(folder / METRICS, start.update if exists else 0)
         total = start.update + updates_left(config, start, per_epoch)
-        on_terminal = speaks and sys.stderr.isatty() and not config.EVAL
+        on_terminal = prints and sys.stderr.isatty() and not config.EVAL
         self._bar = tqdm(
             total=total, initial=start.update, unit="update", dynamic_ncols=True, disable=not on_terminal, leave=False
         )
 
     def event(self, kind: str, position: Position, perf: dict[str, Any] | None = None, **fields: Any) -> None:
-        """One line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
+        """Write a line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
         line = {"event": kind, "epoch": position.epoch, **fields, "perf": perf or {}}
         if self._metrics:
             self._metrics.add(json.dumps(_plain(line)))
 
     def run(self, what: str, position: Position, seconds: float, verdict: Verdict | None = None) -> None:
+        """Report that the run starts, resumes, is paused or ends."""
         self.event("run", position, _perf(seconds, verdict), what=what, update=position.update)
-        self._tell(verdict)
+        self._log_verdict(verdict)
 
-    def _tell(self, verdict: Verdict | None) -> None:
-        if verdict is not None and verdict != self._told:
+    def _log_verdict(self, verdict: Verdict | None) -> None:
+        if verdict is not None and verdict != self._last_verdict:
             log.info("Where the time went: %s", verdict.text)
-            self._told = verdict
+            self._last_verdict = verdict
 
     def skip(self, position: Position, blame: Blame) -> None:
-        """By the epoch that was skipped in; a GPU may tell of it in the next, sooner or later by its own time."""
+        """Report a skipped update in its own epoch; a GPU may report it only in the next one."""
         before = blame.update <= position.update - position.step
         fields = {"update": blame.update, "samples": list(blame.sample_indices), **vars(blame)}
         perf = {"noticed_at": fields.pop("noticed_at")}
@@ -91,7 +103,7 @@ class Reporter:
         self.event("skip", replace(position, epoch=position.epoch - before), perf, **fields)
 
     def moved(self, position: Position) -> None:
-        """One update was made; costs nothing but the bar's own clock."""
+        """Advance the progress bar by one update."""
         self._bar.update(1)
         self._bar.set_description(f"epoch {position.epoch}/{self.config.TRAIN.NUM_EPOCHS}", refresh=False)
 
@@ -99,11 +111,11 @@ class Reporter:
         now = reading.update
         if self._fleet:
             log.info(_fleet_line(position, reading))
-            log.info("Lr: %.6e, %s", reading.lr, _health(reading, perf))
+            log.info("Lr: %.6e, %s", reading.lr, self._health(position, reading, perf))
         else:
-            log.info("%s, %s", self._paddlevit_line(position, reading), _health(reading, perf))
+            log.info("%s, %s", self._paddlevit_line(position, reading), self._health(position, reading, perf))
         self._bar.set_postfix_str(f"loss {now.loss:.4f}, {perf.images_per_second:,.0f} img/s", refresh=False)
-        figures = {
+        metrics = {
             "loss": now.loss,
             "acc1": now.acc1,
             "acc5": now.acc5,
@@ -112,9 +124,9 @@ class Reporter:
             "scale": reading.scale,
             "skipped": reading.skipped,
         }
-        fields = {"step": position.step, "update": position.update, **figures}
+        fields = {"step": position.step, "update": position.update, **metrics}
         self.event("train", position, perf.as_dict(), **fields)
-        self._plot("train", {**figures, "images_per_second": perf.images_per_second, **perf.parts()}, position.update)
+        self._plot("train", {**metrics, "images_per_second": perf.images_per_second, **perf.parts()}, position.update)
 
     def _paddlevit_line(self, position: Position, reading: Reading) -> str:
         epochs = self.config.TRAIN.NUM_EPOCHS
@@ -124,16 +136,26 @@ class Reporter:
             f"Avg Acc: {reading.epoch.acc1:.4f}"
         )
 
+    def _health(self, position: Position, reading: Reading, perf: Perf) -> str:
+        # At the mean pace of this start, validation and saving included.
+        updates = updates_left(self.config, position, self.per_epoch)
+        left = perf.seconds * updates / max(position.update - self._first_update, 1)
+        return (
+            f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
+            f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, Mem: {perf.peak_memory_gb:.2f}GB, "
+            f"Time: {clock(perf.seconds)}, Left: {clock(left)}{perf.words()}"
+        )
+
     def epoch(self, position: Position, means: Means, seconds: float, verdict: Verdict | None = None) -> None:
         self._summary("Train", position, means, seconds)
         fields = {"update": position.update, **vars(means)}
         self.event("epoch", position, _perf(seconds, verdict), **fields)
-        self._tell(verdict)
+        self._log_verdict(verdict)
 
-    def validation(self, position: Position, figures: dict[str, Means], seconds: float) -> None:
-        """`figures`: '' for the model, 'ema_' for its average."""
+    def validation(self, position: Position, metrics: dict[str, Means], seconds: float) -> None:
+        """`metrics`: '' for the model, 'ema_' for its EMA."""
         fields: dict[str, float] = {}
-        for prefix, means in figures.items():
+        for prefix, means in metrics.items():
             fields |= {f"{prefix}{name}": value for name, value in vars(means).items()}
             self._summary("Validation", position, means, seconds, " (EMA)" if prefix else "")
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
@@ -146,29 +168,29 @@ class Reporter:
             f"{what} Acc@1: {means.acc1:.4f}, {what} Acc@5: {means.acc5:.4f}, time: {seconds:.2f}{whose}"
         )
 
-    def _draw_again(self, metrics: Path, since: int) -> None:
-        """All from update `since` on. The last validation, which may be made again now, is undrawn with its update."""
+    def _redraw(self, metrics: Path, since: int) -> None:
+        """Draw the points from update `since` on again: a resumed Board hides them, as it may repeat a validation."""
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
         for line in map(json.loads, lines):
             if line["update"] >= since and line["event"] in ("train", "val"):
-                figures = {**line, **line["perf"]}
-                known = {name: figures[name] for name in DRAWN if name in figures}
-                self._plot(line["event"], {k: math.nan if v is None else v for k, v in known.items()}, line["update"])
+                values = {**line, **line["perf"]}
+                drawn = {name: values[name] for name in DRAWN if name in values}
+                self._plot(line["event"], {k: math.nan if v is None else v for k, v in drawn.items()}, line["update"])
 
     def flush(self) -> None:
-        """What was told so far reaches the disk: a checkpoint is not to be ahead of it."""
+        """Sync metrics.jsonl and TensorBoard to the disk, so that no checkpoint is ahead of them."""
         if self._metrics:
             self._metrics.sync()
         if self._board:
             self._board.flush()
 
-    def _plot(self, group: str, figures: dict[str, float], update: int) -> None:
+    def _plot(self, group: str, values: dict[str, float], update: int) -> None:
         if self._board:
-            for name, value in figures.items():
-                # As metrics.jsonl has it, of which a resumed run draws it again.
+            for name, value in values.items():
+                # NaN for infinity, too: metrics.jsonl, from which a resumed run redraws, does not tell them apart.
                 self._board.add(f"{group}/{name}", value if math.isfinite(value) else math.nan, update)
         if self._wandb:
-            self._wandb.add(group, figures, update)
+            self._wandb.add(group, values, update)
 
     def close(self) -> None:
         self._bar.close()
@@ -188,43 +210,35 @@ def _fleet_line(position: Position, reading: Reading) -> str:
     )
 
 
-def _health(reading: Reading, perf: Perf) -> str:
-    return (
-        f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
-        f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, Mem: {perf.peak_memory_gb:.2f}GB, "
-        f"Time: {clock(perf.seconds)}{perf.words()}"
-    )
-
-
 def _perf(seconds: float, verdict: Verdict | None) -> dict[str, Any]:
     return {"seconds": round(seconds, 3)} | ({} if verdict is None else {"verdict": verdict.as_dict()})
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no NaN and no infinity; null stands for them."""
+    """Replace NaN and infinity by null: JSON has neither."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _forget_after(metrics: Path, start: Position) -> None:
-    """A resumed run repeats what came after its checkpoint: the old lines of that go, so that none stands twice."""
+def _remove_repeated(metrics: Path, start: Position) -> None:
+    """Remove the lines after `start`, which a resumed run repeats."""
     if not metrics.exists():
         return
     lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
-    write_atomically(metrics, "".join(f"{line}\n" for line in lines if _is_behind(line, start)))
+    write_atomically(metrics, "".join(f"{line}\n" for line in lines if _is_before(line, start)))
 
 
-def _is_behind(line: str, start: Position) -> bool:
-    """Whether a line tells of something that the run has behind it where it begins or goes on."""
+def _is_before(line: str, start: Position) -> bool:
+    """Whether a line is about something before `start`."""
     try:
-        told = json.loads(line)
-        event, update = told["event"], told["update"]
+        content = json.loads(line)
+        event, update = content["event"], content["update"]
         if update != start.update:
             return update < start.update
         if event == "val":
             return start.validated == update
-        # A run that goes on from its very beginning starts over.
-        return told["epoch"] < start.epoch if event == "epoch" else update > 0
-    except (ValueError, KeyError, TypeError):  # a line cut short when the run was killed
+        # A run that is resumed at update 0 starts over.
+        return content["epoch"] < start.epoch if event == "epoch" else update > 0
+    except (ValueError, KeyError, TypeError):  # cut short when the run was killed
         return False

@@ -1,10 +1,11 @@
-"""What skipped updates have to say: which operation overflowed, and what is done when it goes on."""
+"""Skipped updates: reporting which operation overflowed, and ending the run after too many."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.amp.op_lists import OpLists
 from engine.amp.overflow_replay import FORWARD
 from engine.amp.skip_watch import Blame
 from engine.checkpoint.folder import read_index
@@ -18,25 +19,29 @@ from utils.errors import AllRanksError
 from utils.log import log
 
 TIMES_TO_BLAME = 2
-"""A module blamed this often moves to fp32 (AMP.AUTO_FP32)."""
+"""A module that is blamed this often moves to fp32 (AMP.AUTO_FP32)."""
 
 
 @dataclass
 class Health:
+    """Watches for skipped updates and NaN."""
+
     amp: AmpConfig
     parts: Parts
     world: World
     reporter: Reporter
+    op_lists: OpLists | None = None
+    """AMP's lists, until the operators in them that the model never calls are reported."""
     _last: Blame | None = None
 
-    def look(self, position: Position, together: bool) -> None:
-        """Tell what was skipped since the last look. `together`: all ranks look now, and one of them may have seen it.
+    def report(self, position: Position, together: bool) -> None:
+        """Report updates skipped since the last call. `together`: all ranks call it now, since any may have found one.
 
-        Alone, a run tells at once; many ranks tell when they report.
+        One process reports at once; several ranks only when all of them call it.
         """
-        if self.parts.op_lists is not None:  # the model has been computed by now
-            self.parts.op_lists.tell_uncalled()
-            self.parts.op_lists = None
+        if self.op_lists is not None:  # the model has been computed by now
+            self.op_lists.tell_uncalled()
+            self.op_lists = None
         watch = self.parts.watch
         if watch is None or (self.world.size > 1 and not together):
             return
@@ -48,7 +53,10 @@ class Health:
                 self._move_to_fp32(blame)
 
     def _move_to_fp32(self, blame: Blame) -> None:
-        """What overflows forward does so at any loss scale; what overflows backward only counts at the smallest one."""
+        """Move a module that was blamed often enough to fp32.
+
+        A backward overflow counts only at the smallest loss scale; a forward one does not depend on it.
+        """
         if blame.module not in dict(self.parts.model.named_modules()) or not blame.module:
             return
         if blame.direction != FORWARD and blame.scale > 1:
@@ -61,8 +69,8 @@ class Health:
                 "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", blame.module, TIMES_TO_BLAME
             )
 
-    def look_is_due(self, position: Position) -> bool:
-        """Reports may be far apart; a run of skips that ends the run is not to be missed between them."""
+    def check_is_due(self, position: Position) -> bool:
+        """Whether to check for too many skips now: reports may be too far apart to notice them."""
         limit = self.amp.STOP_AFTER_SKIPS
         scaled = self.parts.precision.scaler.is_enabled()
         return scaled and limit is not None and position.update % limit == 0
@@ -76,11 +84,11 @@ class Health:
         return AllRanksError(
             f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update} "
             f"(AMP.STOP_AFTER_SKIPS {self.amp.STOP_AFTER_SKIPS}); the loss scale is {reading.scale:g}.{last} The "
-            f"weights are as they were before, and saved. {self._advice()}"
+            f"weights from before them are saved. {self._advice()}"
         )
 
     def stop_on_nan(self, reading: Reading, position: Position, folder: Path) -> None:
-        """Without a scaler nothing skips a bad update: going on would only train on NaN."""
+        """Raise AllRanksError if a gradient was NaN: without loss scaling, no bad update is skipped."""
         if reading.first_bad == NEVER:
             return
         update = reading.first_bad
@@ -88,10 +96,15 @@ class Health:
         rate = self.parts.schedule.rate_at(self.parts.schedule.moved - since - 1)
         last = read_index(folder / "checkpoints")["last"]
         raise AllRanksError(
-            f"the gradients stopped being numbers at update {update} (epoch {position.epoch}, step "
+            f"the gradients became NaN or infinite at update {update} (epoch {position.epoch}, step "
             f"{position.step - since}; learning rate {rate:.3e}). Nothing was saved since. Try a lower TRAIN.BASE_LR, "
-            f"a longer TRAIN.WARMUP_EPOCHS, TRAIN.GRAD_CLIP=1.0, or -amp off to see whether the precision is to blame. "
-            + (f"The last good checkpoint is {last}; go on from it by -resume." if last else "No checkpoint yet.")
+            "a longer TRAIN.WARMUP_EPOCHS, TRAIN.GRAD_CLIP=1.0, or -amp off to see whether the precision is the "
+            "cause. "
+            + (
+                f"The last checkpoint is {last}; resume from it with -resume."
+                if last
+                else "There is no checkpoint yet."
+            )
         )
 
     def _advice(self) -> str:
@@ -108,7 +121,7 @@ class Health:
 
 
 def _clearest(blames: list[Blame]) -> list[Blame]:
-    """One an update, and of several ranks' the one that found something."""
+    """One report per update; of several ranks', the one that found the operation."""
     best: dict[int, Blame] = {}
     for blame in blames:
         if blame.update not in best or (blame.operation and not best[blame.update].operation):

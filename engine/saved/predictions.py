@@ -1,4 +1,4 @@
-"""What a trained model says of every image of a data set."""
+"""Predictions of a trained model for the images of a data set."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from engine.saved.trained import Trained
 from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE
 
-FIRST = 5
-"""Guesses that validation looks at."""
+VALIDATED = 5
+"""Highest logits that validation looks at."""
 BATCH = 64
-"""Where the run's own is not known."""
+"""Batch size if the run's own is unknown."""
 
 
 @dataclass
 class Predictions:
-    """One row an image, in the order of the data set."""
+    """One row per image, in the order of the data set."""
 
     logits: Tensor
     """float32, N x C"""
     labels: Tensor
     """int64, N"""
     indices: Tensor
-    """int64, N: the image's number in the data set"""
+    """int64, N: index of the image in the data set"""
     dataset: ImageDataset
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def guesses(self, count: int = 1) -> Tensor:
-        """N x count labels, the most likely first."""
+        """Top `count` labels of each image, N x count."""
         return guesses(self.logits, count)
 
     def name(self, row: int) -> str:
-        """The file of an image, or its number where it is no file."""
+        """File of an image, or its index if it is not a file."""
         return name_of(self.dataset, int(self.indices[row]))
 
     def picture(self, row: int) -> Image.Image:
@@ -50,22 +50,22 @@ class Predictions:
 
 
 def guesses(logits: Tensor, count: int = 1) -> Tensor:
-    """The labels of the `count` highest logits, in order, chosen as validation chooses them.
+    """Labels of the `count` highest logits, in order, with ties broken as in validation.
 
-    In half precision logits are often equal; argmax then takes another one than validation does.
+    In half precision logits are often equal, and argmax then takes another one than validation does.
     """
     classes = logits.shape[-1]
-    first = logits.topk(min(FIRST, classes), dim=-1).indices
-    if count <= FIRST:
+    first = logits.topk(min(VALIDATED, classes), dim=-1).indices
+    if count <= VALIDATED:
         return first[:, :count]
-    above = logits.amax(dim=-1, keepdim=True) + torch.arange(FIRST, 0, -1, device=logits.device)
+    above = logits.amax(dim=-1, keepdim=True) + torch.arange(VALIDATED, 0, -1, device=logits.device)
     return logits.scatter(-1, first, above[:, : first.shape[1]]).topk(min(count, classes), dim=-1).indices
 
 
 def validation_predictions(
     trained: Trained, dataset: ImageDataset | None = None, workers: int | None = None
 ) -> Predictions:
-    """All of a part at once, as evaluating it would see it; by default of the run's own validation part."""
+    """Predictions for a whole data set, by default the run's own validation split."""
     dataset = validation_part(trained) if dataset is None else dataset
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     for logits, labels, indices in batches_of(trained, dataset, workers):
@@ -77,8 +77,10 @@ def validation_predictions(
 def batches_of(
     trained: Trained, dataset: ImageDataset, workers: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Logits, labels and numbers of a batch at a time, on the device, in order. TrainingError at the end where an
-    image could not be read."""
+    """Logits, labels and indices, one batch at a time, on the device, in order.
+
+    Raises TrainingError at the end if an image could not be read.
+    """
     number = workers if workers is not None else trained.config.DATA.NUM_WORKERS
     number = auto_workers(1) if number is None else number
     loader = ValLoader(dataset, batch_size(trained), 0, 1, number, trained.precision.device)
@@ -92,12 +94,13 @@ def batches_of(
 
 
 def validation_part(trained: Trained) -> ImageDataset:
+    """Validation split of the model's run."""
     config = trained.config
     return open_dataset(config.DATA, False, config.MODEL.NUM_CLASSES, config.SEED, trained.precision.device)
 
 
 def batch_size(trained: Trained) -> int:
-    """Images at a time, as the run validates."""
+    """Batch size with which the run validates."""
     data = trained.config.DATA
     given = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     return BATCH if given == AUTO else int(given)

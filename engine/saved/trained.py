@@ -1,6 +1,6 @@
-"""A trained model, ready to be asked: from a run, from one checkpoint wherever it lies, or from weights alone.
+"""Loading a trained model for use: from a run, a checkpoint, or a file of weights alone.
 
-One at a time: how attention and fp32 products are computed are switches of the process.
+Only one at a time: the kinds of attention and of fp32 matrix products are switches of the process.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from utils.log import log
 
 @dataclass
 class Trained:
-    """A model in evaluation mode on its device, and what belongs to it."""
+    """Model in evaluation mode on its device, with its settings."""
 
     model: nn.Module
     inputs: nn.Module
-    """uint8 images to what the model sees"""
+    """Normalises uint8 images for the model"""
     precision: Precision
     config: Config
     classes: list[str] | None
-    """Names in the order of the labels, where the training data had names."""
+    """Names in the order of the labels, if the training data had names."""
     source: Path
     """The checkpoint's folder, or the file of weights."""
     weights: Which
     saved: Saved
     choice: str
-    """For the log: which checkpoint, which of its weights, and how well each validated."""
+    """For the log: the checkpoint, the choice of its weights, and the metrics of each."""
 
     @torch.no_grad()  # not inference mode: fp8 layers do not run in it
     def logits(self, images: Tensor) -> Tensor:
-        """What the model says of uint8 images (B x C x S x S), in fp32, computed as validation computes it."""
+        """Logits in fp32 of uint8 images (B x C x S x S), computed as in validation."""
         amp, device = self.config.AMP, self.precision.device
         with (
             OpLists(device.type, amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST),
@@ -63,31 +63,31 @@ class Trained:
                 if not is_out_of_memory(error):
                     raise
                 raise TrainingError(
-                    f"out of memory with {len(images)} images at once on {device.type}: take less by -batch_size (in "
+                    f"out of memory with {len(images)} images at once on {device.type}: use a smaller -batch_size (in "
                     "predict.py and evaluate.py), or -amp."
                 ) from None
 
     def name_of(self, label: int) -> str:
-        """A class's name; its number where there are no names, or more outputs than names."""
+        """Name of a class; its number if it has no name."""
         names = self.classes or []
         return names[label] if label < len(names) else str(label)
 
     def names(self) -> list[str]:
-        """Of all the model's classes."""
+        """Names of all the model's classes."""
         return [self.name_of(label) for label in range(self.config.MODEL.NUM_CLASSES)]
 
     def has(self, which: Which) -> bool:
         return self.saved.has(which)
 
     def take(self, which: Which) -> None:
-        """Exchange the weights for those of the model, or of its moving average."""
+        """Load the plain weights, or those of the EMA."""
         self.saved.require(which)
         load_weights(self.model, self.saved.tensors(which), f"{self.saved.where(which)}")
         self.weights = which
 
     def words(self) -> str:
-        """Which weights of which model these are."""
-        which = "the moving average" if self.weights == "ema" else "the model's weights"
+        """Model, weights and precision in words."""
+        which = "the EMA" if self.weights == "ema" else "the model's weights"
         return f"{self.config.MODEL.NAME}, {which} of {self.source}, in {self.precision.name}"
 
 
@@ -98,23 +98,23 @@ def load_trained(
     amp: str | None = None,
     given: CommandLine | None = None,
 ) -> Trained:
-    """The model that `path` means: a run's best checkpoint (else its last), a checkpoint, a file in one, or weights
+    """Load the model at `path`: a run (its best checkpoint, or else its last), a checkpoint, a file in one, or weights
     that scripts/checkpoint.py or scripts/export.py wrote.
 
-    `weights` auto: those that validated better, the plain ones or their EMA. `device` None: the run's, if it is here.
-    `amp` None: as the run validates; else a word of -amp's, or `on`. `given`: settings that replace the run's.
+    `weights` auto: the plain ones or the EMA, whichever validated better. `device` None: the run's, if it exists here.
+    `amp` None: as the run validates; otherwise a value of -amp, or `on`. `given`: settings that override the run's.
     """
     saved, choice = find_saved(Path(path).expanduser(), weights)
     config = config_of(saved, _flags(device, amp, given), given)
     check_amp(config.AMP, config.TRAIN)
-    asked = {**given.flags, **given.words}.keys() if given else ()
-    place = _device(device or (config.DEVICE if "DEVICE" in asked else None), config)
-    check_precision(config.AMP, place)
-    prepare(config, place, ALONE)
+    overridden = {**given.flags, **given.words}.keys() if given else ()
+    chosen = _device(device or (config.DEVICE if "DEVICE" in overridden else None), config)
+    check_precision(config.AMP, chosen)
+    prepare(config, chosen, ALONE)
     with _quietly():
-        model, inputs, precision = model_in_precision(config, place, saved.meta.get("choices", {}))
+        model, inputs, precision = model_in_precision(config, chosen, saved.meta.get("choices", {}))
     if precision.level in ("O1", "O2") and (moved := saved.fp32_modules()):
-        force_fp32(model, moved, place.type)
+        force_fp32(model, moved, chosen.type)
     model.eval()
     classes = saved.meta.get("classes")
     trained = Trained(model, inputs, precision, config, classes, saved.path, choice.which, saved, choice.words)
@@ -124,7 +124,7 @@ def load_trained(
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """How a model is built was told when it was trained; that it has fresh weights would only be misunderstood now."""
+    """Suppress log lines about building the model, which belong to training: "freshly initialised" would mislead."""
     before = log.level
     log.setLevel(max(before, logging.WARNING))
     try:
@@ -139,16 +139,16 @@ def _flags(device: str | None, amp: str | None, given: CommandLine | None) -> di
         flags["DEVICE"] = (device, "-device")
     if amp is not None:
         flags |= {key: (value, "-amp") for key, value in amp_settings(amp).items()}
-    if flags.get("AMP.ENABLED", (False,))[0]:  # asked for here, it holds here
+    if flags.get("AMP.ENABLED", (False,))[0]:  # -amp in this command also means this command
         flags.setdefault("AMP.EVAL", (True, "-amp"))
     return flags
 
 
-def _device(asked: str | None, config: Config) -> torch.device:
-    """The one asked for; else the run's own, if this machine has such a one; else the best there is."""
-    if asked is None and config.DEVICE is not None:
+def _device(name: str | None, config: Config) -> torch.device:
+    """The named device; or else the run's own, if this machine has it; or else the best one."""
+    if name is None and config.DEVICE is not None:
         try:
             return pick_device(config.DEVICE, ALONE)
         except UserError:
             pass
-    return pick_device(asked, ALONE)
+    return pick_device(name, ALONE)

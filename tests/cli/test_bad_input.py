@@ -170,7 +170,10 @@ def test_unreadable_weights_are_refused(refuses: Callable[..., Result], tmp_path
 
 
 def test_resume_into_another_architecture_is_refused(refuses: Callable[..., Result], run_folder: Path) -> None:
-    wider, deeper = "cls_token: (1, 1, 16) there, (1, 1, 24) here", "blocks.1.norm1.weight: not there"
+    wider, deeper = (
+        "cls_token: (1, 1, 16) in the file, (1, 1, 24) in the model",
+        "blocks.1.norm1.weight: missing in the file",
+    )
     refuses("-resume", run_folder, "MODEL.EMBED_DIM=24", said=("model.safetensors", "another architecture", wider))
     refuses("-resume", run_folder, "MODEL.DEPTH=2", said=("another architecture", deeper))
     refuses("-resume", run_folder, "TRAIN.OPTIMIZER.NAME=SGD", said=("TRAIN.OPTIMIZER.NAME", "AdamW", "SGD"))

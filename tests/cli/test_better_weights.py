@@ -96,7 +96,7 @@ def test_eval_uses_the_best_checkpoint_of_a_run(vitamp: Callable[..., Result], r
     (copy / "checkpoints" / BEFORE / "model.safetensors").write_bytes(b"damaged")
     done = vitamp("-eval", "-resume", copy, "-output", tmp_path / "damaged")
     assert f"Done: {LAST}, plain weights" in done.out
-    assert "The newest good checkpoint is evaluated instead." in done.err
+    assert "The newest undamaged checkpoint is evaluated instead." in done.err
 
 
 def test_pretrained_uses_the_better_weights_of_a_run(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:

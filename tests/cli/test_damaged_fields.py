@@ -156,7 +156,7 @@ def test_invalid_field_falls_back_to_the_checkpoint_before(
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"{NEWEST}/{file}: damaged, " in warning
     assert said in warning
-    assert warning.endswith("The one before it is tried.")
+    assert warning.endswith("Trying the checkpoint before it.")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "\x00", '"format"'])

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 import engine.update
 from datasets import Window
 from engine.fit.dry_run import try_out
-from engine.fit.dry_run_report import Costs, Memory, Speed, told
+from engine.fit.dry_run_report import Costs, Memory, Speed, cost_lines
+from engine.machine.context import Run
 from engine.setup import build_for_training
 from engine.update import Parts
 from tests.program import Result
@@ -23,7 +24,7 @@ from utils.distributed.world import ALONE
 
 MIB = 2**20
 COSTS = Costs(
-    memory=Memory(peak=8 * MIB, weights=MIB, gradients=MIB, optimiser=2 * MIB, average=MIB),
+    memory=Memory(peak=8 * MIB, weights=MIB, gradients=MIB, optimiser=2 * MIB, ema=MIB),
     total=10 * MIB,
     speed=Speed(updates=[9.0, 2.0, 2.0], loading=0.5, in_memory=False, faster="Do this", validation=100.0),
     checkpoint=4_000_000,
@@ -35,7 +36,7 @@ COSTS = Costs(
 
 def words(tiny: Path, costs: Costs, device: str = "cuda", **settings: str) -> str:
     config = load_config(str(tiny), words={key.replace("__", "."): value for key, value in settings.items()}).config
-    return "\n".join(told(config, costs, ALONE, torch.device(device)))
+    return "\n".join(cost_lines(config, costs, ALONE, torch.device(device)))
 
 
 def test_dry_run_of_two_processes_leaves_no_files(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ def test_dry_run_of_two_processes_leaves_no_files(vitamp: Callable[..., Result],
     done = vitamp("-cfg", tiny, *more, script="main_multi_gpu.py", cwd=place)
     assert done.code == 0, done.text
     assert done.out.count("First batch: (32, 1, 8, 8), loss 2.") == 1
-    for part in ("weights", "gradients", "optimiser", "average", "activations and the rest"):
+    for part in ("weights", "gradients", "optimiser", "EMA", "activations and the rest"):
         assert re.search(rf"{part} [\d.]+ [KM]iB", done.out), part
     assert re.search(r"44 updates to go \(2.0 epochs\): about 0:\d\d:\d\d, until 20", done.out)
     assert f"free in {place}" in done.out
@@ -62,8 +63,8 @@ def test_dry_run_report_is_consistent(tiny: Path) -> None:
     # 1,000 updates of 2 s, and 10 validations of 100 s
     assert "1,000 updates to go (10.0 epochs): about 0:50:00" in text
     # three, the best, and the one being written
-    assert "4.00 MB a checkpoint, up to 20.00 MB in all (KEEP_LAST 3)" in text
-    assert "too little" not in text
+    assert "4.00 MB per checkpoint, up to 20.00 MB in all (KEEP_LAST 3)" in text
+    assert "not enough" not in text
     assert "nearly all" not in text
 
 
@@ -91,11 +92,11 @@ def test_dry_run_on_a_cpu_adds_the_time_of_loading(tiny: Path) -> None:
 
 def test_dry_run_warns_about_too_little_memory_and_disk(tiny: Path) -> None:
     full = replace(COSTS, total=8 * MIB)
-    everything = "nearly all there is: a smaller -batch_size, -amp or TRAIN.GRAD_CHECKPOINT=blocks leaves room"
+    everything = "nearly all memory; to save some: a smaller -batch_size, -amp or TRAIN.GRAD_CHECKPOINT=blocks"
     assert everything in words(tiny, full)
     done = {"DATA__BATCH_SIZE": "1", "AMP__ENABLED": "true", "TRAIN__GRAD_CHECKPOINT": "blocks"}
-    assert "nearly all there is: a smaller MODEL.NAME leaves room" in words(tiny, full, **done)
-    assert "too little: name another -output" in words(tiny, replace(COSTS, checkpoint=2**60))
+    assert "nearly all memory; to save some: a smaller MODEL.NAME" in words(tiny, full, **done)
+    assert "not enough: name another -output" in words(tiny, replace(COSTS, checkpoint=2**60))
 
 
 @pytest.mark.parametrize("step", [0, 4, 5])
@@ -104,7 +105,8 @@ def test_dry_run_does_not_measure_the_last_short_window(
 ) -> None:
     """44 micro-batches are five windows of eight and one of four, which a resumed run may have before it."""
     config = load_config(str(tiny), words={"TRAIN.ACCUM_ITER": "8", "SAVE": str(tmp_path)}).config
-    ready = build_for_training(config, ALONE, torch.device("cpu"), None)
+    run = Run(config, ALONE, torch.device("cpu"), threads=1)
+    ready = build_for_training(run, None)
     ready.choices["compile"], ready.position.step = "none", step
     measured: set[int] = set()
     update = engine.update.train_update
@@ -114,5 +116,5 @@ def test_dry_run_does_not_measure_the_last_short_window(
         update(parts, window, number)
 
     monkeypatch.setattr(engine.update, "train_update", watched)
-    try_out(config, ready, ALONE, 12 - step)
+    try_out(run, ready, 12 - step)
     assert measured == {8}

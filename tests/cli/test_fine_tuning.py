@@ -144,4 +144,4 @@ def test_fine_tuning_on_two_processes_equals_one(
         script="main_multi_gpu.py",
     )
     assert thawed.code == 0, thawed.text
-    assert "trained from here on (MODEL.FREEZE): 16 tensors" in thawed.out
+    assert "trained from now on (MODEL.FREEZE): 16 tensors" in thawed.out

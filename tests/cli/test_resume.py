@@ -114,9 +114,9 @@ def test_resume_auto_starts_resumes_and_detects_a_finished_run(
     words = ("-cfg", tiny, "-output", run, "-resume", "auto", "SAVE_FREQ=1")
     fresh = vitamp(*words, "TRAIN.NUM_EPOCHS=1")
     assert fresh.code == 0
-    assert "nothing to go on from" in fresh.out
+    assert "no checkpoint yet, starting a new run" in fresh.out
     more = vitamp(*words, "TRAIN.NUM_EPOCHS=2")
-    assert "going on from step-000000044" in more.out
+    assert "resuming from step-000000044" in more.out
     assert "changed since: TRAIN.NUM_EPOCHS: 1 -> 2" in more.out
     assert "the schedule now spans 2 epochs instead of 1" in more.out
     assert [line["epoch"] for line in metrics(run, "epoch")] == [1, 2]
@@ -183,8 +183,8 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(
     done = vitamp("-resume", "auto", "-output", stopped)
     assert done.code == 0, done.text
     assert "step-000000044" in done.err
-    assert "The one before it is tried" in done.err
-    assert "going on from step-000000022" in done.out
+    assert "Trying the checkpoint before it" in done.err
+    assert "resuming from step-000000022" in done.out
     equal(stopped, whole)
 
 
@@ -194,7 +194,7 @@ def test_last_epoch_chooses_the_checkpoint(vitamp: Callable[..., Result], whole:
     shutil.copytree(whole, run)
     done = vitamp("-resume", run, "-last_epoch", 1, "KEEP_LAST=1", f"TRAIN.MAX_UPDATES={2 * PER_EPOCH}")
     assert done.code == 0, done.text
-    assert "going on from" in done.out.lower()
+    assert "resuming from" in done.out.lower()
     assert "epoch 2, 22 updates done" in done.out
     assert metrics(run, "train")[-1]["update"] == 2 * PER_EPOCH
     assert weights(run, 2 * PER_EPOCH) == weights(whole, 2 * PER_EPOCH)
@@ -243,7 +243,7 @@ def test_changed_samples_are_refused_only_in_the_middle_of_an_epoch(
     for changed in ((), (f"DATA.EXCLUDE={other}",), (f"DATA.EXCLUDE={first}", "SEED=1")):
         refused = go_on(12, *changed)
         assert refused.code == 2, refused.text
-        assert "saved in the middle of epoch 1, whose 23 training samples are not" in refused.err
+        assert "saved within epoch 1, whose 23 training samples or their order differ" in refused.err
         assert newest(run) == 4
     assert go_on(6, f"DATA.EXCLUDE={first}").code == 0
     between = go_on(8)

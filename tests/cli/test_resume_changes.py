@@ -67,7 +67,7 @@ ALLOWED: dict[str, tuple[Iterable[object], str]] = {
     "other accumulation, the same global batch": (["-accum_iter", 2, "-batch_size", 16], "changed since"),
     "bf16": (["-amp", "bf16"], "changed since: AMP.ENABLED: false -> true"),
     "fp16": (["-amp", "fp16"], "changed since: AMP.ENABLED: false -> true"),
-    "another seed": (["SEED=1"], "The training samples are not those of before, or in another order"),
+    "another seed": (["SEED=1"], "The training samples or their order differ from those of the checkpoint"),
     "no EMA": (["TRAIN.MODEL_EMA=false"], "changed since: TRAIN.MODEL_EMA: true -> false"),
     "another rate": (["TRAIN.BASE_LR=1e-3"], "the next update's learning rate is 7.500e-04"),
     "another schedule": (["TRAIN.LR_SCHEDULER.NAME=step"], "the next update's learning rate is 2.000e-03"),
@@ -115,7 +115,7 @@ def test_ema_that_starts_at_resume_is_logged(vitamp: Callable[..., Result], tiny
     assert vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1").code == 0
     done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=2", "TRAIN.MODEL_EMA=true")
     assert done.code == 0, done.text
-    assert "The EMA starts from the checkpoint's weights: it holds no EMA." in done.out
+    assert "The EMA starts from the checkpoint's weights, since the checkpoint has no EMA." in done.out
     assert metrics(run, "val")[-1]["ema_acc1"] is not None
 
 
@@ -188,7 +188,7 @@ def test_batch_and_order_cannot_change_in_the_middle_of_an_epoch(
     assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=5").code == 0
     done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=9", *words)
     assert done.code == 2, done.text
-    assert "saved in the middle of" in done.err
+    assert "saved within" in done.err
     assert saved(run) == {"step-000000005"}
 
 

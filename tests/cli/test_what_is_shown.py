@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from pathlib import Path
 
 from tests.program import ROOT, Result
 
-HEALTH = r"Img/s: [\d.]+, Data: \d+%, Grad: \d+\.\d{4}, Scale: 1, Skipped: 0, Mem: \d+\.\d\dGB, Time: \d+:\d\d:\d\d"
+TIMES = r"Time: \d+:\d\d:\d\d, Left: \d+:\d\d:\d\d"
+HEALTH = r"Img/s: [\d.]+, Data: \d+%, Grad: \d+\.\d{4}, Scale: 1, Skipped: 0, Mem: \d+\.\d\dGB, " + TIMES
 PADDLEVIT = (
     r"Epoch\[001/001\], Step\[00(10|20|30|40|44)/0044\], Lr: \d\.\d{6}e-\d\d, "
     r"Loss: \d+\.\d{4} \(\d+\.\d{4}\), Avg Acc: \d+\.\d{4}, " + HEALTH
@@ -93,7 +95,7 @@ def test_dry_run_writes_no_files(vitamp: Callable[..., Result], tiny: Path, tmp_
     done = vitamp("-cfg", tiny, "-output", place / "run", "-dry_run", cwd=place)
     assert done.code == 0, done.text
     assert "First batch: (32, 1, 8, 8), loss 2." in done.out
-    assert "nothing was kept of them, nothing written" in done.out
+    assert "Nothing was kept or written." in done.out
     assert list(place.iterdir()) == []
 
 
@@ -130,3 +132,56 @@ def test_profile_writes_a_trace(vitamp: Callable[..., Result], tiny: Path, tmp_p
     assert done.code == 0, done.text
     trace = json.loads((tmp_path / "run" / "profile.json").read_text())
     assert any("aten::addmm" in str(event.get("name")) for event in trace["traceEvents"])
+
+
+def test_next_commands_have_the_folder_and_come_before_the_last_line(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "a run"
+    done = vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2")
+    *_, evaluate, predict, export, report, resume, last = done.out.splitlines()
+    assert "The run ends here, after update 2, as TRAIN.MAX_UPDATES says." in done.out
+    assert last.startswith("Done: ")
+    for line, name, tool in (
+        (evaluate, "evaluate", "evaluate.py"),
+        (predict, "predict", "predict.py"),
+        (export, "export", "export.py"),
+        (report, "report", "report.py"),
+        (resume, "resume", "main_single_gpu.py"),
+    ):
+        words = shlex.split(line)
+        assert words[:2] == [name, "python"]
+        assert Path(words[2]).name == tool
+        assert Path(words[2]).exists()
+        assert str(run) in words
+    again = vitamp(*shlex.split(resume)[3:])
+    assert again.code == 0, again.text
+    assert "after update 4" in again.out
+    finished = vitamp(*shlex.split(resume)[3:])
+    assert "had already finished: 4 updates" in finished.out
+    assert shlex.split(finished.out.splitlines()[-2])[-1] == "TRAIN.MAX_UPDATES=8"
+
+
+def test_banner_has_mean_std_and_crop(vitamp: Callable[..., Result], tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, "-dry_run")
+    assert re.search(r"inputs +mean 0\.5; std 0\.5; crop random, CROP_PCT 0\.875, bicubic\n", done.out), done.out
+
+
+def test_training_survives_a_closed_pipe(tiny: Path, tmp_path: Path) -> None:
+    """`| head -1` ends reading, not training; log.txt has all lines."""
+    run = tmp_path / "run"
+    command = shlex.join(map(str, (sys.executable, ROOT / "main_single_gpu.py", "-cfg", tiny, "-output", run)))
+    piped = f"set -o pipefail; {command} REPORT_FREQ=1 | head -1"
+    done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
+    log = (run / "log.txt").read_text()
+    assert log.count("The reader of standard output has closed its pipe: the run continues") == 1
+    assert log.count("Step[") == 88
+    assert "Done: best" in log
+
+
+def test_a_list_into_a_closed_pipe_ends_without_a_traceback() -> None:
+    command = f"set -o pipefail; {shlex.quote(sys.executable)} {ROOT / 'main_single_gpu.py'} -list_models | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -13,6 +13,7 @@ import torch.distributed
 from safetensors.torch import save_file
 
 from datasets import Window
+from engine.machine.context import Run
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import train_update
 from engine.wrapping import wrap
@@ -47,7 +48,7 @@ def train(config_file: Path, words: dict[str, str], world: World, overflow_at: i
     """A few updates; at `overflow_at` the last rank, and it alone, is given images that are not finite."""
     torch.set_num_threads(1)
     config = load_config(str(config_file), words=words).config
-    ready = build_for_training(config, world, CPU, None)
+    ready = build_for_training(Run(config, world, CPU, threads=1), None)
     wrap(ready.parts, config)
     seen: list[int] = []
     exchanges = 0

@@ -41,7 +41,7 @@ def two(place: Path) -> tuple[Path, Result]:
 
 def test_plainly_started(two: tuple[Path, Result]) -> None:
     run, done = two
-    assert "32 per device x 2 devices x 1 accumulated = 64; 22 updates an epoch" in done.out
+    assert "32 per device x 2 devices x 1 accumulated = 64; 22 updates per epoch" in done.out
     assert done.out.count("precision  bf16") == 1, "one voice"
     assert done.out.count("Step[0022/0022]") == 2
     assert (run / "log.txt").read_text() == (run / "ranks" / "0.log").read_text()

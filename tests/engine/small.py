@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from datasets import Batch, Share, Window
 from engine.amp.precision import Precision
+from engine.machine.context import Run
 from engine.measure.meters import TrainMeters
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.setup import ReadyToTrain, build_for_training
@@ -29,7 +30,7 @@ def build(tiny: Path, device: torch.device = CPU, /, **words: object) -> ReadyTo
     settings = {key.replace("__", "."): str(value) for key, value in words.items()}
     if device.type != "cpu":
         settings["DEVICE"] = device.type
-    return build_for_training(load_config(str(tiny), words=settings).config, ALONE, device, None)
+    return build_for_training(Run(load_config(str(tiny), words=settings).config, ALONE, device, threads=1), None)
 
 
 def windows(ready: ReadyToTrain) -> Iterator[Window]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.checkpoint.state import restore, say_what_changed
+from engine.checkpoint.state import log_resumption, restore
 from engine.evaluate import evaluate
 from engine.measure.mfu import training_flops
 from engine.parallel.sync_batch_norm import join_statistics
@@ -296,8 +296,8 @@ def test_thawed_and_frozen_again_what_stays_keeps_its_moments(
     position, _ = restore(thawed.parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
     assert equal_moments(head, thawed, "head.weight")
     with caplog.at_level("INFO", "vitamp"):
-        say_what_changed(checkpoint, load_config(str(tiny)).config, thawed.parts, position)
-    assert "trained from here on (MODEL.FREEZE): 28 tensors: cls_token, pos_embed, blocks.0.norm1.weight" in caplog.text
+        log_resumption(checkpoint, load_config(str(tiny)).config, thawed.parts, position)
+    assert "trained from now on (MODEL.FREEZE): 28 tensors: cls_token, pos_embed, blocks.0.norm1.weight" in caplog.text
     before = copies(thawed.model)
     train(thawed, 2, done=3)
     assert moved(thawed.model, before) == set(before) - {"patch_embed.proj.weight", "patch_embed.proj.bias"}
@@ -320,7 +320,7 @@ def test_going_on_from_the_average(tiny: Path, tmp_path: Path) -> None:
     assert trained.parts.ema is not None
     average = trained.parts.ema.module.state_dict()
     resumed = build(tiny, **EMA, **BACKBONE)
-    restore(resumed.parts, save(trained, tmp_path / "a", 3), GLOBAL_BATCH, PER_EPOCH, average=True)
+    restore(resumed.parts, save(trained, tmp_path / "a", 3), GLOBAL_BATCH, PER_EPOCH, from_ema=True)
     assert resumed.parts.ema is not None
     assert not moved(resumed.model, average)
     assert not moved(resumed.parts.ema.module, average)
@@ -328,5 +328,5 @@ def test_going_on_from_the_average(tiny: Path, tmp_path: Path) -> None:
     train(resumed, 1, done=3)
     assert moved(resumed.model, average) == {"head.weight", "head.bias"}
     without = build(tiny)
-    with pytest.raises(UserError, match=r"MODEL\.RESUME_EMA.*kept no average"):
-        restore(without.parts, save(without, tmp_path / "b", 1), GLOBAL_BATCH, PER_EPOCH, average=True)
+    with pytest.raises(UserError, match=r"MODEL\.RESUME_EMA.*the run had no EMA"):
+        restore(without.parts, save(without, tmp_path / "b", 1), GLOBAL_BATCH, PER_EPOCH, from_ema=True)

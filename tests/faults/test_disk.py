@@ -18,8 +18,7 @@ import torch
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import MODEL, inspect, read_index, save_checkpoint, verify
-from engine.checkpoint.saver import Saver
-from engine.measure.progress import Best
+from engine.checkpoint.saver import Saver, Snapshot
 from engine.report.tensorboard import Board
 from tests.faults.killing import Run, reported, until
 from tests.faults.small_disk import SmallDisk, small_disk
@@ -147,13 +146,13 @@ def test_tried_again_with_the_next_save(
     saver = Saver(root, Config(KEEP_LAST=1, SAVE_IN_BACKGROUND=background), pinned=False)
     for update in (1, 2, 3):
         if update == 2:
-            until(lambda: bool(saver.look()) or "Checkpoint step-000000001" in said.text, 30)
+            until(lambda: bool(saver.report()) or "Checkpoint step-000000001" in said.text, 30)
             disk.fill()
         if update == 3:
             disk.make_room()
-        saver.save(TENSORS, {}, meta(update), Best(), time.perf_counter())
+        saver.save(Snapshot(TENSORS, {}, meta(update), None))
         if update == 2:
-            until(lambda: bool(saver.look()) or "could not be written" in said.text, 30)
+            until(lambda: bool(saver.report()) or "could not be written" in said.text, 30)
             assert names(root) == ["index.json", "step-000000001"]
             assert read_index(root)["last"] == "step-000000001"
     saver.finish()
@@ -170,11 +169,11 @@ def test_tried_again_after_a_pause(
     root.mkdir()
     saver = Saver(root, Config(), pinned=False)
     disk.fill()
-    saver.save({MODEL: {"weight": weight}}, {"moments": weight * 2}, meta(1), Best(), time.perf_counter())
+    saver.save(Snapshot({MODEL: {"weight": weight}}, {"moments": weight * 2}, meta(1), None))
     weight.zero_()
-    until(lambda: bool(saver.look()) or "could not be written" in said.text, 30)
+    until(lambda: bool(saver.report()) or "could not be written" in said.text, 30)
     disk.make_room()
-    until(lambda: bool(saver.look()) or "Checkpoint step-000000001" in said.text, 30)
+    until(lambda: bool(saver.report()) or "Checkpoint step-000000001" in said.text, 30)
     found = verify(inspect(root / "step-000000001"))
     assert torch.equal(found.tensors()["weight"], torch.ones(1000))
     assert torch.equal(found.state()["moments"], torch.full((1000,), 2.0))
@@ -185,13 +184,11 @@ def test_an_end_without_room_tells_what_is_left(disk: SmallDisk, monkeypatch: py
     monkeypatch.setattr(saving, "PAUSES_AT_THE_END", (0.01, 0.01))
     root = disk.folder / "checkpoints"
     saver = Saver(root, Config(), pinned=False)
-    saver.save(TENSORS, {}, meta(1), Best(), time.perf_counter())
+    saver.save(Snapshot(TENSORS, {}, meta(1), None))
     saver.finish()
     disk.fill()
-    saver.save(TENSORS, {}, meta(2), Best(), time.perf_counter())
-    with pytest.raises(
-        TrainingError, match=r"update 2 .* No space left .* 0 kB are free.* last checkpoint is step-0+1;"
-    ):
+    saver.save(Snapshot(TENSORS, {}, meta(2), None))
+    with pytest.raises(TrainingError, match=r"update 2 .* No space left .* 0 kB free.* last checkpoint is step-0+1;"):
         saver.finish()
 
 
@@ -200,14 +197,14 @@ def test_room_that_comes_at_the_end_is_used(disk: SmallDisk, monkeypatch: pytest
     monkeypatch.setattr(time, "sleep", lambda _: disk.make_room())
     saver = Saver(disk.folder / "checkpoints", Config(), pinned=False)
     disk.fill()
-    saver.save(TENSORS, {}, meta(1), Best(), time.perf_counter())
+    saver.save(Snapshot(TENSORS, {}, meta(1), None))
     saver.finish()
     verify(inspect(disk.folder / "checkpoints" / "step-000000001"))
 
 
 def test_a_program_error_is_not_taken_for_the_disk(tmp_path: Path) -> None:
     saver = Saver(tmp_path, Config(), pinned=False)
-    saver.save(TENSORS, {}, {**meta(1), "classes": object()}, Best(), time.perf_counter())
+    saver.save(Snapshot(TENSORS, {}, {**meta(1), "classes": object()}, None))
     with pytest.raises(TypeError, match="not JSON"):
         saver.finish()
     assert names(tmp_path) == []
@@ -276,8 +273,8 @@ def test_errors_for_a_while(tmp_path: Path, said: pytest.LogCaptureFixture, monk
 
     monkeypatch.setattr(os, "fsync", failing)
     saver = Saver(tmp_path, Config(), pinned=False)
-    saver.save(TENSORS, {}, meta(1), Best(), time.perf_counter())
-    until(lambda: bool(saver.look()) or "Checkpoint step-000000001" in said.text, 30)
+    saver.save(Snapshot(TENSORS, {}, meta(1), None))
+    until(lambda: bool(saver.report()) or "Checkpoint step-000000001" in said.text, 30)
     assert said.text.count("could not be written") == 1, "one snapshot, one kind of trouble"
     assert "Input/output error" in said.text
     verify(inspect(tmp_path / "step-000000001"))

@@ -207,7 +207,7 @@ def note_resumption(folder: Path, before: Kill | None, known: int) -> int:
     log = folder / "log.txt"
     starts = re.findall(r"-resume auto: (.*)", log.read_text()) if log.exists() else []
     if before is not None and len(starts) > known:
-        before.resumed_from = re.sub(r"going on from (step-0*)?|nothing to go on from, ", "", starts[-1])
+        before.resumed_from = re.sub(r"resuming from (step-0*)?|no checkpoint yet, ", "", starts[-1])
     return len(starts)
 
 

@@ -53,9 +53,9 @@ def test_of_many_runs_at_once_into_a_new_folder_one_trains(begin: Callable[..., 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "SECONDS_BETWEEN_SIGNS", 0.1)
+    monkeypatch.setattr(run_lock, "SECONDS_BETWEEN_HEARTBEATS", 0.1)
     monkeypatch.setattr(run_lock, "SECONDS_TO_WATCH", 2.0)
-    monkeypatch.setattr(run_lock, "SECONDS_FOR_THE_DYING", 0.2)
+    monkeypatch.setattr(run_lock, "SECONDS_TO_EXIT", 0.2)
 
 
 def write_as(folder: Path, sign: int, host: str = "elsewhere") -> None:

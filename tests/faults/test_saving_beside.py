@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from engine.checkpoint import folder as disk
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import EMA, MODEL, STATE, bring_back, folder_name, inspect, verify
-from engine.checkpoint.host_copy import StandingCopy
+from engine.checkpoint.host_copy import HostCopy
 from engine.checkpoint.saver import Saver, Snapshot
-from engine.measure.progress import Best
 from tests.program import Result
 from utils.config.schema import Config
 
@@ -38,14 +36,14 @@ class Gate:
     """Holds the writing thread back until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._open, self._publish = threading.Event(), disk.publish
+        self._open, self._write = threading.Event(), disk.write_files
         self.writing = threading.Event()
-        monkeypatch.setattr(saving, "publish", self._wait)
+        monkeypatch.setattr(saving, "write_files", self._wait)
 
-    def _wait(self, *args: Any) -> Path:
+    def _wait(self, *args: Any) -> None:
         self.writing.set()
         assert self._open.wait(60)
-        return self._publish(*args)
+        self._write(*args)
 
     def open(self) -> None:
         self._open.set()
@@ -62,7 +60,7 @@ def test_what_is_written_is_what_was_when_it_was_saved(tmp_path: Path, gate: Gat
     weight, moment = torch.arange(6.0).reshape(2, 3).t(), torch.ones(2, dtype=torch.bfloat16)
     state = {"moments": [moment, {"step": torch.tensor(3)}], "empty": torch.empty(0, 4), "plain": (1, "x", None)}
     saver = Saver(tmp_path, Config(), pinned=False)
-    saver.save({MODEL: {"weight": weight}}, state, meta(1), Best(), time.perf_counter())
+    saver.save(Snapshot({MODEL: {"weight": weight}}, state, meta(1), None))
     assert gate.writing.wait(10)
     weight.zero_()  # training goes on
     moment.zero_()
@@ -90,8 +88,8 @@ def test_the_same_bytes_with_and_without_the_background(
         )
         done = vitamp("-cfg", tiny, "-output", tmp_path / name, *words)
         assert done.code == 0, done.text
-        assert "training stood still for" in done.out
-        assert "For 2 checkpoints training stood still for" in done.out
+        assert "training paused for" in done.out
+        assert "Saving 2 checkpoints paused training for" in done.out
         assert ("of host memory" in done.out) is (background == "true")
     for file in (MODEL, EMA, STATE):
         ours, theirs = (tmp_path / name / "checkpoints" / folder_name(20) / file for name in "ab")
@@ -101,13 +99,13 @@ def test_the_same_bytes_with_and_without_the_background(
 def test_one_at_a_time_and_the_wait_is_counted(tmp_path: Path, gate: Gate) -> None:
     saver = Saver(tmp_path, Config(), pinned=False)
     weight = torch.ones(4)
-    saver.save({MODEL: {"weight": weight}}, {}, meta(1), Best(), time.perf_counter())
+    saver.save(Snapshot({MODEL: {"weight": weight}}, {}, meta(1), None))
     assert gate.writing.wait(10)
-    assert saver.blocked < 0.5
+    assert saver.seconds_paused < 0.5
     threading.Timer(0.6, gate.open).start()
     weight.fill_(2)
-    saver.save({MODEL: {"weight": weight}}, {}, meta(2), Best(), time.perf_counter())
-    assert saver.blocked > 0.5, "the second waited for the first"
+    saver.save(Snapshot({MODEL: {"weight": weight}}, {}, meta(2), None))
+    assert saver.seconds_paused > 0.5, "the second waited for the first"
     saver.finish()
     for update in (1, 2):
         found = verify(inspect(tmp_path / folder_name(update)))
@@ -116,31 +114,30 @@ def test_one_at_a_time_and_the_wait_is_counted(tmp_path: Path, gate: Gate) -> No
 
 def test_a_failed_run_lets_its_last_checkpoint_be_written(tmp_path: Path, gate: Gate) -> None:
     saver = Saver(tmp_path, Config(), pinned=False)
-    saver.save({MODEL: {"weight": torch.ones(4)}}, {}, meta(1), Best(), time.perf_counter())
+    saver.save(Snapshot({MODEL: {"weight": torch.ones(4)}}, {}, meta(1), None))
     threading.Timer(0.2, gate.open).start()
-    saver.let_end()
+    saver.finish_after_failure()
     verify(inspect(tmp_path / folder_name(1)))
 
 
-def test_tensors_from_elsewhere_are_saved_the_same_way(tmp_path: Path) -> None:
-    """A snapshot fills the folder as it likes, with parts of its own; sizes, hashes and the rest are the saver's."""
+def test_files_that_a_subclass_writes_are_hashed_and_pruned_too(tmp_path: Path) -> None:
+    class OtherFiles(Saver):
+        def write(self, folder: Path, snapshot: Snapshot) -> None:
+            (folder / MODEL).write_bytes(b"x")
+            (folder / STATE).write_bytes(b"y")
+            (folder / "shard-0.bin").write_text("z" * snapshot.update)
 
-    def fill(folder: Path, said: str) -> None:
-        (folder / MODEL).write_bytes(b"x")
-        (folder / STATE).write_bytes(b"y")
-        (folder / "shard-0.bin").write_text(said)
-
-    saver = Saver(tmp_path, Config(KEEP_LAST=1), pinned=False)
+    saver = OtherFiles(tmp_path, Config(KEEP_LAST=1), pinned=False)
     for update in (1, 2):
-        saver.start(Snapshot(update, meta(update), partial(fill, said="z" * update), None), time.perf_counter())
+        saver.save(Snapshot({}, {}, meta(update), None))
     saver.finish()
     assert names(tmp_path) == [folder_name(2)]
-    found = verify(inspect(tmp_path / folder_name(2)))
-    assert found.meta["files"]["shard-0.bin"] == {"size": 2, "sha256": hashlib.sha256(b"zz").hexdigest()}
+    checkpoint = verify(inspect(tmp_path / folder_name(2)))
+    assert checkpoint.meta["files"]["shard-0.bin"] == {"size": 2, "sha256": hashlib.sha256(b"zz").hexdigest()}
 
 
 def test_standing_memory_is_used_again_and_follows_what_is_saved() -> None:
-    copy = StandingCopy(pinned=False)
+    copy = HostCopy(pinned=False)
     size = copy.reserve([torch.empty(1000), torch.empty(10)])
     assert 4040 <= size < 4300
     first = copy.take([torch.ones(1000), torch.zeros(10)])
@@ -206,7 +203,7 @@ def save_for_ever(root: Path, first: int, ready: Any) -> None:
     for update in range(first, first + 10**6):
         for tensor in tensors[MODEL].values():
             tensor.fill_(update % 1000)
-        saver.save(tensors, {"update": update}, meta(update), Best(), time.perf_counter())
+        saver.save(Snapshot(tensors, {"update": update}, meta(update), None))
         if update == first + 1:  # the first one is there
             ready.set()
 

@@ -72,7 +72,7 @@ def test_only_rank_0_hashes(
     words = ("-resume", "auto", "-batch_size", 16, "TRAIN.MAX_UPDATES=8")
     again = start(*words, folder=run, **env).end(120)
     assert again.code == 0, again.text
-    assert "going on from step-000000006" in again.out
+    assert "resuming from step-000000006" in again.out
     newest = run / "checkpoints" / folder_name(6)
     lines = sorted((tmp_path / "hashed").read_text().split())
     assert lines == sorted(["0", f"{newest / MODEL}", "0", f"{newest / STATE}"])
@@ -81,10 +81,10 @@ def test_only_rank_0_hashes(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("vit.pdparams", "a checkpoint of PaddleViT's, and -resume continues runs of vitamp's own"),
+        ("vit.pdparams", "this is a checkpoint of PaddleViT; -resume takes only runs of vitamp"),
         ("vit", "/vit.pdparams"),
-        ("deit.pth", "Start a new run from these weights by -pretrained"),
-        ("mine.safetensors", "Start a new run from these weights by -pretrained"),
+        ("deit.pth", "Start a new run from these weights: -pretrained"),
+        ("mine.safetensors", "Start a new run from these weights: -pretrained"),
     ],
 )
 def test_what_is_no_run_says_what_to_do(

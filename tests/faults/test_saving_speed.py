@@ -11,9 +11,8 @@ import timm
 import torch
 
 from engine.checkpoint.folder import EMA, MODEL
-from engine.checkpoint.saver import Saver
+from engine.checkpoint.saver import Saver, Snapshot
 from engine.checkpoint.state import finite
-from engine.measure.progress import Best
 from utils.config.schema import Config
 
 
@@ -29,14 +28,14 @@ def test_training_stands_still_for_less_than_a_third_of_a_second(tmp_path: Path)
     saver = Saver(tmp_path, Config(KEEP_LAST=1), pinned=False)
     tensors = {MODEL: model.state_dict(), EMA: average.state_dict()}
     state = {"optimizer": optimizer.state_dict()}
-    saver.prepare(tensors, state)
+    saver.reserve(Snapshot(tensors, state, {}, None))
     time.sleep(10)  # as from a run's first report to its first checkpoint
     stood, worked, written = [], [], []
     for update in range(1, 6):
-        began, before, work = time.perf_counter(), saver.blocked, time.thread_time()
+        began, before, work = time.perf_counter(), saver.seconds_paused, time.thread_time()
         assert finite(tensors[MODEL])
-        saver.save(tensors, state, {"epoch": 1, "update": update}, Best(), began)
-        stood.append(saver.blocked - before)
+        saver.save(Snapshot(tensors, state, {"epoch": 1, "update": update}, None, began))
+        stood.append(saver.seconds_paused - before)
         worked.append(time.thread_time() - work)
         saver.finish()
         written.append(time.perf_counter() - began)

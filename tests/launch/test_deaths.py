@@ -86,7 +86,7 @@ def test_ranks_restarted_by_torchrun_resume(tiny: Path, own_store: str) -> None:
     flags = ("-cfg", tiny, "TRAIN.MAX_UPDATES=20", "SAVE_EVERY_UPDATES=2", "REPORT_FREQ=1", "-resume", "auto")
     done = launch(*torchrun(*words, 2), script, *flags, "-output", restarted, env=env)
     assert done.code == 0, done.text
-    assert done.out.count("going on from step-000000004") == 1
+    assert done.out.count("resuming from step-000000004") == 1
     assert launch(*torchrun(*words, 0), MULTI, *flags, "-output", quiet, env=env).code == 0
     ours, theirs = ([line for line in metrics(run) if line["event"] != "run"] for run in (restarted, quiet))
     assert ours == theirs

@@ -57,7 +57,7 @@ def test_warned_job_requeues_and_resumes(cluster: Slurm, tiny: Path) -> None:
     assert saved < 400
     cluster.ask("scontrol", "update", f"JobId={job.number}", "StartTime=now+5")  # SLURM would wait two minutes
     until(lambda: not job.state(), 200)
-    assert f"going on from step-{saved:09d}" in job.log.read_text()
+    assert f"resuming from step-{saved:09d}" in job.log.read_text()
     ours, theirs = ([line for line in metrics(run) if line["event"] != "run"] for run in (job.run, quiet.run))
     assert ours == theirs
 

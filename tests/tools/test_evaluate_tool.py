@@ -291,7 +291,7 @@ def test_missing_ema_is_refused_before_the_evaluation(
     assert checkpoint.main(["strip", str(digits_run), "-weights", "model", "-out", str(plain)]) == 0
     done = say(plain, "-weights", "both")
     assert done.code == 2
-    assert "holds no moving average (TRAIN.MODEL_EMA) weights; take -weights model" in done.err
+    assert "has no EMA (TRAIN.MODEL_EMA) weights; use -weights model" in done.err
 
 
 def test_full_disk_does_not_lose_the_metrics(

@@ -76,8 +76,8 @@ def test_unusable_weights_are_refused_with_working_advice(
     foreign = rewrite(out, tmp_path / "foreign.safetensors", None)
     (tmp_path / "x.onnx").write_bytes(b"x")
     for file, reason in (
-        (older, "written by an older vitamp, its header has no settings, choices, fp32_modules"),
-        (foreign, "its header is not vitamp's"),
+        (older, "its header has no settings, choices, fp32_modules (written by an older version)"),
+        (foreign, "its header was not written by vitamp"),
         (tmp_path / "x.onnx", "a program that computes by itself"),
     ):
         done = vitamp(file, image, script="scripts/predict.py")

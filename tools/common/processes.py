@@ -22,6 +22,7 @@ from datasets import Window
 from engine.amp.op_lists import OpLists
 from engine.compile.choice import choose_compiling
 from engine.compile.compiled import compile_update
+from engine.machine.context import Run
 from engine.machine.device import pick_device, prepare
 from engine.machine.environment import enter
 from engine.machine.memory import is_out_of_memory
@@ -77,7 +78,8 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
     try:
         with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
             sharding = sharding_of(config, world, device)
-            ready = on_every_rank(world, lambda: build_for_training(config, world, device, None, sharding))
+            run = Run(config, world, device, threads)
+            ready = on_every_rank(world, lambda: build_for_training(run, None, sharding))
             training = Training(ready, device)
             wrap(ready.parts, config)
             updates = config.TRAIN.NUM_EPOCHS * ready.train_loader.order.updates

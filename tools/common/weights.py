@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.chosen import checkpoint_of
-from engine.checkpoint.folder import EMA, META, Checkpoint, inspect, naming_the_fault, verify
+from engine.checkpoint.folder import EMA, META, Checkpoint, inspect, raising_os_errors, verify
 from engine.checkpoint.saved import FILES, Saved, find_saved
 from engine.checkpoint.weights_file import MADE_BY
 from tools.common.progress import progress
@@ -114,7 +114,7 @@ def _words(name: str) -> str:
 
 def _mean(sources: list[Checkpoint], name: str) -> dict[str, Tensor]:
     """Uniform average in double precision. Only one tensor of each checkpoint is in memory at a time."""
-    files = [source.one_by_one(name) for source in sources]
+    files = [source.lazy_tensors(name) for source in sources]
     shapes = [{key: file.shape(key) for key in file} for file in files]
     for source, own in zip(sources, shapes, strict=True):
         if own != shapes[0]:
@@ -158,7 +158,7 @@ def write_weights(out: Path, tensors: dict[str, Tensor], header: dict[str, str])
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     with writing(out, "-out"):
         try:
-            with naming_the_fault(out):
+            with raising_os_errors(out):
                 safetensors.torch.save_file(tensors, temporary, metadata=header)
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())

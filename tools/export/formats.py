@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.folder import naming_the_fault
+from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.weights_file import EXPORTED
 from tools.export.model import DTYPES, ExportModule, Options, TimmModel
 from utils.errors import TrainingError, UserError
@@ -89,7 +89,7 @@ class Onnx(Format):
         for part in (model.graph, *model.graph.all_nodes(), *_values(model.graph)):
             for key in [key for key in part.metadata_props if key.startswith(TORCH_KEYS)]:
                 del part.metadata_props[key]
-        with naming_the_fault(file):
+        with raising_os_errors(file):
             program.save(str(file))
         opset = model.opset_imports[""]
         if export.options.opset not in (None, opset):
@@ -139,7 +139,7 @@ class Safetensors(Format):
         dtype = DTYPES[export.options.dtype]
         state = export.model.module.state_dict()
         tensors = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
-        with naming_the_fault(file):
+        with raising_os_errors(file):
             # One key: safetensors writes several in a different order each time.
             header = {EXPORTED: json.dumps({**export.metadata, **export.tool_metadata})}
             safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata=header)

@@ -76,7 +76,7 @@ def test_a_fault_is_named_and_moved_to_fp32_and_training_goes_on(
 
     again = vitamp(*words, "-resume", "auto", "TRAIN.MAX_UPDATES=24")
     assert again.code == 0, again.text
-    kept = re.search(r"In fp32, as AMP.AUTO_FP32 had moved them: (.*)", again.out)
+    kept = re.search(r"Modules in fp32, moved by AMP.AUTO_FP32 before: (.*)", again.out)
     assert kept, again.out
     moved = re.findall(r"AMP.AUTO_FP32: (\S+) overflowed", done.out)
     assert kept[1].split(", ") == moved
@@ -200,14 +200,14 @@ def test_a_module_that_is_blamed_twice_is_moved(
     health: Callable[..., Health], blames: list[Blame], moved: list[str]
 ) -> None:
     made = health(blames)
-    made.look(Position(), together=False)
+    made.report(Position(), together=False)
     assert forced(made.parts.model) == moved
     assert made.reporter.blames == blames  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_nothing_is_moved_unless_asked_for(health: Callable[..., Health]) -> None:
     made = health([blame("head", 1), blame("head", 2)], AUTO_FP32=False)
-    made.look(Position(), together=False)
+    made.report(Position(), together=False)
     assert forced(made.parts.model) == []
 
 
@@ -215,7 +215,7 @@ def test_ranks_that_found_different_things_tell_one_line_an_update(health: Calla
     """A rank whose own gradients were fine finds nothing; the other's word is the better one."""
     nothing, named = blame("", 1, operation="", reason="not seen again"), blame("head", 1)
     made = health([nothing, blame("head", 2), named])
-    made.look(Position(), together=True)
+    made.report(Position(), together=True)
     assert made.reporter.blames == [named, blame("head", 2)]  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, and damage is noticed."""
+"""Checkpoints on disk: complete or not there at all, with damage detected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def flip_bit(path: Path, bit: int) -> None:
     path.write_bytes(bytes(data))
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def test_checkpoint_restores_tensors_and_state(tmp_path: Path) -> None:
     folder = save(tmp_path / "new" / "checkpoints", 123)
     assert folder.name == "step-000000123"
     found = verify(inspect(folder))
@@ -75,15 +75,15 @@ def test_meta_lists_sizes_and_hashes(tmp_path: Path) -> None:
         assert len(seal["sha256"]) == 64
 
 
-def test_only_plain_types_are_read(tmp_path: Path) -> None:
-    """A state with anything that could run code when read is refused, even with the right hash."""
+def test_state_with_pickled_objects_is_refused(tmp_path: Path) -> None:
+    """An object that could run code when it is unpickled is refused, even with the right hash."""
     folder = save_checkpoint(tmp_path, 1, TENSORS, {"x": Path("/")}, {"epoch": 1, "update": 1})
     with pytest.raises(UserError, match=STATE):
         verify(inspect(folder)).state()
 
 
 def keep_saving(root: Path, first: int, began: Any) -> None:
-    """Save for ever, as fast as it goes."""
+    """Save without end, as fast as possible."""
     tensors = {MODEL: {f"weight{n}": torch.randn(20, 500) for n in range(10)}}
     began.set()
     for update in range(first, first + 10**6):
@@ -95,7 +95,7 @@ def keep_saving(root: Path, first: int, began: Any) -> None:
         prune(root, 2, folder.name, None)
 
 
-def test_killed_at_any_moment_no_half_checkpoint_is_left(tmp_path: Path) -> None:
+def test_kill_while_saving_leaves_no_partial_checkpoint(tmp_path: Path) -> None:
     root, chance, halves = tmp_path / "checkpoints", random.Random(5), 0
     processes = multiprocessing.get_context("forkserver")
     for number in range(10):
@@ -119,7 +119,9 @@ def test_killed_at_any_moment_no_half_checkpoint_is_left(tmp_path: Path) -> None
     assert not list(root.glob(".tmp-*")), "what a killed run left is swept out"
 
 
-def test_a_save_that_fails_leaves_nothing_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_leaves_no_files_and_keeps_older_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
 
     def full(*_: object) -> None:
@@ -140,7 +142,7 @@ def test_saving_an_update_again_replaces_it(tmp_path: Path) -> None:
     assert verify(inspect(tmp_path / folder_name(5))).meta["epoch"] == 2
 
 
-def test_killed_while_removing_no_half_checkpoint_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_while_pruning_leaves_no_partial_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for update in (1, 2, 3):
         save(tmp_path, update)
 
@@ -163,7 +165,7 @@ def test_killed_while_removing_no_half_checkpoint_is_left(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE])
-def test_a_flipped_bit_is_noticed_and_the_one_before_taken(
+def test_flipped_bit_falls_back_to_previous_checkpoint(
     tmp_path: Path, warnings: pytest.LogCaptureFixture, name: str
 ) -> None:
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
@@ -175,12 +177,14 @@ def test_a_flipped_bit_is_noticed_and_the_one_before_taken(
     assert found is not None
     assert found.folder == good
     assert name in warnings.text
-    assert "The one before it is tried" in warnings.text
+    assert "Trying the checkpoint before it" in warnings.text
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE, META])
 @pytest.mark.parametrize("harm", ["missing", "cut", "empty"])
-def test_a_damaged_newest_falls_back(tmp_path: Path, warnings: pytest.LogCaptureFixture, name: str, harm: str) -> None:
+def test_damaged_newest_checkpoint_falls_back(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture, name: str, harm: str
+) -> None:
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
     data = (bad / name).read_bytes()
     (bad / name).write_bytes(data[:-20] if harm == "cut" else b"")
@@ -195,8 +199,8 @@ def test_a_damaged_newest_falls_back(tmp_path: Path, warnings: pytest.LogCapture
         inspect(bad)  # without reading what may be gigabytes
 
 
-def test_no_bit_of_meta_can_make_trouble(tmp_path: Path) -> None:
-    """meta.json has no hash of its own; with any bit wrong it is used or refused, and never ends in a traceback."""
+def test_any_flipped_bit_in_meta_is_handled(tmp_path: Path) -> None:
+    """meta.json has no hash of its own: with any bit flipped it is used or refused, without a traceback."""
     save(tmp_path, 1)
     bad = save(tmp_path, 2) / META
     whole = bad.read_bytes()
@@ -224,26 +228,26 @@ def test_no_bit_of_meta_can_make_trouble(tmp_path: Path) -> None:
         "\xff",
     ],
 )
-def test_a_meta_that_means_nothing_is_refused(tmp_path: Path, meta: str) -> None:
+def test_invalid_meta_is_refused(tmp_path: Path, meta: str) -> None:
     folder = save(tmp_path, 1)
     (folder / META).write_text(meta, encoding="latin-1")
     with pytest.raises(UserError, match=META):
         inspect(folder)
 
 
-def test_nothing_good_is_nothing(tmp_path: Path) -> None:
+def test_newest_good_is_none_without_valid_checkpoints(tmp_path: Path) -> None:
     assert newest_good(tmp_path) is None
     (save(tmp_path, 1) / MODEL).unlink()
     assert newest_good(tmp_path) is None
 
 
-def test_another_format_is_not_guessed_at(tmp_path: Path) -> None:
+def test_unknown_format_version_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, format=2)
     with pytest.raises(UserError, match="format 2"):
         inspect(folder)
 
 
-def test_index(tmp_path: Path) -> None:
+def test_index_round_trip_and_damage(tmp_path: Path) -> None:
     assert read_index(tmp_path) == {"last": None, "best": None}
     write_index(tmp_path, "step-2", "step-1")
     assert read_index(tmp_path) == {"last": "step-2", "best": "step-1"}
@@ -252,7 +256,7 @@ def test_index(tmp_path: Path) -> None:
         assert read_index(tmp_path) == {"last": None, "best": None}
 
 
-def test_the_best_stays_until_a_better_one_is_saved(tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_until_a_better_one_is_saved(tmp_path: Path) -> None:
     save(tmp_path, 1)
     write_index(tmp_path, folder_name(2), folder_name(1))
     assert best_of(tmp_path, 2) == folder_name(1), "saving the better one failed"
@@ -274,14 +278,16 @@ def test_the_best_stays_until_a_better_one_is_saved(tmp_path: Path) -> None:
         (2, 4, 1, [1, 3, 4, 5]),  # what is newer than the last is not the run's to remove
     ],
 )
-def test_prune(tmp_path: Path, keep: int, last: int, best: int | None, left: list[int]) -> None:
+def test_prune_keeps_newest_best_and_later_ones(
+    tmp_path: Path, keep: int, last: int, best: int | None, left: list[int]
+) -> None:
     for update in range(1, 6):
         save(tmp_path, update)
     prune(tmp_path, keep, folder_name(last), folder_name(best) if best else None)
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder_name(update) for update in left]
 
 
-def test_reading_what_is_no_checkpoint_says_which_file(tmp_path: Path) -> None:
+def test_inspect_names_missing_or_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / MODEL).write_bytes(b"nonsense")
     with pytest.raises(UserError, match=MODEL):
         Checkpoint(tmp_path, {}).tensors()

@@ -1,4 +1,4 @@
-"""Which checkpoint a path means."""
+"""Finding the checkpoint at a path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def save(root: Path, update: int, epoch: int = 1) -> Path:
     )
 
 
-def test_find_takes_the_run_its_checkpoints_one_of_them_or_a_file(tmp_path: Path) -> None:
+def test_find_accepts_run_checkpoints_folder_checkpoint_or_file(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     first, second = save(root, 1), save(root, 2)
     (tmp_path / "config.yaml").touch()
@@ -39,7 +39,7 @@ def test_find_by_epoch(tmp_path: Path) -> None:
         find(tmp_path / "checkpoints" / folder_name(20), epoch=1)
 
 
-def test_find_says_where_it_looked(tmp_path: Path) -> None:
+def test_find_error_names_searched_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         find(tmp_path / "nowhere")
     with pytest.raises(UserError, match="no usable checkpoint"):

@@ -1,4 +1,4 @@
-"""What is saved and put back: the run goes on as if nothing had been."""
+"""Restoring training state: a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def save(ready: ReadyToTrain, root: Path, update: int, epoch_step: tuple[int, in
 
 
 def everything(ready: ReadyToTrain) -> dict[str, Any]:
-    """All that decides how a run goes on, in a form that `==` compares bit for bit."""
+    """All state that training depends on, in a form that `==` compares bit for bit."""
     parts = ready.parts
     models = {"model": parts.model} | ({"ema": parts.ema.module} if parts.ema else {})
     found: dict[str, Any] = {f"{k}.{n}": bits(t) for k, m in models.items() for n, t in m.state_dict().items()}
@@ -68,7 +68,7 @@ def bits(value: Any) -> Any:
     ],
     ids=lambda words: "-".join(str(value) for value in words.values()),
 )
-def test_going_on_is_as_never_having_stopped(tiny: Path, tmp_path: Path, words: dict[str, object]) -> None:
+def test_resumed_training_equals_uninterrupted(tiny: Path, tmp_path: Path, words: dict[str, object]) -> None:
     whole = build(tiny, **words)
     source = windows(whole)
     train(whole, 6, source)
@@ -88,7 +88,7 @@ def test_going_on_is_as_never_having_stopped(tiny: Path, tmp_path: Path, words: 
     assert (expected["meters"]["skipped"] > 0) is (words.get("AMP__INIT_LOSS_SCALING") == 1e7)
 
 
-def test_the_scaler_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:
+def test_resume_restores_loss_scaler(tiny: Path, tmp_path: Path) -> None:
     words = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 64}
     ready = build(tiny, **words, AMP__INCR_EVERY_N_STEPS=4)
     train(ready, 6)
@@ -102,7 +102,7 @@ def test_the_scaler_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:
     assert scaler.get_scale() == 128.0 * 8
 
 
-def test_precision_may_change_between(tiny: Path, tmp_path: Path) -> None:
+def test_resume_accepts_another_precision(tiny: Path, tmp_path: Path) -> None:
     plain = build(tiny)
     train(plain, 2)
     to_fp16 = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=32)
@@ -115,7 +115,7 @@ def test_precision_may_change_between(tiny: Path, tmp_path: Path) -> None:
     assert back.parts.schedule.moved == 5
 
 
-def test_an_average_may_begin_later_and_end_earlier(tiny: Path, tmp_path: Path) -> None:
+def test_resume_may_add_or_drop_ema(tiny: Path, tmp_path: Path) -> None:
     without = build(tiny)
     train(without, 2)
     later = build(tiny, TRAIN__MODEL_EMA="true")
@@ -128,7 +128,7 @@ def test_an_average_may_begin_later_and_end_earlier(tiny: Path, tmp_path: Path) 
     restore(build(tiny).parts, save(later, tmp_path / "b", 3), GLOBAL_BATCH, PER_EPOCH)
 
 
-def test_the_optimisers_settings_are_the_present_ones(tiny: Path, tmp_path: Path) -> None:
+def test_resume_takes_optimizer_settings_from_config(tiny: Path, tmp_path: Path) -> None:
     ready = build(tiny, TRAIN__WEIGHT_DECAY=0.1)
     train(ready, 1)
     resumed = build(tiny, TRAIN__WEIGHT_DECAY=0.2, TRAIN__OPTIMIZER__BETAS="0.8 0.9")
@@ -138,21 +138,21 @@ def test_the_optimisers_settings_are_the_present_ones(tiny: Path, tmp_path: Path
     assert {group["betas"] for group in groups} == {(0.8, 0.9)}
 
 
-def test_another_architecture_lists_what_differs(tiny: Path, tmp_path: Path) -> None:
+def test_resume_with_another_architecture_lists_differences(tiny: Path, tmp_path: Path) -> None:
     checkpoint = save(build(tiny), tmp_path, 1)
     with pytest.raises(UserError) as error:
         restore(build(tiny, MODEL__NUM_CLASSES=12, MODEL__DEPTH=2).parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
     text = str(error.value)
-    assert "head.weight: (10, 16) there, (12, 16) here" in text
-    assert "blocks.1.norm1.weight: not there" in text
+    assert "head.weight: (10, 16) in the file, (12, 16) in the model" in text
+    assert "blocks.1.norm1.weight: missing in the file" in text
     assert "... and " in text
     with pytest.raises(UserError, match=r"only there"):
         restore(build(tiny).parts, save(build(tiny, MODEL__DEPTH=2), tmp_path / "deep", 1), GLOBAL_BATCH, PER_EPOCH)
 
 
-def test_another_optimiser_is_told(tiny: Path, tmp_path: Path) -> None:
+def test_resume_with_another_optimizer_is_refused(tiny: Path, tmp_path: Path) -> None:
     checkpoint = save(build(tiny), tmp_path, 1)
-    with pytest.raises(UserError, match=r"trained with AdamW, now it is SGD"):
+    with pytest.raises(UserError, match=r"trained with AdamW, and it is SGD now"):
         restore(build(tiny, TRAIN__OPTIMIZER__NAME="SGD").parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
     state = torch.load(checkpoint.folder / "state.pt", weights_only=True)
     del state["trained"]  # as in checkpoints of before it was kept
@@ -161,7 +161,7 @@ def test_another_optimiser_is_told(tiny: Path, tmp_path: Path) -> None:
         restore(build(tiny, TRAIN__WEIGHT_DECAY_ALL="true").parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
 
 
-def test_weights_in_other_groups_find_their_moments(tiny: Path, tmp_path: Path) -> None:
+def test_resume_keeps_moments_of_regrouped_weights(tiny: Path, tmp_path: Path) -> None:
     ready = build(tiny)
     train(ready, 3)
     checkpoint = save(ready, tmp_path, 3)
@@ -177,14 +177,14 @@ def moments_of(ready: ReadyToTrain) -> dict[str, dict[str, Tensor]]:
     return {name: state[weight] for name, weight in ready.model.named_parameters() if weight in state}
 
 
-def test_another_global_batch_is_told_within_an_epoch_only(tiny: Path, tmp_path: Path) -> None:
+def test_resume_refuses_another_global_batch_within_an_epoch(tiny: Path, tmp_path: Path) -> None:
     ready = build(tiny)
     with pytest.raises(UserError, match=r"32.*64"):
         restore(ready.parts, save(ready, tmp_path, 1, (1, 1)), 64, PER_EPOCH)
     restore(ready.parts, save(ready, tmp_path, 44, (2, 0)), 64, PER_EPOCH)
 
 
-def test_the_state_holds_plain_types_only(tiny: Path) -> None:
+def test_state_has_plain_types_only(tiny: Path) -> None:
     ready = build(tiny, TRAIN__OPTIMIZER__NAME="LAMB", **RICH)
     train(ready, 2)
     found: set[type] = set()
@@ -205,7 +205,7 @@ def test_the_state_holds_plain_types_only(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_finite(bad: float) -> None:
+def test_finite_detects_nan_and_infinity(bad: float) -> None:
     tensors = {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16), "count": torch.tensor(3)}
     assert finite(tensors)
     tensors["b"][1, 1] = bad

@@ -1,4 +1,4 @@
-"""The checkpoints that a run leaves."""
+"""Checkpoints that a run leaves."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def meta_of(run: Path, name: str) -> dict[str, Any]:
     return json.loads((run / "checkpoints" / name / "meta.json").read_text(encoding="utf-8"))
 
 
-def test_meta_tells_all_that_users_of_the_weights_need(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_meta_has_all_that_users_of_the_weights_need(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1", "TRAIN.MODEL_EMA=true")
     assert done.code == 0, done.text
@@ -43,8 +41,10 @@ def test_meta_tells_all_that_users_of_the_weights_need(
     assert read_index(run / "checkpoints") == {"last": name, "best": name}
 
 
-def test_going_back_leaves_the_other_course(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    """Resumed from an older checkpoint, the new ones are the newest: they are kept, and what they replace goes."""
+def test_resume_from_older_checkpoint_moves_later_ones(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    """Checkpoints after the one that is resumed from no longer count as the newest."""
     run = tmp_path / "run"
     common = ("-cfg", tiny, "-output", run, "SAVE_EVERY_UPDATES=10", "KEEP_LAST=3")
     assert vitamp(*common, "TRAIN.MAX_UPDATES=40").code == 0
@@ -58,8 +58,10 @@ def test_going_back_leaves_the_other_course(vitamp: Callable[..., Result], tiny:
     assert "25 updates done" in done.out
 
 
-def test_the_last_validation_may_be_the_best(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    """Saved before it was validated, the last checkpoint still gets to know its figure."""
+def test_last_validation_after_a_save_can_become_the_best(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    """A checkpoint that was saved before the last validation is saved again with its metrics."""
     run = tmp_path / "run"
     done = vitamp("-cfg", tiny, "-output", run, "SAVE_EVERY_UPDATES=10", "TRAIN.MAX_UPDATES=10")
     assert done.code == 0, done.text

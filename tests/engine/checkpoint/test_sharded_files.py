@@ -1,4 +1,4 @@
-"""Rows in several files, who writes them, and what is dealt out at once."""
+"""Sharded checkpoints: their files, the ranks that write them, and the units that FSDP shards."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ import timm
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from engine.checkpoint.shard_files import Joined, files_of, shard_name
-from engine.checkpoint.sharded_saver import SECONDS_BETWEEN_LOOKS, Helper, Orders
-from engine.measure.progress import Best
+from engine.checkpoint.saver import Snapshot
+from engine.checkpoint.shard_files import JoinedShards, files_of, shard_name
+from engine.checkpoint.sharded_saver import SECONDS_BETWEEN_LOOKS, ShardedSaver, ShardWriter
 from models.blocks import blocks_of
+from utils.config.schema import Config
 
 ROWS = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(1)}
 
 
-def test_rows_of_several_files_are_one_tensor(tmp_path: Path) -> None:
+def test_shards_are_joined_by_rows(tmp_path: Path) -> None:
     parts = [{"a": ROWS["a"][:2], "b": ROWS["b"]}, {"a": ROWS["a"][2:]}]
     paths = [tmp_path / shard_name("model.safetensors", nth, 2) for nth in range(2)]
     for path, part in zip(paths, parts, strict=True):
         safetensors.torch.save_file({name: rows.contiguous() for name, rows in part.items()}, path)
-    joined = Joined(paths)
+    joined = JoinedShards(paths)
     assert set(joined) == {"a", "b"}
     assert torch.equal(joined["a"], ROWS["a"])
     assert torch.equal(joined["b"], ROWS["b"])
     assert (joined.shape("a"), joined.shape("b")) == ((3, 2), (1,))
 
 
-def test_shards_count_only_together_and_in_order() -> None:
+def test_incomplete_shards_are_ignored() -> None:
     twelve = [shard_name("model.safetensors", nth, 12) for nth in range(12)]
     assert files_of("model.safetensors", sorted(twelve)) == twelve
     assert files_of("model.safetensors", twelve[:-1]) == []
@@ -51,37 +52,37 @@ def test_shards_count_only_together_and_in_order() -> None:
         ("resnet18", {f"layer{s}.{n}" for s in (1, 2, 3, 4) for n in (0, 1)}),
     ],
 )
-def test_blocks_are_gathered_one_at_a_time(name: str, units: set[str]) -> None:
+def test_fsdp_units_are_the_blocks(name: str, units: set[str]) -> None:
     with torch.device("meta"):
         assert {unit for unit, _ in blocks_of(timm.create_model(name))} == units
 
 
 class Writing:
-    """Rank 0 and one helper, in one process, with a store between them."""
+    """Savers of rank 0 and rank 1, in one process, with a store between them."""
 
     def __init__(self, root: Path) -> None:
         store = HashStore()
-        self.orders, self.helper = Orders(store, 2), Helper(root, 1, store, pinned=False)
-        self.root = root
+        self.first = ShardedSaver(root, Config(), pinned=False, store=store, ranks=2)
+        self.helper = ShardWriter(root, 1, store, pinned=False)
 
     def snapshot(self, update: int, value: float) -> None:
         tensors = {"model.shard-2-of-2.safetensors": {"a": torch.full((2,), value)}}
         self.helper.wait_for_writer()
-        self.helper.save(tensors, {}, {"update": update}, Best(), 0.0)
+        self.helper.save(Snapshot(tensors, {}, {"update": update}, None))
 
     def write(self, folder: Path, update: int = 1) -> None:
-        state = {"position": {"update": update}}
-        self.orders.write(folder, {"model.shard-1-of-2.safetensors": {"a": torch.zeros(3)}}, state)
+        tensors = {"model.shard-1-of-2.safetensors": {"a": torch.zeros(3)}}
+        self.first.write(folder, Snapshot(tensors, {}, {"update": update}, None))
 
 
 @pytest.fixture
 def writing(tmp_path: Path) -> Iterator[Writing]:
     both = Writing(tmp_path)
     yield both
-    both.helper._over.set()
+    both.helper._superseded.set()
 
 
-def test_all_have_written_when_rank_0_returns(writing: Writing, tmp_path: Path) -> None:
+def test_all_ranks_have_written_when_rank_0_returns(writing: Writing, tmp_path: Path) -> None:
     for update, value in ((1, 5.0), (2, 7.0)):
         folder = tmp_path / f".tmp-{update}"
         folder.mkdir()
@@ -91,7 +92,7 @@ def test_all_have_written_when_rank_0_returns(writing: Writing, tmp_path: Path) 
         assert safetensors.torch.load_file(folder / "model.shard-2-of-2.safetensors")["a"].tolist() == [value, value]
 
 
-def test_a_rank_that_is_behind_does_not_write_what_it_held_before(writing: Writing, tmp_path: Path) -> None:
+def test_rank_behind_does_not_write_its_older_snapshot(writing: Writing, tmp_path: Path) -> None:
     """Rank 0 may have copied an update that another has yet to copy."""
     folder = tmp_path / ".tmp-2"
     folder.mkdir()
@@ -105,7 +106,7 @@ def test_a_rank_that_is_behind_does_not_write_what_it_held_before(writing: Writi
     assert safetensors.torch.load_file(folder / "model.shard-2-of-2.safetensors")["a"].tolist() == [7.0, 7.0]
 
 
-def test_what_another_rank_could_not_write_is_told_and_tried_again(writing: Writing, tmp_path: Path) -> None:
+def test_write_error_on_another_rank_is_raised_and_retried(writing: Writing, tmp_path: Path) -> None:
     folder = tmp_path / ".tmp-1"
     folder.mkdir()
     in_the_way = folder / "model.shard-2-of-2.safetensors"
@@ -119,8 +120,8 @@ def test_what_another_rank_could_not_write_is_told_and_tried_again(writing: Writ
     assert safetensors.torch.load_file(in_the_way)["a"].tolist() == [5.0, 5.0]
 
 
-def test_rank_0_waits_for_the_others_even_where_it_fails_itself(writing: Writing, tmp_path: Path) -> None:
-    """Its folder is removed after that; nobody is to be writing there."""
+def test_rank_0_waits_for_other_ranks_even_if_it_fails(writing: Writing, tmp_path: Path) -> None:
+    """Rank 0 then removes the folder, in which nobody may be writing any more."""
     folder = tmp_path / ".tmp-1"
     folder.mkdir()
     (folder / "model.shard-1-of-2.safetensors").mkdir()
@@ -130,8 +131,8 @@ def test_rank_0_waits_for_the_others_even_where_it_fails_itself(writing: Writing
     assert (folder / "model.shard-2-of-2.safetensors").is_file()
 
 
-def test_a_machine_that_does_not_see_the_folder_is_named(writing: Writing, tmp_path: Path) -> None:
+def test_folder_missing_on_another_machine_is_an_error(writing: Writing, tmp_path: Path) -> None:
     writing.snapshot(1, 5.0)
-    answer = writing.helper._written(tmp_path / "elsewhere", {})
+    answer = writing.helper._write(tmp_path / "elsewhere", {})
     assert answer is not None
     assert "all machines see them" in answer[1]

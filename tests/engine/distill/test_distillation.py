@@ -1,4 +1,4 @@
-"""Distillation: DeiT's loss, a teacher that stands still and sees what the student sees, and the same run again."""
+"""Distillation: DeiT's loss, a frozen teacher that gets the student's images, and reproducible runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 from engine.amp.precision import Precision
 from engine.distill.targets import teacher_of
-from engine.distill.teacher import Teacher, check_fits, load_teacher
+from engine.distill.teacher import Teacher, check_teacher_matches, load_teacher
 from engine.inputs.mixup import batch_change
 from engine.setup import ReadyToTrain
 from tests.engine.small import CPU, build, train, windows
@@ -31,14 +31,14 @@ from utils.errors import UserError
 from utils.seeding import seed_all
 
 DISTILLED = {"MODEL__NAME": "deit_tiny_distilled_patch16_224"}
-"""Without MODEL.TYPE, which would bring the augmentation of its family."""
+"""Without MODEL.TYPE, which would set the augmentation of its model family."""
 MIXED = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__CUTMIX_ALPHA": 1.0, "TRAIN__RANDOM_ERASE_PROB": 0.5}
 UPDATES = 5
 
 
 @pytest.fixture(scope="module")
 def teacher_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the tiny recipe, with another seed than the students'."""
+    """A run of the tiny recipe with another seed than the students."""
     return train_tiny(tmp_path_factory.mktemp("teacher"), "SEED=7")
 
 
@@ -77,7 +77,7 @@ CONSTANT |= {"TRAIN__GRAD_CLIP": "null", "TRAIN__SMOOTHING": 0.1}
 
 
 def plain_losses(ready: ReadyToTrain, run: Path, mixing: dict[str, Any], kind: str, alpha: float, tau: float):
-    """The same updates written down plainly: timm's models, torch's AdamW, DeiT's loss."""
+    """Losses of a plain training loop: timm's models, torch's AdamW, DeiT's loss."""
     start = ready.parts.model.state_dict()
     two = "dist_token" in start
     student = (VisionTransformerDistilled if two else VisionTransformer)(**SIZES).train()
@@ -112,7 +112,7 @@ def plain_losses(ready: ReadyToTrain, run: Path, mixing: dict[str, Any], kind: s
 @pytest.mark.parametrize("mixing", [{}, MIXED], ids=["plain", "mixed"])
 @pytest.mark.parametrize("heads", [{}, DISTILLED], ids=["one", "two"])
 @pytest.mark.parametrize(("kind", "alpha", "tau"), [("hard", 0.5, 1.0), ("soft", 0.3, 3.0)])
-def test_losses_are_those_of_a_plain_loop(
+def test_distillation_loss_equals_plain_loop(
     student: Callable[..., ReadyToTrain],
     teacher_run: Path,
     kind: str,
@@ -128,7 +128,7 @@ def test_losses_are_those_of_a_plain_loop(
     assert len(set(ours)) == UPDATES
 
 
-def test_the_teacher_stands_still_and_is_no_part_of_what_is_trained_or_saved(
+def test_teacher_is_frozen_and_neither_trained_nor_saved(
     student: Callable[..., ReadyToTrain], teacher_run: Path
 ) -> None:
     ready = student("soft", TRAIN__MODEL_EMA="true", **DISTILLED)
@@ -145,7 +145,7 @@ def test_the_teacher_stands_still_and_is_no_part_of_what_is_trained_or_saved(
     assert ready.choices["teacher"].startswith("tiny of ")
 
 
-def test_two_classifiers_answer_as_one_in_validation(student: Callable[..., ReadyToTrain]) -> None:
+def test_two_classifiers_are_averaged_in_validation(student: Callable[..., ReadyToTrain]) -> None:
     model = student(**DISTILLED).parts.model
     images = torch.randn(3, 1, 8, 8)
     assert model.train()(images).shape == (3, 2, 10)
@@ -156,8 +156,8 @@ def test_two_classifiers_answer_as_one_in_validation(student: Callable[..., Read
     assert torch.equal(together, expected)
 
 
-def test_a_teacher_sees_the_same_picture_its_own_way(tiny: Path, tmp_path: Path) -> None:
-    """Another size, and another mean and deviation."""
+def test_teacher_gets_images_in_its_own_size_and_normalisation(tiny: Path, tmp_path: Path) -> None:
+    """The teacher has another image size, mean and standard deviation."""
     whole = timm.create_model("test_vit.r160_in1k", num_classes=10, in_chans=1)
     save_file(whole.state_dict(), tmp_path / "weights.safetensors")
     wanted = f"test_vit.r160_in1k={tmp_path / 'weights.safetensors'}"
@@ -165,7 +165,7 @@ def test_a_teacher_sees_the_same_picture_its_own_way(tiny: Path, tmp_path: Path)
     ready = build(tiny, TRAIN__DISTILLATION_TYPE="hard", TRAIN__TEACHER_MODEL=wanted, **own)
     teacher, known = teacher_in(ready), timm.get_pretrained_cfg("test_vit.r160_in1k")
     assert known is not None
-    assert teacher.origin.image_size == 160
+    assert teacher.source.image_size == 160
     pixels = torch.rand(4, 1, 8, 8)
     large = F.interpolate(pixels, size=(160, 160), mode="bicubic", antialias=True)
     mean, std = sum(known.mean) / 3, sum(known.std) / 3
@@ -175,7 +175,7 @@ def test_a_teacher_sees_the_same_picture_its_own_way(tiny: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "NAIVE"])
-def test_the_teacher_computes_in_the_precision_of_the_run(student: Callable[..., ReadyToTrain], level: str) -> None:
+def test_teacher_computes_in_the_precision_of_the_run(student: Callable[..., ReadyToTrain], level: str) -> None:
     ready = student(AMP__ENABLED="true", AMP__DTYPE="bf16", AMP__LEVEL=level)
     teacher, seen = teacher_in(ready), []
     layer: nn.Module = next(part for part in teacher.model.modules() if isinstance(part, nn.Linear))
@@ -186,11 +186,13 @@ def test_the_teacher_computes_in_the_precision_of_the_run(student: Callable[...,
 
 
 @pytest.mark.parametrize("mixing", [{}, MIXED], ids=["plain", "mixed"])
-def test_nothing_is_read_back_from_the_device(student: Callable[..., ReadyToTrain], mixing: dict[str, Any]) -> None:
+def test_distillation_does_not_read_from_the_device(
+    student: Callable[..., ReadyToTrain], mixing: dict[str, Any]
+) -> None:
     assert read_backs(student("soft", **DISTILLED, **mixing)) == set()
 
 
-def test_a_skipped_update_is_replayed_with_the_teacher(student: Callable[..., ReadyToTrain]) -> None:
+def test_skipped_update_is_replayed_with_the_teacher(student: Callable[..., ReadyToTrain]) -> None:
     scale = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 1e38}
     ready = student("soft", **scale, **DISTILLED)
     losses_of(ready, 1)
@@ -200,7 +202,7 @@ def test_a_skipped_update_is_replayed_with_the_teacher(student: Callable[..., Re
     assert "replay failed" not in blame.words()
 
 
-def test_a_teacher_that_overflows_is_named(student: Callable[..., ReadyToTrain]) -> None:
+def test_overflow_in_the_teacher_is_named(student: Callable[..., ReadyToTrain]) -> None:
     ready = student("soft", AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=1)
     teacher_in(ready).model.get_parameter("blocks.0.mlp.fc2.weight").fill_(1e5)
     losses_of(ready, 1)
@@ -209,8 +211,8 @@ def test_a_teacher_that_overflows_is_named(student: Callable[..., ReadyToTrain])
     assert blame.module == "teacher.blocks.0.mlp.fc2"
 
 
-def test_labels_alone_can_be_asked_for(student: Callable[..., ReadyToTrain]) -> None:
-    """As -dry_run does with its one batch."""
+def test_loss_accepts_labels_without_teacher(student: Callable[..., ReadyToTrain]) -> None:
+    """-dry_run computes such a loss for its one batch."""
     ready = student(**DISTILLED)
     logits, labels = torch.randn(4, 2, 10), torch.tensor([1, 2, 3, 4])
     assert torch.equal(ready.parts.criterion(logits, labels), F.cross_entropy(logits[:, 0], labels))
@@ -223,7 +225,7 @@ def refused(student: Callable[..., ReadyToTrain], **words: object) -> str:
     return str(caught.value)
 
 
-def test_a_teacher_that_cannot_teach_is_refused(student: Callable[..., ReadyToTrain], tmp_path: Path) -> None:
+def test_unusable_teacher_is_refused(student: Callable[..., ReadyToTrain], tmp_path: Path) -> None:
     small = timm.create_model("test_vit.r160_in1k", num_classes=7, in_chans=1)
     headless = {name: value for name, value in small.state_dict().items() if not name.startswith("head.")}
     for name, weights in {"seven": small.state_dict(), "headless": headless}.items():
@@ -231,15 +233,15 @@ def test_a_teacher_that_cannot_teach_is_refused(student: Callable[..., ReadyToTr
         text = refused(student, TRAIN__TEACHER_MODEL=f"test_vit.r160_in1k={tmp_path / name}.safetensors")
         assert "10 classes" in text
     assert "NAME=FILE" in refused(student, TRAIN__TEACHER_MODEL=tmp_path / "seven.safetensors")
-    assert "test_vit.r160_in1k=: no file follows the =" in refused(student, TRAIN__TEACHER_MODEL="test_vit.r160_in1k=")
+    assert "test_vit.r160_in1k=: no file after the =" in refused(student, TRAIN__TEACHER_MODEL="test_vit.r160_in1k=")
     assert "Did you mean" in refused(student, TRAIN__TEACHER_MODEL="regnety_16")
     assert "regnety_160.deit_in1k" in refused(student, TRAIN__TEACHER_MODEL="./regnety_160.pdparams")
 
 
-def test_of_another_number_of_classes_or_channels(tiny: Path, teacher_run: Path) -> None:
+def test_teacher_with_other_classes_or_channels_is_refused(tiny: Path, teacher_run: Path) -> None:
     for word, said in (
-        ("MODEL.NUM_CLASSES=7", "knows 10 classes, and MODEL.NUM_CLASSES is 7"),
-        ("DATA.IMAGE_CHANNELS=3", "images of 1 channels, and DATA.IMAGE_CHANNELS is 3"),
+        ("MODEL.NUM_CLASSES=7", "has 10 classes, but MODEL.NUM_CLASSES is 7"),
+        ("DATA.IMAGE_CHANNELS=3", "images with 1 channels, but DATA.IMAGE_CHANNELS is 3"),
     ):
         key, value = word.split("=")
         config = load_config(str(tiny), words={key: value, "TRAIN.TEACHER_MODEL": str(teacher_run)}).config
@@ -247,26 +249,28 @@ def test_of_another_number_of_classes_or_channels(tiny: Path, teacher_run: Path)
             load_teacher(config, Precision(config.AMP, CPU))
 
 
-def test_classes_in_another_order_are_refused(student: Callable[..., ReadyToTrain]) -> None:
+def test_teacher_with_other_class_order_is_refused(student: Callable[..., ReadyToTrain]) -> None:
     teacher = teacher_in(student())
-    names = list(teacher.origin.names or [])
+    names = list(teacher.source.names or [])
     assert len(names) == 10
-    check_fits(teacher, names, {})
+    check_teacher_matches(teacher, names, {})
     with pytest.raises(UserError, match=r"class 0 is .* both must have the same classes in the same order"):
-        check_fits(teacher, names[::-1], {})
+        check_teacher_matches(teacher, names[::-1], {})
 
 
-def test_a_run_is_gone_on_with_by_the_teacher_it_began_with(student: Callable[..., ReadyToTrain]) -> None:
+def test_resume_refuses_a_changed_teacher(student: Callable[..., ReadyToTrain]) -> None:
     teacher = teacher_in(student())
     kept = teacher.as_noted()
-    check_fits(teacher, None, kept)
-    check_fits(teacher, None, {**kept, "teacher_model": "another", "teacher_sha256": "other"})
-    with pytest.raises(UserError, match="not those this run began with"):
-        check_fits(teacher, None, {**kept, "teacher": "its checkpoint of then", "teacher_sha256": "other"})
+    check_teacher_matches(teacher, None, kept)
+    check_teacher_matches(teacher, None, {**kept, "teacher_model": "another", "teacher_sha256": "other"})
+    with pytest.raises(UserError, match="have changed since this run began with"):
+        check_teacher_matches(teacher, None, {**kept, "teacher": "its checkpoint of then", "teacher_sha256": "other"})
 
 
-def test_resuming_changes_nothing(vitamp: Callable[..., Result], tiny: Path, teacher_run: Path, tmp_path: Path) -> None:
-    """With all that changes images, two classifiers, an average, and accumulation."""
+def test_resumed_distillation_equals_uninterrupted(
+    vitamp: Callable[..., Result], tiny: Path, teacher_run: Path, tmp_path: Path
+) -> None:
+    """With all augmentation, two classifiers, EMA and accumulation."""
     given = [f"{key.replace('__', '.')}={value}" for key, value in {**DISTILLED, **MIXED}.items()]
     words = ("-cfg", tiny, *given, "TRAIN.DISTILLATION_TYPE=soft", "-teacher_model_path", teacher_run, "-accum_iter", 2)
     words = (*words, "TRAIN.MODEL_EMA=true", "-amp", "bf16", "REPORT_STAGES=true")
@@ -289,7 +293,7 @@ def test_resuming_changes_nothing(vitamp: Callable[..., Result], tiny: Path, tea
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_learn_what_one_learns(
+def test_distillation_on_two_processes_equals_one(
     vitamp: Callable[..., Result], tiny: Path, teacher_run: Path, tmp_path: Path, strategy: str
 ) -> None:
     given = [f"{key.replace('__', '.')}={value}" for key, value in {**DISTILLED, **MIXED}.items()]
@@ -311,7 +315,7 @@ def test_two_processes_learn_what_one_learns(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["blocks", "whole"])
-def test_compiled_updates_learn_the_same(
+def test_compiled_distillation_equals_eager(
     student: Callable[..., ReadyToTrain], tiny: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     from engine.compile import compiled as compiling

@@ -1,4 +1,4 @@
-"""DATA.BATCH_SIZE auto: what is found fits, and nothing of the search is left."""
+"""DATA.BATCH_SIZE auto: the batch found fits, and the search leaves no trace."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import yaml
 
 from engine.amp import skip_watch
 from engine.fit import batch_size, batch_trial
-from engine.fit.batch_size import settle_batch, share_of
+from engine.fit.batch_size import largest_divisor, settle_batch
 from engine.fit.batch_trial import Trial, largest_that_fits
 from engine.machine import memory
+from engine.machine.context import Run
 from engine.machine.memory import GIB, LiveMemory, free_memory, limited
 from tests.engine.small import CPU
 from tests.program import Result, metrics
@@ -41,7 +42,7 @@ def settings(tiny: Path, **words: object) -> Config:
 
 def found(config: Config) -> tuple[int, int]:
     """Batch and accumulation."""
-    settled, _ = settle_batch(config, None, ALONE, CPU)
+    settled = settle_batch(Run(config, ALONE, CPU, threads=1), None).config
     return settled.DATA.BATCH_SIZE, settled.TRAIN.ACCUM_ITER
 
 
@@ -52,7 +53,7 @@ def one_thread() -> None:
 
 @pytest.fixture
 def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Let the machine have so many MiB left."""
+    """Pretend that the machine has this many MiB free."""
 
     def set_to(mib: float) -> None:
         monkeypatch.setattr(batch_size, "free_memory", lambda *_: int(mib * 2**20))
@@ -62,7 +63,7 @@ def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.mark.parametrize("most", [1, 5, 8, 100, 1024])
 @pytest.mark.parametrize("room", [0, 1, 3, 7, 8, 15, 16, 99, 100, 517, 1023, 5000])
-def test_the_search_finds_the_largest(most: int, room: int) -> None:
+def test_search_finds_the_largest_batch(most: int, room: int) -> None:
     tried: list[int] = []
 
     def fits(size: int) -> bool:
@@ -76,7 +77,7 @@ def test_the_search_finds_the_largest(most: int, room: int) -> None:
     assert max(tried) <= most
 
 
-def test_the_search_ends_where_that_is_enough() -> None:
+def test_search_stops_when_told_enough() -> None:
     tried: list[int] = []
     assert largest_that_fits(lambda size: not tried.append(size), 1024, lambda: len(tried) == 3) == 32
 
@@ -85,11 +86,11 @@ def test_the_search_ends_where_that_is_enough() -> None:
     ("target", "fitting", "share"),
     [(528, 184, 176), (512, 184, 128), (512, 5000, 512), (500, 184, 125), (1000, 184, 125), (7, 4, 1), (48, 47, 24)],
 )
-def test_a_share_of_the_global_batch(target: int, fitting: int, share: int) -> None:
-    assert share_of(target, fitting) == share
+def test_largest_divisor_of_the_global_batch(target: int, fitting: int, share: int) -> None:
+    assert largest_divisor(target, fitting) == share
 
 
-def test_what_is_found_fits_and_eight_more_do_not(tiny: Path, memory_of: Callable[[float], None]) -> None:
+def test_found_batch_fits_and_eight_more_do_not(tiny: Path, memory_of: Callable[[float], None]) -> None:
     config, sizes = settings(tiny), []
     for mib in (0.4, 0.8):
         memory_of(mib)
@@ -104,19 +105,19 @@ def test_what_is_found_fits_and_eight_more_do_not(tiny: Path, memory_of: Callabl
     assert all(size % 8 == 0 for size in sizes)
 
 
-def test_all_that_a_run_keeps_counts(tiny: Path) -> None:
+def test_trial_counts_all_memory_of_a_run(tiny: Path) -> None:
     peaks = []
     for words in ({}, {"TRAIN__ACCUM_ITER": 2}, {"TRAIN__MODEL_EMA": "true"}, O2):
         with limited(CPU, GIB) as peak:
             attempt = Trial(settings(tiny, MODEL__EMBED_DIM=128, **words), False, CPU, peak)
             assert attempt.fits(8)
             peaks.append(attempt.peaks[8])
-            weights = 4 * sum(p.numel() for p in attempt._computing[0].parameters())
+            weights = 4 * sum(p.numel() for p in attempt._model[0].parameters())
     assert min(peaks[1:]) > peaks[0] + weights / 3, "beside weights, gradients and the optimiser's state"
 
 
-def test_images_kept_for_replays_count(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under loss scaling alone, for all micro-batches of the update, and no more than the cap."""
+def test_trial_counts_images_kept_for_replays(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are kept only with loss scaling, for all micro-batches of the update, up to the cap."""
     fp16 = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16"}
 
     def peak_of(words: dict[str, Any], each: int | None = None) -> int:
@@ -133,7 +134,7 @@ def test_images_kept_for_replays_count(tiny: Path, monkeypatch: pytest.MonkeyPat
     assert peak_of({}, each=8000) == peak_of({}), "without loss scaling nothing is replayed"
 
 
-def test_small_data_and_cpus_set_limits(tiny: Path, memory_of: Callable[[float], None]) -> None:
+def test_small_data_sets_and_cpus_limit_the_search(tiny: Path, memory_of: Callable[[float], None]) -> None:
     memory_of(1000)
     assert found(settings(tiny)) == (176, 1), "8 updates an epoch of 1,437 images"
     assert found(settings(tiny, TRAIN__GLOBAL_BATCH=1200)) == (600, 2), "of which a CPU is not to try all"
@@ -142,15 +143,15 @@ def test_small_data_and_cpus_set_limits(tiny: Path, memory_of: Callable[[float],
         assert Trial(settings(tiny), False, CPU, peak).most(None, two).batch == 88
 
 
-def test_a_cpu_that_is_slow_is_not_kept_busy(
+def test_search_stops_early_on_a_slow_cpu(
     tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory_of(1000)
-    monkeypatch.setattr(batch_trial, "SECONDS_A_TRY_ON_CPU", 0.0)
+    monkeypatch.setattr(batch_trial, "SECONDS_PER_TRIAL_ON_CPU", 0.0)
     assert found(settings(tiny)) == (8, 1)
 
 
-def test_all_ranks_take_what_fits_on_each(
+def test_all_ranks_take_the_smallest_fitting_batch(
     tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory_of(1000)
@@ -158,7 +159,7 @@ def test_all_ranks_take_what_fits_on_each(
     assert found(settings(tiny, TRAIN__GLOBAL_BATCH=120)) == (24, 5)
 
 
-def test_too_little_for_one_image_is_refused(
+def test_too_little_memory_for_one_image_is_refused(
     tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory_of(0.05)
@@ -169,14 +170,14 @@ def test_too_little_for_one_image_is_refused(
         found(settings(tiny, TRAIN__MIXUP_ALPHA=0.8))
 
 
-def test_an_unknown_memory_asks_for_the_setting(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_memory_asks_for_memory_limit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_size, "free_memory", lambda *_: None)
     with pytest.raises(UserError, match=r"TRAIN\.MEMORY_LIMIT"):
         found(settings(tiny))
     assert found(settings(tiny, TRAIN__MEMORY_LIMIT=1))[0] == 176
 
 
-def test_random_numbers_stand_where_they_stood(tiny: Path, memory_of: Callable[[float], None]) -> None:
+def test_search_leaves_random_numbers_unchanged(tiny: Path, memory_of: Callable[[float], None]) -> None:
     memory_of(0.5)
     seed_host("here")
     found(settings(tiny, MODEL__DROPOUT=0.1))
@@ -188,19 +189,21 @@ def test_random_numbers_stand_where_they_stood(tiny: Path, memory_of: Callable[[
 @pytest.mark.parametrize(
     ("words", "accumulated"), [({"TRAIN.GLOBAL_BATCH": "96"}, 3), ({"TRAIN.GLOBAL_BATCH": "32"}, 1)]
 )
-def test_a_global_batch_decides_the_accumulation(tiny: Path, words: dict[str, str], accumulated: int) -> None:
+def test_global_batch_sets_the_accumulation(tiny: Path, words: dict[str, str], accumulated: int) -> None:
     config = load_config(str(tiny), words={**words, "TRAIN.ACCUM_ITER": "7"}).config
-    settled, choice = settle_batch(config, None, ALONE, CPU)
-    assert (settled.DATA.BATCH_SIZE, settled.TRAIN.ACCUM_ITER, choice) == (32, accumulated, {})
+    run = settle_batch(Run(config, ALONE, CPU, threads=1), None)
+    assert (run.config.DATA.BATCH_SIZE, run.config.TRAIN.ACCUM_ITER, run.batch_found) == (32, accumulated, False)
 
 
-def test_a_global_batch_that_cannot_be_is_refused_with_those_near_it(tiny: Path) -> None:
+def test_impossible_global_batch_is_refused_with_nearby_ones(tiny: Path) -> None:
     config = load_config(str(tiny), words={"TRAIN.GLOBAL_BATCH": "100"}).config
-    with pytest.raises(UserError, match=r"100 is no multiple of the 32 images .* near it: 96 or 128"):
-        settle_batch(config, None, ALONE, CPU)
+    with pytest.raises(UserError, match=r"100 is not a multiple of the 32 images .* Use 96 or 128"):
+        settle_batch(Run(config, ALONE, CPU, threads=1), None)
 
 
-def test_the_run_is_that_of_the_number_and_keeps_it(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_auto_batch_equals_the_same_number_and_is_kept_on_resume(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
     words = ["TRAIN.MODEL_EMA=true", "MODEL.DROPOUT=0.1", "TRAIN.MAX_UPDATES=12", "SAVE_EVERY_UPDATES=8"]
     auto = tmp_path / "auto"
     done = vitamp("-cfg", tiny, *AUTO, HALF_A_MIB, *words, "-output", auto)
@@ -208,7 +211,7 @@ def test_the_run_is_that_of_the_number_and_keeps_it(vitamp: Callable[..., Result
     size = json.loads((auto / "run.json").read_text())["choices"]["batch_size"]
     assert size % 8 == 0
     assert f"DATA.BATCH_SIZE auto: {size} fits (" in done.out
-    assert f"of 0.5 MiB); {size} x 1 process x 1 accumulated = {size} images an update." in done.out
+    assert f"of 0.5 MiB); {size} x 1 process x 1 accumulated = {size} images per update." in done.out
     data = yaml.safe_load((auto / "config.yaml").read_text())["DATA"]
     assert (data["BATCH_SIZE"], data["BATCH_SIZE_EVAL"]) == (size, None), "validation follows"
 
@@ -226,14 +229,14 @@ def test_the_run_is_that_of_the_number_and_keeps_it(vitamp: Callable[..., Result
     (auto / "checkpoints" / "index.json").unlink()
     again = vitamp("-cfg", tiny, *AUTO, *words, "-output", auto, "-resume", "auto")
     assert again.code == 0, again.text
-    assert f"DATA.BATCH_SIZE auto: {size}, as this run found when it began." in again.out
+    assert f"DATA.BATCH_SIZE auto: {size}, which this run found when it began." in again.out
     assert (auto / "checkpoints" / last / file).read_bytes() == saved[0]
     meta = json.loads((auto / "checkpoints" / last / "meta.json").read_text())
     assert (meta["batch"]["per_process"], meta["choices"]["batch_size"]) == (size, size)
 
 
 @pytest.mark.slow  # two runs
-def test_a_run_of_another_number_keeps_its_global_batch(
+def test_resume_on_other_processes_keeps_the_global_batch(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -241,11 +244,13 @@ def test_a_run_of_another_number_keeps_its_global_batch(
     done = vitamp("-resume", run, *AUTO, HALF_A_MIB, "TRAIN.MAX_UPDATES=5", "DATA.BATCH_SIZE_EVAL=null")
     assert done.code == 0, done.text
     (told,) = [line for line in done.out.splitlines() if line.startswith("DATA.BATCH_SIZE auto")]
-    assert told.endswith("= 96 images an update.")
+    assert told.endswith("= 96 images per update.")
     assert "x 1 accumulated" not in told
 
 
-def test_a_dry_run_and_a_validation_tell_what_fits(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_dry_run_and_evaluation_report_the_fitting_batch(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
     done = vitamp("-cfg", tiny, *AUTO, HALF_A_MIB, "-dry_run")
     assert done.code == 0, done.text
     assert "DATA.BATCH_SIZE auto: " in done.out
@@ -256,14 +261,14 @@ def test_a_dry_run_and_a_validation_tell_what_fits(vitamp: Callable[..., Result]
     assert fits > 40, "without a backward pass more fit"
 
 
-def test_tools_and_fsdp_take_a_number(vitamp: Callable[..., Result], tiny: Path) -> None:
+def test_tools_and_fsdp_refuse_auto_batch(vitamp: Callable[..., Result], tiny: Path) -> None:
     done = vitamp("-cfg", tiny, *AUTO, script="scripts/choose_precision.py")
     assert (done.code, done.err.count("auto is for a run")) == (2, 1), done.text
     with pytest.raises(UserError, match=r"auto does not try with DIST\.STRATEGY fsdp"):
         settings(tiny, DIST__STRATEGY="fsdp")
 
 
-def test_live_memory_counts_what_lives() -> None:
+def test_live_memory_counts_living_tensors() -> None:
     with LiveMemory(CPU, 1000) as live:
         kept = torch.zeros(100)
         kept[:50].add_(1)
@@ -277,7 +282,7 @@ def test_live_memory_counts_what_lives() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+def test_container_limit_counts_as_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
     root = tmp_path / ("memory" if version == 1 else "")
     own = root / "jobs" / "mine"
     own.mkdir(parents=True)
@@ -302,7 +307,7 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 class FakeGpu:
-    """What torch.cuda is asked and told, on a machine without one."""
+    """Calls of torch.cuda, on a machine without a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fractions: list[float] = []
@@ -320,7 +325,7 @@ class FakeGpu:
             monkeypatch.setattr(torch.cuda, name, answer)
 
 
-def test_a_gpus_limit_is_set_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_limit_is_set_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, device = FakeGpu(monkeypatch), torch.device("cuda", 0)
     assert free_memory(device, 4) == 8 * GIB, "a GPU is nobody else's"
     with contextlib.suppress(RuntimeError), limited(device, 4 * GIB) as peak:

@@ -1,4 +1,4 @@
-"""Where memory runs out: what the error says, and that its advice helps."""
+"""Out of memory: the error message, and advice that helps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.evaluate import evaluate
 from engine.fit.out_of_memory import before_training, describe
+from engine.machine.context import Run
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory, largest_blocks
 from engine.setup import ReadyToTrain
 from tests.engine.small import build
@@ -51,8 +52,10 @@ def small_device(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> C
 
 
 class Room:
-    """Lets a model run out of memory with more images than so many, from its nth forward pass on; `passes`: how many
-    there were, and how many of them failed."""
+    """Makes a model run out of memory above a number of images, from its nth forward pass on.
+
+    `passes`: forward passes so far, and how many of them failed.
+    """
 
     def __init__(self, model: nn.Module, images: int, since: int, in_backward: bool) -> None:
         self.images, self.since, self.in_backward = images, since, in_backward
@@ -76,7 +79,7 @@ class Room:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
-def test_other_errors_are_not_taken_for_it() -> None:
+def test_other_errors_are_not_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
     assert is_out_of_memory(
@@ -93,36 +96,38 @@ def test_other_errors_are_not_taken_for_it() -> None:
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     ],
 )
-def test_what_the_libraries_of_cuda_say_of_it_is_known(text: str) -> None:
+def test_out_of_memory_errors_of_cuda_libraries_are_recognised(text: str) -> None:
     assert is_out_of_memory(RuntimeError(text))
 
 
-def test_it_is_told_once_what_helps(small_device: Callable[..., Result], tmp_path: Path) -> None:
+def test_out_of_memory_is_reported_once_with_ways_out(small_device: Callable[..., Result], tmp_path: Path) -> None:
     run, words = tmp_path / "run", ["SAVE_FREQ=1", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=70"]
     done = small_device(*words, "-batch_size", 28, "-output", run, ABOVE=14, FROM=60)
     assert done.code == 1, done.text
     assert "Traceback" not in done.text
     assert done.err.count("out of memory in update 60") == 1
     for part in (
-        "was the peak on cpu",
-        "and 2.00 GiB more were asked for",
+        " on cpu (",
+        "and 2.00 GiB more were requested",
         "28 images at a time, of 8 x 8 x 1: with 5 tokens of width 16 each, one tensor of all tokens takes 8.8 KiB",
         "-batch_size 14 -accum_iter 2",
         "TRAIN.GRAD_CHECKPOINT=blocks",
         "-amp",
         "-batch_size auto",
-        f"The last checkpoint is step-000000051: go on from it by -resume {run}",
+        f"The last checkpoint is step-000000051: resume from it with -resume {run}",
     ):
         assert part in done.err, part
 
 
-def test_without_a_checkpoint_the_run_starts_again(small_device: Callable[..., Result], tmp_path: Path) -> None:
+def test_out_of_memory_without_a_checkpoint_says_start_again(
+    small_device: Callable[..., Result], tmp_path: Path
+) -> None:
     done = small_device("-batch_size", 28, "-output", tmp_path / "run", ABOVE=14)
     assert done.code == 1, done.text
-    assert "\nThere is no checkpoint yet: start with one of these." in done.err
+    assert "\nThere is no checkpoint yet: start again with one of these." in done.err
 
 
-def test_who_found_the_batch_by_auto_is_not_told_to(small_device: Callable[..., Result], tmp_path: Path) -> None:
+def test_auto_batch_is_not_advised_when_in_use(small_device: Callable[..., Result], tmp_path: Path) -> None:
     words = ("-batch_size", "auto", "TRAIN.MEMORY_LIMIT=0.0005", "TRAIN.NUM_EPOCHS=9", "-output", tmp_path / "run")
     done = small_device(*words, ABOVE=1, FROM=150)
     assert done.code == 1, done.text
@@ -131,7 +136,7 @@ def test_who_found_the_batch_by_auto_is_not_told_to(small_device: Callable[..., 
     assert "-batch_size auto" not in done.err
 
 
-def test_a_validation_alone_with_auto_is_told_what_helps(tiny: Path) -> None:
+def test_evaluation_with_auto_batch_advises_a_smaller_one(tiny: Path) -> None:
     error = torch.OutOfMemoryError("out of memory")
     error.add_note(IN_VALIDATION)
     config = load_config(str(tiny), words={"DATA.BATCH_SIZE": "auto"}).config
@@ -141,11 +146,11 @@ def test_a_validation_alone_with_auto_is_told_what_helps(tiny: Path) -> None:
 
 
 @pytest.mark.slow  # three runs
-def test_what_is_said_to_help_helps(small_device: Callable[..., Result], tmp_path: Path) -> None:
+def test_advised_flags_resume_the_same_training(small_device: Callable[..., Result], tmp_path: Path) -> None:
     run, whole, words = tmp_path / "run", tmp_path / "whole", ["SAVE_FREQ=1", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=70"]
     stopped = small_device(*words, "-batch_size", 28, "-output", run, ABOVE=14, FROM=60)
     assert stopped.code == 1, stopped.text
-    (resume,) = re.findall(r"go on from it by (-resume \S+) and one of these", stopped.err)
+    (resume,) = re.findall(r"resume from it with (-resume \S+) and one of these", stopped.err)
     (advice,) = re.findall(r"Ways out:\n  (-batch_size [^:]+):", stopped.err)
     on = small_device(*resume.split(), *advice.split(), *words, ABOVE=14)
     assert on.code == 0, on.text
@@ -155,7 +160,7 @@ def test_what_is_said_to_help_helps(small_device: Callable[..., Result], tmp_pat
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-4)
 
 
-def test_what_does_not_even_begin_is_a_mistake_in_the_command(
+def test_out_of_memory_before_the_first_update_exits_with_2(
     small_device: Callable[..., Result], tmp_path: Path
 ) -> None:
     done = small_device("-dry_run", ABOVE=16, FROM=1)
@@ -170,7 +175,7 @@ def test_what_does_not_even_begin_is_a_mistake_in_the_command(
 
 
 @pytest.mark.slow  # a run; how it is told is tested in test_ways_out.py
-def test_a_validation_names_its_own_batch(small_device: Callable[..., Result], tmp_path: Path) -> None:
+def test_out_of_memory_in_validation_names_its_batch(small_device: Callable[..., Result], tmp_path: Path) -> None:
     done = small_device("-output", tmp_path / "run", "-batch_size_eval", 100, ABOVE_EVAL=60)
     assert done.code == 1, done.text
     assert f"out of memory {IN_VALIDATION} after update 44" in done.err
@@ -181,7 +186,7 @@ def test_a_validation_names_its_own_batch(small_device: Callable[..., Result], t
 
 @pytest.fixture
 def small_on_rank_1(tmp_path: Path) -> dict[str, str]:
-    """The environment in which rank 1 of two, from its 13th update on, has room for 8 images."""
+    """Environment in which rank 1 of two has memory for only 8 images from its 13th update on."""
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(SMALL_DEVICE.partition("if __name__")[0])
@@ -189,7 +194,7 @@ def small_on_rank_1(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow  # two processes, and only what one of them says is new
-def test_a_rank_that_stops_is_named_and_ends_the_others(
+def test_rank_out_of_memory_is_named_and_ends_the_others(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, small_on_rank_1: dict[str, str]
 ) -> None:
     done = vitamp(
@@ -203,7 +208,7 @@ def test_a_rank_that_stops_is_named_and_ends_the_others(
     assert "-batch_size 8 -accum_iter 2" in done.err
 
 
-def test_a_gpus_largest_blocks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_blocks_of_gpu_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def block(size: int, state: str = "active_allocated") -> dict[str, object]:
         return {"size": size << 20, "state": state}
 
@@ -224,14 +229,17 @@ def full(tiny: Path) -> ReadyToTrain:
     return ready
 
 
-def test_a_validation_leaves_the_model_as_it_was(
+def test_failed_validation_restores_training_mode(
     full: ReadyToTrain, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.fit.out_of_memory.largest_blocks", lambda _device: "2 x 0.6 GiB")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         evaluate(full.model, full.val_loader, len(full.val_set), full.inputs, full.precision, ALONE)
     assert full.model.training
-    told = describe(caught.value, load_config(str(tiny)).config, full.parts, 7)
+    run = Run(load_config(str(tiny)).config, ALONE, torch.device("cpu"), threads=1)
+    told = describe(caught.value, run, full.parts, 7)
     assert told.startswith(f"out of memory {IN_VALIDATION} after update 6: ")
-    assert re.search(r"was the peak on cpu \(.+\), of [\d.]+ GiB in all, and 20\.00 MiB more were asked for\.\n", told)
+    assert re.search(
+        r"the peak was .+ on cpu \(.+\), of [\d.]+ GiB in total, and 20\.00 MiB more were requested\.\n", told
+    )
     assert "\n  Most of the memory is taken by 2 x 0.6 GiB.\n" in told

@@ -1,4 +1,4 @@
-"""Out of memory: the advice names what can still help, and keeps the images of an update."""
+"""Ways out of an out-of-memory error: only those not in use yet, with the same images per update."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_ways_out_of_a_validation_halve_its_own_batch(tiny: Path, words: dict[st
     assert not any("GRAD_CHECKPOINT" in way for way in ways), "a validation keeps nothing for a backward pass"
 
 
-def test_ways_out_leave_out_what_is_done(tiny: Path) -> None:
+def test_ways_out_omit_what_is_in_use(tiny: Path) -> None:
     every = ways_out(load_config(str(tiny)).config, validating=False)
     assert [way.partition(":")[0] for way in every] == [
         "-batch_size 16 -accum_iter 2",
@@ -50,7 +50,7 @@ def test_ways_out_leave_out_what_is_done(tiny: Path) -> None:
     ]
     done = {"TRAIN.GRAD_CHECKPOINT": "blocks", "AMP.ENABLED": "true"}
     left = ways_out(load_config(str(tiny), words=done).config, validating=False, found=True)
-    assert left == ["-batch_size 16 -accum_iter 2: the same images an update, fewer at once"]
+    assert left == ["-batch_size 16 -accum_iter 2: the same images per update, fewer at once"]
 
 
 def test_ways_out_before_the_first_update(tiny: Path) -> None:

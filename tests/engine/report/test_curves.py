@@ -1,8 +1,9 @@
-"""curves.png: drawn of any run, whole or not at all, and no burden to training."""
+"""curves.png: can be drawn for any run, is never half written, and does not slow training down."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def write(folder: Path, *lines: dict[str, Any]) -> None:
 
 @pytest.fixture
 def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Drawn]:
-    """Draw, and give back what is in the picture: axis -> curve -> points."""
+    """Draw, and return the content of the picture: axis -> curve -> points."""
     found: Drawn = {}
     save = Figure.savefig
 
@@ -60,17 +61,17 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Dr
     return call
 
 
-def test_training_and_validation_stand_in_the_picture(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+def test_curves_show_training_and_validation(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
     val = {"event": "val", "epoch": 1, "update": 20, "loss": 0.5, "acc1": 80.0, "ema_acc1": 90.0, "perf": {}}
     write(tmp_path, line(10, loss=2.0), line(20), val)
     found = drawn("digits, AMP fp16, best top-1 80 %")
     assert found["title"] == {"digits, AMP fp16, best top-1 80 %": []}
-    assert found["loss"] == {"train": [(10, 2.0), (20, 1.0)], "validation": [(20, 0.5)]}
-    assert found["accuracy (%)"]["validation top-1 (EMA)"] == [(20, 90.0)]
+    assert found["loss"] == {"training": [(10, 2.0), (20, 1.0)], "validation": [(20, 0.5)]}
+    assert found["top-1 accuracy (%)"]["validation of the EMA"] == [(20, 90.0)]
     assert found["images/s"] == {"images/s": [(10, 100), (20, 100)]}
 
 
-def test_epoch_means_stand_beside_validations_over_epochs(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+def test_curves_show_epoch_means_and_validations_over_epochs(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
     def ended(epoch: int, loss: float, acc1: float) -> list[dict[str, Any]]:
         at = {"epoch": epoch, "update": 20 * epoch, "perf": {}}
         ema = {"ema_loss": loss / 4, "ema_acc1": acc1 + 1.0}
@@ -82,12 +83,12 @@ def test_epoch_means_stand_beside_validations_over_epochs(drawn: Callable[..., D
     resumed = {"event": "run", "epoch": 2, "what": "resume", "update": 30, "perf": {}}
     write(tmp_path, line(10), line(20), *ended(1, 2.0, 50.0), resumed, line(40, loss=0.1), *ended(2, 1.0, 60.0))
     found = drawn()
-    assert found["accuracy (%)"]["train top-1"] == [(1, 50), (2, 60)]
-    assert found["accuracy (%)"]["validation top-1"] == [(1, 52), (2, 62)]
-    assert found["accuracy (%)"]["validation top-1 (EMA)"] == [(1, 51), (2, 99)]
-    assert found["accuracy (%)"]["best validation"] == [(2, 99)]
+    assert found["top-1 accuracy (%)"]["training, means of epochs"] == [(1, 50), (2, 60)]
+    assert found["top-1 accuracy (%)"]["validation"] == [(1, 52), (2, 62)]
+    assert found["top-1 accuracy (%)"]["validation of the EMA"] == [(1, 51), (2, 99)]
+    assert found["top-1 accuracy (%)"]["best validation"] == [(2, 99)]
     assert {x for x, _ in found["loss"]["resumed"]} == {1.5}
-    assert found["loss"]["train"] == [(1, 2), (2, 1)], "means of epochs, no single updates"
+    assert found["loss"]["training, means of epochs"] == [(1, 2), (2, 1)], "means of epochs, no single updates"
     assert [x for x, _ in found["learning rate"]["learning rate"]] == [0.5, 1, 2]
 
 
@@ -95,25 +96,25 @@ def test_epoch_means_stand_beside_validations_over_epochs(drawn: Callable[..., D
     ("amp", "tag", "said"),
     [(True, None, "tiny on digits, AMP bf16"), (False, "night", "night: tiny on digits, bf16, no AMP")],
 )
-def test_the_title_tells_of_amp(amp: bool, tag: str | None, said: str) -> None:
+def test_title_names_model_data_and_precision(amp: bool, tag: str | None, said: str) -> None:
     config = Config(TAG=tag, MODEL={"NAME": "tiny"}, DATA={"DATASET": "digits"})  # pyright: ignore[reportArgumentType]
     assert title_of(config, "bf16", amp) == said
 
 
-def test_a_tag_is_drawn_as_it_is_written(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+def test_tag_with_dollar_signs_is_not_parsed(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
     write(tmp_path, line(10))
     title = r"$\no formula$: tiny on digits"
     assert drawn(title)["title"] == {title: []}
 
 
-def test_skips_are_marked_where_they_were(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+def test_skipped_updates_are_marked(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
     skipped = (0, 1, 1, 3)
     write(tmp_path, *(line(10 * n + 10, skipped=count, scale=2.0 ** (16 - n)) for n, count in enumerate(skipped)))
     assert drawn()["loss scale"]["updates skipped"] == [(20, 2.0**15), (40, 2.0**13)]
 
 
 @pytest.mark.parametrize("scale", [1.0, None])
-def test_where_nothing_is_scaled_its_place_has_the_waiting(
+def test_data_wait_is_drawn_without_loss_scaling(
     drawn: Callable[..., Drawn], tmp_path: Path, scale: float | None
 ) -> None:
     write(tmp_path, line(10, scale=scale), line(20, scale=scale))
@@ -122,29 +123,29 @@ def test_where_nothing_is_scaled_its_place_has_the_waiting(
     assert found["time (%)"] == {"waiting for data": [(10, 7.0), (20, 7.0)]}
 
 
-def test_what_is_no_number_leaves_no_point(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+def test_null_values_are_left_out(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
     write(tmp_path, line(10), line(20, loss=None, grad_norm=None, scale=None), line(30))
-    assert [update for update, _ in drawn()["loss"]["train"]] == [10, 30]
+    assert [update for update, _ in drawn()["loss"]["training"]] == [10, 30]
 
 
-def test_a_long_run_is_thinned_to_its_end(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+def test_long_curves_are_thinned_and_keep_the_last_point(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
     count = 3 * MOST_POINTS + 7
     write(tmp_path, *(line(n) for n in range(1, count + 1)))
-    shown = drawn()["loss"]["train"]
+    shown = drawn()["loss"]["training"]
     assert len(shown) <= MOST_POINTS + 1
     assert (shown[0][0], shown[-1][0]) == (1, count)
 
 
-def test_one_point_and_none(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+def test_curves_with_one_point_and_with_none(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
     assert draw_curves(tmp_path, "") is None
     write(tmp_path)
     assert draw_curves(tmp_path, "") is None
     write(tmp_path, line(1))
-    assert drawn()["loss"]["train"] == [(1, 1.0)]
+    assert drawn()["loss"]["training"] == [(1, 1.0)]
 
 
 @pytest.mark.parametrize("trouble", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_the_picture_is_the_old_one_or_the_new_one(
+def test_interrupted_drawing_keeps_the_old_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: BaseException
 ) -> None:
     told: list[str] = []
@@ -152,23 +153,23 @@ def test_the_picture_is_the_old_one_or_the_new_one(
     draw_curves(tmp_path, "")
     before = (tmp_path / "curves.png").read_bytes()
 
-    def half(_figure: Figure, path: Any, **_words: Any) -> None:
-        Path(path).write_bytes(before[:100])
+    def fail(*_paths: object) -> None:
         raise trouble
 
-    monkeypatch.setattr(Figure, "savefig", half)
+    monkeypatch.setattr(os, "replace", fail)
     monkeypatch.setattr(log, "warning", lambda text, *words: told.append(text % words))
     if isinstance(trouble, OSError):
         draw_curves(tmp_path, "")
         draw_curves(tmp_path, "")
-        assert told == [f"{tmp_path / 'curves.png'} cannot be written (No space left on device); training goes on."]
+        assert told == [f"{tmp_path / 'curves.png'} cannot be written (No space left on device); training continues."]
     else:
         with pytest.raises(KeyboardInterrupt):
             draw_curves(tmp_path, "")
     assert (tmp_path / "curves.png").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
-def test_short_epochs_do_not_wait_for_their_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_epochs_are_not_all_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, made = 0.0, []
 
     def drawing(_folder: Path, _title: str) -> None:

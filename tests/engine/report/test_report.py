@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, the log's lines, and how the time is counted."""
+"""Reports of a run: metrics.jsonl, log lines, and the measured time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def reporter(folder: Path | None, start: Position | None = None, **settings: Any
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """Read strictly: JSON has no word for NaN."""
+    """Parse strictly: JSON has no NaN."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
@@ -58,7 +58,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def test_a_train_line_has_exactly_its_fields(tmp_path: Path) -> None:
+def test_train_line_has_exactly_its_fields(tmp_path: Path) -> None:
     reporter(tmp_path).train(Position(2, 5, 105), READING, PERF)
     (line,) = lines(tmp_path)
     perf = line.pop("perf")
@@ -79,7 +79,7 @@ def test_a_train_line_has_exactly_its_fields(tmp_path: Path) -> None:
     assert perf["seconds"] == 3725.4
 
 
-def test_a_val_line_has_exactly_its_fields(tmp_path: Path) -> None:
+def test_val_line_has_exactly_its_fields(tmp_path: Path) -> None:
     made = reporter(tmp_path)
     made.validation(Position(2, 0, 200), {"": Means(1.0, 2.0, 3.0)}, 4.0)
     made.validation(Position(2, 0, 200), {"": Means(1.0, 2.0, 3.0), "ema_": Means(4.0, 5.0, 6.0)}, 4.0)
@@ -89,7 +89,7 @@ def test_a_val_line_has_exactly_its_fields(tmp_path: Path) -> None:
     assert averaged == {**own, "ema_loss": 4.0, "ema_acc1": 5.0, "ema_acc5": 6.0, "perf": {"seconds": 4.0}}
 
 
-def test_all_that_depends_on_time_stands_under_perf(tmp_path: Path) -> None:
+def test_all_that_depends_on_time_is_under_perf(tmp_path: Path) -> None:
     for number, seconds in enumerate((1.0, 2.0)):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -107,8 +107,8 @@ def test_all_that_depends_on_time_stands_under_perf(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_when_a_skip_was_noticed_is_a_matter_of_time(tmp_path: Path) -> None:
-    """At the end of its epoch, between that and the next, or in the next."""
+def test_skip_line_has_noticed_at_under_perf(tmp_path: Path) -> None:
+    """It may be noticed at the end of its epoch, between epochs, or in the next epoch."""
     found = Blame(100, 100, "linear", "head", "backward", "fp16", (3, 1, 2), 64.0, kernel="aten::mm")
     for number, (noticed, position) in enumerate(
         [(100, Position(1, 100, 100)), (100, Position(2, 0, 100)), (102, Position(2, 2, 102))]
@@ -126,7 +126,7 @@ def test_when_a_skip_was_noticed_is_a_matter_of_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_becomes_null(tmp_path: Path, bad: float) -> None:
+def test_nan_and_infinity_become_null(tmp_path: Path, bad: float) -> None:
     reading = Reading(Means(bad, 0.0, 0.0), Means(bad, 0.0, 0.0), bad, 1.0, 0.1, 0, 0, 3)
     reporter(tmp_path).train(Position(1, 1, 1), reading, PERF)
     reporter(tmp_path, Position(1, 1, 1)).validation(Position(1, 1, 1), {"": Means(bad, 0.0, 0.0)}, 1.0)
@@ -134,7 +134,7 @@ def test_what_is_no_number_becomes_null(tmp_path: Path, bad: float) -> None:
     assert (train["loss"], train["grad_norm"], train["scale"], val["loss"]) == (None, None, 1.0, None)
 
 
-def test_resuming_drops_what_is_done_again(tmp_path: Path) -> None:
+def test_resume_removes_lines_that_are_repeated(tmp_path: Path) -> None:
     before = reporter(tmp_path)
     before.run("start", Position(), 0.0)
     for update in range(1, 6):
@@ -158,7 +158,9 @@ def test_resuming_drops_what_is_done_again(tmp_path: Path) -> None:
     ],
     ids=["after the epoch", "stopped in its validation", "from the beginning"],
 )
-def test_what_comes_after_one_update_goes_with_what_was_done(tmp_path: Path, start: Position, kept: list[str]) -> None:
+def test_resume_keeps_lines_at_the_same_update_that_are_not_repeated(
+    tmp_path: Path, start: Position, kept: list[str]
+) -> None:
     before, at = reporter(tmp_path), Position(1, 5, 5)
     before.run("start", Position(), 0.0)
     before.train(at, READING, PERF)
@@ -168,7 +170,7 @@ def test_what_comes_after_one_update_goes_with_what_was_done(tmp_path: Path, sta
     assert [line["event"] for line in lines(tmp_path)] == kept
 
 
-def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reporter_without_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     silent = reporter(None)
     silent.train(Position(1, 1, 1), READING, PERF)
@@ -177,7 +179,7 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     assert os.listdir(tmp_path) == []
 
 
-def test_the_lines_paddlevit_users_grep_for(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_paddlevit_log_lines(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     made = reporter(tmp_path, TRAIN={"NUM_EPOCHS": 300})
     made.train(Position(1, 20, 20), READING, PERF)
     made.epoch(Position(1, 100, 100), Means(6.0, 1.0, 2.0), 3.0)
@@ -194,7 +196,7 @@ def test_the_lines_paddlevit_users_grep_for(tmp_path: Path, said: pytest.LogCapt
     assert ema.endswith("time: 2.00 (EMA)")
 
 
-def test_the_line_of_fleet(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_fleet_log_line(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     reporter(tmp_path, LOG_STYLE="fleet").train(Position(1, 6, 6), READING, PERF)
     note, line, rest = said.messages
     assert note == "LOG_STYLE fleet: lines of epochs and batches count from 0, all else (best, metrics.jsonl) from 1."
@@ -206,16 +208,16 @@ def test_the_line_of_fleet(tmp_path: Path, said: pytest.LogCaptureFixture) -> No
     ("seconds", "text"),
     [(0, "0:00:00"), (0.6, "0:00:01"), (59.6, "0:01:00"), (3599.6, "1:00:00"), (3725.4, "1:02:05"), (1e6, "277:46:40")],
 )
-def test_clock(seconds: float, text: str) -> None:
+def test_clock_formats_seconds(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("01:30:00", 5400.0), ("00:00:07", 7.0), ("100:00:01", 360001.0)])
-def test_seconds_of(text: str, seconds: float) -> None:
+def test_seconds_of_parses_clock(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
-def test_pace_counts_from_report_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pace_covers_the_time_between_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: now)
     made = Pace(CPU)

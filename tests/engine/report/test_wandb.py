@@ -1,4 +1,4 @@
-"""Weights & Biases: what is sent there, once, and that its troubles are never training's. No network is needed."""
+"""Weights & Biases: metrics are sent once, and failures never end training. Needs no network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from utils.log import log
 
 
 def records(file: Path) -> Iterator[Any]:
-    """What an offline run wrote down: LevelDB's log format, behind a header of seven bytes."""
+    """Records of an offline run: LevelDB's log format after a header of seven bytes."""
     protocol = import_module("wandb.proto.wandb_internal_pb2")
     data, at, whole = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
@@ -51,7 +51,7 @@ def kept(run: Path) -> list[list[Any]]:
 
 
 def points(found: list[Any], name: str) -> dict[int, float]:
-    """Update -> value of a figure."""
+    """Update -> value of a metric."""
     drawn: dict[int, float] = {}
     for record in found:
         if record.WhichOneof("record_type") == "history":
@@ -67,7 +67,7 @@ def only(found: list[Any], kind: str) -> Any:
     return record
 
 
-def test_a_resumed_run_goes_on_there_and_sends_nothing_twice(
+def test_resumed_run_continues_at_wandb_and_sends_nothing_twice(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     run, plain = tmp_path / "run", tmp_path / "plain"
@@ -113,7 +113,7 @@ def test_a_resumed_run_goes_on_there_and_sends_nothing_twice(
 
 
 class Service:
-    """Stands in for the package; `troubles` are the calls that fail."""
+    """Replaces the package; `troubles` are the calls that fail."""
 
     def __init__(self, *troubles: str) -> None:
         self.troubles, self.calls, self.modes = troubles, list[str](), list[Any]()
@@ -162,9 +162,7 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Service]
     return make
 
 
-def test_a_service_that_dies_is_told_of_once(
-    board: Callable[[Service], WandbBoard], said: pytest.LogCaptureFixture
-) -> None:
+def test_lost_connection_is_logged_once(board: Callable[[Service], WandbBoard], said: pytest.LogCaptureFixture) -> None:
     service = Service("log")
     run = board(service)
     for update in (1, 2, 3):
@@ -173,11 +171,13 @@ def test_a_service_that_dies_is_told_of_once(
     run.close()
     assert service.calls == ["init online", "log"]
     assert [record.getMessage() for record in said.records] == [
-        "Weights & Biases does not answer any more (Connection lost); training goes on without it."
+        "Weights & Biases does not answer any more (Connection lost); training continues without it."
     ]
 
 
-def test_what_cannot_be_sent_is_kept(board: Callable[[Service], WandbBoard], said: pytest.LogCaptureFixture) -> None:
+def test_metrics_are_kept_offline_when_wandb_is_unreachable(
+    board: Callable[[Service], WandbBoard], said: pytest.LogCaptureFixture
+) -> None:
     service = Service("init online")
     run = board(service)
     run.add("train", {"loss": 1.0}, 1)
@@ -187,17 +187,17 @@ def test_what_cannot_be_sent_is_kept(board: Callable[[Service], WandbBoard], sai
     assert "`wandb sync`" in warning
 
 
-def test_nothing_at_all_can_be_had_of_it(
+def test_training_continues_without_wandb(
     board: Callable[[Service], WandbBoard], said: pytest.LogCaptureFixture
 ) -> None:
     run = board(Service("init online", "init offline"))
     run.add("train", {"loss": 1.0}, 1)
     run.close()
-    assert "training goes on without it" in said.records[-1].getMessage()
+    assert "training continues without it" in said.records[-1].getMessage()
     assert len(said.records) == 2
 
 
-def test_a_run_that_failed_is_a_failed_one_there(board: Callable[[Service], WandbBoard]) -> None:
+def test_failed_run_is_reported_as_failed(board: Callable[[Service], WandbBoard]) -> None:
     service = Service()
     run = board(service)
     run.close()
@@ -209,7 +209,7 @@ def test_a_run_that_failed_is_a_failed_one_there(board: Callable[[Service], Wand
     assert service.summary == {"best/ema_acc1": 97.5, "best/epoch": 10, "best/update": 440}
 
 
-def test_the_mode_of_the_environment_is_left_alone(
+def test_wandb_mode_variable_is_respected(
     board: Callable[[Service], WandbBoard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = Service()
@@ -218,14 +218,14 @@ def test_the_mode_of_the_environment_is_left_alone(
     assert service.modes == [None]
 
 
-def test_off_it_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_not_imported_when_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
     module = runpy.run_path(str(ROOT / "engine" / "report" / "wandb.py"))
     assert module["open_board"](Config(), tmp_path, "fp32", tmp_path / "metrics.jsonl") is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_package_nothing_begins(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_package_is_an_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 

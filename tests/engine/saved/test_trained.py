@@ -1,4 +1,4 @@
-"""A trained model out of a run, a checkpoint alone, or stripped weights: the same model, and what is wrong is said."""
+"""Loading a trained model from a run, a checkpoint or stripped weights, and errors of wrong paths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def logits(path: Path, **how: Any) -> torch.Tensor:
 
 
 def alone(run: Path, place: Path) -> Path:
-    """A checkpoint copied out of its run, under another name."""
+    """A checkpoint that was copied out of its run, under another name."""
     shutil.copytree(run / "checkpoints" / BEST, place)
     return place
 
@@ -54,7 +54,7 @@ def stripped(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.parametrize(("weights", "prefix"), [("model", ""), ("ema", "ema_")])
-def test_it_says_what_validation_saw(digits_run: Path, weights: Any, prefix: str) -> None:
+def test_predictions_equal_validation(digits_run: Path, weights: Any, prefix: str) -> None:
     validated = metrics(digits_run, "val")[-1]
     found = validation_predictions(load_trained(digits_run, weights), workers=0)
     assert share(found) == validated[f"{prefix}acc1"]
@@ -65,8 +65,10 @@ def test_it_says_what_validation_saw(digits_run: Path, weights: Any, prefix: str
     assert found.indices.tolist() == list(range(len(found)))
 
 
-def test_a_special_model_too(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    """Dropped tokens, modules in fp32, and black-listed operators are as in training's own validation."""
+def test_predictions_equal_validation_of_a_distilled_model(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    """Dropped tokens, modules in fp32 and black-listed operators act as in training's own validation."""
     special = ("-amp", "fp16", "AMP.FP32_MODULES=blocks.0.mlp", "AMP.CUSTOM_BLACK_LIST=matmul,softmax")
     words = (*special, "TRAIN.TOKEN_DROP=0.25", "MODEL.NAME=deit_tiny_distilled_patch16_224")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
@@ -81,7 +83,7 @@ def test_a_special_model_too(vitamp: Callable[..., Result], tiny: Path, tmp_path
     assert (share(found), float(loss)) == (validated["acc1"], pytest.approx(validated["loss"], rel=1e-12))
 
 
-def test_weights_are_the_better_ones_or_those_named(digits_run: Path) -> None:
+def test_weights_are_the_better_ones_or_as_named(digits_run: Path) -> None:
     validated = metrics(digits_run, "val")[-1]
     assert validated["acc1"] > validated["ema_acc1"], "the EMA of a run this short lags behind"
     folder = digits_run / "checkpoints" / BEST
@@ -96,7 +98,7 @@ def test_weights_are_the_better_ones_or_those_named(digits_run: Path) -> None:
     assert any(not torch.equal(before[name], saved[name]) for name in saved)
 
 
-def test_a_run_means_its_best(digits_run: Path, tmp_path: Path) -> None:
+def test_run_folder_loads_its_best_checkpoint(digits_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(digits_run, run)
     index = run / "checkpoints" / "index.json"
@@ -107,7 +109,7 @@ def test_a_run_means_its_best(digits_run: Path, tmp_path: Path) -> None:
     assert load_trained(run).source.name == BEST
 
 
-def test_a_checkpoint_alone_is_enough(digits_run: Path, stripped: Path, tmp_path: Path) -> None:
+def test_checkpoint_or_weights_alone_can_be_loaded(digits_run: Path, stripped: Path, tmp_path: Path) -> None:
     inside = logits(digits_run)
     outside = load_trained(alone(digits_run, tmp_path / "mine"))
     assert outside.classes == [str(digit) for digit in range(10)]
@@ -117,7 +119,7 @@ def test_a_checkpoint_alone_is_enough(digits_run: Path, stripped: Path, tmp_path
     assert torch.equal(validation_predictions(weights, workers=0).logits, inside)
 
 
-def test_stripped_weights_tell_no_paths(digits_run: Path, tmp_path: Path) -> None:
+def test_stripped_weights_contain_no_paths(digits_run: Path, tmp_path: Path) -> None:
     folder = alone(digits_run, tmp_path / "mine")
     settings = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["settings"]
     secrets = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "TRAIN.TEACHER_MODEL", "SAVE", "TAG")
@@ -129,7 +131,7 @@ def test_stripped_weights_tell_no_paths(digits_run: Path, tmp_path: Path) -> Non
     assert "/home/me" not in str(header)
 
 
-def test_an_older_checkpoint_takes_the_settings_of_its_run(digits_run: Path, tmp_path: Path) -> None:
+def test_older_checkpoint_takes_settings_from_its_run(digits_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(digits_run, run)
     folder = run / "checkpoints" / BEST
@@ -142,7 +144,7 @@ def test_an_older_checkpoint_takes_the_settings_of_its_run(digits_run: Path, tmp
         load_trained(tmp_path / "mine")
 
 
-def test_shards_are_joined(digits_run: Path, tmp_path: Path) -> None:
+def test_sharded_checkpoint_can_be_loaded(digits_run: Path, tmp_path: Path) -> None:
     source = digits_run / "checkpoints" / BEST
     tensors = safetensors.torch.load_file(source / MODEL)
     parts: dict[str, dict[str, torch.Tensor]] = {}
@@ -157,7 +159,7 @@ def test_shards_are_joined(digits_run: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(folder), logits(digits_run, weights="model"))
 
 
-def test_what_was_moved_to_fp32_while_training(digits_run: Path, tmp_path: Path) -> None:
+def test_modules_moved_to_fp32_stay_in_fp32(digits_run: Path, tmp_path: Path) -> None:
     source = digits_run / "checkpoints" / BEST
     meta = json.loads((source / "meta.json").read_text(encoding="utf-8"))
     tensors = {MODEL: safetensors.torch.load_file(source / MODEL)}
@@ -169,7 +171,7 @@ def test_what_was_moved_to_fp32_while_training(digits_run: Path, tmp_path: Path)
     assert forced(load_trained(tmp_path / "w.safetensors").model) == ["blocks.0.attn"]
 
 
-def test_precision_is_the_runs_or_the_one_asked_for(digits_run: Path) -> None:
+def test_precision_is_the_runs_or_as_given(digits_run: Path) -> None:
     names = [load_trained(digits_run, amp=amp).precision.name for amp in (None, "off", "fp16", "on")]
     assert names == ["bf16", "fp32", "fp16", "bf16"]
     images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
@@ -179,7 +181,7 @@ def test_precision_is_the_runs_or_the_one_asked_for(digits_run: Path) -> None:
     assert torch.allclose(low, full, atol=0.05)
 
 
-def test_memory_that_runs_out_is_told_with_what_helps(digits_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_reported_with_advice(digits_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = load_trained(digits_run)
 
     def fail(images: torch.Tensor) -> torch.Tensor:
@@ -190,7 +192,7 @@ def test_memory_that_runs_out_is_told_with_what_helps(digits_run: Path, monkeypa
         trained.logits(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
 
 
-def test_guesses_are_validations() -> None:
+def test_guesses_break_ties_as_validation() -> None:
     equal = torch.zeros(1, 12)
     equal[0, 7] = 1.0
     five = equal.topk(5).indices
@@ -205,7 +207,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_what_cannot_be_loaded_is_said(digits_run: Path, tmp_path: Path) -> None:
+def test_unloadable_paths_are_refused(digits_run: Path, tmp_path: Path) -> None:
     damaged = alone(digits_run, tmp_path / "damaged")
     flip(damaged / EMA)
     newer = alone(digits_run, tmp_path / "newer")
@@ -222,10 +224,10 @@ def test_what_cannot_be_loaded_is_said(digits_run: Path, tmp_path: Path) -> None
         (tmp_path / "empty", {}, "no checkpoint is there"),
         (damaged, {"weights": "ema"}, f"the contents of {EMA} are not what was written"),
         (newer, {}, "MODEL.WARP; use the version of vitamp that trained it"),
-        (without, {"weights": "ema"}, r"no moving average \(TRAIN.MODEL_EMA\) weights; take -weights model"),
-        (tmp_path / "foreign.safetensors", {}, "its header is not vitamp's"),
+        (without, {"weights": "ema"}, r"no EMA \(TRAIN.MODEL_EMA\) weights; use -weights model"),
+        (tmp_path / "foreign.safetensors", {}, "its header was not written by vitamp"),
         (tmp_path / "short.safetensors", {}, "cannot be read as safetensors"),
-        (tmp_path / "x.pth", {}, "weights that do not say what they are of"),
+        (tmp_path / "x.pth", {}, "weights without a description of their model"),
         (digits_run, {"amp": "fp7"}, "give one of: auto off fp16"),
     )
     for path, how, said in wrong:

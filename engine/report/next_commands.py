@@ -1,0 +1,46 @@
+"""Commands that come next after a run, ready to copy, with the run's real folder in them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from engine.machine.context import Run
+from engine.measure.progress import Position
+from utils.config import Config
+from utils.distributed.launch import LAUNCHER_PID
+
+
+def next_commands(run: Run, position: Position, folder: Path, paused: bool = False) -> str:
+    """One line per command: evaluate, predict, export, report, and resume."""
+    scripts, quoted = Path(sys.argv[0]).parent / "scripts", shlex.quote(str(folder))
+    commands = {
+        "evaluate": f"python {scripts / 'evaluate.py'} {quoted}",
+        "predict": f"python {scripts / 'predict.py'} {quoted} IMAGE.jpg",
+        "export": f"python {scripts / 'export.py'} {quoted} -to onnx -out {shlex.quote(str(folder / 'model.onnx'))}",
+        "report": f"python {scripts / 'report.py'} {quoted}",
+        "resume": _start(run, f"-resume {quoted}{'' if paused else _longer(run.config, position)}"),
+    }
+    return "\n".join(["Next:", *(f"  {name:<8}  {command}" for name, command in commands.items())])
+
+
+def _start(run: Run, flags: str) -> str:
+    """Start this script again, with as many processes."""
+    script, size = shlex.quote(sys.argv[0]), run.world.size
+    if size == 1:
+        return f"python {script} {flags}"
+    if LAUNCHER_PID in os.environ:
+        return f"python {script} -ngpus {size} {flags}"
+    return f"{script} {flags}  # with {run.world.launcher}, as before"
+
+
+def _longer(config: Config, position: Position) -> str:
+    """Setting that lets a run that has ended train longer."""
+    train = config.TRAIN
+    if position.epoch > train.NUM_EPOCHS:
+        return f" TRAIN.NUM_EPOCHS={2 * train.NUM_EPOCHS}"
+    if train.MAX_UPDATES is not None and position.update >= train.MAX_UPDATES:
+        return f" TRAIN.MAX_UPDATES={2 * train.MAX_UPDATES}"
+    return " TRAIN.PATIENCE=null"

@@ -36,7 +36,7 @@ def flush_after(work: Callable[[], int]) -> int:
 
 
 def discard_output(stream: TextIO | None = None) -> None:
-    """Discard what is left in the buffer of `stream` (default: standard output), and all that is written to it later."""
+    """Discard what `stream` (default: standard output) has in its buffer, and all that is written to it later."""
     with contextlib.suppress(OSError, ValueError):  # a stream in memory has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 

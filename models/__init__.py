@@ -1,4 +1,4 @@
-"""What is trained: settings in, `torch.nn.Module` out; and the way weights come in."""
+"""Models: building them from settings, and loading pretrained weights."""
 
 from models.build import (
     build_model,
@@ -9,7 +9,7 @@ from models.build import (
     list_models,
     timm_call,
 )
-from models.freeze import classifiers, frozen_weights, lies_in
+from models.freeze import classifiers, frozen_weights, is_inside
 from models.shortcuts import Shortcuts
 from models.weights.find import check_pretrained
 from models.weights.fit import load_pretrained
@@ -24,7 +24,7 @@ __all__ = [
     "count_parameters",
     "describe",
     "frozen_weights",
-    "lies_in",
+    "is_inside",
     "list_models",
     "load_pretrained",
     "timm_call",

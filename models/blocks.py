@@ -6,24 +6,32 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from models.freeze import lies_in
+from models.freeze import is_inside
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Each block with its name, the unit of sharding and compiling; without blocks, each of several like modules."""
+    """Each block with its name, the unit of sharding and compiling.
+
+    In a model without `blocks`, the modules of every sequence of one type count as blocks.
+    """
     modules = dict(model.named_modules())
-    rows = {name: module for name, module in modules.items() if name.rpartition(".")[2] == "blocks"}
-    found = {n: m for n, m in (rows or modules).items() if isinstance(m, nn.Sequential | nn.ModuleList) and _alike(m)}
-    taken: list[str] = []
-    for name, row in found.items():
-        if lies_in(name, taken):
+    named = {name: module for name, module in modules.items() if name.rpartition(".")[2] == "blocks"}
+    sequences = {
+        name: module
+        for name, module in (named or modules).items()
+        if isinstance(module, nn.Sequential | nn.ModuleList) and _is_uniform(module)
+    }
+    yielded: list[str] = []
+    for name, sequence in sequences.items():
+        if is_inside(name, yielded):
             continue
-        for number, unit in row.named_children():
-            if not isinstance(unit, nn.ModuleList | nn.ModuleDict):  # nobody calls these themselves
-                taken.append(f"{name}.{number}" if name else number)
-                yield taken[-1], unit
+        for number, block in sequence.named_children():
+            if not isinstance(block, nn.ModuleList | nn.ModuleDict):  # these are never called themselves
+                yielded.append(f"{name}.{number}" if name else number)
+                yield yielded[-1], block
 
 
-def _alike(row: nn.Module) -> bool:
-    kinds = [type(child) for child in row.children() if any(True for _ in child.parameters())]
-    return bool(kinds) and len(set(kinds)) == 1 and len(kinds) == len(list(row.children()))
+def _is_uniform(sequence: nn.Module) -> bool:
+    """Whether all children have parameters and are of one type."""
+    types = [type(child) for child in sequence.children() if any(True for _ in child.parameters())]
+    return bool(types) and len(set(types)) == 1 and len(types) == len(list(sequence.children()))

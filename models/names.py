@@ -1,4 +1,4 @@
-"""From MODEL.TYPE and MODEL.NAME to the timm model that is built."""
+"""Choice of the timm model by MODEL.TYPE and MODEL.NAME."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from timm.models.vision_transformer import VisionTransformer
 from utils.config.model import ModelConfig
 from utils.errors import UserError, nearest
 
-# What a TYPE stands for where NAME says nothing. PaddleViT's default for NAME is the TYPE's own word.
+# Model of each TYPE for a NAME that is no timm model. PaddleViT's default for NAME is the TYPE itself.
 DEFAULTS = {
     "vit": "vit_base_patch16_224",
     "deit": "deit_base_patch16_224",
     "swin": "swin_tiny_patch4_window7_224",
 }
 
-# Recipes of PaddleViT that timm knows as a tag of another name.
+# Models of PaddleViT's recipes that timm has under another name.
 RECIPES = {
     "swin_base_patch4_window7_224_21k_1k": "swin_base_patch4_window7_224.ms_in22k_ft_in1k",
     "swin_base_patch4_window12_384_21k_1k": "swin_base_patch4_window12_384.ms_in22k_ft_in1k",
@@ -30,11 +30,12 @@ class Base:
     """The timm model a build starts from."""
 
     timm_name: str
-    is_label: bool  # NAME is no timm name: it only labels what the sizes describe
+    is_label: bool
+    """MODEL.NAME is not a timm name, only a label"""
 
 
 def is_timm_name(name: str) -> bool:
-    """Whether timm builds this name; a tag after the dot counts only if timm has weights by it."""
+    """Whether timm has a model of this name; a tag after the dot must be one that timm has weights for."""
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
         return False
@@ -42,7 +43,7 @@ def is_timm_name(name: str) -> bool:
 
 
 def resolve(model: ModelConfig, sizes_given: bool) -> Base:
-    """The timm model for these settings; `sizes_given` says that NAME may be a word of the user's own."""
+    """The timm model for these settings. With `sizes_given`, NAME may be any label."""
     name = model.NAME.strip()
     if name in RECIPES:
         return Base(RECIPES[name], is_label=False)
@@ -54,8 +55,8 @@ def resolve(model: ModelConfig, sizes_given: bool) -> Base:
         return Base(DEFAULTS[model.TYPE], is_label=True)
     if sizes_given and model.TYPE not in DEFAULTS and "." not in name:
         raise UserError(
-            f"MODEL.TYPE: '{model.TYPE}' is no family that is built from sizes ({', '.join(DEFAULTS)} are)."
-            f"{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME to a model of timm, which '{name}' is not."
+            f"MODEL.TYPE: '{model.TYPE}' cannot be built from sizes, only {', '.join(DEFAULTS)} can."
+            f"{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME to a timm model, which '{name}' is not."
             f"{nearest(name, [*timm.list_models(), *RECIPES])}"
         )
     raise UserError(_unknown(model, name))
@@ -67,15 +68,17 @@ def _unknown(model: ModelConfig, name: str) -> str:
         tags = timm.list_pretrained(f"{architecture}.*")
         return f"MODEL.NAME: timm has no tag '{tag}' for {architecture}; it has {', '.join(tags) or 'none'}."
     if model.TYPE in DEFAULTS:
-        why = f"and no sizes (MODEL.EMBED_DIM, ...) are given for MODEL.TYPE {model.TYPE} to build one under that label"
+        why = (
+            f"and no sizes (MODEL.EMBED_DIM, ...) are given to build a model of MODEL.TYPE {model.TYPE} with that name"
+        )
     else:
-        why = f"and MODEL.TYPE '{model.TYPE}' gives no architecture ({', '.join(DEFAULTS)} do)"
-    hint = nearest(name, [*timm.list_models(), *RECIPES])
-    return f"MODEL.NAME: '{name}' is no model of timm, {why}.{hint} -list_models shows all names."
+        why = f"and MODEL.TYPE '{model.TYPE}' is not one of {', '.join(DEFAULTS)}"
+    suggestion = nearest(name, [*timm.list_models(), *RECIPES])
+    return f"MODEL.NAME: '{name}' is not a timm model, {why}.{suggestion} -list_models shows all names."
 
 
 def family_problem(model: ModelConfig, reference: Any) -> str | None:
-    """TYPE deit or swin beside a NAME of another family. TYPE vit is the default, so it contradicts no NAME."""
+    """Message if TYPE is deit or swin and NAME is of another family. TYPE vit, the default, contradicts no NAME."""
     kind = type(reference).__name__
     contradicts = (model.TYPE == "swin" and "Swin" not in kind) or (
         model.TYPE == "deit" and not isinstance(reference, VisionTransformer)

@@ -1,4 +1,4 @@
-"""DROPOUT, ATTENTION_DROPOUT and DROPPATH as the arguments that a timm model has for them."""
+"""DROPOUT, ATTENTION_DROPOUT and DROPPATH as arguments of timm's models."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from utils.config.model import ModelConfig
 
 
 def rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, float], list[str]]:
-    """timm's arguments for the three rates, and what is wrong with those that this model has no argument for."""
+    """timm's arguments for the three rates, and problems with rates that this model does not have."""
     defaults = _arguments(type(module))
-    # Where there is dropout inside the blocks, it is what DROPOUT means; elsewhere (ResNet) only the head has one.
+    # DROPOUT means dropout inside the blocks; models without it (ResNet) have dropout in the head alone.
     inside = [name for name in ("pos_drop_rate", "proj_drop_rate") if name in defaults]
     wanted = {
         "DROPOUT": (model.DROPOUT, inside or ["drop_rate"]),
@@ -26,17 +26,17 @@ def rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, flo
         known = [name for name in names if name in defaults]
         if rate and not known:
             problems.append(f"MODEL.{key} {rate}: {type(module).__name__} has no such rate; it must be 0")
-        # Zero is passed only where timm's own default is not zero (Swin's drop path): 0 in the YAML means 0.
+        # A rate of 0 is passed only if timm's default is not 0, as for Swin's drop path: 0 in the YAML means 0.
         arguments |= {name: rate for name in known if rate or defaults[name]}
     return arguments, problems
 
 
 def _arguments(kind: type) -> dict[str, Any]:
-    """The arguments of a class's constructor with their defaults, those it hands on to its bases included."""
-    found: dict[str, Any] = {}
+    """Arguments of a class's constructor with their defaults, including those passed on to its base classes."""
+    defaults: dict[str, Any] = {}
     for base in kind.__mro__:
         if base is nn.Module:
             break
         for name, parameter in inspect.signature(base.__init__).parameters.items():
-            found.setdefault(name, parameter.default)
-    return found
+            defaults.setdefault(name, parameter.default)
+    return defaults

@@ -1,4 +1,4 @@
-"""The size keys of the MODEL section: what a model has, which of them it takes, and whether they go together."""
+"""Size keys of the MODEL section: the sizes of a model, the keys it accepts, and contradictions between them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ COMMON_ARGUMENTS = {
 }
 VIT_ARGUMENTS = {**COMMON_ARGUMENTS, "DEPTH": "depth"}
 SWIN_ARGUMENTS = {**COMMON_ARGUMENTS, "STAGE_DEPTHS": "depths", "WINDOW_SIZE": "window_size"}
-# Keys that follow from the others or from the architecture: a given value must be the one the model has.
+# Keys that follow from the others or from the architecture: a given value must equal the model's.
 DERIVED = ("ATTN_HEAD_SIZE", "QK_SCALE")
 FIXED = ("APE", "PATCH_NORM")
 SIZE_KEYS = tuple(dict.fromkeys((*VIT_ARGUMENTS, *SWIN_ARGUMENTS, *DERIVED, *FIXED)))
 
 
 def given_sizes(model: ModelConfig) -> dict[str, Any]:
-    """The size keys that the settings name."""
+    """Size keys in the settings, with their values."""
     return {key: value for key in SIZE_KEYS if (value := getattr(model, key)) is not None}
 
 
 def arguments_of(module: nn.Module) -> dict[str, str]:
-    """The size keys that this kind of model can be built with, and timm's word for each."""
+    """Size keys that this kind of model accepts -> timm's arguments."""
     if isinstance(module, SwinTransformer):
         return SWIN_ARGUMENTS
     return VIT_ARGUMENTS if isinstance(module, VisionTransformer) else {}
 
 
 def sizes_of(module: nn.Module) -> dict[str, Any]:
-    """The sizes a built model has, as far as they can be read off it; empty for one without patches and blocks."""
+    """Sizes of a built model, as far as they are known; empty for models without patches and blocks."""
     patch = _dig(module, "patch_embed.patch_size")
     if isinstance(module, SwinTransformer):
         stages: list[Any] = list(module.layers.children())
@@ -73,10 +73,10 @@ def sizes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def same(key: str, wanted: Any, has: dict[str, Any]) -> bool:
-    """Whether a wanted size is the one the model has."""
+    """Whether the model has a wanted size."""
     if key not in has:
         return False
-    if key == "MLP_RATIO":  # timm rounds the MLP's width down: 4.3636 and 48 / 11 are the same model
+    if key == "MLP_RATIO":  # timm rounds the width of the MLP down: 4.3636 and 48 / 11 are the same model
         return int(has["EMBED_DIM"] * wanted) == round(has["EMBED_DIM"] * has[key])
     if key == "QK_SCALE":
         return abs(wanted - has[key]) < 1e-4 * has[key]
@@ -84,28 +84,28 @@ def same(key: str, wanted: Any, has: dict[str, Any]) -> bool:
 
 
 def patch_problems(module: nn.Module, patch: int | None, image_size: int) -> list[str]:
-    """An image that the patches, of size `patch` or the model's own, do not fill exactly."""
+    """Message if the image size is not a multiple of the patch size (`patch`, or the model's own)."""
     side = patch or _side(_dig(module, "patch_embed.patch_size"))
     if not isinstance(side, int) or image_size % side == 0:
         return []
     other = f", or PATCH_SIZE {_divisors(image_size, side)}" if arguments_of(module) else ""
     return [
-        f"DATA.IMAGE_SIZE {image_size} is not divisible by MODEL.PATCH_SIZE {side}; near by: IMAGE_SIZE "
+        f"DATA.IMAGE_SIZE {image_size} is not divisible by MODEL.PATCH_SIZE {side}; possible: IMAGE_SIZE "
         f"{_multiples(image_size, side)}{other}"
     ]
 
 
 def heads_problems(sizes: dict[str, Any]) -> list[str]:
-    """Heads that do not divide the width of a ViT, or of a Swin's stages; each with the nearest that would."""
+    """Messages for heads that do not divide the width of a ViT or of a Swin's stages, with the nearest that do."""
     width, heads, depths = (sizes.get(key) for key in ("EMBED_DIM", "NUM_HEADS", "STAGE_DEPTHS"))
     if depths is None:
         if isinstance(heads, tuple):
-            return [f"MODEL.NUM_HEADS {list(heads)}: this model has one kind of block and takes one number"]
+            return [f"MODEL.NUM_HEADS {list(heads)}: this model has no stages and takes one number"]
         if heads and width and width % heads:
             return [_heads_problem("MODEL.EMBED_DIM", width, "MODEL.NUM_HEADS", heads)]
         return []
     if not isinstance(heads, tuple):
-        return [f"MODEL.NUM_HEADS {heads}: a Swin takes one number a stage, such as [3, 6, 12, 24]"]
+        return [f"MODEL.NUM_HEADS {heads}: a Swin takes one number per stage, such as [3, 6, 12, 24]"]
     if len(heads) != len(depths):
         return [f"MODEL.NUM_HEADS {list(heads)} and MODEL.STAGE_DEPTHS {list(depths)} differ in length"]
     if not width:
@@ -119,14 +119,15 @@ def heads_problems(sizes: dict[str, Any]) -> list[str]:
 
 
 def as_text(value: Any) -> str:
-    return (
-        str(list(value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    """A size as the YAML writes it."""
+    if isinstance(value, tuple):
+        return str(list(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _heads_problem(what: str, width: int, key: str, heads: int) -> str:
     return (
-        f"{what} {width} is not divisible by {key} {heads}; near by: NUM_HEADS {_divisors(width, heads)}, "
+        f"{what} {width} is not divisible by {key} {heads}; possible: NUM_HEADS {_divisors(width, heads)}, "
         f"or a width of {_multiples(width, heads)}"
     )
 
@@ -137,19 +138,19 @@ def _multiples(number: int, of: int) -> str:
 
 
 def _divisors(number: int, near: int) -> str:
-    """The divisors of `number` next to `near`, on either side."""
+    """Divisors of `number` closest to `near`, on either side."""
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     sides = ([n for n in divisors if n < near][-1:], [n for n in divisors if n > near][:1])
     return " or ".join(str(n) for side in sides for n in side)
 
 
 def _dig(module: Any, path: str) -> Any:
-    """`module.a.b`, or None where it has no such thing."""
+    """`module.a.b`, or None if there is no such attribute."""
     return reduce(lambda part, name: getattr(part, name, None), path.split("."), module)
 
 
 def _side(size: Any) -> Any:
-    """timm keeps squares as pairs; the settings as one number."""
+    """One number for a square, which timm stores as a pair."""
     return size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size
 
 

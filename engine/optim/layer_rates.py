@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from models import classifiers, count_parameters, frozen_weights, lies_in
+from models import classifiers, count_parameters, frozen_weights, is_inside
 from utils.config.schema import Config
 from utils.config.train import TrainConfig
 from utils.errors import UserError
@@ -31,7 +31,7 @@ def rate_scales(model: nn.Module, train: TrainConfig) -> dict[str, float]:
                 "leave it out."
             )
         scales |= {
-            name: scales.get(name, 1.0) * (train.HEAD_LR if lies_in(name, heads) else 1.0)
+            name: scales.get(name, 1.0) * (train.HEAD_LR if is_inside(name, heads) else 1.0)
             for name, _ in model.named_parameters()
         }
     return scales

@@ -1,4 +1,4 @@
-"""Weights of PaddleViT's ViT, DeiT and Swin under timm's names and in torch's layout; and which model they are of."""
+"""Conversion of PaddleViT's ViT, DeiT and Swin weights to timm's names and torch's layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.names import is_timm_name
 
 Rules = tuple[tuple[str, str], ...]
 
-# Of all its generations: the first ViT nested everything in `transformer`, the first DeiT had names much like timm's.
+# For all versions of PaddleViT: its first ViT nested everything in `transformer`, its first DeiT was close to timm.
 BLOCK = r"(?:transformer\.)?(?:encoder\.)?layers\.(\d+)\."
 VIT: Rules = (
     (r"(?:(?:transformer\.embeddings|patch_embedding)\.)?(?:cls_token|class_token)", "cls_token"),
@@ -48,12 +48,12 @@ SWIN: Rules = (
     (r"fc\.(\w+)", r"head.fc.\1"),
 )
 MERGING = r"stages\.(\d+)\.downsample\.(reduction\.weight|norm\.\w+)"
-"""Patches are merged at the end of a stage there, and at the beginning of the next one in timm."""
+"""PaddleViT merges patches at the end of a stage, timm at the beginning of the next one."""
 COMPUTED = re.compile(r"stages\.\d+\.blocks\.\d+\.(?:attn\.relative_position_index|attn_mask)")
-"""Follows from the sizes."""
+"""Buffers that follow from the sizes"""
 CLASSIFIERS = ("head.", "head_dist.")
 OF_A_CLASSIFIER = ("classifier.", "classifier_dist.", "pre_logits.", "head.", "head_distill.", "fc.")
-"""As PaddleViT calls it: without it the rest is whole."""
+"""PaddleViT's names of the classifier, which timm's model may lack"""
 
 VIT_SIZES = {
     (192, 12): ("tiny", 3),
@@ -63,7 +63,7 @@ VIT_SIZES = {
     (1280, 32): ("huge", 16),
     (1408, 40): ("giant", 16),
 }
-"""(width, depth) -> timm's word and the heads, which no shape tells."""
+"""(width, depth) -> size in timm's name, and number of heads, which no tensor's shape shows."""
 SWIN_SIZES = {
     (96, (2, 2, 6, 2)): "tiny",
     (96, (2, 2, 18, 2)): "small",
@@ -74,39 +74,39 @@ SWIN_SIZES = {
 
 @dataclass
 class Converted:
-    """Weights for timm's model, and what became of each tensor of the file."""
+    """Weights for timm's model, and the fate of each tensor of the file."""
 
     family: str
     """vit, deit or swin"""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     used: dict[str, str] = field(default_factory=dict)
-    """Name there -> timm's."""
+    """Name in the file -> timm's name"""
     unused: list[str] = field(default_factory=list)
     computed: list[str] = field(default_factory=list)
-    """Not taken, since timm computes it itself."""
+    """Left out because timm computes them"""
 
     @property
     def left_over(self) -> list[str]:
-        """What timm's model has no place for, so that it would not be the model that was trained."""
+        """Tensors that timm's model does not have, so that it would differ from the trained model."""
         return [name for name in self.unused if not name.startswith(OF_A_CLASSIFIER)]
 
 
 def convert(arrays: dict[str, np.ndarray]) -> Converted:
-    """Rename, and transpose what Paddle stores the other way round: the weights of linear layers."""
+    """Rename the arrays, and transpose the weights of linear layers, which Paddle stores the other way round."""
     swin = any(name.startswith("stages.") for name in arrays)
-    taught = any(name in ("dist_token", "distill_token", "class_token") for name in arrays)
-    found = Converted("swin" if swin else "deit" if taught else "vit")
+    deit = any(name in ("dist_token", "distill_token", "class_token") for name in arrays)
+    converted = Converted("swin" if swin else "deit" if deit else "vit")
     for name, array in arrays.items():
         if swin and COMPUTED.fullmatch(name):
-            found.computed.append(name)
+            converted.computed.append(name)
             continue
         new = _renamed(name, SWIN if swin else VIT)
-        if new is None or new in found.tensors:
-            found.unused.append(name)
+        if new is None or new in converted.tensors:
+            converted.unused.append(name)
             continue
-        found.used[name] = new
-        found.tensors[new] = _tensor(array, transposed=is_transposed(name, array))
-    return found
+        converted.used[name] = new
+        converted.tensors[new] = _tensor(array, transposed=is_transposed(name, array))
+    return converted
 
 
 def is_transposed(name: str, array: np.ndarray) -> bool:
@@ -117,34 +117,34 @@ def _renamed(name: str, rules: Rules) -> str | None:
     if rules is SWIN and (merging := re.fullmatch(MERGING, name)):
         return f"layers.{int(merging[1]) + 1}.downsample.{merging[2]}"
     for pattern, new in rules:
-        if found := re.fullmatch(pattern, name):
-            return found.expand(new)
+        if match := re.fullmatch(pattern, name):
+            return match.expand(new)
     return None
 
 
 def _tensor(array: np.ndarray, transposed: bool) -> Tensor:
-    if array.dtype == np.uint16:  # so Paddle hands bfloat16 to numpy: the upper half of a float
+    if array.dtype == np.uint16:  # Paddle stores bfloat16 as uint16: the upper half of a float32
         array = (array.astype(np.uint32) << 16).view(np.float32)
     numbers = np.array(array.T if transposed else array, dtype=array.dtype.newbyteorder("="), order="C")
     return torch.from_numpy(numbers)
 
 
-def sizes_of_weights(found: Converted) -> dict[str, Any]:
-    """MODEL's sizes, with IMAGE_SIZE and IMAGE_CHANNELS of DATA. KeyError where the first tensors are missing."""
-    tensors = found.tensors
+def sizes_of_weights(converted: Converted) -> dict[str, Any]:
+    """MODEL's sizes, with IMAGE_SIZE and IMAGE_CHANNELS of DATA. KeyError if the first tensors are missing."""
+    tensors, swin = converted.tensors, converted.family == "swin"
     patches = tensors["patch_embed.proj.weight"]
     width, channels, patch = patches.shape[0], patches.shape[1], patches.shape[-1]
-    head = tensors.get("head.fc.weight" if found.family == "swin" else "head.weight")
-    about: dict[str, Any] = {
+    head = tensors.get("head.fc.weight" if swin else "head.weight")
+    sizes: dict[str, Any] = {
         "EMBED_DIM": width,
         "PATCH_SIZE": patch,
         "IMAGE_CHANNELS": channels,
         "NUM_CLASSES": None if head is None else head.shape[0],
     }
-    first = "layers.0.blocks.0" if found.family == "swin" else "blocks.0"
-    about["MLP_RATIO"] = tensors[f"{first}.mlp.fc1.weight"].shape[0] / width
-    about["QKV_BIAS"] = f"{first}.attn.qkv.bias" in tensors
-    return about | (_of_swin(tensors, patch) if found.family == "swin" else _of_vit(tensors, width, patch))
+    first = "layers.0.blocks.0" if swin else "blocks.0"
+    sizes["MLP_RATIO"] = tensors[f"{first}.mlp.fc1.weight"].shape[0] / width
+    sizes["QKV_BIAS"] = f"{first}.attn.qkv.bias" in tensors
+    return sizes | (_of_swin(tensors, patch) if swin else _of_vit(tensors, width, patch))
 
 
 def _of_vit(tensors: dict[str, Tensor], width: int, patch: int) -> dict[str, Any]:
@@ -161,25 +161,25 @@ def _of_swin(tensors: dict[str, Tensor], patch: int) -> dict[str, Any]:
         if name.endswith("relative_position_bias_table")
     }
     stages = 1 + max(stage for stage, _ in tables)
-    depths = [1 + max(block for at, block in tables if at == stage) for stage in range(stages)]
+    depths = [1 + max(block for owner, block in tables if owner == stage) for stage in range(stages)]
     windows = [(math.isqrt(tables[stage, 0][0]) + 1) // 2 for stage in range(stages)]
     return {
         "STAGE_DEPTHS": depths,
         "NUM_HEADS": [tables[stage, 0][1] for stage in range(stages)],
         "WINDOW_SIZE": windows[0],
-        # The last stage's window is all it sees, in every published size.
+        # In every published size, the window of the last stage covers the whole feature map.
         "IMAGE_SIZE": windows[-1] * patch * 2 ** (stages - 1),
     }
 
 
-def timm_name(found: Converted, sizes: dict[str, Any]) -> str | None:
-    """timm's name of a model of these sizes, if it is one of the published ones."""
+def timm_name(converted: Converted, sizes: dict[str, Any]) -> str | None:
+    """timm's name of a model of these sizes; None if it is not a published one."""
     width, patch, side = sizes["EMBED_DIM"], sizes["PATCH_SIZE"], sizes["IMAGE_SIZE"]
-    if found.family == "swin":
-        word = SWIN_SIZES.get((width, tuple(sizes["STAGE_DEPTHS"])))
-        name = f"swin_{word}_patch{patch}_window{sizes['WINDOW_SIZE']}_{side}"
+    if converted.family == "swin":
+        size = SWIN_SIZES.get((width, tuple(sizes["STAGE_DEPTHS"])))
+        name = f"swin_{size}_patch{patch}_window{sizes['WINDOW_SIZE']}_{side}"
     else:
-        word, _ = VIT_SIZES.get((width, sizes["DEPTH"]), (None, None))
-        distilled = "_distilled" if "dist_token" in found.tensors else ""
-        name = f"{found.family}_{word}{distilled}_patch{patch}_{side}"
-    return name if word and is_timm_name(name) else None
+        size, _ = VIT_SIZES.get((width, sizes["DEPTH"]), (None, None))
+        distilled = "_distilled" if "dist_token" in converted.tensors else ""
+        name = f"{converted.family}_{size}{distilled}_patch{patch}_{side}"
+    return name if size and is_timm_name(name) else None

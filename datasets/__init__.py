@@ -1,7 +1,7 @@
 """Where samples come from: sources, transforms, the order of samples, loading."""
 
 from datasets.base import PADDING, Batch, ImageDataset
-from datasets.damage.exclude import tell_unmatched
+from datasets.damage.exclude import warn_unmatched
 from datasets.decoding.reader import decoder_of
 from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
 from datasets.loading.order import EpochOrder, Share, identity_of, validation_batches
@@ -25,6 +25,6 @@ __all__ = [
     "identity_of",
     "names",
     "open_dataset",
-    "tell_unmatched",
     "validation_batches",
+    "warn_unmatched",
 ]

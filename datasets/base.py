@@ -1,4 +1,4 @@
-"""What every source gives, what a batch is, and the random numbers of a sample."""
+"""Interfaces of the data sets: samples, batches, sources, and the random numbers of a sample."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from utils.log import log
 from utils.seeding import key, seed_host
 
 Key = tuple[int, int]
-"""(epoch, sample index): all that the content of a training sample depends on, besides the seed."""
+"""(epoch, sample index): besides the seed, all that determines a training sample."""
 
 PADDING = -1
 
 
 class Batch(NamedTuple):
-    """Samples side by side. Where `indices` is -1 there is no sample: the image is black, the label 0."""
+    """A batch of samples. Where `indices` is -1 the row is padding: a black image with label 0."""
 
     images: torch.Tensor
     """uint8, B x C x H x W"""
@@ -34,89 +34,92 @@ class Batch(NamedTuple):
 
 
 Encoded = bytes | np.ndarray
-"""A file's bytes, or pixels (height x width x channels, uint8) that need no decoding."""
+"""An encoded image file, or raw pixels (height x width x channels, uint8)."""
 
 Stored = Literal["files", "tar files", "pixels"]
-"""Images as files of their own, as encoded images in tar files, or as pixels that need no decoding."""
+"""How images are stored: as single files, as encoded images in tar files, or as raw pixels."""
 
 
 class Samples(ABC):
-    """One part of a data set. Loading processes share it: it holds no open file, and no object a sample."""
+    """One split of a data set, read image by image.
+
+    Loading processes share it, so it holds no open file and no Python object per sample.
+    """
 
     labels: np.ndarray
-    """int64, one for each sample"""
+    """int64, one per sample"""
     classes: list[str] | None = None
-    """Names of the classes in the order of their labels, where they are known."""
+    """Class names in the order of their labels, if known."""
     stored: Stored = "files"
     remote = False
-    """Read through a network, for which loading processes wait without taking a core."""
+    """Read over a network. Loading processes then mostly wait and use little CPU."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @abstractmethod
     def read(self, index: int) -> Encoded:
-        """The sample's image as it is stored. Raises OSError where it cannot be had."""
+        """The stored image of a sample. Raises OSError if it cannot be read."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """What messages and lists of broken files call the sample; it leads a person to it."""
+        """Name of a sample in messages and in lists of broken images, such as its path."""
 
-    def expect(self, indices: Sequence[int]) -> None:  # noqa: B027 - most sources have nothing to do
-        """These are read next. A source that is far away may fetch them all at once."""
+    def prefetch(self, indices: Sequence[int]) -> None:  # noqa: B027 - most sources have nothing to prefetch
+        """Announce the samples that are read next. A remote source can fetch them all at once."""
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
-        """The order of one epoch: every sample once."""
+        """A random order for one epoch, with every sample once."""
         return generator.permutation(len(self))
 
 
 class Broken(NamedTuple):
-    """One image that cannot be read."""
+    """An image that cannot be read."""
 
     sample: int
     name: str
-    """Leads a person to it."""
+    """See `Samples.name`."""
     reason: str
     line: str
-    """What a list for DATA.EXCLUDE says of it."""
+    """Its line in a list for DATA.EXCLUDE."""
     storage: bool = False
-    """The storage did not give it, which is no fault of the file."""
+    """True if the storage failed; the file itself may be intact."""
 
 
 class ImageDataset(Dataset[Batch]):
-    """Images with a label each, fetched in batches."""
+    """Labelled images, fetched in batches."""
 
     classes: list[str] | None = None
-    """Names of the classes in the order of their labels, where the source knows them."""
+    """Class names in the order of their labels, if the source knows them."""
     in_memory: bool = False
-    """True: batches come straight from (device) memory, and loading processes would only be in the way."""
+    """Batches come straight from (device) memory; loading processes would only slow this down."""
     max_bad: int = 0
-    """Images that may turn out to be unreadable before training stops."""
+    """Number of unreadable images at which training still continues."""
 
     def augment(self, train: TrainConfig) -> ImageDataset:
-        """This part with TRAIN's changes of single images. Where images are in memory, there is no place for them."""
+        """This split with the single-image augmentations of TRAIN. Images in memory do not support them."""
         if without_effect := train.single_image_keys:
             log.warning(
-                "%s: without effect on this data set, whose images are never opened one by one. Mixup, cutmix and "
-                "random erasing do act.",
+                "%s: no effect on this data set, because its images are not loaded one by one. Mixup, cutmix and "
+                "random erasing do work.",
                 ", ".join(without_effect),
             )
         return self
 
     def at_size(self, size: int) -> ImageDataset:
-        """The same part with images of this height and width. What is held in memory is shared."""
+        """The same split at another image size. Data held in memory is shared."""
         raise NotImplementedError(f"{type(self).__name__} has images of one size")
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
-        """The order of one epoch: every sample once."""
+        """A random order for one epoch, with every sample once."""
         return generator.permutation(len(self))
 
     def single_images(self) -> Samples | None:
-        """The images of this part where they are read one by one; None where batches come from memory."""
+        """The samples of this split if images are read one by one; None if batches come from memory."""
         return None
 
     def take_broken(self) -> list[Broken]:
-        """Images that could not be read since the last call, in this process."""
+        """Images that this process could not read since the last call."""
         return []
 
     @abstractmethod
@@ -128,17 +131,17 @@ class ImageDataset(Dataset[Batch]):
 
 @dataclass(frozen=True)
 class Source:
-    """One name of DATA.DATASET."""
+    """A data set that DATA.DATASET can name."""
 
     open: Callable[[DataConfig, bool, int, int, torch.device], ImageDataset]
-    """(data, train, num_classes, seed, device) -> the training or the validation part; labels.ANY_LABEL as num_classes:
-    its labels are not checked"""
+    """(data, train, num_classes, seed, device) -> the training or validation split. With labels.ANY_LABEL as
+    num_classes, labels are not checked."""
     check: Callable[[DataConfig, int, bool], None]
-    """(data, num_classes, train): raise UserError for what can be seen without opening an image"""
+    """(data, num_classes, train): raise UserError for problems that show without opening an image"""
     single: Callable[[DataConfig], Callable[[Encoded, torch.Tensor], None]] | None = None
-    """What writes the pixels of one image as validation does, where that is not the way of files"""
+    """Makes a function that writes the validation pixels of one image; None: `transforms.pixels.Pixels` does"""
     fetches: bool = False
-    """With DATA.DOWNLOAD, `check` gets what is not there"""
+    """`check` downloads the data set if DATA.DOWNLOAD is set"""
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
@@ -147,6 +150,6 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
 
 
 def sample_table(seed: int, epoch: int, samples: int, columns: int) -> np.ndarray:
-    """Uniform numbers in 0..1, a row a sample: for sources that transform whole batches at once."""
+    """Uniform random numbers in 0..1, one row per sample, for sources that transform whole batches at once."""
     generator = np.random.Generator(np.random.Philox(key=key(seed, "sample", epoch)))
     return generator.random((samples, columns))

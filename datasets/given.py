@@ -1,4 +1,4 @@
-"""Images that a person names, without labels, made into pixels exactly as validation makes those of its own."""
+"""Unlabelled image files, preprocessed exactly as in validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from utils.log import log
 
 
 class GivenSamples(Samples):
-    """Files anywhere. All have the label 0, which means nothing."""
+    """Image files in any folder. Their labels are all 0, as a placeholder."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths, self.labels = PathTable(paths), np.zeros(len(paths), dtype=np.int64)
@@ -33,44 +33,44 @@ class GivenSamples(Samples):
 
 
 def open_given(paths: Sequence[str], data: DataConfig) -> Images:
-    """Those files, in their order."""
-    data = data.model_copy(update={"EXCLUDE": None, "DECODER": _decoder(data)})
+    """A data set of these files, in this order."""
+    data = data.model_copy(update={"EXCLUDE": None, "DECODER": _available_decoder(data)})
     images = Images(GivenSamples(paths), data, train=False, seed=0)
-    images.pixels = _single(data) or images.pixels
+    images.pixels = _pixels_of_source(data) or images.pixels
     return images
 
 
 def squeezes(data: DataConfig) -> bool:
-    """Whether validation shows the whole of an image, squeezed, and not its middle."""
-    return getattr(_single(data), "squeezed", data.CROP == "none")
+    """Whether validation squeezes the whole image into the square instead of cropping its centre."""
+    return getattr(_pixels_of_source(data), "squeezed", data.CROP == "none")
 
 
-def _single(data: DataConfig) -> Callable[[Encoded, Tensor], None] | None:
-    """What makes the pixels of an image of sets that lie in memory."""
+def _pixels_of_source(data: DataConfig) -> Callable[[Encoded, Tensor], None] | None:
+    """See `Source.single`; None for sources without their own preprocessing."""
     source = SOURCES.get(data.DATASET)
     return source.single(data) if source is not None and source.single is not None else None
 
 
-def _decoder(data: DataConfig) -> str:
-    """The one of training, or what there is: elsewhere than where the model was trained, it may not be installed."""
+def _available_decoder(data: DataConfig) -> str:
+    """The decoder of training; `auto` with a warning if it is not installed on this machine."""
     try:
         check_decoder(data)
     except UserError as error:
-        log.warning("%s Until then the pixels differ a little from those of training.", error)
+        log.warning("%s Until then pixels differ slightly from those of training.", error)
         return "auto"
     return data.DECODER
 
 
 class Unread(BrokenInValidation):
-    """The images that could not be read, by number, for as long as nobody has asked for them."""
+    """Images that could not be read, by index, until their reason is taken."""
 
     def __init__(self) -> None:
         super().__init__()
         self._reasons: dict[int, str] = {}
 
-    def met(self, found: Iterable[Broken]) -> None:
-        self._reasons |= {broken.sample: broken.reason for broken in found}
+    def add(self, images: Iterable[Broken]) -> None:
+        self._reasons |= {broken.sample: broken.reason for broken in images}
 
     def take(self, index: int) -> str:
-        """Why it could not be read."""
+        """Remove and return the reason why an image could not be read."""
         return self._reasons.pop(index)

@@ -1,4 +1,4 @@
-"""Encoded images, made into batches of pixels."""
+"""Data sets that read images one by one and make batches of pixels of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, seed_sample
+from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, Source, seed_sample
 from datasets.damage.broken import allowed
 from datasets.damage.exclude import line_of, without_excluded
 from datasets.damage.retry import Failure, failure_of
@@ -20,30 +20,30 @@ from utils.errors import TrainingError
 from utils.seeding import fork_host_rng
 
 FAILURES_OF_STORAGE = 8
-"""So many images in a row that the storage does not give: that is no longer about single images."""
+"""Storage failures in a row that end training: so many are not a problem of single images."""
 
 
 class Images(ImageDataset):
-    """The training or the validation part of a source whose images are read one by one."""
+    """A training or validation split whose images are read one by one."""
 
     def __init__(self, samples: Samples, data: DataConfig, train: bool, seed: int) -> None:
         self.samples = without_excluded(samples, data)
         self.classes = samples.classes
         self.data, self.seed, self.train = data, seed, train
-        self.changes: TrainConfig | None = None
+        self.augmentation: TrainConfig | None = None
         self.pixels: Callable[[Encoded, torch.Tensor], None] = Pixels(data, train)
         self.max_bad = allowed(data.MAX_BAD, len(self.samples))
-        self._known: dict[int, Failure] = {}  # broken ones: to read them anew in every epoch would be in vain
-        self._met: dict[int, Broken] = {}
+        self._failures: dict[int, Failure] = {}  # of damaged images, which are not read again in later epochs
+        self._new_broken: dict[int, Broken] = {}
 
     def augment(self, train: TrainConfig) -> ImageDataset:
-        self.changes, self.pixels = train, Pixels(self.data, self.train, train)
+        self.augmentation, self.pixels = train, Pixels(self.data, self.train, train)
         return self
 
     def at_size(self, size: int) -> ImageDataset:
         other = copy.copy(self)
         other.data = self.data.model_copy(update={"IMAGE_SIZE": size})
-        other.pixels, other._met = Pixels(other.data, self.train, self.changes), {}
+        other.pixels, other._new_broken = Pixels(other.data, self.train, self.augmentation), {}
         return other
 
     def __len__(self) -> int:
@@ -56,8 +56,8 @@ class Images(ImageDataset):
         return self.samples
 
     def take_broken(self) -> list[Broken]:
-        met, self._met = self._met, {}
-        return list(met.values())
+        broken, self._new_broken = self._new_broken, {}
+        return list(broken.values())
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         if get_worker_info() is not None:
@@ -67,11 +67,11 @@ class Images(ImageDataset):
 
     def _load(self, keys: list[Key]) -> Batch:
         size = self.data.IMAGE_SIZE
-        # Pixel by pixel, as decoders give it and resizing works; the device makes planes of it on the way to floats.
+        # Channels last, as decoders and resizing work; the device makes planes of it when it converts to float.
         images = torch.zeros(len(keys), size, size, self.data.IMAGE_CHANNELS, dtype=torch.uint8).permute(0, 3, 1, 2)
         labels = torch.zeros(len(keys), dtype=torch.int64)
         indices = torch.tensor([index for _, index in keys])
-        self.samples.expect([index for _, index in keys if index != PADDING])
+        self.samples.prefetch([index for _, index in keys if index != PADDING])
         for row, key in enumerate(keys):
             if key[1] == PADDING:
                 continue
@@ -84,44 +84,44 @@ class Images(ImageDataset):
         return Batch(images, labels, indices)
 
     def _fill_strictly(self, out: torch.Tensor, key: Key) -> bool:
-        """In validation nothing is replaced: a broken image is blank, does not count, and ends the pass at its end.
+        """Write a validation sample to `out`. A broken one is left black, is not counted, and is reported later.
 
-        Not before: the processes of a run go through their batches together.
+        The error comes at the end of the validation pass, because all ranks go through their batches together.
         """
         failure = failure_of(lambda: self._write(out, key, key[1]))
         if failure is not None:
-            self._met[key[1]] = self._broken(key[1], failure)
+            self._new_broken[key[1]] = self._broken(key[1], failure)
             out.zero_()
         return failure is None
 
     def _fill(self, out: torch.Tensor, key: Key) -> int:
-        """Write the sample, or the next one that can be read, to `out`; the number of the one written.
+        """Write the sample, or the next readable one, to `out`, and return the index of the one written.
 
-        The random numbers stay those of the sample that was asked for.
+        A replacement uses the random numbers of the sample that it replaces.
         """
-        asked, not_given = key[1], 0
+        wanted, storage_failures = key[1], 0
         for step in range(len(self)):
-            index = (asked + step) % len(self)
-            if step and index in self._known:
+            index = (wanted + step) % len(self)
+            if step and index in self._failures:
                 continue
-            failure = self._known.get(index) or failure_of(lambda taken=index: self._write(out, key, taken))
+            failure = self._failures.get(index) or failure_of(lambda index=index: self._write(out, key, index))
             if failure is None:
                 return index
-            self._met[index] = broken = self._broken(index, failure)
+            self._new_broken[index] = broken = self._broken(index, failure)
             if not broken.storage:
-                self._known[index] = failure
-            not_given += broken.storage
-            if not_given == FAILURES_OF_STORAGE:
-                raise TrainingError(_storage(broken.name, failure.reason))
-            # What the storage does not give is no fault of the files: first it has to be seen whether it is gone.
-            if sum(not one.storage for one in self._met.values()) > self.max_bad:
+                self._failures[index] = failure
+            storage_failures += broken.storage
+            if storage_failures == FAILURES_OF_STORAGE:
+                raise TrainingError(_storage_gone(broken.name, failure.reason))
+            # Storage failures do not count towards MAX_BAD here: the next images show whether the storage is gone.
+            if sum(not one.storage for one in self._new_broken.values()) > self.max_bad:
                 break
-        raise TrainingError(f"No image could be read in place of {self.samples.name(asked)}.")
+        raise TrainingError(f"No image could be read in place of {self.samples.name(wanted)}.")
 
     def _broken(self, index: int, failure: Failure) -> Broken:
         name, storage = self.samples.name(index), failure.kind == "storage"
         line = line_of(name, failure.reason, self.data)
-        # Who gives the list to DATA.EXCLUDE must not lose what the storage will give again: for that, it is a remark.
+        # As a comment, so that using the list as DATA.EXCLUDE does not drop images that the storage may return later.
         return Broken(index, name, failure.reason, f"# {line}" if storage else line, storage)
 
     def _write(self, out: torch.Tensor, key: Key, index: int) -> None:
@@ -130,8 +130,21 @@ class Images(ImageDataset):
         self.pixels(self.samples.read(index), out)
 
 
-def _storage(name: str, problem: str) -> str:
+def image_source(
+    samples: Callable[[DataConfig, bool, int], Samples],
+    check: Callable[[DataConfig, int, bool], None],
+    fetches: bool = False,
+) -> Source:
+    """A source whose images are read one by one. `samples`: (data, train, num_classes) -> the samples of a split."""
+
+    def open_split(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - images are read on the host
+        return Images(samples(data, train, num_classes), data, train, seed)
+
+    return Source(open_split, check, fetches=fetches)
+
+
+def _storage_gone(name: str, reason: str) -> str:
     return (
-        f"The storage gave none of {FAILURES_OF_STORAGE} training images in a row, the last of them {name}: {problem}. "
-        "When it is back, go on from the last checkpoint by -resume."
+        f"Storage failure: {FAILURES_OF_STORAGE} training images in a row could not be read, the last is {name}: "
+        f"{reason}. When the storage is back, resume from the last checkpoint with -resume."
     )

@@ -1,22 +1,20 @@
-"""Do the labels fit the classifier?"""
+"""Checks of labels and class counts against MODEL.NUM_CLASSES."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
 
 from utils.errors import UserError
-
-log = logging.getLogger("vitamp")
+from utils.log import log
 
 ANY_LABEL = 2**63
-"""Instead of a number of classes: no label is checked, for tools that look for wrong ones. Beyond what int64 holds."""
+"""In place of a number of classes: labels are not checked. For tools that look for wrong labels. Exceeds int64."""
 
 
 def check_label(label: int, num_classes: int, where: str) -> None:
-    """`where` opens the sentence."""
+    """Raise UserError for a label outside the classes. `where` begins the message."""
     least = -ANY_LABEL if num_classes == ANY_LABEL else 0
     if not least <= label < num_classes:
         raise UserError(
@@ -26,24 +24,24 @@ def check_label(label: int, num_classes: int, where: str) -> None:
 
 
 def check_class_count(classes: int, num_classes: int, owner: str) -> None:
-    """More classes than the classifier has is an error. `owner` opens the sentence."""
+    """Raise UserError for more classes than the classifier has. `owner` begins the message."""
     if classes > num_classes:
         raise UserError(
             f"{owner} has {classes} classes, but MODEL.NUM_CLASSES is {num_classes}. Set -num_classes {classes}."
         )
 
 
-def tell_spare_classes(classes: int, num_classes: int, owner: str) -> None:
-    """Fewer is allowed (a pretrained classifier is often kept whole) but worth a word."""
+def log_unused_outputs(classes: int, num_classes: int, owner: str) -> None:
+    """Log fewer classes than the classifier has. That is allowed: a pretrained classifier is often kept whole."""
     if classes < num_classes:
         log.info("%s has %d classes; %d of MODEL.NUM_CLASSES stay unused.", owner, classes, num_classes - classes)
 
 
-def tell_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str) -> None:
-    """A class without an image is never learned: often a sign that images are missing. `classes` are their names."""
-    missing = np.flatnonzero(np.bincount(labels, minlength=len(classes))[: len(classes)] == 0)
-    if len(missing):
-        first = classes[missing[0]]
+def warn_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str) -> None:
+    """Warn of classes without an image: they are never learned, and often mean that images are missing."""
+    empty = np.flatnonzero(np.bincount(labels, minlength=len(classes))[: len(classes)] == 0)
+    if len(empty):
+        first = classes[empty[0]]
         log.warning(
-            "%s has no image for %d of its %d classes, %s among them.", owner, len(missing), len(classes), first
+            "%s has no image for %d of its %d classes; the first of them is %s.", owner, len(empty), len(classes), first
         )

@@ -1,4 +1,4 @@
-"""The names that DATA.DATASET can have. A new source is one file with a SOURCE and one line here."""
+"""Data sets that DATA.DATASET can name. A new source is one file with a SOURCE and one line here."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from utils.errors import UserError, nearest
 from utils.log import log
 
 SOURCES: dict[str, Source] = {
-    "caltech101": caltech.CALTECH101.source(),
-    "caltech256": caltech.CALTECH256.source(),
+    "caltech101": caltech.CALTECH101,
+    "caltech256": caltech.CALTECH256,
     "cifar10": cifar.CIFAR10,
     "cifar100": cifar.CIFAR100,
     "csv": csv_table.SOURCE,
@@ -44,26 +44,26 @@ SOURCES: dict[str, Source] = {
 
 
 def names() -> list[str]:
-    """All data sets, in alphabetical order."""
+    """Names of all data sets, in alphabetical order."""
     return sorted(SOURCES)
 
 
 def open_dataset(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageDataset:
-    """The training or the validation part of DATA.DATASET. In-memory sources live on `device`."""
+    """Open the training or validation split of DATA.DATASET. In-memory data sets are put on `device`."""
     return _source(data).open(data, train, num_classes, seed, device)
 
 
 def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> None:
-    """Raise UserError for what can be seen without opening an image; quick, meant for before processes start.
+    """Raise UserError for problems that show without opening an image. Quick: it runs before processes start.
 
-    `train=False`: look at the validation part alone, for a run that only evaluates.
+    `train=False`: check the validation split alone, for a run that only evaluates.
     """
     source = _source(data)
     check_ranges(data)
     check_exclude(data)
     check_decoder(data)
     if data.DOWNLOAD and not source.fetches:
-        log.warning("DATA.DOWNLOAD has no effect on the data set %s: there is nowhere to fetch it from.", data.DATASET)
+        log.warning("DATA.DOWNLOAD has no effect on the data set %s: it cannot be downloaded.", data.DATASET)
     source.check(data, num_classes, train)
 
 
@@ -72,7 +72,7 @@ def _source(data: DataConfig) -> Source:
         return hub.SOURCE
     if data.DATASET not in SOURCES:
         raise UserError(
-            f"DATA.DATASET (-dataset): there is no data set {data.DATASET!r}.{nearest(data.DATASET, SOURCES)} "
-            f"Known are {', '.join(names())}, and hf:NAME_OR_PATH."
+            f"DATA.DATASET (-dataset): unknown data set {data.DATASET!r}.{nearest(data.DATASET, SOURCES)} "
+            f"Known data sets: {', '.join(names())}, and hf:NAME_OR_PATH."
         )
     return SOURCES[data.DATASET]

@@ -19,7 +19,7 @@ from datasets import (
     auto_workers,
     identity_of,
     open_dataset,
-    tell_unmatched,
+    warn_unmatched,
 )
 from engine.amp.precision import Precision
 from engine.amp.prepare_model import prepare_model
@@ -117,7 +117,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     ready = build_for_evaluation(run, checkpoint)
     log.info(tell_parameters(ready.model))
     train_set, loader = training_data(config, world, device)
-    tell_unmatched(config.DATA, [part.single_images() for part in (train_set, ready.val_set)])
+    warn_unmatched(config.DATA, [part.single_images() for part in (train_set, ready.val_set)])
     train, updates = config.TRAIN, loader.order.updates
     parts = update_parts(config, world, device, (ready.model, ready.inputs, ready.precision), updates, sharding)
     loader.on_arrival(partial(parts.stages.lap, DATA))

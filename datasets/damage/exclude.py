@@ -1,4 +1,4 @@
-"""DATA.EXCLUDE: a file that names images to leave out, one a line; what follows a # is a remark."""
+"""DATA.EXCLUDE: a file that lists images to leave out, one per line; # begins a comment."""
 
 from __future__ import annotations
 
@@ -17,105 +17,104 @@ from utils.log import log
 
 REMARK = "  # "
 MARK = re.compile(r"(?:^|\s)#")
-TOLD, COMPARED = 5, 2000
+MOST_NAMED, MOST_COMPARED = 5, 2000
 
 
 class Remaining(Samples):
-    """Those of `samples` that are not left out, numbered anew."""
+    """Samples that are not excluded, with new consecutive indices."""
 
-    def __init__(self, samples: Samples, kept: np.ndarray, lines: set[int]) -> None:
-        """`lines`: those of the file that named something here."""
+    def __init__(self, samples: Samples, remaining: np.ndarray, lines: set[int]) -> None:
+        """`lines`: numbers of the lines that matched an image."""
         self.samples, self.lines = samples, lines
-        self._kept = kept
-        self._place = np.full(len(samples), -1, dtype=np.int64)
-        self._place[kept] = np.arange(len(kept))
-        self.labels, self.classes = samples.labels[kept], samples.classes
+        self._old_index = remaining
+        self._new_index = np.full(len(samples), -1, dtype=np.int64)
+        self._new_index[remaining] = np.arange(len(remaining))
+        self.labels, self.classes = samples.labels[remaining], samples.classes
         self.stored, self.remote = samples.stored, samples.remote
 
     def read(self, index: int) -> Encoded:
-        return self.samples.read(int(self._kept[index]))
+        return self.samples.read(int(self._old_index[index]))
 
     def name(self, index: int) -> str:
-        return self.samples.name(int(self._kept[index]))
+        return self.samples.name(int(self._old_index[index]))
 
-    def expect(self, indices: Sequence[int]) -> None:
-        self.samples.expect([int(self._kept[index]) for index in indices])
+    def prefetch(self, indices: Sequence[int]) -> None:
+        self.samples.prefetch([int(self._old_index[index]) for index in indices])
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
-        places = self._place[self.samples.shuffled(generator)]
-        return places[places >= 0]
+        order = self._new_index[self.samples.shuffled(generator)]
+        return order[order >= 0]
 
 
 def without_excluded(samples: Samples, data: DataConfig) -> Samples:
-    """`samples`, or those of them that DATA.EXCLUDE does not name."""
+    """The samples without those that DATA.EXCLUDE lists."""
     if data.EXCLUDE is None:
         return samples
     excluded, prefix = _read(data), name_prefix(data)
-    named_by = [excluded.get(samples.name(index).removeprefix(prefix), 0) for index in range(len(samples))]
-    kept = np.flatnonzero(np.array(named_by) == 0)
-    if not len(kept):
-        raise UserError(f"DATA.EXCLUDE {data.EXCLUDE}: it names all {len(samples)} images of a part; none is left.")
-    return samples if len(kept) == len(samples) else Remaining(samples, kept, {*named_by} - {0})
+    line_of_sample = [excluded.get(samples.name(index).removeprefix(prefix), 0) for index in range(len(samples))]
+    remaining = np.flatnonzero(np.array(line_of_sample) == 0)
+    if not len(remaining):
+        raise UserError(f"DATA.EXCLUDE {data.EXCLUDE} lists all {len(samples)} images of a split; none is left.")
+    return samples if len(remaining) == len(samples) else Remaining(samples, remaining, {*line_of_sample} - {0})
 
 
 def check_exclude(data: DataConfig) -> None:
-    """The file is there and can be read."""
+    """Raise UserError if the file of DATA.EXCLUDE cannot be read."""
     if data.EXCLUDE is not None:
         _read(data)
 
 
 def line_of(name: str, remark: str, data: DataConfig) -> str:
-    """One line of a list. The name is that below DATA_PATH, so that the list stays true where the data moves to."""
+    """A line of the list. Names are relative to DATA_PATH, so that the list stays valid when the data moves."""
     return f"{name.removeprefix(name_prefix(data))}{REMARK}{' '.join(remark.split())}"
 
 
-def tell_unmatched(data: DataConfig, parts: Iterable[Samples | None]) -> None:
-    """Warn of lines that name no image of any part. None stands for a part without single images."""
+def warn_unmatched(data: DataConfig, splits: Iterable[Samples | None]) -> None:
+    """Warn of lines that match no image of any split. None stands for a split in memory."""
     if data.EXCLUDE is None:
         return
-    read = [part for part in parts if part is not None]
-    if not read:
+    read_singly = [split for split in splits if split is not None]
+    if not read_singly:
         log.warning("DATA.EXCLUDE has no effect on the data set %s: its images have no names.", data.DATASET)
         return
-    matched = set[int]().union(*(part.lines for part in read if isinstance(part, Remaining)))
-    # Of what one line may name, the shortest: without its remark.
+    matched = set[int]().union(*(split.lines for split in read_singly if isinstance(split, Remaining)))
+    # Reversed, so that of the names that one line may mean, the shortest remains: the one without its comment.
     unmatched = {number: name for name, number in reversed(_read(data).items()) if number not in matched}
     if not unmatched:
         return
-    told = [f"line {number}, {unmatched[number]}" for number in sorted(unmatched)[:TOLD]]
-    closest = _closest(next(iter(sorted(unmatched.items())))[1], read, name_prefix(data))
+    numbers = sorted(unmatched)
     log.warning(
-        "DATA.EXCLUDE %s: %d of its lines name no image: %s%s.%s",
+        "DATA.EXCLUDE %s: %d of its lines match no image: %s%s.%s",
         data.EXCLUDE,
         len(unmatched),
-        "; ".join(told),
-        "; ..." if len(unmatched) > TOLD else "",
-        closest,
+        "; ".join(f"line {number}, {unmatched[number]}" for number in numbers[:MOST_NAMED]),
+        "; ..." if len(unmatched) > MOST_NAMED else "",
+        _closest(unmatched[numbers[0]], read_singly, name_prefix(data)),
     )
 
 
 def _read(data: DataConfig) -> dict[str, int]:
-    """What the file names -> the number of the line, from 1. A # in a line may also be part of the name."""
+    """Names in the file -> their line numbers, from 1. A # may be part of a name, so a line can mean several names."""
     file = Path(data.EXCLUDE or "").expanduser()
     try:
         lines = read_regular_text(file, "utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise UserError(
-            f"DATA.EXCLUDE: the file {file} {why}. It names images to leave out, one a line, as scripts/check_data.py "
-            "-out FILE writes them."
+            f"DATA.EXCLUDE: the file {file} {why}. It lists images to leave out, one per line; scripts/check_data.py "
+            "-out FILE writes such a file."
         ) from None
     prefix, root = name_prefix(data), f"{os.path.abspath(name_prefix(data))}/"
-    found: dict[str, int] = {}
+    line_of_name: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         for end in [*(mark.start() for mark in MARK.finditer(line)), len(line)]:
             if (text := line[:end].strip()) and not text.startswith("#"):
-                found[text.removeprefix(prefix).removeprefix(root).removeprefix("./")] = number
-    return found
+                line_of_name[text.removeprefix(prefix).removeprefix(root).removeprefix("./")] = number
+    return line_of_name
 
 
 def name_prefix(data: DataConfig) -> str:
-    """What the names of all samples begin with, as far as DATA_PATH says."""
+    """Common prefix of all sample names, from DATA_PATH."""
     if data.DATA_PATH is None:
         return ""
     if "://" in data.DATA_PATH:
@@ -124,13 +123,13 @@ def name_prefix(data: DataConfig) -> str:
     return f"{place.parent if place.is_file() else place}/"
 
 
-def _closest(name: str, parts: Sequence[Samples], prefix: str) -> str:
-    """A hint at what `name` may have meant, among images of the same name elsewhere and those of the same folder."""
+def _closest(name: str, splits: Sequence[Samples], prefix: str) -> str:
+    """' Did you mean X?', from images of the same file name and images in the same folder; '' if none is close."""
     folder, base = os.path.split(name)
-    alike: list[str] = []
-    for part in parts:
-        for index in range(len(part)):
-            other = part.name(index).removeprefix(prefix)
+    candidates: list[str] = []
+    for split in splits:
+        for index in range(len(split)):
+            other = split.name(index).removeprefix(prefix)
             if other.endswith(base) or other.startswith(f"{folder}/"):
-                alike.append(other)
-    return nearest(name, alike[:COMPARED])
+                candidates.append(other)
+    return nearest(name, candidates[:MOST_COMPARED])

@@ -1,4 +1,4 @@
-"""Trying to read an image, and trying again: what fails once may only have failed for a moment."""
+"""Reading an image with retries: a failure may be temporary."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from utils.errors import TrainingError
 from utils.files import NotRegular
 
 PAUSES = (0.1, 1.0, 3.0)
-"""Seconds between tries where the storage failed, as network file systems do for a while."""
-NEVER_WAITED_FOR = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Seconds between retries after a storage error; network file systems have temporary ones."""
+NOT_RETRIED = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 class Failure(NamedTuple):
@@ -21,37 +21,40 @@ class Failure(NamedTuple):
 
     reason: str
     kind: Literal["missing", "not a file", "storage", "damaged"]
-    """not a file: a pipe, a socket or a device. storage: it failed, and may give the image another time."""
+    """not a file: a pipe, a socket or a device. storage: a storage error, after which the image may be intact."""
 
 
 def failure_of(read: Callable[[], None]) -> Failure | None:
-    """None if `read` goes well, be it not at the first try. TrainingError where it is not the image that failed."""
-    pauses, again = iter(PAUSES), False
+    """Call `read` until it succeeds or retries are used up; None after success.
+
+    Raises TrainingError if memory runs out, which is not the image's fault.
+    """
+    pauses, decoded_before = iter(PAUSES), False
     while True:
         try:
             return read()
-        except NEVER_WAITED_FOR as error:
-            return Failure("it does not exist" if isinstance(error, FileNotFoundError) else _words(error), "missing")
+        except NOT_RETRIED as error:
+            return Failure("it does not exist" if isinstance(error, FileNotFoundError) else _text(error), "missing")
         except NotRegular as error:
-            return Failure(_words(error), "not a file")
+            return Failure(_text(error), "not a file")
         except Unreadable as error:
-            if again:
+            if decoded_before:
                 return Failure(str(error), "damaged")
-            again = True
+            decoded_before = True
         except OSError as error:
             if error.errno == errno.ELOOP:
-                return Failure("its links lead back to themselves", "missing")
+                return Failure("its symbolic links form a loop", "missing")
             pause = next(pauses, None)
             if pause is None:
-                return Failure(_words(error), "storage")
+                return Failure(_text(error), "storage")
             time.sleep(pause)
         except MemoryError:
             raise TrainingError(
-                "Memory ran out while an image was read, which is no fault of the image. Take fewer loading processes "
-                "with DATA.NUM_WORKERS (-num_workers), or a smaller batch with DATA.BATCH_SIZE (-batch_size), or give "
-                "the run more memory. Then go on from the last checkpoint by -resume."
+                "Memory ran out while an image was read; the image is not to blame. Use fewer loading processes "
+                "(DATA.NUM_WORKERS, -num_workers), a smaller batch (DATA.BATCH_SIZE, -batch_size), or more memory. "
+                "Then resume from the last checkpoint with -resume."
             ) from None
 
 
-def _words(error: OSError) -> str:
+def _text(error: OSError) -> str:
     return " ".join((error.strerror or str(error) or type(error).__name__).split())

@@ -1,4 +1,4 @@
-"""Photographs that lie on their side: the camera says so in their EXIF data, and DATA.EXIF_ROTATE turns them."""
+"""Rotation of photographs by their EXIF orientation (DATA.EXIF_ROTATE)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TURNS = {
     7: (True, True, True),
     8: (True, False, True),
 }
-"""EXIF's number -> what makes the image upright: mirror left and right, then up and down, then swap the axes."""
+"""EXIF orientation -> steps that make the image upright: mirror horizontally, then vertically, then swap the axes."""
 EXIF = ("exif", "Raw profile type exif")
-"""Where Pillow keeps what it found in a file, the second in PNG files of ImageMagick"""
+"""Keys of the EXIF data in Pillow's `info`; the second is that of PNG files by ImageMagick"""
 MARK = b"Exif\0\0"
 SEARCHED = 2**16
-"""Bytes at the beginning of a JPEG file where the mark would stand; the block it opens is no longer than that."""
+"""Bytes at the start of a JPEG file to search for MARK; the block that begins with it is no longer than this."""
 
 
 class Turned(Stored):
-    """An image seen upright. Boxes are given as one sees it, and cut from it as it is stored."""
+    """An upright view of an image. Boxes refer to the upright image and are cut from the stored one."""
 
     def __init__(self, stored: Stored, orientation: int) -> None:
         self.stored = stored
@@ -56,7 +56,7 @@ class Turned(Stored):
 
 
 def upright(stored: Stored, data: bytes) -> Stored:
-    """`stored` as it is meant to be seen."""
+    """The image rotated by its EXIF orientation."""
     if not isinstance(stored, PilStored):
         if data.find(MARK, 0, SEARCHED) < 0:
             return stored
@@ -64,15 +64,15 @@ def upright(stored: Stored, data: bytes) -> Stored:
     else:
         by_pil = stored
     if by_pil.image.format == "TIFF":
-        return stored  # PIL turns these by itself, asked or not
+        return stored  # PIL always rotates TIFF files itself
     orientation = _orientation(by_pil.image)
     return Turned(stored, orientation) if isinstance(orientation, int) and orientation in TURNS else stored
 
 
 def _orientation(image: Image.Image) -> object:
-    """What EXIF says. Pillow would take XMP's word too, for which nothing else here looks."""
+    """The orientation in the EXIF data alone: Pillow would also read XMP, which no other code here does."""
     if image.format == "PNG" and EXIF[0] not in image.info:
-        image.load()  # it may stand behind the pixels
+        image.load()  # the EXIF data may come after the pixels
     without_xmp = Image.new("1", (1, 1))
     without_xmp.info = {key: image.info[key] for key in EXIF if key in image.info}
     return without_xmp.getexif().get(ORIENTATION)

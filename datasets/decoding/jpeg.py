@@ -1,4 +1,4 @@
-"""JPEG files by simplejpeg (libjpeg-turbo): bit for bit what PIL makes of them, without its detours."""
+"""Decoding of JPEG files with simplejpeg (libjpeg-turbo): the same bits as PIL, but faster."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 from datasets.decoding.stored import MOST_PIXELS, Box, PilStored, Stored, in_channels
 
 COLOURS = {"YCbCr": ("RGB", 3), "RGB": ("RGB", 3), "Gray": ("GRAY", 1)}
-"""What a file holds -> what it is decoded to. The rest is PIL's: CMYK has to be turned round first."""
+"""Colour space of a file -> colour space and channels to decode to. PIL reads the rest: CMYK needs inverting first."""
 BLOCK = 16
-"""Rows of pixels that are stored together, at most, in files as they are usual."""
+"""Greatest height of a row of blocks (MCUs), in pixels, in usual files."""
 BLEED = 2
-"""Rows below a crop that shine into it: colours are stored coarser than brightness, and smoothed when read."""
-ROW_AFTER_ROW = (0xC0, 0xC1)
-"""Markers of the height in files stored from top to bottom. Progressive ones are not."""
+"""Rows below a crop that affect it: colour is stored at half resolution and smoothed when it is decoded."""
+SEQUENTIAL = (0xC0, 0xC1)
+"""Frame markers of files stored from top to bottom; progressive files have others. The height follows the marker."""
 RESTARTS, SCAN = 0xDD, 0xDA
-"""Markers of how far restarts are apart, and of the pixels' beginning"""
+"""Markers of the restart interval and of the start of the pixel data"""
 ONLY_CUT_OFF = re.compile(r"extraneous bytes before marker 0xd9$")
-"""All that is to be said of a file whose lower part was passed over: more data came, and then its regular end."""
+"""The decoder's only complaint about an intact file that is decoded with a smaller height: data before its end."""
 
 
 class JpegStored(Stored):
-    """A JPEG file that simplejpeg reads; ValueError for others."""
+    """A JPEG file, decoded by simplejpeg. Raises ValueError for a file that PIL should read."""
 
     def __init__(self, data: bytes, channels: int) -> None:
         import simplejpeg
@@ -34,7 +34,7 @@ class JpegStored(Stored):
         self.height, self.width = int(height), int(width)
         self.whole = self.width, self.height
         if colours not in COLOURS or self.width * self.height > MOST_PIXELS:
-            raise ValueError("a file for PIL to read, or to refuse")
+            raise ValueError("PIL must read or refuse this file")
         self.colours, self.depth = COLOURS[colours]
 
     def shrink(self, factor: int) -> int:
@@ -46,24 +46,24 @@ class JpegStored(Stored):
         left, top, width, height = box
         try:
             pixels = self._rows(top + height)
-        except ValueError:  # PIL puts up with some faults, and says of others what is wrong
+        except ValueError:  # PIL tolerates some damage, and reports the rest
             return self._by_pil(box)
         return in_channels(pixels[top : top + height, left : left + width], self.channels)
 
     def _rows(self, bottom: int) -> np.ndarray:
-        """The image down to `bottom` at least. Decoding is most of the work, so what lies below is not decoded.
+        """Decode the image from the top to at least row `bottom`. Decoding dominates, so the rest is left out.
 
-        There is no function for this; but the same bytes with a smaller height in their header are a complete image
-        that is followed by data nobody asked for. The decoder complains of these once all else has gone well.
+        The library has no function for this. But with a smaller height in the header, the same bytes are a complete
+        image followed by surplus data, about which the decoder complains only after it has decoded the image.
         """
         across, down = self.whole
         rows = -(-(bottom + BLEED) * self.factor // BLOCK) * BLOCK
-        if rows < down and (place := _place_of_height(self.data)):
-            lower = bytearray(self.data)
-            lower[place : place + 2] = rows.to_bytes(2, "big")
+        if rows < down and (offset := _height_offset(self.data)):
+            shortened = bytearray(self.data)
+            shortened[offset : offset + 2] = rows.to_bytes(2, "big")
             pixels = np.empty((rows // self.factor, self.width, self.depth), dtype=np.uint8)
             try:
-                self._decode(lower, across, rows, pixels)
+                self._decode(shortened, across, rows, pixels)
                 return pixels
             except ValueError as error:
                 if ONLY_CUT_OFF.search(str(error)):
@@ -73,8 +73,8 @@ class JpegStored(Stored):
     def _decode(self, data: bytes | bytearray, across: int, down: int, out: np.ndarray | None) -> np.ndarray:
         if self.factor == 1:
             return self.decode(data, self.colours, buffer=out)
-        least = -(-down // self.factor), -(-across // self.factor)
-        return self.decode(data, self.colours, min_height=least[0], min_width=least[1], buffer=out)
+        height, width = -(-down // self.factor), -(-across // self.factor)
+        return self.decode(data, self.colours, min_height=height, min_width=width, buffer=out)
 
     def _by_pil(self, box: Box) -> np.ndarray:
         stored = PilStored(self.data, self.channels)
@@ -83,20 +83,20 @@ class JpegStored(Stored):
         return stored.cut(box)
 
 
-def _place_of_height(data: bytes) -> int | None:
-    """Where the two bytes of the image's height begin, in a file that is stored from top to bottom.
+def _height_offset(data: bytes) -> int | None:
+    """Offset of the two height bytes in a sequential JPEG file; None for other kinds.
 
-    None for one with restart markers, too: each of them would be complained of in place of the end, so that all of the
-    file had to be decoded after the part.
+    None also with restart markers: the decoder would complain about each of them, so that the whole file would have to
+    be decoded after the part.
     """
-    place, end, found = 2, len(data) - 9, None
-    while place < end and data[place] == 0xFF:
-        marker = data[place + 1]
+    offset, end, height = 2, len(data) - 9, None
+    while offset < end and data[offset] == 0xFF:
+        marker = data[offset + 1]
         if marker == SCAN:
-            return found
-        if marker in ROW_AFTER_ROW:
-            found = place + 5
+            return height
+        if marker in SEQUENTIAL:
+            height = offset + 5
         elif marker == RESTARTS or (0xC0 <= marker <= 0xCF and marker != 0xC4):
             return None
-        place += 2 + (data[place + 2] << 8 | data[place + 3])
+        offset += 2 + (data[offset + 2] << 8 | data[offset + 3])
     return None

@@ -1,9 +1,11 @@
-"""Which means reads an image: the decoder that DATA.DECODER names for JPEG files, PIL for all others."""
+"""Opening images: JPEG files with DATA.DECODER, all others with PIL."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -16,15 +18,15 @@ from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
 
-JPEG_BEGINS = b"\xff\xd8\xff"
+JPEG_START = b"\xff\xd8\xff"
 
 
 class Unreadable(Exception):
-    """Bytes that are no image, or a broken one. The text says why."""
+    """Bytes that are not an image, or a broken one. The text says why."""
 
 
 class Reader:
-    """Opens images. Whatever is wrong with one may raise anything; `reason` puts it into words."""
+    """Opens images. A bad image can raise any exception; `decoding_errors` turns it into Unreadable."""
 
     def __init__(self, data: DataConfig) -> None:
         self.channels, self.turns = data.IMAGE_CHANNELS, data.EXIF_ROTATE
@@ -40,48 +42,59 @@ class Reader:
             return upright(stored, encoded)
 
     def _open(self, data: bytes) -> Stored:
-        if self.by_simplejpeg and data.startswith(JPEG_BEGINS):
+        if self.by_simplejpeg and data.startswith(JPEG_START):
             try:
                 return JpegStored(data, self.channels)
             except ValueError:
-                pass  # PIL reads more kinds, and says better what is wrong
-        # Of what it can read after all, PIL has much to say: odd EXIF data, large sizes. None of it helps training.
+                pass  # PIL supports more kinds of JPEG, and has better error messages
+        # PIL warns of odd EXIF data and large sizes in images that it can read, which is noise during training.
         with warnings.catch_warnings(action="ignore"):
             return PilStored(data, self.channels)
 
 
-def reason(error: Exception, encoded: Encoded) -> str:
-    """Why an image could not be read, in words for the one who has the file."""
+@contextlib.contextmanager
+def decoding_errors(encoded: Encoded) -> Iterator[None]:
+    """Raise Unreadable in place of whatever decoding this image raises, except when memory runs out."""
+    try:
+        yield
+    except MemoryError:
+        raise  # not the file's fault
+    except Exception as error:  # the decoder of a damaged file can raise nearly anything
+        raise Unreadable(_reason(error, encoded)) from None
+
+
+def _reason(error: Exception, encoded: Encoded) -> str:
+    """Why an image could not be decoded, for the user who has the file."""
     if len(encoded) == 0:
-        return "it is empty: 0 bytes"
+        return "the file is empty"
     if isinstance(error, UnidentifiedImageError):
-        return "it is no image of a kind that is known"
+        return "not an image in a known format"
     if isinstance(error, Image.DecompressionBombError):
-        return f"it claims to have more than {MOST_PIXELS:,} pixels, which would fill the memory"
+        return f"its header claims more than {MOST_PIXELS:,} pixels, which would fill the memory"
     return str(error) or type(error).__name__
 
 
 def decoder_of(data: DataConfig) -> str:
-    """DATA.DECODER, with `auto` settled: what reads JPEG files."""
+    """Name of the JPEG decoder in use: DATA.DECODER with `auto` resolved."""
     if data.DECODER != "auto":
         return data.DECODER
-    return "pil" if _missing_simplejpeg() else "simplejpeg"
+    return "pil" if _simplejpeg_import_error() else "simplejpeg"
 
 
 def check_decoder(data: DataConfig) -> None:
-    """Raise UserError where what DATA.DECODER asks for is not installed."""
-    if data.DECODER == "pil" or not (why := _missing_simplejpeg()):
+    """Raise UserError if the decoder that DATA.DECODER requires is not installed; warn if `auto` falls back to PIL."""
+    if data.DECODER == "pil" or not (error := _simplejpeg_import_error()):
         return
     if data.DECODER == "simplejpeg":
         raise UserError(
-            f"DATA.DECODER is simplejpeg, but simplejpeg cannot be loaded ({why}). "
+            f"DATA.DECODER is simplejpeg, but simplejpeg cannot be loaded ({error}). "
             "Run: pip install simplejpeg   or set DATA.DECODER to auto or pil."
         )
-    log.warning("JPEG files are read by PIL, at half the speed: %s. Run: pip install simplejpeg", why)
+    log.warning("JPEG files are read by PIL, at half the speed: %s. Run: pip install simplejpeg", error)
 
 
-def _missing_simplejpeg() -> str | None:
-    """Why it cannot be imported; None where it can."""
+def _simplejpeg_import_error() -> str | None:
+    """Message of the failed import; None if simplejpeg is installed."""
     try:
         importlib.import_module("simplejpeg")
     except ImportError as error:

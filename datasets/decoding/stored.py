@@ -1,4 +1,4 @@
-"""Images as they are stored, opened by their header: what is taken of one is decided before anything is decoded."""
+"""Images whose header is read but whose pixels are not decoded yet: the crop is chosen first."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from PIL import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
-"""What PIL may open. It knows more, but one of the others starts a program, and none is a format for photographs."""
+"""Formats that PIL may open. It knows more, but one of them starts a program, and none is for photographs."""
 ENDINGS = (
     *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2"),
 )
-"""How the names of such files end: the one list for class folders, tar files and the tools."""
+"""File extensions of these formats: the one list for class folders, tar files and the tools."""
 MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**27)
-"""PIL opens nothing larger, for fear of a small file that fills the memory; neither do the other decoders."""
+"""PIL's limit against small files that decode to more than the memory holds; it applies to all decoders."""
 
 
 class Box(NamedTuple):
-    """A part of an image, in whole pixels."""
+    """A rectangle in an image, in whole pixels."""
 
     left: int
     top: int
@@ -31,22 +31,22 @@ class Box(NamedTuple):
 
 
 class Stored(ABC):
-    """An image whose header was read."""
+    """An image whose header has been read."""
 
     width: int
     height: int
 
-    def shrink(self, factor: int) -> int:  # noqa: ARG002 - most kinds of images cannot
-        """Be decoded at 1/factor (2, 4 or 8) of the size; `width` and `height` follow. Gives the factor it will be."""
+    def shrink(self, factor: int) -> int:  # noqa: ARG002 - most formats do not support it
+        """Decode at 1/factor (2, 4 or 8) of the size if possible; changes `width` and `height`. Returns the factor."""
         return 1
 
     @abstractmethod
     def cut(self, box: Box) -> np.ndarray:
-        """The pixels of `box`, height x width x channels. One channel may stand for three equal ones."""
+        """The pixels of `box`, height x width x channels. Grey images may have one channel in place of three."""
 
 
 class ArrayStored(Stored):
-    """Pixels that need no decoding."""
+    """Raw pixels, which need no decoding."""
 
     def __init__(self, pixels: np.ndarray, channels: int) -> None:
         self.pixels = pixels if pixels.ndim == 3 else pixels[:, :, None]
@@ -59,7 +59,7 @@ class ArrayStored(Stored):
 
 
 class PilStored(Stored):
-    """Whatever PIL reads."""
+    """An image that PIL reads."""
 
     def __init__(self, data: bytes, channels: int) -> None:
         self.image = Image.open(io.BytesIO(data), formats=_formats())
@@ -77,24 +77,24 @@ class PilStored(Stored):
         part = self.image
         if box != (0, 0, *part.size):
             part = part.crop((left, top, left + width, top + height))
-        pixels = np.asarray(as_wanted(part, self.channels))
+        pixels = np.asarray(as_rgb_or_grey(part, self.channels))
         return pixels if pixels.ndim == 3 else pixels[:, :, None]
 
 
 def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Colours made grey as PIL does it where one channel is wanted. Grey is left for the end to be repeated."""
+    """Convert colour to grey as PIL does if `channels` is 1. Grey pixels stay: their channel is repeated at the end."""
     if channels == 1 and pixels.shape[2] != 1:
         return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
     return pixels
 
 
-def as_wanted(image: Image.Image, channels: int) -> Image.Image:
-    """An image of any mode as RGB, or as grey for one channel. ValueError where nothing tells what is white."""
+def as_rgb_or_grey(image: Image.Image, channels: int) -> Image.Image:
+    """An image of any mode as RGB, or as grey for one channel. ValueError if its value for white is unknown."""
     if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers, and nothing tells which is white; store 8 or 16 bits")
+        raise ValueError("its pixels are floating-point numbers of unknown range; store 8 or 16 bits")
     if image.mode.startswith("I"):
-        # Pillow's own conversion cuts off at 255, which leaves most 16-bit images white. "I" has room for 32 bits;
-        # Pillow opens 16-bit files of some formats as that, PGM among them, and scales these up to 65535.
+        # Pillow's own conversion clips at 255, which turns most 16-bit images white. Mode "I" has 32 bits; Pillow uses
+        # it for 16-bit files of some formats, such as PGM, and scales their values to 65535.
         image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
     elif "transparency" in image.info:
         image = image.convert("RGBA")
@@ -103,6 +103,6 @@ def as_wanted(image: Image.Image, channels: int) -> Image.Image:
 
 @functools.cache
 def _formats() -> list[str]:
-    """Those that this PIL was made with."""
+    """The formats of FORMATS that this build of PIL supports."""
     Image.init()
     return [name for name in FORMATS if name in Image.OPEN]

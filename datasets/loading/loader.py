@@ -1,4 +1,4 @@
-"""From a data set and an order to batches on the device."""
+"""Loaders: batches of a data set in a given order, on the device."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from utils.log import log
 
 MOST_WORKERS = 16
 MOST_DEATHS = 3
-"""So often in a row, without a batch in between, loading processes are started anew."""
+"""Deaths of loading processes in a row, without a batch in between, that end training."""
 PR_SET_PDEATHSIG = 1
 
 
 def auto_workers(local_world: int) -> int:
-    """Loading processes for each of `local_world` processes on this machine: the cores shared out."""
+    """Loading processes for each of `local_world` training processes on this machine, from the number of cores."""
     return max(1, min(MOST_WORKERS, cores() // local_world))
 
 
@@ -50,13 +50,27 @@ class Window:
         return self._rest
 
     def finish(self) -> None:
-        """Pass over what was not asked for, so that the next window begins with its own batch."""
+        """Discard the remaining batches, so that the next window begins with its own."""
         for _ in self._rest:
             pass
 
 
-class TrainLoader:
-    """The windows of an epoch, one an update, with their batches on the device."""
+class _Loader:
+    """Common part of both loaders."""
+
+    _feed: _Feed
+
+    def take_wait(self) -> float:
+        """Seconds this process waited for batches since the last call."""
+        return self._feed.take_wait()
+
+    def close(self) -> None:
+        """End the loading processes."""
+        self._feed.close()
+
+
+class TrainLoader(_Loader):
+    """The windows of an epoch, one per update, with their batches on the device."""
 
     def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
         self.order, self.workers = order, workers
@@ -73,20 +87,12 @@ class TrainLoader:
             window.finish()
 
     def on_arrival(self, call: Callable[[], None]) -> None:
-        """Call this whenever a batch has come that was waited for, before it is copied to the device."""
+        """Set a function to call when a batch arrives, before it is copied to the device."""
         self._feed.on_arrival = call
 
-    def take_wait(self) -> float:
-        """Seconds this process waited for batches since the last call."""
-        return self._feed.take_wait()
 
-    def close(self) -> None:
-        """End the loading processes."""
-        self._feed.close()
-
-
-class ValLoader:
-    """This process's share of the validation part, in batches of one shape on the device."""
+class ValLoader(_Loader):
+    """This rank's part of the validation split, in batches of one shape on the device."""
 
     def __init__(
         self,
@@ -98,7 +104,7 @@ class ValLoader:
         device: torch.device,
         broken: BrokenInValidation | None = None,
     ) -> None:
-        """`broken`: what keeps the images that cannot be read, where that is not the validation's own."""
+        """`broken`: collects the images that cannot be read; by default they end the validation with an error."""
         self._batches = validation_batches(len(dataset), batch_size, rank, world)
         self.broken = BrokenInValidation() if broken is None else broken
         self._feed = _Feed(dataset, min(workers, len(self._batches)), 0, device, self.broken)
@@ -109,17 +115,9 @@ class ValLoader:
     def __iter__(self) -> Iterator[Batch]:
         return self._feed.batches(0, self._batches)
 
-    def take_wait(self) -> float:
-        """Seconds this process waited for batches since the last call."""
-        return self._feed.take_wait()
-
-    def close(self) -> None:
-        """End the loading processes."""
-        self._feed.close()
-
 
 class _Feed:
-    """Fetches the samples of a plan, in this process or in loading processes that stay, and moves them over."""
+    """Fetches batches, in this process or in persistent loading processes, and copies them to the device."""
 
     def __init__(
         self,
@@ -143,11 +141,12 @@ class _Feed:
                 self._fetch,
                 batch_sampler=self._plan,
                 num_workers=workers,
-                collate_fn=_as_it_is,
+                collate_fn=_unchanged,
                 pin_memory=device.type == "cuda",
                 worker_init_fn=start_worker,
                 persistent_workers=workers > 0,
-                generator=torch.Generator().manual_seed(seed),  # its own, or every epoch would draw from the global one
+                # Without a generator, every epoch would draw from the global one.
+                generator=torch.Generator().manual_seed(seed),
             )
 
     def batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
@@ -160,11 +159,11 @@ class _Feed:
                 fetched = next(source, None)
             except WorkerDied as death:
                 deaths += 1
-                self._bury(death, deaths)
+                self._restart_workers(death, deaths)
                 source = None
                 continue
             deaths = 0
-            batch = None if fetched is None else self._received(fetched)
+            batch = None if fetched is None else self._receive(fetched)
             self._wait += time.perf_counter() - begin
             if batch is None:
                 return
@@ -183,20 +182,20 @@ class _Feed:
             self._workers = iterator
         return iterator
 
-    def _bury(self, death: WorkerDied, deaths: int) -> None:
-        """Let all loading processes go: the dead one may have held what the others wait for."""
+    def _restart_workers(self, death: WorkerDied, deaths: int) -> None:
+        """End all loading processes, so that the next batch starts new ones: the dead one may hold a lock."""
         if deaths == MOST_DEATHS:
             raise TrainingError(
-                f"Loading processes died {deaths} times without one batch in between; at last {death}. Give them more "
-                "memory, or take fewer of them: DATA.NUM_WORKERS (-num_workers), 0 to load in the training process. "
-                "Then go on from the last checkpoint by -resume."
+                f"Loading processes died {deaths} times without one batch in between; the last time, {death}. Provide "
+                "more memory, or use fewer processes: DATA.NUM_WORKERS (-num_workers), 0 to load in the training "
+                "process. Then resume from the last checkpoint with -resume."
             )
-        log.warning("%s. New ones are started, and go on where it stopped: no sample is lost.", _capital(str(death)))
+        log.warning("Restarting the loading processes, because %s. No sample is lost.", death)
         self._end_workers(kill=True)
-        self._plan.again()
+        self._plan.requeue()
 
     def close(self) -> None:
-        """End the workers now; an iterator that somebody still holds would keep them."""
+        """End the workers now: otherwise they would live as long as the iterator."""
         self._end_workers(kill=False)
         self._loader = None
 
@@ -207,35 +206,37 @@ class _Feed:
         if self._loader is not None:
             self._loader._iterator = None
 
-    def _received(self, fetched: Fetched) -> Batch:
-        self._plan.received()
+    def _receive(self, fetched: Fetched) -> Batch:
+        self._plan.mark_received()
         if self.on_arrival is not None:
             self.on_arrival()
-        self._broken.met(fetched.broken)
-        item = fetched.batch
-        if isinstance(item, TrainingError):
-            raise item
+        self._broken.add(fetched.broken)
+        if isinstance(fetched.batch, TrainingError):
+            raise fetched.batch
         if self._copies is None:
-            return Batch(*(tensor.to(self._device, non_blocking=True) for tensor in item))
-        # A stream of its own: the copy runs while the device still computes the batch before.
+            return self._on_device(fetched.batch)
+        # On a stream of its own, the copy overlaps with computing on the batch before.
         with torch.cuda.stream(self._copies):
-            batch = Batch(*(tensor.to(self._device, non_blocking=True) for tensor in item))
+            batch = self._on_device(fetched.batch)
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._copies)
         for tensor in batch:
             tensor.record_stream(computing)
         return batch
 
+    def _on_device(self, batch: Batch) -> Batch:
+        return Batch(*(tensor.to(self._device, non_blocking=True) for tensor in batch))
+
 
 class Fetched(NamedTuple):
-    """What a loading process sends: the batch, or why there is none, and the images it could not read."""
+    """Message of a loading process: the batch or an error, and images that it could not read."""
 
     batch: Batch | TrainingError
     broken: list[Broken]
 
 
 class _Fetch(Dataset[Any]):
-    """Hands an error over as a value: raised in a loading process, it would bring a page of traceback."""
+    """Returns errors as values: raised in a loading process, they would come with a page of traceback."""
 
     def __init__(self, dataset: ImageDataset) -> None:
         self.dataset = dataset
@@ -248,21 +249,17 @@ class _Fetch(Dataset[Any]):
         return Fetched(batch, self.dataset.take_broken())
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def start_worker(_: int) -> None:
-    """Leave signals to the process that trains, which lets its workers end, and never outlive it."""
+    """Initialise a loading process. It ignores signals, because the training process ends it, and never outlives it."""
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     torch.set_num_threads(1)
-    # What goes wrong here travels to the process that trains; all else is the noise of parting when that one leaves.
+    # Errors are sent to the training process; the rest is noise of shutting down when that process ends.
     sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

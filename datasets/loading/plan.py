@@ -1,4 +1,4 @@
-"""What is to be fetched next, and what was asked for but has not come yet."""
+"""Queue of batches to fetch, and of those that were requested but have not arrived."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from datasets.base import Key
 
 
 class Plan:
-    """The batch sampler: tells loading processes the epoch with every index, so that they need no state.
+    """Batch sampler of the loader. Keys contain the epoch, so loading processes need no state.
 
-    What was handed out stays known until it has come back, for the case that it never does.
+    It keeps requested batches until they arrive, so that they can be requested again after a loading process dies.
     """
 
     def __init__(self) -> None:
@@ -22,20 +22,20 @@ class Plan:
 
     def begin(self, epoch: int, batches: Iterable[np.ndarray]) -> None:
         self._rest: Iterator[list[Key]] = ([(epoch, index) for index in batch.tolist()] for batch in batches)
-        self._out: deque[list[Key]] = deque()
+        self._in_flight: deque[list[Key]] = deque()
 
     def __iter__(self) -> Iterator[list[Key]]:
         return self
 
     def __next__(self) -> list[Key]:
         keys = next(self._rest)
-        self._out.append(keys)
+        self._in_flight.append(keys)
         return keys
 
-    def received(self) -> None:
-        """The first of those that were out has come back."""
-        self._out.popleft()
+    def mark_received(self) -> None:
+        """Note that the oldest requested batch has arrived."""
+        self._in_flight.popleft()
 
-    def again(self) -> None:
-        """Nothing of what is out will come back: it is handed out once more."""
-        self._rest, self._out = itertools.chain(self._out, self._rest), deque()
+    def requeue(self) -> None:
+        """Request all batches again that have not arrived."""
+        self._rest, self._in_flight = itertools.chain(self._in_flight, self._rest), deque()

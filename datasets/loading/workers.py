@@ -1,6 +1,6 @@
-"""Loading processes that are watched: when one dies, whoever waits for it learns of it at once, and only then.
+"""Monitored loading processes: if one dies, the code that waits for its batch gets an error at once.
 
-torch's own way is a handler of SIGCHLD that raises an error at any point of the program, and a look every five seconds.
+torch uses a SIGCHLD handler that raises an error at any point of the program, and a check every five seconds.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
-SECONDS_BETWEEN_LOOKS = 0.25
+SECONDS_BETWEEN_CHECKS = 0.25
 SECONDS_TO_BEGIN = 60.0
-"""A process is born as a copy of one with many threads. What one of them held at that moment is held for ever in it."""
+"""Time limit for the start. A process forked from a threaded one can hang on a lock that a thread held at the fork."""
 
 BEFORE_QUEUES_CLOSE = 100
-"""multiprocessing calls the hooks of higher priority first, and closes its queues at 10."""
+"""Priority of an exit hook of multiprocessing: higher ones run first, and queues close at 10."""
 
 
 class WorkerDied(Exception):
-    """A loading process has ended without being asked to, or could not begin. The text says which, and how."""
+    """A loading process ended unexpectedly or could not start. The text says which one, and how."""
 
 
 class WatchedLoader(DataLoader[Any]):
-    """torch's loader, whose processes are watched."""
+    """torch's DataLoader with monitored processes."""
 
-    def __init__(self, *words: Any, worker_init_fn: Callable[[int], None], num_workers: int, **names: Any) -> None:
+    def __init__(self, *args: Any, worker_init_fn: Callable[[int], None], num_workers: int, **kwargs: Any) -> None:
         self.begun = multiprocessing.RawArray("b", max(num_workers, 1))
-        """Which of the processes have begun; shared with them."""
+        """Flags of the processes that have started; shared with them."""
         begin = _Begin(worker_init_fn, self.begun)
-        super().__init__(*words, worker_init_fn=begin, num_workers=num_workers, **names)
+        super().__init__(*args, worker_init_fn=begin, num_workers=num_workers, **kwargs)
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if not self.num_workers:
             return super()._get_iterator()
         try:
             return WatchedIterator(self)
-        except OSError as error:  # there is no memory for one more process, or no room in the table of processes
+        except OSError as error:  # out of memory, or too many processes
             raise WorkerDied(f"loading processes could not be started: {error.strerror or error}") from None
 
 
 class _Begin:
-    """What a process does first, and then says that it has."""
+    """Initialisation of a loading process, which then sets its flag."""
 
-    def __init__(self, work: Callable[[int], None], begun: Any) -> None:
-        self._work, self._begun = work, begun
+    def __init__(self, initialise: Callable[[int], None], begun: Any) -> None:
+        self._initialise, self._begun = initialise, begun
 
     def __call__(self, number: int) -> None:
-        self._work(number)
+        self._initialise(number)
         self._begun[number] = 1
 
 
 class WatchedIterator(_MultiProcessingDataLoaderIter):
-    """Batches from loading processes. Raises WorkerDied where one of them is waited for in vain.
+    """Batches from loading processes; raises WorkerDied if the process of the next batch is dead.
 
     The loading processes end with `end`, or with this process.
     """
@@ -71,37 +71,39 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
         self._begun, self._until = loader.begun, time.monotonic() + SECONDS_TO_BEGIN
         self._begun[:] = bytes(len(self._begun))
         try:
-            with _born_deaf():
+            with _signals_held_back():
                 super().__init__(loader)
-        except OSError:  # not all of them could be started
+        except OSError:  # some processes could not be started
             self._kill()
-            self._shutdown = True  # or torch would wait for those that have ended
+            self._shutdown = True  # otherwise torch would wait for processes that have ended
             raise
         self._forget_exit = call_at_exit(self.end)
 
     def _get_data(self) -> Any:
         while True:
             try:
-                return self._data_queue.get(timeout=SECONDS_BETWEEN_LOOKS)
+                return self._data_queue.get(timeout=SECONDS_BETWEEN_CHECKS)
             except queue.Empty:
-                self._look()
-            except Exception:  # what a process leaves behind that dies while it hands over can raise nearly anything
-                time.sleep(SECONDS_BETWEEN_LOOKS)  # its files are closed some time before it counts as dead
-                self._look()
+                self._check()
+            except Exception:  # a process that dies while it sends can raise nearly anything here
+                time.sleep(SECONDS_BETWEEN_CHECKS)  # its files close some time before it counts as dead
+                self._check()
                 raise
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         dead = [worker for worker in self._workers if not worker.is_alive()]
         if dead:
-            raise WorkerDied(", ".join(f"the loading process {worker.pid} {_how(worker.exitcode)}" for worker in dead))
-        idle = [w for w, begun in zip(self._workers, self._begun, strict=False) if not begun]
-        if idle and time.monotonic() > self._until:
-            raise WorkerDied(f"the loading process {idle[0].pid} did not begin in {SECONDS_TO_BEGIN:.0f} s")
+            raise WorkerDied(
+                ", ".join(f"the loading process {worker.pid} {_cause(worker.exitcode)}" for worker in dead)
+            )
+        not_begun = [worker for worker, begun in zip(self._workers, self._begun, strict=False) if not begun]
+        if not_begun and time.monotonic() > self._until:
+            raise WorkerDied(f"the loading process {not_begun[0].pid} did not begin in {SECONDS_TO_BEGIN:.0f} s")
         if self._pin_memory and not self._pin_memory_thread.is_alive():
-            raise WorkerDied("what a loading process sent could not be received")
+            raise WorkerDied("the thread that pins memory died while it received a batch of a loading process")
 
     def end(self, kill: bool = False) -> None:
-        """End the processes: in peace, or at once where what they are at will not be used."""
+        """End the processes. `kill`: without waiting for the batches that they are loading."""
         self._forget_exit()
         if kill:
             self._kill()
@@ -115,34 +117,28 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
 
 
 def call_at_exit(call: Callable[[], None]) -> Callable[[], object]:
-    """Call this when the process ends, before Python ends its child processes. What it returns takes that back.
+    """Register a call for the end of the process, before Python ends its child processes. Returns a cancel function.
 
-    Python ends child processes by SIGTERM, which loading processes ignore, and then waits for them without end.
+    Python ends child processes with SIGTERM, which loading processes ignore, and then waits for them without limit.
     """
     if multiprocessing.parent_process() is None:
-        atexit.register(call)  # last in, first out: this comes before the hooks of multiprocessing and torch
+        atexit.register(call)  # last in, first out: it runs before the hooks of multiprocessing and torch
         return partial(atexit.unregister, call)
-    # A process that multiprocessing started leaves out the hooks of atexit.
+    # In a process that multiprocessing started, atexit's hooks do not run.
     return multiprocessing.util.Finalize(None, call, exitpriority=BEFORE_QUEUES_CLOSE).cancel
 
 
-def _how(code: int | None) -> str:
+def _cause(code: int | None) -> str:
     if code is None or code >= 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name if -code in {*map(int, signal.Signals)} else f"signal {-code}"
-    hint = {
-        "SIGKILL": ": out of memory? The system kills in this way when memory runs out",
-        "SIGBUS": ": no room left in /dev/shm?",
-    }
-    return f"was killed by {name}{hint.get(name, '')}"
+    causes = {"SIGKILL": " (probably out of memory)", "SIGBUS": " (probably /dev/shm is full)"}
+    return f"was killed by {name}{causes.get(name, '')}"
 
 
 @contextlib.contextmanager
-def _born_deaf() -> Iterator[None]:
-    """For the time processes are started in.
-
-    A Ctrl-C waits: they are born deaf to it, and have nothing to say. And the handler of SIGCHLD stays what it was.
-    """
+def _signals_held_back() -> Iterator[None]:
+    """Block Ctrl-C while processes start, so that they start with it blocked, and restore the SIGCHLD handler."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     handler = signal.getsignal(signal.SIGCHLD)
     try:

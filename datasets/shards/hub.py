@@ -1,7 +1,7 @@
-"""`hf:NAME_OR_PATH`: image sets of the Hugging Face hub, or parquet files like theirs on disk.
+"""`hf:NAME_OR_PATH`: image data sets of the Hugging Face hub, or a folder of such parquet files.
 
-An image in a parquet file cannot be read without reading its neighbours. So the images are copied once, unchanged, into
-tar files, and read where they lie in these.
+An image in a parquet file cannot be read without its neighbours. So the images are copied once, unchanged, into tar
+files, and read from there.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ import re
 import shutil
 from pathlib import Path
 
-import torch
-
-from datasets.base import Source
-from datasets.images import Images
+from datasets.images import image_source
 from datasets.shards.layout import MANIFEST, ShardSet, finish_set
-from datasets.shards.parquet import Columns, columns_of, find_parts, need_pyarrow, rows
-from datasets.shards.source import check_parts, open_part
+from datasets.shards.parquet import Columns, columns_of, find_splits, require_pyarrow, rows
+from datasets.shards.source import ShardSamples, check_splits, open_split
 from datasets.shards.stores import Folder
 from datasets.shards.tar import TarWriter
 from utils.cache import cache_folder, process_lock
@@ -29,18 +26,18 @@ from utils.log import log
 PREFIX = "hf:"
 SHARD_BYTES = 256 << 20
 ALL_SHARDS = 1 << 30
-"""Shards whose samples are mixed: the copy lies on disk, where reading in any order costs nothing."""
-REASON = 300
-"""Characters of what the hub says of a failure; it can be a page."""
-MARGIN = 1.1
-"""A tar file takes a little more than what is in it."""
+"""Shuffle window, in shards: the copy is on a local disk, where random reads are cheap."""
+LONGEST_REASON = 300
+"""Characters of an error message of the hub that are shown; it can be a page long."""
+TAR_OVERHEAD = 1.1
+"""Size of a tar file relative to its contents."""
 
 
-def prepared(data: DataConfig) -> Path:
-    """The folder of the copy, which is made if it is not there yet."""
+def _copied_folder(data: DataConfig) -> Path:
+    """The folder of the copy, made at the first use."""
     place = data.DATASET.removeprefix(PREFIX)
     if not place:
-        raise UserError("DATA.DATASET hf: needs a name or a folder behind it, as in hf:ylecun/mnist or hf:/data/mnist.")
+        raise UserError("DATA.DATASET hf: lacks a name or a folder; give one, as in hf:ylecun/mnist or hf:/data/mnist.")
     local = _is_path(place)
     if local and not Path(place).expanduser().is_dir():
         raise UserError(f"DATA.DATASET {data.DATASET}: there is no folder {place}.")
@@ -49,8 +46,8 @@ def prepared(data: DataConfig) -> Path:
         return folder
     with process_lock(folder.with_name(f"{folder.name}.lock"), f"copies {data.DATASET}"):
         if not (folder / MANIFEST).is_file():
-            need_pyarrow(data.DATASET)
-            source = Path(place).expanduser() if local else _fetched(place, data)
+            require_pyarrow(data.DATASET)
+            source = Path(place).expanduser() if local else _download(place, data)
             _copy(source, folder, data)
     return folder
 
@@ -60,22 +57,22 @@ def _is_path(place: str) -> bool:
 
 
 def _copy_name(place: str, local: bool) -> str:
-    """A folder on disk is known by its content. A name of the hub stays with what was fetched first."""
-    about = [place]
+    """Name of the copy. It changes with the files of a local folder; a data set of the hub is downloaded once."""
+    identity = [place]
     if local:
         root = Path(place).expanduser().resolve()
-        found = sorted((str(path), path.stat()) for path in root.rglob("*.parquet"))
-        about = [str(root), *(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in found)]
-    digest = hashlib.sha256("\n".join(about).encode(errors="surrogateescape")).hexdigest()[:12]
+        files = sorted((str(path), path.stat()) for path in root.rglob("*.parquet"))
+        identity = [str(root), *(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files)]
+    digest = hashlib.sha256("\n".join(identity).encode(errors="surrogateescape")).hexdigest()[:12]
     return f"{re.sub(r'[^A-Za-z0-9._]+', '-', place).strip('-.')[-60:]}-{digest}"
 
 
-def _fetched(place: str, data: DataConfig) -> Path:
-    """The folder of the hub's parquet files. `place` is owner/name, and a folder in it where there are several."""
+def _download(place: str, data: DataConfig) -> Path:
+    """Download parquet files and return their folder. `place` is owner/name, or owner/name/folder for a subset."""
     owner_and_name, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:])
     if not data.DOWNLOAD:
         raise UserError(
-            f"DATA.DATASET {data.DATASET} is not on this machine: neither a folder, nor copied before into DATA.CACHE. "
+            f"DATA.DATASET {data.DATASET} is not on this machine, neither as a folder nor as a copy in DATA.CACHE. "
             f"DATA.DOWNLOAD=true fetches it from the Hugging Face hub."
         )
     from huggingface_hub import snapshot_download
@@ -85,50 +82,51 @@ def _fetched(place: str, data: DataConfig) -> Path:
     try:
         folder = Path(snapshot_download(owner_and_name, repo_type="dataset", allow_patterns=pattern))
         if not any(folder.rglob("*.parquet")):
-            # The hub itself makes parquet files of data sets that come as something else.
+            # The hub itself converts data sets of other formats to parquet.
             revision = "refs/convert/parquet"
             folder = Path(
                 snapshot_download(owner_and_name, repo_type="dataset", allow_patterns=pattern, revision=revision)
             )
-    except Exception as error:  # the network, the hub and the disk have errors of their own
-        reason = " ".join(str(error).split())[:REASON] or type(error).__name__
+    except Exception as error:  # the network, the hub and the disk have errors of many types
+        reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
         raise UserError(
             f"DATA.DATASET {data.DATASET}: {owner_and_name} could not be fetched from the Hugging Face hub: {reason} "
-            f"What is there already is kept. By hand: fetch its parquet files and name their folder, hf:/folder."
+            f"Files fetched so far are kept. Try again, or fetch its parquet files yourself and give their folder as "
+            f"hf:/folder."
         ) from None
     return folder / inside
 
 
 def _copy(source: Path, folder: Path, data: DataConfig) -> None:
-    """Into a folder beside the final one, which gets its name when all is there."""
-    parts = find_parts(source, data.DATASET)
-    files = [file for of_part in parts.values() for file in of_part]
+    """Copy into a temporary folder beside `folder`, and rename it when the copy is complete."""
+    splits = find_splits(source, data.DATASET)
+    files = [file for of_split in splits.values() for file in of_split]
     columns = columns_of(files, data.DATASET)
     size, free = sum(file.stat().st_size for file in files), shutil.disk_usage(folder.parent).free
-    if size * MARGIN > free:
+    if size * TAR_OVERHEAD > free:
         raise UserError(
-            f"DATA.DATASET {data.DATASET}: its images are copied into {folder.parent} once, which needs "
-            f"{size * MARGIN / 1e9:.1f} GB; {free / 1e9:.1f} GB are free. DATA.CACHE names another folder."
+            f"DATA.DATASET {data.DATASET}: its images are copied to {folder.parent} once, which needs "
+            f"{size * TAR_OVERHEAD / 1e9:.1f} GB; {free / 1e9:.1f} GB are free. Set DATA.CACHE to another folder."
         )
-    log.info("%s: copying its images into %s, once (%.2f GB).", data.DATASET, folder, size / 1e9)
+    log.info("%s: copying its images to %s, once (%.2f GB).", data.DATASET, folder, size / 1e9)
     scratch = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        names = {part: _copy_part(of_part, columns, scratch / part) for part, of_part in parts.items()}
+        names = {split: _copy_split(of_split, columns, scratch / split) for split, of_split in splits.items()}
         about = {"classes": columns.classes, "source": data.DATASET}
         samples = finish_set(scratch, names, about)
         os.replace(scratch, folder)
     except OSError as error:
         raise UserError(
-            f"DATA.DATASET {data.DATASET}: it could not be copied into {folder}: {error}. DATA.CACHE names another."
+            f"DATA.DATASET {data.DATASET}: copying it to {folder} failed: {error}. DATA.CACHE sets another folder."
         ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    log.info("%s: %d images copied; they are read from there from now on.", data.DATASET, samples)
+    log.info("%s: copied %d images; from now on they are read from there.", data.DATASET, samples)
 
 
-def _copy_part(files: list[Path], columns: Columns, folder: Path) -> list[str]:
-    """Names of the tar files written, relative to the folder above."""
+def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
+    """Copy the images of a split, and return the names of its tar files, relative to the parent of `folder`."""
     folder.mkdir(parents=True)
     names: list[str] = []
     writer: TarWriter | None = None
@@ -141,23 +139,23 @@ def _copy_part(files: list[Path], columns: Columns, folder: Path) -> list[str]:
                 writer = TarWriter(folder.parent / names[-1])
             writer.add(*row)
     if writer is None:
-        raise UserError(f"{files[0]}: there is no image in it.")
+        raise UserError(f"{files[0]} has no images.")
     writer.close()
     return names
 
 
-def _set(data: DataConfig) -> ShardSet:
-    return ShardSet(Folder(prepared(data)), data)
+def _shard_set(data: DataConfig) -> ShardSet:
+    return ShardSet(Folder(_copied_folder(data)), data)
 
 
-def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - files are read on the host
-    return Images(open_part(_set(data), data, train, num_classes, ALL_SHARDS), data, train, seed)
+def _samples(data: DataConfig, train: bool, num_classes: int) -> ShardSamples:
+    return open_split(_shard_set(data), data, train, num_classes, ALL_SHARDS)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     if data.DATA_PATH is not None:
-        log.info("DATA.DATA_PATH is not used: DATA.DATASET %s says where the images are.", data.DATASET)
-    check_parts(_set(data), data, num_classes, train)
+        log.info("DATA.DATA_PATH is not used: DATA.DATASET %s names the images.", data.DATASET)
+    check_splits(_shard_set(data), data, num_classes, train)
 
 
-SOURCE = Source(_open, _check, fetches=True)
+SOURCE = image_source(_samples, _check, fetches=True)

@@ -1,4 +1,4 @@
-"""Where each sample of a set of tar files begins: made once by reading their headers, kept as a file of numbers."""
+"""Index of a set of tar files: the position of each sample, read from their headers once and kept in a file."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from datasets.shards.stores import Found, Store
+from datasets.shards.stores import ShardFile, Store
 from datasets.shards.tar import TarSamples, read_tar
-from datasets.sources.walk import PassedOver
+from datasets.sources.files import leads_out
+from datasets.sources.walk import SkippedFiles
 from utils.errors import UserError
 
 FORMAT = 1
-"""Of the file. Raised when its fields change: an index of another format is made anew."""
+"""Version of the file. Raised when its fields change; an index of another version is rebuilt."""
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """All samples of one part, in the order of shards and of images in them. Arrays, so that processes share them."""
+    """All samples of a split, in the order of shards and of images in them. Arrays, so that processes share them."""
 
     shards: list[str]
     """Names, relative to the store's root."""
     shard_sizes: np.ndarray
     stamps: list[str]
-    """What changes when a shard is written anew; empty where size alone is looked at."""
+    """Modification stamps of the shards; an empty one is not compared."""
     shard: np.ndarray
-    """For each sample: the number of its shard, ascending."""
+    """ShardFile number of each sample, ascending."""
     offset: np.ndarray
     size: np.ndarray
     label: np.ndarray
     names: np.ndarray
-    """The members' names, one after another, as bytes."""
+    """Names of the members as bytes, concatenated."""
     name_ends: np.ndarray
     classes: list[str]
-    """By which labels that are names became numbers; empty where all are numbers."""
-    passed_over: str = ""
-    """What the tar files hold besides samples, in a line; '' in indexes of older versions, too."""
+    """Class names that were used to convert labels to numbers; empty if all labels are numbers."""
+    skipped: str = ""
+    """Line about members that are not samples; '' also in indexes of older versions."""
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -47,14 +48,14 @@ class ShardIndex:
         begin = self.name_ends[index - 1] if index else 0
         return self.names[begin : self.name_ends[index]].tobytes().decode(errors="surrogateescape")
 
-    def fits(self, found: Sequence[Found], classes: list[str] | None) -> bool:
-        """Whether these are the tar files that were indexed, unchanged, and their classes."""
+    def is_current(self, shards: Sequence[ShardFile], classes: list[str] | None) -> bool:
+        """Whether the index is of these tar files, unchanged, and of these classes."""
         if self.classes and self.classes != classes:
             return False
-        known = zip(self.shards, self.shard_sizes.tolist(), self.stamps, strict=True)
-        return len(found) == len(self.shards) and all(
-            name == file.name and size == file.size and (stamp == file.stamp or not (stamp and file.stamp))
-            for (name, size, stamp), file in zip(known, found, strict=True)
+        indexed = zip(self.shards, self.shard_sizes.tolist(), self.stamps, strict=True)
+        return len(shards) == len(self.shards) and all(
+            name == shard.name and size == shard.size and (stamp == shard.stamp or not (stamp and shard.stamp))
+            for (name, size, stamp), shard in zip(indexed, shards, strict=True)
         )
 
     def to_bytes(self) -> bytes:
@@ -65,7 +66,7 @@ class ShardIndex:
             shards=_text(self.shards),
             stamps=_text(self.stamps),
             classes=_text(self.classes),
-            passed_over=_text([self.passed_over]),
+            passed_over=_text([self.skipped]),
             **{name: getattr(self, name) for name in _ARRAYS},
         )
         return file.getvalue()
@@ -83,22 +84,22 @@ _ARRAYS = {
 
 
 def from_bytes(content: bytes) -> ShardIndex | None:
-    """An index that was kept; None where it is damaged or of another format."""
+    """Load an index; None if it is damaged or of another format."""
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             if int(file["format"]) != FORMAT:
                 return None
             arrays = {name: file[name] for name in _ARRAYS}
             texts = {name: _lines(file[name]) for name in ("shards", "stamps", "classes")}
-            passed_over = "".join(_lines(file["passed_over"])) if "passed_over" in file else ""
-            index = ShardIndex(**texts, **arrays, passed_over=passed_over)
+            skipped = "".join(_lines(file["passed_over"])) if "passed_over" in file else ""
+            index = ShardIndex(**texts, **arrays, skipped=skipped)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
     return index if _is_sound(index, arrays) else None
 
 
 def _is_sound(index: ShardIndex, arrays: dict[str, np.ndarray]) -> bool:
-    """It may come from elsewhere: what it points to must lie inside the shards and inside its own tables."""
+    """Whether all positions are inside the shards and its own tables. An index may come from an untrusted place."""
     if any(arrays[name].dtype != kind or arrays[name].ndim != 1 for name, kind in _ARRAYS.items()):
         return False
     samples, shards = len(index), len(index.shards)
@@ -120,55 +121,51 @@ def _is_sound(index: ShardIndex, arrays: dict[str, np.ndarray]) -> bool:
     )
 
 
-def leads_out(name: str) -> bool:
-    """Whether a name points to somewhere outside of its place."""
-    return name.startswith("/") or ".." in name.split("/")
+ReadShards = Callable[[Iterable[ShardFile]], Iterable[TarSamples]]
+"""Reads the headers of shards, in the same order"""
 
 
 def make_index(
-    store: Store,
-    found: Sequence[Found],
-    classes: list[str] | None,
-    each: Callable[[Iterable[Found]], Iterable[TarSamples]] | None = None,
+    store: Store, shards: Sequence[ShardFile], classes: list[str] | None, read_shards: ReadShards | None = None
 ) -> ShardIndex:
-    """Read the headers of all `found`. `each` may do it in processes of its own, in the same order."""
+    """Index shards by their headers. `read_shards` may read them in several processes."""
     numbers = {name: number for number, name in enumerate(classes or ())}
     shard, offset, size, label, names, lengths = ([] for _ in range(6))
-    passed = PassedOver()
-    read, named = each(found) if each else (read_shard(store, file) for file in found), False
-    for number, (file, samples) in enumerate(zip(found, read, strict=True)):
-        passed.merge(samples.passed)
+    skipped, has_names = SkippedFiles(), False
+    contents = read_shards(shards) if read_shards else (read_shard(store, file) for file in shards)
+    for number, (file, samples) in enumerate(zip(shards, contents, strict=True)):
+        skipped.merge(samples.skipped)
         shard.append(np.full(len(samples.names), number, dtype=np.int32))
         offset.append(np.array(samples.offsets, dtype=np.int64))
         size.append(np.array(samples.sizes, dtype=np.int64))
-        named = named or any(isinstance(one, str) for one in samples.labels)
+        has_names = has_names or any(isinstance(one, str) for one in samples.labels)
         label.append(_label_numbers(samples, numbers, f"{store.root}/{file.name}"))
         encoded = [name.encode(errors="surrogateescape") for name in samples.names]
         names.append(np.frombuffer(b"".join(encoded), dtype=np.uint8))
         lengths.append(np.array([len(name) for name in encoded], dtype=np.int64))
-    if named and len(numbers) < len(classes or ()):
-        twice = next(name for name in numbers if (classes or []).count(name) > 1)
+    if has_names and len(numbers) < len(classes or ()):
+        repeated = next(name for name in numbers if (classes or []).count(name) > 1)
         raise UserError(
-            f"{store.root}: labels are names, and classes.txt has the line {twice!r} more than once, so it does not "
-            "tell which class is meant. Give these classes different names, or whole numbers as labels."
+            f"{store.root}: labels are names, but classes.txt has the line {repeated!r} more than once, so the class "
+            "is ambiguous. Give these classes different names, or use whole numbers as labels."
         )
     return ShardIndex(
-        shards=[file.name for file in found],
-        shard_sizes=np.array([file.size for file in found], dtype=np.int64),
-        stamps=[file.stamp for file in found],
+        shards=[file.name for file in shards],
+        shard_sizes=np.array([file.size for file in shards], dtype=np.int64),
+        stamps=[file.stamp for file in shards],
         shard=np.concatenate(shard),
         offset=np.concatenate(offset),
         size=np.concatenate(size),
         label=np.concatenate(label),
         names=np.concatenate(names),
         name_ends=np.cumsum(np.concatenate(lengths)),
-        classes=list(classes or ()) if named else [],
-        passed_over=passed.line(),
+        classes=list(classes or ()) if has_names else [],
+        skipped=skipped.line(),
     )
 
 
-def read_shard(store: Store, file: Found) -> TarSamples:
-    """The samples of one tar file."""
+def read_shard(store: Store, file: ShardFile) -> TarSamples:
+    """Samples of one tar file."""
     where = f"{store.root}/{file.name}"
     try:
         with store.open(file.name) as opened:
@@ -180,10 +177,10 @@ def read_shard(store: Store, file: Found) -> TarSamples:
 def _label_numbers(samples: TarSamples, numbers: dict[str, int], where: str) -> np.ndarray:
     for name, label in zip(samples.names, samples.labels, strict=True):
         if isinstance(label, str) and label not in numbers:
-            known = "has no such line" if numbers else "is not there"
+            problem = "has no such line" if numbers else "does not exist"
             raise UserError(
-                f"{where}: the label of {name} is {label!r}. A label that is no number must be a line of classes.txt "
-                f"beside the tar files, which {known}."
+                f"{where}: the label of {name} is {label!r}. A label that is not a number must be a line of "
+                f"classes.txt beside the tar files, which {problem}."
             )
     return np.array([numbers[k] if isinstance(k, str) else k for k in samples.labels], dtype=np.int64)
 

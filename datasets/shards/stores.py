@@ -1,4 +1,4 @@
-"""Where shards lie: a folder on disk, or a place that fsspec can reach, such as s3://bucket/imagenet."""
+"""Storage of shards: a local folder, or a URL that fsspec supports, such as s3://bucket/imagenet."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from utils.errors import UserError
 from utils.files import only_regular, read_regular
 
 MOST_OPEN = 64
-"""Files a process keeps open. A window of shards is read in turns, so that opening anew for each image would cost."""
+"""Files that a process keeps open: the shards of a window are read alternately, and opening one per image is slow."""
 
 Range = tuple[str, int, int]
 """(file, first byte, number of bytes)"""
 
 
-class Found(NamedTuple):
-    """A tar file of a store."""
+class ShardFile(NamedTuple):
+    """A tar file in a store."""
 
     name: str
-    """relative to the store's root, with /"""
+    """Relative to the store's root, with /"""
     size: int
     stamp: str
-    """changes when the file is written anew, where the store knows it; else empty"""
+    """Changes when the file is rewritten; '' if the store does not record it"""
 
 
 class Store(ABC):
@@ -41,27 +41,27 @@ class Store(ABC):
     remote: bool
 
     @abstractmethod
-    def tars(self, folder: str = "") -> list[Found]:
-        """The tar files in `folder`, in the order of their names; none where there is no such folder."""
+    def tars(self, folder: str = "") -> list[ShardFile]:
+        """Tar files in `folder`, in the order of their names; none if the folder does not exist."""
 
     @abstractmethod
     def whole(self, name: str) -> bytes | None:
-        """A small file, None where there is none."""
+        """Content of a small file; None if it does not exist."""
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO: ...
 
     @abstractmethod
-    def range(self, part: Range) -> np.ndarray:
-        """These bytes, fewer where the file ends before. Raises OSError."""
+    def range(self, wanted: Range) -> np.ndarray:
+        """Bytes of a range, fewer if the file ends early. Raises OSError."""
 
-    def view(self, part: Range) -> np.ndarray:
-        """The same, perhaps without copying what is not looked at; not to be written to."""
-        return self.range(part)
+    def view(self, wanted: Range) -> np.ndarray:
+        """A read-only range, which may be mapped instead of copied."""
+        return self.range(wanted)
 
 
 class Folder(Store):
-    """A folder on disk."""
+    """A local folder."""
 
     remote = False
 
@@ -71,15 +71,15 @@ class Folder(Store):
         self._mapped: dict[str, np.ndarray] = {}
         self._owner = os.getpid()
 
-    def tars(self, folder: str = "") -> list[Found]:
-        where = os.path.join(self.root, folder)
-        if not os.path.isdir(where):
+    def tars(self, folder: str = "") -> list[ShardFile]:
+        path = os.path.join(self.root, folder)
+        if not os.path.isdir(path):
             return []
-        with os.scandir(where) as entries:
+        with os.scandir(path) as entries:
             files = [entry for entry in entries if entry.name.endswith(".tar") and not entry.name.startswith(".")]
-            found = [(file.name, file.stat()) for file in files if file.is_file()]
+            stats = [(file.name, file.stat()) for file in files if file.is_file()]
         prefix = f"{folder}/" if folder else ""
-        return sorted(Found(prefix + name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in found)
+        return sorted(ShardFile(prefix + name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in stats)
 
     def whole(self, name: str) -> bytes | None:
         path = os.path.join(self.root, name)
@@ -88,29 +88,29 @@ class Folder(Store):
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}.") from None
+            raise UserError(f"{path} cannot be read: {error.strerror}.") from None
 
     def open(self, name: str) -> BinaryIO:
         return open(os.path.join(self.root, name), "rb", opener=only_regular)
 
-    def range(self, part: Range) -> np.ndarray:
-        name, offset, size = part
-        found, begin = np.empty(size, dtype=np.uint8), 0
-        with self._dropped_if_it_fails(name):
+    def range(self, wanted: Range) -> np.ndarray:
+        name, offset, size = wanted
+        content, length = np.empty(size, dtype=np.uint8), 0
+        with self._closed_after_error(name):
             handle = self._handle(name)
-            while begin < size and (got := os.preadv(handle, [found[begin:].data], offset + begin)):
-                begin += got
-        if begin < size:
-            self._drop(name)  # a whole file may have taken its place
-        return found[:begin]
+            while length < size and (got := os.preadv(handle, [content[length:].data], offset + length)):
+                length += got
+        if length < size:
+            self._close(name)  # a complete file may replace it
+        return content[:length]
 
-    def view(self, part: Range) -> np.ndarray:
-        """A crop of raw pixels needs half of them or less; the rest is never copied."""
-        name, offset, size = part
-        with self._dropped_if_it_fails(name):
+    def view(self, wanted: Range) -> np.ndarray:
+        """Map the range: a crop needs half of the raw pixels or less, and the rest is never copied."""
+        name, offset, size = wanted
+        with self._closed_after_error(name):
             handle = self._handle(name)
             if os.fstat(handle).st_size < offset + size:
-                return self.range(part)  # what is missing must not be looked at in mapped memory
+                return self.range(wanted)  # reading mapped memory beyond the end of the file would crash
             mapped = self._mapped.get(name)
             if mapped is None or len(mapped) < offset + size:
                 mapped = np.frombuffer(mmap.mmap(handle, 0, prot=mmap.PROT_READ), dtype=np.uint8)
@@ -118,16 +118,16 @@ class Folder(Store):
         return mapped[offset : offset + size]
 
     @contextlib.contextmanager
-    def _dropped_if_it_fails(self, name: str) -> Iterator[None]:
-        """A handle stays dead once its file system was mounted again; the next try needs one of its own."""
+    def _closed_after_error(self, name: str) -> Iterator[None]:
+        """Close the file after an error: when a file system is mounted again, old handles stay invalid."""
         try:
             yield
         except OSError:
-            self._drop(name)
+            self._close(name)
             raise
 
-    def _drop(self, name: str) -> None:
-        self._mapped.pop(name, None)  # what was cut from it keeps it alive
+    def _close(self, name: str) -> None:
+        self._mapped.pop(name, None)  # slices of it keep the mapping alive
         handle = self._handles.pop(name, None)
         if handle is not None:
             with contextlib.suppress(OSError):
@@ -135,13 +135,13 @@ class Folder(Store):
 
     def _handle(self, name: str) -> int:
         if self._owner != os.getpid():
-            # Inherited by a loading process. They would serve, but closing one is each process's own affair.
+            # A forked loading process opens its own, so that closing a file affects no other process.
             self._handles, self._mapped, self._owner = OrderedDict(), {}, os.getpid()
         if name in self._handles:
             self._handles.move_to_end(name)
             return self._handles[name]
         if len(self._handles) >= MOST_OPEN:
-            self._drop(next(iter(self._handles)))
+            self._close(next(iter(self._handles)))
         handle = self._handles[name] = only_regular(os.path.join(self.root, name), os.O_RDONLY)
         return handle
 
@@ -150,7 +150,7 @@ class Folder(Store):
 
 
 class Remote(Store):
-    """A place named by a URL, read by fsspec. A process makes its own connections at its first look."""
+    """A URL, read with fsspec. Each process opens its own connections at its first use."""
 
     remote = True
 
@@ -167,7 +167,7 @@ class Remote(Store):
                 raise UserError(f"{self.root}: reading over a network needs fsspec. Run: pip install fsspec") from None
             try:
                 files, path = fsspec.core.url_to_fs(self.root, use_listings_cache=False)
-            except (ImportError, ValueError) as error:  # each kind of URL has a package of its own
+            except (ImportError, ValueError) as error:  # each protocol needs its own package
                 raise UserError(f"DATA.DATA_PATH (-data_path): {self.root} cannot be opened: {error}") from None
             self._connected = os.getpid(), files, path.rstrip("/")
         return self._connected[1:]
@@ -176,21 +176,22 @@ class Remote(Store):
         root = self._connect()[1]
         return f"{root}/{name}" if name else root
 
-    def tars(self, folder: str = "") -> list[Found]:
+    def tars(self, folder: str = "") -> list[ShardFile]:
         files = self._connect()[0]
         try:
             entries = files.ls(self._path(folder), detail=True)
         except FileNotFoundError:
             return []
-        except Exception as error:  # every kind of store has errors of its own
-            raise UserError(f"{self.root}/{folder}: cannot be listed: {_reason(error)}") from None
-        entries = [entry for entry in entries if entry["name"].endswith(".tar")]
-        found = []
+        except Exception as error:  # each protocol has its own types of errors
+            raise UserError(f"{self.root}/{folder} cannot be listed: {_reason(error)}") from None
+        shards = []
         for entry in entries:
+            if not entry["name"].endswith(".tar"):
+                continue
             size = entry["size"] if entry.get("size") is not None else files.size(entry["name"])
             name = entry["name"].rstrip("/").rpartition("/")[2]
-            found.append(Found(f"{folder}/{name}" if folder else name, int(size or 0), _stamp(entry)))
-        return sorted(found)
+            shards.append(ShardFile(f"{folder}/{name}" if folder else name, int(size or 0), _stamp(entry)))
+        return sorted(shards)
 
     def whole(self, name: str) -> bytes | None:
         try:
@@ -198,48 +199,49 @@ class Remote(Store):
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise UserError(f"{self.root}/{name}: cannot be read: {_reason(error)}") from None
+            raise UserError(f"{self.root}/{name} cannot be read: {_reason(error)}") from None
 
     def open(self, name: str) -> BinaryIO:
-        try:
+        with _as_os_error():
             return cast(BinaryIO, self._connect()[0].open(self._path(name), "rb"))
-        except OSError:
-            raise
-        except Exception as error:
-            raise OSError(_reason(error)) from None
 
-    def range(self, part: Range) -> np.ndarray:
-        name, offset, size = part
-        try:
+    def range(self, wanted: Range) -> np.ndarray:
+        name, offset, size = wanted
+        with _as_os_error():
             return _writable(self._connect()[0].cat_file(self._path(name), start=offset, end=offset + size))
-        except OSError:
-            raise
-        except Exception as error:
-            raise OSError(_reason(error)) from None
 
-    def ranges(self, parts: Sequence[Range]) -> list[np.ndarray | None]:
-        """Many ranges at once, None for what could not be had; nothing at all where that fails as a whole."""
+    def ranges(self, wanted: Sequence[Range]) -> list[np.ndarray | None]:
+        """Many ranges at once, with None for those that failed; an empty list if the whole request fails."""
         files = self._connect()[0]
-        names, starts = [self._path(name) for name, _, _ in parts], [offset for _, offset, _ in parts]
+        names, starts = [self._path(name) for name, _, _ in wanted], [offset for _, offset, _ in wanted]
         try:
-            found = files.cat_ranges(names, starts, [offset + size for _, offset, size in parts], on_error="return")
-        except Exception:  # each range is asked for again, and says then what is wrong
+            contents = files.cat_ranges(names, starts, [offset + size for _, offset, size in wanted], on_error="return")
+        except Exception:  # the ranges are read again one by one, and report their errors then
             return []
-        return [None if isinstance(item, Exception) else _writable(item) for item in found]
+        return [None if isinstance(content, Exception) else _writable(content) for content in contents]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_connected": None}
 
 
 def open_store(place: str | None) -> Store:
-    """DATA_PATH as a folder or as a URL."""
+    """Open DATA_PATH, a folder or a URL."""
     if place is None:
-        raise UserError(
-            "DATA.DATASET shards needs DATA.DATA_PATH (-data_path): the folder or URL its tar files lie in."
-        )
+        raise UserError("DATA.DATASET shards needs DATA.DATA_PATH (-data_path): the folder or URL of its tar files.")
     if "://" in place:
         return Remote(place)
     return Folder(readable_folder(place))
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raise errors of a protocol's own types as OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(_reason(error)) from None
 
 
 def _writable(content: bytes) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a tar file in WebDataset's layout holds: `key.jpg` beside `key.cls` or `key.json`. Nothing is ever extracted."""
+"""Tar files in WebDataset's layout: `key.jpg` beside `key.cls` or `key.json`. Nothing is ever extracted."""
 
 from __future__ import annotations
 
@@ -12,45 +12,48 @@ from pathlib import Path
 from typing import BinaryIO
 
 from datasets.decoding.stored import ENDINGS
-from datasets.sources.walk import PassedOver
+from datasets.sources.files import leads_out
+from datasets.sources.walk import SkippedFiles
 from utils.errors import UserError
 from utils.log import log
 
 IMAGE_KINDS = (*(ending.removeprefix(".") for ending in ENDINGS), "npy")
 LABEL_KINDS = ("cls", "json")
 LARGEST_LABEL = 1 << 20
-"""Bytes: what claims to be a label and is larger is something else."""
+"""Most bytes of a label member."""
 LARGEST_NUMBER = 1 << 31
 DOTS = "more than one dot in the name"
-"""How such images and labels are counted among those passed over"""
+"""Kind under which such images and labels are counted as skipped"""
 MOST_ZEROS = 1 << 20
-"""Bytes: a tar file ends with zeros, commonly 10 KiB or less. More are a copy that got room, but no content."""
+"""Most zero bytes at the end of a tar file, usually 10 KiB or less. More mean a copy with space but no content."""
 
 
 @dataclass
 class TarSamples:
-    """The samples of one tar file, in the order of their images."""
+    """Samples of one tar file, in the order of their images."""
 
     names: list[str] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     labels: list[int | str] = field(default_factory=list)
-    """Numbers, or names of classes where the tar has these."""
-    passed: PassedOver = field(default_factory=PassedOver)
+    """Numbers or class names, as in the file."""
+    skipped: SkippedFiles = field(default_factory=SkippedFiles)
 
 
 def read_tar(file: BinaryIO, size: int, where: str) -> TarSamples:
-    """Go through the headers of the tar file `where`, `size` bytes long. Raises UserError, which names the offset."""
+    """Read the headers of the tar file `where`, `size` bytes long. UserErrors name the offset of the damage."""
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int | str] = {}
-    links, passed = 0, PassedOver()
+    links, skipped = 0, SkippedFiles()
     for member in _members(file, size, where):
         key, kind = _key(member.name)
         if not member.isreg() or member.issparse():
             links += kind in (*IMAGE_KINDS, *LABEL_KINDS)
         elif kind in IMAGE_KINDS:
             if key in images:
-                raise UserError(f"{where}: {member.name} is a second image beside {images[key][0]}; a sample has one.")
+                raise UserError(
+                    f"{where}: {member.name} and {images[key][0]} are two images of one sample; a sample has one."
+                )
             images[key] = member.name, member.offset_data, member.size
         elif kind in LABEL_KINDS and (kind == "cls" or key not in labels):
             label = _label(file, member, where)
@@ -58,20 +61,21 @@ def read_tar(file: BinaryIO, size: int, where: str) -> TarSamples:
                 labels[key] = label
         elif kind not in LABEL_KINDS:
             dotted = kind.rpartition(".")[2] in (*IMAGE_KINDS, *LABEL_KINDS)
-            passed.add(member.name, DOTS if dotted else None)
+            skipped.add(member.name, DOTS if dotted else None)
     if links:
-        log.warning("%s: %d links or other members that are no files are passed over.", where, links)
-    found = TarSamples(passed=passed)
+        log.warning("%s: skipped %d links and other members that are not files.", where, links)
+    samples = TarSamples(skipped=skipped)
     for key, (name, offset, length) in images.items():
         if key not in labels:
             raise UserError(
-                f"{where}: the image {name} has no label: no {key}.cls beside it, nor a {key}.json with a 'label'."
+                f"{where}: the image {name} has no label: there is no {key}.cls beside it, and no {key}.json with a "
+                "'label'."
             )
-        found.names.append(name)
-        found.offsets.append(offset)
-        found.sizes.append(length)
-        found.labels.append(labels[key])
-    return found
+        samples.names.append(name)
+        samples.offsets.append(offset)
+        samples.sizes.append(length)
+        samples.labels.append(labels[key])
+    return samples
 
 
 def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]:
@@ -79,11 +83,10 @@ def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]
         tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 - the file is the caller's
     except tarfile.TarError as error:
         raise UserError(
-            f"{where} is no tar file that can be read: {error}. In a compressed one no image can be read where it "
-            f"lies; unpack it with gunzip or the like."
+            f"{where} cannot be read as a tar file: {error}. Compressed tar files are not supported, because images "
+            f"are read in place; decompress it with gunzip or a similar program."
         ) from None
-    # Not tar.next(): it keeps every member, and takes a file that was cut off between two members, or damage in the
-    # middle, for the end.
+    # Not tar.next(): it keeps every member in memory, and takes a cut between two members, or damage, for the end.
     tar.offset = 0
     while True:
         begin = tar.offset
@@ -91,16 +94,16 @@ def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]
         block = file.read(tarfile.BLOCKSIZE)
         if block == bytes(tarfile.BLOCKSIZE):
             if size - begin > MOST_ZEROS or any(file.read(MOST_ZEROS)):
-                raise _cut_off(where, size, begin, "zeros, which are not the tar file's end")
+                raise _damaged(where, size, begin, "zeros, which are not the tar file's end")
             return
         try:
             file.seek(begin)
             member = tarfile.TarInfo.fromtarfile(tar)
         except tarfile.TarError:
-            raise _cut_off(where, size, begin, "the header of a member") from None
+            raise _damaged(where, size, begin, "the header of a member") from None
         if member.offset_data + member.size > size:
-            raise _cut_off(where, size, begin, member.name)
-        if member.name.startswith("/") or ".." in member.name.split("/"):
+            raise _damaged(where, size, begin, member.name)
+        if leads_out(member.name):
             raise UserError(
                 f"{where}: the member {member.name!r} leads out of the tar file. Names must be relative and without "
                 f"'..'; do not trust this file."
@@ -108,22 +111,22 @@ def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]
         yield member
 
 
-def _cut_off(where: str, size: int, offset: int, what: str) -> UserError:
+def _damaged(where: str, size: int, offset: int, what: str) -> UserError:
     return UserError(
-        f"{where} is damaged or was cut off: it has {size:,} bytes, and what begins at byte {offset:,} ({what}) is not "
-        f"whole. Copy or pack this file again."
+        f"{where} is damaged or cut off: it has {size:,} bytes, and the data at byte {offset:,} ({what}) is not "
+        f"complete. Copy or pack this file again."
     )
 
 
 def _key(name: str) -> tuple[str, str]:
-    """'a/b.c.jpg' -> ('a/b', 'c.jpg'): as WebDataset has it, all behind the first dot says what a member is."""
+    """'a/b.c.jpg' -> ('a/b', 'c.jpg'): key and extension, which begins at the first dot, as in WebDataset."""
     folder, slash, file = name.rpartition("/")
     stem, _, kind = file.partition(".")
     return folder + slash + stem, kind.lower()
 
 
 def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | str | None:
-    """The label in a member; None for a JSON that says nothing about one."""
+    """Label in a member; None for a JSON file without a label."""
     file.seek(member.offset_data)
     text = file.read(min(member.size, LARGEST_LABEL))
     try:
@@ -138,16 +141,16 @@ def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | str | N
         elif not label:
             raise ValueError("it is empty")
     except ValueError as error:
-        raise UserError(f"{where}: {member.name} is no label: {error}.") from None
+        raise UserError(f"{where}: {member.name} is not a label: {error}.") from None
     if isinstance(label, str) and label.removeprefix("-").isdecimal():
         label = int(label)
     if isinstance(label, int) and abs(label) > LARGEST_NUMBER:
-        raise UserError(f"{where}: {member.name} says {label}, which is no class.")
+        raise UserError(f"{where}: {member.name} has the label {label}, which is too large for a class.")
     return label
 
 
 class TarWriter:
-    """Writes samples into a tar file that is the same, byte for byte, for the same samples."""
+    """Writes samples to a tar file; the same samples give the same bytes."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb")  # noqa: SIM115 - see close
@@ -168,7 +171,7 @@ class TarWriter:
         self._tar.addfile(info, io.BytesIO(content))
 
     def close(self) -> None:
-        """All is on the disk when this returns."""
+        """Close the file and sync it to the disk."""
         with self._file:
             self._tar.close()
             self._file.flush()

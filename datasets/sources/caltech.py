@@ -1,88 +1,66 @@
-"""`caltech101` and `caltech256`: a folder a class, with one that is none. They have no validation part of their own."""
+"""`caltech101` and `caltech256`: class folders, one of which is clutter. They have no validation split of their own."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
-import torch
 
 from datasets.base import Source
-from datasets.images import Images
-from datasets.labels import check_class_count, tell_spare_classes
+from datasets.images import image_source
+from datasets.labels import check_class_count, log_unused_outputs
+from datasets.sources.files import FileList, FileSamples
 from datasets.sources.imagefolder import class_files, subfolders
 from datasets.sources.published import Published
 from datasets.sources.split import split_files
 from utils.config.data import DataConfig
-from utils.errors import UserError
-
-log = logging.getLogger("vitamp")
-
-
-class Tree(NamedTuple):
-    """What lies in one of the two, clutter left out."""
-
-    folder: Path
-    """The one with the folders of classes"""
-    classes: list[str]
-    """Names of these, in order"""
-    paths: list[str]
-    """Of the images, below `folder`"""
-    labels: np.ndarray
+from utils.log import log
 
 
 @dataclass(frozen=True)
-class Caltech:
-    """One of the two."""
-
-    published: Published
+class Caltech(Published):
     clutter: str
-    """The folder of what belongs to no class"""
+    """Folder of images that belong to no class"""
     images: int
-    """As published, without that folder"""
-
-    def open(self, data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG002 - files are read on the host
-        folder, classes, paths, labels = self.tree(self.published.found(data), data, num_classes)
-        return Images(split_files(folder, paths, labels, classes, data, train), data, train, seed)
-
-    def check(self, data: DataConfig, num_classes: int, train: bool) -> None:
-        folder, classes, paths, labels = self.tree(self.published.prepare(data), data, num_classes)
-        tell_spare_classes(len(classes), num_classes, f"The data set {data.DATASET}")
-        # Nothing lists the images, so their number is all one can go by.
-        if len(paths) < self.images:
-            log.warning("%s has %s images; %s were published.", folder, f"{len(paths):,}", f"{self.images:,}")
-        split_files(folder, paths, labels, classes, data, train)
-
-    def tree(self, found: Path, data: DataConfig, num_classes: int) -> Tree:
-        """`found`: the data set's folder, as `published` finds or fetches it."""
-        folder = found / self.published.marks[0]
-        classes = [name for name in subfolders(folder) if name != self.clutter]
-        if not classes:
-            raise UserError(self.published.broken(folder.parent, f"{folder.name} has no folder of a class"))
-        check_class_count(len(classes), num_classes, f"The data set {data.DATASET}")
-        paths, labels = class_files(folder, classes)
-        if not paths:
-            raise UserError(self.published.broken(folder.parent, f"no folder of a class in {folder.name} has an image"))
-        return Tree(folder, classes, paths, labels)
+    """Number of published images, without clutter"""
 
     def source(self) -> Source:
-        return Source(self.open, self.check, fetches=True)
+        return image_source(self.samples, self.check, fetches=True)
+
+    def samples(self, data: DataConfig, train: bool, num_classes: int) -> FileSamples:
+        return split_files(self._files(self.existing_folder(data), data, num_classes), data, train)
+
+    def check(self, data: DataConfig, num_classes: int, train: bool) -> None:
+        files = self._files(self.fetched_folder(data), data, num_classes)
+        log_unused_outputs(len(files.classes), num_classes, f"The data set {data.DATASET}")
+        # There is no list of the images, so their number is all that can be checked.
+        if len(files.paths) < self.images:
+            log.warning("%s has %s images; %s were published.", files.root, f"{len(files.paths):,}", f"{self.images:,}")
+        split_files(files, data, train)
+
+    def _files(self, folder: Path, data: DataConfig, num_classes: int) -> FileList:
+        inner = folder / self.required[0]
+        classes = [name for name in subfolders(inner) if name != self.clutter]
+        if not classes:
+            raise self.damaged(folder, f"{inner.name} has no class folders")
+        check_class_count(len(classes), num_classes, f"The data set {data.DATASET}")
+        files = class_files(inner, classes)
+        if not files.paths:
+            raise self.damaged(folder, f"the class folders in {inner.name} have no images")
+        return files
 
 
-def _caltech(classes: int, clutter: str, images: int, example: str, megabytes: int, record: str) -> Caltech:
+def _caltech(classes: int, clutter: str, images: int, example: str, megabytes: int, record: str) -> Source:
     inner = f"{classes}_ObjectCategories"
-    published = Published(
+    return Caltech(
         folder=f"caltech{classes}",
-        marks=(inner,),
+        required=(inner,),
         layout=f"{inner}/{example}",
         fetcher=f"Caltech{classes}",
         megabytes=megabytes,
         page=f"https://data.caltech.edu/records/{record}",
-    )
-    return Caltech(published, clutter, images)
+        clutter=clutter,
+        images=images,
+    ).source()
 
 
 CALTECH101 = _caltech(101, "BACKGROUND_Google", 8677, "accordion/image_0001.jpg", 137, "20086")

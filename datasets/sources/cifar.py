@@ -1,4 +1,4 @@
-"""`cifar10` and `cifar100`: 60,000 images of 32 x 32, as python pickles. They are read by rules that run nothing."""
+"""`cifar10` and `cifar100`: 60,000 images of 32 x 32 in Python pickles, read by an unpickler that cannot run code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from datasets.base import ImageDataset, Source
-from datasets.labels import check_class_count, tell_spare_classes
+from datasets.labels import check_class_count, log_unused_outputs
 from datasets.memory import ArrayPixels, ArraySamples, open_arrays
 from datasets.sources.published import Published
 from utils.config.data import DataConfig
@@ -19,7 +19,7 @@ from utils.errors import UserError
 from utils.files import only_regular
 
 SHAPE = (3, 32, 32)
-# What numpy's arrays are made of when they are unpickled, under the names of its older and of its newer versions.
+# Callables in the pickle of a numpy array, by their names in older and newer versions of numpy.
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
@@ -29,11 +29,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 @dataclass(frozen=True)
-class _Cifar:
-    """One of the two."""
-
-    published: Published
+class Cifar(Published):
     train: tuple[str, ...]
+    """Files of the training split"""
     validation: str
     meta: str
     names: str
@@ -42,71 +40,65 @@ class _Cifar:
     """Key of the labels"""
 
     def open(self, data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageDataset:
-        folder = self.published.found(data)
+        folder = self.existing_folder(data)
         classes = self._classes(folder, data, num_classes)
-        parts = [self._read(folder / name, len(classes)) for name in (self.train if train else [self.validation])]
-        pixels = np.concatenate([pixels for pixels, _ in parts])
-        labels = np.concatenate([labels for _, labels in parts])
+        contents = [self._read(folder, name, len(classes)) for name in (self.train if train else [self.validation])]
+        pixels = np.concatenate([pixels for pixels, _ in contents])
+        labels = np.concatenate([labels for _, labels in contents])
         owner = f"{data.DATASET}:{'train' if train else 'test'}"
         return open_arrays(ArraySamples(pixels, labels, classes, owner), data, train, seed, device)
 
     def check(self, data: DataConfig, num_classes: int, train: bool) -> None:
-        folder = self.published.prepare(data)
+        folder = self.fetched_folder(data)
         classes = self._classes(folder, data, num_classes)
-        tell_spare_classes(len(classes), num_classes, f"The data set {data.DATASET}")
+        log_unused_outputs(len(classes), num_classes, f"The data set {data.DATASET}")
         for name in (*(self.train if train else ()), self.validation):
-            self._read(folder / name, len(classes))
+            self._read(folder, name, len(classes))
 
     def _classes(self, folder: Path, data: DataConfig, num_classes: int) -> list[str]:
-        (classes,) = self._entries(folder / self.meta, self.names)
+        (classes,) = self._entries(folder, self.meta, self.names)
         check_class_count(len(classes), num_classes, f"The data set {data.DATASET}")
         return [str(name) for name in classes]
 
-    def _read(self, file: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, folder: Path, name: str, classes: int) -> tuple[np.ndarray, np.ndarray]:
         """Pixels (N x H x W x C) and labels of one file."""
-        pixels, labels = map(np.asarray, self._entries(file, "data", self.labels))
+        pixels, labels = map(np.asarray, self._entries(folder, name, "data", self.labels))
         if pixels.dtype != np.uint8 or pixels.shape != (len(labels), int(np.prod(SHAPE))) or not len(labels):
-            raise UserError(self.published.broken(file.parent, f"{file.name} holds no images of 32 x 32"))
+            raise self.damaged(folder, f"{name} does not hold images of 32 x 32")
         if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= classes:
-            raise UserError(self.published.broken(file.parent, f"{file.name} has labels beyond its {classes} classes"))
+            raise self.damaged(folder, f"{name} has labels beyond its {classes} classes")
         return pixels.reshape(-1, *SHAPE).transpose(0, 2, 3, 1), labels.astype(np.int64)
 
-    def _entries(self, file: Path, *keys: str) -> list[Any]:
-        """What stands in a file under these keys."""
-        try:
-            with open(file, "rb", opener=only_regular) as opened:
-                table = _ArraysOnly(opened, encoding="latin1").load()
+    def _entries(self, folder: Path, name: str, *keys: str) -> list[Any]:
+        """Values of these keys in a file."""
+        with self.reading(folder, name), open(folder / name, "rb", opener=only_regular) as opened:
+            table = _ArraysOnly(opened, encoding="latin1").load()
             return [table[key] for key in keys]
-        except UserError:
-            raise
-        except Exception as error:  # a damaged pickle can raise nearly anything
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(self.published.broken(file.parent, f"{file.name} cannot be read ({reason})")) from None
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """A pickle can name any function there is and have it called. This one knows those that arrays need."""
+    """Unpickler of arrays. A pickle can name any function and have it called; this one allows those of arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
         raise UserError(
-            f"A file of the data set calls {module}.{name}, which no CIFAR file does: it may be meant to harm this "
-            f"machine. Nothing was run. Remove the data set and fetch it from where it is published."
+            f"A file of the data set calls {module}.{name}, which no CIFAR file does: it may be malicious. Nothing was "
+            f"run. Remove the data set and fetch it from its publisher."
         )
 
 
 def _cifar(classes: int, folder: str, megabytes: int, **files: Any) -> Source:
-    published = Published(
+    cifar = Cifar(
         folder=folder,
-        marks=(*files["train"], files["validation"], files["meta"]),
-        layout=f"{', '.join(files['train'])}    the training part\n{files['validation']}    the validation part\n"
+        required=(*files["train"], files["validation"], files["meta"]),
+        layout=f"{', '.join(files['train'])}    the training split\n{files['validation']}    the validation split\n"
         f"{files['meta']}    the names of the classes",
         fetcher=f"CIFAR{classes}",
         megabytes=megabytes,
         page="https://www.cs.toronto.edu/~kriz/cifar.html (the python version)",
+        **files,
     )
-    cifar = _Cifar(published, **files)
     return Source(cifar.open, cifar.check, single=ArrayPixels, fetches=True)
 
 

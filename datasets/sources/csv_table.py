@@ -1,4 +1,4 @@
-"""`csv`: a table with a path and a class a line."""
+"""`csv`: a table with one image per line, as a path and a target."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from datasets.base import Source
-from datasets.images import Images
-from datasets.labels import check_class_count, check_label, tell_empty_classes, tell_spare_classes
-from datasets.sources.files import FileSamples, PathTable, check_first_files, check_path
+from datasets.images import image_source
+from datasets.labels import check_class_count, check_label, log_unused_outputs, warn_empty_classes
+from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file
 from datasets.sources.split import split_files
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
@@ -22,8 +20,8 @@ from utils.files import kind_of_path, only_regular
 PATHS = ("path", "image_path", "image", "file", "filename")
 TARGETS = ("target", "label", "class")
 NAMES = "class_name"
-"""A column that says what numbered targets are called"""
-PARTS = ("train.csv", "val.csv")
+"""Column with the class names of numbered targets"""
+SPLITS = ("train.csv", "val.csv")
 LAYOUT = """Expected layout:
   {root}/train.csv    a header, as in path,target and lines like: images/cat 1.jpg,cat
   {root}/val.csv
@@ -33,62 +31,61 @@ Paths are relative to the file; a target is a name or a whole number from 0 on."
 
 @dataclass(frozen=True)
 class _Table:
-    """The lines of one file."""
+    """Columns of one file."""
 
     file: Path
     paths: list[str]
     targets: list[str]
     names: list[str]
-    """Of the targets, where there is a column of them"""
+    """Class names of the targets; empty without such a column"""
     numbers: list[int]
-    """Of the lines in the file"""
+    """Line numbers in the file"""
 
     def where(self, row: int) -> str:
         return f"{self.file}:{self.numbers[row]}"
 
+    def labelled(self, training: _Table, num_classes: int) -> FileList:
+        """The images with checked labels. `training`: the table that defines the classes."""
+        classes, labels = _labels(self, training, num_classes)
+        return FileList(self.file.parent, self.paths, labels, classes)
 
-def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - files are read on the host
-    files = _files(data)
-    table = _read(files[0 if train else -1])
-    classes, labels = _labels(table, table if train else _read(files[0]), num_classes)
-    root = table.file.parent
-    if len(files) == 1:
-        return Images(split_files(root, table.paths, labels, classes, data, train), data, train, seed)
-    return Images(FileSamples(root, PathTable(table.paths), labels, classes), data, train, seed)
+
+def _samples(data: DataConfig, train: bool, num_classes: int) -> FileSamples:
+    tables = _table_files(data)
+    table = _read(tables[0 if train else -1])
+    files = table.labelled(table if train else _read(tables[0]), num_classes)
+    return split_files(files, data, train) if len(tables) == 1 else files.samples()
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    files = _files(data)
-    first = _read(files[0])
-    classes, labels = _labels(first, first, num_classes)
-    known = len(classes) if classes else int(labels.max()) + 1
-    tell_spare_classes(known, num_classes, f"The table {files[0]}")
-    tell_empty_classes(labels, classes or range(known), f"The table {files[0]}")
-    tables = [first] if train else []
-    if len(files) == 1:
-        tables = [first]
-        split_files(first.file.parent, first.paths, labels, classes, data, train)
+    tables = [_read(file) for file in _table_files(data)]
+    first = tables[0]
+    files = first.labelled(first, num_classes)
+    log_unused_outputs(len(files.classes), num_classes, f"The table {first.file}")
+    warn_empty_classes(files.labels, files.classes, f"The table {first.file}")
+    if len(tables) == 1:
+        split_files(files, data, train)
     else:
-        tables.append(_read(files[1]))
-        _labels(tables[-1], first, num_classes)
-    for table in tables:
+        tables[1].labelled(first, num_classes)
+    for table in tables if train else tables[-1:]:
         check_first_files(table.file, table.paths)
 
 
-def _files(data: DataConfig) -> list[Path]:
-    """The file of each part, or the one of both."""
+def _table_files(data: DataConfig) -> list[Path]:
+    """The file of each split, or one file for both."""
     if data.DATA_PATH is None:
         raise UserError(f"DATA.DATASET csv needs DATA.DATA_PATH (-data_path). {LAYOUT.format(root='/data/cats')}")
     root = Path(data.DATA_PATH).expanduser()
     if root.is_file():
         return [root]
-    files = [root / name for name in PARTS]
+    files = [root / name for name in SPLITS]
     for file in files:
         if not file.is_file():
-            kind = kind_of_path(root)
-            there = f"{root} is {kind}, not a file" if kind else f"{root} does not exist"
-            there = f"there is no file {file}" if root.is_dir() else there
-            raise UserError(f"DATA.DATA_PATH (-data_path): {there}. {LAYOUT.format(root=root)}")
+            if root.is_dir():
+                problem = f"there is no file {file}"
+            else:
+                problem = no_file(root) if kind_of_path(root) else f"{root} does not exist"
+            raise UserError(f"DATA.DATA_PATH (-data_path): {problem}. {LAYOUT.format(root=root)}")
     return files
 
 
@@ -119,21 +116,21 @@ def _read(file: Path) -> _Table:
 
 
 def _column(file: Path, header: list[str], names: tuple[str, ...]) -> int:
-    found = [name.strip().casefold() for name in header]
+    columns = [name.strip().casefold() for name in header]
     for name in names:
-        if name in found:
-            return found.index(name)
-    close = next((hint for name in found if (hint := nearest(name, names))), "")
+        if name in columns:
+            return columns.index(name)
+    suggestion = next((text for name in columns if (text := nearest(name, names))), "")
     raise UserError(
-        f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{close} "
+        f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
         f"{LAYOUT.format(root=file.parent)}"
     )
 
 
-def _labels(table: _Table, training: _Table, num_classes: int) -> tuple[list[str] | None, np.ndarray]:
-    """Names of the classes, if they have any, and the labels of `table`. Classes are those of the training part."""
-    if _whole(training.targets[0]) is not None:
-        return _named(training, num_classes), _numbered(table, num_classes)
+def _labels(table: _Table, training: _Table, num_classes: int) -> tuple[list[str] | range, np.ndarray]:
+    """Classes of the training table, and labels of `table`."""
+    if _whole_number(training.targets[0]) is not None:
+        return _numbered_classes(training, num_classes), _numbers(table, num_classes)
     classes = sorted(set(training.targets))
     check_class_count(len(classes), num_classes, f"The table {training.file}")
     numbers = {name: label for label, name in enumerate(classes)}
@@ -143,43 +140,44 @@ def _labels(table: _Table, training: _Table, num_classes: int) -> tuple[list[str
         if name not in numbers:
             raise UserError(
                 f"{table.where(row)}: {training.file} has no class {name!r}.{nearest(name, classes)} "
-                f"Both parts need the same classes."
+                f"Both splits need the same classes."
             )
-        if _whole(name) is not None:
+        if _whole_number(name) is not None:
             raise UserError(
-                f"{table.where(row)}: the target {name} is a number, {training.targets[0]!r} in "
+                f"{table.where(row)}: the target {name} is a number, but {training.targets[0]!r} in "
                 f"{training.where(0)} is a name. Give all targets as names, or all as whole numbers."
             )
     return classes, np.array([numbers[name] for name in table.targets], dtype=np.int64)
 
 
-def _numbered(table: _Table, num_classes: int) -> np.ndarray:
+def _numbers(table: _Table, num_classes: int) -> np.ndarray:
     labels = []
     for row, text in enumerate(table.targets):
-        label = _whole(text)
+        label = _whole_number(text)
         if label is None:
-            raise UserError(f"{table.where(row)}: the target {text!r} is no whole number, as the first one is.")
+            raise UserError(f"{table.where(row)}: the target {text!r} is not a whole number, but the first one is.")
         check_label(label, num_classes, table.where(row))
         labels.append(label)
     return np.array(labels, dtype=np.int64)
 
 
-def _named(table: _Table, num_classes: int) -> list[str] | None:
-    """What the numbers are called, in order; None where nothing says so."""
+def _numbered_classes(table: _Table, num_classes: int) -> list[str] | range:
+    """Names of the numbered classes if the table has them, else their numbers."""
+    labels = _numbers(table, num_classes)
+    numbers = range(int(labels.max()) + 1)
     if not table.names:
-        return None
-    labels = _numbered(table, num_classes)
+        return numbers
     names = {}
     for row, (label, name) in enumerate(zip(labels.tolist(), table.names, strict=True)):
         if names.setdefault(label, name) != name:
             raise UserError(f"{table.where(row)}: class {label} is called {name!r} here and {names[label]!r} above.")
-    return [names.get(label, str(label)) for label in range(int(labels.max()) + 1)]
+    return [names.get(label, str(label)) for label in numbers]
 
 
-def _whole(text: str) -> int | None:
-    """5 of `5`, and of the `5.0` that pandas makes of it when a column once had a gap."""
-    found = re.fullmatch(r"(-?[0-9]+)(\.0*)?", text)
-    return int(found[1]) if found else None
+def _whole_number(text: str) -> int | None:
+    """5 for `5`, and for `5.0`, which pandas writes if a column ever had a missing value."""
+    match = re.fullmatch(r"(-?[0-9]+)(\.0*)?", text)
+    return int(match[1]) if match else None
 
 
-SOURCE = Source(_open, _check)
+SOURCE = image_source(_samples, _check)

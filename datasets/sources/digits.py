@@ -1,6 +1,6 @@
-"""`digits`: 1,797 handwritten digits, 8 x 8 and grey, that come with scikit-learn: real data without a download.
+"""`digits`: the 1,797 handwritten digits (8 x 8, grey) of scikit-learn: real data without a download.
 
-Crop and flip do not apply to them: an 8 x 8 digit has no margin to crop, and a mirrored digit is another one or none.
+Crop and flip do not apply to them: an 8 x 8 digit has no margin to crop, and a mirrored digit is another digit or none.
 SHIFT, ZOOM and ROTATE do apply.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
-import logging
 from functools import partial
 from pathlib import Path
 
@@ -16,18 +15,17 @@ import numpy as np
 import torch
 
 from datasets.base import Source
-from datasets.labels import check_class_count, tell_spare_classes
+from datasets.labels import check_class_count, log_unused_outputs
 from datasets.memory import ArrayPixels, ArraySamples, InMemory
 from datasets.sources.split import split
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.log import log
 
 CLASSES = [str(digit) for digit in range(10)]
 SIDE = 8
 BRIGHTEST = 16
-VALIDATION_SHARE = 0.2
-
-log = logging.getLogger("vitamp")
+VALIDATION_FRACTION = 0.2
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
@@ -51,15 +49,15 @@ def _file() -> Path:
 def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> InMemory:
     check_class_count(len(CLASSES), num_classes, "The data set digits")
     pixels, labels = read_digits()
-    part = split(labels, VALIDATION_SHARE, 0, "digits")[0 if train else 1]
-    samples = ArraySamples(pixels[part, :, :, None], labels[part], CLASSES, "digits")
+    chosen = split(labels, VALIDATION_FRACTION, 0, "digits")[0 if train else 1]
+    samples = ArraySamples(pixels[chosen, :, :, None], labels[chosen], CLASSES, "digits")
     return InMemory(samples, data, train, seed, device, cropped=False)
 
 
-def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: ARG001 - both parts lie in one file
+def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: ARG001 - both splits are in one file
     _file()
     check_class_count(len(CLASSES), num_classes, "The data set digits")
-    tell_spare_classes(len(CLASSES), num_classes, "The data set digits")
+    log_unused_outputs(len(CLASSES), num_classes, "The data set digits")
     if data.DATA_PATH is not None:
         log.info("DATA.DATA_PATH is not used: the data set digits comes with scikit-learn.")
 

@@ -1,4 +1,4 @@
-"""Data sets that are fetched once a machine, and never taken for whole when they are not."""
+"""Download of data sets: once per machine, and an incomplete download is never used."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from utils.errors import UserError
 from utils.log import log
 
 STALLED_AFTER = 60.0
-"""Seconds without a byte after which a server counts as dead."""
+"""Seconds without data after which a download fails."""
 ARCHIVES = (".tgz", ".tar.gz", ".tar", ".zip")
 
 
 def fetch_once(target: Path, fetch: Callable[[Path], object], by_hand: str) -> None:
-    """Make the folder `target` by `fetch(scratch)`, which leaves it in `scratch` under its own name.
+    """Make the folder `target` with `fetch(scratch)`, which creates a folder of that name in `scratch`.
 
-    Any number of processes may call this at once: one works, the others wait for it. The work is done in a folder
-    beside the target, so that the target is there whole or not at all. `by_hand` ends the message of a failure.
+    Any number of processes may call this at once: one downloads and the others wait. It downloads into a folder beside
+    the target and renames it at the end, so `target` is complete or absent. `by_hand` ends the message of a failure.
     """
     scratch = target.parent / f".{target.name}.part"
     try:
@@ -31,8 +31,8 @@ def fetch_once(target: Path, fetch: Callable[[Path], object], by_hand: str) -> N
             if target.exists():
                 return
             if scratch.exists():
-                # Its maker is dead: the lock would not be ours otherwise.
-                log.warning("An earlier download was broken off: %s is removed, and it begins anew.", scratch)
+                # Left by a process that died: otherwise it would hold the lock.
+                log.warning("An earlier download was interrupted: removing %s and starting again.", scratch)
                 shutil.rmtree(scratch)
             _fetch(target, scratch, fetch, by_hand)
     except OSError as error:
@@ -43,13 +43,13 @@ def _fetch(target: Path, scratch: Path, fetch: Callable[[Path], object], by_hand
     log.info("Fetching %s.", target)
     scratch.mkdir()
     try:
-        with _no_endless_wait():
+        with _network_timeout():
             fetch(scratch)
         if not (scratch / target.name).is_dir():
             raise RuntimeError(f"it left no folder {target.name}")
         _drop_archives(scratch / target.name)
         os.replace(scratch / target.name, target)
-    except Exception as error:  # whatever the network, the disk or an archive may come up with
+    except Exception as error:  # the network, the disk and archives have errors of many types
         reason = str(error) or type(error).__name__
         raise UserError(f"DATA.DOWNLOAD: {target.name} could not be fetched: {reason}. {by_hand}") from None
     finally:
@@ -57,7 +57,7 @@ def _fetch(target: Path, scratch: Path, fetch: Callable[[Path], object], by_hand
 
 
 @contextlib.contextmanager
-def _no_endless_wait() -> Iterator[None]:
+def _network_timeout() -> Iterator[None]:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(STALLED_AFTER)
     try:
@@ -67,7 +67,7 @@ def _no_endless_wait() -> Iterator[None]:
 
 
 def _drop_archives(folder: Path) -> None:
-    """Once unpacked they only take room."""
+    """Remove archives that are unpacked by now."""
     for path in folder.iterdir():
         if path.is_file() and path.name.endswith(ARCHIVES):
             path.unlink()

@@ -1,4 +1,4 @@
-"""Images in files: those below a folder, and those that a list names, one per line: `relative/path.JPEG label`."""
+"""Images in files of their own, and list files that name them, one per line: `relative/path.JPEG label`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from datasets.base import Samples
-from datasets.labels import check_label, tell_empty_classes, tell_spare_classes
+from datasets.labels import check_label, log_unused_outputs, warn_empty_classes
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.files import kind_of_path, only_regular, read_regular
 
 
 class PathTable:
-    """Paths in one block of bytes. A million strings would be copied into every worker as soon as it reads them."""
+    """Paths in one block of bytes: a million strings would be copied into every worker as soon as it reads them."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         block, ends = bytearray(), array("q", [0])
@@ -35,7 +36,7 @@ class PathTable:
 
 
 class FileSamples(Samples):
-    """Images that are files of their own below one folder."""
+    """Image files below one folder."""
 
     def __init__(self, root: Path, paths: PathTable, labels: np.ndarray, classes: list[str] | None) -> None:
         self.root, self.paths, self.labels, self.classes = root, paths, labels, classes
@@ -47,57 +48,77 @@ class FileSamples(Samples):
         return f"{self.root}/{self.paths[index]}"
 
 
+class FileList(NamedTuple):
+    """Labelled image files of a split, or of a data set that is to be split."""
+
+    root: Path
+    paths: list[str]
+    """Relative to `root`"""
+    labels: np.ndarray
+    classes: list[str] | range
+    """Names of the classes, or their numbers if they have no names"""
+
+    def samples(self) -> FileSamples:
+        names = self.classes if isinstance(self.classes, list) else None
+        return FileSamples(self.root, PathTable(self.paths), self.labels, names)
+
+
 def data_folder(data: DataConfig) -> Path:
-    """DATA_PATH as a folder that exists."""
+    """DATA_PATH as a folder that exists and can be read."""
     if data.DATA_PATH is None:
         raise UserError(f"DATA.DATASET {data.DATASET} needs DATA.DATA_PATH (-data_path): the folder its images are in.")
     return readable_folder(data.DATA_PATH)
 
 
 def readable_folder(path: str) -> Path:
-    """DATA_PATH as a folder that exists and can be read."""
+    """`path`, given as DATA_PATH, as a folder that exists and can be read."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         kind = kind_of_path(folder)
         what = f"is {kind}, not a folder" if kind else "does not exist"
         raise UserError(f"DATA.DATA_PATH (-data_path): {folder} {what}.")
     if not os.access(folder, os.R_OK | os.X_OK):
-        raise UserError(f"DATA.DATA_PATH (-data_path): {folder} may not be read by this user.")
+        raise UserError(f"DATA.DATA_PATH (-data_path): no permission to read {folder}.")
     return folder
 
 
+def no_file(path: Path) -> str:
+    """Half a sentence for a path that is not a file: 'there is no file X' or 'X is a folder, not a file'."""
+    kind = kind_of_path(path)
+    return f"{path} is {kind}, not a file" if kind else f"there is no file {path}"
+
+
 PROBED = 8
-"""Images of a list that the check before the run looks for: enough to find a list made for another folder."""
+"""Images of a list whose existence is checked before the run: enough to notice a list for another folder."""
 
-
-_read: dict[tuple[str, int, int, int], tuple[PathTable, np.ndarray]] = {}
-"""Lists that were checked, until they are opened: to read a million lines twice would delay the first update."""
+_checked_lists: dict[tuple[str, int, int, int], tuple[PathTable, np.ndarray]] = {}
+"""Lists that `check_list` has read, for `read_list`: reading a million lines twice would delay the first update."""
 
 
 def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
-    """Paths and labels of a list file, each line checked; if that was just done, what came of it."""
-    return _read.pop(_as_it_is(file, num_classes), None) or _read_all(file, num_classes)
+    """Paths and labels of a list file, with every line checked."""
+    return _checked_lists.pop(_version(file, num_classes), None) or _read_list(file, num_classes)
 
 
-def _as_it_is(file: Path, num_classes: int) -> tuple[str, int, int, int]:
-    """A list that was written anew is another one."""
+def _version(file: Path, num_classes: int) -> tuple[str, int, int, int]:
+    """Key of a list file in `_checked_lists`, which changes when the file does."""
     try:
-        found = file.stat()
+        stat = file.stat()
     except OSError:
-        return str(file), num_classes, 0, 0  # told where it is opened
-    return str(file), num_classes, found.st_size, found.st_mtime_ns
+        return str(file), num_classes, 0, 0  # opening the file reports the error
+    return str(file), num_classes, stat.st_size, stat.st_mtime_ns
 
 
-def _read_all(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
+def _read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     labels = array("q")
     paths = PathTable(_paths(file, num_classes, labels))
     if not labels:
-        raise UserError(f"{file} is empty: it needs one image a line, as in 'train/n01440764/image.JPEG 0'.")
+        raise UserError(f"{file} is empty: it needs one image per line, as in 'train/n01440764/image.JPEG 0'.")
     return paths, np.array(labels, dtype=np.int64)
 
 
 def _paths(file: Path, num_classes: int, labels: array[int]) -> Iterator[str]:
-    """The paths one by one, so that a list of a million is never there as Python's strings; fills `labels` beside."""
+    """Yield the paths and append to `labels`, so that a million lines never exist as Python strings at once."""
     for where, line in _lines(file):
         path, label = _parse(line, where)
         check_label(label, num_classes, where)
@@ -106,30 +127,35 @@ def _paths(file: Path, num_classes: int, labels: array[int]) -> Iterator[str]:
 
 
 def check_list(file: Path, num_classes: int) -> None:
-    """Everything `read_list` checks, and that the first images are where the list says."""
-    paths, labels = _read_all(file, num_classes)
-    _read[_as_it_is(file, num_classes)] = paths, labels
+    """Check a list like `read_list`, and that its first images exist."""
+    paths, labels = _read_list(file, num_classes)
+    _checked_lists[_version(file, num_classes)] = paths, labels
     check_first_files(file, paths)
     classes = int(labels.max()) + 1
-    tell_spare_classes(classes, num_classes, f"The list {file}")
-    tell_empty_classes(labels, range(classes), f"The list {file}")
+    log_unused_outputs(classes, num_classes, f"The list {file}")
+    warn_empty_classes(labels, range(classes), f"The list {file}")
 
 
 def check_first_files(file: Path, paths: PathTable | Sequence[str]) -> None:
-    """The first images must be where `file` says."""
+    """Raise UserError unless the first images that `file` names exist."""
     for index in range(min(PROBED, len(paths))):
         image = file.parent / paths[index]
         if not image.is_file():
-            kind = kind_of_path(image)
-            there = f"{image} is {kind}, not a file" if kind else f"there is no file {image}"
-            raise UserError(f"{file} names {paths[index]}, but {there}. Its paths are relative to the folder it is in.")
+            raise UserError(
+                f"{file} names {paths[index]}, but {no_file(image)}. Its paths are relative to the folder it is in."
+            )
+
+
+def leads_out(path: str) -> bool:
+    """Whether a path can leave the folder that it is relative to: it is absolute or has a '..'."""
+    return path.startswith("/") or (".." in path and ".." in path.split("/"))
 
 
 def check_path(path: str, where: str) -> str:
-    """The path, if it stays in the folder."""
+    """The path; UserError if it is empty or leaves the data folder."""
     if not path:
         raise UserError(f"{where}: the path is empty.")
-    if path.startswith("/") or (".." in path and ".." in path.split("/")):
+    if leads_out(path):
         raise UserError(
             f"{where}: {path} leads out of the data folder; give a path relative to the file's folder, without '..'."
         )
@@ -137,7 +163,7 @@ def check_path(path: str, where: str) -> str:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """(where it stands, the line) of those that are not blank."""
+    """('file:number', line) of each line that is not blank."""
     name = str(file)
     try:
         with open(file, encoding="utf-8-sig", opener=only_regular) as lines:

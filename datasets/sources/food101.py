@@ -1,4 +1,4 @@
-"""`food101`: 101 dishes. The validation part is what was published as the test part."""
+"""`food101`: 101 dishes. The validation split is the published test split."""
 
 from __future__ import annotations
 
@@ -7,38 +7,37 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.sources.published import Listed, Published
-from utils.errors import UserError
+from datasets.sources.files import FileList
+from datasets.sources.published import PublishedLists
 from utils.files import read_regular_text
 
 TRAIN, VALIDATION = "meta/train.json", "meta/test.json"
-FOOD = Published(
+
+
+class Food(PublishedLists):
+    def read_split(self, folder: Path, train: bool) -> FileList:
+        classes = sorted(self._read(folder, TRAIN))
+        of_class = self._read(folder, TRAIN if train else VALIDATION)
+        if sorted(of_class) != classes:
+            raise self.damaged(folder, f"{TRAIN} and {VALIDATION} differ in their classes")
+        paths = [f"images/{path}.jpg" for name in classes for path in of_class[name]]
+        labels = np.repeat(np.arange(len(classes)), [len(of_class[name]) for name in classes])
+        return FileList(folder, paths, labels, classes)
+
+    def _read(self, folder: Path, name: str) -> dict[str, list[str]]:
+        """Paths of the images of each class."""
+        table: dict[str, list[str]] = {}
+        with self.reading(folder, name):
+            for key, paths in json.loads(read_regular_text(folder / name)).items():
+                table[key] = [str(path) for path in paths]
+        return table
+
+
+SOURCE = Food(
     folder="food-101",
-    marks=(TRAIN, VALIDATION, "images"),
+    required=(TRAIN, VALIDATION, "images"),
     layout=f"images/apple_pie/1005649.jpg\n{TRAIN}    the images of each class, as in apple_pie/1005649\n{VALIDATION}",
     fetcher="Food101",
     megabytes=4996,
     page="https://data.vision.ee.ethz.ch/cvl/datasets_extra/food-101/",
-)
-
-
-def _listed(folder: Path, train: bool) -> Listed:
-    """One part. Both have the classes of the training part."""
-    classes = sorted(_table(folder, TRAIN))
-    of_class = _table(folder, TRAIN if train else VALIDATION)
-    if sorted(of_class) != classes:
-        raise UserError(FOOD.broken(folder, f"{TRAIN} and {VALIDATION} differ in their classes"))
-    paths = [f"images/{path}.jpg" for name in classes for path in of_class[name]]
-    labels = np.repeat(np.arange(len(classes)), [len(of_class[name]) for name in classes])
-    return Listed(paths, labels, classes)
-
-
-def _table(folder: Path, name: str) -> dict[str, list[str]]:
-    try:
-        table = json.loads(read_regular_text(folder / name))
-        return {str(key): [str(path) for path in paths] for key, paths in table.items()}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(FOOD.broken(folder, f"{name} cannot be read ({error})")) from None
-
-
-SOURCE = FOOD.source(_listed)
+).source()

@@ -1,18 +1,14 @@
-"""`imagenet2012`: train_list.txt and val_list.txt beside the images, or the plain class folders of ImageNet."""
+"""`imagenet2012`: train_list.txt and val_list.txt beside the images, or ImageNet's class folders."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from datasets.base import ImageDataset, Source
-from datasets.images import Images
-from datasets.sources.files import FileSamples, check_list, data_folder, read_list
-from datasets.sources.imagefolder import VALIDATION_NAMES, check_folders, open_folders
+from datasets.images import image_source
+from datasets.sources.files import FileSamples, check_list, data_folder, no_file, read_list
+from datasets.sources.imagefolder import VALIDATION_NAMES, check_split_folders, split_folder_samples
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.files import kind_of_path
 
 TRAIN_LIST, VAL_LIST = "train_list.txt", "val_list.txt"
 LAYOUT = """Expected layout:
@@ -24,43 +20,41 @@ or, without list files, class folders:
   {root}/val/<class>/image.JPEG"""
 
 
-def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageDataset:
+def _samples(data: DataConfig, train: bool, num_classes: int) -> FileSamples:
     root = data_folder(data)
     if not _has_lists(root):
-        return open_folders(data, train, num_classes, seed, device)
+        return split_folder_samples(root, train, num_classes)
     paths, labels = read_list(_list_file(root, train), num_classes)
-    return Images(FileSamples(root, paths, labels, None), data, train, seed)
+    return FileSamples(root, paths, labels, None)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     root = data_folder(data)
     if not _has_lists(root):
-        check_folders(data, num_classes, train)
+        check_split_folders(root, num_classes, train)
         return
     for training in [True, False] if train else [False]:
         check_list(_list_file(root, training), num_classes)
 
 
 def _has_lists(root: Path) -> bool:
-    """Lists go before folders. A data set with neither is reported by its lists, the layout this one is known for."""
+    """Whether the data set has list files, which take precedence over folders; UserError if it has neither."""
     if any((root / name).is_file() for name in (TRAIN_LIST, VAL_LIST)):
         return True
     if any((root / name).is_dir() for name in ("train", *VALIDATION_NAMES)):
         return False
-    raise UserError(_missing(root, TRAIN_LIST))
+    raise _missing(root / TRAIN_LIST)
 
 
 def _list_file(root: Path, train: bool) -> Path:
-    name = TRAIN_LIST if train else VAL_LIST
-    if not (root / name).is_file():
-        raise UserError(_missing(root, name))
-    return root / name
+    file = root / (TRAIN_LIST if train else VAL_LIST)
+    if not file.is_file():
+        raise _missing(file)
+    return file
 
 
-def _missing(root: Path, name: str) -> str:
-    kind = kind_of_path(root / name)
-    there = f"{root / name} is {kind}, not a file" if kind else f"there is no file {root / name}"
-    return f"DATA.DATA_PATH (-data_path): {there}. {LAYOUT.format(root=root)}"
+def _missing(file: Path) -> UserError:
+    return UserError(f"DATA.DATA_PATH (-data_path): {no_file(file)}. {LAYOUT.format(root=file.parent)}")
 
 
-SOURCE = Source(_open, _check)
+SOURCE = image_source(_samples, _check)

@@ -1,24 +1,21 @@
-"""`synthetic`: random images made on the device, to measure training without input. They can be learned by heart."""
+"""`synthetic`: random images in device memory, to measure training without data loading. A model can memorise them."""
 
 from __future__ import annotations
-
-import logging
 
 import numpy as np
 import torch
 
 from datasets.base import PADDING, Batch, ImageDataset, Key, Source
 from utils.config.data import DataConfig
+from utils.log import log
 from utils.seeding import key
 
 POOL = 128
-"""Different images there are; sample i is image i modulo this."""
-
-log = logging.getLogger("vitamp")
+"""Number of different images; sample i is image i modulo this."""
 
 
 class Synthetic(ImageDataset):
-    """`samples` samples out of a small pool of images, which training and validation share."""
+    """Samples from a small pool of images, which training and validation share."""
 
     in_memory = True
 
@@ -38,7 +35,7 @@ class Synthetic(ImageDataset):
         return Synthetic(self.samples, data, self.num_classes, self.seed, self.device)
 
     def __getitems__(self, keys: list[Key]) -> Batch:
-        # Padding takes part like a sample: its index says that it does not count, and blanking it would cost a pass.
+        # Padding keeps an image, because its index excludes it anyway and making it black would cost a pass.
         indices = torch.tensor([index for _, index in keys]).to(self.device, non_blocking=True)
         chosen = indices.clamp(min=0) % POOL
         return Batch(self.images[chosen], self.labels[chosen] * (indices != PADDING), indices)
@@ -48,7 +45,7 @@ def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: to
     return Synthetic(data.SYNTHETIC_TRAIN if train else data.SYNTHETIC_VAL, data, num_classes, seed, device)
 
 
-def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: ARG001 - there is nothing to be wrong
+def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: ARG001 - nothing can be wrong
     if data.DATA_PATH is not None:
         log.info("DATA.DATA_PATH is not used: the data set synthetic is made on the device.")
 

@@ -1,106 +1,106 @@
-"""The images below a folder, by the endings of their names; other files are counted, and reported in one line."""
+"""Finding the images below a folder by their file extensions. Other files are counted and reported in one line."""
 
 from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 from datasets.decoding.stored import ENDINGS
 from utils.log import log
 
-NAMED = 2
-"""Files of each ending that are named"""
-ENDINGS_NAMED = 8
+MOST_NAMES, MOST_KINDS = 2, 8
+"""Files named of each kind, and kinds named, in one line"""
 
 
-class PassedOver:
-    """What was passed over in one place, by ending."""
+class SkippedFiles:
+    """Files that were skipped in one place, counted by kind, mostly their extension."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._first: dict[str, list[str]] = {}
+        self._counts: Counter[str] = Counter()
+        self._names: dict[str, list[str]] = {}
 
-    def add(self, name: str, ending: str | None = None) -> None:
-        """Count a file. `ending`: what it is counted as, where that is more than its last dot tells."""
-        ending = ending or os.path.splitext(name)[1].lower() or "without an ending"
-        self._counts[ending] = self._counts.get(ending, 0) + 1
-        named = self._first.setdefault(ending, [])
-        if len(named) < NAMED:
-            named.append(name)
+    def add(self, name: str, kind: str | None = None) -> None:
+        """Count a file. `kind`: what to count it as, if not its extension."""
+        kind = kind or os.path.splitext(name)[1].lower() or "no extension"
+        self._counts[kind] += 1
+        names = self._names.setdefault(kind, [])
+        if len(names) < MOST_NAMES:
+            names.append(name)
 
-    def merge(self, other: PassedOver) -> None:
-        """Add what was passed over elsewhere."""
-        for ending, count in other._counts.items():
-            self._counts[ending] = self._counts.get(ending, 0) + count
-            named = self._first.setdefault(ending, [])
-            named += other._first[ending][: NAMED - len(named)]
+    def merge(self, other: SkippedFiles) -> None:
+        """Add the files that were skipped in another place."""
+        self._counts += other._counts
+        for kind, added in other._names.items():
+            names = self._names.setdefault(kind, [])
+            names += added[: MOST_NAMES - len(names)]
 
     def line(self) -> str:
-        """'passed over 3 files: .heic 3 (photo.heic, ...)'; '' where there is nothing to tell."""
+        """'skipped 3 files: .heic 3 (photo.heic, ...)'; '' for none."""
         if not self._counts:
             return ""
-        count = sum(self._counts.values())
-        endings = sorted(self._counts, key=lambda ending: (-self._counts[ending], ending))
-        told = [self._of_ending(ending) for ending in endings[:ENDINGS_NAMED]]
-        more = ["..."] if len(endings) > ENDINGS_NAMED else []
-        return f"passed over {count:,} file{'s' if count > 1 else ''}: {', '.join(told + more)}"
+        count = self._counts.total()
+        kinds = sorted(self._counts, key=lambda kind: (-self._counts[kind], kind))
+        parts = [self._of_kind(kind) for kind in kinds[:MOST_KINDS]] + ["..."] * (len(kinds) > MOST_KINDS)
+        return f"skipped {count:,} file{'s' if count > 1 else ''}: {', '.join(parts)}"
 
-    def _of_ending(self, ending: str) -> str:
-        count, named = self._counts[ending], self._first[ending]
-        return f"{ending} {count:,} ({', '.join([*named, '...'] if count > len(named) else named)})"
+    def _of_kind(self, kind: str) -> str:
+        count, names = self._counts[kind], self._names[kind]
+        return f"{kind} {count:,} ({', '.join([*names, '...'] if count > len(names) else names)})"
 
-    def tell(self, where: str) -> None:
-        """Log the line, once a process for each place."""
+    def warn(self, where: str) -> None:
+        """Log the line, once per process and place."""
         if line := self.line():
-            tell_once(f"{where}: {line}")
+            warn_once(f"{where}: {line}")
 
 
 @functools.cache
-def tell_once(text: str) -> None:
-    """Warn, but only once in this process."""
+def warn_once(text: str) -> None:
+    """Log a warning, once per process."""
     log.warning("%s", text)
 
 
-Place = tuple[int, int]
+FileId = tuple[int, int]
+"""Device and inode"""
 
 
-def images_below(folder: str, passed: PassedOver | None = None, hidden: bool = False) -> Iterator[str]:
-    """Paths relative to `folder`: its own images in the order of names, then those of each folder in it.
+def images_below(folder: str, skipped: SkippedFiles | None = None, hidden: bool = False) -> Iterator[str]:
+    """Paths relative to `folder`: its own images in the order of names, then those of each subfolder.
 
-    Links to folders are followed, but for those that lead back to a folder above. `hidden`: look into folders whose
-    name begins with a dot, too. What does not end as an image does is counted in `passed`.
+    Links to folders are followed, unless they lead back to a folder above. `hidden`: also search folders whose name
+    begins with a dot. Files without the extension of an image are counted in `skipped`.
     """
-    return _images(folder, "", (), passed, hidden)
+    return _images(folder, "", (), skipped, hidden)
 
 
 def _images(
-    folder: str, inside: str, above: tuple[Place, ...], passed: PassedOver | None, hidden: bool
+    folder: str, inside: str, above: tuple[FileId, ...], skipped: SkippedFiles | None, hidden: bool
 ) -> Iterator[str]:
     try:
-        found = os.stat(folder)
-        place = found.st_dev, found.st_ino
-        if place in above:
+        stat = os.stat(folder)
+        own_id = stat.st_dev, stat.st_ino
+        if own_id in above:
             return
         with os.scandir(folder) as entries:
             names = sorted((entry.name, _is_folder(entry)) for entry in entries)
     except OSError as error:
-        log.warning("The folder %s cannot be read (%s); what is in it is passed over.", folder, error.strerror)
+        log.warning("Skipping the folder %s, which cannot be read: %s.", folder, error.strerror)
         return
     for name, is_folder in names:
         if is_folder or name.startswith("."):
             continue
         if name.lower().endswith(ENDINGS):
             yield f"{inside}{name}"
-        elif passed is not None:
-            passed.add(name)
+        elif skipped is not None:
+            skipped.add(name)
     for name, is_folder in names:
         if is_folder and (hidden or not name.startswith(".")):
-            yield from _images(f"{folder}/{name}", f"{inside}{name}/", (*above, place), passed, hidden)
+            yield from _images(f"{folder}/{name}", f"{inside}{name}/", (*above, own_id), skipped, hidden)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """A link that leads nowhere, or in a circle, counts as a file: reading it says what is wrong."""
+    """Whether an entry is a folder. A broken or circular link counts as a file: reading it gives a clear error."""
     try:
         return entry.is_dir()
     except OSError:

@@ -1,4 +1,4 @@
-"""Moving images about: shift, zoom and rotation, of one image or of a whole batch."""
+"""Random affine transforms (shift, zoom, rotation) of one image or of a whole batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from utils.errors import UserError
 
 
 def affine_changes(data: DataConfig) -> list[ImageChange]:
-    """Shift, zoom and rotation of one image, where asked for."""
-    if not moves(data):
+    """The transform for single images by SHIFT, ZOOM and ROTATE; none if they are off."""
+    if not has_affine(data):
         return []
     affine = v2.RandomAffine(
         degrees=(-data.ROTATE, data.ROTATE),
@@ -26,13 +26,13 @@ def affine_changes(data: DataConfig) -> list[ImageChange]:
     return [v2.RandomApply([affine], p=data.AFFINE_PROB)]
 
 
-def moves(data: DataConfig) -> bool:
-    """Whether SHIFT, ZOOM or ROTATE ever act."""
+def has_affine(data: DataConfig) -> bool:
+    """Whether SHIFT, ZOOM or ROTATE has any effect."""
     return data.AFFINE_PROB > 0 and (data.SHIFT > 0 or data.ZOOM > 0 or data.ROTATE > 0)
 
 
 def check_ranges(data: DataConfig) -> None:
-    """CROP_SCALE and CROP_RATIO must be (least, greatest), or the crop would be something else than asked for."""
+    """Raise UserError unless CROP_SCALE and CROP_RATIO are (least, greatest) within their limits."""
     for name, (least, greatest), top in (
         ("CROP_SCALE", data.CROP_SCALE, 1.0),
         ("CROP_RATIO", data.CROP_RATIO, math.inf),
@@ -43,7 +43,7 @@ def check_ranges(data: DataConfig) -> None:
 
 
 class BatchAffine:
-    """Shift, zoom and rotation of a whole batch at once, each sample with its own numbers."""
+    """Affine transform of a whole batch at once, with each sample's own random numbers."""
 
     COLUMNS = 5
 
@@ -54,7 +54,7 @@ class BatchAffine:
         self.x, self.y = centres[None, None, :], centres[None, :, None]
 
     def matrices(self, uniform: np.ndarray) -> torch.Tensor:
-        """Rows of five numbers in 0..1 -> rows (a, b, c, d, e, f): where each output pixel (x, y) is taken from."""
+        """Rows of five uniform numbers -> rows (a, b, c, d, e, f), which map an output pixel (x, y) to its source."""
         data = self.data
         acts = uniform[:, 0] < data.AFFINE_PROB
         shift_x, shift_y, zoom, angle = (np.where(acts, 2 * column - 1, 0.0) for column in uniform[:, 1:].T)
@@ -65,8 +65,8 @@ class BatchAffine:
         return torch.from_numpy(rows.astype(np.float32))
 
     def __call__(self, images: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Both on the device; images uint8 B x C x S x S."""
-        # Plain products instead of affine_grid's matrix product, whose rounding may depend on the batch's size.
+        """Transform images (uint8, B x C x S x S); both arguments are on the device."""
+        # Elementwise products: the rounding of affine_grid's matrix product can depend on the batch size.
         a, b, c, d, e, f = matrices[:, :, None, None].unbind(1)
         grid = torch.stack([a * self.x + b * self.y + c, d * self.x + e * self.y + f], dim=-1)
         moved = torch.nn.functional.grid_sample(images.float(), grid, mode="bilinear", align_corners=False)

@@ -1,4 +1,4 @@
-"""What changes the look of one training image, between its crop and its pixels: RandAugment and its relatives."""
+"""Augmentation of single training images after the crop: RandAugment, AutoAugment, colour jitter and others."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from utils.config.train import TrainConfig
 ImageChange = Callable[[Image.Image], Image.Image]
 
 MAGNITUDE_SPREAD = 0.5
-"""RandAugment and AutoAugment draw each magnitude from a bell of this width, as DeiT, Swin and PaddleViT do."""
+"""Standard deviation of the magnitudes in RandAugment and AutoAugment, as in DeiT, Swin and PaddleViT."""
 PROBABILITY = 0.5
-"""Of each operation that RandAugment has chosen, as in the same three."""
+"""Probability that an operation chosen by RandAugment is applied, as in the same three."""
 
 
 def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
-    """What acts on an image of the final size, in order. Random numbers come from python, numpy and torch.
+    """Augmentations of an image of the final size, in order. They draw from python's, numpy's and torch's generators.
 
-    Where several policies are on, RandAugment goes before AutoAugment as in PaddleViT. Colour jitter is what there is
-    without a policy, and belongs to ThreeAugment.
+    If several policies are on, RandAugment wins over AutoAugment, as in PaddleViT. Colour jitter applies without a
+    policy or with ThreeAugment.
     """
     changes: list[ImageChange] = []
     if train.RAND_AUGMENT:
@@ -42,7 +42,7 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
 
 
 def jitters(train: TrainConfig) -> bool:
-    """Whether colour jitter has a place beside the other settings."""
+    """Whether the other settings leave colour jitter on."""
     return not (train.RAND_AUGMENT or train.AUTO_AUGMENT or train.TRIVIAL_AUGMENT)
 
 
@@ -60,12 +60,12 @@ def _rand_augment(data: DataConfig, train: TrainConfig) -> ImageChange:
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
-    """At the greatest magnitudes timm asks for 0 bits, a black image, which Pillow refuses from version 13 on."""
+    """Posterize to at least 1 bit: at high magnitudes timm asks for 0, a black image, which Pillow 13 rejects."""
     return ImageOps.posterize(image, max(1, bits_to_keep))
 
 
 def _options(data: DataConfig, spread: float = MAGNITUDE_SPREAD) -> dict[str, Any]:
-    """What timm's operations are told: the shade of uncovered corners, and how pixels are resampled."""
+    """Options of timm's operations: fill colour of uncovered corners, interpolation, spread of magnitudes."""
     fill = _fill(data)
     return {
         "img_mean": fill[0] if data.IMAGE_CHANNELS == 1 else tuple(fill),
@@ -75,6 +75,6 @@ def _options(data: DataConfig, spread: float = MAGNITUDE_SPREAD) -> dict[str, An
 
 
 def _fill(data: DataConfig) -> list[int]:
-    """The mean colour, which becomes 0 once normalised."""
+    """The mean colour, which normalisation maps to 0."""
     shades = [min(255, max(0, round(255 * value))) for value in data.IMAGENET_MEAN]
     return shades if len(shades) == data.IMAGE_CHANNELS else [shades[0]] * data.IMAGE_CHANNELS

@@ -1,4 +1,4 @@
-"""Which part of an image becomes the model's square. Only numbers: no pixels are touched here."""
+"""Crops as numbers: the region of an image that becomes the model's input. No pixels are touched here."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from datasets.decoding.stored import Box
 from utils.config.data import DataConfig
 
 TRIES = 10
-"""Random shapes drawn before the middle is taken, as torchvision and timm have it."""
+"""Random shapes to try before falling back to a centre crop, as in torchvision and timm."""
 REACH = {"bicubic": 2, "bilinear": 1}
-"""How far a filter looks to each side, in pixels of the smaller image."""
+"""Radius of the interpolation filter, in pixels of the smaller image."""
 
 
 class View(NamedTuple):
-    """The square a model sees: `size` x `size` pixels from (`left`, `top`) on, each `across` x `down` of the image's.
+    """The model's input: `size` x `size` pixels from (`left`, `top`), each covering `across` x `down` image pixels.
 
-    `box` holds all pixels that take part. In training that is just the square; in validation its surroundings lend a
-    hand at the borders, because there the image is resized first and cut afterwards.
+    `box` holds all image pixels that contribute. In training these are the crop itself. In validation the surrounding
+    pixels contribute at the borders, because the image is resized before it is cropped.
     """
 
     box: Box
@@ -32,7 +32,7 @@ class View(NamedTuple):
     cut_first: bool = True
 
     def shrunk(self, factor: int, width: int, height: int) -> View:
-        """The same view of the image decoded at 1/factor, `width` x `height`; the last of them may be half empty."""
+        """This view in the image decoded at 1/factor, to `width` x `height`. The last row and column may be partial."""
         box = self.box
         if self.cut_first:
             left, top = round(box.left / factor), round(box.top / factor)
@@ -51,26 +51,26 @@ class View(NamedTuple):
 
 
 Views = Callable[[int, int], View]
-"""(width, height) of an image -> what is taken of it"""
+"""(width, height) of an image -> its view"""
 
 
 def square(box: Box, size: int) -> View:
-    """All of `box`, resized to `size` x `size`."""
+    """The whole `box`, resized to `size` x `size`."""
     return View(box, box.left, box.top, box.width / size, box.height / size, size)
 
 
 def training_views(data: DataConfig) -> Views:
-    """By DATA.CROP. Random numbers come from python's generator."""
+    """Views of training, by DATA.CROP. Random numbers come from python's generator."""
     return RandomViews(data) if data.CROP == "random" else SqueezedViews(data)
 
 
 def validation_views(data: DataConfig) -> Views:
-    """The middle, or all of the image where training squeezes it too."""
+    """Views of validation: the centre crop, or the whole image if training squeezes it too."""
     return SqueezedViews(data) if data.CROP == "none" else MiddleViews(data)
 
 
 class RandomViews:
-    """A random area of a random shape: the distribution of torchvision's RandomResizedCrop."""
+    """Random crops with the distribution of torchvision's RandomResizedCrop."""
 
     def __init__(self, data: DataConfig) -> None:
         self.size, self.scale, self.ratio = data.IMAGE_SIZE, data.CROP_SCALE, data.CROP_RATIO
@@ -93,7 +93,7 @@ class RandomViews:
 
 
 class SqueezedViews:
-    """All of the image, whatever its shape."""
+    """The whole image, squeezed into a square."""
 
     def __init__(self, data: DataConfig) -> None:
         self.size = data.IMAGE_SIZE
@@ -103,7 +103,7 @@ class SqueezedViews:
 
 
 class MiddleViews:
-    """The image is resized so that CROP_PCT of its short side is kept, and the middle square cut out."""
+    """Centre crops: the image is resized so that the crop takes CROP_PCT of its short side."""
 
     def __init__(self, data: DataConfig) -> None:
         self.size = data.IMAGE_SIZE
@@ -121,6 +121,6 @@ class MiddleViews:
         return View(box, left * across, top * down, across, down, self.size, cut_first=False)
 
     def _end(self, begin: int, scale: float, length: int) -> int:
-        """Where the last pixel that takes part ends."""
+        """End of the last image pixel that contributes."""
         centre_of_last = (begin + self.size - 0.5) * scale
         return min(length, math.ceil(centre_of_last + self.reach * max(scale, 1.0) + 1))

@@ -1,7 +1,7 @@
-"""From one image as it is stored to the uint8 pixels the model's input is made of. Nothing is normalised here.
+"""Preprocessing of one image: from the stored file to uint8 pixels of the model's size, not yet normalised.
 
-Parameters come before pixels: the header tells the size, the sample's random numbers what is taken of the image, and
-only then is it decoded. Whatever decodes an image, the same numbers and the same resizing follow.
+Numbers come before pixels: the header gives the size, the sample's random numbers the crop, and only then is the image
+decoded. The crop and the resizing do not depend on the decoder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from datasets.base import Encoded
-from datasets.decoding.reader import Reader, Unreadable, decoder_of, reason
+from datasets.decoding.reader import Reader, decoder_of, decoding_errors
 from datasets.transforms.affine import affine_changes
 from datasets.transforms.augment import ImageChange, image_changes
 from datasets.transforms.crops import View, training_views, validation_views
@@ -22,16 +22,16 @@ from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
 SHRINKS = (8, 4, 2)
-"""Fractions of their size at which JPEG files can be decoded"""
+"""JPEG files can be decoded at 1/8, 1/4 and 1/2 of their size"""
 
 
 class Pixels:
-    """Writes the pixels of one sample to where its batch wants them.
+    """Writes the pixels of one sample into its batch.
 
     Random numbers come from the generators of python, numpy and torch, which the caller seeds for the sample.
     """
 
-    def __init__(self, data: DataConfig, train: bool, changes: TrainConfig | None = None) -> None:
+    def __init__(self, data: DataConfig, train: bool, augmentation: TrainConfig | None = None) -> None:
         self.size, self.channels = data.IMAGE_SIZE, data.IMAGE_CHANNELS
         self.reader = Reader(data)
         self.views = training_views(data) if train else validation_views(data)
@@ -41,41 +41,37 @@ class Pixels:
         self.flip = data.FLIP if train else 0.0
         self.changes: list[ImageChange] = []
         if train:
-            self.changes = [*(image_changes(data, changes) if changes else ()), *affine_changes(data)]
+            self.changes = [*(image_changes(data, augmentation) if augmentation else ()), *affine_changes(data)]
 
     def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """Raises Unreadable for what is no image. `out`: uint8, C x S x S, best stored pixel by pixel."""
+        """Write the pixels to `out` (uint8, C x S x S, best in channels-last). Raises Unreadable for a bad image."""
         pixels, view = self.decode(encoded)
         place = out.numpy().transpose(1, 2, 0)
-        # Pixels lie side by side in all that is done to them: written where they stay, they need not be copied.
+        # All steps work channels-last: if `out` is, resizing writes straight into it, without a copy.
         self.finish(self.resize(pixels, view, place if place.flags.c_contiguous else None), place)
 
     def decode(self, encoded: Encoded) -> tuple[np.ndarray, View]:
-        """What the sample shows of the image, in its own resolution, and how it becomes the square."""
-        try:
+        """Decode the part of the image that the sample shows; returns its pixels and the view to resize them by."""
+        with decoding_errors(encoded):
             stored = self.reader.open(encoded)
             view = self.views(stored.width, stored.height)
             if self.shrinks and (factor := _shrink(view)) > 1:
                 factor = stored.shrink(factor)
                 view = view.shrunk(factor, stored.width, stored.height)
             return stored.cut(view.box), view
-        except MemoryError:
-            raise  # no fault of the file
-        except Exception as error:  # a damaged file can raise nearly anything in its decoder
-            raise Unreadable(reason(error, encoded)) from None
 
     def finish(self, pixels: np.ndarray, place: np.ndarray) -> None:
-        """Pad, mirror and change the square, and store it in its place, S x S x C, if it does not lie there already."""
+        """Pad, mirror and augment the resized pixels, and copy them to `place` (S x S x C) unless they are in it."""
         if self.pad:
-            pixels = _moved(pixels, self.pad)
+            pixels = _padded_crop(pixels, self.pad)
         if self.flip > 0 and random.random() < self.flip:
-            pixels = torch.from_numpy(pixels).flip(1).numpy()  # a seventh of the time that numpy takes
+            pixels = torch.from_numpy(pixels).flip(1).numpy()  # seven times as fast as numpy
         if self.changes:
-            pixels = self._changed(pixels)
+            pixels = self._augmented(pixels)
         if pixels is not place:
-            np.copyto(place, pixels)  # one channel fills all three
+            np.copyto(place, pixels)  # broadcasts one channel to three
 
-    def _changed(self, pixels: np.ndarray) -> np.ndarray:
+    def _augmented(self, pixels: np.ndarray) -> np.ndarray:
         grey = pixels.shape[2] == 1
         image = Image.fromarray(pixels[:, :, 0] if grey else pixels)
         if grey and self.channels == 3:
@@ -86,13 +82,13 @@ class Pixels:
 
 
 def _shrink(view: View) -> int:
-    """The smallest size to decode at that still has a pixel for each of the square's."""
+    """The largest factor at which the decoded image still has a pixel for each one of the view."""
     spare = min(view.across, view.down)
     return next((factor for factor in SHRINKS if spare >= factor), 1)
 
 
-def _moved(pixels: np.ndarray, pad: int) -> np.ndarray:
-    """Cut out anywhere of the square with a black margin: the square, moved by up to `pad` pixels."""
+def _padded_crop(pixels: np.ndarray, pad: int) -> np.ndarray:
+    """Pad with a black margin and crop the original size at a random place."""
     height, width, _ = pixels.shape
     top, left = (int(random.random() * (2 * pad + 1)) for _ in range(2))
     padded = np.pad(pixels, ((pad, pad), (pad, pad), (0, 0)))

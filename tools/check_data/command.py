@@ -83,11 +83,11 @@ def _check(argv: list[str]) -> int:
 
 def _scan(config: Config) -> list[Split]:
     """Scans of both splits, training first; without those that are held in memory."""
-    from datasets import auto_workers, tell_unmatched
+    from datasets import auto_workers, warn_unmatched
     from tools.check_data.scan import scan_split
 
     splits = {title: _open(config, title == "training") for title in ("training", "validation")}
-    tell_unmatched(config.DATA, splits.values())
+    warn_unmatched(config.DATA, splits.values())
     workers = auto_workers(1) if config.DATA.NUM_WORKERS is None else config.DATA.NUM_WORKERS
     scans = []
     for title, samples in splits.items():

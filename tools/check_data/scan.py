@@ -92,7 +92,7 @@ class _Scanner(Dataset[Any]):
         return len(self.samples)
 
     def __getitems__(self, indices: list[int]) -> list[Scan]:
-        self.samples.expect(indices)
+        self.samples.prefetch(indices)
         return [self._scan(index) for index in indices]
 
     def _scan(self, index: int) -> Scan:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from datasets.base import Encoded
 from datasets.decoding.exif import Turned
-from datasets.decoding.reader import Reader, Unreadable, reason
+from datasets.decoding.reader import Reader, decoding_errors
 from datasets.decoding.stored import Box
 from datasets.shards.parquet import kind_of
 from datasets.shards.tar import IMAGE_KINDS
@@ -44,13 +44,9 @@ class Encoder:
 
     def _pixels(self, encoded: Encoded) -> tuple[np.ndarray, bool]:
         """All pixels, and whether EXIF rotated them: then the file itself would look different in training."""
-        try:
+        with decoding_errors(encoded):
             stored = self.reader.open(encoded)
             return stored.cut(Box(0, 0, stored.width, stored.height)), isinstance(stored, Turned)
-        except MemoryError:
-            raise  # not the file's fault
-        except Exception as error:  # a damaged file can raise nearly anything in its decoder
-            raise Unreadable(reason(error, encoded)) from None
 
     def _resized(self, pixels: np.ndarray) -> np.ndarray:
         """Resized down to the short side. Pillow's filter averages over all pixels, so there is no aliasing."""

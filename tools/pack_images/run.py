@@ -23,7 +23,7 @@ from datasets.damage.broken import allowed
 from datasets.damage.exclude import name_prefix
 from datasets.shards.index import read_shard
 from datasets.shards.layout import MADE_BY, MANIFEST, ShardSet, finish_set
-from datasets.shards.stores import Folder, Found
+from datasets.shards.stores import Folder, ShardFile
 from datasets.shards.tar import TarSamples
 from tools.common.progress import progress_bar
 from tools.pack_images.shard import RECORDS, Record, Shard, Stopped, Work, make_shard, start_process
@@ -184,7 +184,7 @@ def _finish(folder: Path, records: list[Record], about: dict[str, Any], classes:
     manifest = {"classes": classes, **about, "small": small, "left_out": [f"{n}: {why}" for n, why in left_out]}
     checksums = {record.name: {"sha256": record.sha256} for record in records}
 
-    def read_all(found: Iterable[Found]) -> Iterable[TarSamples]:
+    def read_all(found: Iterable[ShardFile]) -> Iterable[TarSamples]:
         with ProcessPoolExecutor(jobs) as pool:
             yield from pool.map(partial(read_shard, Folder(folder)), found)
 

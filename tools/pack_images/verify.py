@@ -11,7 +11,7 @@ import numpy as np
 
 from datasets.shards.index import from_bytes, make_index
 from datasets.shards.layout import MADE_BY, MANIFEST, index_name
-from datasets.shards.stores import Folder, Found
+from datasets.shards.stores import Folder, ShardFile
 from tools.common.progress import progress
 from tools.pack_images.shard import digest
 from utils.cpus import cores
@@ -66,12 +66,14 @@ def _problem(folder: Path, shard: dict[str, Any]) -> str | None:
 
 def _index_problem(folder: Path, name: str, split: dict[str, Any]) -> str | None:
     path = folder / index_name(name)
-    found = [Found(shard["name"], shard["bytes"], "") for shard in split["shards"]]
+    found = [ShardFile(shard["name"], shard["bytes"], "") for shard in split["shards"]]
     index = from_bytes(path.read_bytes()) if path.is_file() else None
     if index is None:
         return f"{path} is missing or damaged; training will rebuild it"
     expected = make_index(Folder(folder), found, None)
     fields = ("shard", "offset", "size", "label", "names", "name_ends")
-    if not index.fits(found, None) or any(not np.array_equal(getattr(index, f), getattr(expected, f)) for f in fields):
+    if not index.is_current(found, None) or any(
+        not np.array_equal(getattr(index, f), getattr(expected, f)) for f in fields
+    ):
         return f"{path} does not match the tar files; remove it, and training will rebuild it"
     return None

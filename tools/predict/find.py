@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from datasets.decoding.stored import ENDINGS
-from datasets.sources.walk import PassedOver, images_below
+from datasets.sources.walk import SkippedFiles, images_below
 from utils.errors import UserError
 from utils.log import log
 
@@ -77,6 +77,6 @@ def _parse_list(content: bytes) -> list[str]:
 
 
 def _images_in(folder: str) -> Iterator[str]:
-    passed = PassedOver()
-    yield from (os.path.join(folder, path) for path in images_below(folder, passed))
-    passed.tell(folder)
+    skipped = SkippedFiles()
+    yield from (os.path.join(folder, path) for path in images_below(folder, skipped))
+    skipped.warn(folder)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import check_dataset, open_dataset, tell_unmatched
+from datasets import check_dataset, open_dataset, warn_unmatched
 from datasets.base import Samples
 from datasets.damage.exclude import Remaining
 from utils.config.data import DataConfig
@@ -27,7 +27,7 @@ def names(listed: Path, settings: Settings, cpu: torch.device) -> Callable[..., 
         (listed / "exclude.txt").write_bytes(lines.encode(encoding))
         data = settings(DATA_PATH=path, EXCLUDE=str(listed / "exclude.txt"))
         parts = [open_dataset(data, train, 3, 0, cpu).single_images() for train in (True, False)]
-        tell_unmatched(data, parts)
+        warn_unmatched(data, parts)
         return [[Path(part.name(i)).name for i in range(len(part))] for part in parts if part is not None]
 
     return opened

@@ -42,6 +42,4 @@ def warn_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str
     empty = np.flatnonzero(np.bincount(labels, minlength=len(classes))[: len(classes)] == 0)
     if len(empty):
         first = classes[empty[0]]
-        log.warning(
-            "%s has no image for %d of its %d classes; the first of them is %s.", owner, len(empty), len(classes), first
-        )
+        log.warning("%s has no image for %d of its %d classes (the first: %s).", owner, len(empty), len(classes), first)

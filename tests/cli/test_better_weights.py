@@ -176,7 +176,7 @@ def test_best_top1_is_equal_in_run_report_and_results(
 def test_eval_refuses_an_untrained_classifier(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     file = run / "checkpoints" / LAST / "model.safetensors"
     for more, why in (
-        (("-num_classes", 12), "head exchanged (10 classes there, 12 here, freshly initialised)"),
+        (("-num_classes", 12), "head freshly initialised (10 classes in the file, 12 in the model)"),
         (("MODEL.NEW_CLASSIFIER=true",), "head left as freshly initialised (MODEL.NEW_CLASSIFIER)"),
     ):
         words = ("-cfg", run / "config.yaml", "-eval", "-pretrained", file, "-output", tmp_path / "eval", *more)

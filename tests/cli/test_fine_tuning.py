@@ -70,8 +70,11 @@ def test_stopped_and_resumed_fine_tuning_equals_an_uninterrupted_one(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"MODEL.FREEZE": "blocks.3.*"}, "MODEL.FREEZE: 'blocks.3.*' names no weight"),
-        ({"MODEL.PRETRAINED": "bare", "MODEL.RESUME_EMA": "true"}, "MODEL.RESUME_EMA: no ema.safetensors lies beside"),
+        ({"MODEL.FREEZE": "blocks.3.*"}, "MODEL.FREEZE: 'blocks.3.*' matches no weight"),
+        (
+            {"MODEL.PRETRAINED": "bare", "MODEL.RESUME_EMA": "true"},
+            "MODEL.RESUME_EMA: there is no ema.safetensors beside",
+        ),
         ({"MODEL.PRETRAINED": "resnet18.a1_in1k", "MODEL.RESUME_EMA": "true"}, "a name of timm's"),
     ],
 )

@@ -57,7 +57,7 @@ def test_every_place_and_both_sides_are_drawn(settings: Settings) -> None:
     dataset = opened(settings, FLIP=0.25)
     seen, mirrored = set(), 0.0
     for epoch in range(8):
-        taken = dataset._drawn(epoch).taken
+        taken = dataset._transforms_of(epoch).crops
         assert taken is not None
         seen |= {tuple(row) for row in taken[:, :2].tolist()}
         mirrored += taken[:, 2].float().mean().item() / 8
@@ -153,7 +153,7 @@ def test_digits_still_have_no_place_for_them(settings: Settings, caplog: pytest.
     dataset = InMemory(samples(), data, True, 0, CPU, cropped=False)
     with caplog.at_level(logging.WARNING, "vitamp"):
         assert dataset.augment(TrainConfig.model_validate({"RAND_AUGMENT": True})) is dataset
-    assert "RAND_AUGMENT: without effect" in caplog.text
+    assert "RAND_AUGMENT: no effect" in caplog.text
     assert np.array_equal(images(dataset, [4])[0].permute(1, 2, 0).numpy(), samples().pixels[4])
 
 

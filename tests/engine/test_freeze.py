@@ -218,11 +218,11 @@ def test_globs_name_weights_modules_and_classes(tiny: Path, patterns: str, train
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
-        ("blocks.7.*", "'blocks.7.*' names no weight"),
+        ("blocks.7.*", "'blocks.7.*' matches no weight"),
         ("pos_embd", "Did you mean pos_embed?"),
         ("backbones", "Did you mean backbone?"),
-        ("pos_drop", "'pos_drop' names no weight"),
-        ("*", "leaves nothing of VisionTransformer to be trained"),
+        ("pos_drop", "'pos_drop' matches no weight"),
+        ("*", "leaves no weights of VisionTransformer to train"),
         ("backbone,head", "leaves nothing"),
     ],
 )

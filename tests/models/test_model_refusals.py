@@ -37,7 +37,7 @@ def refusal(image_size: int = 224, **settings: Any) -> str:
         ({"TYPE": "swin", "NAME": "swin", "PATCH_NORM": False}, ["MODEL.PATCH_NORM false"]),
         ({"TYPE": "swin", "NAME": "swin", "QK_SCALE": 0.5}, ["MODEL.QK_SCALE 0.5"]),
         ({"TYPE": "swin", "NAME": "swin", "DEPTH": 12}, ["MODEL.DEPTH 12", "SwinTransformer"]),
-        ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": 3}, ["MODEL.NUM_HEADS 3", "one number a stage"]),
+        ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": 3}, ["MODEL.NUM_HEADS 3", "one number per stage"]),
         ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 6]}, ["NUM_HEADS [3, 6]", "STAGE_DEPTHS [2, 2, 6, 2]"]),
         ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 5, 12, 24]}, ["MODEL.NUM_HEADS[1] 5", "192", "4 or 6"]),
         ({"TYPE": "swin"}, ["MODEL.TYPE swin", "MODEL.NAME vit_base_patch16_224", "VisionTransformer"]),
@@ -45,7 +45,7 @@ def refusal(image_size: int = 224, **settings: Any) -> str:
         ({"NAME": "vit_bas_patch16_224"}, ["'vit_bas_patch16_224'", "Did you mean vit_base_patch16_224?"]),
         (
             {"TYPE": "cnn", "NAME": "resnet5O", "EMBED_DIM": 8},
-            ["MODEL.TYPE: 'cnn' is no family that is built from sizes", "'resnet5O' is not"],
+            ["MODEL.TYPE: 'cnn' cannot be built from sizes", "'resnet5O' is not"],
         ),
         ({"NAME": "vit_base_patch16_224.wrong"}, ["no tag 'wrong'", "augreg_in21k"]),
         ({"NAME": "beit_base_patch16_224", "EMBED_DIM": 769}, ["MODEL.EMBED_DIM 769", "768"]),
@@ -81,4 +81,4 @@ def test_foreign_patch_models_want_divisible_images_too(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "size"), [("maxvit_tiny_tf_224", 100), ("inception_v3", 32), ("vgg11", 16)])
 def test_images_a_foreign_model_cannot_take_are_told_before_the_first_one(name: str, size: int) -> None:
-    assert f"DATA.IMAGE_SIZE {size}: {name} cannot take such images" in refusal(size, NAME=name)
+    assert f"DATA.IMAGE_SIZE {size}: {name} does not support images of this size" in refusal(size, NAME=name)

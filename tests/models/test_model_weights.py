@@ -133,7 +133,7 @@ def test_run_folder_gives_its_best_checkpoint(tmp_path: Path, index: dict[str, A
 def test_classifier_of_another_number_of_classes_is_exchanged(donor: nn.Module, weights: Path) -> None:
     fresh = build(1, NUM_CLASSES=7)
     ours, said = load(weights, NUM_CLASSES=7)
-    assert "head exchanged (5 classes there, 7 here, freshly initialised)" in said
+    assert "head freshly initialised (5 classes in the file, 7 in the model)" in said
     assert "30 of 32" in said
     assert torch.equal(ours.head.weight, fresh.head.weight)  # pyright: ignore
     assert_equal_weights(ours, donor, but=("head.weight", "head.bias"))
@@ -170,7 +170,7 @@ def test_swin_weights_with_another_head_and_window(tmp_path: Path) -> None:
     donor = build(0, **SWIN)
     save_file(donor.state_dict(), tmp_path / "w.safetensors")
     ours, said = load(tmp_path / "w.safetensors", **{**SWIN, "NUM_CLASSES": 7})
-    assert "head.fc exchanged (5 classes there, 7 here" in said
+    assert "head.fc freshly initialised (5 classes in the file, 7 in the model" in said
     assert_equal_weights(ours, donor, but=("head.fc.weight", "head.fc.bias"))
     _, said = load(tmp_path / "w.safetensors", **{**SWIN, "WINDOW_SIZE": 2})
     assert "relative_position_bias_table resized from 49x2 to 9x2" in said
@@ -252,7 +252,7 @@ def test_npz(donor: nn.Module, npz: Path) -> None:
 
 def test_npz_with_another_head_and_image_size(donor: nn.Module, npz: Path) -> None:
     ours, said = load(npz, NUM_CLASSES=7, image_size=64)
-    assert "head exchanged (5 classes there, 7 here, freshly initialised)" in said
+    assert "head freshly initialised (5 classes in the file, 7 in the model)" in said
     assert "pos_embed resized from 1x17x16 to 1x65x16" in said
     assert torch.equal(ours.head.weight, build(1, NUM_CLASSES=7, image_size=64).head.weight)  # pyright: ignore
     assert_equal_weights(ours, donor, but=("head.weight", "head.bias", "pos_embed"))
@@ -276,7 +276,7 @@ def test_files_that_could_run_code_are_not_opened(donor: nn.Module, tmp_path: Pa
     torch.save(donor, tmp_path / "whole.pth")
     said = refusal(tmp_path / "whole.pth")
     assert "whole.pth" in said
-    assert "could run foreign code" in said
+    assert "could run malicious code" in said
 
 
 def test_a_damaged_file_is_named(donor: nn.Module, weights: Path, npz: Path, tmp_path: Path) -> None:

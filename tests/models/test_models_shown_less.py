@@ -123,7 +123,7 @@ def test_without_a_schedule_another_size_is_refused() -> None:
     ("key", "shortcuts"), [("TOKEN_DROP", Shortcuts(token_drop=0.5)), ("SIZE_SCHEDULE", Shortcuts(sizes=(112,)))]
 )
 def test_other_kinds_of_models_are_refused(name: str, key: str, shortcuts: Shortcuts) -> None:
-    with pytest.raises(UserError, match=rf"TRAIN\.{key}: (SwinTransformer|ResNet) cannot; it needs .*ViT") as error:
+    with pytest.raises(UserError, match=rf"TRAIN\.{key}: (SwinTransformer|ResNet) does not support it, .*ViT") as error:
         check_model(ModelConfig(NAME=name), 224, 3, shortcuts)
     assert len(str(error.value).splitlines()) == 2, "and nothing else is said"
 

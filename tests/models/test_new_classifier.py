@@ -48,7 +48,9 @@ def test_all_but_the_classifier_is_taken(tmp_path: Path, family: str, classes: i
     assert all(weight.requires_grad is name.startswith(heads) for name, weight in ours.named_parameters())
     for head in heads:
         assert (
-            f"{head} left as freshly initialised" if asked else f"{head} exchanged (5 classes there, 7 here"
+            f"{head} left as freshly initialised"
+            if asked
+            else f"{head} freshly initialised (5 classes in the file, 7 in the model"
         ) in said
 
 

@@ -257,7 +257,7 @@ def test_unreadable_image_ends_the_evaluation(
     (root / "val" / "3" / "bad.png").write_text("no image")
     done = say(digits_run, *OTHER, "-data_path", root)
     assert done.code == 1
-    assert "bad.png (it is no image of a kind that is known)" in done.err
+    assert "bad.png (not an image in a known format)" in done.err
     assert "top-5" not in done.out, "no metrics of the other images alone"
 
 

@@ -66,11 +66,11 @@ MALICIOUS: dict[str, tuple[bytes, str]] = {
     "an instance": (b"(iposix\nsystem\np0\n.", "posix.system"),
     "an object": (b"(cposix\nsystem\nS'touch ran'\no.", "posix.system"),
     "an extension": (b"\x80\x02\x82\x01.", "extensions"),
-    "a call of what is no function": (b"\x80\x02U\x01x)R.", "no function"),
+    "a call of what is no function": (b"\x80\x02U\x01x)R.", "not a function"),
     "a change of a function": (b"\x80\x02cnumpy\nndarray\n}U\x04callU\x01xsb.", "no array"),
     "a subclass in the array's place": (
         b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n(cnumpy\ndtype\nK\x00\x85U\x01btR.",
-        "in a way that numpy does not",
+        "in another way than numpy does",
     ),
 }
 

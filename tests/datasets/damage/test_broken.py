@@ -248,7 +248,7 @@ def test_storage_that_is_gone_is_not_taken_for_broken_files(loaders: Loaders, mo
     images = loader._feed._fetch.dataset
     assert isinstance(images, Images)
     images.samples = Flaky(images.samples, dict.fromkeys(range(12), 99), EIO)
-    with pytest.raises(TrainingError, match=r"The storage gave none of 8 .*Input/output error.*-resume"):
+    with pytest.raises(TrainingError, match=r"Storage failure: 8 training images .*Input/output error.*-resume"):
         epoch(loader)
 
 

@@ -99,7 +99,7 @@ def test_lines_that_name_nothing_are_told(
     names("# a remark\ntrain/4.png  # good\nval/1.png\n")
     assert caplog.text == ""
     names("train/4.png\ntrian/3.png\n# a remark\nval/99.png\n")
-    assert "2 of its lines name no image" in caplog.text
+    assert "2 of its lines match no image" in caplog.text
     assert "line 2, trian/3.png" in caplog.text
     assert "line 4, val/99.png" in caplog.text
     assert "Did you mean train/3.png?" in caplog.text

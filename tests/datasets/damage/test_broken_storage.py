@@ -72,7 +72,7 @@ def test_a_validation_image_the_storage_holds_back(
 def test_all_of_eight_are_tried_before_it_is_said(failing: Callable[..., TrainLoader], max_bad: int) -> None:
     loader = failing(list(range(12)), max_bad)
     images = loader._feed._fetch.dataset
-    with pytest.raises(TrainingError, match="The storage gave none of 8 training images in a row"):
+    with pytest.raises(TrainingError, match="Storage failure: 8 training images in a row"):
         images.__getitems__([(1, 0)])
 
 
@@ -90,7 +90,7 @@ def test_what_the_storage_did_not_give_is_left_out_of_no_later_run(
     assert lines[:2] == ["# train/4.png  # Input/output error", "# train/9.png  # Input/output error"]
     assert len(lines) == 3
     assert "3 training images could not be read" in loader.broken.summary()
-    assert "but for 2 that the storage did not give" in loader.broken.summary()
+    assert "except for 2 with storage errors" in loader.broken.summary()
     data = settings(DATA_PATH=str(listed), EXCLUDE=str(file))
     images = open_dataset(data, True, 3, 5, torch.device("cpu"))
     assert isinstance(images, Images)
@@ -103,17 +103,17 @@ def test_more_that_the_storage_holds_back_than_max_bad_allows(failing: Callable[
         epoch(failing([1, 4, 9], 2))
     text = str(caught.value)
     assert "3 training images could not be read, and DATA.MAX_BAD allows 2" in text
-    assert "The storage did not give 3 of them" in text
+    assert "3 of them failed with storage errors" in text
     assert "DATA.EXCLUDE" not in text
 
 
 def test_what_the_storage_held_back_may_turn_out_to_be_damaged() -> None:
     broken = BrokenImages(5)
-    broken.met([Broken(3, "a/3.png", "Input/output error", "# 3.png", storage=True)])
-    broken.met([Broken(3, "a/3.png", "cut off", "3.png")])
-    broken.met([Broken(3, "a/3.png", "Input/output error", "# 3.png", storage=True)])
+    broken.add([Broken(3, "a/3.png", "Input/output error", "# 3.png", storage=True)])
+    broken.add([Broken(3, "a/3.png", "cut off", "3.png")])
+    broken.add([Broken(3, "a/3.png", "Input/output error", "# 3.png", storage=True)])
     assert "1 training image could not be read" in broken.summary()
-    assert "but for" not in broken.summary()
+    assert "storage errors" not in broken.summary()
 
 
 def test_the_line_of_the_one_too_many_adds_up(
@@ -121,11 +121,11 @@ def test_the_line_of_the_one_too_many_adds_up(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
     broken = BrokenImages(1)
-    broken.met([Broken(3, "3.png", "cut off", "3.png")])
+    broken.add([Broken(3, "3.png", "cut off", "3.png")])
     with pytest.raises(TrainingError):
-        broken.met([Broken(4, "4.png", "cut off", "4.png")])
+        broken.add([Broken(4, "4.png", "cut off", "4.png")])
     first, second = (record.getMessage() for record in caplog.records)
-    assert "Its neighbour takes its place. (1 so far; DATA.MAX_BAD allows 1.)" in first
+    assert "The next image replaces it. (1 so far; DATA.MAX_BAD allows 1.)" in first
     assert second.endswith("4.png cannot be read: cut off. (2 so far; DATA.MAX_BAD allows 1.)")
 
 

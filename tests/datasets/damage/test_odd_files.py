@@ -17,7 +17,7 @@ from datasets.decoding.stored import ENDINGS
 from datasets.given import open_given
 from datasets.shards.tar import IMAGE_KINDS
 from datasets.sources.imagefolder import class_files
-from datasets.sources.walk import PassedOver
+from datasets.sources.walk import SkippedFiles
 from models.weights.find import check_pretrained
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from tests.program import ROOT, Result, save_image
@@ -71,7 +71,7 @@ def test_a_link_to_itself_is_missing_and_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "x.png").symlink_to("x.png")
     failure = failure_of(lambda: void(read_regular(tmp_path / "x.png")))
     assert failure is not None
-    assert (failure.kind, failure.reason) == ("missing", "its links lead back to themselves")
+    assert (failure.kind, failure.reason) == ("missing", "its symbolic links form a loop")
 
 
 def void(_: object) -> None: ...
@@ -110,7 +110,7 @@ def test_training_replaces_what_is_no_file(tree: Path, tmp_path: Path, vitamp: C
     done = vitamp("-cfg", "configs/vit_digits.yaml", *SMALL, *words, timeout=SECONDS)
     assert done.code == 0, done.text
     for name, called in (("pipe", "named pipe"), ("socket", "socket"), ("endless", "character device")):
-        assert f"{name}.png cannot be read: it is a {called}, not a file. Its neighbour takes its place." in done.text
+        assert f"{name}.png cannot be read: it is a {called}, not a file. The next image replaces it." in done.text
 
 
 def test_check_data_names_what_is_no_file(tree: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
@@ -195,7 +195,7 @@ def test_one_list_of_endings_everywhere(tmp_path: Path) -> None:
         folder = tmp_path / "one"
         folder.mkdir(exist_ok=True)
         (image.convert("1") if ending == ".pbm" else image).save(folder / f"x{ending}")
-    paths, _ = class_files(tmp_path, ["one"])
+    paths = class_files(tmp_path, ["one"]).paths
     assert {Path(path).suffix for path in paths} == set(made)
     assert [os.path.relpath(path, tmp_path) for path in find_images([str(tmp_path)])] == paths
     assert f" {' '.join(ENDINGS)}," in (ROOT / "docs" / "data.md").read_text(encoding="utf-8").replace("\n", " ")
@@ -212,18 +212,18 @@ def test_what_is_passed_over_is_counted_by_ending(tmp_path: Path, walk: str, sai
         (tmp_path / "one" / name).write_bytes(b"x")
     for _ in range(2):
         class_files(tmp_path, ["one"]) if walk == "training" else find_images([str(tmp_path)])
-    line = "passed over 5 files: .heic 3 (b.HEIC, c.heic, ...), .txt 1 (notes.txt), without an ending 1 (Makefile)"
+    line = "skipped 5 files: .heic 3 (b.HEIC, c.heic, ...), .txt 1 (notes.txt), no extension 1 (Makefile)"
     assert said.text.count(f"{tmp_path}: {line}") == 1
 
 
 def test_passed_over_counts_add_up() -> None:
-    one, two = PassedOver(), PassedOver()
+    one, two = SkippedFiles(), SkippedFiles()
     one.add("a.heic")
     two.add("b.heic")
     two.add("c.heic")
     one.merge(two)
-    assert one.line() == "passed over 3 files: .heic 3 (a.heic, b.heic, ...)"
-    assert PassedOver().line() == ""
+    assert one.line() == "skipped 3 files: .heic 3 (a.heic, b.heic, ...)"
+    assert SkippedFiles().line() == ""
 
 
 def test_links_that_lead_back_end(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_links_that_lead_back_end(tmp_path: Path) -> None:
     for name in ("back", "again"):
         (tmp_path / "one" / name).symlink_to(tmp_path)
     (tmp_path / "one" / "self").symlink_to("self")
-    assert class_files(tmp_path, ["one"])[0] == ["one/a.png"]
+    assert class_files(tmp_path, ["one"]).paths == ["one/a.png"]
     assert find_images([str(tmp_path)]) == [str(tmp_path / "one" / "a.png")]
 
 
@@ -244,12 +244,12 @@ def test_images_with_two_dots_in_tar_files_are_counted(
     dotted = [("cat.front.jpg", picture(7)), ("cat.front.cls", b"1"), ("x.heic", b"x")]
     write_tar(write_set(tmp_path) / "train" / "0001.tar", [*dotted, *samples([1, 2])])
     data = settings(DATASET="shards", DATA_PATH=str(tmp_path))
-    told = "passed over 3 files: more than one dot in the name 2 (cat.front.jpg, cat.front.cls), .heic 1 (x.heic)"
+    told = "skipped 3 files: more than one dot in the name 2 (cat.front.jpg, cat.front.cls), .heic 1 (x.heic)"
     for _ in range(2):  # the second time from the index that was kept
-        monkeypatch.setattr("datasets.shards.layout.tell_once", log.warning)
+        monkeypatch.setattr("datasets.shards.layout.warn_once", log.warning)
         said.clear()
         check_dataset(data, 3)
-        assert f"{told}. As in WebDataset, all that follows the first dot" in said.text
+        assert f"{told}. As in WebDataset, the extension of a member begins at the first dot" in said.text
     write_tar(tmp_path / "val" / "0000.tar", dotted)
-    with pytest.raises(UserError, match=r"hold no image; passed over 3 files: .*name it cat_front\.jpg"):
+    with pytest.raises(UserError, match=r"have no images; skipped 3 files: .*name it cat_front\.jpg"):
         check_dataset(data, 3)

@@ -78,7 +78,7 @@ def test_the_copy_is_made_once_and_anew_when_the_files_change(
     data = of_hub(tmp_path / "set")
     write(tmp_path / "set" / "train.parquet", range(12))
     part(data)
-    assert "copying its images into" in said.text
+    assert "copying its images to" in said.text
     assert "12 images copied" in said.text
     said.clear()
     part(data)

@@ -81,13 +81,13 @@ def several(root: Path) -> None:
         (lambda _: None, "there is no parquet file in .*Expected layout"),
         (no_images, "has no column of images; its columns are text, label"),
         (no_labels, "has no column of labels; its columns are image, caption"),
-        (paths_only, "the column of images is string; it must hold their bytes"),
-        (float_labels, "the column label of .* is double; labels are numbers or names"),
-        (missing_label, r"train\.parquet, row 1: the label in the column label is missing"),
+        (paths_only, "the image column is string; it must hold the bytes of image files"),
+        (float_labels, "the column label of .* is double; labels must be numbers or names"),
+        (missing_label, r"train\.parquet, row 1: the column label has no label"),
         (large_label, "label of 00000/00000001.png is 3, which does not fit"),
         (hidden_labels, "label of 00000/00000000.png is -1, which does not fit"),
-        (cut_off, r"train\.parquet is no parquet file that can be read"),
-        (flipped, r"train\.parquet is no parquet file that can be read"),
+        (cut_off, r"train\.parquet cannot be read as a parquet file"),
+        (flipped, r"train\.parquet cannot be read as a parquet file"),
         (several, r"holds several data sets: large, small\. Name one of them, as in hf:.*/large"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -107,7 +107,7 @@ def test_places_that_cannot_be(
     tmp_path: Path, of_hub: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place, message in (
-        ("", "needs a name or a folder"),
+        ("", "lacks a name or a folder"),
         (tmp_path / "nowhere", "there is no folder"),
         ("owner/name", "not on this machine.*DATA.DOWNLOAD=true fetches it"),
     ):

@@ -233,4 +233,4 @@ def test_training_and_validation_on_shards(tmp_path: Path, vitamp: Callable[...,
         f"DATA.CACHE={tmp_path}",
     )
     assert done.code == 0, done.text
-    assert "32 images; their index is kept as" in done.out
+    assert "Saved the index of 32 images as" in done.out

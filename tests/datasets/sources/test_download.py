@@ -126,7 +126,7 @@ def test_a_killed_download_is_begun_anew_by_the_one_that_waits(tmp_path: Path) -
     assert (first.exitcode, second.exitcode) == (-signal.SIGKILL, 0)
     heard = lines_of(tmp_path / "second")
     assert heard[0].startswith("Waiting for another process")
-    assert heard[1].startswith("An earlier download was broken off: ")
+    assert heard[1].startswith("An earlier download was interrupted: ")
     assert heard[-1] == "whole: True"
     assert not half.parents[1].exists()
 
@@ -139,7 +139,7 @@ def test_a_download_killed_long_ago_is_begun_anew(tmp_path: Path, caplog: pytest
     (target_of(tmp_path).parent / ".flowers.part" / "leftover").write_text("of another version")
     with caplog.at_level(logging.WARNING, "vitamp"):
         fetch(tmp_path)
-    assert "An earlier download was broken off" in caplog.text
+    assert "An earlier download was interrupted" in caplog.text
     assert whole(tmp_path)
 
 

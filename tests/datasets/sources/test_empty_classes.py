@@ -32,14 +32,14 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
 def test_shards(tmp_path: Path, of_shards: Callable[..., DataConfig], told: Callable[..., list[str]]) -> None:
     write_tar(tmp_path / "train" / "0.tar", samples([0, 2, 3]))  # labels 0, 2, 0
     write_tar(tmp_path / "val" / "0.tar", samples([1, 2]))
-    data, owner = of_shards(tmp_path), f"part of the data set in {tmp_path} has no image for"
+    data, owner = of_shards(tmp_path), f"split of the data set in {tmp_path} has no image for"
     assert told(data, 3) == [
-        f"The training {owner} 1 of its 3 classes, 1 among them.",
-        f"The validation {owner} 1 of its 3 classes, 0 among them.",
+        f"The training {owner} 1 of its 3 classes (the first: 1).",
+        f"The validation {owner} 1 of its 3 classes (the first: 0).",
     ]
-    assert told(data, 3, False) == [f"The validation {owner} 1 of its 3 classes, 0 among them."]
+    assert told(data, 3, False) == [f"The validation {owner} 1 of its 3 classes (the first: 0)."]
     (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
-    assert told(data, 3)[0] == f"The training {owner} 1 of its 3 classes, bee among them."
+    assert told(data, 3)[0] == f"The training {owner} 1 of its 3 classes (the first: bee)."
 
 
 def test_shards_that_are_split(
@@ -49,7 +49,7 @@ def test_shards_that_are_split(
     write_tar(tmp_path / "0.tar", samples([0, 3, 6, 9, 2]))
     data = of_shards(tmp_path, VAL_FRACTION=0.4)
     assert told(data, 3) == [
-        f"The training part of the data set in {tmp_path} has no image for 1 of its 3 classes, 1 among them."
+        f"The training split of the data set in {tmp_path} has no image for 1 of its 3 classes (the first: 1)."
     ]
     write_tar(tmp_path / "0.tar", samples([0, 3, 6, 9, 2, 1]))
     assert told(data, 3) == []
@@ -58,8 +58,12 @@ def test_shards_that_are_split(
 @pytest.mark.parametrize(
     ("name", "classes", "said"),
     [
-        ("flowers102", 102, ["training: 99 of its 102 classes, 1 ", "validation: 100 of its 102 classes, 0 "]),
-        ("pets", 3, ["validation: 1 of its 3 classes, Abyssinian "]),
+        (
+            "flowers102",
+            102,
+            ["training: 99 of its 102 classes (the first: 1)", "validation: 100 of its 102 classes (the first: 0)"],
+        ),
+        ("pets", 3, ["validation: 1 of its 3 classes (the first: Abyssinian)"]),
         ("food101", 2, []),
     ],
 )
@@ -70,5 +74,5 @@ def test_published_ones(
     wanted = []
     for line in said:
         part, rest = line.split(": ")
-        wanted.append(f"The {part} part of the data set {name} has no image for {rest}among them.")
+        wanted.append(f"The {part} split of the data set {name} has no image for {rest}.")
     assert told(settings(DATASET=name, DATA_PATH=str(tmp_path)), classes) == wanted

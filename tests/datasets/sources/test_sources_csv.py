@@ -139,7 +139,7 @@ BAD = {
     "half": (
         ["pictures/0.png,3", "pictures/1.png,1.5"],
         "path,target",
-        "train.csv:3: the target '1.5' is no whole number",
+        "train.csv:3: the target '1.5' is not a whole number",
     ),
     "gap": (["pictures/0.png,cat", "pictures/1.png,"], "path,target", "train.csv:3: the target is empty"),
     "mixed": (["pictures/0.png,cat", "pictures/1.png,4"], "path,target", "train.csv:3: the target 4 is a number"),
@@ -179,7 +179,7 @@ def test_an_empty_class_is_told(
     data = settings(DATASET="csv", DATA_PATH=str(two(table, rows(["0", "3", "3"]), rows(["0"]))))
     with caplog.at_level(logging.WARNING, "vitamp"):
         check_dataset(data, 4)
-    assert "train.csv has no image for 2 of its 4 classes, 1 among them" in caplog.text
+    assert "train.csv has no image for 2 of its 4 classes (the first: 1)" in caplog.text
 
 
 @pytest.mark.parametrize("missing", ["train.csv", "val.csv", "both", "folder", "path"])

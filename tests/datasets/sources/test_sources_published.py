@@ -157,8 +157,8 @@ def test_one_that_is_not_whole_is_noticed(tmp_path: Path, settings: Settings, na
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     with pytest.raises(UserError) as error:
         check_dataset(settings(DATASET=name, DATA_PATH=str(tmp_path), DOWNLOAD=True), 257)
-    assert f"{tmp_path / FOLDERS[name]} is not whole: {said}" in str(error.value)
-    assert "Remove the folder, and DATA.DOWNLOAD=true fetches it anew" in str(error.value)
+    assert f"{tmp_path / FOLDERS[name]} is incomplete or damaged: {said}" in str(error.value)
+    assert "Remove the folder, and DATA.DOWNLOAD=true fetches it again" in str(error.value)
 
 
 def test_caltech_with_too_few_images_is_told(
@@ -211,7 +211,8 @@ def test_a_damaged_cifar_file_is_named(tmp_path: Path, settings: Settings, damag
     }
     file.write_bytes(damaged[damage])
     with pytest.raises(
-        UserError, match=r"cifar-100-python is not whole: test (cannot be read|holds|has labels beyond)"
+        UserError,
+        match=r"cifar-100-python is incomplete or damaged: test (cannot be read|does not hold|has labels beyond)",
     ):
         check_dataset(settings(DATASET="cifar100", DATA_PATH=str(tmp_path)), 100)
 

@@ -166,4 +166,4 @@ def test_a_data_set_in_memory_says_what_does_not_apply(
     dataset.augment(TrainConfig(MIXUP_ALPHA=0.8))
     assert caplog.text == ""
     dataset.augment(TrainConfig(RAND_AUGMENT=True, COLOR_JITTER=0.4))
-    assert "TRAIN.RAND_AUGMENT, TRAIN.COLOR_JITTER: without effect on this data set" in caplog.text
+    assert "TRAIN.RAND_AUGMENT, TRAIN.COLOR_JITTER: no effect on this data set" in caplog.text

@@ -27,7 +27,7 @@ def indices(samples: int, copies: int, epoch: int = 1, accum: int = 1, world: in
 
 
 @pytest.mark.parametrize("copies", [2, 3])
-def test_an_epoch_is_as_long_and_meets_each_of_its_samples_several_times(copies: int) -> None:
+def test_repeated_epoch_keeps_its_length(copies: int) -> None:
     found = indices(24, copies)
     assert len(found) == 24
     assert len(set(found)) == 24, "no copy twice"
@@ -36,18 +36,18 @@ def test_an_epoch_is_as_long_and_meets_each_of_its_samples_several_times(copies:
     assert [index % 24 for index in found[:copies]] == [found[0]] * copies, "copies stand side by side"
 
 
-def test_other_epochs_meet_other_samples_and_one_copy_is_the_plain_order() -> None:
+def test_repeated_epochs_differ_and_one_copy_is_the_plain_order() -> None:
     met = [{index % 24 for index in indices(24, 3, epoch)} for epoch in range(1, 30)]
     assert set.union(*met) == set(range(24))
     assert indices(24, 1) == [int(i) for shares in EpochOrder(24, 4, 1, 0, 1, 0, True).windows(1) for i in shares[0][1]]
 
 
-def test_processes_share_the_same_global_batches() -> None:
+def test_repeated_global_batches_do_not_depend_on_ranks() -> None:
     assert indices(48, 3, accum=4) == indices(48, 3, accum=2, world=2) == indices(48, 3, world=4)
 
 
 @pytest.mark.parametrize("source", ["imagenet2012", "digits"])
-def test_copies_are_one_sample_transformed_anew(
+def test_repeated_copies_are_one_sample_with_new_transforms(
     settings: Settings, cpu: torch.device, listed: Path, source: str
 ) -> None:
     channels = 1 if source == "digits" else 3
@@ -65,7 +65,7 @@ def test_copies_are_one_sample_transformed_anew(
         assert torch.equal(repeated.__getitems__([key]).images[0], batch.images[row]), "whoever stands beside it"
 
 
-def test_copies_of_all_epochs_differ(settings: Settings, cpu: torch.device, listed: Path) -> None:
+def test_repeated_copies_of_all_epochs_differ(settings: Settings, cpu: torch.device, listed: Path) -> None:
     data = settings(DATASET="imagenet2012", DATA_PATH=str(listed))
     repeated = Repeated(open_dataset(data, True, 10, 0, cpu), 3)
     seen = [
@@ -74,7 +74,7 @@ def test_copies_of_all_epochs_differ(settings: Settings, cpu: torch.device, list
     assert len({image.numpy().tobytes() for image in seen}) == 9
 
 
-def test_padding_stays_padding(settings: Settings, cpu: torch.device, listed: Path) -> None:
+def test_repeated_padding_stays_padding(settings: Settings, cpu: torch.device, listed: Path) -> None:
     data = settings(DATASET="imagenet2012", DATA_PATH=str(listed))
     batch = Repeated(open_dataset(data, True, 10, 0, cpu), 2).__getitems__([(1, PADDING), (1, 13)])
     assert batch.indices.tolist() == [PADDING, 1]

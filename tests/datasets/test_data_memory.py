@@ -71,7 +71,7 @@ class LookedUp(ImageDataset):
         return Batch(torch.tensor([letters]), labels, torch.tensor(indices))
 
 
-def test_workers_share_the_list(training_set: Images) -> None:
+def test_workers_share_the_path_table(training_set: Images) -> None:
     """Python's own strings would be copied into a worker as soon as it looks at them, all of them in an epoch.
 
     A quarter of an epoch shows it: in any order, that touches nearly every page of memory.
@@ -86,7 +86,7 @@ def test_workers_stay_small_while_they_load_images(training_set: Images) -> None
     assert max(private) < MOST_PRIVATE_MB, private
 
 
-def test_a_long_list_is_read_at_once(imagenet: Path) -> None:
+def test_long_list_is_read_quickly(imagenet: Path) -> None:
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")  # the peak of memory begins anew
     before, begin = own_megabytes("VmRSS"), time.process_time()

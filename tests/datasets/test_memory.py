@@ -40,7 +40,7 @@ def images(dataset: InMemory, indices: list[int], epoch: int = 1) -> torch.Tenso
     return dataset.__getitems__([(epoch, index) for index in indices]).images
 
 
-def test_each_sample_is_cut_out_of_its_margin_by_numbers_of_its_own(settings: Settings) -> None:
+def test_memory_crop_uses_each_samples_own_numbers(settings: Settings) -> None:
     dataset, indices = opened(settings), list(range(COUNT))
     batch = dataset.__getitems__([(4, index) for index in indices])
     uniform = sample_table(5, 4, COUNT, 8)
@@ -53,7 +53,7 @@ def test_each_sample_is_cut_out_of_its_margin_by_numbers_of_its_own(settings: Se
     assert batch.labels.tolist() == samples().labels.tolist()
 
 
-def test_every_place_and_both_sides_are_drawn(settings: Settings) -> None:
+def test_memory_crops_draw_every_place_and_flip(settings: Settings) -> None:
     dataset = opened(settings, FLIP=0.25)
     seen, mirrored = set(), 0.0
     for epoch in range(8):
@@ -66,7 +66,7 @@ def test_every_place_and_both_sides_are_drawn(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("values", [{}, {"SHIFT": 0.1, "ROTATE": 10}, {"IMAGE_SIZE": 20}, {"CROP": "none"}])
-def test_a_sample_does_not_depend_on_its_batch(settings: Settings, values: dict[str, Any]) -> None:
+def test_memory_sample_does_not_depend_on_its_batch(settings: Settings, values: dict[str, Any]) -> None:
     dataset, other = opened(settings, **values), opened(settings, **values)
     together = images(dataset, list(range(64)))
     assert torch.equal(together[[9, 3, 40]], images(other, [9, 3, 40]))
@@ -76,17 +76,17 @@ def test_a_sample_does_not_depend_on_its_batch(settings: Settings, values: dict[
     assert not torch.equal(together, images(opened(settings, seed=6, **values), list(range(64))))
 
 
-def test_without_crop_flip_and_moves_images_stay_as_they_are(settings: Settings) -> None:
+def test_memory_images_without_transforms_are_unchanged(settings: Settings) -> None:
     got = images(opened(settings, CROP="none", FLIP=0.0), [4, 2])
     assert np.array_equal(got.permute(0, 2, 3, 1).numpy(), samples().pixels[[4, 2]])
 
 
-def test_a_margin_of_zero_only_mirrors(settings: Settings) -> None:
+def test_memory_crop_pad_of_zero_only_flips(settings: Settings) -> None:
     got = images(opened(settings, CROP_PAD=0, FLIP=1.0), [4])
     assert np.array_equal(got[0].permute(1, 2, 0).numpy(), samples().pixels[4][:, ::-1])
 
 
-def test_padding_is_black_and_counts_for_nothing(settings: Settings) -> None:
+def test_memory_padding_is_black_and_not_counted(settings: Settings) -> None:
     for train in (True, False):
         batch = opened(settings, train).__getitems__([(1, 7), (1, PADDING)])
         assert batch.images[0].any()
@@ -104,7 +104,7 @@ def test_padding_is_black_and_counts_for_nothing(settings: Settings) -> None:
     ],
 )
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_validation_is_what_pil_makes_of_it(
+def test_memory_validation_equals_pil(
     settings: Settings, values: dict[str, Any], short: int, interpolation: str
 ) -> None:
     dataset = opened(settings, train=False, INTERPOLATION=interpolation, **values)
@@ -118,12 +118,12 @@ def test_validation_is_what_pil_makes_of_it(
         assert np.abs(got - expected).max() <= 1
 
 
-def test_grey_is_pils_grey(settings: Settings) -> None:
+def test_memory_grey_equals_pils(settings: Settings) -> None:
     got = images(opened(settings, train=False, IMAGE_CHANNELS=1, CROP="none"), [3])
     assert np.array_equal(got[0, 0].numpy(), np.asarray(Image.fromarray(samples().pixels[3]).convert("L")))
 
 
-def test_grey_images_become_three_equal_channels(settings: Settings) -> None:
+def test_memory_grey_images_become_three_equal_channels(settings: Settings) -> None:
     data = settings(IMAGE_SIZE=SIDE, CROP="none")
     got = open_arrays(samples(channels=1), data, False, 0, CPU).__getitems__([(1, 3)]).images
     assert got.shape == (1, 3, SIDE, SIDE)
@@ -131,7 +131,7 @@ def test_grey_images_become_three_equal_channels(settings: Settings) -> None:
     assert (got == got[:, :1]).all()
 
 
-def test_what_acts_on_single_images_goes_by_loading_processes(settings: Settings) -> None:
+def test_single_image_augmentation_uses_loading_processes(settings: Settings) -> None:
     pad, free = settings(IMAGE_SIZE=SIDE, CROP="pad"), settings(IMAGE_SIZE=SIDE)
     plain, policy = TrainConfig(), TrainConfig.model_validate({"RAND_AUGMENT": True})
     for data, train, in_memory in (
@@ -148,7 +148,7 @@ def test_what_acts_on_single_images_goes_by_loading_processes(settings: Settings
     assert open_arrays(samples(), free, False, 0, CPU).in_memory
 
 
-def test_digits_still_have_no_place_for_them(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_digits_warn_of_single_image_augmentation(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     data = settings(IMAGE_SIZE=SIDE, CROP="pad", FLIP=1.0)
     dataset = InMemory(samples(), data, True, 0, CPU, cropped=False)
     with caplog.at_level(logging.WARNING, "vitamp"):

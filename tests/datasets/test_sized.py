@@ -34,7 +34,7 @@ def batch(dataset: ImageDataset, epoch: int) -> Batch:
 
 @pytest.mark.parametrize("name", ["digits", "synthetic", "imagenet2012"])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_the_epoch_tells_the_size(imagenet: Path, name: str, copies: int) -> None:
+def test_sized_follows_the_schedule_by_epoch(imagenet: Path, name: str, copies: int) -> None:
     samples = opened(data_of(imagenet, name, SHIFT=0.1))
     grown = Sized(Repeated(samples, copies) if copies > 1 else samples, TRAIN, 16)
     assert {epoch: batch(grown, epoch).images.shape[-2:] for epoch in SIZES} == {e: (s, s) for e, s in SIZES.items()}
@@ -42,7 +42,7 @@ def test_the_epoch_tells_the_size(imagenet: Path, name: str, copies: int) -> Non
 
 @pytest.mark.parametrize("name", ["digits", "imagenet2012"])
 @pytest.mark.parametrize("changes", [{}, {"RAND_AUGMENT": True, "COLOR_JITTER": 0.4}], ids=["plain", "augmented"])
-def test_images_are_those_of_a_set_of_that_size(imagenet: Path, name: str, changes: dict[str, Any]) -> None:
+def test_sized_images_equal_a_data_set_of_that_size(imagenet: Path, name: str, changes: dict[str, Any]) -> None:
     """Whatever was asked for before: epochs may be visited in any order, as a resumed run does."""
     train = TRAIN.model_copy(update=changes)
     grown = Sized(opened(data_of(imagenet, name, SHIFT=0.1, ROTATE=10), train), train, 16)
@@ -52,7 +52,7 @@ def test_images_are_those_of_a_set_of_that_size(imagenet: Path, name: str, chang
             assert torch.equal(ours, theirs)
 
 
-def test_memory_is_shared(imagenet: Path) -> None:
+def test_sized_data_sets_share_memory(imagenet: Path) -> None:
     digits = opened(data_of(imagenet, "digits"))
     other: Any = digits.at_size(8)
     assert other.images.data_ptr() == vars(digits)["images"].data_ptr()
@@ -70,14 +70,14 @@ def epochs(dataset: ImageDataset, workers: int) -> list[Batch]:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_loading_processes_change_nothing(imagenet: Path) -> None:
+def test_sized_batches_do_not_depend_on_workers(imagenet: Path) -> None:
     found = [epochs(Sized(opened(data_of(imagenet, "imagenet2012")), TRAIN, 16), workers) for workers in (0, 2)]
     assert [b.images.shape[-1] for b in found[0]] == [size for size in SIZES.values() for _ in range(6)]
     for ours, theirs in zip(*found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_broken_images_of_all_sizes_are_told(tmp_path: Path) -> None:
+def test_sized_reports_broken_images_of_all_sizes(tmp_path: Path) -> None:
     for number in range(6):
         save_image(tmp_path / f"train/n{number % 2}/{number}.JPEG", seed=number)
     (tmp_path / "train/n0/0.JPEG").write_bytes(b"no image")

@@ -55,7 +55,7 @@ def on_meta(name: str, **arguments: Any) -> nn.Module:
         return timm.create_model(name, **arguments)
 
 
-def test_vit_b16_is_timms_to_the_parameter_and_to_the_output() -> None:
+def test_vit_b16_equals_timms_in_parameters_and_output() -> None:
     ours = build(224, NAME="vit_base_patch16_224", **VIT_B16).eval()
     theirs = timm.create_model("vit_base_patch16_224").eval()
     assert count_parameters(ours) == (86_567_656, 86_567_656)
@@ -67,7 +67,7 @@ def test_vit_b16_is_timms_to_the_parameter_and_to_the_output() -> None:
 
 
 @pytest.mark.parametrize(("kind", "patch", "size"), FIFTEEN)
-def test_the_fifteen_vit_recipes_are_timms_models(kind: str, patch: int, size: int) -> None:
+def test_vit_recipes_are_timms_models(kind: str, patch: int, size: int) -> None:
     width, depth, heads = WIDTHS.get(kind, (1280, 32, 16))
     name = f"vit_{kind}_patch{patch}_{size}"
     sizes = {**VIT_B16, "PATCH_SIZE": patch, "EMBED_DIM": width, "DEPTH": depth, "NUM_HEADS": heads}
@@ -110,7 +110,7 @@ def test_recipe_names_give_timms_models(settings: dict[str, Any], size: int, tim
     assert shapes(ours) == shapes(on_meta(timm_name or settings["NAME"]))
 
 
-def test_swin_recipe_values_that_are_the_models_own_are_accepted() -> None:
+def test_swin_recipe_values_equal_to_the_models_are_accepted() -> None:
     recipe = {
         "TYPE": "swin",
         "NAME": "swin_tiny_patch4_window7_224",
@@ -130,7 +130,7 @@ def test_swin_recipe_values_that_are_the_models_own_are_accepted() -> None:
         assert shapes(build(224, **recipe)) == shapes(on_meta("swin_tiny_patch4_window7_224"))
 
 
-def test_swin_heads_are_held_against_the_width_of_their_own_stage() -> None:
+def test_swin_heads_must_divide_the_width_of_their_stage() -> None:
     # 64 heads do not divide 96, but they do divide the second stage's 192.
     check_model(ModelConfig(TYPE="swin", NAME="swin", NUM_HEADS=(3, 64, 12, 24)), 224, 3)
 
@@ -146,7 +146,7 @@ def test_weights_are_drawn_as_timm_draws_them() -> None:
         assert torch.equal(ours.state_dict()[key], value), key
 
 
-def test_image_size_channels_and_classes_are_passed_on() -> None:
+def test_image_size_channels_and_classes_reach_timm() -> None:
     vit = build(64, channels=1, **TINY_VIT)
     assert vit(torch.rand(1, 1, 64, 64)).shape == (1, 5)
     assert shapes(vit)["pos_embed"] == (1, 65, 16)
@@ -156,7 +156,7 @@ def test_image_size_channels_and_classes_are_passed_on() -> None:
     assert resnet(torch.rand(2, 1, 64, 64)).shape == (2, 7)
 
 
-def test_edited_sizes_make_the_name_a_label_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_edited_sizes_make_the_name_a_label_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vitamp"):
         edited = build(224, NAME="vit_tiny_patch16_224", DEPTH=3, QKV_BIAS=False, NUM_HEADS=3)
     assert len(edited.blocks) == 3  # pyright: ignore
@@ -185,7 +185,7 @@ def dropouts(module: nn.Module) -> dict[str, float]:
     return {name: part.p for name, part in module.named_modules() if isinstance(part, nn.Dropout)}
 
 
-def test_vit_rates_arrive_in_the_modules() -> None:
+def test_vit_rates_reach_the_modules() -> None:
     vit = build(DROPOUT=0.1, ATTENTION_DROPOUT=0.2, DROPPATH=0.3, **TINY_VIT)
     rates = dropouts(vit)
     assert rates["pos_drop"] == rates["blocks.1.attn.proj_drop"] == rates["blocks.1.mlp.drop2"] == 0.1
@@ -195,7 +195,7 @@ def test_vit_rates_arrive_in_the_modules() -> None:
     assert isinstance(vit.blocks[0].drop_path1, nn.Identity)  # pyright: ignore
 
 
-def test_swin_rates_arrive_and_zero_means_zero(caplog: pytest.LogCaptureFixture) -> None:
+def test_swin_rates_reach_the_modules_and_zero_means_zero(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vitamp"):
         swin = build(DROPOUT=0.1, ATTENTION_DROPOUT=0.2, DROPPATH=0.3, **TINY_SWIN)
     assert "none after the patch embedding" in caplog.text
@@ -208,13 +208,13 @@ def test_swin_rates_arrive_and_zero_means_zero(caplog: pytest.LogCaptureFixture)
     assert not [part for part in without.modules() if getattr(part, "drop_prob", 0)]
 
 
-def test_resnet_rates_arrive() -> None:
+def test_resnet_rates_reach_the_modules() -> None:
     resnet = build(NAME="resnet10t", DROPOUT=0.1, DROPPATH=0.2)
     assert resnet.drop_rate == 0.1
     assert max(getattr(part, "drop_prob", 0) or 0 for part in resnet.modules()) == pytest.approx(0.2)
 
 
-def test_values_a_foreign_model_has_anyway_are_accepted() -> None:
+def test_sizes_equal_to_a_beit_models_are_accepted() -> None:
     with torch.device("meta"):
         build(224, NAME="beit_base_patch16_224", EMBED_DIM=768, DEPTH=12, NUM_HEADS=12, PATCH_SIZE=16)
 

@@ -51,12 +51,12 @@ def refusal(image_size: int = 224, **settings: Any) -> str:
         ({"NAME": "beit_base_patch16_224", "EMBED_DIM": 769}, ["MODEL.EMBED_DIM 769", "768"]),
     ],
 )
-def test_what_a_model_cannot_take_is_refused(settings: dict[str, Any], words: list[str]) -> None:
+def test_unsupported_model_settings_are_refused(settings: dict[str, Any], words: list[str]) -> None:
     said = refusal(**settings)
     assert all(word in said for word in words), said
 
 
-def test_geometry_is_refused_with_numbers_that_would_work() -> None:
+def test_contradicting_sizes_are_refused_with_possible_ones() -> None:
     said = refusal(230, EMBED_DIM=100, NUM_HEADS=7, ATTN_HEAD_SIZE=14)
     assert "ATTN_HEAD_SIZE" not in said  # it follows from sizes that are wrong themselves
     assert "DATA.IMAGE_SIZE 230 is not divisible by MODEL.PATCH_SIZE 16" in said
@@ -67,18 +67,18 @@ def test_geometry_is_refused_with_numbers_that_would_work() -> None:
     assert "98 or 105" in said
 
 
-def test_several_mistakes_are_reported_together() -> None:
+def test_several_model_problems_are_reported_together() -> None:
     said = refusal(225, TYPE="swin", NAME="swin", APE=True, DEPTH=3, NUM_HEADS=[3, 6])
     assert all(word in said for word in ("APE", "DEPTH 3", "IMAGE_SIZE 225", "NUM_HEADS [3, 6]")), said
 
 
 @pytest.mark.parametrize("name", ["beit_base_patch16_224", "swinv2_tiny_window8_256"])
-def test_foreign_patch_models_want_divisible_images_too(name: str) -> None:
+def test_other_patch_models_need_divisible_image_sizes(name: str) -> None:
     said = refusal(225, NAME=name)
     assert "DATA.IMAGE_SIZE 225" in said
     assert "or PATCH_SIZE" not in said  # it cannot be set for these
 
 
 @pytest.mark.parametrize(("name", "size"), [("maxvit_tiny_tf_224", 100), ("inception_v3", 32), ("vgg11", 16)])
-def test_images_a_foreign_model_cannot_take_are_told_before_the_first_one(name: str, size: int) -> None:
+def test_unsupported_image_size_is_refused_before_training(name: str, size: int) -> None:
     assert f"DATA.IMAGE_SIZE {size}: {name} does not support images of this size" in refusal(size, NAME=name)

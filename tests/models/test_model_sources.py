@@ -43,7 +43,7 @@ def put_in_cache(cache: Path, name: str, tensors: dict[str, torch.Tensor]) -> No
     save_file(tensors, repo / "snapshots" / "abc" / "model.safetensors")
 
 
-def test_good_files_pass(tmp_path: Path) -> None:
+def test_check_accepts_good_weights(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(2)}
     save_file(tensors, tmp_path / "model.safetensors")
     torch.save(tensors, tmp_path / "w.pth")
@@ -51,14 +51,14 @@ def test_good_files_pass(tmp_path: Path) -> None:
         check_pretrained(str(source))
 
 
-def test_a_missing_file_is_told_with_the_nearest_name(tmp_path: Path) -> None:
+def test_missing_weights_are_refused_with_the_closest_name(tmp_path: Path) -> None:
     (tmp_path / "vit_base.pth").touch()
     assert "no such file. Did you mean vit_base.pth?" in refusal(tmp_path / "vit_bse.pth")
     assert f"there is no folder {tmp_path / 'nowhere'}" in refusal(tmp_path / "nowhere" / "w.pth")
     assert "no such file" in refusal("surely-not-here.safetensors")
 
 
-def test_pdparams_are_opened_with_or_without_their_ending(tmp_path: Path) -> None:
+def test_pdparams_are_found_with_or_without_extension(tmp_path: Path) -> None:
     (tmp_path / "vit.pdparams").write_bytes(b"no pickle")
     for name in ("vit.pdparams", "vit"):  # the latter is how PaddleViT's command lines have it
         assert "vit.pdparams: the file is damaged" in refusal(tmp_path / name)
@@ -66,7 +66,7 @@ def test_pdparams_are_opened_with_or_without_their_ending(tmp_path: Path) -> Non
     check_pretrained(str(tmp_path / "vit"))
 
 
-def test_a_path_without_its_ending_is_told(tmp_path: Path) -> None:
+def test_weights_path_without_extension_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vit.npz").touch()
     assert "there is vit.npz" in refusal(tmp_path / "vit")
 
@@ -83,14 +83,14 @@ def test_a_path_without_its_ending_is_told(tmp_path: Path) -> None:
         ("w.onnx", b"1", "unknown kind of file"),
     ],
 )
-def test_files_that_cannot_be_weights(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+def test_files_that_are_not_weights_are_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(content)
     said = refusal(tmp_path / name)
     assert str(tmp_path / name) in said
     assert words in said
 
 
-def test_folders_that_hold_no_weights(tmp_path: Path) -> None:
+def test_folders_without_weights_are_refused(tmp_path: Path) -> None:
     assert "no model.safetensors" in refusal(tmp_path)
     index = tmp_path / "checkpoints" / "index.json"
     index.parent.mkdir()
@@ -101,13 +101,13 @@ def test_folders_that_hold_no_weights(tmp_path: Path) -> None:
     assert "step-000000001" in refusal(tmp_path)
 
 
-def test_unknown_names_are_told_with_the_nearest() -> None:
+def test_unknown_timm_names_are_refused_with_the_closest() -> None:
     assert "Did you mean vit_base_patch16_224?" in refusal("vit_bas_patch16_224")
     assert "Did you mean vit_base_patch16_224.augreg_in21k?" in refusal("vit_base_patch16_224.augreg_in21")
     assert "no weights for it" in refusal("vit_small_patch16_18x2_224")
 
 
-def test_offline_is_told_at_once(no_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_hub_is_reported_at_once(no_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     started = time.monotonic()
     said = refusal(HUB_NAME)
@@ -117,7 +117,7 @@ def test_offline_is_told_at_once(no_cache: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("fails", ["refuses", "hangs"])
-def test_an_unreachable_hub_is_told_soon(no_cache: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_unreachable_hub_is_reported_soon(no_cache: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     def ask(*_: Any, **__: Any) -> None:
         if fails == "refuses":
             raise ConnectionError("Name or service not known")

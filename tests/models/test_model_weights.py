@@ -71,7 +71,7 @@ def weights(donor: nn.Module, tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def test_safetensors(donor: nn.Module, weights: Path) -> None:
+def test_safetensors_file_is_loaded(donor: nn.Module, weights: Path) -> None:
     ours, said = load(weights)
     assert_equal_weights(ours, donor)
     assert f"32 of 32 tensors from {weights}" in said
@@ -79,7 +79,7 @@ def test_safetensors(donor: nn.Module, weights: Path) -> None:
 
 @pytest.mark.parametrize("ending", [".pth", ".pt", ".bin", ".pth.tar"])
 @pytest.mark.parametrize("wrapped", [None, "model", "state_dict", "model_ema", "state_dict_ema"])
-def test_torch_files(donor: nn.Module, tmp_path: Path, ending: str, wrapped: str | None) -> None:
+def test_torch_files_are_loaded(donor: nn.Module, tmp_path: Path, ending: str, wrapped: str | None) -> None:
     tensors = donor.state_dict()
     content = {wrapped: tensors, "epoch": 3, "args": argparse.Namespace(lr=1.0)} if wrapped else tensors
     torch.save(content, tmp_path / f"w{ending}")
@@ -87,7 +87,7 @@ def test_torch_files(donor: nn.Module, tmp_path: Path, ending: str, wrapped: str
     assert_equal_weights(ours, donor)
 
 
-def test_the_ema_of_a_training_is_used_with_a_line(
+def test_ema_in_a_checkpoint_is_used_and_logged(
     donor: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, file = build(seed=9), tmp_path / "w.pth"
@@ -100,25 +100,25 @@ def test_the_ema_of_a_training_is_used_with_a_line(
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-def test_prefixes_of_ddp_and_compile_are_taken_off(donor: nn.Module, tmp_path: Path, prefix: str) -> None:
+def test_ddp_and_compile_prefixes_are_removed(donor: nn.Module, tmp_path: Path, prefix: str) -> None:
     torch.save({prefix + key: value for key, value in donor.state_dict().items()}, tmp_path / "w.pth")
     ours, _ = load(tmp_path / "w.pth")
     assert_equal_weights(ours, donor)
 
 
-def test_torchs_older_format(donor: nn.Module, tmp_path: Path) -> None:
+def test_older_torch_format_is_loaded(donor: nn.Module, tmp_path: Path) -> None:
     torch.save(donor.state_dict(), tmp_path / "w.pth", _use_new_zipfile_serialization=False)
     ours, _ = load(tmp_path / "w.pth")
     assert_equal_weights(ours, donor)
 
 
-def test_checkpoint_folder(donor: nn.Module, weights: Path) -> None:
+def test_checkpoint_folder_is_loaded(donor: nn.Module, weights: Path) -> None:
     ours, _ = load(weights.parent)
     assert_equal_weights(ours, donor)
 
 
 @pytest.mark.parametrize(("index", "taken"), [({"last": "b", "best": "a"}, "a"), ({"last": "b", "best": None}, "b")])
-def test_run_folder_gives_its_best_checkpoint(tmp_path: Path, index: dict[str, Any], taken: str) -> None:
+def test_run_folder_loads_its_best_checkpoint(tmp_path: Path, index: dict[str, Any], taken: str) -> None:
     made = {name: build(seed) for seed, name in enumerate("ab", start=5)}
     for name, module in made.items():
         folder = tmp_path / "checkpoints" / name
@@ -130,7 +130,7 @@ def test_run_folder_gives_its_best_checkpoint(tmp_path: Path, index: dict[str, A
         assert_equal_weights(ours, made[taken])
 
 
-def test_classifier_of_another_number_of_classes_is_exchanged(donor: nn.Module, weights: Path) -> None:
+def test_classifier_with_other_classes_is_replaced(donor: nn.Module, weights: Path) -> None:
     fresh = build(1, NUM_CLASSES=7)
     ours, said = load(weights, NUM_CLASSES=7)
     assert "head freshly initialised (5 classes in the file, 7 in the model)" in said
@@ -139,7 +139,7 @@ def test_classifier_of_another_number_of_classes_is_exchanged(donor: nn.Module, 
     assert_equal_weights(ours, donor, but=("head.weight", "head.bias"))
 
 
-def test_weights_without_a_classifier_are_taken(donor: nn.Module, tmp_path: Path) -> None:
+def test_weights_without_a_classifier_are_loaded(donor: nn.Module, tmp_path: Path) -> None:
     save_file(
         {key: value for key, value in donor.state_dict().items() if "head" not in key}, tmp_path / "w.safetensors"
     )
@@ -166,7 +166,7 @@ def test_first_convolution_is_adapted_to_grey_images(donor: nn.Module, weights: 
         torch.testing.assert_close(ours(grey), donor(grey.expand(-1, 3, -1, -1)))
 
 
-def test_swin_weights_with_another_head_and_window(tmp_path: Path) -> None:
+def test_swin_weights_with_other_head_and_window_are_adapted(tmp_path: Path) -> None:
     donor = build(0, **SWIN)
     save_file(donor.state_dict(), tmp_path / "w.safetensors")
     ours, said = load(tmp_path / "w.safetensors", **{**SWIN, "NUM_CLASSES": 7})
@@ -176,7 +176,7 @@ def test_swin_weights_with_another_head_and_window(tmp_path: Path) -> None:
     assert "relative_position_bias_table resized from 49x2 to 9x2" in said
 
 
-def test_a_distilled_deit_exchanges_both_heads(tmp_path: Path) -> None:
+def test_distilled_deit_replaces_both_heads(tmp_path: Path) -> None:
     deit = {"TYPE": "deit", "NAME": "deit_tiny_distilled_patch16_224", "DEPTH": 1}
     save_file(build(0, **deit).state_dict(), tmp_path / "w.safetensors")
     _, said = load(tmp_path / "w.safetensors", **{**deit, "NUM_CLASSES": 7})
@@ -184,7 +184,7 @@ def test_a_distilled_deit_exchanges_both_heads(tmp_path: Path) -> None:
     assert "head_dist exchanged" in said
 
 
-def test_another_architecture_is_refused_with_the_tensors_that_differ(weights: Path) -> None:
+def test_other_architecture_is_refused_with_mismatched_tensors(weights: Path) -> None:
     said = refusal(weights, EMBED_DIM=32)
     assert "differ (31):" in said
     assert "cls_token: 1x1x16 in the file, 1x1x32 in the model" in said
@@ -240,7 +240,7 @@ def npz(donor: nn.Module, tmp_path: Path) -> Path:
     return tmp_path / "w.npz"
 
 
-def test_npz(donor: nn.Module, npz: Path) -> None:
+def test_npz_is_loaded(donor: nn.Module, npz: Path) -> None:
     ours, said = load(npz)
     assert_equal_weights(ours, donor)
     assert "exchanged" not in said
@@ -250,7 +250,7 @@ def test_npz(donor: nn.Module, npz: Path) -> None:
         assert torch.equal(ours(image), donor(image))
 
 
-def test_npz_with_another_head_and_image_size(donor: nn.Module, npz: Path) -> None:
+def test_npz_with_other_head_and_image_size_is_adapted(donor: nn.Module, npz: Path) -> None:
     ours, said = load(npz, NUM_CLASSES=7, image_size=64)
     assert "head freshly initialised (5 classes in the file, 7 in the model)" in said
     assert "pos_embed resized from 1x17x16 to 1x65x16" in said
@@ -259,11 +259,11 @@ def test_npz_with_another_head_and_image_size(donor: nn.Module, npz: Path) -> No
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_npz_of_another_depth_is_refused(npz: Path, depth: int) -> None:
+def test_npz_of_other_depth_is_refused(npz: Path, depth: int) -> None:
     assert f"2 blocks in the file, {depth} in the model (MODEL.DEPTH)" in refusal(npz, DEPTH=depth)
 
 
-def test_npz_of_another_width_or_kind_is_refused(npz: Path, tmp_path: Path) -> None:
+def test_npz_of_other_width_or_model_is_refused(npz: Path, tmp_path: Path) -> None:
     assert "do not fit tiny" in refusal(npz, EMBED_DIM=32)
     resnet = build_model(ModelConfig(NAME="resnet10t"), 32, 3)
     with pytest.raises(UserError, match="for ViTs; resnet10t is a ResNet"):
@@ -272,14 +272,14 @@ def test_npz_of_another_width_or_kind_is_refused(npz: Path, tmp_path: Path) -> N
     assert "other.npz" in refusal(tmp_path / "other.npz")
 
 
-def test_files_that_could_run_code_are_not_opened(donor: nn.Module, tmp_path: Path) -> None:
+def test_malicious_weights_are_refused(donor: nn.Module, tmp_path: Path) -> None:
     torch.save(donor, tmp_path / "whole.pth")
     said = refusal(tmp_path / "whole.pth")
     assert "whole.pth" in said
     assert "could run malicious code" in said
 
 
-def test_a_damaged_file_is_named(donor: nn.Module, weights: Path, npz: Path, tmp_path: Path) -> None:
+def test_damaged_weights_are_refused(donor: nn.Module, weights: Path, npz: Path, tmp_path: Path) -> None:
     torch.save(donor.state_dict(), tmp_path / "w.pth")
     for good in (weights, npz, tmp_path / "w.pth"):
         content = bytearray(good.read_bytes())
@@ -294,7 +294,7 @@ def test_a_damaged_file_is_named(donor: nn.Module, weights: Path, npz: Path, tmp
     assert "inside.npz" in refusal(tmp_path / "inside.npz")
 
 
-def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+def test_weights_file_without_tensors_is_refused(tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "w.pth")
     said = refusal(tmp_path / "w.pth")
     assert "no tensors" in said

@@ -51,7 +51,7 @@ def kept_patches(model: Any) -> list[set[int]]:
     ]
 
 
-def test_a_share_of_the_patches_is_left_out_others_for_each_sample() -> None:
+def test_token_drop_drops_a_fraction_per_sample() -> None:
     model = tiny(Shortcuts(token_drop=0.25)).train()
     TokenDrop(training(TOKEN_DROP=0.25)).set(1, model)
     kept = kept_patches(model)
@@ -59,14 +59,14 @@ def test_a_share_of_the_patches_is_left_out_others_for_each_sample() -> None:
     assert len({frozenset(patches) for patches in kept}) == 4
 
 
-def test_the_class_token_stays() -> None:
+def test_token_drop_keeps_the_class_token() -> None:
     model = tiny(Shortcuts(token_drop=0.5)).train()
     TokenDrop(training(TOKEN_DROP=0.5)).set(1, model)
     first = tokens_of(model, images())[:, 0]
     assert torch.equal(first, tokens_of(tiny(Shortcuts()).eval(), images())[:, 0])
 
 
-def test_so_does_a_distillation_token() -> None:
+def test_token_drop_keeps_the_distillation_token() -> None:
     model = tiny(Shortcuts(token_drop=0.5), "deit_tiny_distilled_patch16_224").train()
     TokenDrop(training(TOKEN_DROP=0.5)).set(1, model)
     plain = tiny(Shortcuts(), "deit_tiny_distilled_patch16_224").eval()
@@ -75,14 +75,14 @@ def test_so_does_a_distillation_token() -> None:
     assert torch.equal(found[:, :2], expected[:, :2])
 
 
-def test_validation_sees_all() -> None:
+def test_validation_sees_all_patches() -> None:
     model = tiny(Shortcuts(token_drop=0.5))
     TokenDrop(training(TOKEN_DROP=0.5)).set(1, model)
     with torch.no_grad():
         assert torch.equal(model.eval()(images()), tiny(Shortcuts()).eval()(images()))
 
 
-def test_the_last_epochs_see_all() -> None:
+def test_token_drop_is_off_in_the_last_epochs() -> None:
     model = tiny(Shortcuts(token_drop=0.5)).train()
     drop = TokenDrop(training(TOKEN_DROP=0.5, TOKEN_DROP_TAIL=2))
     counts = []
@@ -92,18 +92,18 @@ def test_the_last_epochs_see_all() -> None:
     assert counts == [32, 64, 64, 32]
 
 
-def test_all_are_shown_until_an_epoch_begins() -> None:
+def test_token_drop_is_off_until_an_epoch_begins() -> None:
     """What is tried before training, such as how much memory a batch takes, is the dearest that is to come."""
     assert tokens_of(tiny(Shortcuts(token_drop=0.5)).train(), images()).shape[1] == 1 + PATCHES
 
 
-def test_weights_are_those_of_the_plain_model() -> None:
+def test_token_drop_model_has_the_plain_models_weights() -> None:
     plain, other = tiny(Shortcuts()), tiny(Shortcuts(token_drop=0.5, sizes=(16,)))
     assert list(plain.state_dict()) == list(other.state_dict())
     assert all(torch.equal(plain.state_dict()[name], weight) for name, weight in other.state_dict().items())
 
 
-def test_smaller_images_are_taken_by_the_same_weights() -> None:
+def test_size_schedule_model_accepts_smaller_images() -> None:
     model = tiny(Shortcuts(sizes=(16,))).eval()
     with torch.no_grad():
         assert model(images(side=16)).shape == (4, 10)
@@ -113,7 +113,7 @@ def test_smaller_images_are_taken_by_the_same_weights() -> None:
     assert model.pos_embed.grad.abs().sum(-1).count_nonzero() == 1 + PATCHES, "all positions learn from small images"
 
 
-def test_without_a_schedule_another_size_is_refused() -> None:
+def test_other_image_size_without_a_schedule_is_refused() -> None:
     with pytest.raises(AssertionError):
         tiny(Shortcuts())(images(side=16))
 
@@ -122,18 +122,18 @@ def test_without_a_schedule_another_size_is_refused() -> None:
 @pytest.mark.parametrize(
     ("key", "shortcuts"), [("TOKEN_DROP", Shortcuts(token_drop=0.5)), ("SIZE_SCHEDULE", Shortcuts(sizes=(112,)))]
 )
-def test_other_kinds_of_models_are_refused(name: str, key: str, shortcuts: Shortcuts) -> None:
+def test_token_drop_and_size_schedule_refuse_other_models(name: str, key: str, shortcuts: Shortcuts) -> None:
     with pytest.raises(UserError, match=rf"TRAIN\.{key}: (SwinTransformer|ResNet) does not support it, .*ViT") as error:
         check_model(ModelConfig(NAME=name), 224, 3, shortcuts)
     assert len(str(error.value).splitlines()) == 2, "and nothing else is said"
 
 
-def test_sizes_must_be_made_of_whole_patches() -> None:
+def test_scheduled_sizes_must_be_multiples_of_the_patch_size() -> None:
     with pytest.raises(UserError, match=r"TRAIN\.SIZE_SCHEDULE: images of 150 are not divisible by the patches of 16"):
         check_model(ModelConfig(NAME="vit_tiny_patch16_224"), 224, 3, Shortcuts(sizes=(150, 160)))
 
 
-def test_the_banner_tells() -> None:
+def test_banner_shows_token_drop_and_size_schedule() -> None:
     train = training(TOKEN_DROP=0.25, TOKEN_DROP_TAIL=2, SIZE_SCHEDULE=[[0, 16], [0.75, 32]])
     assert shortcut_words(train) == (
         "25 % of the patches left out, all shown in the last 2 epochs; images of 16 from epoch 1, 32 from epoch 9"
@@ -141,11 +141,11 @@ def test_the_banner_tells() -> None:
     assert shortcut_words(training()) == ""
 
 
-def test_the_first_epoch_told_is_the_first_of_that_size() -> None:
+def test_banner_shows_the_first_epoch_of_each_size() -> None:
     train = training(SIZE_SCHEDULE=[[0, 16], [3, 24], [0.75, 32]])
     assert [train.size_in(epoch, 32) for epoch in range(1, 11)] == [16] * 3 + [24] * 5 + [32] * 2
 
 
-def test_a_plain_model_has_nothing_of_it() -> None:
+def test_plain_model_has_no_patch_dropout() -> None:
     assert not any(isinstance(part, PatchDropout) for part in tiny(Shortcuts()).modules())
     assert isinstance(tiny(Shortcuts()).patch_drop, nn.Identity)

@@ -31,7 +31,7 @@ def build(seed: int, family: str, classes: int) -> nn.Module:
 
 @pytest.mark.parametrize(("classes", "asked"), [(5, True), (7, False), (7, True)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_but_the_classifier_is_taken(tmp_path: Path, family: str, classes: int, asked: bool) -> None:
+def test_new_classifier_keeps_the_models_own(tmp_path: Path, family: str, classes: int, asked: bool) -> None:
     donor = build(0, family, 5)
     for tensor in donor.state_dict().values():
         if tensor.is_floating_point():
@@ -54,7 +54,7 @@ def test_all_but_the_classifier_is_taken(tmp_path: Path, family: str, classes: i
         ) in said
 
 
-def test_without_being_asked_a_classifier_of_as_many_classes_is_taken(tmp_path: Path) -> None:
+def test_classifier_with_equal_classes_is_loaded_by_default(tmp_path: Path) -> None:
     donor = build(0, "vit", 5)
     save_file(donor.state_dict(), tmp_path / "w.safetensors")
     ours = build(1, "vit", 5)
@@ -62,7 +62,7 @@ def test_without_being_asked_a_classifier_of_as_many_classes_is_taken(tmp_path: 
     assert torch.equal(ours.state_dict()["head.weight"], donor.state_dict()["head.weight"])
 
 
-def test_on_weights_in_numpy_s_format_too(tmp_path: Path) -> None:
+def test_new_classifier_with_npz_weights(tmp_path: Path) -> None:
     ours = build(1, "vit", 5)
     rng = np.random.default_rng(0)
     block = "Transformer/encoderblock_0"

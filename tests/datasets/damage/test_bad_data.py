@@ -28,7 +28,7 @@ def complaint() -> Callable[[DataConfig, int], str]:
     return check
 
 
-def test_unknown_data_set(settings: Settings, complaint, cpu: torch.device) -> None:
+def test_unknown_data_set_is_refused_with_the_closest_name(settings: Settings, complaint, cpu: torch.device) -> None:
     said = complaint(settings(DATASET="imagenet"))
     assert "Did you mean imagenet2012?" in said
     assert "digits, flowers102, food101, imagefolder, imagenet2012" in said
@@ -37,19 +37,19 @@ def test_unknown_data_set(settings: Settings, complaint, cpu: torch.device) -> N
 
 
 @pytest.mark.parametrize("name", ["imagenet2012", "imagefolder"])
-def test_no_path(settings: Settings, complaint, name: str) -> None:
+def test_missing_data_path_is_refused(settings: Settings, complaint, name: str) -> None:
     assert "DATA.DATA_PATH (-data_path)" in complaint(settings(DATASET=name))
 
 
 @pytest.mark.parametrize("name", ["imagenet2012", "imagefolder"])
-def test_path_that_is_no_folder(settings: Settings, complaint, tmp_path: Path, name: str) -> None:
+def test_data_path_that_is_not_a_folder_is_refused(settings: Settings, complaint, tmp_path: Path, name: str) -> None:
     assert f"{tmp_path / 'none'} does not exist" in complaint(settings(DATASET=name, DATA_PATH=str(tmp_path / "none")))
     (tmp_path / "file").touch()
     assert "is a file" in complaint(settings(DATASET=name, DATA_PATH=str(tmp_path / "file")))
 
 
 @pytest.mark.parametrize(("name", "looked_for"), [("imagenet2012", "train_list.txt"), ("imagefolder", "train")])
-def test_empty_folder_tells_what_was_looked_for(
+def test_empty_folder_error_shows_the_expected_layout(
     settings: Settings, complaint, tmp_path: Path, name: str, looked_for: str
 ) -> None:
     said = complaint(settings(DATASET=name, DATA_PATH=str(tmp_path)))
@@ -57,13 +57,13 @@ def test_empty_folder_tells_what_was_looked_for(
     assert "Expected layout" in said
 
 
-def test_one_list_alone(listed: Path, settings: Settings, complaint) -> None:
+def test_missing_second_list_is_refused(listed: Path, settings: Settings, complaint) -> None:
     (listed / "val_list.txt").unlink()
     assert str(listed / "val_list.txt") in complaint(settings(DATA_PATH=str(listed)))
 
 
 @pytest.mark.parametrize("line", ["train/0.png", "train/0.png x", "train/0.png 1.5", "7"])
-def test_a_line_that_does_not_parse(listed: Path, settings: Settings, complaint, line: str) -> None:
+def test_malformed_list_line_is_refused_with_its_number(listed: Path, settings: Settings, complaint, line: str) -> None:
     (listed / "train_list.txt").write_text(f"train/0.png 0\n\n{line}\n")
     said = complaint(settings(DATA_PATH=str(listed)))
     assert said.startswith(f"{listed / 'train_list.txt'}:3: ")
@@ -71,14 +71,16 @@ def test_a_line_that_does_not_parse(listed: Path, settings: Settings, complaint,
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../other/1.png", "train/../../1.png"])
-def test_paths_stay_in_the_data_folder(listed: Path, settings: Settings, complaint, path: str) -> None:
+def test_list_paths_that_leave_the_folder_are_refused(listed: Path, settings: Settings, complaint, path: str) -> None:
     (listed / "train_list.txt").write_text(f"{path} 0\n")
     said = complaint(settings(DATA_PATH=str(listed)))
     assert said.startswith(f"{listed / 'train_list.txt'}:1: {path} ")
 
 
 @pytest.mark.parametrize("label", [3, -1])
-def test_label_outside_the_classes(listed: Path, settings: Settings, complaint, cpu: torch.device, label: int) -> None:
+def test_label_outside_the_classes_is_refused(
+    listed: Path, settings: Settings, complaint, cpu: torch.device, label: int
+) -> None:
     (listed / "val_list.txt").write_text(f"val/0.png 2\nval/1.png {label}\n")
     said = complaint(settings(DATA_PATH=str(listed)))
     assert said.startswith(f"{listed / 'val_list.txt'}:2: label {label} ")
@@ -87,19 +89,19 @@ def test_label_outside_the_classes(listed: Path, settings: Settings, complaint, 
         open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, cpu)
 
 
-def test_list_made_for_another_folder(listed: Path, settings: Settings, complaint) -> None:
+def test_list_for_another_folder_is_refused(listed: Path, settings: Settings, complaint) -> None:
     (listed / "train_list.txt").write_text("images/0.png 0\n")
     assert f"there is no file {listed / 'images' / '0.png'}" in complaint(settings(DATA_PATH=str(listed)))
 
 
-def test_empty_list_and_one_that_is_no_text(listed: Path, settings: Settings, complaint) -> None:
+def test_empty_and_binary_lists_are_refused(listed: Path, settings: Settings, complaint) -> None:
     (listed / "train_list.txt").write_text("\n")
     assert "train_list.txt is empty" in complaint(settings(DATA_PATH=str(listed)))
     (listed / "train_list.txt").write_bytes(b"\xff\xfe\x00\x81")
     assert "train_list.txt cannot be read" in complaint(settings(DATA_PATH=str(listed)))
 
 
-def test_more_classes_than_the_classifier(class_tree, settings: Settings, complaint) -> None:
+def test_more_class_folders_than_num_classes_are_refused(class_tree, settings: Settings, complaint) -> None:
     data = settings(DATASET="imagefolder", DATA_PATH=str(class_tree()))
     said = complaint(data, 2)
     assert "3 classes" in said
@@ -107,7 +109,7 @@ def test_more_classes_than_the_classifier(class_tree, settings: Settings, compla
     assert "NUM_CLASSES is 9" in complaint(settings(DATASET="digits"), 9)
 
 
-def test_class_folders_without_images(class_tree, settings: Settings, complaint) -> None:
+def test_class_folders_without_images_are_refused(class_tree, settings: Settings, complaint) -> None:
     root = class_tree()
     for image in (root / "val").rglob("*.png"):
         image.unlink()
@@ -118,7 +120,7 @@ def test_class_folders_without_images(class_tree, settings: Settings, complaint)
     assert f"{root / 'train'} has no images" in complaint(settings(DATASET="imagefolder", DATA_PATH=str(root)))
 
 
-def test_validation_class_that_training_lacks(class_tree, settings: Settings, complaint) -> None:
+def test_validation_class_missing_in_training_is_refused(class_tree, settings: Settings, complaint) -> None:
     root = class_tree()
     (root / "val" / "cat").rename(root / "val" / "cats")
     said = complaint(settings(DATASET="imagefolder", DATA_PATH=str(root)), 4)
@@ -130,5 +132,5 @@ def test_validation_class_that_training_lacks(class_tree, settings: Settings, co
     ("key", "value"),
     [("CROP_SCALE", (0.9, 0.1)), ("CROP_SCALE", (0.0, 1.0)), ("CROP_SCALE", (0.1, 2.0)), ("CROP_RATIO", (2.0, 0.5))],
 )
-def test_ranges_of_the_crop(settings: Settings, complaint, key: str, value: tuple[float, float]) -> None:
+def test_invalid_crop_ranges_are_refused(settings: Settings, complaint, key: str, value: tuple[float, float]) -> None:
     assert f"DATA.{key}" in complaint(settings(DATASET="digits", **{key: value}), 10)

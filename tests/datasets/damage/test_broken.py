@@ -99,7 +99,7 @@ def same(one: list[Batch], other: list[Batch]) -> bool:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_the_neighbour_takes_its_place_and_nothing_else_changes(
+def test_broken_image_is_replaced_by_the_next_and_other_samples_are_unchanged(
     loaders: Loaders, said: list[str], spoil: str, workers: int
 ) -> None:
     shutil.copy(loaders.image(5), loaders.image(4))
@@ -118,7 +118,7 @@ def test_the_neighbour_takes_its_place_and_nothing_else_changes(
     assert reasons.get(spoil, "cannot be read") in said[0]
 
 
-def test_the_next_that_can_be_read_is_found_past_the_end(loaders: Loaders) -> None:
+def test_replacement_search_wraps_around_the_end(loaders: Loaders) -> None:
     for number in (10, 11, 0):
         loaders.image(number).unlink()
     found = {int(i): int(y) for batch in epoch(loaders()) for i, y in zip(batch.indices, batch.labels, strict=True)}
@@ -126,7 +126,7 @@ def test_the_next_that_can_be_read_is_found_past_the_end(loaders: Loaders) -> No
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_is_named_once_however_often_it_is_met(loaders: Loaders, said: list[str], workers: int) -> None:
+def test_broken_image_is_logged_once(loaders: Loaders, said: list[str], workers: int) -> None:
     loaders.image(5).write_bytes(b"")
     loaders.image(7).write_bytes(b"")
     loader = loaders(workers, copies=3)
@@ -138,7 +138,7 @@ def test_each_is_named_once_however_often_it_is_met(loaders: Loaders, said: list
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("limit", "number"), [(0, 1), (0.01, 2), (0.2, 4), (2, 3)])
-def test_more_than_allowed_end_the_run(
+def test_more_broken_images_than_max_bad_end_the_run(
     loaders: Loaders, tmp_path: Path, limit: float, number: int, workers: int
 ) -> None:
     """`number` is the first count that is too many: shares of 12 images are rounded up."""
@@ -160,19 +160,19 @@ def test_more_than_allowed_end_the_run(
     assert {line.split("  # ")[0] for line in (tmp_path / "broken.txt").read_text().splitlines()} == names
 
 
-def test_shares_are_rounded_up_and_numbers_are_numbers() -> None:
+def test_max_bad_fraction_is_rounded_up() -> None:
     assert [allowed(bad, 50) for bad in (0, 0.01, 0.03, 1, 7.0)] == [0, 1, 2, 1, 7]
     assert allowed(0.01, 1_281_167) == 12_812
 
 
-def test_a_folder_that_is_gone_is_not_searched_to_its_end(loaders: Loaders) -> None:
+def test_missing_folder_ends_the_search_at_max_bad(loaders: Loaders) -> None:
     for number in range(12):
         loaders.image(number).unlink()
     with pytest.raises(TrainingError, match=r"3 training images cannot be read.*it does not exist"):
         epoch(loaders(MAX_BAD=2))
 
 
-def test_the_list_of_an_earlier_start_stays(loaders: Loaders, tmp_path: Path) -> None:
+def test_broken_list_keeps_lines_of_an_earlier_start(loaders: Loaders, tmp_path: Path) -> None:
     (tmp_path / "broken.txt").write_text("train/3.png  # long ago\n")
     loaders.image(3).write_bytes(b"x")
     loaders.image(6).unlink()
@@ -210,7 +210,7 @@ EIO, STALE = OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "St
 
 
 @pytest.mark.parametrize(("error", "times"), [(EIO, 3), (STALE, 1), (b"garbage", 1)])
-def test_a_failure_that_passes_changes_nothing(
+def test_temporary_failure_changes_no_pixels(
     loaders: Loaders, monkeypatch: pytest.MonkeyPatch, said: list[str], error: Exception | bytes, times: int
 ) -> None:
     monkeypatch.setattr(retry, "PAUSES", (0.0, 0.0, 0.0))
@@ -228,7 +228,7 @@ def test_a_failure_that_passes_changes_nothing(
     ("error", "tries"),
     [(EIO, 4), (b"garbage", 2), (FileNotFoundError(2, "x"), 1), (PermissionError(13, "Permission denied"), 1)],
 )
-def test_how_often_is_tried(
+def test_number_of_retries_by_kind_of_failure(
     loaders: Loaders, monkeypatch: pytest.MonkeyPatch, error: Exception | bytes, tries: int
 ) -> None:
     slept: list[float] = []
@@ -242,7 +242,7 @@ def test_how_often_is_tried(
     assert slept == list(retry.PAUSES) * (error is EIO), "network file systems are waited for, nothing else"
 
 
-def test_storage_that_is_gone_is_not_taken_for_broken_files(loaders: Loaders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_failures_in_a_row_end_training(loaders: Loaders, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "PAUSES", ())
     loader = loaders(MAX_BAD=1000)
     images = loader._feed._fetch.dataset
@@ -254,7 +254,7 @@ def test_storage_that_is_gone_is_not_taken_for_broken_files(loaders: Loaders, mo
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_validation_replaces_nothing(
+def test_validation_raises_instead_of_replacing_broken_images(
     listed: Path, settings: Settings, cpu: torch.device, spoil: str, workers: int
 ) -> None:
     SPOILS[spoil](listed / "val" / "5.png")

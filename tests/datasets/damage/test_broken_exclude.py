@@ -44,13 +44,13 @@ def names(listed: Path, settings: Settings, cpu: torch.device) -> Callable[..., 
         "{root}/train/4.png # with spaces",
     ],
 )
-def test_forms_of_a_line(names, listed: Path, line: str) -> None:
+def test_exclude_accepts_every_form_of_a_line(names, listed: Path, line: str) -> None:
     train, val = names("# a remark\n\n" + line.format(root=listed) + "\nval/0.png")
     assert train == [f"{i}.png" for i in range(12) if i != 4]
     assert val == [f"{i}.png" for i in range(1, 7)]
 
 
-def test_bom_and_a_hash_in_the_name(names, listed: Path) -> None:
+def test_exclude_accepts_bom_and_hash_in_names(names, listed: Path) -> None:
     text = (listed / "train_list.txt").read_text()
     (listed / "train" / "c # 4.png").write_bytes((listed / "train" / "4.png").read_bytes())
     (listed / "train_list.txt").write_text(text.replace("train/4.png", "train/c # 4.png"))
@@ -59,13 +59,17 @@ def test_bom_and_a_hash_in_the_name(names, listed: Path) -> None:
     assert len(names("train/c")[0]) == 12
 
 
-def test_a_relative_path_and_absolute_lines(names, listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exclude_matches_absolute_lines_with_a_relative_data_path(
+    names, listed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(listed.parent)
     for line in (f"{listed}/train/4.png", f"{listed.name}/train/4.png", "train/4.png"):
         assert "4.png" not in names(line, path=listed.name)[0], line
 
 
-def test_labels_pixels_and_order_are_those_of_what_is_left(listed: Path, settings: Settings, cpu: torch.device) -> None:
+def test_excluded_images_leave_labels_pixels_and_order_of_the_rest(
+    listed: Path, settings: Settings, cpu: torch.device
+) -> None:
     (listed / "exclude.txt").write_text("train/0.png\ntrain/7.png\n")
     part = open_dataset(settings(DATA_PATH=str(listed), EXCLUDE=str(listed / "exclude.txt")), True, 3, 0, cpu)
     assert len(part) == 10
@@ -73,7 +77,7 @@ def test_labels_pixels_and_order_are_those_of_what_is_left(listed: Path, setting
     assert sorted(part.shuffled(np.random.default_rng(0))) == list(range(10))
 
 
-def test_the_order_of_a_source_stays_its_own() -> None:
+def test_exclude_keeps_the_order_of_the_source() -> None:
     class Backwards(Samples):
         labels = np.arange(6)
 
@@ -92,7 +96,7 @@ def test_the_order_of_a_source_stays_its_own() -> None:
     assert left.labels.tolist() == [0, 2, 3, 5]
 
 
-def test_lines_that_name_nothing_are_told(
+def test_exclude_lines_without_a_match_are_logged(
     names, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
@@ -105,7 +109,7 @@ def test_lines_that_name_nothing_are_told(
     assert "Did you mean train/3.png?" in caplog.text
 
 
-def test_a_list_that_is_missing_is_found_before_the_run(listed: Path, settings: Settings) -> None:
+def test_missing_exclude_file_is_refused_before_the_run(listed: Path, settings: Settings) -> None:
     with pytest.raises(UserError, match=r"DATA\.EXCLUDE: the file .*none\.txt does not exist.*check_data\.py"):
         check_dataset(settings(DATA_PATH=str(listed), EXCLUDE=str(listed / "none.txt")), 3)
     with pytest.raises(UserError, match="cannot be read"):
@@ -115,6 +119,6 @@ def test_a_list_that_is_missing_is_found_before_the_run(listed: Path, settings: 
         check_dataset(settings(DATA_PATH=str(listed), EXCLUDE=str(listed / "binary")), 3)
 
 
-def test_a_list_that_leaves_nothing(names) -> None:
+def test_exclude_of_all_images_is_refused(names) -> None:
     with pytest.raises(UserError, match="all 7 images of a part"):
         names("\n".join(f"val/{i}.png" for i in range(7)))

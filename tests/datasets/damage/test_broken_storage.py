@@ -41,9 +41,7 @@ def failing(listed: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("max_bad", [0, 1, 7, 8])
-def test_storage_that_is_gone_is_told_whatever_max_bad_allows(
-    failing: Callable[..., TrainLoader], max_bad: int
-) -> None:
+def test_storage_failures_end_training_whatever_max_bad_is(failing: Callable[..., TrainLoader], max_bad: int) -> None:
     with pytest.raises(TrainingError) as caught:
         epoch(failing(list(range(12)), max_bad))
     text = str(caught.value)
@@ -54,7 +52,7 @@ def test_storage_that_is_gone_is_told_whatever_max_bad_allows(
     assert "raise DATA.MAX_BAD" not in text
 
 
-def test_a_validation_image_the_storage_holds_back(
+def test_validation_error_after_storage_failure_does_not_blame_the_file(
     listed: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "PAUSES", ())
@@ -69,14 +67,14 @@ def test_a_validation_image_the_storage_holds_back(
 
 
 @pytest.mark.parametrize("max_bad", [0, 3])
-def test_all_of_eight_are_tried_before_it_is_said(failing: Callable[..., TrainLoader], max_bad: int) -> None:
+def test_eight_storage_failures_in_a_row_end_training(failing: Callable[..., TrainLoader], max_bad: int) -> None:
     loader = failing(list(range(12)), max_bad)
     images = loader._feed._fetch.dataset
     with pytest.raises(TrainingError, match="Storage failure: 8 training images in a row"):
         images.__getitems__([(1, 0)])
 
 
-def test_what_the_storage_did_not_give_is_left_out_of_no_later_run(
+def test_storage_failures_are_comments_in_the_broken_list(
     failing: Callable[..., TrainLoader], listed: Path, settings: Settings, tmp_path: Path
 ) -> None:
     (listed / "train" / "2.png").write_bytes(b"x")
@@ -97,7 +95,7 @@ def test_what_the_storage_did_not_give_is_left_out_of_no_later_run(
     assert len(images) == 11, "2.png alone is left out"
 
 
-def test_more_that_the_storage_holds_back_than_max_bad_allows(failing: Callable[..., TrainLoader]) -> None:
+def test_storage_failures_beyond_max_bad_do_not_suggest_exclude(failing: Callable[..., TrainLoader]) -> None:
     """It counts like any other, but nobody is told to leave good files out."""
     with pytest.raises(TrainingError) as caught:
         epoch(failing([1, 4, 9], 2))
@@ -107,7 +105,7 @@ def test_more_that_the_storage_holds_back_than_max_bad_allows(failing: Callable[
     assert "DATA.EXCLUDE" not in text
 
 
-def test_what_the_storage_held_back_may_turn_out_to_be_damaged() -> None:
+def test_damage_replaces_an_earlier_storage_failure() -> None:
     broken = BrokenImages(5)
     broken.add([Broken(3, "a/3.png", "Input/output error", "# 3.png", storage=True)])
     broken.add([Broken(3, "a/3.png", "cut off", "3.png")])
@@ -116,7 +114,7 @@ def test_what_the_storage_held_back_may_turn_out_to_be_damaged() -> None:
     assert "storage errors" not in broken.summary()
 
 
-def test_the_line_of_the_one_too_many_adds_up(
+def test_log_line_of_the_image_beyond_max_bad_counts_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
@@ -130,7 +128,7 @@ def test_the_line_of_the_one_too_many_adds_up(
 
 
 @pytest.mark.parametrize("where", ["decoding", "reading"])
-def test_memory_that_ran_out_is_no_broken_image(
+def test_memory_error_is_not_a_broken_image(
     failing: Callable[..., TrainLoader], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     loader = failing([4] if where == "reading" else [], 12, MemoryError())

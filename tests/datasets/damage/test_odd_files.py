@@ -67,7 +67,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def test_a_link_to_itself_is_missing_and_not_waited_for(tmp_path: Path) -> None:
+def test_link_to_itself_is_missing_without_retries(tmp_path: Path) -> None:
     (tmp_path / "x.png").symlink_to("x.png")
     failure = failure_of(lambda: void(read_regular(tmp_path / "x.png")))
     assert failure is not None
@@ -77,7 +77,7 @@ def test_a_link_to_itself_is_missing_and_not_waited_for(tmp_path: Path) -> None:
 def void(_: object) -> None: ...
 
 
-def test_a_list_file_that_is_a_pipe_is_named(tmp_path: Path) -> None:
+def test_list_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train_list.txt")
     with pytest.raises(UserError, match=r"train_list\.txt is a named pipe, not a file"):
         check_dataset(DataConfig(DATASET="imagenet2012", DATA_PATH=str(tmp_path)), 2, train=True)
@@ -102,7 +102,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
         os.close(only_regular(tmp_path, os.O_RDONLY))
 
 
-def test_training_replaces_what_is_no_file(tree: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+def test_training_replaces_images_that_are_not_files(tree: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
     for kind in KINDS:
         odd(tree / "train" / "class_0" / f"{kind}.png", kind)
     save_image(tree / "train" / "class_0" / "one_more.png", seed=1)  # five whole batches: all are asked for
@@ -113,7 +113,9 @@ def test_training_replaces_what_is_no_file(tree: Path, tmp_path: Path, vitamp: C
         assert f"{name}.png cannot be read: it is a {called}, not a file. The next image replaces it." in done.text
 
 
-def test_check_data_names_what_is_no_file(tree: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+def test_check_data_reports_images_that_are_not_files(
+    tree: Path, tmp_path: Path, vitamp: Callable[..., Result]
+) -> None:
     odd(tree / "val" / "class_1" / "pipe.png", "pipe")
     words = ("-dataset", "imagefolder", "-data_path", tree, "-num_classes", "2", "-out", tmp_path / "list.txt")
     done = vitamp(*words, script="scripts/check_data.py", timeout=SECONDS)
@@ -122,7 +124,9 @@ def test_check_data_names_what_is_no_file(tree: Path, tmp_path: Path, vitamp: Ca
     assert "val/class_1/pipe.png" in (tmp_path / "list.txt").read_text()
 
 
-def test_pack_images_leaves_out_what_is_no_file(tree: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+def test_pack_images_leaves_out_images_that_are_not_files(
+    tree: Path, tmp_path: Path, vitamp: Callable[..., Result]
+) -> None:
     odd(tree / "train" / "class_1" / "pipe.png", "pipe")
     done = vitamp(
         *(tree, tmp_path / "packed", "-dataset", "imagefolder", "-num_workers", "1"),
@@ -180,14 +184,14 @@ def test_data_that_is_a_pipe_is_refused(
         check_dataset(data, 3)
 
 
-def test_a_list_that_names_a_pipe_is_refused(tmp_path: Path, settings: Callable[..., DataConfig]) -> None:
+def test_list_that_names_a_pipe_is_refused(tmp_path: Path, settings: Callable[..., DataConfig]) -> None:
     odd(tmp_path / "pipe.png", "pipe")
     (tmp_path / "all.csv").write_text("path,target\npipe.png,0\nb.png,0\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"names pipe\.png, but .*pipe\.png is a named pipe, not a file"):
         check_dataset(settings(DATASET="csv", DATA_PATH=str(tmp_path / "all.csv"), VAL_FRACTION=0.5), 1)
 
 
-def test_one_list_of_endings_everywhere(tmp_path: Path) -> None:
+def test_image_extensions_are_the_same_everywhere(tmp_path: Path) -> None:
     """A file counts for training where it counts for predict, and the decoder reads each kind."""
     made = [ending for ending in ENDINGS if not (ending == ".avif" and ".avif" not in Image.registered_extensions())]
     for ending in made:
@@ -206,7 +210,7 @@ def test_one_list_of_endings_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("walk", ["training", "predict"])
-def test_what_is_passed_over_is_counted_by_ending(tmp_path: Path, walk: str, said: pytest.LogCaptureFixture) -> None:
+def test_skipped_files_are_counted_by_extension(tmp_path: Path, walk: str, said: pytest.LogCaptureFixture) -> None:
     save_image(tmp_path / "one" / "a.png", seed=0)
     for name in ("photo.heic", "b.HEIC", "c.heic", "notes.txt", "Makefile", ".hidden"):
         (tmp_path / "one" / name).write_bytes(b"x")
@@ -216,7 +220,7 @@ def test_what_is_passed_over_is_counted_by_ending(tmp_path: Path, walk: str, sai
     assert said.text.count(f"{tmp_path}: {line}") == 1
 
 
-def test_passed_over_counts_add_up() -> None:
+def test_skipped_file_counts_are_merged() -> None:
     one, two = SkippedFiles(), SkippedFiles()
     one.add("a.heic")
     two.add("b.heic")
@@ -226,7 +230,7 @@ def test_passed_over_counts_add_up() -> None:
     assert SkippedFiles().line() == ""
 
 
-def test_links_that_lead_back_end(tmp_path: Path) -> None:
+def test_circular_links_are_not_followed(tmp_path: Path) -> None:
     save_image(tmp_path / "one" / "a.png", seed=0)
     for name in ("back", "again"):
         (tmp_path / "one" / name).symlink_to(tmp_path)
@@ -235,7 +239,7 @@ def test_links_that_lead_back_end(tmp_path: Path) -> None:
     assert find_images([str(tmp_path)]) == [str(tmp_path / "one" / "a.png")]
 
 
-def test_images_with_two_dots_in_tar_files_are_counted(
+def test_tar_images_with_two_dots_are_counted_as_skipped(
     tmp_path: Path,
     settings: Callable[..., DataConfig],
     said: pytest.LogCaptureFixture,

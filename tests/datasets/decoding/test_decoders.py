@@ -35,7 +35,7 @@ def jpeg(subsampling: str, width: int, height: int) -> bytes:
 @pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411"])
 @pytest.mark.parametrize("size", [(97, 131), (160, 128)])
 @pytest.mark.parametrize("factor", [1, 2, 4])
-def test_the_upper_part_alone_is_decoded_bit_for_bit(subsampling: str, size: tuple[int, int], factor: int) -> None:
+def test_partial_jpeg_decoding_equals_full_decoding(subsampling: str, size: tuple[int, int], factor: int) -> None:
     file = jpeg(subsampling, *size)
     stored = JpegStored(file, 3)
     if factor > 1:
@@ -51,7 +51,7 @@ def test_the_upper_part_alone_is_decoded_bit_for_bit(subsampling: str, size: tup
 
 
 @pytest.mark.parametrize("how", [{"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}])
-def test_other_files_are_read_to_their_end(how: dict[str, Any]) -> None:
+def test_progressive_and_restart_jpegs_are_decoded_in_full(how: dict[str, Any]) -> None:
     stored = JpegStored(encoded(picture(97, 131), **how), 3)
     assert np.array_equal(stored.cut(Box(5, 3, 20, 9)), stored.cut(Box(0, 0, 97, 131))[3:12, 5:25])
 
@@ -71,7 +71,7 @@ def test_no_file_is_decoded_twice(how: dict[str, Any], monkeypatch: pytest.Monke
     assert len(calls) == 1
 
 
-def test_a_smaller_decoding_shows_the_same(settings: Settings) -> None:
+def test_dct_scale_shows_the_same_crop(settings: Settings) -> None:
     """Differences to the full size: those of a crop moved by less than a pixel, and of another filter."""
     for seed in range(8):
         file = encoded(picture(641, 483, seed), subsampling="4:2:0")
@@ -83,7 +83,7 @@ def test_a_smaller_decoding_shows_the_same(settings: Settings) -> None:
             )
 
 
-def test_small_crops_are_decoded_in_full(settings: Settings) -> None:
+def test_dct_scale_decodes_small_crops_in_full(settings: Settings) -> None:
     file = encoded(picture(200, 150))
     for train in (False, True):
         exact, quick = (settings(IMAGE_SIZE=80, CROP_PCT=1.0, DCT_SCALE=scale) for scale in (False, True))
@@ -91,7 +91,7 @@ def test_small_crops_are_decoded_in_full(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("box", [Box(3, 5, 448, 450), Box(101, 77, 500, 701)])
-def test_a_shrunk_crop_keeps_a_pixel_for_each_of_the_models(box: Box) -> None:
+def test_dct_scale_keeps_a_pixel_for_each_of_the_models(box: Box) -> None:
     small = whole(box, 224).shrunk(2, 500, 400).box
     assert min(small.width, small.height) >= 224
     assert abs(small.left * 2 - box.left) <= 1
@@ -117,7 +117,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return hide
 
 
-def test_without_simplejpeg_pil_reads(
+def test_decoder_auto_falls_back_to_pil(
     settings: Settings,
     without: Callable[[str], None],
     caplog: pytest.LogCaptureFixture,
@@ -135,7 +135,7 @@ def test_without_simplejpeg_pil_reads(
     assert torch.equal(square(auto, True, file), expected)
 
 
-def test_a_decoder_that_is_not_installed_is_told_beforehand(settings: Settings, without: Callable[[str], None]) -> None:
+def test_missing_decoder_is_refused_before_the_run(settings: Settings, without: Callable[[str], None]) -> None:
     without("simplejpeg")
     with pytest.raises(UserError) as caught:
         check_dataset(settings(DATASET="synthetic", DECODER="simplejpeg"), 10)
@@ -143,7 +143,7 @@ def test_a_decoder_that_is_not_installed_is_told_beforehand(settings: Settings, 
     assert "pip install simplejpeg" in str(caught.value)
 
 
-def test_the_run_says_what_reads_its_images(imagenet: Path, vitamp: Callable[..., Result], tmp_path: Path) -> None:
+def test_run_json_names_the_decoder(imagenet: Path, vitamp: Callable[..., Result], tmp_path: Path) -> None:
     words = ["MODEL.NAME=tiny", "MODEL.PATCH_SIZE=8", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2"]
     words += ["MODEL.NUM_CLASSES=4", "DATA.IMAGE_SIZE=16", "TRAIN.NUM_EPOCHS=1", "DEVICE=cpu", "DATA.NUM_WORKERS=0"]
     for decoder, named in (("auto", "simplejpeg"), ("pil", "pil")):

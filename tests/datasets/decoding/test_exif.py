@@ -45,20 +45,22 @@ def with_xmp(kind: str, made: Image.Exif | None) -> bytes:
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize(("made", "wanted"), [(None, False), (exif(None), False), (exif(6), True)])
-def test_exif_alone_counts(settings: Settings, kind: str, decoder: str, made: Image.Exif | None, wanted: bool) -> None:
+def test_exif_orientation_is_used_and_xmp_is_ignored(
+    settings: Settings, kind: str, decoder: str, made: Image.Exif | None, wanted: bool
+) -> None:
     """XMP can name an orientation too, and simplejpeg's files would never be searched for it."""
     assert turned(settings, with_xmp(kind, made), decoder) == wanted
 
 
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
-def test_the_exif_data_of_imagemagick(settings: Settings, decoder: str) -> None:
+def test_exif_data_of_imagemagick_is_read(settings: Settings, decoder: str) -> None:
     text, data = PngInfo(), exif(6).tobytes()
     text.add_text("Raw profile type exif", f"\nexif\n{len(data)}\n{data.hex()}\n")
     assert turned(settings, encoded(picture(40, 30), "PNG", pnginfo=text), decoder)
 
 
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
-def test_odd_exif_data_is_read_without_a_word(settings: Settings, decoder: str) -> None:
+def test_odd_exif_data_causes_no_warning(settings: Settings, decoder: str) -> None:
     cut_off = exif(6).tobytes()[:-12]
     file = encoded(picture(40, 30), exif=cut_off)
     with warnings.catch_warnings():

@@ -25,14 +25,14 @@ def all_indices(shares: list[Share]) -> list[int]:
 
 
 @pytest.mark.parametrize(("samples", "drop_last", "seen"), [(100, True, 100), (103, True, 100), (103, False, 103)])
-def test_an_epoch_sees_every_sample_once(samples: int, drop_last: bool, seen: int) -> None:
+def test_epoch_has_every_sample_once(samples: int, drop_last: bool, seen: int) -> None:
     shares = [s for window in order(samples, accum=3, drop_last=drop_last).windows(0) for s in window]
     indices = all_indices(shares)
     assert len(indices) == len(set(indices)) == seen
     assert set(indices) <= set(range(samples))
 
 
-def test_order_follows_from_seed_and_epoch() -> None:
+def test_order_depends_on_seed_and_epoch() -> None:
     def first(seed: int, epoch: int) -> list[int]:
         return next(order(seed=seed).windows(epoch))[0].indices.tolist()
 
@@ -42,7 +42,7 @@ def test_order_follows_from_seed_and_epoch() -> None:
 
 @pytest.mark.parametrize("samples", [80, 100, 65, 83])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_worlds_see_the_same_micro_batches(samples: int, drop_last: bool) -> None:
+def test_micro_batches_do_not_depend_on_world_size(samples: int, drop_last: bool) -> None:
     alone = global_windows(samples, 4, 1, drop_last=drop_last)
     assert alone == global_windows(samples, 2, 2, drop_last=drop_last)
     assert alone == global_windows(samples, 1, 4, drop_last=drop_last)
@@ -75,7 +75,7 @@ def test_weights_make_the_sum_over_ranks_the_mean_of_the_window(samples: int) ->
         assert len({weight for weight in weights if weight}) == 1
 
 
-def test_start_goes_on_where_the_epoch_was_left() -> None:
+def test_start_resumes_an_epoch() -> None:
     one = order(103, accum=2, drop_last=False)
     whole = list(one.windows(4))
     assert len(whole) == one.updates == 11
@@ -86,13 +86,13 @@ def test_start_goes_on_where_the_epoch_was_left() -> None:
             assert [s.indices.tolist() for s in expected] == [s.indices.tolist() for s in got]
 
 
-def test_batch_larger_than_the_data_says_what_would_work() -> None:
+def test_batch_larger_than_the_data_is_refused_with_a_remedy() -> None:
     with pytest.raises(UserError, match=r"DATA\.BATCH_SIZE is 200.*only 100 images.*100 or less.*DROP_LAST=false"):
         order(100, batch=200)
     assert order(100, batch=200, drop_last=False).updates == 1
 
 
-def test_an_empty_training_set_is_said_to_be_empty() -> None:
+def test_empty_training_set_is_refused() -> None:
     with pytest.raises(UserError, match="empty"):
         order(0, drop_last=False)
 

@@ -19,16 +19,16 @@ def identity(batch: int = 8, rank: int = 0, world: int = 1, seed: int = 0, copie
 
 
 @pytest.mark.parametrize("changed", [{"seed": 1}, {"copies": 2}])
-def test_another_order_is_seen(changed: dict) -> None:
+def test_identity_changes_with_the_order(changed: dict) -> None:
     assert identity(**changed)["order"] != identity()["order"]
 
 
-def test_how_they_are_dealt_out_and_shown_does_not_matter() -> None:
+def test_identity_does_not_depend_on_sharding_and_augmentation() -> None:
     assert identity(IMAGE_SIZE=16, FLIP=0.0) == identity()
     assert identity(batch=4, rank=1, world=2)["order"] == identity()["order"]
 
 
-def test_nor_where_they_lie(listed: Path) -> None:
+def test_identity_does_not_depend_on_the_folder(listed: Path) -> None:
     words = {"DATASET": "imagenet2012", "IMAGE_CHANNELS": 3}
     before = identity(DATA_PATH=str(listed), **words)
     moved = listed.rename(listed.with_name("moved"))

@@ -94,28 +94,28 @@ def expected(source: tuple[str, Path]) -> list[GlobalBatch]:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_the_number_of_workers_changes_nothing(
+def test_batches_do_not_depend_on_the_number_of_workers(
     source: tuple[str, Path], expected: list[GlobalBatch], workers: int
 ) -> None:
     assert global_batches(source, workers=workers) == expected
 
 
 @pytest.mark.parametrize(("world", "workers"), [(2, 0), (4, 0), (2, 2)])
-def test_the_number_of_ranks_changes_nothing(
+def test_batches_do_not_depend_on_the_number_of_ranks(
     source: tuple[str, Path], expected: list[GlobalBatch], world: int, workers: int
 ) -> None:
     assert global_batches(source, world=world, workers=workers) == expected
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 1)])
-def test_starting_in_the_middle_changes_nothing(
+def test_batches_do_not_depend_on_the_start(
     source: tuple[str, Path], expected: list[GlobalBatch], world: int, workers: int
 ) -> None:
     assert START % UPDATES, "not at the beginning of an epoch"
     assert global_batches(source, world=world, workers=workers, start=START) == expected[START:]
 
 
-def test_an_epoch_is_all_samples_once_and_never_the_same_twice(expected: list[GlobalBatch]) -> None:
+def test_epochs_have_all_samples_once_and_differ(expected: list[GlobalBatch]) -> None:
     epochs = [expected[first : first + UPDATES] for first in range(0, GLOBAL_BATCHES - UPDATES + 1, UPDATES)]
     orders = [[index for indices, _ in epoch for index in indices] for epoch in epochs]
     assert all(sorted(order) == list(range(SAMPLES)) for order in orders)
@@ -125,7 +125,7 @@ def test_an_epoch_is_all_samples_once_and_never_the_same_twice(expected: list[Gl
 
 
 @pytest.mark.parametrize(("world", "batch"), [(1, 8), (2, 4)])
-def test_the_place_in_a_batch_changes_nothing(
+def test_sample_does_not_depend_on_its_place_in_the_batch(
     source: tuple[str, Path], expected: list[GlobalBatch], world: int, batch: int
 ) -> None:
     assert global_batches(source, world=world, batch=batch) == expected

@@ -27,7 +27,7 @@ def equal(one: dict[int, torch.Tensor], other: dict[int, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[i], other[i]) for i in one)
 
 
-def test_a_sample_does_not_depend_on_workers_or_on_its_batch(training) -> None:
+def test_sample_does_not_depend_on_workers_or_batch(training) -> None:
     reference = by_sample(training(), 1)
     assert len(reference) == 12
     assert equal(reference, by_sample(training(workers=2), 1))
@@ -44,7 +44,7 @@ def test_persistent_workers_serve_later_epochs_and_interrupted_ones(training) ->
     assert equal(by_sample(loader, 2, start=1), by_sample(fresh, 2, start=1))
 
 
-def test_windows_tell_their_shares_before_fetching(training) -> None:
+def test_window_shares_are_known_before_loading(training) -> None:
     loader = training(batch=3, accum=3)
     windows = [len(window) for window in loader.epoch(0)]
     assert windows == [3, 1]
@@ -56,7 +56,7 @@ def test_windows_tell_their_shares_before_fetching(training) -> None:
             assert batch.labels.tolist() == [i % 3 for i in batch.indices.tolist()]
 
 
-def test_a_window_left_early_does_not_shift_the_next(training) -> None:
+def test_window_left_early_does_not_shift_the_next(training) -> None:
     for window in training(batch=2, accum=3).epoch(0):
         share, batch = next(iter(window))
         assert batch.indices.tolist() == share.indices.tolist()
@@ -95,7 +95,7 @@ def test_validation_is_padded_and_complete(
     assert padding.eq(0).all()
 
 
-def test_waiting_is_counted_and_handed_over_once(training) -> None:
+def test_take_wait_returns_waiting_time_once(training) -> None:
     loader = training()
     begin = time.perf_counter()
     by_sample(loader, 0)

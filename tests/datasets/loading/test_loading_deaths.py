@@ -65,7 +65,7 @@ time.sleep(60)
     assert gone(set(workers), seconds=1.5), "torch alone notices within five seconds; a signal at once"
 
 
-def test_a_process_that_never_closes_its_loader_ends_all_the_same(listed: Path) -> None:
+def test_process_ends_without_closing_its_loader(listed: Path) -> None:
     script = f"""
 import torch
 from datasets import *
@@ -81,7 +81,7 @@ raise SystemExit(7)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_process_of_multiprocessing_ends_without_closing_its_loader(listed: Path, method: str) -> None:
+def test_multiprocessing_child_ends_without_closing_its_loader(listed: Path, method: str) -> None:
     context: Any = multiprocessing.get_context(method)
     process = context.Process(target=_load_without_closing, args=(listed,))
     process.start()
@@ -150,7 +150,7 @@ def deadly(training, tmp_path: Path) -> Iterator[Callable[..., TrainLoader]]:
 @pytest.mark.parametrize("times", [{3: 2}, {3: 1, 8: 1}])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("start", [0, 2])
-def test_a_killed_loading_process_changes_nothing(
+def test_killed_loading_process_changes_no_batch(
     training, deadly, caplog, monkeypatch, workers: int, start: int, times: dict[int, int]
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
@@ -165,7 +165,7 @@ def test_a_killed_loading_process_changes_nothing(
     assert "No sample is lost" in caplog.text
 
 
-def test_a_loading_process_that_never_begins_is_replaced(training, caplog, monkeypatch, tmp_path: Path) -> None:
+def test_loading_process_that_never_begins_is_restarted(training, caplog, monkeypatch, tmp_path: Path) -> None:
     """One is born while some thread holds a lock that it will need: in it, nobody ever lets go of that."""
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
     (tmp_path / "held").touch()
@@ -187,7 +187,7 @@ def test_a_loading_process_that_never_begins_is_replaced(training, caplog, monke
     loader.close()
 
 
-def test_loading_processes_killed_between_batches_and_between_epochs(training) -> None:
+def test_loading_processes_killed_between_batches_and_epochs_are_restarted(training) -> None:
     reference, loader = training(batch=2), training(batch=2, workers=2)
     before = set(children(os.getpid()))
     found = []
@@ -202,7 +202,7 @@ def test_loading_processes_killed_between_batches_and_between_epochs(training) -
     assert found == in_order(reference, 1) + in_order(reference, 2)
 
 
-def test_validation_outlives_its_loading_processes_too(listed: Path, settings: Settings, cpu: torch.device) -> None:
+def test_validation_survives_killed_loading_processes(listed: Path, settings: Settings, cpu: torch.device) -> None:
     dataset = open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, cpu)
     loader = ValLoader(dataset, 2, 0, 1, 2, cpu)
     before = set(children(os.getpid()))
@@ -220,7 +220,7 @@ def test_validation_outlives_its_loading_processes_too(listed: Path, settings: S
 @pytest.mark.parametrize(
     ("signal_number", "hint"), [(signal.SIGKILL, "probably out of memory"), (signal.SIGBUS, "/dev/shm")]
 )
-def test_loading_processes_that_die_again_and_again_end_the_run(deadly, signal_number: int, hint: str) -> None:
+def test_repeated_deaths_of_loading_processes_end_the_run(deadly, signal_number: int, hint: str) -> None:
     loader = deadly({7: 99}, 1, signal_number)
     with pytest.raises(TrainingError) as caught:
         in_order(loader, 1)
@@ -229,7 +229,7 @@ def test_loading_processes_that_die_again_and_again_end_the_run(deadly, signal_n
     assert "DATA.NUM_WORKERS (-num_workers)" in str(caught.value)
 
 
-def test_processes_that_cannot_be_started(training, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_fork_is_retried_and_then_reported(training, monkeypatch: pytest.MonkeyPatch) -> None:
     real, refusals = os.fork, [OSError(12, "Cannot allocate memory")] * 2
 
     def fork() -> int:
@@ -244,7 +244,7 @@ def test_processes_that_cannot_be_started(training, monkeypatch: pytest.MonkeyPa
         in_order(training(workers=1), 1)
 
 
-def test_those_that_were_started_end_where_another_could_not_be(training, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_processes_end_if_another_cannot_start(training, monkeypatch: pytest.MonkeyPatch) -> None:
     before, real, forks = set(children(os.getpid())), os.fork, []
 
     def fork() -> int:

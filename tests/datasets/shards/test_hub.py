@@ -21,9 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_images_are_copied_unchanged_with_their_labels(
-    tmp_path: Path, of_hub: Callable[..., DataConfig], kind: str
-) -> None:
+def test_hub_images_are_copied_unchanged(tmp_path: Path, of_hub: Callable[..., DataConfig], kind: str) -> None:
     write(tmp_path / "data" / "train-00000-of-00002.parquet", range(10), kind=kind)
     write(tmp_path / "data" / "train-00001-of-00002.parquet", range(10, 15), kind=kind)
     write(tmp_path / "data" / "test-00000-of-00001.parquet", range(20, 24), kind=kind)
@@ -42,7 +40,7 @@ def test_images_are_copied_unchanged_with_their_labels(
     "names",
     [("train/0000.parquet", "validation/0000.parquet"), ("a-train.parquet", "a-val.parquet"), ("x.parquet", None)],
 )
-def test_parts_by_file_or_folder(
+def test_hub_splits_by_file_or_folder_name(
     tmp_path: Path, of_hub: Callable[..., DataConfig], names: tuple[str, str | None]
 ) -> None:
     write(tmp_path / names[0], range(12))
@@ -58,7 +56,7 @@ def test_parts_by_file_or_folder(
         assert sorted(train + val) == sorted(picture(k) for k in range(12))
 
 
-def test_columns_by_the_hubs_notes_or_by_their_names(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:
+def test_hub_columns_by_metadata_or_name(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:
     notes = {"pixels": {"_type": "Image"}, "species": {"_type": "ClassLabel", "names": ["a", "b", "c"]}}
     write(tmp_path / "noted" / "train.parquet", range(9), notes=notes, columns=("pixels", "species"))
     write(tmp_path / "plain" / "train.parquet", range(9), notes=None, struct=False, columns=("img", "target"))
@@ -72,7 +70,7 @@ def test_columns_by_the_hubs_notes_or_by_their_names(tmp_path: Path, of_hub: Cal
         assert train.labels.tolist() == [(k + shift) % 3 for k in numbers]
 
 
-def test_the_copy_is_made_once_and_anew_when_the_files_change(
+def test_hub_copy_is_made_once_and_again_after_a_change(
     tmp_path: Path, of_hub: Callable[..., DataConfig], said: pytest.LogCaptureFixture
 ) -> None:
     data = of_hub(tmp_path / "set")
@@ -88,7 +86,7 @@ def test_the_copy_is_made_once_and_anew_when_the_files_change(
     assert "15 images copied" in said.text
 
 
-def test_the_order_of_an_epoch_mixes_everything(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:
+def test_hub_epoch_shuffles_all_shards(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:
     """Files of the hub are often sorted by class: a window of a few would be one class."""
     write(tmp_path / "train.parquet", range(12))
     write(tmp_path / "val.parquet", range(3))
@@ -105,7 +103,7 @@ def _prepare(data: DataConfig, out: Path) -> None:
     sys.stdout.flush()
 
 
-def test_several_processes_copy_once_and_a_broken_off_copy_is_made_anew(
+def test_hub_copy_is_made_by_one_process_and_again_after_an_interruption(
     tmp_path: Path, of_hub: Callable[..., DataConfig]
 ) -> None:
     """They begin together; what a killed one left behind is in their way."""

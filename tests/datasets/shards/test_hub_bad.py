@@ -16,7 +16,7 @@ from utils.config.data import DataConfig
 from utils.errors import UserError
 
 
-def test_an_image_without_bytes_is_left_to_training_to_name(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:
+def test_missing_image_in_parquet_is_copied_as_an_empty_file(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:
     table = pq.read_table(write(tmp_path / "other" / "x.parquet", range(6)))
     images = table["image"].to_pylist()
     images[2], images[4] = None, {"bytes": None, "path": "gone.png"}
@@ -92,7 +92,7 @@ def several(root: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_cannot_be_read(
+def test_bad_parquet_files_are_refused(
     tmp_path: Path, of_hub: Callable[..., DataConfig], make: Callable[[Path], None], message: str
 ) -> None:
     data = of_hub(tmp_path)
@@ -103,7 +103,7 @@ def test_what_cannot_be_read(
     assert not any(name.endswith(".part") for name in copies), "nothing half copied is left"
 
 
-def test_places_that_cannot_be(
+def test_bad_hub_names_are_refused(
     tmp_path: Path, of_hub: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place, message in (

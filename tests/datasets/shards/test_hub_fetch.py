@@ -64,7 +64,7 @@ def hub(tmp_path: Path) -> Iterator[str]:
         yield place
 
 
-def test_a_set_of_the_hub_is_fetched_copied_and_then_needs_no_network(
+def test_hub_data_set_needs_no_network_after_its_copy(
     tmp_path: Path, hub: str, of_hub: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet", range(12))

@@ -44,7 +44,9 @@ def write(path: Path, numbers: range, labels: Any = None) -> None:
     [("train/a/0000", "train/b/0000"), ("train/" + "ä" * 90, "train/" + "ä" * 90 + "b"), ("train/x", "train/x.y")],
     ids=["of one name", "of long names that begin alike", "with dots"],
 )
-def test_any_names_of_files_will_do(tmp_path: Path, samples: Callable[[bool], Any], first: str, second: str) -> None:
+def test_parquet_files_of_any_name_are_read(
+    tmp_path: Path, samples: Callable[[bool], Any], first: str, second: str
+) -> None:
     write(tmp_path / "set" / f"{first}.parquet", range(4))
     write(tmp_path / "set" / f"{second}.parquet", range(4, 7))
     write(tmp_path / "set" / "val.parquet", range(7, 9))
@@ -55,7 +57,7 @@ def test_any_names_of_files_will_do(tmp_path: Path, samples: Callable[[bool], An
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_labels_may_be_categories(tmp_path: Path, samples: Callable[[bool], Any], large: bool) -> None:
+def test_parquet_labels_may_be_categories(tmp_path: Path, samples: Callable[[bool], Any], large: bool) -> None:
     """As pandas writes a column of categories: numbers, and the names they stand for."""
     text = pa.large_string() if large else pa.string()
     for name, numbers, categories in (("train", range(6), ["cat", "ant", "bee"]), ("val", range(3), ["bee", "ant"])):

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 Settings = Callable[..., DataConfig]
 
 
-def test_samples_are_those_of_the_tar_files(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+def test_shard_samples_equal_the_members_of_the_tar_files(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
     data = of_shards(write_set(tmp_path))
     check_dataset(data, 3)
     train, val = part(data), part(data, train=False)
@@ -39,7 +39,7 @@ def test_samples_are_those_of_the_tar_files(tmp_path: Path, of_shards: Callable[
     assert train.name(6) == f"{tmp_path}/train/0001.tar/0006.png"
 
 
-def test_pixels_are_those_of_the_same_images_in_folders(
+def test_shards_give_the_same_pixels_as_folders(
     tmp_path: Path, of_shards: Callable[..., DataConfig], settings: Settings
 ) -> None:
     """In training too: the random numbers of a sample depend on its number, not on where it lies."""
@@ -67,7 +67,7 @@ def test_pixels_are_those_of_the_same_images_in_folders(
         ("imagenet1k-train-0000.tar", "imagenet1k-validation-00.tar"),
     ],
 )
-def test_parts_are_told_apart_by_folders_or_names(
+def test_shard_splits_by_folder_or_name(
     tmp_path: Path, of_shards: Callable[..., DataConfig], train: str, val: str
 ) -> None:
     write_tar(tmp_path / train, samples(range(6)))
@@ -78,7 +78,7 @@ def test_parts_are_told_apart_by_folders_or_names(
 
 
 @pytest.mark.parametrize("name", ["train/0.tar", "interval-trainval-0.tar"])
-def test_without_a_validation_part_one_is_taken_off(
+def test_shards_without_a_validation_split_are_split(
     tmp_path: Path, of_shards: Callable[..., DataConfig], name: str
 ) -> None:
     write_tar(tmp_path / name, samples(range(30)))
@@ -96,7 +96,7 @@ def test_without_a_validation_part_one_is_taken_off(
         assert sorted(one.shuffled(np.random.default_rng(0))) == list(range(len(one)))
 
 
-def test_labels_come_as_text_as_json_or_as_names(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+def test_shard_labels_as_text_json_or_names(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
     members = [
         ("a.b/x.png", picture(0)),
         ("a.b/x.cls", b"2\n"),
@@ -122,7 +122,7 @@ def test_labels_come_as_text_as_json_or_as_names(tmp_path: Path, of_shards: Call
 
 
 @pytest.mark.parametrize(("height", "width", "channels"), [(20, 30, 3), (7, 7, 1), (9, 5, None)])
-def test_arrays_are_pixels(
+def test_npy_members_are_pixels(
     tmp_path: Path, of_shards: Callable[..., DataConfig], height: int, width: int, channels: int | None
 ) -> None:
     shape = (height, width) if channels is None else (height, width, channels)
@@ -145,7 +145,7 @@ def test_arrays_are_pixels(
         assert torch.equal(pixels(arrays, 0, 1), pixels(files, 0, 1))
 
 
-def test_more_shards_than_files_are_kept_open(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+def test_open_files_are_limited(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
     """Raw ones too, and one that was cut off while it was in use is no crash but an error."""
     array = np.random.default_rng(0).integers(0, 256, (90, 12, 12, 3), dtype=np.uint8)
     for k in range(90):
@@ -191,7 +191,9 @@ def npy(array: np.ndarray, **how: object) -> bytes:
     ],
     ids=["floats", "four channels", "empty", "columns first", "objects", "cut", "cut header", "code", "pickle", "none"],
 )
-def test_arrays_that_are_no_pixels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+def test_npy_members_that_are_not_pixels_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Unreadable):
         pixels_of(np.frombuffer(bytearray(content), dtype=np.uint8))
@@ -199,7 +201,7 @@ def test_arrays_that_are_no_pixels_are_refused(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 100])
-def test_an_epoch_stays_within_windows_of_shards(
+def test_epoch_reads_one_window_of_shards_at_a_time(
     tmp_path: Path, of_shards: Callable[..., DataConfig], window: int
 ) -> None:
     sizes = [5, 1, 7, 0, 4, 3, 6]

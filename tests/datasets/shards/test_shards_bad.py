@@ -73,7 +73,7 @@ def room_only(content: bytes) -> tuple[bytes, str]:
 
 
 @pytest.mark.parametrize("damage", [cut_image, cut_between, cut_header, overwritten, zeroed, room_only])
-def test_a_damaged_shard_is_named_with_the_place(
+def test_damaged_shard_is_refused_with_the_offset(
     tmp_path: Path, check: Callable[..., None], damage: Callable[[bytes], tuple[bytes, str]]
 ) -> None:
     """However it was cut: nothing behind the damage is lost silently."""
@@ -84,7 +84,7 @@ def test_a_damaged_shard_is_named_with_the_place(
         check(tmp_path)
 
 
-def test_zeros_that_end_a_shard_are_no_damage(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_trailing_zeros_of_a_shard_are_accepted(tmp_path: Path, check: Callable[..., None]) -> None:
     """Programs that write tar files differ in how many there are."""
     shard = write_set(tmp_path) / "train" / "0001.tar"
     for blocks in (1, 2, 2047):
@@ -94,7 +94,7 @@ def test_zeros_that_end_a_shard_are_no_damage(tmp_path: Path, check: Callable[..
         check(tmp_path)
 
 
-def test_a_shard_that_is_cut_off_after_it_was_indexed(
+def test_shard_cut_off_after_indexing_is_reported(
     tmp_path: Path, settings: Callable[..., DataConfig], vitamp: Callable[..., Result]
 ) -> None:
     """A run that goes on names shard and byte where it meets it; a new one names the shard before it begins."""
@@ -113,7 +113,7 @@ def test_a_shard_that_is_cut_off_after_it_was_indexed(
 
 
 @pytest.mark.parametrize("name", ["../0009.png", "a/../../0009.png", "/etc/0009.png"])
-def test_names_that_lead_out_are_refused(tmp_path: Path, check: Callable[..., None], name: str) -> None:
+def test_tar_members_that_lead_out_are_refused(tmp_path: Path, check: Callable[..., None], name: str) -> None:
     write_tar(write_set(tmp_path) / "train" / "0001.tar", [*samples([1]), (name, picture(9)), ("0009.cls", b"0")])
     with pytest.raises(UserError, match=r"0001\.tar: the member '.*0009\.png' leads out"):
         check(tmp_path)
@@ -121,7 +121,7 @@ def test_names_that_lead_out_are_refused(tmp_path: Path, check: Callable[..., No
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
-def test_links_and_devices_are_passed_over(
+def test_links_and_devices_in_tar_files_are_skipped(
     tmp_path: Path,
     check: Callable[..., None],
     kind: bytes,
@@ -163,7 +163,7 @@ def test_links_and_devices_are_passed_over(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_wrong_with_samples(
+def test_bad_samples_in_tar_files_are_refused(
     tmp_path: Path, check: Callable[..., None], members: list[Member], said: str
 ) -> None:
     write_set(tmp_path, [2])
@@ -172,7 +172,7 @@ def test_what_is_wrong_with_samples(
         check(tmp_path)
 
 
-def test_names_as_labels_need_names_that_differ(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_repeated_class_names_are_refused(tmp_path: Path, check: Callable[..., None]) -> None:
     write_set(tmp_path)
     (tmp_path / "classes.txt").write_text("crane\nbee\ncrane\n")
     check(tmp_path)
@@ -181,27 +181,27 @@ def test_names_as_labels_need_names_that_differ(tmp_path: Path, check: Callable[
         check(tmp_path)
 
 
-def test_more_classes_than_the_classifier_has(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_more_shard_classes_than_num_classes_are_refused(tmp_path: Path, check: Callable[..., None]) -> None:
     (write_set(tmp_path) / "classes.txt").write_text("a\nb\nc\nd\n")
     with pytest.raises(UserError, match=r"has 4 classes, but MODEL\.NUM_CLASSES is 3"):
         check(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"no tar at all" * 99, bytes(100)])
-def test_files_that_are_no_tar_files(tmp_path: Path, check: Callable[..., None], content: bytes) -> None:
+def test_files_that_are_not_tar_files_are_refused(tmp_path: Path, check: Callable[..., None], content: bytes) -> None:
     (write_set(tmp_path) / "train" / "0002.tar").write_bytes(content)
     with pytest.raises(UserError, match=r"train/0002\.tar cannot be read as a tar file: "):
         check(tmp_path)
 
 
-def test_compressed_tar_files_are_to_be_unpacked(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_compressed_tar_files_are_refused_with_a_remedy(tmp_path: Path, check: Callable[..., None]) -> None:
     shard = write_set(tmp_path) / "train" / "0002.tar"
     shard.write_bytes(gzip.compress(shard.read_bytes()))
     with pytest.raises(UserError, match=r"train/0002\.tar cannot be read as a tar file.*gunzip"):
         check(tmp_path)
 
 
-def test_places_without_shards_show_the_layout(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_missing_shards_error_shows_the_expected_layout(tmp_path: Path, check: Callable[..., None]) -> None:
     for place, said in (
         (None, "needs DATA.DATA_PATH"),
         (tmp_path / "nowhere", "does not exist"),
@@ -229,7 +229,7 @@ def manifest(root: Path, **changes: object) -> None:
     (root / "dataset.json").write_text(json.dumps({**about, **changes}))
 
 
-def test_what_was_packed_must_be_there_whole(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_missing_or_changed_packed_shards_are_refused(tmp_path: Path, check: Callable[..., None]) -> None:
     manifest(write_set(tmp_path))
     check(tmp_path)
     os.truncate(tmp_path / "train" / "0001.tar", 4096)
@@ -241,12 +241,12 @@ def test_what_was_packed_must_be_there_whole(tmp_path: Path, check: Callable[...
 
 
 @pytest.mark.parametrize("text", ["{", '{"made_by": "vitamp"}', '{"made_by": "vitamp", "parts": 3, "classes": null}'])
-def test_a_damaged_manifest_is_named(tmp_path: Path, check: Callable[..., None], text: str) -> None:
+def test_damaged_manifest_is_refused(tmp_path: Path, check: Callable[..., None], text: str) -> None:
     (write_set(tmp_path) / "dataset.json").write_text(text)
     with pytest.raises(UserError, match=r"dataset\.json cannot be read"):
         check(tmp_path)
 
 
-def test_a_manifest_of_somebody_else_is_let_be(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_manifest_of_another_program_is_ignored(tmp_path: Path, check: Callable[..., None]) -> None:
     manifest(write_set(tmp_path), made_by="another program", parts=["of another form"])
     check(tmp_path)

@@ -16,7 +16,7 @@ from tests.datasets.shards.tar_files import picture, samples, write_set, write_t
 from utils.config.data import DataConfig
 
 
-def test_the_index_is_made_once_and_anew_when_a_tar_changes(
+def test_index_is_made_once_and_again_after_a_change(
     tmp_path: Path, of_shards: Callable[..., DataConfig], said: pytest.LogCaptureFixture
 ) -> None:
     data = of_shards(write_set(tmp_path))
@@ -44,7 +44,7 @@ def test_the_index_is_made_once_and_anew_when_a_tar_changes(
     assert not makes()
 
 
-def test_an_index_that_points_elsewhere_is_not_believed(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+def test_index_that_points_outside_is_rebuilt(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
     data = of_shards(write_set(tmp_path))
     part(data)
     file = tmp_path / "index-train.npz"
@@ -67,7 +67,7 @@ def test_an_index_that_points_elsewhere_is_not_believed(tmp_path: Path, of_shard
             assert all(np.array_equal(anew[field], fields[field]) for field in fields), name
 
 
-def test_several_processes_make_one_index(
+def test_index_is_made_by_one_process(
     tmp_path: Path, of_shards: Callable[..., DataConfig], said: pytest.LogCaptureFixture
 ) -> None:
     data = of_shards(write_set(tmp_path, [40] * 10))

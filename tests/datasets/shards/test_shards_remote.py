@@ -55,7 +55,7 @@ def batches(data: DataConfig, workers: int) -> list[tuple[list[int], torch.Tenso
         loader.close()
 
 
-def test_shards_behind_a_url_are_read_as_those_on_disk(
+def test_remote_shards_equal_local_ones(
     tmp_path: Path, of_shards: Callable[..., DataConfig], address: str, said: pytest.LogCaptureFixture
 ) -> None:
     """By loading processes too, whose connections are their own."""
@@ -74,7 +74,7 @@ def test_shards_behind_a_url_are_read_as_those_on_disk(
     assert "Reading the headers" not in said.text, "the index is kept on this machine"
 
 
-def test_shards_in_a_store_are_fetched_a_batch_at_a_time(
+def test_remote_shards_are_fetched_batch_by_batch(
     tmp_path: Path, of_shards: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import fsspec

@@ -63,7 +63,7 @@ def stale(shard: Path, patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("way", ["range", "view"])
-def test_after_a_failure_the_file_is_opened_anew(shard: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_reopened_after_an_error(shard: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Folder(shard.parent)
     read = getattr(store, way)
     before = read(PART)
@@ -77,7 +77,7 @@ def test_after_a_failure_the_file_is_opened_anew(shard: Path, way: str, monkeypa
 
 
 @pytest.mark.parametrize("way", ["range", "view"])
-def test_a_short_file_that_was_copied_again_is_seen(shard: Path, way: str) -> None:
+def test_short_file_is_reopened(shard: Path, way: str) -> None:
     os.truncate(shard, 1200)
     read = getattr(Folder(shard.parent), way)
     assert len(read(PART)) == 200
@@ -87,7 +87,7 @@ def test_a_short_file_that_was_copied_again_is_seen(shard: Path, way: str) -> No
     assert np.array_equal(read(PART), WHOLE[1000:1500])
 
 
-def test_a_file_that_grew_is_mapped_anew(shard: Path) -> None:
+def test_grown_file_is_mapped_again(shard: Path) -> None:
     os.truncate(shard, 1200)
     store = Folder(shard.parent)
     assert len(store.view(("0.tar", 0, 1000))) == 1000

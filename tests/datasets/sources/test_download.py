@@ -96,7 +96,7 @@ def started(tmp_path: Path, name: str, halfway: Callable[[], None] = nothing) ->
     return process
 
 
-def test_of_many_processes_one_fetches_and_all_find_it_whole(tmp_path: Path) -> None:
+def test_download_is_made_by_one_process_and_complete_for_all(tmp_path: Path) -> None:
     names = [f"heard{number}" for number in range(4)]
     waiting = f"Waiting for another process, which fetches {target_of(tmp_path)}."
 
@@ -112,7 +112,7 @@ def test_of_many_processes_one_fetches_and_all_find_it_whole(tmp_path: Path) -> 
     assert heard == [[f"Fetching {target_of(tmp_path)}.", "whole: True"], *[[waiting, "whole: True"]] * 3]
 
 
-def test_a_killed_download_is_begun_anew_by_the_one_that_waits(tmp_path: Path) -> None:
+def test_killed_download_is_restarted_by_a_waiting_process(tmp_path: Path) -> None:
     first = started(tmp_path, "first", lambda: time.sleep(600))
     half = target_of(tmp_path).parent / ".flowers.part" / "flowers" / f"{FILES // 2}.txt"
     wait_for(half.is_file)
@@ -131,7 +131,7 @@ def test_a_killed_download_is_begun_anew_by_the_one_that_waits(tmp_path: Path) -
     assert not half.parents[1].exists()
 
 
-def test_a_download_killed_long_ago_is_begun_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_interrupted_download_is_restarted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     process = started(tmp_path, "first", lambda: time.sleep(600))
     wait_for((target_of(tmp_path).parent / ".flowers.part" / "flowers" / "0.txt").is_file)
     os.kill(process.pid or 0, signal.SIGKILL)
@@ -143,14 +143,14 @@ def test_a_download_killed_long_ago_is_begun_anew(tmp_path: Path, caplog: pytest
     assert whole(tmp_path)
 
 
-def test_what_is_there_is_not_fetched(tmp_path: Path) -> None:
+def test_existing_data_set_is_not_downloaded(tmp_path: Path) -> None:
     fetch(tmp_path)
     fetch(tmp_path)
     assert calls(tmp_path) == 1
     assert whole(tmp_path)
 
 
-def test_a_failed_download_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_download_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     def fails() -> None:
         raise RuntimeError("the server is on fire")
 
@@ -161,13 +161,13 @@ def test_a_failed_download_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     assert whole(tmp_path)
 
 
-def test_a_fetcher_that_brings_something_else_is_a_failure(tmp_path: Path) -> None:
+def test_download_without_the_expected_folder_fails(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it left no folder flowers"):
         fetch_once(target_of(tmp_path), lambda scratch: (scratch / "trees").mkdir(), "By hand.")
     assert not target_of(tmp_path).exists()
 
 
-def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_download_to_a_readonly_folder_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file")
     with pytest.raises(UserError, match="flowers cannot be made: "):
         fetch(tmp_path)
@@ -193,18 +193,20 @@ def test_download_by_torchvision(
     assert len(open_dataset(data, True, 257, 0, torch.device("cpu"))) > 0
 
 
-def test_nothing_is_fetched_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+def test_nothing_is_downloaded_without_download_true(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings
+) -> None:
     monkeypatch.setattr("torchvision.datasets.Food101", lambda *_, **__: pytest.fail("it was fetched"))
     with pytest.raises(UserError, match=r"DATA\.DOWNLOAD=true fetches it"):
         check_dataset(settings(DATASET="food101", DATA_PATH=str(tmp_path)), 101)
 
 
-def test_download_without_a_folder_asks_for_one(settings: Settings) -> None:
+def test_download_without_data_path_is_refused(settings: Settings) -> None:
     with pytest.raises(UserError, match=r"needs DATA\.DATA_PATH"):
         check_dataset(settings(DATASET="food101", DOWNLOAD=True), 101)
 
 
-def test_it_is_told_where_nothing_can_be_fetched(
+def test_download_warns_for_data_sets_without_one(
     tmp_path: Path, settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "vitamp"):
@@ -216,7 +218,7 @@ def test_it_is_told_where_nothing_can_be_fetched(
     assert "DOWNLOAD" not in caplog.text
 
 
-def test_without_a_network_the_run_ends_and_says_what_to_do(
+def test_download_without_a_network_ends_the_run_with_a_remedy(
     tmp_path: Path, tiny: Path, vitamp: Callable[..., Result]
 ) -> None:
     nobody = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")

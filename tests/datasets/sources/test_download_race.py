@@ -49,7 +49,7 @@ def waiting(root: Path) -> int:
     return sum("Waiting for another process" in text for text in heard)
 
 
-def test_four_processes_fetch_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_processes_download_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = archive(tmp_path / "published")
     asked: list[str] = []
     all_here = threading.Event()

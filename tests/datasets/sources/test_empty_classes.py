@@ -42,7 +42,7 @@ def test_shards(tmp_path: Path, of_shards: Callable[..., DataConfig], told: Call
     assert told(data, 3)[0] == f"The training {owner} 1 of its 3 classes (the first: bee)."
 
 
-def test_shards_that_are_split(
+def test_warns_of_empty_classes_in_split_shards(
     tmp_path: Path, of_shards: Callable[..., DataConfig], told: Callable[..., list[str]]
 ) -> None:
     """What is too rare for the validation part is no sign of anything."""
@@ -67,7 +67,7 @@ def test_shards_that_are_split(
         ("food101", 2, []),
     ],
 )
-def test_published_ones(
+def test_warns_of_empty_classes_in_published_data_sets(
     tmp_path: Path, settings: Settings, told: Callable[..., list[str]], name: str, classes: int, said: list[str]
 ) -> None:
     MAKERS[name](tmp_path)

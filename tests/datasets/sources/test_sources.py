@@ -26,7 +26,7 @@ def keys(*indices: int, epoch: int = 0) -> list[tuple[int, int]]:
     return [(epoch, index) for index in indices]
 
 
-def test_digits_are_those_of_scikit_learn() -> None:
+def test_digits_equal_scikit_learns() -> None:
     from sklearn.datasets import load_digits
 
     pixels, labels = read_digits()
@@ -37,7 +37,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
     assert pixels.max() == 255
 
 
-def test_digits_are_split_by_class_and_always_alike() -> None:
+def test_digits_split_is_stratified_and_reproducible() -> None:
     _, labels = read_digits()
     train, validation = split(labels, 0.2, 0, "digits")
     assert (len(train), len(validation)) == (1437, 360)
@@ -68,7 +68,7 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("size", "channels"), [(8, 1), (8, 3), (32, 3)])
-def test_digits_take_the_size_and_channels_asked_for(
+def test_digits_are_resized_and_get_the_wanted_channels(
     settings: Settings, cpu: torch.device, size: int, channels: int
 ) -> None:
     data = settings(DATASET="digits", IMAGE_SIZE=size, IMAGE_CHANNELS=channels)
@@ -81,7 +81,7 @@ def test_digits_take_the_size_and_channels_asked_for(
     assert batch.indices.tolist() == [3, -1, 0]
 
 
-def test_digits_move_by_sample_and_epoch_alone(settings: Settings, cpu: torch.device) -> None:
+def test_digits_transforms_depend_on_sample_and_epoch_alone(settings: Settings, cpu: torch.device) -> None:
     data = settings(DATASET="digits", IMAGE_CHANNELS=1, SHIFT=0.2, ZOOM=0.2, ROTATE=20)
     dataset = open_dataset(data, True, 10, 0, cpu)
     together = dataset.__getitems__(keys(*range(64))).images
@@ -95,7 +95,7 @@ def test_digits_move_by_sample_and_epoch_alone(settings: Settings, cpu: torch.de
     assert torch.equal(validation.__getitems__(keys(5)).images, unmoved.__getitems__(keys(5)).images)
 
 
-def test_affine_prob_leaves_the_others_as_they_are(settings: Settings, cpu: torch.device) -> None:
+def test_affine_prob_leaves_other_samples_unchanged(settings: Settings, cpu: torch.device) -> None:
     plain = {"DATASET": "digits", "IMAGE_CHANNELS": 1}
     still = open_dataset(settings(**plain), True, 10, 0, cpu).__getitems__(keys(*range(1000))).images
     half = settings(**plain, SHIFT=0.3, ROTATE=20, AFFINE_PROB=0.4)
@@ -104,7 +104,7 @@ def test_affine_prob_leaves_the_others_as_they_are(settings: Settings, cpu: torc
     assert 0.33 < share < 0.47
 
 
-def test_synthetic_can_be_learned_and_repeated(settings: Settings, cpu: torch.device) -> None:
+def test_synthetic_is_reproducible_and_repeats_its_pool(settings: Settings, cpu: torch.device) -> None:
     data = settings(DATASET="synthetic", SYNTHETIC_TRAIN=500, SYNTHETIC_VAL=70)
     train, validation = (open_dataset(data, part, 7, 1, cpu) for part in (True, False))
     assert (len(train), len(validation)) == (500, 70)
@@ -132,7 +132,7 @@ def test_class_folders(
         assert batch.images.float().mean((2, 3)).argmax(1).tolist() == batch.labels.tolist()
 
 
-def test_class_folders_may_be_nested_and_hold_other_files(
+def test_class_folders_may_be_nested_and_have_other_files(
     class_tree: Callable[..., Path], settings: Settings, cpu: torch.device
 ) -> None:
     root = class_tree()
@@ -155,7 +155,7 @@ def test_validation_uses_the_labels_of_training(
     assert dataset.__getitems__(keys(0)).labels.item() == 1
 
 
-def test_validation_alone_needs_no_training_part(
+def test_validation_alone_needs_no_training_folder(
     class_tree: Callable[..., Path], settings: Settings, cpu: torch.device
 ) -> None:
     root = class_tree()
@@ -167,7 +167,7 @@ def test_validation_alone_needs_no_training_part(
         check_dataset(data, 3)
 
 
-def test_lists(listed: Path, settings: Settings, cpu: torch.device) -> None:
+def test_list_files_are_read(listed: Path, settings: Settings, cpu: torch.device) -> None:
     data = settings(DATA_PATH=str(listed))
     check_dataset(data, 3)
     train, validation = (open_dataset(data, part, 3, 0, cpu) for part in (True, False))
@@ -175,7 +175,7 @@ def test_lists(listed: Path, settings: Settings, cpu: torch.device) -> None:
     assert validation.__getitems__(keys(4, 5, 6)).labels.tolist() == [1, 2, 0]
 
 
-def test_list_lines_may_hold_spaces_tabs_and_windows_line_ends(
+def test_list_lines_may_have_spaces_tabs_and_windows_line_ends(
     listed: Path, settings: Settings, cpu: torch.device
 ) -> None:
     shutil.copy(listed / "val" / "0.png", listed / "val" / "a b.png")
@@ -184,21 +184,19 @@ def test_list_lines_may_hold_spaces_tabs_and_windows_line_ends(
     assert dataset.__getitems__(keys(0, 1)).labels.tolist() == [2, 1]
 
 
-def test_fewer_classes_than_the_classifier_are_told(
-    listed: Path, settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unused_outputs_are_logged(listed: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vitamp"):
         check_dataset(settings(DATA_PATH=str(listed)), 1000)
     assert "3 classes; 997 of MODEL.NUM_CLASSES stay unused" in caplog.text
 
 
-def test_names() -> None:
+def test_names_of_data_sets() -> None:
     torchvisions = {"caltech101", "caltech256", "cifar10", "cifar100", "flowers102", "food101", "pets"}
     assert {"csv", "digits", "imagefolder", "imagenet2012", "synthetic"} | torchvisions <= set(names())
     assert names() == sorted(names())
 
 
-def test_a_list_is_read_once_for_its_check_and_the_run(imagenet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_is_read_once_for_check_and_run(imagenet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[Path] = []
     lines = lists._lines
     monkeypatch.setattr(lists, "_lines", lambda file: reads.append(file) or lines(file))
@@ -209,7 +207,7 @@ def test_a_list_is_read_once_for_its_check_and_the_run(imagenet: Path, monkeypat
     assert [file.name for file in reads].count("train_list.txt") == 2, "once a run, and anew for another one"
 
 
-def test_a_list_that_was_changed_since_its_check_is_read_again(imagenet: Path, tmp_path: Path) -> None:
+def test_list_changed_after_its_check_is_read_again(imagenet: Path, tmp_path: Path) -> None:
     shutil.copytree(imagenet, tmp_path / "data")
     data = DataConfig(DATASET="imagenet2012", DATA_PATH=str(tmp_path / "data"), IMAGE_SIZE=16)
     check_dataset(data, 4)

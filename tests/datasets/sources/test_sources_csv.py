@@ -55,7 +55,7 @@ def two(table: Callable[..., Path], train: list[str], val: list[str], header: st
     return table(val, header, "val.csv").parent
 
 
-def test_two_files_with_names(table: Callable[..., Path], settings: Settings) -> None:
+def test_csv_tables_with_class_names(table: Callable[..., Path], settings: Settings) -> None:
     root = two(table, rows(ANIMALS), rows(["cat", "ant"], first=6))
     data = settings(DATASET="csv", DATA_PATH=str(root))
     train, validation = parts(data, 3)
@@ -65,7 +65,7 @@ def test_two_files_with_names(table: Callable[..., Path], settings: Settings) ->
 
 
 @pytest.mark.parametrize("targets", [["3", "0", "1"], ["3.0", "0.0", "1.0"], ["3.", "0", "1.000"]])
-def test_targets_may_be_numbers_and_pandas_numbers(
+def test_csv_targets_may_be_numbers_and_pandas_numbers(
     table: Callable[..., Path], settings: Settings, targets: list[str]
 ) -> None:
     data = settings(DATASET="csv", DATA_PATH=str(two(table, rows(targets), rows(["1"], first=6))))
@@ -73,7 +73,7 @@ def test_targets_may_be_numbers_and_pandas_numbers(
     assert open_dataset(data, True, 10, 0, CPU).classes is None
 
 
-def test_a_class_has_one_name(table: Callable[..., Path], settings: Settings) -> None:
+def test_csv_class_with_two_names_is_refused(table: Callable[..., Path], settings: Settings) -> None:
     lines = ["pictures/0.png,0,cat", "pictures/1.png,1,dog", "pictures/2.png,0,lion"]
     path = table(lines, "image_path,target,class_name")
     with pytest.raises(UserError, match=r"all.csv:4: class 0 is called 'lion' here and 'cat' above"):
@@ -82,7 +82,7 @@ def test_a_class_has_one_name(table: Callable[..., Path], settings: Settings) ->
 
 @pytest.mark.parametrize("paths", ["path", "image_path", "image", "file", "filename"])
 @pytest.mark.parametrize("targets", ["target", "label", " Class "])
-def test_columns_have_several_names_and_any_place(
+def test_csv_columns_have_several_names_and_any_position(
     table: Callable[..., Path], settings: Settings, paths: str, targets: str
 ) -> None:
     lines = [f"{number},{name},pictures/{number}.png,x" for number, name in enumerate(ANIMALS)]
@@ -92,7 +92,9 @@ def test_columns_have_several_names_and_any_place(
     assert [name for name, _ in validation] == ["0.png", "1.png", "2.png"]
 
 
-def test_fields_may_be_quoted_and_lines_blank(tmp_path: Path, table: Callable[..., Path], settings: Settings) -> None:
+def test_csv_fields_may_be_quoted_and_lines_blank(
+    tmp_path: Path, table: Callable[..., Path], settings: Settings
+) -> None:
     image(tmp_path / "a, b" / 'the "best" one.png')
     lines = ['"a, b/the ""best"" one.png","dog, big"', "", " , ", "pictures/1.png,cat"]
     path = two(table, lines, lines)
@@ -102,7 +104,7 @@ def test_fields_may_be_quoted_and_lines_blank(tmp_path: Path, table: Callable[..
     assert parts(settings(DATASET="csv", DATA_PATH=str(path))) == [expected, expected]
 
 
-def test_one_file_is_split(table: Callable[..., Path], settings: Settings) -> None:
+def test_single_csv_file_is_split(table: Callable[..., Path], settings: Settings) -> None:
     path = table(rows(["a", "b"] * 6))
     found = {
         seed: parts(settings(DATASET="csv", DATA_PATH=str(path), VAL_FRACTION=0.3, SPLIT_SEED=seed)) for seed in (0, 1)
@@ -160,20 +162,20 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", sorted(BAD))
-def test_what_is_wrong_is_named_with_its_line(table: Callable[..., Path], settings: Settings, case: str) -> None:
+def test_bad_csv_is_refused_with_its_line(table: Callable[..., Path], settings: Settings, case: str) -> None:
     lines, header, said = BAD[case]
     root = two(table, lines, lines, header)
     with pytest.raises(UserError, match=re.escape(said)):
         check_dataset(settings(DATASET="csv", DATA_PATH=str(root)), 10)
 
 
-def test_validation_needs_the_classes_of_training(table: Callable[..., Path], settings: Settings) -> None:
+def test_csv_validation_class_missing_in_training_is_refused(table: Callable[..., Path], settings: Settings) -> None:
     data = settings(DATASET="csv", DATA_PATH=str(two(table, rows(ANIMALS), rows(["bees"]))))
     with pytest.raises(UserError, match=r"val.csv:2: .*train.csv has no class 'bees'. Did you mean bee\?"):
         check_dataset(data, 10)
 
 
-def test_an_empty_class_is_told(
+def test_csv_empty_class_is_logged(
     table: Callable[..., Path], settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = settings(DATASET="csv", DATA_PATH=str(two(table, rows(["0", "3", "3"]), rows(["0"]))))
@@ -183,7 +185,7 @@ def test_an_empty_class_is_told(
 
 
 @pytest.mark.parametrize("missing", ["train.csv", "val.csv", "both", "folder", "path"])
-def test_what_is_not_there_shows_the_layout(
+def test_missing_csv_error_shows_the_expected_layout(
     tmp_path: Path, table: Callable[..., Path], vitamp: Callable[..., Result], tiny: Path, missing: str
 ) -> None:
     root = two(table, rows(ANIMALS), rows(ANIMALS))

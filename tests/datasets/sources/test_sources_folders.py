@@ -36,7 +36,7 @@ def paths(data: DataConfig, train: bool) -> list[tuple[str, int]]:
     return [(samples.name(k), int(samples.labels[k])) for k in range(len(samples))]
 
 
-def test_class_folders_without_parts_are_split(unparted: Path, settings: Settings) -> None:
+def test_class_folders_without_splits_are_split(unparted: Path, settings: Settings) -> None:
     data = settings(DATASET="imagefolder", DATA_PATH=str(unparted), VAL_FRACTION=0.2)
     check_dataset(data, 2)
     train, validation = paths(data, True), paths(data, False)
@@ -60,7 +60,7 @@ def test_the_split_is_stratified_and_depends_on_its_seed_alone() -> None:
     assert not np.array_equal(split(labels, 0.25, 1)[1], validation)
 
 
-def test_the_share_is_not_larger_for_rounding_of_the_machine() -> None:
+def test_split_size_ignores_floating_point_noise() -> None:
     assert len(split(np.zeros(70, dtype=np.int64), 0.1, 0)[1]) == 7
 
 
@@ -71,21 +71,21 @@ def test_every_class_keeps_an_image_for_training() -> None:
     assert sorted(labels[validation].tolist()) == [1, 2, 2]
 
 
-def test_too_few_images_for_two_parts(tmp_path: Path, settings: Settings) -> None:
+def test_too_few_images_for_a_split_are_refused(tmp_path: Path, settings: Settings) -> None:
     for name in ("a", "b"):
         image(tmp_path / name / "only.png")
     with pytest.raises(UserError, match="too few images for a validation split: 2 of 2 classes"):
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 2)
 
 
-def test_one_folder_too_high_is_noticed(unparted: Path, settings: Settings) -> None:
+def test_data_path_one_folder_too_high_is_refused(unparted: Path, settings: Settings) -> None:
     image(unparted / "flowers" / "train" / "tulip" / "0.png")
     with pytest.raises(UserError, match=f"one folder too high: .* Try -data_path {unparted / 'flowers'}"):
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(unparted)), 10)
 
 
 @pytest.mark.parametrize("name", ["train", "val", "test"])
-def test_a_class_may_be_called_like_a_part(
+def test_class_may_have_the_name_of_a_split(
     unparted: Path, settings: Settings, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     for number in range(10):
@@ -101,7 +101,7 @@ def test_a_class_may_be_called_like_a_part(
     assert f"{unparted / name} is taken for a split, not for a class beside daisy" in str(error.value)
 
 
-def test_parts_without_class_folders_are_no_two_classes(tmp_path: Path, settings: Settings) -> None:
+def test_split_folders_without_class_folders_are_not_classes(tmp_path: Path, settings: Settings) -> None:
     for part in ("train", "val"):
         for number in range(10):
             image(tmp_path / part / f"{number}.png")
@@ -109,7 +109,7 @@ def test_parts_without_class_folders_are_no_two_classes(tmp_path: Path, settings
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 2)
 
 
-def test_empty_classes_of_a_part_are_told(
+def test_empty_class_folders_of_a_split_are_logged(
     class_tree: Callable[..., Path], settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = class_tree()
@@ -119,7 +119,7 @@ def test_empty_classes_of_a_part_are_told(
     assert f"{root / 'train'} has no image for 1 of its 4 classes (the first: dog)" in caplog.text
 
 
-def test_a_folder_without_images_shows_the_layout(tmp_path: Path, settings: Settings) -> None:
+def test_folder_without_images_error_shows_the_expected_layout(tmp_path: Path, settings: Settings) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "plan.txt").write_text("buy a camera")
     with pytest.raises(UserError) as error:
@@ -128,14 +128,14 @@ def test_a_folder_without_images_shows_the_layout(tmp_path: Path, settings: Sett
     assert f"{tmp_path}/<class>/image.jpg" in str(error.value)
 
 
-def test_empty_classes_are_told(unparted: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_empty_class_folders_are_logged(unparted: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     (unparted / "tulip").mkdir()
     with caplog.at_level(logging.WARNING, "vitamp"):
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(unparted)), 10)
     assert f"{unparted} has no image for 1 of its 3 classes (the first: tulip)" in caplog.text
 
 
-def test_a_list_that_skips_labels_is_told(listed: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_list_without_some_labels_is_logged(listed: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     lines = (listed / "train_list.txt").read_text().replace(" 1\n", " 4\n")
     (listed / "train_list.txt").write_text(lines)
     with caplog.at_level(logging.WARNING, "vitamp"):

@@ -37,7 +37,7 @@ def listed(dataset: Images, root: Path) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("name", ["flowers102", "food101", "pets"])
 @pytest.mark.parametrize("train", [True, False])
-def test_lists_are_read_as_torchvision_reads_them(
+def test_published_lists_equal_torchvisions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings, name: str, train: bool
 ) -> None:
     MAKERS[name](tmp_path)
@@ -53,7 +53,7 @@ def test_lists_are_read_as_torchvision_reads_them(
     assert batch.images.flatten(1).any(1).all()
 
 
-def test_pets_and_dishes_have_names(tmp_path: Path, settings: Settings) -> None:
+def test_pets_and_food_have_class_names(tmp_path: Path, settings: Settings) -> None:
     for name, classes in (
         ("pets", ["Abyssinian", "american_bulldog", "Bengal"]),
         ("food101", ["apple_pie", "waffles"]),
@@ -69,7 +69,7 @@ def test_pets_and_dishes_have_names(tmp_path: Path, settings: Settings) -> None:
         ("caltech256", ["001.ak47", "002.american-flag"], "257.clutter", 12),
     ],
 )
-def test_caltech_is_split_and_its_clutter_left_out(
+def test_caltech_is_split_without_its_clutter(
     tmp_path: Path, settings: Settings, name: str, classes: list[str], dropped: str, images: int
 ) -> None:
     MAKERS[name](tmp_path)
@@ -92,7 +92,7 @@ def test_caltech_is_split_and_its_clutter_left_out(
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 @pytest.mark.parametrize("train", [True, False])
-def test_cifar_is_read_as_torchvision_reads_it(
+def test_cifar_equals_torchvisions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings, name: str, train: bool
 ) -> None:
     MAKERS[name](tmp_path)
@@ -105,7 +105,7 @@ def test_cifar_is_read_as_torchvision_reads_it(
 
 
 @pytest.mark.parametrize("size", [32, 40])
-def test_cifar_one_by_one_is_what_it_is_in_memory(tmp_path: Path, settings: Settings, size: int) -> None:
+def test_cifar_read_singly_equals_cifar_in_memory(tmp_path: Path, settings: Settings, size: int) -> None:
     """A crop that takes all of an image, and no other change: both ways must give the same."""
     cifar10(tmp_path)
     data = settings(DATASET="cifar10", DATA_PATH=str(tmp_path), IMAGE_SIZE=size, FLIP=0.0)
@@ -119,7 +119,7 @@ def test_cifar_one_by_one_is_what_it_is_in_memory(tmp_path: Path, settings: Sett
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
-def test_data_path_may_be_the_folder_itself(tmp_path: Path, settings: Settings, name: str) -> None:
+def test_data_path_may_be_the_data_sets_own_folder(tmp_path: Path, settings: Settings, name: str) -> None:
     MAKERS[name](tmp_path)
     outer, inner = (settings(DATASET=name, DATA_PATH=str(tmp_path / sub)) for sub in ("", FOLDERS[name]))
     check_dataset(inner, 257)
@@ -127,7 +127,7 @@ def test_data_path_may_be_the_folder_itself(tmp_path: Path, settings: Settings, 
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
-def test_one_that_is_not_there_shows_its_layout(tmp_path: Path, settings: Settings, name: str) -> None:
+def test_missing_published_data_set_error_shows_the_layout(tmp_path: Path, settings: Settings, name: str) -> None:
     with pytest.raises(UserError) as error:
         check_dataset(settings(DATASET=name, DATA_PATH=str(tmp_path)), 257)
     said = str(error.value)
@@ -151,7 +151,9 @@ def test_one_that_is_not_there_shows_its_layout(tmp_path: Path, settings: Settin
         ("caltech101", "101_ObjectCategories", "there is no 101_ObjectCategories"),
     ],
 )
-def test_one_that_is_not_whole_is_noticed(tmp_path: Path, settings: Settings, name: str, lost: str, said: str) -> None:
+def test_incomplete_published_data_set_is_refused(
+    tmp_path: Path, settings: Settings, name: str, lost: str, said: str
+) -> None:
     MAKERS[name](tmp_path)
     path = tmp_path / FOLDERS[name] / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -161,7 +163,7 @@ def test_one_that_is_not_whole_is_noticed(tmp_path: Path, settings: Settings, na
     assert "Remove the folder, and DATA.DOWNLOAD=true fetches it again" in str(error.value)
 
 
-def test_caltech_with_too_few_images_is_told(
+def test_caltech_with_too_few_images_is_logged(
     tmp_path: Path, settings: Settings, said: pytest.LogCaptureFixture
 ) -> None:
     MAKERS["caltech101"](tmp_path)
@@ -169,7 +171,7 @@ def test_caltech_with_too_few_images_is_told(
     assert "has 20 images; 8,677 were published" in said.text
 
 
-def test_the_number_of_classes_must_fit(tmp_path: Path, settings: Settings) -> None:
+def test_more_published_classes_than_num_classes_are_refused(tmp_path: Path, settings: Settings) -> None:
     for name, classes in (("cifar10", 10), ("flowers102", 102), ("pets", 3), ("food101", 2), ("caltech256", 2)):
         MAKERS[name](tmp_path)
         data = settings(DATASET=name, DATA_PATH=str(tmp_path))
@@ -179,14 +181,14 @@ def test_the_number_of_classes_must_fit(tmp_path: Path, settings: Settings) -> N
 
 
 @pytest.mark.parametrize("name", ["setid.mat", "imagelabels.mat"])
-def test_a_damaged_list_of_flowers_is_named(tmp_path: Path, settings: Settings, name: str) -> None:
+def test_damaged_flowers_list_is_refused(tmp_path: Path, settings: Settings, name: str) -> None:
     MAKERS["flowers102"](tmp_path)
     (tmp_path / "flowers-102" / name).write_bytes(b"<html>not found</html>")
     with pytest.raises(UserError, match=f"{name} cannot be read"):
         check_dataset(settings(DATASET="flowers102", DATA_PATH=str(tmp_path)), 102)
 
 
-def test_damaged_lists_of_food_and_pets_are_named(tmp_path: Path, settings: Settings) -> None:
+def test_damaged_food_and_pets_lists_are_refused(tmp_path: Path, settings: Settings) -> None:
     MAKERS["food101"](tmp_path)
     MAKERS["pets"](tmp_path)
     (tmp_path / "food-101" / "meta" / "test.json").write_text('{"waffles": ["waf')
@@ -197,7 +199,7 @@ def test_damaged_lists_of_food_and_pets_are_named(tmp_path: Path, settings: Sett
 
 
 @pytest.mark.parametrize("damage", ["cut", "shape", "type", "label", "no labels", "text"])
-def test_a_damaged_cifar_file_is_named(tmp_path: Path, settings: Settings, damage: str) -> None:
+def test_damaged_cifar_file_is_refused(tmp_path: Path, settings: Settings, damage: str) -> None:
     cifar100(tmp_path)
     file = tmp_path / "cifar-100-python" / "test"
     pixels, labels = np.zeros((2, 3072), np.uint8), [0, 99]
@@ -229,9 +231,7 @@ class Harm:
 
 @pytest.mark.parametrize("name", ["data_batch_2", "test_batch", "batches.meta"])
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_cifar_file_meant_to_run_a_program_is_refused(
-    tmp_path: Path, settings: Settings, name: str, protocol: int
-) -> None:
+def test_malicious_cifar_file_is_refused(tmp_path: Path, settings: Settings, name: str, protocol: int) -> None:
     cifar10(tmp_path)
     trace = tmp_path / "was here"
     harmful = {"data": Harm(f"touch '{trace}'"), "labels": [0], "label_names": ["a"]}
@@ -262,7 +262,7 @@ def test_training_on_cifar(tmp_path: Path, vitamp: Callable[..., Result]) -> Non
         assert "Step[0006/0006]" in done.out
 
 
-def test_a_bad_cifar_ends_before_training(tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+def test_bad_cifar_ends_the_run_before_training(tmp_path: Path, vitamp: Callable[..., Result]) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     done = vitamp("-cfg", recipe, "-data_path", tmp_path, "-output", tmp_path / "run")

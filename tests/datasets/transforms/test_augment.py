@@ -41,7 +41,7 @@ def change(data: DataConfig, seed: int, image: Image.Image | None = None, **trai
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("key", [*POLICIES, "COLOR_JITTER"])
-def test_each_key_changes_images_and_repeats_itself(settings: Settings, key: str, channels: int) -> None:
+def test_each_augmentation_changes_images_reproducibly(settings: Settings, key: str, channels: int) -> None:
     data = settings(IMAGE_SIZE=24, IMAGE_CHANNELS=channels, **UNCROPPED)
     plain = change(data, 0)
     value: Any = 0.4 if key == "COLOR_JITTER" else True
@@ -54,7 +54,7 @@ def test_each_key_changes_images_and_repeats_itself(settings: Settings, key: str
     assert all(torch.equal(one, two) for one, two in zip(results, again, strict=True))
 
 
-def test_random_numbers_are_the_samples_own(settings: Settings) -> None:
+def test_augmentation_uses_the_samples_own_random_numbers(settings: Settings) -> None:
     """Whatever was drawn before, by whichever generator."""
     data = settings(IMAGE_SIZE=24)
     first = change(data, 7, RAND_AUGMENT=True)
@@ -63,7 +63,7 @@ def test_random_numbers_are_the_samples_own(settings: Settings) -> None:
     assert torch.equal(change(data, 7, RAND_AUGMENT=True), first)
 
 
-def test_rand_augment_goes_before_auto_augment_and_jitter_needs_a_place(settings: Settings) -> None:
+def test_rand_augment_wins_over_auto_augment_and_turns_jitter_off(settings: Settings) -> None:
     data = settings(IMAGE_SIZE=24, **UNCROPPED)
     for seed in range(8):
         rand = change(data, seed, RAND_AUGMENT=True)
@@ -148,7 +148,9 @@ def batches(data: DataConfig, cpu: torch.device, workers: int, copies: int = 1, 
 
 
 @pytest.mark.parametrize("copies", [1, 3])
-def test_workers_change_no_pixel(settings: Settings, cpu: torch.device, listed: Path, copies: int) -> None:
+def test_augmented_pixels_do_not_depend_on_workers(
+    settings: Settings, cpu: torch.device, listed: Path, copies: int
+) -> None:
     data = settings(DATASET="imagenet2012", DATA_PATH=str(listed))
     alone, helped = (batches(data, cpu, workers, copies, RAND_AUGMENT=True) for workers in (0, 2))
     for one, two in zip(alone, helped, strict=True):
@@ -158,7 +160,7 @@ def test_workers_change_no_pixel(settings: Settings, cpu: torch.device, listed: 
     assert not all(torch.equal(one.images, two.images) for one, two in zip(alone, plain, strict=True))
 
 
-def test_a_data_set_in_memory_says_what_does_not_apply(
+def test_memory_data_set_warns_of_augmentation_without_effect(
     settings: Settings, cpu: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)

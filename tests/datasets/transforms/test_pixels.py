@@ -100,7 +100,7 @@ def test_usual_crops_agree_with_pil(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize(("size", "side"), [(8, 8), (16, 17), (224, 253)])
-def test_a_side_as_long_as_what_is_made_of_it(settings: Settings, size: int, side: int) -> None:
+def test_resize_with_an_unchanged_side_agrees_with_pil(settings: Settings, size: int, side: int) -> None:
     """Resized all the same: these sides come to as many pixels as are needed to the edge of the middle square."""
     ours, pils = (settings(IMAGE_SIZE=size, DECODER=decoder) for decoder in ("auto", "pil"))
     image = encoded(picture(side, side, 1), "png")
@@ -110,7 +110,7 @@ def test_a_side_as_long_as_what_is_made_of_it(settings: Settings, size: int, sid
 @pytest.mark.parametrize("decoder", ["auto", "pil"])
 @pytest.mark.parametrize("size", [(1, 1), (1, 50), (50, 1), (2, 700), (17, 3), (33, 16)])
 @pytest.mark.parametrize("train", [True, False])
-def test_odd_sizes(settings: Settings, size: tuple[int, int], decoder: str, train: bool) -> None:
+def test_pixels_of_odd_image_sizes(settings: Settings, size: tuple[int, int], decoder: str, train: bool) -> None:
     for channels in (1, 3):
         for kind in ("4:2:0", "grey", "png", "progressive"):
             image = KINDS[kind](Image.new("RGB", size, (200, 200, 200)))
@@ -151,7 +151,7 @@ UNDO = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
-def test_exif_turns_only_if_asked(settings: Settings, kind: str, orientation: int, decoder: str) -> None:
+def test_exif_rotates_only_if_set(settings: Settings, kind: str, orientation: int, decoder: str) -> None:
     """As Pillow's own exif_transpose turns them; left as they lie otherwise, as timm does. Crops are cut upright.
 
     TIFF files are upright either way, for us as for timm: Pillow turns them as it reads them.
@@ -178,7 +178,7 @@ def reason(settings: Settings, image: bytes, **values: Any) -> str:
 
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive", "png", "webp"])
-def test_broken_files_say_why(settings: Settings, kind: str, decoder: str) -> None:
+def test_broken_images_give_a_reason(settings: Settings, kind: str, decoder: str) -> None:
     """Cut off anywhere, even below all that the crop needs."""
     whole = KINDS[kind](picture(160, 120))
     assert isinstance(whole, bytes)
@@ -195,7 +195,7 @@ def test_broken_files_say_why(settings: Settings, kind: str, decoder: str) -> No
 
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF"])
-def test_an_image_bomb_is_not_opened(settings: Settings, decoder: str, kind: str) -> None:
+def test_decompression_bomb_is_refused(settings: Settings, decoder: str, kind: str) -> None:
     """A small file whose header claims 60,000 x 60,000 pixels, 10 GB."""
     bomb = bytearray(encoded(Image.new("RGB", (16, 16)), kind))
     if kind == "JPEG":
@@ -210,7 +210,7 @@ def test_an_image_bomb_is_not_opened(settings: Settings, decoder: str, kind: str
     assert "178,956,970 pixels" in said
 
 
-def test_large_images_are_read_without_a_word(settings: Settings) -> None:
+def test_large_images_cause_no_warning(settings: Settings) -> None:
     """PIL would warn of every one with more than 89 million pixels."""
     large = encoded(Image.new("1", (10_000, 9_000)), "PNG")
     with warnings.catch_warnings():
@@ -218,7 +218,7 @@ def test_large_images_are_read_without_a_word(settings: Settings) -> None:
         assert square(settings(CROP_SCALE=(0.001, 0.001)), True, large).max() == 0
 
 
-def test_damaged_files_are_judged_as_pil_does(settings: Settings) -> None:
+def test_damaged_jpegs_are_judged_like_pil(settings: Settings) -> None:
     """Damage below the crop too, which is not decoded: a file is readable or not, whatever is taken of it."""
     files = [KINDS[kind](picture(96, 80)) for kind in ("4:2:0", "4:4:4", "with restarts", "grey", "progressive")]
     generator = np.random.default_rng(0)

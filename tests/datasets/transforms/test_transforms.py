@@ -36,7 +36,7 @@ def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
 @pytest.mark.parametrize("size", [(1, 1), (1, 40), (2000, 1), (7, 300), (300, 7), (224, 224), (500, 375)])
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("stored", [1, 3])
-def test_any_shape_of_image_comes_out_square(
+def test_images_of_any_shape_become_square(
     settings: Settings, size: tuple[int, int], channels: int, stored: int
 ) -> None:
     for crop in ("random", "pad", "none"):
@@ -61,7 +61,7 @@ def test_validation_rounds_the_resized_side_down(settings: Settings) -> None:
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (100, 61), (64, 64), (40, 900), (901, 40), (2, 3)])
 @pytest.mark.parametrize("decoder", ["auto", "pil"])
-def test_validation_is_timms(settings: Settings, interpolation: str, size: tuple[int, int], decoder: str) -> None:
+def test_validation_equals_timms(settings: Settings, interpolation: str, size: tuple[int, int], decoder: str) -> None:
     """timm resizes all of the image and cuts afterwards; here most of what is cut off is never made."""
     pixels = np.asarray(Image.fromarray(noise(size[0] // 4 + 2, size[1] // 4 + 2)).resize(size))
     timms: Any = transforms_imagenet_eval(64, crop_pct=0.9, interpolation=interpolation, use_prefetcher=True)
@@ -84,7 +84,7 @@ def test_flip_follows_its_setting(settings: Settings) -> None:
     assert 60 < mirrored < 140
 
 
-def test_pad_moves_the_image_over_black(settings: Settings) -> None:
+def test_crop_pad_shifts_the_image_over_black(settings: Settings) -> None:
     image = noise(10, 10) | 1
     data = settings(IMAGE_SIZE=10, CROP="pad", CROP_PAD=2, FLIP=0.0)
     seen = set()
@@ -100,7 +100,7 @@ def test_pad_moves_the_image_over_black(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_none_squeezes_all_of_the_image(settings: Settings, train: bool) -> None:
+def test_crop_none_squeezes_the_whole_image(settings: Settings, train: bool) -> None:
     image = noise(30, 18)
     data = settings(IMAGE_SIZE=10, CROP="none", FLIP=0.0, INTERPOLATION="bilinear")
     expected = np.asarray(Image.fromarray(image).resize((10, 10), Image.Resampling.BILINEAR))
@@ -122,7 +122,7 @@ def torchvisions(data: DataConfig, width: int, height: int, count: int) -> np.nd
 
 @pytest.mark.parametrize("size", [(500, 375), (60, 90), (500, 100)])
 @pytest.mark.parametrize("scale", [(0.05, 1.0), (0.3, 0.5)])
-def test_random_crops_are_distributed_as_torchvisions(
+def test_random_crops_have_torchvisions_distribution(
     settings: Settings, size: tuple[int, int], scale: tuple[float, float]
 ) -> None:
     """Each of a box's four numbers, its area and its shape: equal tenths, within what 3,000 draws can tell."""
@@ -146,7 +146,7 @@ def test_random_crops_keep_to_their_ranges(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize(("size", "box"), [((1000, 10), (493, 0, 13, 10)), ((10, 1000), (0, 493, 10, 13))])
-def test_an_image_too_long_for_any_crop_gives_its_middle(
+def test_image_too_long_for_any_crop_is_center_cropped(
     settings: Settings, size: tuple[int, int], box: tuple[int, ...]
 ) -> None:
     drawn = boxes(settings(CROP_SCALE=(0.9, 1.0)), *size, 5)
@@ -164,7 +164,7 @@ def affine(settings: Settings, row: list[float], image: torch.Tensor, **values: 
     return move(image[None, None], move.matrices(np.array([row])))[0, 0]
 
 
-def test_batch_affine_moves_as_said(settings: Settings) -> None:
+def test_batch_affine_shifts_as_set(settings: Settings) -> None:
     image = torch.zeros(8, 8, dtype=torch.uint8)
     image[2, 3] = 240
     same = affine(settings, [0, 0.5, 0.5, 0.5, 0.5], image, SHIFT=0.25, ZOOM=0.5, ROTATE=90)

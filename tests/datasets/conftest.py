@@ -1,4 +1,4 @@
-"""Small made-up data sets on disk."""
+"""Small generated data sets on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cpu() -> torch.device:
 
 @pytest.fixture
 def listed(tmp_path: Path) -> Path:
-    """List files as PaddleViT's: 12 training and 7 validation images of noise, labels 0..2."""
+    """List files in PaddleViT's format: 12 training and 7 validation images of noise, labels 0..2."""
     generator = np.random.default_rng(0)
     for part, count in (("train", 12), ("val", 7)):
         (tmp_path / part).mkdir()
@@ -56,7 +56,7 @@ def class_tree(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def settings() -> Callable[..., DataConfig]:
-    """A DataConfig with small images, and what the test gives."""
+    """A DataConfig with small images and the settings of the test."""
 
     def make(**values: object) -> DataConfig:
         return DataConfig.model_validate({"IMAGE_SIZE": 8, "BATCH_SIZE": 4, **values})
@@ -68,21 +68,21 @@ def settings() -> Callable[..., DataConfig]:
 def of_shards(
     settings: Callable[..., DataConfig], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., DataConfig]:
-    """The settings for shards in a place, with a cache of the test's own."""
+    """Settings for shards in a folder, with a cache for this test."""
     cache = tmp_path_factory.mktemp("cache")
     return lambda place, **more: settings(DATASET="shards", DATA_PATH=str(place), CACHE=str(cache), **more)
 
 
 @pytest.fixture
 def of_hub(settings: Callable[..., DataConfig], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DataConfig]:
-    """The settings for a set of parquet files, with a cache of the test's own."""
+    """Settings for a folder of parquet files, with a cache for this test."""
     cache = tmp_path_factory.mktemp("cache")
     return lambda place, **more: settings(DATASET=f"hf:{place}", **{"CACHE": str(cache), **more})
 
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What the program logs."""
+    """Log of the program."""
     monkeypatch.setattr(log, "propagate", True)
     caplog.set_level(logging.INFO)
     return caplog

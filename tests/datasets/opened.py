@@ -1,4 +1,4 @@
-"""Opened data sets, as tests look into them."""
+"""Helpers that open data sets and look into them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made pictures and their files, for the tests of decoding."""
+"""Generated pictures and their files, for the tests of decoding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def encoded(image: Image.Image, kind: str = "JPEG", **how: Any) -> bytes:
 
 
 def square(data: DataConfig, train: bool, image: bytes | np.ndarray, seed: int = 0) -> torch.Tensor:
-    """What becomes of an image, with the random numbers of `seed`."""
+    """Pixels of an image after preprocessing, with the random numbers of `seed`."""
     random.seed(seed)
     out = torch.full((data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE), 77, dtype=torch.uint8)
     Pixels(data, train)(image, out)

@@ -1,4 +1,4 @@
-"""Loading processes in tests: who they are, whether they have ended, and what they bring."""
+"""Helpers for loading processes: their ids, whether they have ended, and their batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def children(pid: int) -> list[int]:
 
 
 def gone(pids: set[int], seconds: float = 5) -> bool:
-    """Whether all end in time. A child nobody has waited for yet counts as ended."""
+    """Whether all end in time. A child that was not waited for yet counts as ended."""
     deadline = time.monotonic() + seconds
     while any(alive(pid) for pid in pids):
         if time.monotonic() > deadline:

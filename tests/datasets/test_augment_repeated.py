@@ -1,4 +1,4 @@
-"""Repeated augmentation: which samples an epoch meets, and that no copy is like another."""
+"""Repeated augmentation: samples of an epoch, and differences between copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Settings = Callable[..., DataConfig]
 
 
 def indices(samples: int, copies: int, epoch: int = 1, accum: int = 1, world: int = 1) -> list[int]:
-    """The numbers of an epoch in the order of the global batches, over all processes."""
+    """Sample indices of an epoch in the order of the global batches, over all ranks."""
     found = []
     orders = [EpochOrder(samples, 4, accum, rank, world, 0, True, copies) for rank in range(world)]
     for shares in zip(*(order.windows(epoch) for order in orders), strict=True):

@@ -1,4 +1,4 @@
-"""ImageNet's list of 1,281,167 images: loading processes share it, and it is read quickly, in little memory."""
+"""A list as long as ImageNet's (1,281,167 images) is shared by loading processes and read quickly, in little memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IMAGES, CLASSES = 1_281_167, 1000
 PER_FOLDER = -(-IMAGES // CLASSES)
 WORKERS = 4
 MOST_PRIVATE_MB = 60
-"""A list of Python strings takes 115 MB of each worker, this one 15."""
+"""A list of Python strings takes 115 MB in each worker, this table 15."""
 MOST_TIMES_PLAIN, MOST_PEAK_MB = 10, 300
 
 pytestmark = [
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A list of ImageNet's length, whose paths all lead to one small image."""
+    """A list as long as ImageNet's, whose paths all lead to one small image."""
     root = tmp_path_factory.mktemp("imagenet")
     folder = root / "images"
     save_image(folder / "0.JPEG", seed=1)
@@ -56,7 +56,7 @@ def training_set(imagenet: Path) -> Images:
 
 
 class LookedUp(ImageDataset):
-    """Names and labels of samples without their images: a whole epoch of them takes seconds, not an hour."""
+    """Names and labels of samples without their images, so that an epoch takes seconds, not an hour."""
 
     def __init__(self, images: Images) -> None:
         self.samples = images.samples
@@ -72,9 +72,9 @@ class LookedUp(ImageDataset):
 
 
 def test_workers_share_the_path_table(training_set: Images) -> None:
-    """Python's own strings would be copied into a worker as soon as it looks at them, all of them in an epoch.
+    """Python strings would be copied into a worker when it reads them, all of them within an epoch.
 
-    A quarter of an epoch shows it: in any order, that touches nearly every page of memory.
+    A quarter of an epoch is enough: in random order, it touches nearly every page of memory.
     """
     assert len(training_set) == IMAGES
     private = private_memory_of_workers(LookedUp(training_set), samples=IMAGES // 4, batch=8192)
@@ -88,7 +88,7 @@ def test_workers_stay_small_while_they_load_images(training_set: Images) -> None
 
 def test_long_list_is_read_quickly(imagenet: Path) -> None:
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")  # the peak of memory begins anew
+        file.write("5")  # resets the peak of memory
     before, begin = own_megabytes("VmRSS"), time.process_time()
     paths, labels = read_list(imagenet / "train_list.txt", CLASSES)
     seconds, peak = time.process_time() - begin, own_megabytes("VmHWM") - before
@@ -103,9 +103,9 @@ def test_long_list_is_read_quickly(imagenet: Path) -> None:
 
 
 def private_memory_of_workers(dataset: ImageDataset, samples: int, batch: int) -> list[float]:
-    """Megabytes that each worker shares with no other process, after `samples` samples.
+    """Megabytes that each worker does not share with other processes, after `samples` samples.
 
-    What was imported before they were forked stays shared, so this is what the data costs, and a little for the rest.
+    Modules imported before the fork stay shared, so this is the cost of the data plus a little.
     """
     order = EpochOrder(len(dataset), batch, 1, 0, 1, 0, drop_last=True)
     loader = TrainLoader(dataset, order, 0, WORKERS, torch.device("cpu"))
@@ -123,7 +123,7 @@ def private_memory_of_workers(dataset: ImageDataset, samples: int, batch: int) -
 
 
 def private_megabytes(process: BaseProcess) -> float:
-    """Memory of a process that it shares with no other."""
+    """Memory that a process does not share."""
     lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1000
 

@@ -1,4 +1,4 @@
-"""Images in memory: whole batches at once, each sample with random numbers of its own."""
+"""Images in memory: whole batches at once, with each sample's own random numbers."""
 
 from __future__ import annotations
 

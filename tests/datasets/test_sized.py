@@ -1,4 +1,4 @@
-"""TRAIN.SIZE_SCHEDULE: the size of training images follows from the epoch, and nothing else changes with it."""
+"""TRAIN.SIZE_SCHEDULE: the epoch determines the image size, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_sized_follows_the_schedule_by_epoch(imagenet: Path, name: str, copies: 
 @pytest.mark.parametrize("name", ["digits", "imagenet2012"])
 @pytest.mark.parametrize("changes", [{}, {"RAND_AUGMENT": True, "COLOR_JITTER": 0.4}], ids=["plain", "augmented"])
 def test_sized_images_equal_a_data_set_of_that_size(imagenet: Path, name: str, changes: dict[str, Any]) -> None:
-    """Whatever was asked for before: epochs may be visited in any order, as a resumed run does."""
+    """Independent of earlier batches: a resumed run may start at any epoch."""
     train = TRAIN.model_copy(update=changes)
     grown = Sized(opened(data_of(imagenet, name, SHIFT=0.1, ROTATE=10), train), train, 16)
     for epoch in (4, 1, 3, 2, 1):

@@ -1,4 +1,4 @@
-"""MODEL settings become the right timm model, with the right rates, or a clear error."""
+"""MODEL settings give the right timm model with the right rates, or a clear error."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_vit_recipes_are_timms_models(kind: str, patch: int, size: int) -> None:
     name = f"vit_{kind}_patch{patch}_{size}"
     sizes = {**VIT_B16, "PATCH_SIZE": patch, "EMBED_DIM": width, "DEPTH": depth, "NUM_HEADS": heads}
     theirs = on_meta(name, num_classes=1000)
-    # Under a label of one's own the sizes alone must give what timm gives under its name.
+    # With another label, the sizes alone must give the same model as timm's name.
     for label in (name, "mine"):
         with torch.device("meta"):
             ours = build(size, NAME=label, **sizes)
@@ -190,7 +190,7 @@ def test_vit_rates_reach_the_modules() -> None:
     rates = dropouts(vit)
     assert rates["pos_drop"] == rates["blocks.1.attn.proj_drop"] == rates["blocks.1.mlp.drop2"] == 0.1
     assert rates["blocks.0.attn.attn_drop"] == 0.2
-    assert rates["head_drop"] == 0.0  # there is none before PaddleViT's classifier
+    assert rates["head_drop"] == 0.0  # PaddleViT has none before the classifier
     assert vit.blocks[1].drop_path1.drop_prob == pytest.approx(0.3)  # pyright: ignore
     assert isinstance(vit.blocks[0].drop_path1, nn.Identity)  # pyright: ignore
 
@@ -203,7 +203,7 @@ def test_swin_rates_reach_the_modules_and_zero_means_zero(caplog: pytest.LogCapt
     assert rates["layers.0.blocks.0.attn.proj_drop"] == rates["layers.1.blocks.1.mlp.drop1"] == 0.1
     assert rates["layers.0.blocks.0.attn.attn_drop"] == 0.2
     assert swin.layers[1].blocks[1].drop_path1.drop_prob == pytest.approx(0.3)  # pyright: ignore
-    # timm's Swin has a drop path of 0.1 unless told otherwise.
+    # timm's Swin has a drop path of 0.1 by default.
     without = build(**TINY_SWIN)
     assert not [part for part in without.modules() if getattr(part, "drop_prob", 0)]
 

@@ -1,4 +1,4 @@
-"""MODEL settings that no model can be built from are told before anything is built."""
+"""MODEL settings that no model can have are refused before anything is built."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_unsupported_model_settings_are_refused(settings: dict[str, Any], words:
 
 def test_contradicting_sizes_are_refused_with_possible_ones() -> None:
     said = refusal(230, EMBED_DIM=100, NUM_HEADS=7, ATTN_HEAD_SIZE=14)
-    assert "ATTN_HEAD_SIZE" not in said  # it follows from sizes that are wrong themselves
+    assert "ATTN_HEAD_SIZE" not in said  # it follows from contradicting sizes
     assert "DATA.IMAGE_SIZE 230 is not divisible by MODEL.PATCH_SIZE 16" in said
     assert "IMAGE_SIZE 224 or 240" in said
     assert "PATCH_SIZE 10 or 23" in said
@@ -76,7 +76,7 @@ def test_several_model_problems_are_reported_together() -> None:
 def test_other_patch_models_need_divisible_image_sizes(name: str) -> None:
     said = refusal(225, NAME=name)
     assert "DATA.IMAGE_SIZE 225" in said
-    assert "or PATCH_SIZE" not in said  # it cannot be set for these
+    assert "or PATCH_SIZE" not in said  # these models do not accept it
 
 
 @pytest.mark.parametrize(("name", "size"), [("maxvit_tiny_tf_224", 100), ("inception_v3", 32), ("vgg11", 16)])

@@ -1,4 +1,4 @@
-"""What can be said of pretrained weights before a model is built: quickly, and in words that help."""
+"""Checks of pretrained weights before a model is built."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refusal(source: Path | str) -> str:
 
 @pytest.fixture
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub's."""
+    """An empty cache of the hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     return tmp_path / "hub"
@@ -60,7 +60,7 @@ def test_missing_weights_are_refused_with_the_closest_name(tmp_path: Path) -> No
 
 def test_pdparams_are_found_with_or_without_extension(tmp_path: Path) -> None:
     (tmp_path / "vit.pdparams").write_bytes(b"no pickle")
-    for name in ("vit.pdparams", "vit"):  # the latter is how PaddleViT's command lines have it
+    for name in ("vit.pdparams", "vit"):  # PaddleViT's command lines omit the extension
         assert "vit.pdparams: the file is damaged" in refusal(tmp_path / name)
     (tmp_path / "vit.pdparams").write_bytes(b"\x80\x04}.")
     check_pretrained(str(tmp_path / "vit"))

@@ -1,4 +1,4 @@
-"""Weights from every kind of file find their place, or the user is told what does not fit."""
+"""Weights are loaded from every kind of file, or refused with the mismatched tensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_equal_weights(ours: nn.Module, theirs: nn.Module, but: tuple[str, ...
 
 @pytest.fixture
 def donor() -> nn.Module:
-    """A model whose every tensor, norms and biases too, has values of its own."""
+    """A model in which every tensor, including norms and biases, has different values."""
     module = build()
     for parameter in module.parameters():
         nn.init.normal_(parameter)
@@ -162,7 +162,7 @@ def test_first_convolution_is_adapted_to_grey_images(donor: nn.Module, weights: 
     ours, said = load(weights, channels=1)
     assert "patch_embed.proj.weight resized from 16x3x8x8 to 16x1x8x8" in said
     grey = torch.rand(1, 1, 32, 32)
-    with torch.no_grad():  # a grey image and its copy in three channels are the same picture
+    with torch.no_grad():  # a grey image and its three-channel copy give the same output
         torch.testing.assert_close(ours(grey), donor(grey.expand(-1, 3, -1, -1)))
 
 
@@ -286,7 +286,7 @@ def test_damaged_weights_are_refused(donor: nn.Module, weights: Path, npz: Path,
         cut = good.with_name(f"cut{good.suffix}")
         cut.write_bytes(content[: len(content) // 2])
         assert f"{cut}: the file is damaged" in refusal(cut)
-    # The outside is whole, the inside is not.
+    # The container is intact, its contents are not.
     content = bytearray(npz.read_bytes())
     start = content.find(b"Transformer/posembed_input") + 300
     content[start : start + 40] = bytes(40)

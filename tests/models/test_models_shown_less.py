@@ -1,4 +1,4 @@
-"""Models that leave patches out, and that take images of several sizes: their weights are those of the plain model."""
+"""Token drop and size schedule: fewer patches and several image sizes with the weights of the plain model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny(shortcuts: Shortcuts, name: str = "tiny", **settings: Any) -> Any:
 
 
 def tokens_of(model: Any, images: Tensor) -> Tensor:
-    """What reaches the first block."""
+    """Input of the first block."""
     seen: list[Tensor] = []
     handle = model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
     model(images)
@@ -42,7 +42,7 @@ def training(**settings: Any) -> TrainConfig:
 
 
 def kept_patches(model: Any) -> list[set[int]]:
-    """For each sample, which patches are among its tokens: those of its row in the plain model's tokens."""
+    """Patches among the tokens of each sample, found by comparison with the plain model's tokens."""
     plain = tokens_of(tiny(Shortcuts()).eval(), images())
     found = tokens_of(model, images())
     return [
@@ -93,7 +93,7 @@ def test_token_drop_is_off_in_the_last_epochs() -> None:
 
 
 def test_token_drop_is_off_until_an_epoch_begins() -> None:
-    """What is tried before training, such as how much memory a batch takes, is the dearest that is to come."""
+    """Trials before training, such as the memory of a batch, must see the most expensive case."""
     assert tokens_of(tiny(Shortcuts(token_drop=0.5)).train(), images()).shape[1] == 1 + PATCHES
 
 

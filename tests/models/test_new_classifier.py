@@ -1,4 +1,4 @@
-"""A fresh classifier on weights that bring one: where classes differ, and where they only happen to be as many."""
+"""MODEL.NEW_CLASSIFIER: a new classifier on weights that have one, with other and with equally many classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: every message names what was wrong, where, and what would be right."""
+"""Bad input: every message says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Settings = Callable[..., DataConfig]
 
 @pytest.fixture
 def complaint() -> Callable[[DataConfig, int], str]:
-    """What the check says."""
+    """Message of the check before a run."""
 
     def check(data: DataConfig, num_classes: int = 3) -> str:
         with pytest.raises(UserError) as caught:

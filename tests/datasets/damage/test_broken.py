@@ -1,4 +1,4 @@
-"""Training goes on where an image cannot be read: what takes its place, what is said, and when it is too much."""
+"""Unreadable images: replacement in training, log lines, and the limit that ends training."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def loaders(listed: Path, settings: Settings) -> Iterator[Loaders]:
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """What was logged."""
+    """Logged messages."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -108,7 +108,7 @@ def test_broken_image_is_replaced_by_the_next_and_other_samples_are_unchanged(
     SPOILS[spoil](loaders.image(4))
     found = epoch(loaders(workers))
     for batch, wanted in zip(found, expected, strict=True):
-        # The pixels are those of number 5 under the random numbers of number 4; the label is number 5's.
+        # The pixels and the label are those of image 5, the random numbers those of image 4.
         assert torch.equal(batch.images, wanted.images)
         assert torch.equal(batch.indices, wanted.indices)
         assert batch.labels.tolist() == [(5 if i == 4 else i) % 3 for i in batch.indices.tolist()]
@@ -130,7 +130,7 @@ def test_broken_image_is_logged_once(loaders: Loaders, said: list[str], workers:
     loaders.image(5).write_bytes(b"")
     loaders.image(7).write_bytes(b"")
     loader = loaders(workers, copies=3)
-    for number in (1, 2, 3):  # a third of the images each, these two among them
+    for number in (1, 2, 3):  # each reads a third of the images, including these two
         epoch(loader, number)
     assert sorted(line.split("/")[-1].split(" ")[0] for line in said) == ["5.png", "7.png"]
     assert "2 training images could not be read" in loader.broken.summary()
@@ -141,7 +141,7 @@ def test_broken_image_is_logged_once(loaders: Loaders, said: list[str], workers:
 def test_more_broken_images_than_max_bad_end_the_run(
     loaders: Loaders, tmp_path: Path, limit: float, number: int, workers: int
 ) -> None:
-    """`number` is the first count that is too many: shares of 12 images are rounded up."""
+    """`number` is the first count beyond the limit: fractions of 12 images are rounded up."""
     broken = [2, 5, 7, 8][: number - 1]
     for one in broken:
         loaders.image(one).write_bytes(b"x")
@@ -187,7 +187,7 @@ def test_broken_list_keeps_lines_of_an_earlier_start(loaders: Loaders, tmp_path:
 
 
 class Flaky(Samples):
-    """Samples whose storage fails so many times before it gives one."""
+    """Samples whose storage fails a number of times before each image."""
 
     def __init__(self, good: Samples, failures: dict[int, int], error: Exception | bytes) -> None:
         self.good, self.failures, self.error = good, failures, error

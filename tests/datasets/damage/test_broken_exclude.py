@@ -1,4 +1,4 @@
-"""DATA.EXCLUDE: what a line may look like, and what is left."""
+"""DATA.EXCLUDE: forms of a line, and the remaining samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Settings = Callable[..., DataConfig]
 
 @pytest.fixture
 def names(listed: Path, settings: Settings, cpu: torch.device) -> Callable[..., list[list[str]]]:
-    """Names of the training and the validation images that are left after the lines given."""
+    """Names of the training and validation images that remain after excluding these lines."""
 
     def opened(lines: str, encoding: str = "utf-8", path: str = str(listed)) -> list[list[str]]:
         (listed / "exclude.txt").write_bytes(lines.encode(encoding))

@@ -1,4 +1,4 @@
-"""What is no fault of the images: storage that fails, and memory that runs out."""
+"""Failures that are not the image's fault: storage errors and running out of memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EIO = OSError(errno.EIO, "Input/output error")
 
 @pytest.fixture
 def failing(listed: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainLoader]:
-    """A training loader of the twelve listed images, of which the storage does not give some."""
+    """A training loader of the twelve listed images, some of which fail with storage errors."""
     monkeypatch.setattr(retry, "PAUSES", ())
 
     def make(lost: list[int], max_bad: float, error: Exception = EIO) -> TrainLoader:
@@ -96,7 +96,7 @@ def test_storage_failures_are_comments_in_the_broken_list(
 
 
 def test_storage_failures_beyond_max_bad_do_not_suggest_exclude(failing: Callable[..., TrainLoader]) -> None:
-    """It counts like any other, but nobody is told to leave good files out."""
+    """It counts like any other failure, but the message does not suggest excluding intact files."""
     with pytest.raises(TrainingError) as caught:
         epoch(failing([1, 4, 9], 2))
     text = str(caught.value)

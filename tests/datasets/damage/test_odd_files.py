@@ -1,4 +1,4 @@
-"""Pipes, sockets, devices and files of other kinds where images, lists and tables are looked for."""
+"""Pipes, sockets, devices and other files in place of images, lists and tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from utils.log import log
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 SECONDS = 60
-"""Many times what each of these takes. Without a limit, a program that waits for a pipe never ends."""
+"""Time limit, many times what each test takes: a program that waits for a pipe never ends."""
 SMALL = (
     *("-dataset", "imagefolder", "-num_classes", "2", "-image_size", "16", "-batch_size", "4", "-num_workers", "0"),
     *("MODEL.TRANS.PATCH_SIZE=8", "MODEL.TRANS.EMBED_DIM=16", "MODEL.TRANS.DEPTH=1", "MODEL.TRANS.NUM_HEADS=1"),
@@ -38,7 +38,7 @@ SMALL = (
 
 
 def odd(path: Path, kind: str) -> str:
-    """Make something at `path` that is no file; what the program is to call it."""
+    """Create something at `path` that is not a file; returns what the program calls it."""
     if kind == "pipe":
         os.mkfifo(path)
         return "a named pipe"
@@ -60,7 +60,7 @@ KINDS = ("pipe", "socket", "endless")
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Two classes, eight images each for training and two for validation."""
+    """Two classes with eight training and two validation images each."""
     for part, count in (("train", 8), ("val", 2)):
         for number in range(2 * count):
             save_image(tmp_path / "tree" / part / f"class_{number % 2}" / f"{number}.png", seed=number + 100 * count)
@@ -105,7 +105,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
 def test_training_replaces_images_that_are_not_files(tree: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
     for kind in KINDS:
         odd(tree / "train" / "class_0" / f"{kind}.png", kind)
-    save_image(tree / "train" / "class_0" / "one_more.png", seed=1)  # five whole batches: all are asked for
+    save_image(tree / "train" / "class_0" / "one_more.png", seed=1)  # five full batches, so that every image is read
     words = ("-data_path", tree, "-output", tmp_path / "run", "DATA.MAX_BAD=3")
     done = vitamp("-cfg", "configs/vit_digits.yaml", *SMALL, *words, timeout=SECONDS)
     assert done.code == 0, done.text
@@ -192,7 +192,7 @@ def test_list_that_names_a_pipe_is_refused(tmp_path: Path, settings: Callable[..
 
 
 def test_image_extensions_are_the_same_everywhere(tmp_path: Path) -> None:
-    """A file counts for training where it counts for predict, and the decoder reads each kind."""
+    """Training and predict find the same files, and the decoder reads each kind."""
     made = [ending for ending in ENDINGS if not (ending == ".avif" and ".avif" not in Image.registered_extensions())]
     for ending in made:
         image = Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8))
@@ -249,7 +249,7 @@ def test_tar_images_with_two_dots_are_counted_as_skipped(
     write_tar(write_set(tmp_path) / "train" / "0001.tar", [*dotted, *samples([1, 2])])
     data = settings(DATASET="shards", DATA_PATH=str(tmp_path))
     told = "skipped 3 files: more than one dot in the name 2 (cat.front.jpg, cat.front.cls), .heic 1 (x.heic)"
-    for _ in range(2):  # the second time from the index that was kept
+    for _ in range(2):  # the second time from the saved index
         monkeypatch.setattr("datasets.shards.layout.warn_once", log.warning)
         said.clear()
         check_dataset(data, 3)

@@ -1,4 +1,4 @@
-"""What reads JPEG files: no more is decoded than the crop needs, and the settings of decoding do what they say."""
+"""JPEG decoding: only the rows that the crop needs, and the settings of decoding."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_no_file_is_decoded_twice(how: dict[str, Any], monkeypatch: pytest.Monke
 
 
 def test_dct_scale_shows_the_same_crop(settings: Settings) -> None:
-    """Differences to the full size: those of a crop moved by less than a pixel, and of another filter."""
+    """Differences to full size come from a crop shifted by less than a pixel, and from another filter."""
     for seed in range(8):
         file = encoded(picture(641, 483, seed), subsampling="4:2:0")
         for train in (False, True):
@@ -100,7 +100,7 @@ def test_dct_scale_keeps_a_pixel_for_each_of_the_models(box: Box) -> None:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Take packages away."""
+    """Make packages impossible to import."""
 
     def hide(name: str) -> None:
         real = builtins.__import__

@@ -1,4 +1,4 @@
-"""EXIF_ROTATE: the orientation of a file is the same whatever decodes it."""
+"""EXIF_ROTATE: all decoders use the same orientation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="
 
 
 def turned(settings: Settings, file: bytes, decoder: str) -> bool:
-    """Does EXIF_ROTATE change what the model sees?"""
+    """Whether EXIF_ROTATE changes the pixels of the model."""
     plain, turns = (
         settings(IMAGE_SIZE=16, DECODER=decoder, CROP="none", FLIP=0.0, EXIF_ROTATE=rotate) for rotate in (False, True)
     )
@@ -48,7 +48,7 @@ def with_xmp(kind: str, made: Image.Exif | None) -> bytes:
 def test_exif_orientation_is_used_and_xmp_is_ignored(
     settings: Settings, kind: str, decoder: str, made: Image.Exif | None, wanted: bool
 ) -> None:
-    """XMP can name an orientation too, and simplejpeg's files would never be searched for it."""
+    """XMP can have an orientation too, but JPEG files are not searched for it."""
     assert turned(settings, with_xmp(kind, made), decoder) == wanted
 
 

@@ -12,7 +12,7 @@ def order(samples: int = 100, batch: int = 5, accum: int = 1, rank: int = 0, wor
 
 
 def global_windows(samples: int, accum: int, world: int, **more) -> list[list[tuple[int, list[int]]]]:
-    """What all ranks together see: for each update the real micro-batches with their numbers."""
+    """Micro-batches of all ranks with their numbers, for each update."""
     ranks = [list(order(samples, accum=accum, rank=r, world=world, **more).windows(2)) for r in range(world)]
     return [
         sorted((s.number, s.indices.tolist()) for rank in window for s in rank if s.weight)

@@ -1,4 +1,4 @@
-"""By what a resumed run sees that it has the samples and the order it was stopped with."""
+"""Fingerprint by which a resumed run recognises its samples and their order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The first global batches hold the same samples, with the same pixels, however many processes loaded them.
+"""The first global batches have the same samples and pixels with any number of processes.
 
-What is compared is what training is given: engine's own loader, its workers real processes, a loader for each rank.
+The tests compare the batches that training gets: its own loader with real worker processes, one loader per rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from utils.distributed.world import World
 
 SAMPLES, CLASSES = 101, 4
 GLOBAL_BATCH, BATCH = 8, 2
-"""A global batch is four micro-batches of two samples, shared out among 1, 2 or 4 ranks."""
+"""A global batch is four micro-batches of two samples, on 1, 2 or 4 ranks."""
 UPDATES = -(-SAMPLES // GLOBAL_BATCH)
 GLOBAL_BATCHES = 50
 START = 17
@@ -88,7 +88,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def expected(source: tuple[str, Path]) -> list[GlobalBatch]:
-    """One process that loads for itself."""
+    """Batches of one rank without loading processes."""
     return global_batches(source)
 
 
@@ -134,7 +134,7 @@ def test_sample_does_not_depend_on_its_place_in_the_batch(
 def global_batches(
     source: tuple[str, Path], world: int = 1, workers: int = 0, start: int = 0, batch: int = BATCH
 ) -> list[GlobalBatch]:
-    """The global batches from number `start` on, put together from those of all ranks."""
+    """Global batches from number `start` on, combined from all ranks."""
     config = settings(source, world, workers, batch)
     ranks = [one_rank(config, World(rank, world), start) for rank in range(world)]
     found: list[GlobalBatch] = []
@@ -149,7 +149,7 @@ def global_batches(
 
 
 def one_rank(config: Config, world: World, start: int) -> list[list[tuple[int, Batch]]]:
-    """(number in the global batch, content) of this rank's micro-batches, a list a global batch."""
+    """(number in the global batch, content) of this rank's micro-batches, one list per global batch."""
     _, loader = training_data(config, world, torch.device("cpu"))
     assert loader.order.updates == UPDATES
     found: list[list[tuple[int, Batch]]] = []

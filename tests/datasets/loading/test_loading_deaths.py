@@ -108,7 +108,7 @@ _unclosed: list[TrainLoader] = []
 
 
 class Deadly(ImageDataset):
-    """A loading process that is to fetch an image with lives left dies of it, and takes one of them."""
+    """Images that kill the loading process that reads them, until their lives are used up."""
 
     def __init__(self, images: ImageDataset, lives: Path, signal_number: int) -> None:
         self.images, self.lives, self.signal_number = images, lives, signal_number
@@ -126,7 +126,7 @@ class Deadly(ImageDataset):
 
 @pytest.fixture
 def deadly(training, tmp_path: Path) -> Iterator[Callable[..., TrainLoader]]:
-    """`deadly({3: 2})`: loaders whose processes die of image 3, twice."""
+    """`deadly({3: 2})` makes a loader whose processes die twice, when they read image 3."""
     opened: list[TrainLoader] = []
 
     def make(times: dict[int, int], workers: int = 2, signal_number: int = signal.SIGKILL) -> TrainLoader:
@@ -145,7 +145,7 @@ def deadly(training, tmp_path: Path) -> Iterator[Callable[..., TrainLoader]]:
         loader.close()
 
 
-# Not more than two deaths in all: a process may die of its next batch before it has sent the last one, and three such
+# At most two deaths in all: a process may die of its next batch before it has sent the last one, and three deaths
 # in a row end the run.
 @pytest.mark.parametrize("times", [{3: 2}, {3: 1, 8: 1}])
 @pytest.mark.parametrize("workers", [1, 2])
@@ -166,7 +166,7 @@ def test_killed_loading_process_changes_no_batch(
 
 
 def test_loading_process_that_never_begins_is_restarted(training, caplog, monkeypatch, tmp_path: Path) -> None:
-    """One is born while some thread holds a lock that it will need: in it, nobody ever lets go of that."""
+    """A process that is forked while a thread holds a lock that it needs waits for it for ever."""
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
     (tmp_path / "held").touch()
 
@@ -195,10 +195,10 @@ def test_loading_processes_killed_between_batches_and_epochs_are_restarted(train
         windows = loader.epoch(epoch)
         for number, window in enumerate(windows):
             found += [(batch.indices.tolist(), batch.images.numpy().tobytes()) for _, batch in window]
-            if number in (1, 5):  # 5: the last of the epoch
+            if number in (1, 5):  # 5 is the last one of the epoch
                 for worker in set(children(os.getpid())) - before:
                     os.kill(worker, signal.SIGKILL)
-                time.sleep(0.1)  # a handler that raises would do so here
+                time.sleep(0.1)  # a signal handler that raises would do so here
     assert found == in_order(reference, 1) + in_order(reference, 2)
 
 

@@ -1,4 +1,4 @@
-"""Parquet files for tests, as the hub has them, and what is read from them."""
+"""Parquet files like those on the hub, and reading them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(
     struct: bool = True,
     kind: str = "PNG",
 ) -> Path:
-    """A parquet file as the hub has them: image k has the label k modulo 3."""
+    """A parquet file like those on the hub: image k has the label k modulo 3."""
     path.parent.mkdir(parents=True, exist_ok=True)
     images = [picture(k, kind) for k in numbers]
     as_struct = pa.array(

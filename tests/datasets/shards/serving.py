@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextlib.contextmanager
 def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
-    """The address of a server on this machine that answers by `handler`."""
+    """Address of a local server that answers with `handler`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)  # pyright: ignore[reportArgumentType]
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

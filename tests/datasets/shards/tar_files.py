@@ -1,4 +1,4 @@
-"""Tar files for tests: sound ones in WebDataset's layout, and broken ones."""
+"""Tar files for tests: intact ones in WebDataset's layout, and damaged ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def picture(seed: int, kind: str = "PNG", size: tuple[int, int] = (30, 20)) -> b
 
 
 def samples(numbers: Iterable[int], classes: int = 3) -> list[Member]:
-    """Members of sound samples: image k has the key k and the label k modulo `classes`."""
+    """Members of intact samples: image k has the key k and the label k modulo `classes`."""
     return [
         member
         for k in numbers
@@ -44,7 +44,7 @@ def write_tar(path: Path, members: Iterable[Member | tarfile.TarInfo]) -> Path:
 
 
 def write_set(root: Path, sizes: Iterable[int] = (5, 3, 4), val: int = 4) -> Path:
-    """train/0.tar, ... with so many samples each, numbered through, and val/0.tar."""
+    """train/0.tar, ... with these numbers of samples, numbered consecutively, and val/0.tar."""
     first = 0
     for number, size in enumerate(sizes):
         write_tar(root / "train" / f"{number:04d}.tar", samples(range(first, first + size)))

@@ -1,4 +1,4 @@
-"""`hf:`: image sets in parquet files, copied once and then read like any shards."""
+"""`hf:`: image data sets in parquet files, copied once and then read like other shards."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_hub_copy_is_made_once_and_again_after_a_change(
 
 
 def test_hub_epoch_shuffles_all_shards(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:
-    """Files of the hub are often sorted by class: a window of a few would be one class."""
+    """Files of the hub are often sorted by class, so a small window would have one class."""
     write(tmp_path / "train.parquet", range(12))
     write(tmp_path / "val.parquet", range(3))
     train = part(of_hub(tmp_path, SHARD_WINDOW=1))
@@ -106,7 +106,7 @@ def _prepare(data: DataConfig, out: Path) -> None:
 def test_hub_copy_is_made_by_one_process_and_again_after_an_interruption(
     tmp_path: Path, of_hub: Callable[..., DataConfig]
 ) -> None:
-    """They begin together; what a killed one left behind is in their way."""
+    """They start together, beside the remains of a killed process."""
     write(tmp_path / "set" / "train.parquet", range(24))
     write(tmp_path / "set" / "test.parquet", range(4))
     data = of_hub(tmp_path / "set")

@@ -1,4 +1,4 @@
-"""Sets of the hub that are broken, incomplete or not where they should be."""
+"""Data sets of the hub that are damaged, incomplete or missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of the hub are fetched once; afterwards they need no network."""
+"""Data sets of the hub are downloaded once; afterwards they need no network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from utils.errors import UserError
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as fetching a data set asks for."""
+    """The requests of the hub that a download uses."""
 
     protocol_version = "HTTP/1.1"
     commit = "0123456789abcdef0123456789abcdef01234567"

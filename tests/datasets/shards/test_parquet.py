@@ -1,4 +1,4 @@
-"""Which rows and columns of parquet files become samples, by the files' names and the columns' kinds."""
+"""Rows and columns of parquet files that become samples, by file names and column types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
 
 @pytest.fixture
 def samples(settings: Callable[..., DataConfig], tmp_path: Path) -> Callable[[bool], Any]:
-    """The training or the validation images of tmp_path/set."""
+    """Training or validation images of tmp_path/set."""
 
     def call(train: bool) -> Any:
         data = settings(DATASET=f"hf:{tmp_path}/set", CACHE=str(tmp_path / "cache"))
@@ -58,7 +58,7 @@ def test_parquet_files_of_any_name_are_read(
 
 @pytest.mark.parametrize("large", [False, True])
 def test_parquet_labels_may_be_categories(tmp_path: Path, samples: Callable[[bool], Any], large: bool) -> None:
-    """As pandas writes a column of categories: numbers, and the names they stand for."""
+    """A column of categories as pandas writes it: numbers and their names."""
     text = pa.large_string() if large else pa.string()
     for name, numbers, categories in (("train", range(6), ["cat", "ant", "bee"]), ("val", range(3), ["bee", "ant"])):
         codes = pa.array([k % len(categories) for k in numbers], pa.int8())

@@ -1,4 +1,4 @@
-"""Shards: what is read from them, in which order, and how their index is kept."""
+"""Shards: samples, order, and the saved index."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_shard_samples_equal_the_members_of_the_tar_files(tmp_path: Path, of_sha
 def test_shards_give_the_same_pixels_as_folders(
     tmp_path: Path, of_shards: Callable[..., DataConfig], settings: Settings
 ) -> None:
-    """In training too: the random numbers of a sample depend on its number, not on where it lies."""
+    """In training too: a sample's random numbers depend on its index, not on its storage."""
     write_set(tmp_path / "tars")
     lines = {"train": range(12), "val": range(12, 16)}
     for name, numbers in lines.items():
@@ -141,12 +141,12 @@ def test_npy_members_are_pixels(
     assert np.array_equal(found.reshape(shape), array)
     arrays, files = (open_dataset(of_shards(tmp_path / name), True, 1, 0, CPU) for name in ("arrays", "files"))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch's, of memory that may not be written to
+        warnings.simplefilter("error")  # torch's warning of read-only memory
         assert torch.equal(pixels(arrays, 0, 1), pixels(files, 0, 1))
 
 
 def test_open_files_are_limited(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
-    """Raw ones too, and one that was cut off while it was in use is no crash but an error."""
+    """Also for raw pixels; a file that is cut off while in use causes an error, not a crash."""
     array = np.random.default_rng(0).integers(0, 256, (90, 12, 12, 3), dtype=np.uint8)
     for k in range(90):
         write_tar(tmp_path / "train" / f"{k:02d}.tar", [("0.npy", npy(array[k])), ("0.cls", b"0")])
@@ -217,7 +217,7 @@ def test_epoch_reads_one_window_of_shards_at_a_time(
         for place, shard in enumerate(home[order].tolist()):
             inside.add(shard)
             end = max(end, last[shard])
-            if place == end:  # none of these shards comes again
+            if place == end:  # none of these shards is read again
                 most, inside = max(most, len(inside)), set()
     assert most == min(window, 6)
     assert len({tuple(order) for order in orders}) == 20

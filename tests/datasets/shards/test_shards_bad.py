@@ -1,4 +1,4 @@
-"""Shards that are damaged, hostile or not what they should be."""
+"""Shards that are damaged, malicious or of another kind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(settings: Callable[..., DataConfig], tmp_path_factory: pytest.TempPath
 
 
 def cut_image(content: bytes) -> tuple[bytes, str]:
-    """In the middle of the last image: the header of its member begins 4 blocks before the end's zeros."""
+    """Cut in the middle of the last image, whose header begins 4 blocks before the final zeros."""
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         last = tar.getmembers()[-2]
     return content[: last.offset_data + last.size // 2], f"{last.offset:,}"
@@ -59,14 +59,14 @@ def overwritten(content: bytes) -> tuple[bytes, str]:
 
 
 def zeroed(content: bytes) -> tuple[bytes, str]:
-    """A hole from the second image on, that ends among the members behind it."""
+    """A hole from the second image to the middle of later members."""
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         _, _, third, _, fifth, *_ = tar.getmembers()
     return content[: third.offset] + bytes(fifth.offset - third.offset) + content[fifth.offset :], f"{third.offset:,}"
 
 
 def room_only(content: bytes) -> tuple[bytes, str]:
-    """A copy that got its room at the beginning, and then only its first image."""
+    """A copy with its full size, but only its first image."""
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         third = tar.getmembers()[2]
     return content[: third.offset] + bytes((1 << 20) + 512), f"{third.offset:,}"
@@ -76,7 +76,7 @@ def room_only(content: bytes) -> tuple[bytes, str]:
 def test_damaged_shard_is_refused_with_the_offset(
     tmp_path: Path, check: Callable[..., None], damage: Callable[[bytes], tuple[bytes, str]]
 ) -> None:
-    """However it was cut: nothing behind the damage is lost silently."""
+    """Samples behind the damage are never lost silently."""
     shard = write_set(tmp_path) / "train" / "0001.tar"
     content, place = damage(shard.read_bytes())
     shard.write_bytes(content)
@@ -85,7 +85,7 @@ def test_damaged_shard_is_refused_with_the_offset(
 
 
 def test_trailing_zeros_of_a_shard_are_accepted(tmp_path: Path, check: Callable[..., None]) -> None:
-    """Programs that write tar files differ in how many there are."""
+    """Programs write different numbers of them."""
     shard = write_set(tmp_path) / "train" / "0001.tar"
     for blocks in (1, 2, 2047):
         with tarfile.open(shard) as tar:
@@ -97,7 +97,7 @@ def test_trailing_zeros_of_a_shard_are_accepted(tmp_path: Path, check: Callable[
 def test_shard_cut_off_after_indexing_is_reported(
     tmp_path: Path, settings: Callable[..., DataConfig], vitamp: Callable[..., Result]
 ) -> None:
-    """A run that goes on names shard and byte where it meets it; a new one names the shard before it begins."""
+    """A running training names shard and byte; a new one names the shard before it starts."""
     data = settings(DATASET="shards", DATA_PATH=str(write_set(tmp_path)), CACHE=str(tmp_path))
     train = open_dataset(data, True, 3, 0, CPU)
     assert isinstance(train, Images)
@@ -217,7 +217,7 @@ def test_missing_shards_error_shows_the_expected_layout(tmp_path: Path, check: C
 
 
 def manifest(root: Path, **changes: object) -> None:
-    """As packing writes it, over the tar files of write_set."""
+    """The manifest that packing would write for the tar files of write_set."""
     shards = {
         part: [
             {"name": f"{part}/{path.name}", "bytes": path.stat().st_size, "samples": 1}

@@ -1,4 +1,4 @@
-"""The index of shards: made once, kept, and not believed blindly."""
+"""Index of shards: made once, saved, and checked before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards behind a URL and in a store."""
+"""Shards at a URL and in an object store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """A web server over tmp_path that knows ranges, as object stores do."""
+    """A web server over tmp_path that supports byte ranges, like object stores."""
 
     class Handler(SimpleHTTPRequestHandler):
         def send_head(self) -> io.BytesIO | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -58,7 +58,7 @@ def batches(data: DataConfig, workers: int) -> list[tuple[list[int], torch.Tenso
 def test_remote_shards_equal_local_ones(
     tmp_path: Path, of_shards: Callable[..., DataConfig], address: str, said: pytest.LogCaptureFixture
 ) -> None:
-    """By loading processes too, whose connections are their own."""
+    """Also in loading processes, which have their own connections."""
     pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
     write_set(tmp_path / "set", [6, 5, 9])
     here, there = of_shards(tmp_path / "set", SHARD_WINDOW=2), of_shards(f"{address}/set/", SHARD_WINDOW=2)

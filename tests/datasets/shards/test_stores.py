@@ -1,4 +1,4 @@
-"""A folder of shards whose storage fails: what is asked for again is read through a file opened anew."""
+"""A folder of shards with storage errors: files are reopened before the next read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shard(tmp_path: Path) -> Path:
 
 
 def handles_of(shard: Path) -> list[int]:
-    """Handles of this process that are open on the file."""
+    """Open handles of this process for the file."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -35,7 +35,7 @@ def handles_of(shard: Path) -> list[int]:
 
 @contextlib.contextmanager
 def stale(shard: Path, patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """All that is open on the file fails until it is closed, as after its file system was mounted again."""
+    """Open handles of the file fail until they are closed, as after its file system is mounted again."""
     gone = handles_of(shard)
     assert gone
     real = {"preadv": os.preadv, "fstat": os.fstat}

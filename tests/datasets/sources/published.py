@@ -1,4 +1,4 @@
-"""Small made-up trees in the real layouts of the published data sets."""
+"""Small generated trees in the layouts of the published data sets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 
 
 PythonsPickler: Any = vars(pickle)["_Pickler"]
-"""The one written in python: the usual one cannot be told how to write text."""
+"""Python's own pickler, because the C version cannot be told how to write text."""
 
 
 class PythonTwo(PythonsPickler):
-    """Writes as Python 2 did: text and bytes are one and the same."""
+    """Writes text as Python 2 did, like bytes."""
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if not isinstance(obj, str | bytes):
@@ -32,7 +32,7 @@ class PythonTwo(PythonsPickler):
 
 
 def python_two(value: object) -> bytes:
-    """A pickle as the CIFAR files are, with numpy's names of that time."""
+    """A pickle like the CIFAR files, with the names of older numpy versions."""
     stream = io.BytesIO()
     PythonTwo(stream, 2).dump(value)
     return stream.getvalue().replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
@@ -150,11 +150,11 @@ FETCHERS = {
     "food101": "Food101",
     "pets": "OxfordIIITPet",
 }
-"""The classes of torchvision.datasets"""
+"""Classes in torchvision.datasets"""
 
 
 def torchvisions(monkeypatch: Any, name: str, root: Path, train: bool) -> Any:
-    """What torchvision makes of the tree. Its checksums, which a made-up tree cannot have, are not looked at."""
+    """The data set as torchvision reads it, without its checks of checksums, which a generated tree cannot have."""
     import torchvision.datasets as theirs
 
     for module in ("cifar", "flowers102"):

@@ -1,4 +1,4 @@
-"""Data sets are fetched once a machine, by one process of many, and a broken-off download is never taken for whole."""
+"""Downloads: one process of a machine downloads, and an interrupted download is never used."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def target_of(tmp_path: Path) -> Path:
 
 
 def nothing() -> None:
-    """What a fetcher does in its middle, if nothing else is said."""
+    """Default action in the middle of a download."""
 
 
 class Fetcher:
-    """Writes files one by one into the folder it is given, and a line a call into a file of its own."""
+    """Writes files one by one into its folder, and one line per call into another file."""
 
     def __init__(self, calls: Path, halfway: Callable[[], None] = nothing) -> None:
         self.calls, self.halfway = calls, halfway
@@ -76,7 +76,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 
 def racer(tmp_path: Path, name: str, halfway: Callable[[], None]) -> None:
-    """Write down what is logged, and what was found at once after the call."""
+    """Record log messages, and the state of the target right after the call."""
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

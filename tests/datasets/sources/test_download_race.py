@@ -1,4 +1,4 @@
-"""Four processes want Caltech-256 at once: torchvision's own code fetches it from a web server, once for all."""
+"""Four processes need Caltech-256 at once: torchvision downloads it from a web server once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RACERS = 4
 
 
 def archive(folder: Path) -> bytes:
-    """The tar file that is published, of a made-up tree."""
+    """The published tar file, with a generated tree."""
     MAKERS["caltech256"](folder)
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
@@ -64,7 +64,9 @@ def test_four_processes_download_once(tmp_path: Path, monkeypatch: pytest.Monkey
             asked.append(self.path)
             self.do_HEAD()
             half = len(content) // 2
-            with contextlib.suppress(ConnectionError):  # torchvision first asks where it is led to, and reads no more
+            with contextlib.suppress(
+                ConnectionError
+            ):  # torchvision first resolves redirects, and does not read the response
                 self.wfile.write(content[:half])
                 all_here.wait(90)
                 self.wfile.write(content[half:])
@@ -87,7 +89,7 @@ def test_four_processes_download_once(tmp_path: Path, monkeypatch: pytest.Monkey
         end = time.monotonic() + 50
         while waiting(tmp_path) < RACERS - 1 and time.monotonic() < end:
             time.sleep(0.05)
-        # The half that is there is nobody's data set: three wait for the whole.
+        # Three processes wait for the complete data set and do not use the half that exists.
         assert waiting(tmp_path) == RACERS - 1
         assert not (tmp_path / "data" / "caltech256").exists()
         all_here.set()

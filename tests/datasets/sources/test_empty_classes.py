@@ -1,4 +1,4 @@
-"""A class without an image is told before training, whatever the images lie in."""
+"""Classes without an image are logged before training, for every kind of source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Settings = Callable[..., DataConfig]
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
-    """The warnings of the check before a run."""
+    """Warnings of the check before a run."""
 
     def check(data: DataConfig, classes: int, train: bool = True) -> list[str]:
         caplog.clear()
@@ -45,7 +45,7 @@ def test_shards(tmp_path: Path, of_shards: Callable[..., DataConfig], told: Call
 def test_warns_of_empty_classes_in_split_shards(
     tmp_path: Path, of_shards: Callable[..., DataConfig], told: Callable[..., list[str]]
 ) -> None:
-    """What is too rare for the validation part is no sign of anything."""
+    """Classes too rare for a validation split made by us cause no warning."""
     write_tar(tmp_path / "0.tar", samples([0, 3, 6, 9, 2]))
     data = of_shards(tmp_path, VAL_FRACTION=0.4)
     assert told(data, 3) == [

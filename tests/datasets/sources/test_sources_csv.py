@@ -1,4 +1,4 @@
-"""`csv`: tables with a path and a class a line."""
+"""`csv`: tables with one path and target per line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rows(targets: list[str], first: int = 0) -> list[str]:
 
 
 def parts(data: DataConfig, classes: int = 10) -> list[list[tuple[str, int]]]:
-    """(name of the file, label) of each image of the training and the validation part."""
+    """(file name, label) of each image of the training and validation splits."""
     check_dataset(data, classes)
     found = []
     for train in (True, False):

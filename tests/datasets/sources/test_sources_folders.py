@@ -1,4 +1,4 @@
-"""Class folders without parts, and what lists and folders tell of classes without images."""
+"""Class folders without splits, and warnings of empty classes for lists and folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The published data sets, on small trees of their real layouts: the same images and labels as torchvision's."""
+"""Published data sets on small trees in their layouts: images and labels equal torchvision's."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_cifar_equals_torchvisions(
 
 @pytest.mark.parametrize("size", [32, 40])
 def test_cifar_read_singly_equals_cifar_in_memory(tmp_path: Path, settings: Settings, size: int) -> None:
-    """A crop that takes all of an image, and no other change: both ways must give the same."""
+    """With a crop of the whole image and no other transform, both ways give the same pixels."""
     cifar10(tmp_path)
     data = settings(DATASET="cifar10", DATA_PATH=str(tmp_path), IMAGE_SIZE=size, FLIP=0.0)
     all_of_it = data.model_copy(update={"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0)})
@@ -220,7 +220,7 @@ def test_damaged_cifar_file_is_refused(tmp_path: Path, settings: Settings, damag
 
 
 class Harm:
-    """Unpickled by python's own reader, it runs a command."""
+    """Python's own unpickler would run a command."""
 
     def __init__(self, command: str) -> None:
         self.command = command

@@ -1,4 +1,4 @@
-"""RandAugment and its relatives: that they act, on what, with which random numbers, and never break."""
+"""RandAugment, AutoAugment and others: effect, random numbers, and no errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNCROPPED: dict[str, Any] = {"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0),
 
 
 def picture(side: int = 24, seed: int = 0) -> Image.Image:
-    """Smooth colours, so that each operation has something to change."""
+    """An image of smooth colours, which every operation changes."""
     pixels = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize((side, side), Image.Resampling.BICUBIC)
 
@@ -55,7 +55,7 @@ def test_each_augmentation_changes_images_reproducibly(settings: Settings, key: 
 
 
 def test_augmentation_uses_the_samples_own_random_numbers(settings: Settings) -> None:
-    """Whatever was drawn before, by whichever generator."""
+    """Independent of earlier draws from any generator."""
     data = settings(IMAGE_SIZE=24)
     first = change(data, 7, RAND_AUGMENT=True)
     np.random.rand(5)
@@ -107,7 +107,7 @@ def test_layers_and_magnitude_of_rand_augment_act(settings: Settings) -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_uncovered_corners_have_the_mean_colour(settings: Settings, channels: int) -> None:
-    """What is moved in from outside is neither white nor changed; shears and shifts alone leave two shades."""
+    """Uncovered corners have the fill colour; shears and shifts alone leave two shades."""
     data = settings(IMAGE_SIZE=16, IMAGE_CHANNELS=channels, IMAGENET_MEAN=0.2, INTERPOLATION="bilinear", **UNCROPPED)
     white = Image.new("L" if channels == 1 else "RGB", (16, 16), "white")
     (augment,) = image_changes(data, TrainConfig(RAND_AUGMENT=True))
@@ -119,7 +119,7 @@ def test_uncovered_corners_have_the_mean_colour(settings: Settings, channels: in
 
 @pytest.mark.parametrize("magnitude", [0, 9, 10])
 def test_rand_augment_never_raises(settings: Settings, magnitude: float) -> None:
-    """At the greatest magnitudes posterising to no bits at all would be asked for, which Pillow 13 refuses."""
+    """At the highest magnitudes timm would posterise to 0 bits, which Pillow 13 rejects."""
     data, image = settings(IMAGE_SIZE=8), picture(8)
     train = TrainConfig(RAND_AUGMENT=True, RAND_AUGMENT_MAGNITUDE=magnitude)
     (augment,) = image_changes(data, train)

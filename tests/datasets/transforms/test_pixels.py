@@ -1,4 +1,4 @@
-"""From files to pixels: whatever decodes and resizes, it agrees with PIL."""
+"""Preprocessing of images: all ways of decoding and resizing agree with PIL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = Callable[[Image.Image], bytes | np.ndarray]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """As in loading processes; many threads for so little work only stand in each other's way."""
+    """One thread, as in loading processes; more threads slow such small work down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,14 +33,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def clear(image: Image.Image) -> Image.Image:
-    """With an alpha channel that is not the same everywhere."""
+    """An image with a varying alpha channel."""
     image = image.convert("RGBA")
     image.putalpha(image.getchannel("G"))
     return image
 
 
 def deep(image: Image.Image) -> Image.Image:
-    """16 bits of grey."""
+    """A 16-bit grey image."""
     return Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 256 + 77)
 
 
@@ -68,7 +68,7 @@ KINDS: dict[str, Kind] = {
     "grey pixels": lambda image: np.asarray(image.convert("L"))[:, :, None],
 }
 LYING = [(331, 250), (257, 257)]
-"""Of what is wider than high PIL resizes the rows first, as torch always does; the order matters to the last bit."""
+"""PIL resizes wide images row by row first, as torch always does; the order affects the last bit."""
 
 
 @pytest.mark.parametrize("channels", [3, 1])
@@ -87,7 +87,7 @@ def test_every_kind_of_file_agrees_with_pil(settings: Settings, kind: str, train
 
 
 def test_usual_crops_agree_with_pil(settings: Settings) -> None:
-    """Of any shape, with the usual settings: on average over the crops."""
+    """Crops of any shape with the default settings, on average."""
     ours, pils = (settings(IMAGE_SIZE=112, DECODER=decoder, CROP_SCALE=(0.08, 1)) for decoder in ("auto", "pil"))
     for train in (True, False):
         means = []
@@ -101,7 +101,7 @@ def test_usual_crops_agree_with_pil(settings: Settings) -> None:
 
 @pytest.mark.parametrize(("size", "side"), [(8, 8), (16, 17), (224, 253)])
 def test_resize_with_an_unchanged_side_agrees_with_pil(settings: Settings, size: int, side: int) -> None:
-    """Resized all the same: these sides come to as many pixels as are needed to the edge of the middle square."""
+    """These sides keep their length, but are resized: as many pixels are needed up to the edge of the centre crop."""
     ours, pils = (settings(IMAGE_SIZE=size, DECODER=decoder) for decoder in ("auto", "pil"))
     image = encoded(picture(side, side, 1), "png")
     assert apart(square(ours, False, image, 0), square(pils, False, image, 0))[0] <= 0.05
@@ -133,28 +133,28 @@ OVER = np.array([[-5, 0x4000, 0x8000, 100_000]] * 4, dtype=np.int32)
 )
 @pytest.mark.parametrize("channels", [1, 3])
 def test_16_bits_keep_their_shades(settings: Settings, file: bytes, channels: int) -> None:
-    """Pillow's own conversion cuts off at 255, which makes most of them white."""
+    """Pillow's own conversion clips at 255, which makes most of them white."""
     data = settings(IMAGE_SIZE=4, IMAGE_CHANNELS=channels, CROP="none", FLIP=0.0)
     assert [plane[0].tolist() for plane in square(data, True, file)] == [[0, 64, 128, 255]] * channels
 
 
 def test_floating_point_pixels_are_refused(settings: Settings) -> None:
-    """0 to 1, 0 to 255, degrees or metres: whatever was made of them would be a guess."""
+    """Their range is unknown: 0 to 1, 0 to 255, degrees or metres."""
     file = encoded(Image.fromarray(SHADES.astype(np.float32) / 65535), "TIFF")
     assert "floating-point" in reason(settings, file)
 
 
 UNDO = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
-"""EXIF's orientation -> the transposition that lays an upright image down in that way"""
+"""EXIF orientation -> transposition that gives an upright image this orientation"""
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
 def test_exif_rotates_only_if_set(settings: Settings, kind: str, orientation: int, decoder: str) -> None:
-    """As Pillow's own exif_transpose turns them; left as they lie otherwise, as timm does. Crops are cut upright.
+    """Rotated as by Pillow's exif_transpose if set, else not rotated, as in timm. Crops are made upright.
 
-    TIFF files are upright either way, for us as for timm: Pillow turns them as it reads them.
+    TIFF files are upright in either case: Pillow rotates them when it reads them.
     """
     drawn = picture(60, 40)
     exif = Image.Exif()
@@ -179,11 +179,11 @@ def reason(settings: Settings, image: bytes, **values: Any) -> str:
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive", "png", "webp"])
 def test_broken_images_give_a_reason(settings: Settings, kind: str, decoder: str) -> None:
-    """Cut off anywhere, even below all that the crop needs."""
+    """Files cut off anywhere, even below the crop."""
     whole = KINDS[kind](picture(160, 120))
     assert isinstance(whole, bytes)
     lengths = [len(whole) * 9 // 10, len(whole) // 2, 300, 20]
-    for length in lengths if kind == "png" else [len(whole) - 2, *lengths]:  # PIL does without the end mark of a PNG
+    for length in lengths if kind == "png" else [len(whole) - 2, *lengths]:  # PIL accepts a PNG without its end marker
         for crop in ("random", "none"):
             said = reason(settings, whole[:length], DECODER=decoder, CROP=crop, CROP_SCALE=(0.02, 0.03))
             assert said
@@ -211,7 +211,7 @@ def test_decompression_bomb_is_refused(settings: Settings, decoder: str, kind: s
 
 
 def test_large_images_cause_no_warning(settings: Settings) -> None:
-    """PIL would warn of every one with more than 89 million pixels."""
+    """PIL would warn of each image with more than 89 million pixels."""
     large = encoded(Image.new("1", (10_000, 9_000)), "PNG")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -219,7 +219,7 @@ def test_large_images_cause_no_warning(settings: Settings) -> None:
 
 
 def test_damaged_jpegs_are_judged_like_pil(settings: Settings) -> None:
-    """Damage below the crop too, which is not decoded: a file is readable or not, whatever is taken of it."""
+    """Also for damage below the crop, which is not decoded: whether a file is readable does not depend on the crop."""
     files = [KINDS[kind](picture(96, 80)) for kind in ("4:2:0", "4:4:4", "with restarts", "grey", "progressive")]
     generator = np.random.default_rng(0)
     ours, pils = (Pixels(settings(IMAGE_SIZE=32, DECODER=decoder), True) for decoder in ("simplejpeg", "pil"))

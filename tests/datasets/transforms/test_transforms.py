@@ -1,4 +1,4 @@
-"""What training and validation take of an image, and how images are moved about."""
+"""Crops and affine transforms of training and validation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Settings = Callable[..., DataConfig]
 
 
 def pixels_of(data: DataConfig, train: bool, image: np.ndarray) -> np.ndarray:
-    """The square as height x width x channels."""
+    """Pixels as height x width x channels."""
     out = torch.full((data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE), 7, dtype=torch.uint8)
     Pixels(data, train)(image, out)
     return out.permute(1, 2, 0).numpy()
@@ -46,13 +46,13 @@ def test_images_of_any_shape_become_square(
 
 
 def test_validation_keeps_the_middle(settings: Settings) -> None:
-    """A 256 x 512 image needs no resizing at 224 / 0.875, so the crop must be its exact middle."""
+    """A 256 x 512 image needs no resizing at 224 / 0.875, so the crop is its exact centre."""
     pixels = noise(512, 256)
     assert np.array_equal(pixels_of(settings(IMAGE_SIZE=224), False, pixels), pixels[16:240, 144:368])
 
 
 def test_validation_rounds_the_resized_side_down(settings: Settings) -> None:
-    """224 / 0.9 is 248.9: an image with a short side of 248 is taken as it is."""
+    """224 / 0.9 is 248.9: an image with a short side of 248 is not resized."""
     pixels = noise(248, 248)
     got = pixels_of(settings(IMAGE_SIZE=224, CROP_PCT=0.9), False, pixels)
     assert np.array_equal(got, pixels[12:236, 12:236])
@@ -62,14 +62,14 @@ def test_validation_rounds_the_resized_side_down(settings: Settings) -> None:
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (100, 61), (64, 64), (40, 900), (901, 40), (2, 3)])
 @pytest.mark.parametrize("decoder", ["auto", "pil"])
 def test_validation_equals_timms(settings: Settings, interpolation: str, size: tuple[int, int], decoder: str) -> None:
-    """timm resizes all of the image and cuts afterwards; here most of what is cut off is never made."""
+    """timm resizes the whole image and crops it; we do not compute most of what is cropped off."""
     pixels = np.asarray(Image.fromarray(noise(size[0] // 4 + 2, size[1] // 4 + 2)).resize(size))
     timms: Any = transforms_imagenet_eval(64, crop_pct=0.9, interpolation=interpolation, use_prefetcher=True)
     expected = timms(Image.fromarray(pixels))
     data = settings(IMAGE_SIZE=64, CROP_PCT=0.9, INTERPOLATION=interpolation, DECODER=decoder)
     difference = np.abs(pixels_of(data, False, pixels).astype(int) - expected.permute(1, 2, 0).numpy())
     assert difference.max() <= 2
-    # Of a long strip PIL shrinks one side first, of a part of it the other one: that rounds differently.
+    # PIL resizes the sides of a long strip and of a part of it in different order, which rounds differently.
     assert difference.mean() < (0.05 if max(size) < 5 * min(size) else 0.3)
 
 
@@ -125,7 +125,7 @@ def torchvisions(data: DataConfig, width: int, height: int, count: int) -> np.nd
 def test_random_crops_have_torchvisions_distribution(
     settings: Settings, size: tuple[int, int], scale: tuple[float, float]
 ) -> None:
-    """Each of a box's four numbers, its area and its shape: equal tenths, within what 3,000 draws can tell."""
+    """Position, size, area and shape of the boxes have the same distribution, within the noise of 3,000 draws."""
     data = settings(CROP_SCALE=scale)
     ours, theirs = (draw(data, *size, 3000) for draw in (boxes, torchvisions))
     assert (ours[:, :2] >= 0).all()
@@ -134,7 +134,7 @@ def test_random_crops_have_torchvisions_distribution(
         one, two = np.sort(of(ours)), np.sort(of(theirs))
         both = np.unique(np.concatenate([one, two]))
         apart = np.abs(np.searchsorted(one, both, "right") - np.searchsorted(two, both, "right")).max() / 3000
-        assert apart < 1.95 * np.sqrt(2 / 3000)  # Kolmogorov and Smirnov, 1 in 1,000
+        assert apart < 1.95 * np.sqrt(2 / 3000)  # Kolmogorov-Smirnov test at 1 in 1,000
 
 
 def test_random_crops_keep_to_their_ranges(settings: Settings) -> None:
@@ -159,7 +159,7 @@ def test_validation_decodes_no_more_than_it_needs(settings: Settings) -> None:
 
 
 def affine(settings: Settings, row: list[float], image: torch.Tensor, **values: float) -> torch.Tensor:
-    """One image moved by one row of uniform numbers: whether it acts, shift x, shift y, zoom, angle."""
+    """One image transformed by one row of uniform numbers: whether to act, shift x, shift y, zoom, angle."""
     move = BatchAffine(settings(IMAGE_SIZE=image.shape[-1], **values), torch.device("cpu"))
     return move(image[None, None], move.matrices(np.array([row])))[0, 0]
 

@@ -86,7 +86,7 @@ class ShardSet:
         shards = self.splits[split]
         if self.store.remote:
             shards = [file._replace(stamp="") for file in shards]
-        return self._if_current(self.store.whole(index_name(split)), shards)
+        return self._if_current(self.store.read_file(index_name(split)), shards)
 
     def _if_current(self, content: bytes | None, shards: list[ShardFile]) -> ShardIndex | None:
         index = from_bytes(content) if content is not None else None
@@ -108,7 +108,7 @@ class ShardSet:
 
     def _read_manifest(self) -> dict[str, Any] | None:
         """The manifest that scripts/pack_images.py wrote, if there is one."""
-        content = self.store.whole(MANIFEST)
+        content = self.store.read_file(MANIFEST)
         try:
             manifest = json.loads(content) if content is not None else None
             if not isinstance(manifest, dict) or manifest.get("made_by") != MADE_BY:
@@ -125,7 +125,7 @@ class ShardSet:
     def _read_classes(self) -> list[str] | None:
         if self._manifest:
             return self._manifest["classes"]
-        content = self.store.whole(CLASS_NAMES)
+        content = self.store.read_file(CLASS_NAMES)
         if content is None:
             return None
         return [line.strip() for line in content.decode("utf-8-sig", errors="replace").splitlines() if line.strip()]

@@ -45,7 +45,7 @@ class Store(ABC):
         """Tar files in `folder`, in the order of their names; none if the folder does not exist."""
 
     @abstractmethod
-    def whole(self, name: str) -> bytes | None:
+    def read_file(self, name: str) -> bytes | None:
         """Content of a small file; None if it does not exist."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Folder(Store):
         prefix = f"{folder}/" if folder else ""
         return sorted(ShardFile(prefix + name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in stats)
 
-    def whole(self, name: str) -> bytes | None:
+    def read_file(self, name: str) -> bytes | None:
         path = os.path.join(self.root, name)
         try:
             return read_regular(path)
@@ -193,7 +193,7 @@ class Remote(Store):
             shards.append(ShardFile(f"{folder}/{name}" if folder else name, int(size or 0), _stamp(entry)))
         return sorted(shards)
 
-    def whole(self, name: str) -> bytes | None:
+    def read_file(self, name: str) -> bytes | None:
         try:
             return cast(bytes, self._connect()[0].cat_file(self._path(name)))
         except FileNotFoundError:

@@ -26,7 +26,7 @@ LAYOUT = """Expected layout:
   {root}/train.csv    a header, as in path,target and lines like: images/cat 1.jpg,cat
   {root}/val.csv
 or one file, as in DATA_PATH: {root}/all.csv, which DATA.VAL_FRACTION splits.
-Paths are relative to the file; a target is a name or a whole number from 0 on."""
+Paths are relative to the file; a target is a name or a whole number from 0."""
 
 
 @dataclass(frozen=True)

@@ -35,17 +35,17 @@ def load_pretrained(
     name: str,
     ema: bool | None = False,
     new_classifier: bool = False,
-    whole: bool = False,
+    complete: bool = False,
 ) -> str:
     """Load weights from `source` into the model called `name`; returns a sentence for the log about what was loaded.
 
-    `ema`: see `locate`. `new_classifier`: keep the model's own classifier. `whole`: for evaluation, where no weight may
+    `ema`: see `locate`. `new_classifier`: keep the model's own classifier. `complete`: for evaluation, where no weight may
     stay freshly initialised.
     """
     found = locate(source, ema)
     loaded, changes = _load(module, found, name, new_classifier)
     sentence = f"Pretrained weights: {'; '.join([f'{loaded} from {found.file}', *changes])}"
-    if whole and any(FRESH in change for change in changes):
+    if complete and any(FRESH in change for change in changes):
         raise UserError(
             f"{sentence}. -eval trains nothing, so its accuracy would be that of an untrained classifier: "
             "use the MODEL.NUM_CLASSES that the weights were trained with and data of these classes, without "

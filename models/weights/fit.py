@@ -39,8 +39,8 @@ def load_pretrained(
 ) -> str:
     """Load weights from `source` into the model called `name`; returns a sentence for the log about what was loaded.
 
-    `ema`: see `locate`. `new_classifier`: keep the model's own classifier. `complete`: for evaluation, where no weight may
-    stay freshly initialised.
+    `ema`: see `locate`. `new_classifier`: keep the model's own classifier. `complete`: refuse weights that leave a
+    classifier freshly initialised, as evaluation needs.
     """
     found = locate(source, ema)
     loaded, changes = _load(module, found, name, new_classifier)

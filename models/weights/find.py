@@ -125,7 +125,7 @@ def _local(source: str, ema: bool | None) -> Source | None:
 def _no_such_file(path: Path) -> UserError:
     folder = path.absolute().parent
     if not folder.is_dir():
-        return UserError(f"Pretrained weights {path}: no such file, and no folder {folder}.")
+        return UserError(f"Pretrained weights {path}: no such file, because there is no folder {folder}.")
     return UserError(f"Pretrained weights {path}: no such file.{nearest(path.name, sorted(os.listdir(folder)))}")
 
 

@@ -77,13 +77,13 @@ def test_hub_copy_is_made_once_and_again_after_a_change(
     write(tmp_path / "set" / "train.parquet", range(12))
     part(data)
     assert "copying its images to" in said.text
-    assert "12 images copied" in said.text
+    assert "copied 12 images" in said.text
     said.clear()
     part(data)
     assert "copying" not in said.text
     write(tmp_path / "set" / "train.parquet", range(30, 45))
     assert len(part(data)) + len(part(data, train=False)) == 15
-    assert "15 images copied" in said.text
+    assert "copied 15 images" in said.text
 
 
 def test_hub_epoch_shuffles_all_shards(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:

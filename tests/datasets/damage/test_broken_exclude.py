@@ -120,5 +120,5 @@ def test_missing_exclude_file_is_refused_before_the_run(listed: Path, settings: 
 
 
 def test_exclude_of_all_images_is_refused(names) -> None:
-    with pytest.raises(UserError, match="all 7 images of a part"):
+    with pytest.raises(UserError, match="all 7 images of a split"):
         names("\n".join(f"val/{i}.png" for i in range(7)))

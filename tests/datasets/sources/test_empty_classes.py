@@ -73,6 +73,6 @@ def test_warns_of_empty_classes_in_published_data_sets(
     MAKERS[name](tmp_path)
     wanted = []
     for line in said:
-        part, rest = line.split(": ")
+        part, rest = line.split(": ", 1)
         wanted.append(f"The {part} split of the data set {name} has no image for {rest}.")
     assert told(settings(DATASET=name, DATA_PATH=str(tmp_path)), classes) == wanted

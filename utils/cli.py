@@ -106,7 +106,12 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(f"-{flag.name}", f"--{flag.name}", **options)
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """The values of flags and positional arguments by name, and the KEY=VALUE words. -h prints and exits with 0."""
+        """The values of flags and positional arguments by name, and the KEY=VALUE words. -h prints and exits with 0.
+
+        After `--`, every word is positional: `predict.py RUN -- A=b.png`.
+        """
+        end = argv.index("--") if self.positionals and "--" in argv else len(argv)
+        argv, files = argv[:end], argv[end + 1 :]
         if any(match and match[1] in ("h", "help") for match in map(FLAG.fullmatch, argv)):
             print(self.format_help(), end="")
             sys.exit(EXIT_DONE)
@@ -124,6 +129,7 @@ class Parser(argparse.ArgumentParser):
             else:
                 raise _unrecognised(value, before, self)
             before = flag
+        positionals += files
         return vars(self.parse_args([*flags, *["--"] * bool(positionals), *positionals])), words
 
     def _takes_more(self, positionals: Sequence[str]) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from utils.cli import FLAGS, CommandLine, parse, usage, version_text
+from utils.cli import FLAGS, CommandLine, Parser, parse, usage, version_text
 from utils.config import Config, load_config
 from utils.config.keys import settings
 from utils.config.schema import DistConfig
 from utils.errors import UserError
+from utils.flags import Flag, Positional
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -273,3 +274,19 @@ def test_mistakes_are_reported_within_two_seconds() -> None:
     *lines, seconds = result.stdout.splitlines()
     assert lines[0] == "2 settings are wrong:"
     assert float(seconds) < 2
+
+
+def _reader() -> Parser:
+    flags = (Flag("format", "how to print", "FORMAT", choices=("table", "json")),)
+    return Parser("tool.py", "A tool.", {"Flags": flags}, positionals=(Positional("files", "FILE", "files", "*"),))
+
+
+def test_value_outside_the_choices_names_the_closest() -> None:
+    with pytest.raises(UserError) as caught:
+        _reader().read(["-format", "jsn"])
+    assert "-format jsn: takes table or json. Did you mean json?" in str(caught.value)
+
+
+def test_words_after_two_dashes_are_positional() -> None:
+    given, words = _reader().read(["-format", "json", "--", "-format", "A=b"])
+    assert (given["format"], given["files"], words) == ("json", ["-format", "A=b"], {})

@@ -13,6 +13,8 @@ import pytest
 from tests.program import TINY_DIGITS, Result, run_program, save_image, train_tiny
 from utils.log import log
 
+pytest_plugins = ["tests.gate"]
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell's background job is deaf to Ctrl-C, and so would be every run that is interrupted here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,6 +29,14 @@ def _log_as_at_first() -> Iterator[None]:
         handler.close()
     log.setLevel(logging.NOTSET)
     log.propagate = True
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """What this process logs: `said.text`, `said.messages`."""
+    monkeypatch.setattr(log, "propagate", True)
+    with caplog.at_level(logging.INFO, "vitamp"):
+        yield caplog
 
 
 @pytest.fixture

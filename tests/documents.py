@@ -11,7 +11,13 @@ from pathlib import Path
 from tests.program import ROOT
 
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "scripts" / "README.md", *ROOT.glob("docs/**/*.md")]
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "scripts" / "README.md",
+        ROOT / "tests" / "README.md",
+        *ROOT.glob("docs/**/*.md"),
+    ]
 )
 MARK = re.compile(r"<!-- (runs|not checked)(?:: (.+?))? -->")
 SCRIPT = re.compile(r"(?:main_(?:single|multi)_gpu|scripts/\w+)\.(?:py|sh)")

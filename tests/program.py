@@ -1,15 +1,13 @@
 """Running the program as a user does, and reading what it left.
 
-Importing torch and timm takes seconds, so `vitamp` starts real processes from a server that has imported them already.
-`slow_start=True` starts Python anew, where that is what is tested.
+`vitamp` forks its processes from a server that has imported torch already (tests/forking.py). `slow_start=True` starts
+a new Python, where that is what is tested.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,24 +17,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.forking import ROOT, start_process
+
 EMULATED = "VITAMP_EMULATED_TILES"
-PRELOAD = [
-    "torch",
-    "torch.optim",
-    "torch.distributed",
-    "torchvision.transforms.v2",
-    "timm",
-    "timm.optim",
-    "timm.scheduler",
-    "torch.utils.tensorboard",
-    "matplotlib.pyplot",
-    "pydantic",
-    "safetensors.torch",
-    "huggingface_hub",
-]
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(PRELOAD)
 
 
 @dataclass(frozen=True)
@@ -50,23 +33,6 @@ class Result:
     @property
     def text(self) -> str:
         return self.out + self.err
-
-
-def _become(script: str, argv: list[str], cwd: str, env: dict[str, str], streams: tuple[str, str]) -> None:
-    """In the forked process: be `python script argv...`."""
-    # As in a python of its own on Linux: from here, loading processes would be started by another server, in seconds.
-    multiprocessing.set_start_method("fork", force=True)
-    for number, path in enumerate(streams, start=1):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(handle, number)
-        os.close(handle)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-    os.chdir(cwd)
-    os.environ.update(env)
-    sys.argv = [script, *argv]
-    sys.path[0] = str(Path(script).parent)
-    runpy.run_path(script, run_name="__main__")
 
 
 def run_program(
@@ -100,8 +66,7 @@ class Started:
         self._argv, self._out, self._err = argv, streams / "stdout", streams / "stderr"
         files = (str(self._out), str(self._err))
         env = {EMULATED: os.environ.get(EMULATED, "")} | env  # the server has what its first test set
-        self._process = _server.Process(target=_become, args=(path, argv, str(cwd), env, files))
-        self._process.start()
+        self._process = start_process(path, argv, str(cwd), env, files)
 
     @property
     def pid(self) -> int:

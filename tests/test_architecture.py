@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lint import for_each
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Which rooms each room may import, besides itself.
@@ -83,7 +85,6 @@ def room_of(path: Path) -> str | None:
 
 
 CODE = sorted(p for p in project_files() if p.suffix == ".py" and room_of(p))
-NAMES = [str(p.relative_to(ROOT)) for p in CODE]
 
 
 @cache
@@ -206,7 +207,7 @@ def long_functions(tree: ast.Module) -> list[str]:
     return [f"{name}: {length} lines" for name, length in lengths if length >= MAX_FUNCTION_LINES]
 
 
-@pytest.mark.parametrize("path", CODE, ids=NAMES)
+@for_each(CODE)
 def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
     room = room_of(path)
     assert room is not None
@@ -224,12 +225,12 @@ def test_no_modules_of_a_room_import_each_other_in_a_circle(room: str) -> None:
     assert circle({name: found for name, found in module_imports().items() if name.split(".")[0] == room}) == []
 
 
-@pytest.mark.parametrize("path", CODE, ids=NAMES)
+@for_each(CODE)
 def test_nothing_is_loaded_that_could_run_code(path: Path) -> None:
     assert unsafe_calls(tree_of(path)) == []
 
 
-@pytest.mark.parametrize("path", CODE, ids=NAMES)
+@for_each(CODE)
 def test_amp_comes_from_todays_names(path: Path) -> None:
     tree = tree_of(path)
     used = [name for _, name in imports(tree)]
@@ -237,7 +238,7 @@ def test_amp_comes_from_todays_names(path: Path) -> None:
     assert [name for name in used if any(name == old or name.startswith(f"{old}.") for old in OLD_NAMES)] == []
 
 
-@pytest.mark.parametrize("path", CODE, ids=NAMES)
+@for_each(CODE)
 def test_files_and_functions_are_short(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").count("\n")
     assert lines < MAX_FILE_LINES, f"{lines} lines"

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from tests.documents import PAGES, Block, blocks, commands, spans
+from tests.lint import for_each
 from tests.program import ROOT
 from tools.common.command_line import PAGES as PAGES_OF_TOOLS
 from utils.cli import BY_NAME, FLAG, WORD, parse, usage
@@ -36,6 +37,12 @@ BLOCKS = list(blocks())
 RUN = [block for block in BLOCKS if block.mark == "runs"]
 OTHERS = {"scripts/test.sh"}
 """Their arguments go to a program that is not ours."""
+
+
+def marks_of(block: Block) -> list[pytest.MarkDecorator]:
+    if block.why == "quickly":
+        return []
+    return [pytest.mark.slow, *([pytest.mark.every_slice] if block.page == "README.md" else [])]
 
 
 def problems_of(words: list[str]) -> list[str]:
@@ -80,7 +87,7 @@ def problems_of_tool(script: str, args: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@for_each(PAGES)
 def test_commands_are_those_the_program_takes(page: Path) -> None:
     name = str(page.relative_to(ROOT))
     texts = [block.text for block in BLOCKS if block.page == name and block.mark != "not checked"]
@@ -108,7 +115,7 @@ def test_a_block_that_is_not_checked_says_why() -> None:
 
 @pytest.mark.parametrize(
     "block",
-    [pytest.param(block, id=str(block), marks=[pytest.mark.slow] * (block.why != "quickly")) for block in RUN],
+    [pytest.param(block, id=str(block), marks=marks_of(block)) for block in RUN],
 )
 def test_a_block_runs_as_it_is_printed(block: Block, tmp_path: Path) -> None:
     place = tmp_path / "vitamp"
@@ -145,7 +152,7 @@ def anchors(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@for_each(PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     broken = []
@@ -169,7 +176,7 @@ def test_index_links_every_page() -> None:
 GUIDES = [p for p in PAGES if p.parent in (ROOT / "docs", ROOT / "docs" / "recipes") and p.name != "README.md"]
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
+@for_each(GUIDES)
 def test_page_links_to_the_index_and_to_a_next_page(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert any("README.md)" in line for line in text.splitlines()[:5])

@@ -16,6 +16,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from tests.lint import for_each
 from tests.program import Result, metrics, save_image
 from utils.config import load_config
 
@@ -96,7 +97,7 @@ def stood_still(run: Path, before: Path) -> None:
     assert all(torch.equal(after[name], first[name]) for name in kept)
 
 
-@pytest.mark.parametrize("page", NAMES)
+@for_each(NAMES)
 def test_a_page_is_linked_has_commands_and_a_result(page: str) -> None:
     assert f"(recipes/{page}.md)" in (PAGES.parent / "recipes.md").read_text(encoding="utf-8")
     assert commands(page)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
+from tests.lint import for_each
 from utils.config import Config, load_config
 
 if TYPE_CHECKING:
@@ -62,12 +63,12 @@ def settings(name: str) -> Config:
     return load_config(str(CONFIGS / f"{name}.yaml")).config
 
 
-@pytest.mark.parametrize("name", ALL)
+@for_each(ALL)
 def test_a_recipe_loads(name: str) -> None:
     assert settings(name).MODEL.NAME
 
 
-@pytest.mark.parametrize("name", ALL)
+@for_each(ALL)
 def test_a_recipe_says_nothing_twice(name: str) -> None:
     """A key written twice in one section would win silently in YAML."""
     node = yaml.compose((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -78,7 +79,7 @@ def test_a_recipe_says_nothing_twice(name: str) -> None:
         assert len(keys) == len(set(keys))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@for_each(RECIPES)
 def test_a_recipe_opens_with_what_it_is_for(name: str) -> None:
     text = header(name)
     for word in ("Needs:", "Run:", "Result:", "Memory:", "Time:"):
@@ -86,7 +87,7 @@ def test_a_recipe_opens_with_what_it_is_for(name: str) -> None:
     assert not text.startswith("Needs:")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@for_each(RECIPES)
 def test_the_command_line_in_a_recipe_names_that_recipe(name: str) -> None:
     line = re.search(r"Run:\s*(.+)", header(name))
     assert line is not None
@@ -107,10 +108,9 @@ def entry(name: str, word: str) -> str:
     return " ".join(found[1].split())
 
 
-@pytest.mark.parametrize("word", ["Memory", "Time"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_memory_and_time_of_a_recipe_have_a_source(name: str, word: str) -> None:
-    text = entry(name, word)
+@for_each((name, word) for name in RECIPES for word in ("Memory", "Time"))
+def test_memory_and_time_of_a_recipe_have_a_source(entry_of: tuple[str, str]) -> None:
+    text = entry(*entry_of)
     assert re.search(r"docs/(results/\w+\.json|recipes/\w+\.md)|computed:|unmeasured|see above", text)
     assert [
         path for path in re.findall(r"docs/[\w/]+\.(?:json|md)", text) if not (CONFIGS.parent / path).is_file()
@@ -130,7 +130,7 @@ def test_measured_figures_in_a_header_are_those_of_the_results(size: str, batch:
     assert f"{speed:,.0f} images/s" in time
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "GB for weights" in header(name)])
+@for_each(name for name in RECIPES if "GB for weights" in header(name))
 def test_computed_memory_is_bytes_times_parameters(name: str) -> None:
     """fp32: weights and gradients, and momentum of SGD or two moments of AdamW, and the EMA."""
     train = settings(name).TRAIN
@@ -147,7 +147,7 @@ def test_digits_figures_in_the_header_are_those_of_the_results() -> None:
     assert f"last epoch {last[0]}, {last[1]} and {last[2]} %" in text
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@for_each(RECIPES)
 def test_the_list_of_recipes_is_complete(name: str) -> None:
     text = (CONFIGS.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert f"| [`{name}`](../configs/{name}.yaml) |" in text
@@ -163,7 +163,7 @@ def test_the_fifteen_sizes_of_paddlevit_are_there() -> None:
     assert set(VITS) <= set(RECIPES)
 
 
-@pytest.mark.parametrize("name", VITS)
+@for_each(VITS)
 def test_a_vit_has_the_sizes_its_name_says(name: str) -> None:
     found = re.fullmatch(r"vit_(\w+)_patch(\d+)_(\d+)", name)
     assert found is not None
@@ -176,7 +176,7 @@ def test_a_vit_has_the_sizes_its_name_says(name: str) -> None:
     assert side == int(found[3])
 
 
-@pytest.mark.parametrize("name", VITS)
+@for_each(VITS)
 def test_a_vit_trains_as_its_kind_does(name: str) -> None:
     fine_tuning = {"NUM_EPOCHS": 8, "BASE_LR": 0.01, "WEIGHT_DECAY": 0.0}
     from_scratch = {"NUM_EPOCHS": 300, "BASE_LR": 3e-3, "WEIGHT_DECAY": 0.3}
@@ -187,7 +187,7 @@ def test_a_vit_trains_as_its_kind_does(name: str) -> None:
     assert optimizer == train.OPTIMIZER.NAME
 
 
-@pytest.mark.parametrize("name", TIMM_SIZES)
+@for_each(TIMM_SIZES)
 def test_a_recipe_builds_timms_model_of_its_name(name: str) -> None:
     import timm
     import torch
@@ -212,7 +212,7 @@ def test_four_precisions_of_one_training_differ_in_their_amp_lines_only() -> Non
     assert all(one == loaded[0] for one in loaded)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@for_each(RECIPES)
 def test_the_list_of_recipes_has_the_right_parameter_counts(name: str) -> None:
     text = (CONFIGS.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert f"[`{name}`](../configs/{name}.yaml) | {built(name)[1]:,} |" in text

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from engine.preflight import check
-from tests.cli.test_resume import newest, until
+from tests.cli.test_resume import newest
 from tests.program import ROOT, TINY_DIGITS, Result, metrics, run_program
+from tests.waiting import until
 from utils.config import load_config
 from utils.errors import UserError
 

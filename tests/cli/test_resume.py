@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.program import ROOT, Result, metrics
+from tests.waiting import until
 
 # Everything that has a state or draws random numbers.
 ALL_ON = [
@@ -98,13 +98,6 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(
 
 def newest(run: Path) -> int:
     return max((int(folder.name[5:]) for folder in (run / "checkpoints").glob("step-*")), default=0)
-
-
-def until(happens: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def test_resume_auto_starts_resumes_and_detects_a_finished_run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from PIL import Image
 
 from datasets import EpochOrder, TrainLoader, open_dataset
 from utils.config.data import DataConfig
-from utils.log import log
 
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
 
@@ -78,14 +76,6 @@ def of_hub(settings: Callable[..., DataConfig], tmp_path_factory: pytest.TempPat
     """Settings for a folder of parquet files, with a cache for this test."""
     cache = tmp_path_factory.mktemp("cache")
     return lambda place, **more: settings(DATASET=f"hf:{place}", **{"CACHE": str(cache), **more})
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """Log of the program."""
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level(logging.INFO)
-    return caplog
 
 
 @pytest.fixture

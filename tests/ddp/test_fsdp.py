@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from engine.checkpoint.folder import inspect, verify
 from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program
+from tests.waiting import free_port
 
 FSDP = "DIST.STRATEGY=fsdp"
 # Whatever could differ from rank to rank; 30 weights in the head do not divide by 4, and 101 images not by 2.
@@ -250,9 +250,3 @@ def test_dealt_out_within_two_machines_it_is_the_same_run(place: Path, tmp_path:
     assert agrees(run, plain) == UPDATES + 2
     names = {path.name for path in (run / "checkpoints" / f"step-{UPDATES:09d}").glob("model*")}
     assert names == {"model.shard-1-of-2.safetensors", "model.shard-2-of-2.safetensors"}
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

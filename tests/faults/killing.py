@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.program import ROOT, Result
+from tests.waiting import until
 
 
 class Run:
@@ -129,10 +128,3 @@ def variable_of(pid: int, name: str) -> str | None:
     except OSError:
         return None
     return next((word.decode().partition("=")[2] for word in words if word.startswith(f"{name}=".encode())), None)
-
-
-def until(happens: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import signal
 import time
@@ -20,13 +19,13 @@ from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import MODEL, inspect, read_index, save_checkpoint, verify
 from engine.checkpoint.saver import Saver, Snapshot
 from engine.report.tensorboard import Board
-from tests.faults.killing import Run, reported, until
+from tests.faults.killing import Run, reported
 from tests.faults.small_disk import SmallDisk, small_disk
 from tests.program import Result, metrics
+from tests.waiting import until
 from utils.config.schema import Config
 from utils.errors import TrainingError
 from utils.line_file import LineFile
-from utils.log import log
 
 ENDLESS = ["TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "VALIDATE_FREQ=100000", "REPORT_FREQ=5"]
 TENSORS = {MODEL: {"weight": torch.arange(50_000.0)}}  # 200 kB
@@ -36,13 +35,6 @@ TENSORS = {MODEL: {"weight": torch.arange(50_000.0)}}  # 200 kB
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     with small_disk(tmp_path / "disk", "1m") as made:
         yield made
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(log, "propagate", True)
-    with caplog.at_level(logging.INFO, "vitamp"):
-        yield caplog
 
 
 def meta(update: int) -> dict[str, Any]:

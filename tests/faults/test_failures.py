@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from datasets import EpochOrder
-from tests.faults.killing import Run, until
+from tests.faults.killing import Run
+from tests.waiting import until
 
 SMALL = [
     *("MODEL.DEPTH=1", "MODEL.EMBED_DIM=32", "MODEL.NUM_HEADS=2", "MODEL.PATCH_SIZE=16", "DATA.IMAGE_SIZE=32"),
@@ -68,7 +69,10 @@ def test_an_unreadable_image_is_named(
     until(lambda: not run.alive(), 5)
 
 
-@pytest.mark.parametrize("to_all", [False, True], ids=["to the launcher", "to the whole group"])
+@pytest.mark.parametrize(
+    "to_all",
+    [pytest.param(False, marks=pytest.mark.slow, id="to the launcher"), pytest.param(True, id="to the whole group")],
+)
 def test_ctrl_c_ends_all(start: Callable[..., Run], imagenet: Path, to_all: bool) -> None:
     run = start(*SMALL, *ENDLESS, f"DATA.DATA_PATH={imagenet}")
     run.wait_for_updates()

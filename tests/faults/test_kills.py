@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.killing import Run, drawn_curves, reported, send, until
+from tests.faults.killing import Run, drawn_curves, reported, send
 from tests.program import metrics, save_image
+from tests.waiting import until
 
 SEED = int(os.environ.get("VITAMP_KILL_SEED", "0")) or time.time_ns() % 10**6
 WINDOW, UPDATES = 8, 120  # 20 epochs of 48 images
@@ -229,6 +230,8 @@ def compared(
     assert [name for name in wanted if found.get(name) != wanted[name]] == []
 
 
+@pytest.mark.slow
+@pytest.mark.every_slice
 def test_killed_anywhere_it_is_the_run_that_was_never_killed(begin: Callable[..., Run], tmp_path: Path) -> None:
     """A sample, for every day."""
     compared(begin, tmp_path, [Shape(2, 2)], random.Random(SEED).sample(WAYS, 1), 1)

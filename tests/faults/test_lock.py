@@ -15,8 +15,9 @@ import pytest
 
 from engine import run_lock
 from engine.run_lock import FolderLock
-from tests.faults.killing import reported, until
+from tests.faults.killing import reported
 from tests.program import Result, Started
+from tests.waiting import until
 from utils.errors import UserError
 
 ENDLESS = ("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=100000")

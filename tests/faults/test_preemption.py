@@ -17,8 +17,9 @@ import torch
 
 from engine.machine import stopping
 from engine.machine.stopping import Deadline
-from tests.faults.killing import Run, drawn_curves, reported, until
+from tests.faults.killing import Run, drawn_curves, reported
 from tests.program import ROOT, Result, Started, metrics, train_tiny
+from tests.waiting import until
 
 # 12 updates an epoch; every fifth is followed by a validation in batches of two, which takes a while.
 WORDS = (

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.gpu.runs import KIND, Run, Train
-from tests.launch.clusters import MULTI, Command, free_port, torchrun
+from tests.launch.clusters import MULTI, Command, torchrun
 from tests.program import Result
+from tests.waiting import free_port
 
 WORDS = ("-amp", "bf16", "TRAIN.MODEL_EMA=true", "MODEL.DROPOUT=0.1", "MODEL.ATTENTION=fused", "DETERMINISTIC=true")
 

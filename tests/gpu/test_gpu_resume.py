@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.killing import reported, until
+from tests.faults.killing import reported
 from tests.gpu.runs import KIND, UPDATES, Run, Train, far
 from tests.program import ROOT, Started
+from tests.waiting import until
 
 # All that has a state or draws random numbers. Attention by name: two runs might race to two results.
 ALL_ON = [

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import ROOT, Result
+from tests.waiting import free_port, until
 
 MULTI, SINGLE = str(ROOT / "main_multi_gpu.py"), str(ROOT / "main_single_gpu.py")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -98,19 +98,6 @@ def marked(mark: str) -> list[int]:
         if has_it and not zombie:
             found.append(int(entry.name))
     return found
-
-
-def until(happens: Callable[[], object], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 SLURM_CONF = """\

@@ -21,14 +21,14 @@ from tests.launch.clusters import (
     SINGLE,
     Command,
     Slurm,
-    free_port,
     launch,
     needs,
     slurm,
     torchrun,
     two_machines,
 )
-from tests.program import TINY_DIGITS, Result, metrics, run_program
+from tests.program import TINY_DIGITS, Result, Started, metrics, run_program
+from tests.waiting import free_port
 from utils.distributed.port_discovery import candidate_ports
 
 # Mixed precision, dropout, EMA: whatever could differ from rank to rank.
@@ -259,20 +259,15 @@ def test_concurrent_jobs_do_not_join_each_other(place: Path, kind: str, name: st
     with contextlib.ExitStack() as around:
         with contextlib.suppress(OSError):  # then it is in use already
             around.enter_context(socket.create_server(("", taken)))
-        ranks = {
-            (job, rank): Command(
-                sys.executable,
-                *program(place / f"{kind.replace(' ', '_')}_{job}"),
-                *short,
-                env=of_job(kind, job, rank),
-                cwd=place,
-            )
-            for job in (4711, 4712)
-            for rank in (0, 1)
-        }
-        for command in ranks.values():
-            around.callback(command.kill)
-        ended = {key: command.end(120) for key, command in ranks.items()}
+        ranks: dict[tuple[int, int], Started] = {}
+        for job in (4711, 4712):
+            run = place / f"{kind.replace(' ', '_')}_{job}"
+            for rank in (0, 1):
+                streams = place / f"{run.name}_streams{rank}"
+                streams.mkdir()
+                argv = [*program(run)[1:], *short]
+                ranks[job, rank] = Started(MULTI, argv, place, of_job(kind, job, rank), streams)
+        ended = {key: process.end(120) for key, process in ranks.items()}
     for job in (4711, 4712):
         well(ended[job, 0], f"{launcher}, 2 processes on 1 machine")
         assert (ended[job, 1].code, ended[job, 1].out) == (0, ""), ended[job, 1].text

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.clusters import Command, Slurm, free_port, marked, slurm, until
+from tests.launch.clusters import Command, Slurm, marked, slurm
 from tests.program import ROOT, metrics
+from tests.waiting import free_port, until
 
 pytestmark = pytest.mark.slow
 # Two nodes without GPUs, one task each, instead of the resources that the script asks for.
@@ -45,6 +46,7 @@ class Job:
         until(lambda: lines.exists() and lines.read_text().count('"train"') > 3, 120)
 
 
+@pytest.mark.every_slice
 def test_warned_job_requeues_and_resumes(cluster: Slurm, tiny: Path) -> None:
     quiet = Job(cluster, tiny, "quiet")
     until(lambda: not quiet.state(), 200)

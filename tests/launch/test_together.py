@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.clusters import free_port, until
 from tests.program import ROOT, Result, run_program
+from tests.waiting import free_port, until
 
 HOST = socket.gethostname()
 # The program, with a fault in rank 1's fifth update.

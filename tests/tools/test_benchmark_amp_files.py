@@ -24,7 +24,7 @@ COMMANDS = {
     "startup": "benchmark_amp.py startup -rounds 1",
     "choose_precision": "choose_precision.py -modes bf16 -updates 5",
 }
-QUICK = ("amp", "precisions")
+QUICK = ("amp",)
 SECONDS_TO_LEAVE = 10
 """For multiprocessing's servers, which exit once all their clients have exited."""
 

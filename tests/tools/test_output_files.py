@@ -42,7 +42,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_full_disk_behind_standard_output_is_one_line(digits_run: Path, tree: Path, unbuffered: str) -> None:
     lines = {
         f"scripts/predict.py {digits_run} {tree / 'train'}": 2,

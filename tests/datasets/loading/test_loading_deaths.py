@@ -80,7 +80,9 @@ raise SystemExit(7)
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=40, check=False).returncode == 7
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("spawn", "forkserver"))]
+)
 def test_multiprocessing_child_ends_without_closing_its_loader(listed: Path, method: str) -> None:
     context: Any = multiprocessing.get_context(method)
     process = context.Process(target=_load_without_closing, args=(listed,))

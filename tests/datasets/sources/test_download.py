@@ -18,6 +18,7 @@ from datasets import check_dataset, open_dataset
 from datasets.sources.download import fetch_once
 from tests.datasets.sources.published import FETCHERS, FOLDERS, MAKERS
 from tests.program import Result
+from tests.waiting import until
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -68,13 +69,6 @@ def lines_of(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def racer(tmp_path: Path, name: str, halfway: Callable[[], None]) -> None:
     """Record log messages, and the state of the target right after the call."""
 
@@ -101,7 +95,7 @@ def test_download_is_made_by_one_process_and_complete_for_all(tmp_path: Path) ->
     waiting = f"Waiting for another process, which fetches {target_of(tmp_path)}."
 
     def until_all_wait() -> None:
-        wait_for(lambda: sum(waiting in lines_of(tmp_path / name) for name in names) == 3)
+        until(lambda: sum(waiting in lines_of(tmp_path / name) for name in names) == 3)
 
     processes = [started(tmp_path, name, until_all_wait) for name in names]
     for process in processes:
@@ -115,9 +109,9 @@ def test_download_is_made_by_one_process_and_complete_for_all(tmp_path: Path) ->
 def test_killed_download_is_restarted_by_a_waiting_process(tmp_path: Path) -> None:
     first = started(tmp_path, "first", lambda: time.sleep(600))
     half = target_of(tmp_path).parent / ".flowers.part" / "flowers" / f"{FILES // 2}.txt"
-    wait_for(half.is_file)
+    until(half.is_file)
     second = started(tmp_path, "second")
-    wait_for(lambda: len(lines_of(tmp_path / "second")) == 1)
+    until(lambda: len(lines_of(tmp_path / "second")) == 1)
     assert second.is_alive()
     assert not target_of(tmp_path).exists()
     os.kill(first.pid or 0, signal.SIGKILL)
@@ -133,7 +127,7 @@ def test_killed_download_is_restarted_by_a_waiting_process(tmp_path: Path) -> No
 
 def test_interrupted_download_is_restarted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     process = started(tmp_path, "first", lambda: time.sleep(600))
-    wait_for((target_of(tmp_path).parent / ".flowers.part" / "flowers" / "0.txt").is_file)
+    until((target_of(tmp_path).parent / ".flowers.part" / "flowers" / "0.txt").is_file)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join(60)
     (target_of(tmp_path).parent / ".flowers.part" / "leftover").write_text("of another version")

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-from utils.log import log
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(log, "propagate", True)
-    with caplog.at_level(logging.INFO, "vitamp"):
-        yield caplog
 
 
 @pytest.fixture

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.program import Result, metrics
+from tests.program import TINY_DIGITS, Result, metrics, run_program
 
 Vitamp = Callable[..., Result]
 
@@ -38,39 +39,60 @@ def off(ours: Path, theirs: Path, update: int = LAST) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def test_a_compiled_run_goes_on_as_if_it_had_never_stopped(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
-    words = ("-cfg", tiny, *RANDOM, f"DATA.CACHE={tmp_path / 'cache'}")
-    whole, stopped, written = tmp_path / "whole", tmp_path / "stopped", tmp_path / "written"
+@dataclass(frozen=True)
+class Runs:
+    """A compiled run and an eager one of the same recipe, and the words that both were started with."""
 
-    done = vitamp(*words, "-output", whole, "TRAIN.COMPILE=whole", timeout=SLOW)
+    words: tuple[object, ...]
+    whole: Path
+    eager: Path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    place = tmp_path_factory.mktemp("compiled_runs")
+    (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+    words = ("-cfg", place / "tiny.yaml", *RANDOM, f"DATA.CACHE={place / 'cache'}")
+    made = Runs(words, whole=place / "whole", eager=place / "eager")
+    done = run_program(
+        *words, "-output", made.whole, "TRAIN.COMPILE=whole", timeout=SLOW, slow_start=True, streams=place
+    )
     assert done.code == 0, done.text
     assert "Compiling all from images to loss" in done.text
-    assert f"kept in {tmp_path / 'cache' / 'compiled'}" in done.text
+    assert f"kept in {place / 'cache' / 'compiled'}" in done.text
+    assert run_program(*words, "-output", made.eager, streams=place).code == 0
+    return made
 
-    # Stopped, and gone on with: by `auto`, which on a CPU would not compile, but keeps what the run had.
-    half = f"TRAIN.MAX_UPDATES={MIDDLE}"
-    assert vitamp(*words, "-output", stopped, "TRAIN.COMPILE=whole", half, timeout=SLOW).code == 0
-    done = vitamp(*words, "-output", stopped, "-resume", "auto", timeout=SLOW)
+
+@pytest.mark.every_slice
+def test_compiled_run_is_the_eager_one_but_for_rounding(runs: Runs) -> None:
+    """With the same random numbers, and the same names."""
+    assert 0 < off(runs.whole, runs.eager) < 1e-3
+    for name in FILES:
+        names = [[*load_file(checkpoint(run, LAST) / name)] for run in (runs.whole, runs.eager)]
+        assert names[0] == names[1]
+    assert json.loads((checkpoint(runs.whole, LAST) / "meta.json").read_text())["choices"]["compile"] == "whole"
+
+
+def test_resumed_compiled_run_is_the_uninterrupted_one(vitamp: Vitamp, runs: Runs, tmp_path: Path) -> None:
+    """By `auto`, which on a CPU would not compile, but keeps what the run had."""
+    words = (*runs.words, "-output", tmp_path / "stopped")
+    assert vitamp(*words, "TRAIN.COMPILE=whole", f"TRAIN.MAX_UPDATES={MIDDLE}", timeout=SLOW).code == 0
+    done = vitamp(*words, "-resume", "auto", timeout=SLOW)
     assert done.code == 0, done.text
     assert "compile    whole (as this run had it)" in done.text
     for name in FILES:
-        assert torch.equal(weights(stopped, name), weights(whole, name)), name
-    assert metrics(stopped, "train")[-1] == metrics(whole, "train")[-1]
-    assert json.loads((checkpoint(whole, LAST) / "meta.json").read_text())["choices"]["compile"] == "whole"
+        assert torch.equal(weights(tmp_path / "stopped", name), weights(runs.whole, name)), name
+    assert metrics(tmp_path / "stopped", "train")[-1] == metrics(runs.whole, "train")[-1]
 
-    # As written: the same but for rounding, with the same random numbers, and the same names.
-    assert vitamp(*words, "-output", written).code == 0
-    assert 0 < off(whole, written) < 1e-3
-    for name in FILES:
-        assert [*load_file(checkpoint(whole, LAST) / name)] == [*load_file(checkpoint(written, LAST) / name)]
 
-    # From compiled to written, and the reverse.
-    there, back = tmp_path / "there", tmp_path / "back"
-    for run, first, then in ((there, "whole", "none"), (back, "none", "whole")):
-        assert vitamp(*words, "-output", run, f"TRAIN.COMPILE={first}", half, timeout=SLOW).code == 0
-        done = vitamp(*words, "-output", run, "-resume", "auto", f"TRAIN.COMPILE={then}", timeout=SLOW)
-        assert done.code == 0, done.text
-        assert off(run, written) < 1e-3
+@pytest.mark.parametrize(("first", "then"), [("whole", "none"), ("none", "whole")])
+def test_compiling_can_change_at_a_resume(vitamp: Vitamp, runs: Runs, tmp_path: Path, first: str, then: str) -> None:
+    words = (*runs.words, "-output", tmp_path / "run")
+    assert vitamp(*words, f"TRAIN.COMPILE={first}", f"TRAIN.MAX_UPDATES={MIDDLE}", timeout=SLOW).code == 0
+    done = vitamp(*words, "-resume", "auto", f"TRAIN.COMPILE={then}", timeout=SLOW)
+    assert done.code == 0, done.text
+    assert off(tmp_path / "run", runs.eager) < 1e-3
 
 
 def test_two_processes_compile_blocks(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

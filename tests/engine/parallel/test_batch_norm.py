@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,18 +19,10 @@ from tests.engine.small import CPU, FP16, OFF, parts_of
 from tests.program import Result
 from utils.config import Config
 from utils.distributed.world import ALONE, World
-from utils.log import log
 
 TWO = World(rank=0, size=2)
 GPU = torch.device("cuda", 0)
 OWN_IMAGES = "Batch norm takes its statistics from each process's own images"
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(log, "propagate", True)
-    with caplog.at_level(logging.INFO, "vitamp"):
-        yield caplog
 
 
 def precision_on(device: torch.device = GPU) -> Precision:

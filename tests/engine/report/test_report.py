@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from engine.measure.throughput import Pace, Perf
 from engine.report.reporter import Reporter
 from tests.engine.small import CPU
 from utils.config import Config
-from utils.log import log
 
 PERF = Perf(images_per_second=1234.56789, data_wait_percent=1.5, peak_memory_gb=0.25, seconds=3725.4)
 READING = Reading(
@@ -35,13 +32,6 @@ READING = Reading(
     first_bad=-1,
 )
 ALWAYS = {"event", "epoch", "perf"}
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(log, "propagate", True)
-    with caplog.at_level(logging.INFO, "vitamp"):
-        yield caplog
 
 
 def reporter(folder: Path | None, start: Position | None = None, **settings: Any) -> Reporter:

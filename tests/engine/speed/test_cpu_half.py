@@ -210,7 +210,8 @@ def test_training_by_them_is_the_same_training(tiny: Path, level: str) -> None:
 
 
 @needs_tiles
-@pytest.mark.parametrize("how", ["blocks", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.mark.slow  # machine code; compiled updates are tested with tests/engine/compile
+@pytest.mark.parametrize("how", ["blocks", "whole"])
 def test_a_compiled_run_computes_what_one_as_written_does(vitamp, tiny: Path, tmp_path: Path, how: str) -> None:
     ends = []
     for compiled in ("none", how):

@@ -1,0 +1,22 @@
+"""Waiting for what another process does, and a port for it to listen on."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+
+def until(happens: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until `happens()` is true; fail after `seconds`."""
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, f"it did not happen within {seconds} s"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]

@@ -69,8 +69,9 @@ OWN = (
     Flag("with_preprocess", "the model takes pixels (0 to 255) and normalises them itself"),
     Flag(
         "opset",
-        f"ONNX opset, {OPSETS[0]} to {OPSETS[-1]} (default: torch's)",
+        f"ONNX opset, {OPSETS[0]} to {OPSETS[-1]}",
         "N",
+        default_text="torch's",
         kind=whole(OPSETS[0], OPSETS[-1]),
     ),
     Flag("images", "check on images in this folder instead of validation images", "DIR", kind=Path),

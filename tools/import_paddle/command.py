@@ -24,7 +24,7 @@ from utils.flags import Flag, Positional
 from utils.output_file import check_output_file
 
 OWN = (
-    Flag("out", "file to write (default: same name, with .safetensors)", "FILE.safetensors", kind=Path),
+    Flag("out", "file to write", "FILE.safetensors", default_text="same name, with .safetensors", kind=Path),
     OVERWRITE,
     Flag("name", "timm model name, if neither file name nor sizes identify it", "NAME"),
 )

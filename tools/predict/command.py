@@ -34,14 +34,26 @@ from utils.output_file import check_output_file, writing
 
 OWN = (
     Flag("topk", "number of classes per image", "N", default=5, kind=whole(1)),
-    Flag("format", "default: by the ending of -out, else table", "FORMAT", choices=tuple(FORMATS)),
+    Flag(
+        "format",
+        "output format",
+        "FORMAT",
+        default_text="by the ending of -out, else table",
+        choices=tuple(FORMATS),
+    ),
     Flag("out", "write to a file, which appears only when complete", "FILE", kind=Path),
     OVERWRITE,
     WEIGHTS,
-    replace(BY_NAME["amp"], about=f"{BY_NAME['amp'].about} (default: as the run validates)", append=False),
-    Flag("device", "default: the run's if it is here, else the best", "NAME", choices=("cpu", "cuda", "mps")),
-    Flag("batch_size", "images per batch (default: as the run validates)", "N", kind=whole(1)),
-    Flag("num_workers", "loading processes (default: by the number of cores)", "N", kind=whole(0)),
+    replace(BY_NAME["amp"], default_text="as the run validates", append=False),
+    Flag(
+        "device",
+        "cpu, cuda or mps",
+        "NAME",
+        default_text="the run's if available, else the best",
+        choices=("cpu", "cuda", "mps"),
+    ),
+    Flag("batch_size", "images per batch", "N", default_text="as the run validates", kind=whole(1)),
+    Flag("num_workers", "loading processes", "N", default_text="from the number of cores", kind=whole(0)),
 )
 PLACES = (
     Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),

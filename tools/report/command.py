@@ -19,7 +19,7 @@ from utils.flags import Flag, Positional
 from utils.log import log
 
 OWN = (
-    Flag("out", "file to write (default: report.html in the run's folder)", "FILE.html", kind=Path),
+    Flag("out", "file to write", "FILE.html", default_text="report.html in the run's folder", kind=Path),
     OVERWRITE,
     Flag("no_predictions", "do not evaluate the best checkpoint"),
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import Result
+from tests.program import ROOT, Result
 from tools.common.command_line import Tool, ToolLine, above_zero, some_of, whole_numbers
 from utils import cli
 from utils.cli import Flag
@@ -39,6 +40,18 @@ def test_own_flags_and_those_of_the_run_are_kept_apart() -> None:
     loaded = read("-count", "3", "-num_classes", "5").load({"DATA.DATASET": ("digits", "SRC")})
     assert (loaded.config.MODEL.NUM_CLASSES, loaded.config.DATA.DATASET) == (5, "digits")
     assert loaded.sources["DATA.DATASET"] == "SRC"
+
+
+def test_texts_of_flags_leave_defaults_to_the_table() -> None:
+    """-h adds the default from Flag.default or Flag.default_text."""
+    twice = []
+    for path in (ROOT / "tools").glob("*/command.py"):
+        module = importlib.import_module(f"tools.{path.parent.name}.command")
+        tools: dict[str, Tool] = getattr(module, "COMMANDS", None) or {"": module.TOOL}
+        twice += [
+            f"{tool.name} -{flag.name}" for tool in tools.values() for flag in tool.flags if "default" in flag.about
+        ]
+    assert not twice
 
 
 def test_one_tool_s_flags_are_no_other_program_s() -> None:

@@ -21,7 +21,7 @@ Images are made on the device, unless -dataset names a data set. -amp chooses th
 of AMP.DTYPE auto on this device)."""
 FLAGS = (
     MODEL,
-    Flag("iters", "iterations per window (default 100; on a CPU 10)", "N", kind=whole(1)),
+    Flag("iters", "iterations per window", "N", kind=whole(1), default_text="100; on a CPU 10"),
     Flag("windows", "windows of each", "N", default=7, kind=whole(1)),
 )
 OFF, ON = "AMP off", "AMP on"

@@ -29,11 +29,13 @@ Every turn runs in a process of its own, so that its peak memory is its own. Syn
 The files are JPEGs of 500 x 375 that the tool makes once, unless -dataset and -data_path name others."""
 FLAGS = (
     MODEL,
-    Flag("iters", "iterations per turn (default 50; on a CPU 5)", "N", kind=whole(1)),
+    Flag("iters", "iterations per turn", "N", kind=whole(1), default_text="50; on a CPU 5"),
     ROUNDS,
-    Flag("modes", "compare with fp32: values of -amp such as tf32,bf16,O2-fp16 (default: all of the device)", "A,B"),
+    Flag(
+        "modes", "compare with fp32: values of -amp such as tf32,bf16,O2-fp16", "A,B", default_text="all of the device"
+    ),
     Flag("no_files", "measure synthetic images only"),
-    Flag("made", "JPEGs to make (default 8000; on a CPU 200)", "N", kind=whole(1)),
+    Flag("made", "JPEGs to make", "N", kind=whole(1), default_text="8000; on a CPU 200"),
 )
 REFERENCE = "fp32"
 SYNTHETIC, FILES = "synthetic", "files"

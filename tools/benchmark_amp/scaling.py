@@ -33,12 +33,12 @@ is per process."""
 AXES = ("batch", "image", "model", "processes")
 FLAGS = (
     MODEL,
-    Flag("axes", f"axes to measure: {','.join(AXES)} (default: all)", "A,B", kind=some_of(*AXES)),
-    Flag("batches", "batch sizes (default: 1/4 to 4 times DATA.BATCH_SIZE)", "A,B", kind=whole_numbers(1)),
-    Flag("images", "image sizes (default: 1/2 to 2 times DATA.IMAGE_SIZE)", "A,B", kind=whole_numbers(1)),
-    Flag("models", "models (default: ViT Ti to H; on a CPU Ti and S)", "A,B"),
-    Flag("processes", "numbers of processes (default 1,2, or 1 and all GPUs)", "A,B", kind=whole_numbers(1)),
-    Flag("iters", "iterations per turn (default 20; on a CPU 5)", "N", kind=whole(1)),
+    Flag("axes", f"axes to measure: {','.join(AXES)}", "A,B", kind=some_of(*AXES), default_text="all"),
+    Flag("batches", "batch sizes", "A,B", kind=whole_numbers(1), default_text="1/4 to 4 times DATA.BATCH_SIZE"),
+    Flag("images", "image sizes", "A,B", kind=whole_numbers(1), default_text="1/2 to 2 times DATA.IMAGE_SIZE"),
+    Flag("models", "models", "A,B", default_text="ViT Ti to H; on a CPU Ti and S"),
+    Flag("processes", "numbers of processes", "A,B", kind=whole_numbers(1), default_text="1,2, or 1 and all GPUs"),
+    Flag("iters", "iterations per turn", "N", kind=whole(1), default_text="20; on a CPU 5"),
     ROUNDS,
 )
 VITS = (

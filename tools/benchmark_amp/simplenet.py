@@ -29,9 +29,9 @@ ReLU after the first two layers, mean squared error, SGD at 1e-4, loss scale 102
 on the device before the time starts; the loss is that of the last update. The net is little else than matrix products,
 so its speed-up is the most that AMP reaches on a device."""
 FLAGS = (
-    Flag("width", "inputs and outputs of each layer (default 4096; on a CPU 512)", "N", kind=whole(1)),
-    Flag("batches", "batches per epoch (default 50; on a CPU 20)", "N", kind=whole(1)),
-    Flag("epochs", "epochs per turn (default 5; on a CPU 2)", "N", kind=whole(1)),
+    Flag("width", "inputs and outputs of each layer", "N", kind=whole(1), default_text="4096; on a CPU 512"),
+    Flag("batches", "batches per epoch", "N", kind=whole(1), default_text="50; on a CPU 20"),
+    Flag("epochs", "epochs per turn", "N", kind=whole(1), default_text="5; on a CPU 2"),
     Flag("accumulated", "batches per update of the third contender", "N", default=10, kind=whole(1)),
     ROUNDS,
 )

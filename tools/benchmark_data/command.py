@@ -26,7 +26,9 @@ PARTS = ("train", "val", "packed", "stages", "loader")
 SIZES = {"small": "500 x 375, 100 KB", "large": "1600 x 1200, 940 KB"}
 MADE = 1500
 OWN = (
-    Flag("made", f"use N JPEGs that it makes, once (default {MADE} if there is no -data_path)", "N", kind=whole(1)),
+    Flag(
+        "made", "use N JPEGs that it makes, once", "N", kind=whole(1), default_text=f"{MADE} if there is no -data_path"
+    ),
     Flag(
         "size",
         f"size of these JPEGs: {' or '.join(f'{name} ({about})' for name, about in SIZES.items())}",
@@ -38,12 +40,13 @@ OWN = (
     Flag("images", "images per turn", "N", default=500, kind=whole(1)),
     Flag(
         "num_workers",
-        "loading processes, such as 0,1,4 (default: powers of two up to the cores)",
+        "loading processes, such as 0,1,4",
         "A,B",
+        default_text="powers of two up to the number of cores",
         kind=whole_numbers(0),
         old=("workers",),
     ),
-    Flag("parts", f"what to measure (default {','.join(PARTS)})", "A,B", kind=some_of(*PARTS)),
+    Flag("parts", "what to measure", "A,B", kind=some_of(*PARTS), default_text=",".join(PARTS)),
     Flag("appetite", "images per second that the model can train", "N", kind=above_zero),
     Flag("budget_min", "time limit in minutes; ends in time with what it has", "M", default=10, kind=above_zero),
     Flag("json", "write all measurements, with machine, versions and command", "FILE"),

@@ -35,7 +35,7 @@ FEWEST_UPDATES = 5
 OWN = (
     Flag("updates", "updates of each measurement; hundreds are better", "N", default=300, kind=whole(FEWEST_UPDATES)),
     Flag("budget_min", "time limit in minutes; measurements are cut short to fit", "M", default=10, kind=above_zero),
-    Flag("modes", "compare with fp32: tf32 fp16 bf16 O2-fp16 ... (default: those useful on this device)", "A,B"),
+    Flag("modes", "compare with fp32: tf32 fp16 bf16 O2-fp16 ...", "A,B", default_text="those useful on this device"),
     OVERWRITE,
 )
 NAME, FORMER_NAME = "choose_precision", "doctor"

@@ -26,15 +26,16 @@ SHORT_SIDE, QUALITY = 256, 90
 OWN = (
     Flag(
         "short_side",
-        f"pixels of the shorter side; smaller images stay (default {SHORT_SIDE})",
+        "pixels of the shorter side; smaller images stay",
         "N",
+        default_text=str(SHORT_SIDE),
         kind=whole(1, 65535),
     ),
-    Flag("quality", f"JPEG quality, 1 to 100 (default {QUALITY})", "N", kind=whole(1, 100)),
+    Flag("quality", "JPEG quality, 1 to 100", "N", kind=whole(1, 100), default_text=str(QUALITY)),
     Flag("raw", "store pixels instead of JPEG: no decoding, 6 to 7 times the size"),
     Flag("keep", "copy files unchanged, byte for byte"),
     Flag("shard_images", "images per tar file", "N", default=1000, kind=whole(1, 10**9)),
-    Flag("num_workers", "packing processes (default: one per core)", "N", kind=whole(1, 1024), old=("jobs",)),
+    Flag("num_workers", "packing processes", "N", kind=whole(1, 1024), old=("jobs",), default_text="one per core"),
     Flag("verify", "only compare a packed folder with its checksums", "DST"),
 )
 PLACES = (Positional("places", "SRC DST", "what to pack, and the folder to write", "*"),)

@@ -36,10 +36,10 @@ the fused AdamW and, with -compile, --torchcompile."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 FLAGS = (
     MODEL,
-    Flag("updates", "updates per turn (default 50; on a CPU 5)", "N", kind=whole(1)),
+    Flag("updates", "updates per turn", "N", kind=whole(1), default_text="50; on a CPU 5"),
     Flag("rounds", "turns of each", "N", default=7, kind=whole(1)),
-    Flag("precisions", f"of {','.join(PRECISIONS)} (default fp32,bf16)", "A,B", kind=some_of(*PRECISIONS)),
-    Flag("loops", f"beside timm's: of {','.join(LOOPS)} (default: all)", "A,B", kind=some_of(*LOOPS)),
+    Flag("precisions", f"of {','.join(PRECISIONS)}", "A,B", kind=some_of(*PRECISIONS), default_text="fp32,bf16"),
+    Flag("loops", f"beside timm's: of {','.join(LOOPS)}", "A,B", kind=some_of(*LOOPS), default_text="all"),
     Flag("variants", "also vitamp with other settings: A=1,B=2 one by one, A=1+B=2 together", "A=1,B=2"),
     Flag("compile", "also vitamp's update and timm's compiled"),
     Flag("timm_train", "train.py of timm's repository, to run its own loop", "FILE", kind=Path),

@@ -187,7 +187,8 @@ end
 
 def test_fish_completes(shells: dict[str, str]) -> None:
     assert in_shell(["fish", "--no-config", "-c", FISH], shells) == [
-        "-dataset: imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/data.md) -data_path: the folder it is in",
+        "-dataset: data set: imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/data.md) "
+        "-data_path: folder of the data set",
         "AMP.LEVEL=O0 AMP.LEVEL=O1 AMP.LEVEL=O2 AMP.LEVEL=O3",
         "",
         "README.md",
@@ -211,7 +212,7 @@ zpty -w -n z "python main_single_gpu.py AMP.LEVEL=N"$'\\t'
 wait_for AMP.LEVEL=NAIVE
 zpty -w z ''
 zpty -w -n z "python main_single_gpu.py -data"$'\\t'
-wait_for "it is in"
+wait_for "folder of the data set"
 """
 
 
@@ -219,7 +220,7 @@ wait_for "it is in"
 def test_zsh_completes(shells: dict[str, str]) -> None:
     said = "\n".join(in_shell(["timeout", "-k", "5", "60", "zsh", "-f", "-c", ZSH], shells))
     assert "AMP.LEVEL=NAIVE" in said
-    assert "-data_path  the folder it is in" in said
+    assert "-data_path  folder of the data set" in said
 
 
 def test_unknown_shell_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

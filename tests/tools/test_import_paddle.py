@@ -152,11 +152,11 @@ def test_bad_commands_are_refused(tool: Tool, tmp_path: Path) -> None:
     for words, told in (
         ([tmp_path / "no.pdparams"], "no such file"),
         ([file, "-out", tmp_path / "w.pth"], "name it w.safetensors"),
-        ([file, "-out", tmp_path / "there.safetensors"], "is there already"),
+        ([file, "-out", tmp_path / "there.safetensors"], "already exists"),
         ([file, "-out", tmp_path / "no" / "w.safetensors"], "does not exist"),
         ([file, "-name", "vit_of_mine"], "timm has no model of that name"),
         ([other], "not weights of PaddleViT's ViT, DeiT or Swin"),
-        ([], "-h shows"),
+        ([], "-h lists"),
     ):
         code, said = tool(*words)
         assert code == 2, said

@@ -252,7 +252,7 @@ def test_bad_command_lines_are_refused(
         ([source, tmp_path / "new", "-data_path", source], "-data_path: give the path as SRC"),
         ([source, tmp_path / "new", "-dataset", "digits"], "is held in memory"),
         ([source, tmp_path / "new", "-qualty", 80], "unknown flag -qualty. Did you mean -quality?"),
-        (["-verify", tmp_path / "full"], "dataset.json, which is written when packing is done, cannot be read"),
+        (["-verify", tmp_path / "full"], "dataset.json cannot be read"),
         (["-verify", done, source], "packs nothing"),
     ):
         assert pack(*words) == 2, said

@@ -227,7 +227,7 @@ def test_bad_command_lines_are_refused(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     image = next(digits.iterdir())
     for words, said in (
-        ((), "-h shows what there is"),
+        ((), "-h lists all arguments"),
         ((digits_run,), "IMAGE"),
         ((image, digits_run), "weights of vitamp's"),
         ((tmp_path / "none", image), "no such run, checkpoint or file"),

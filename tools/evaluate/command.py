@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 OWN = (
     Flag(
         "weights",
-        "auto, model, ema, or both side by side (auto: those that validated better)",
+        "auto (those that validated better), model, ema, or both side by side",
         "WHICH",
         default="auto",
         choices=("auto", "model", "ema", "both"),
     ),
-    Flag("part", "val, or train: its images without augmentation", "PART", default="val", choices=("val", "train")),
-    Flag("json", "write all metrics for machines", "FILE.json", old=("out",)),
+    Flag("part", "val, or train without augmentation", "PART", default="val", choices=("val", "train")),
+    Flag("json", "write all metrics as JSON", "FILE.json", old=("out",)),
     Flag("confusion", "write the confusion matrix", "FILE.csv|png"),
     Flag("bins", "bins of the calibration error", "N", default=15, kind=whole(1, 1000)),
     OVERWRITE,
@@ -57,14 +57,14 @@ def _evaluate(argv: list[str]) -> int:
     _check(line)
     line.show_gpus()
 
-    # Only now, with the command known to be right: importing torch takes seconds.
+    # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.saved.trained import load_trained
     from tools.common.figures import figures_of
     from tools.common.parts import open_part
     from tools.evaluate.show import as_json, text, write_matrix
     from utils.better_weights import BOTH, Wanted
 
-    log.setLevel("WARNING")  # how the model is built was told when it was trained
+    log.setLevel("WARNING")  # building the model logs what the training has logged already
     given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py")})
     both = weights == "both"
     trained = load_trained(model, "auto" if both else cast(Wanted, weights), given=given)
@@ -84,18 +84,18 @@ def _evaluate(argv: list[str]) -> int:
         for which, figures in found.items():
             path = matrix if len(found) == 1 else matrix.with_stem(f"{matrix.stem}_{which}")
             write_matrix(path, figures, trained.names())
-            log.info("The confusion matrix lies in %s", path)
+            log.info("Confusion matrix: %s", path)
     if out is not None:
         with writing(out, "-json"):
             write_json(out, as_json(trained, data, found))
-        log.info("All figures lie in %s", out)
+        log.info("All metrics: %s", out)
     return EXIT_DONE
 
 
 def _check(line: ToolLine) -> None:
     if line.run.cfg is not None:
-        raise UserError("-cfg: the settings are those of the run; give what is to differ as flags or KEY=VALUE.")
+        raise UserError("-cfg: the settings are those of the run; override them with flags or KEY=VALUE.")
     for key in REFUSED:
         if key in line.run.flags or key in line.run.words:
             where = line.run.flags[key][1] if key in line.run.flags else key
-            raise UserError(f"{where}: the model is the one named first, as it was trained; leave it out.")
+            raise UserError(f"{where}: the model is the first argument, as it was trained; leave this out.")

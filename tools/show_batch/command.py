@@ -19,8 +19,8 @@ from utils.log import log
 
 MOST = 256
 OWN = (
-    Flag("out", "the picture to write", "FILE.png", default="batch.png"),
-    Flag("count", f"how many images, at most {MOST}", "N", default=16, kind=whole(1, MOST)),
+    Flag("out", "picture to write", "FILE.png", default="batch.png"),
+    Flag("count", f"number of images, at most {MOST}", "N", default=16, kind=whole(1, MOST)),
     OVERWRITE,
 )
 TOOL = Tool("show_batch.py", __doc__, OWN)
@@ -37,7 +37,7 @@ def _show(argv: list[str]) -> int:
     loaded = line.load()
     _check(loaded)
 
-    # Only now, with the settings known to be right: importing torch takes seconds.
+    # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets import check_dataset
     from tools.show_batch.picture import draw, first_images
 
@@ -52,4 +52,4 @@ def _show(argv: list[str]) -> int:
 
 def _check(loaded: Loaded) -> None:
     if loaded.config.EVAL:
-        raise UserError(f"{loaded.sources['EVAL']}: show_batch.py has no EVAL; it shows what training sees.")
+        raise UserError(f"{loaded.sources['EVAL']}: show_batch.py shows what training sees; leave it out.")

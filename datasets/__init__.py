@@ -1,4 +1,4 @@
-"""Where samples come from: sources, transforms, the order of samples, loading."""
+"""Data sets: sources, transforms, the order of samples, and loading."""
 
 from datasets.base import PADDING, Batch, ImageDataset
 from datasets.damage.exclude import warn_unmatched

@@ -107,7 +107,7 @@ class ImageDataset(Dataset[Batch]):
         return self
 
     def at_size(self, size: int) -> ImageDataset:
-        """The same split at another image size. Data held in memory is shared."""
+        """This split at another image size. Data held in memory is shared."""
         raise NotImplementedError(f"{type(self).__name__} has images of one size")
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:

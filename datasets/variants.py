@@ -68,7 +68,7 @@ class Repeated(_Variant):
 
 
 class Sized(_Variant):
-    """The same samples in several sizes, for images that grow during training (TRAIN.SIZE_SCHEDULE).
+    """One split in several sizes, for images that grow during training (TRAIN.SIZE_SCHEDULE).
 
     The size depends on the epoch alone, which is part of every key.
     """

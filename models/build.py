@@ -51,7 +51,7 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
 
 
 def build_without_weights(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
-    """The same model on torch's meta device, without weights in memory."""
+    """The model on torch's meta device, without weights in memory."""
     plan = _plan(model, image_size, channels, shortcuts)
     module = _without_weights(plan.timm_name, plan.arguments)
     shortcuts.finish(module)

@@ -255,5 +255,5 @@ def test_tar_images_with_two_dots_are_counted_as_skipped(
         check_dataset(data, 3)
         assert f"{told}. As in WebDataset, the extension of a member begins at the first dot" in said.text
     write_tar(tmp_path / "val" / "0000.tar", dotted)
-    with pytest.raises(UserError, match=r"have no images; skipped 3 files: .*name it cat_front\.jpg"):
+    with pytest.raises(UserError, match=r"have no images; skipped 3 files: .*name the file cat_front\.jpg"):
         check_dataset(data, 3)

@@ -223,7 +223,7 @@ def test_globs_name_weights_modules_and_classes(tiny: Path, patterns: str, train
         ("backbones", "Did you mean backbone?"),
         ("pos_drop", "'pos_drop' matches no weight"),
         ("*", "leaves no weights of VisionTransformer to train"),
-        ("backbone,head", "leaves nothing"),
+        ("backbone,head", "leaves no weights"),
     ],
 )
 def test_what_cannot_be_frozen_is_told(tiny: Path, patterns: str, said: str) -> None:

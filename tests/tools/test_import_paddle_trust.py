@@ -58,7 +58,7 @@ MALICIOUS: dict[str, tuple[bytes, str]] = {
     "getattr": (pickle.dumps([Calls(getattr, "x", "join")]), "builtins.getattr"),
     "numpy's own": (pickle.dumps({"w": Calls(np.load, "ran")}), "numpy.load"),
     "nested": (pickle.dumps({"model": {"w": [({"a": Calls(os.system, "touch ran")},)]}}), "posix.system"),
-    "as a key": (pickle.dumps({("w", 1): 1}), "a dict by tuple"),
+    "as a key": (pickle.dumps({("w", 1): 1}), "a dict with keys of type tuple"),
     "in a persistent id": (by_persistent_id(), "posix.system"),
     "a persistent id": (b"\x80\x02}U\x01wU\x01xQs.", "persistent ids"),
     "an array of objects": (pickle.dumps({"w": objects()}), "'O8'"),
@@ -67,7 +67,7 @@ MALICIOUS: dict[str, tuple[bytes, str]] = {
     "an object": (b"(cposix\nsystem\nS'touch ran'\no.", "posix.system"),
     "an extension": (b"\x80\x02\x82\x01.", "extensions"),
     "a call of what is no function": (b"\x80\x02U\x01x)R.", "not a function"),
-    "a change of a function": (b"\x80\x02cnumpy\nndarray\n}U\x04callU\x01xsb.", "no array"),
+    "a change of a function": (b"\x80\x02cnumpy\nndarray\n}U\x04callU\x01xsb.", "not an array"),
     "a subclass in the array's place": (
         b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n(cnumpy\ndtype\nK\x00\x85U\x01btR.",
         "in another way than numpy does",

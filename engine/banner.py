@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from engine.distill.targets import teacher_of
-from engine.inputs.token_drop import shortcut_words
+from engine.inputs.token_drop import describe_shortcuts
 from engine.machine.context import Run
-from engine.machine.device import describe as describe_device
+from engine.machine.device import describe_devices
 from engine.machine.environment import arguments, libraries
-from engine.optim.build import optimizer_words, rate_words, scaled_rates
-from engine.optim.layer_rates import fine_tuning_words
+from engine.optim.build import describe_learning_rate, describe_optimizer, scaled_learning_rates
+from engine.optim.layer_rates import describe_fine_tuning
 from engine.setup import Ready, ReadyToTrain, global_batch
 from models import describe as describe_model
 from utils.cli import version_text
@@ -25,7 +25,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     """One row per topic. `folder` None: a dry run."""
     config, world = run.config, run.world
     rows = [
-        ("device", describe_device(run.device, world, run.threads)),
+        ("device", describe_devices(run.device, world, run.threads)),
         ("precision", ready.precision.line()),
         ("computing", ready.tuning.words()),
         ("model", describe_model(ready.model)),
@@ -36,10 +36,10 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         if ready.parts.sharding is not None:
             rows.append(("strategy", ready.parts.sharding.words()))
         rows.append(("compile", "{compile} ({compile_why})".format(**ready.choices)))
-        rate = scaled_rates(config.TRAIN, global_batch(config, world))[0]
-        if words := fine_tuning_words(config, ready.model, ready.parts.optimizer, rate):
+        rate = scaled_learning_rates(config.TRAIN, global_batch(config, world))[0]
+        if words := describe_fine_tuning(config, ready.model, ready.parts.optimizer, rate):
             rows.append(("trained", words))
-        if words := shortcut_words(config.TRAIN):
+        if words := describe_shortcuts(config.TRAIN):
             rows.append(("shortcuts", words))
         if teacher := teacher_of(ready.parts.change):
             rows.append(("teacher", teacher.words()))
@@ -80,10 +80,10 @@ def _batch(config: Config, ready: ReadyToTrain, world: World) -> str:
 
 def _training(config: Config, optimizer: torch.optim.Optimizer, world: World) -> str:
     train, images = config.TRAIN, global_batch(config, world)
-    *_, end = scaled_rates(train, images)
+    *_, end = scaled_learning_rates(train, images)
     text = (
-        f"{train.NUM_EPOCHS} epochs, {optimizer_words(optimizer, train.OPTIMIZER.NAME)}, "
-        f"learning rate {rate_words(train, images)} after {min(train.WARMUP_EPOCHS, train.NUM_EPOCHS):g} "
+        f"{train.NUM_EPOCHS} epochs, {describe_optimizer(optimizer, train.OPTIMIZER.NAME)}, "
+        f"learning rate {describe_learning_rate(train, images)} after {min(train.WARMUP_EPOCHS, train.NUM_EPOCHS):g} "
         f"epochs of warm-up, then {train.LR_SCHEDULER.NAME.removeprefix('warmup')}"
     )
     if train.LR_SCHEDULER.NAME.endswith("cosine"):

@@ -79,12 +79,12 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except Exception as error:
         if caused_by_lost_rank(error):
-            signals.leave_if_asked(CTRL_C)
+            signals.exit_if_asked(CTRL_C)
             # The launcher will end this rank by SIGTERM; until then, the watchdog has time to log which rank is lost.
-            signals.patient = True
+            signals.deferred = True
             expect_lost_rank()
             time.sleep(SECONDS_TO_FIND_LOST_RANK)
-            signals.leave_if_asked(ENDED)
+            signals.exit_if_asked(ENDED)
         name = rank_name()
         _report((f"{name} failed:\n" if name else "") + traceback.format_exc(), aloud=True)
         return EXIT_FAILED
@@ -95,7 +95,7 @@ def _report(text: str, aloud: bool) -> None:
     log.error("%s", text)
     if aloud and not logs_to_terminal():
         print(f"error: {text}", file=sys.stderr)
-    signals.all_is_told()
+    signals.failure_was_reported()
     if not aloud and not logs_to_terminal():
         # The launcher ends all ranks once the first has exited: let a rank that prints the error be that one.
         time.sleep(SECONDS_FOR_OTHER_RANK)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 
-from engine.amp.fp32_modules import forced
-from engine.amp.half_copy import HalfCopy
+from engine.amp.half_copy import half_copy_of
 from engine.amp.op_lists import OpLists
 from engine.amp.precision import check_precision
-from engine.amp.prepare_model import hint
+from engine.amp.prepare_model import tile_size_hint
 from engine.amp.print_amp import amp_table
 from engine.banner import banner
 from engine.branch import start_branch
@@ -25,14 +24,14 @@ from engine.fit.dry_run import try_out
 from engine.fit.out_of_memory import before_training, while_training
 from engine.machine import no_gpu
 from engine.machine.context import Run
-from engine.machine.device import pick_device, prepare
-from engine.machine.environment import enter
+from engine.machine.device import pick_device, set_up_device
+from engine.machine.environment import join_run
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
 from engine.measure.mfu import Peak, Utilisation
 from engine.measure.progress import clock, updates_left
-from engine.measure.throughput import Pace
-from engine.parallel.fsdp import sharding_of
+from engine.measure.throughput import Throughput
+from engine.parallel.fsdp import build_sharding
 from engine.report.next_commands import next_commands
 from engine.report.reporter import METRICS, Reporter
 from engine.report.wandb import open_board
@@ -64,7 +63,7 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
                 return EXIT_DONE
             return train(this, None if dry else lock, lists)
     except Exception as error:
-        signals.patient = True  # report the error before a signal ends this rank because another rank exited first
+        signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
         if is_out_of_memory(error):
             raise (UserError if world.size == 1 else TrainingError)(before_training(error, config, device)) from None
         raise
@@ -76,14 +75,14 @@ def join(loaded: Loaded, world: World) -> Run:
     """Choose the device and threads, log notes on the settings, and join the other ranks."""
     config = loaded.config
     device = pick_device(config.DEVICE, world)
-    threads = prepare(config, device, world)
+    threads = set_up_device(config, device, world)
     for note in loaded.notes:
         log.info(note)
     for warning in () if config.EVAL else loaded.warnings:
         log.warning(warning)
-    if world.first and (advice := no_gpu.hint(config, device)):
+    if world.first and (advice := no_gpu.no_gpu_notice(config, device)):
         log.info(advice)
-    enter(config, world, device, threads)
+    join_run(config, world, device, threads)
     return Run(config, world, device, threads)
 
 
@@ -110,7 +109,7 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
 
 def _build(run: Run, checkpoint: Checkpoint | None) -> ReadyToTrain:
     """Build all that training needs. If one rank fails, all do."""
-    sharding = sharding_of(run.config, run.world, run.device)
+    sharding = build_sharding(run.config, run.world, run.device)
     return on_every_rank(run.world, lambda: build_for_training(run, checkpoint, sharding))
 
 
@@ -129,7 +128,7 @@ def _announce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, lock
     """Make the run's folder, and log the banner into it. Returns None in a dry run."""
     if warning := ready.precision.choice.warning:
         log.warning(warning)
-    advice = hint(ready.model, run.config.DATA.BATCH_SIZE, run.device.type)
+    advice = tile_size_hint(ready.model, run.config.DATA.BATCH_SIZE, run.device.type)
     if advice and ready.precision.level != "O0":
         log.info(advice)
     folder = None if lock is None else make_run_folder(run, "train", lock)
@@ -154,7 +153,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
         config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position, wandb
     )
     utilisation = peak and Utilisation(config, peak, world.size, ready.position)
-    pace = Pace(ready.precision.device, ready.parts.stages, utilisation)
+    pace = Throughput(ready.precision.device, ready.parts.stages, utilisation)
     # Without AMP the notes on the settings say already that the lists have no effect.
     trainer = Trainer(run, ready, folder, reporter, pace, lists if ready.precision.level != "O0" else None)
     try:
@@ -172,7 +171,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
     if world.first:
         log.info(next_commands(run, trainer.position, folder, trainer.paused))
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
-    best, total = trainer.best_words(": best "), clock(trainer.pace.total)
+    best, total = trainer.best_words(": best "), clock(trainer.throughput.total)
     log.info("%s%s; total time %s; everything is in %s", words, best, total, folder)
     return code
 
@@ -193,12 +192,11 @@ def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
 def show_precisions(config: Config) -> str:
     """Table for -print_amp: the precision that each module computes in, observed in one forward pass."""
     device = pick_device(config.DEVICE, ALONE)
-    prepare(config, device, ALONE)
+    set_up_device(config, device, ALONE)
     check_precision(config.AMP, device)
     model, inputs, precision = model_in_precision(config, device)
     if precision.computes_in_copy:
-        keeps_norms = precision.level == "O2"
-        model = HalfCopy(model, precision.choice.dtype, keeps_norms, forced(model)).model
+        model = half_copy_of(model, precision).model
     size = (2, config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_SIZE)
     images = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from datasets import decoder_of
 from engine.machine.context import Run
-from engine.machine.device import describe
+from engine.machine.device import describe_devices
 from engine.measure.mfu import Peak, as_noted, peak_of
 from engine.run_lock import FolderLock
 from engine.setup import Ready
@@ -85,7 +85,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
         "decoder": decoder_of(config.DATA),
         **ready.choices,
     }
-    about = describe_run(describe(run.device, world, threads), choices, config.TAG) | as_noted(peak)
+    about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG) | as_noted(peak)
     splits = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
     about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))

@@ -27,7 +27,7 @@ from engine.checkpoint.folder import Checkpoint
 from engine.checkpoint.state import check_samples, restore
 from engine.distill.targets import distil, teacher_of
 from engine.distill.teacher import check_teacher_matches
-from engine.inputs.mixup import batch_change
+from engine.inputs.mixup import build_batch_transform
 from engine.inputs.normalize import Inputs, per_channel
 from engine.inputs.token_drop import shortcuts_of, token_drop_of
 from engine.machine.context import Run
@@ -35,9 +35,9 @@ from engine.measure.bottleneck import Setting
 from engine.measure.meters import TrainMeters
 from engine.measure.progress import Best, Position
 from engine.measure.stage_times import DATA, stages_of
-from engine.optim.build import build_optimizer, scaled_rates
+from engine.optim.build import build_optimizer, scaled_learning_rates
 from engine.optim.ema import Ema
-from engine.optim.layer_rates import tell_parameters
+from engine.optim.layer_rates import describe_parameters
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.parallel.fsdp import Sharding
 from engine.speed.tuning import Tuning, tune
@@ -84,7 +84,7 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     data, saved_choices = config.DATA, checkpoint.meta.get("choices", {}) if checkpoint else {}
     built, tuning = tuned_model(config, device, world, saved_choices, replaced=checkpoint is not None)
     model, inputs, precision = built
-    choices = tuning.choices() | ({BATCH_CHOICE: data.BATCH_SIZE} if run.batch_found else {})
+    choices = tuning.choices() | ({BATCH_CHOICE: data.BATCH_SIZE} if run.auto_batch_size else {})
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
@@ -115,7 +115,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     """Build all that training needs, and restore `checkpoint` if there is one. A collective call."""
     config, world, device = run.config, run.world, run.device
     ready = build_for_evaluation(run, checkpoint)
-    log.info(tell_parameters(ready.model))
+    log.info(describe_parameters(ready.model))
     train_set, loader = training_data(config, world, device)
     warn_unmatched(config.DATA, [part.single_images() for part in (train_set, ready.val_set)])
     train, updates = config.TRAIN, loader.order.updates
@@ -131,7 +131,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         check_samples(checkpoint, position, identity_of(train_set, loader.order))
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
-    parts.start_computing()
+    parts.set_up_forward()
     return ReadyToTrain(
         **vars(ready), train_set=train_set, train_loader=loader, parts=parts, position=position, best=best
     )
@@ -192,11 +192,13 @@ def update_parts(
     """Optimiser, schedule and all else that an update needs, for what `model_in_precision` returned."""
     train, (model, inputs, precision) = config.TRAIN, in_precision
     stages = stages_of(config.REPORT_STAGES, device)
-    change, criterion = distil(config, model, precision, stages, batch_change(train, config.MODEL.NUM_CLASSES, device))
+    change, criterion = distil(
+        config, model, precision, stages, build_batch_transform(train, config.MODEL.NUM_CLASSES, device)
+    )
     ema = _ema(config, device, model)
     if sharding is not None:
         _shard(model, ema, precision, sharding)
-    rates = scaled_rates(train, global_batch(config, world))
+    rates = scaled_learning_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device)
     schedule = Schedule(
         build_scheduler(optimizer, train, rates, per_epoch),
@@ -231,10 +233,10 @@ def _ema(config: Config, device: torch.device, model: nn.Module) -> Ema | None:
 
 
 def _shard(model: nn.Module, ema: Ema | None, precision: Precision, sharding: Sharding) -> None:
-    sharding.deal(model, precision)
+    sharding.shard(model, precision)
     if ema is not None:
-        sharding.deal(ema.module, precision, computing=False)
-        ema.follow(model)
+        sharding.shard(ema.module, precision, computing=False)
+        ema.track(model)
 
 
 def setting_of(ready: ReadyToTrain) -> Setting:

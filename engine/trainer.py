@@ -17,12 +17,12 @@ from engine.checkpoint.state import finite_everywhere, snapshot_of
 from engine.evaluate import evaluate
 from engine.machine.context import Run
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
-from engine.measure.bottleneck import Judge
+from engine.measure.bottleneck import BottleneckMonitor
 from engine.measure.meters import Means, Reading
 from engine.measure.profile import UpdateProfiler
-from engine.measure.progress import best_by, seconds_of, start_of_best
-from engine.measure.throughput import Pace
-from engine.optim.ema import on_its_device
+from engine.measure.progress import best_of_validation, resumed_best, seconds_of
+from engine.measure.throughput import Throughput
+from engine.optim.ema import on_device
 from engine.report.curves import Curves, title_of
 from engine.report.reporter import Reporter
 from engine.report.skips import Health
@@ -42,18 +42,18 @@ class Trainer:
         ready: ReadyToTrain,
         folder: Path,
         reporter: Reporter,
-        pace: Pace,
+        pace: Throughput,
         op_lists: OpLists | None = None,
     ) -> None:
         """`op_lists`: lists whose operators that the model never calls are reported."""
         config, world = run.config, run.world
-        self.run, self.ready, self.folder, self.reporter, self.pace = run, ready, folder, reporter, pace
+        self.run, self.ready, self.folder, self.reporter, self.throughput = run, ready, folder, reporter, pace
         self.config, self.world = config, world
         self.parts, self.position, self.train_loader = ready.parts, ready.position, ready.train_loader
-        self.best = start_of_best(ready.best, config.SAVE_BEST_BY)
+        self.best = resumed_best(ready.best, config.SAVE_BEST_BY)
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
-        self._judge = Judge(setting_of(ready), world)
+        self._judge = BottleneckMonitor(setting_of(ready), world)
         self._meta = checkpoint_meta(run, ready)
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
         self._curves = Curves(folder)
@@ -69,11 +69,11 @@ class Trainer:
         self._stopping = Stopping(world, deadline.passed)
         self.train_loader.broken.write_into(folder)
         if self.parts.compiled is not None:
-            self.parts.compiled.when_done = self._restart_clocks
+            self.parts.compiled.after_compiling = self._restart_clocks
 
     def fit(self) -> int:
         """Train to the end of the plan, or until something ends the run early. Returns the exit code."""
-        self.reporter.run("resume" if self.position.update else "start", self.position, self.pace.total)
+        self.reporter.run("resume" if self.position.update else "start", self.position, self.throughput.total)
         try:
             self._train()
             self.train_loader.broken.share(self.world)
@@ -85,7 +85,7 @@ class Trainer:
             raise
         self._finish_saving()
         self._draw(force=True)
-        self.reporter.run("end", self.position, self.pace.total, self._judge.now(self.pace.tally))
+        self.reporter.run("end", self.position, self.throughput.total, self._judge.now(self.throughput.tally))
         return EXIT_DONE
 
     def _train(self) -> None:
@@ -106,9 +106,9 @@ class Trainer:
         if self._saved_at != self.position.update:
             self._save()
         self._finish_saving()
-        if stopped.wish == TIME_IS_UP:  # a signal leaves no time for drawing
+        if stopped.request == TIME_IS_UP:  # a signal leaves no time for drawing
             self._draw(force=True)
-        self.reporter.run("paused", self.position, self.pace.total)
+        self.reporter.run("paused", self.position, self.throughput.total)
         self._stopping.wait_for_all()
 
     def _epoch(self) -> None:
@@ -119,8 +119,8 @@ class Trainer:
             train_update(self.parts, window, position.update + 1)
             position.step += 1
             position.update += 1
-            signals.patient = True
-            self.pace.count(self.world.size * sum(len(share.indices) for share in window.shares if share.weight))
+            signals.deferred = True
+            self.throughput.count(self.world.size * sum(len(share.indices) for share in window.shares if share.weight))
             self.reporter.moved(position)
             self._profiler.step()
             self._health.report(position, together=False)
@@ -142,7 +142,7 @@ class Trainer:
         reading = self._read()
         self._stop_on_nan(reading)
         self._health.report(position, together=True)
-        self.reporter.epoch(position, reading.epoch, seconds, self._judge.first_epoch(self.pace.tally))
+        self.reporter.epoch(position, reading.epoch, seconds, self._judge.first_epoch(self.throughput.tally))
         finished, improved = position.epoch, False
         last = finished == config.TRAIN.NUM_EPOCHS
         due = finished % config.VALIDATE_FREQ == 0 or last or self._is_due(config.VALIDATE_EVERY_UPDATES)
@@ -181,7 +181,7 @@ class Trainer:
     def _restart_clocks(self) -> None:
         """Leave validation and saving out of the training's time and of its waiting for data."""
         self.train_loader.take_wait()
-        self.pace.restart()
+        self.throughput.restart()
 
     def _update_limit_reached(self) -> bool:
         limit = self.config.TRAIN.MAX_UPDATES
@@ -208,7 +208,7 @@ class Trainer:
     def _report(self) -> None:
         """Read the meters from the device and report them."""
         reading = self._read()
-        perf = self.pace.read(self.train_loader.take_wait())
+        perf = self.throughput.read(self.train_loader.take_wait())
         self._health.report(self.position, together=True)
         self.reporter.train(self.position, reading, perf)
         self._stop_on_nan(reading)
@@ -248,7 +248,7 @@ class Trainer:
         self.position.validated = self.position.update
         self.reporter.validation(self.position, metrics, perf_counter() - began)
         self._restart_clocks()
-        best_now = best_by(metrics, self.config.SAVE_BEST_BY, self.position)
+        best_now = best_of_validation(metrics, self.config.SAVE_BEST_BY, self.position)
         if best_now.figure is not None and self.best.is_beaten_by(best_now.figure):
             self.best = best_now
             return True
@@ -256,8 +256,8 @@ class Trainer:
         return False
 
     def _evaluate(self, model: nn.Module) -> Means:
-        ready, check = self.ready, partial(self._stopping.check, of="batches")
-        model = on_its_device(model, ready.precision.device)
+        ready, check = self.ready, partial(self._stopping.check, what="batches")
+        model = on_device(model, ready.precision.device)
         broadcast_buffers(model, self.world)
         samples, precision = len(ready.val_set), ready.precision
         return evaluate(model, ready.val_loader, samples, ready.inputs, precision, self.world, between=check)

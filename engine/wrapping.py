@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.parallel.ddp import with_joined_gradients
-from engine.parallel.sync_batch_norm import join_statistics
+from engine.parallel.ddp import wrap_ddp
+from engine.parallel.sync_batch_norm import sync_batch_norm
 from engine.update import Parts
 from utils.config import Config
 from utils.log import log
@@ -17,8 +17,8 @@ def wrap(parts: Parts, config: Config) -> None:
     """
     if parts.world.size == 1:
         return
-    if join_statistics(parts.model, parts.precision, config, parts.world) and parts.watch is not None:
+    if sync_batch_norm(parts.model, parts.precision, config, parts.world) and parts.watch is not None:
         parts.watch = None  # a replay is a forward pass of one rank alone, which would wait for the others for ever
         log.info("Skipped updates are therefore not replayed, and the log names no module that overflowed.")
     if parts.half_copy is None and parts.sharding is None:
-        parts.forward = with_joined_gradients(parts.model, parts.precision.device, config)
+        parts.forward = wrap_ddp(parts.model, parts.precision.device, config)

@@ -14,7 +14,7 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torchvision.transforms import RandomErasing, RandomResizedCrop
 
-from engine.inputs.mixup import batch_change
+from engine.inputs.mixup import build_batch_transform
 from engine.optim.build import build_optimizer
 from engine.optim.ema import Ema
 from models import build_model
@@ -77,7 +77,7 @@ def test_the_two_warm_ups_of_an_ema() -> None:
 
 def test_torchvisions_erasing_is_const() -> None:
     assert RandomErasing().value == 0
-    change = batch_change(TrainConfig(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="const"), 10, CPU)
+    change = build_batch_transform(TrainConfig(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="const"), 10, CPU)
     torch.manual_seed(0)
     images = change(torch.ones(4, 3, 32, 32), torch.zeros(4, dtype=torch.long)).images
     assert images.unique().tolist() == [0.0, 1.0]
@@ -89,7 +89,7 @@ def test_images_are_erased_before_they_are_mixed() -> None:
     """Halfway between an image and its erased partner: a value that erasing after mixing could not leave."""
     train = TrainConfig(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="const", MIXUP_ALPHA=1.0)
     torch.manual_seed(0)
-    images = batch_change(train, 10, CPU)(torch.ones(8, 3, 32, 32), torch.arange(8)).images
+    images = build_batch_transform(train, 10, CPU)(torch.ones(8, 3, 32, 32), torch.arange(8)).images
     assert len(images.unique()) > 2
 
 

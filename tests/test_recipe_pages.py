@@ -215,7 +215,7 @@ def test_caltech101_in_four_precisions(vitamp: Callable[..., Result], place: Pat
     assert [text.split(",")[0] for text in said] == [
         "fp32",
         "bf16 by autocast",
-        "NAIVE-bf16 weights over fp32 masters",
+        "NAIVE-bf16 copy of fp32 master weights",
         "bf16 by autocast with gelu",
     ]
 

@@ -15,22 +15,22 @@ from engine.amp.op_lists import cast_floats
 from utils.errors import UserError, nearest
 
 HALVES = (torch.float16, torch.bfloat16)
-# Loops, checkpointing among them, take the members of these one by one and never call the container.
+# Models and activation checkpointing call the members of these one by one, never the container itself.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> list[str]:
-    """Let the modules that `patterns` name compute in fp32, forward and backward. Gives the names newly taken.
+    """Make modules that match `patterns` compute in fp32, forward and backward. Returns the names newly forced.
 
-    A pattern is a glob over module names (`blocks.11.*`, `head`) or class names (`*Norm*`). What lies inside a module
-    taken needs no taking. Works on a model in training too; parameters, their names and dtypes stay as they are.
+    A pattern is a glob over module names (`blocks.11.*`, `head`) or class names (`*Norm*`). Modules inside a forced one
+    compute in fp32 with it. Works in the middle of training too; parameters, their names and dtypes do not change.
     """
     patterns = tuple(patterns)
     modules = dict(_named(model))
     for pattern in patterns:
         if not any(_matches(name, module, pattern) for name, module in modules.items()):
             raise _no_match(pattern, modules)
-    taken: list[str] = []
+    newly_forced: list[str] = []
     outermost = ""
     for name, module in modules.items():
         if outermost and name.startswith(outermost + "."):
@@ -39,16 +39,16 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
             outermost = name
         elif any(_matches(name, module, pattern) for pattern in patterns):
             outermost = name
-            taken += [part for part, inner in _callable_parts(name, module) if _take(inner, device_type)]
-    if taken:
-        # A compiled backward pass runs under the autocast around its forward call; an eager one does not. Under
-        # autocast the gradients of these modules would be computed in low precision after all.
+            newly_forced += [part for part, inner in _callable_parts(name, module) if _force(inner, device_type)]
+    if newly_forced:
+        # Unlike an eager backward pass, a compiled one runs under the autocast around its forward call. That would
+        # compute these modules' gradients in low precision.
         autograd_config.backward_pass_autocast = "off"
-    return taken
+    return newly_forced
 
 
-def forced(model: nn.Module) -> list[str]:
-    """The names of the modules in force."""
+def forced_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that compute in fp32."""
     return [name for name, module in _named(model) if is_forced(module)]
 
 
@@ -57,7 +57,7 @@ def is_forced(module: nn.Module) -> bool:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules inside the model by the names they have before compiling."""
+    """Modules inside the model, with the names they have before compiling."""
     for name, module in model.named_modules():
         own = ".".join(part for part in name.split(".") if part != "_orig_mod")
         if own and not name.endswith("_orig_mod"):
@@ -76,25 +76,27 @@ def _callable_parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
         yield from _callable_parts(f"{name}.{child_name}", child)
 
 
-def _take(module: nn.Module, device_type: str) -> bool:
+def _force(module: nn.Module, device_type: str) -> bool:
     if is_forced(module):
         return False
-    # Plain attributes of the instance: no key of the state dict changes, and a copy's method belongs to the copy.
+    # Instance attributes: the state dict's keys do not change, and a deep copy's method is bound to the copy.
     module.fp32_on = device_type  # pyright: ignore[reportArgumentType]
     module.forward = MethodType(_forward_in_fp32, module)
     return True
 
 
 def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for a module's forward. Under autocast fp32 comes out, as it does of autocast's own fp32 operators."""
+    """Forward pass of a forced module, with inputs cast to fp32. Under autocast it returns fp32, as autocast's fp32
+    operators do.
+    """
     device_type: str = self.fp32_on  # pyright: ignore[reportAssignmentType]
     under_autocast = torch.is_autocast_enabled(device_type)
     with torch.autocast(device_type, enabled=False):
-        wide_args, wide_kwargs = (cast_floats(given, torch.float32, device_type) for given in (args, kwargs))
-        outputs = type(self).forward(self, *wide_args, **wide_kwargs)
-    came_in = next((x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), torch.float32)
-    # Without autocast the next module is in half precision itself and takes nothing else.
-    return outputs if under_autocast or came_in not in HALVES else cast_floats(outputs, came_in, device_type)
+        fp32_args, fp32_kwargs = (cast_floats(values, torch.float32, device_type) for values in (args, kwargs))
+        outputs = type(self).forward(self, *fp32_args, **fp32_kwargs)
+    given = next((x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), torch.float32)
+    # Without autocast the next module's weights are in half precision, and it takes no other dtype.
+    return outputs if under_autocast or given not in HALVES else cast_floats(outputs, given, device_type)
 
 
 def _no_match(pattern: str, modules: dict[str, nn.Module]) -> UserError:
@@ -102,5 +104,5 @@ def _no_match(pattern: str, modules: dict[str, nn.Module]) -> UserError:
     tops = [name for name in modules if "." not in name]
     return UserError(
         f"AMP.FP32_MODULES: no module's name or class matches {pattern!r}.{nearest(pattern, [*modules, *classes])} "
-        f"Outermost modules: {', '.join(tops)}. Classes: {', '.join(sorted(classes))}."
+        f"Top-level modules: {', '.join(tops)}. Classes: {', '.join(sorted(classes))}."
     )

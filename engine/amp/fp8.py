@@ -1,14 +1,15 @@
-"""fp8 by torchao: linear layers whose sizes fit compute in 8 bits, everything else as under bf16 autocast."""
+"""fp8 by torchao: linear layers of suitable size compute in 8 bits, everything else under bf16 autocast."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from models import is_inside
 from utils.errors import UserError
 from utils.log import log
 
-MULTIPLE = 16  # what the tensor cores ask of both sides of a matrix
+MULTIPLE = 16  # tensor cores need both sizes of an fp8 matrix to be multiples of it
 FIRST_CAPABILITY = (8, 9)
 
 
@@ -28,31 +29,31 @@ def hardware_has_fp8(device: torch.device) -> bool:
 def convert(
     model: nn.Module, recipe: str, device: torch.device, classifier: nn.Module | None, in_fp32: list[str]
 ) -> list[str]:
-    """Turn the linear layers that fit into fp8 ones, in place; names of those left out.
+    """Convert linear layers of suitable size to fp8, in place. Returns the names of those left out.
 
-    `in_fp32`: names of modules that are to stay as they are, with all they hold.
+    `in_fp32`: names of modules to leave alone, with everything inside them.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     emulated = not hardware_has_fp8(device)
     if emulated:
         log.warning(
-            "fp8 is EMULATED on this device: the numbers are those of fp8, the speed is not (it is slower than fp32). "
+            "fp8 is EMULATED on this device: the results are those of fp8, but slower than fp32. "
             "Real fp8 needs compute capability 8.9 or newer (Ada, Hopper, Blackwell)."
         )
     left_out: list[str] = []
 
-    def fits(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or any(name == k or name.startswith(f"{k}.") for k in in_fp32):
+    def is_convertible(module: nn.Module, name: str) -> bool:
+        if not isinstance(module, nn.Linear) or is_inside(name, in_fp32):
             return False
-        good = module is not classifier and module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
-        if not good:
+        suits = module is not classifier and module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+        if not suits:
             left_out.append(name)
-        return good
+        return suits
 
     config = Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", emulated)
-    # A weight's gradient is summed over all tokens of a batch, and tensor cores ask the same of their number.
+    # A weight's gradient is summed over the tokens of a batch, whose number must be a multiple of 16 as well.
     object.__setattr__(config, "pad_inner_dim", True)
-    convert_to_float8_training(model, config=config, module_filter_fn=fits)
+    convert_to_float8_training(model, config=config, module_filter_fn=is_convertible)
     return left_out

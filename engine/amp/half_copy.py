@@ -1,40 +1,43 @@
-"""O2 and NAIVE: the model computes with a half-precision copy of fp32 master weights.
+"""O2 and NAIVE: a half-precision copy of the fp32 master weights computes forward and backward.
 
-The optimiser, the moving average, checkpoints and clipping all stay with the masters; the copy only computes.
+The optimiser, the EMA, checkpoints and clipping use the masters only.
 """
 
 from __future__ import annotations
 
 import copy
 
-# torch._foreach_* are what torch's own optimisers are made of; its type stubs call them private.
+# torch's own optimisers use torch._foreach_*; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from engine.amp.fp32_modules import forced_modules
+from engine.amp.precision import Precision
+from models import is_inside
 from utils.distributed.world import World, sum_over_ranks
 
-# Its running statistics are fp32 in every level with masters, and its kernels take no weights of another type.
+# Always fp32: its running statistics are, and its kernels take no weights of another dtype.
 BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *BATCH_NORM)
 
 
 class HalfCopy:
-    def __init__(self, master: nn.Module, dtype: torch.dtype, keep_norms: bool, keep: list[str]) -> None:
-        """`keep_norms`: norms stay in fp32 (O2). `keep`: names of modules that do so in any case."""
+    def __init__(self, master: nn.Module, dtype: torch.dtype, norms_in_fp32: bool, in_fp32: list[str]) -> None:
+        """`norms_in_fp32`: true for O2. `in_fp32`: names of modules that stay in fp32 in any case."""
         self.dtype = dtype
         self._master = master
         self.model = copy.deepcopy(master)
-        if not keep_norms:
-            take_inputs_in_half(self.model)
+        if not norms_in_fp32:
+            cast_inputs_to_half(self.model)
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        kept = NORMS if keep_norms else BATCH_NORM
+        fp32_classes = NORMS if norms_in_fp32 else BATCH_NORM
         for (name, ours), theirs in zip(self.model.named_modules(), master.modules(), strict=True):
-            named = any(name == k or name.startswith(f"{k}.") for k in keep)
-            self._share(ours, theirs, named or isinstance(ours, kept))
+            self._copy_module(ours, theirs, is_inside(name, in_fp32) or isinstance(ours, fp32_classes))
 
-    def _share(self, ours: nn.Module, theirs: nn.Module, in_fp32: bool) -> None:
-        """Parameters: halved, or the master's own. Buffers (running statistics) are always the master's own."""
+    def _copy_module(self, ours: nn.Module, theirs: nn.Module, in_fp32: bool) -> None:
+        """Convert a module's parameters to half precision, or share the master's. Buffers are always shared."""
         for name, parameter in theirs.named_parameters(recurse=False):
             if in_fp32 or not parameter.is_floating_point():
                 ours._parameters[name] = parameter
@@ -48,45 +51,45 @@ class HalfCopy:
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Add the copy's gradients to the masters' in fp32, so that many micro-batches do not round each other away."""
-        live = [(master, half) for master, half in self._pairs if half.grad is not None]
-        fresh = [(master, half.grad) for master, half in live if master.grad is None and half.grad is not None]
-        known = [(master.grad, half.grad) for master, half in live if master.grad is not None and half.grad is not None]
-        if known:
-            torch._foreach_add_([total for total, _ in known], [gradient for _, gradient in known])
-        if fresh:  # written, not added to zeros: of two precisions at once only copies are few kernels on a GPU
-            for master, _ in fresh:
+        """Add the copy's gradients to the masters' in fp32, where sums of many micro-batches lose no small terms."""
+        pairs = [(master, half) for master, half in self._pairs if half.grad is not None]
+        first = [(master, half.grad) for master, half in pairs if master.grad is None and half.grad is not None]
+        later = [
+            (master.grad, half.grad) for master, half in pairs if master.grad is not None and half.grad is not None
+        ]
+        if later:
+            torch._foreach_add_([total for total, _ in later], [gradient for _, gradient in later])
+        if first:  # copied, not added to zeros: of mixed dtypes, only copies are fused into few kernels on a GPU
+            for master, _ in first:
                 master.grad = torch.empty_like(master)
-            torch._foreach_copy_([m.grad for m, _ in fresh if m.grad is not None], [gradient for _, gradient in fresh])
-        for _, half in live:
+            torch._foreach_copy_([m.grad for m, _ in first if m.grad is not None], [gradient for _, gradient in first])
+        for _, half in pairs:
             half.grad = None
 
     @torch.no_grad()
     def sum_gradients(self, world: World) -> None:
-        """Once an update, the sum of the masters' gradients over ranks, in fp32 and in one message."""
-        sum_gradients(self._master, world)
+        """All-reduce the masters' gradients in fp32, in one message; once per update."""
+        if world.size == 1:
+            return
+        gradients: list[Tensor] = [p.grad for p in self._master.parameters() if p.grad is not None]
+        sums = sum_over_ranks(_flatten_dense_tensors(gradients), world)
+        torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(sums, gradients)))
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the masters' new values."""
+        """Copy the masters' new values into the half-precision weights."""
         if self._pairs:
             masters, halves = zip(*self._pairs, strict=True)
             torch._foreach_copy_(list(halves), list(masters))
 
 
-@torch.no_grad()
-def sum_gradients(model: nn.Module, world: World) -> None:
-    """Over ranks, in one message."""
-    if world.size == 1:
-        return
-    gradients: list[Tensor] = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([g.reshape(-1) for g in gradients])
-    parts = sum_over_ranks(flat, world).split([g.numel() for g in gradients])
-    torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+def half_copy_of(master: nn.Module, precision: Precision) -> HalfCopy:
+    """The copy of `master` that AMP.LEVEL O2 or NAIVE computes with."""
+    return HalfCopy(master, precision.choice.dtype, precision.level == "O2", forced_modules(master))
 
 
-def take_inputs_in_half(model: nn.Module) -> None:
-    """Without autocast nobody else brings the images to the precision of the weights they meet."""
+def cast_inputs_to_half(model: nn.Module) -> None:
+    """Cast the images to the dtype of the first weights, which autocast would do if it were on."""
 
     def cast(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0].to(next(module.parameters()).dtype), *args[1:])
@@ -94,7 +97,7 @@ def take_inputs_in_half(model: nn.Module) -> None:
     model.register_forward_pre_hook(cast)
 
 
-def hold_in_half(model: nn.Module, dtype: torch.dtype) -> None:
-    """O3: the weights themselves in half precision, and no others."""
+def convert_to_half(model: nn.Module, dtype: torch.dtype) -> None:
+    """O3: convert the weights themselves to half precision, without fp32 masters."""
     model.to(dtype)
-    take_inputs_in_half(model)
+    cast_inputs_to_half(model)

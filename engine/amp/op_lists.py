@@ -1,8 +1,8 @@
-"""AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: which operators run in the low precision, and which in fp32.
+"""AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: operators that run in low precision, or in fp32.
 
-Autocast itself is a dispatch key: under it, torch looks for a kernel at AutocastCPU or AutocastCUDA before it
-looks for the one that computes. The lists put kernels of their own there. So they act wherever autocast acts: in
-eager and compiled models, in data parallel ones, under activation checkpointing; a mode of Python's would not.
+Autocast is a dispatch key: under it, torch calls the kernel registered at AutocastCPU or AutocastCUDA before the one
+that computes. The lists register their own kernels there. So they act wherever autocast acts: in eager and compiled
+models, under DDP and activation checkpointing. A TorchFunctionMode or TorchDispatchMode would not.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from utils.log import log
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
-# A user's name -> the overloads of aten that Python reaches by it. Writing in place (`+=`, `relu_`) cannot be listed:
-# the precision is that of the tensor written into.
+# Name on a list -> overloads of the aten operator that Python calls by it. In-place variants (`+=`, `relu_`) cannot be
+# listed: their precision is that of the tensor they write to.
 OPERATORS: dict[str, tuple[str, ...]] = {
     # matrix products and convolutions
     "linear": ("linear",),
@@ -93,7 +93,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "binary_cross_entropy_with_logits": ("binary_cross_entropy_with_logits",),
 }
 
-# Paddle's names that are not torch's. Its matmul_v2 is a linear layer's product as well.
+# Paddle's names that torch does not have. Paddle's linear layers use matmul_v2 too.
 PADDLE: dict[str, tuple[str, ...]] = {
     "matmul_v2": ("matmul", "linear", "mm", "bmm", "addmm"),
     "fc": ("linear",),
@@ -126,12 +126,12 @@ PADDLE: dict[str, tuple[str, ...]] = {
     "kldiv_loss": ("kl_div",),
 }
 
-# batch_norm writes into its running statistics: a cast copy of them would swallow what is written.
+# batch_norm updates its running statistics in place: the update would be lost in a cast copy.
 _FIRST_INPUT_ONLY = ("batch_norm",)
 
 
 def check_names(white: Iterable[str], black: Iterable[str]) -> None:
-    """Names that are no operators here, or that stand on both lists."""
+    """Reject unknown operators, and operators that are on both lists."""
     lists = {"AMP.CUSTOM_WHITE_LIST": tuple(white), "AMP.CUSTOM_BLACK_LIST": tuple(black)}
     known = [*OPERATORS, *PADDLE]
     for key, names in lists.items():
@@ -141,18 +141,18 @@ def check_names(white: Iterable[str], black: Iterable[str]) -> None:
                     f"{key}: no operator {name!r}.{nearest(name, known)} Known: {', '.join(sorted(known))}."
                 )
         if "mul" in names:
-            log.warning("%s: mul is torch's elementwise product; what Paddle calls mul is linear here.", key)
+            log.warning("%s: mul is torch's elementwise product; Paddle's mul is called linear here.", key)
     both = _operators(lists["AMP.CUSTOM_WHITE_LIST"]).keys() & _operators(lists["AMP.CUSTOM_BLACK_LIST"]).keys()
     if both:
-        words = ", ".join(sorted(both))
-        raise UserError(f"AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST both name {words}; it can be on one only.")
+        names = ", ".join(sorted(both))
+        raise UserError(f"AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST both name {names}; it can be on one only.")
 
 
 class OpLists:
-    """The lists of one run: in force between `install` and `remove`, and inside autocast of `device_type` alone.
+    """Context manager that applies the lists of one run, inside autocast of `device_type` only.
 
-    Install them before a model is compiled for the first time. While they are in force, a compiled backward pass runs
-    outside autocast, as an eager one does; otherwise it would take operators forced to fp32 back to low precision.
+    Enter it before the first compilation. Inside it a compiled backward pass runs outside autocast, as an eager one
+    does; otherwise operators forced to fp32 would run in low precision again.
     """
 
     def __init__(self, device_type: str, white: Iterable[str], black: Iterable[str]) -> None:
@@ -170,34 +170,34 @@ class OpLists:
         self._undo.callback(library._destroy)
         key = f"Autocast{self.device_type.upper()}"
         with warnings.catch_warnings():
-            # To take the place of autocast's own kernels is what this is for.
+            # Overriding autocast's kernels is intended.
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             for operators, low in ((self.white, True), (self.black, False)):
                 for name, overloads in operators.items():
                     for overload in overloads:
                         kernel = _kernel(name, overload, self.device_type, low, self._called)
                         library.impl(overload, kernel, key)
-        # Compiled graphs are kept on disk: those made under other lists are not ours.
+        # torch caches compiled graphs on disk: graphs compiled with other lists must not be reused.
         tag = f"{compiler_config.cache_key_tag} {key} white={sorted(self.white)} black={sorted(self.black)}"
         self._undo.enter_context(compiler_config.patch(cache_key_tag=tag))  # pyright: ignore[reportAttributeAccessIssue]
         self._undo.enter_context(autograd_config.patch(backward_pass_autocast="off"))
-        _forget_compiled()
+        _reset_compiler()
 
     def remove(self) -> None:
-        """Give torch its own behaviour back."""
+        """Restore torch's own behaviour."""
         if self._undo is not None:
             self._undo.close()
             self._undo = None
-            _forget_compiled()
+            _reset_compiler()
 
-    def tell_uncalled(self) -> None:
-        """Once the model has been computed: name what is listed and was never called under autocast."""
-        idle = [name for name in self._names if not _operators([name]).keys() & self._called]
-        if self._undo is not None and idle:
+    def warn_uncalled(self) -> None:
+        """Warn about listed operators that the model has not called under autocast; call it after the first update."""
+        uncalled = [name for name in self._names if not _operators([name]).keys() & self._called]
+        if self._undo is not None and uncalled:
             log.warning(
                 "AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: the model never calls %s; listing %s has no effect.",
-                ", ".join(idle),
-                "it" if len(idle) == 1 else "them",
+                ", ".join(uncalled),
+                "it" if len(uncalled) == 1 else "them",
             )
 
     def __enter__(self) -> Self:
@@ -209,20 +209,20 @@ class OpLists:
 
 
 def _operators(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Torch's name -> overloads, with Paddle's names resolved."""
+    """Map torch's names to overloads, after translating Paddle's names."""
     return {own: OPERATORS[own] for name in names for own in PADDLE.get(name, (name,))}
 
 
-def _forget_compiled() -> None:
-    """What this process has compiled so far has the former lists built in."""
+def _reset_compiler() -> None:
+    """Drop the graphs that this process has compiled: the previous lists are built into them."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
 def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[str]) -> Callable[..., Any]:
-    """What autocast runs in the operator's place: cast the inputs, then the operator as if there were no autocast.
+    """Autocast kernel for an operator: it casts the inputs, then calls the operator without autocast.
 
-    `called`: where it leaves its name.
+    The kernel adds the operator's name to `called`.
     """
     base, _, variant = overload.partition(".")
     operator = getattr(getattr(torch.ops.aten, base), variant or "default")
@@ -232,7 +232,7 @@ def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[s
         called.add(name)
         dtype = torch.get_autocast_dtype(device_type) if low else torch.float32
         with torch.autocast(device_type, enabled=False):
-            # Where the caller says what shall come out, that stands, as it does under torch's own lists.
+            # A dtype that the caller asks for is respected, as under torch's own lists.
             if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
                 return operator(*args, **kwargs)
             args = (*cast_floats(args[:castable], dtype, device_type), *(args[castable:] if castable else ()))
@@ -242,7 +242,7 @@ def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[s
 
 
 def cast_floats(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """Floating tensors of the device in `dtype`, in whatever they are packed; fp64 is left alone, as autocast does."""
+    """Cast the device's floating tensors inside tuples, lists and dicts; fp64 is left alone, as autocast does."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype in FLOATS and value.device.type == device_type else value
     if isinstance(value, list | tuple):

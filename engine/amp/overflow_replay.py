@@ -1,4 +1,4 @@
-"""Which operation overflowed: one pass forward and backward again, every operation's output measured on the way."""
+"""Find the operation that overflowed: run a micro-batch again, forward and backward, and check every output."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.inputs.mixup import BatchChange, unchanged
+from engine.inputs.mixup import BatchTransform, no_transform
 from engine.machine.late_compiler import uncompiled
 
 BATCH, INPUTS, LOSS = "batch", "inputs", "loss"
-"""Where things happen outside the model."""
+"""Names for places outside the model."""
 FORWARD, BACKWARD = "forward", "backward"
 
 MASKING = {
@@ -36,31 +36,31 @@ MASKING = {
     "where",
 }
 MASKING |= {"fill", "full", "full_like", "index_fill", "index_put", "new_full"}
-"""Kernels by which a model puts in minus infinity on purpose, so that a softmax makes 0 of it."""
+"""Kernels with which a model writes minus infinity on purpose, as a mask for softmax."""
 
 
 class Place(NamedTuple):
-    """A module, or one of the three names above, and the function called in it."""
+    """A module, or one of the three names above, and the function that it called."""
 
     module: str
     function: str
 
 
 @dataclass(frozen=True)
-class Finding:
+class Overflow:
     """The first operation of a micro-batch whose output is not finite."""
 
     operation: str
-    """In the user's words: linear, matmul, softmax, ..."""
+    """Name of the function: linear, matmul, softmax, ..."""
     kernel: str
-    """What torch ran for it: aten::addmm, say."""
+    """Kernel that torch ran for it, such as aten::addmm."""
     module: str
     direction: str
     dtype: torch.dtype
     parameter: str = ""
-    """The parameter that was not finite once cast to `dtype`, if that was it."""
+    """The parameter that does not fit `dtype`, if that is the cause."""
     bad_rows: tuple[int, ...] = ()
-    """Rows of the micro-batch that came out not finite, where that can be told."""
+    """Rows of the micro-batch whose output is not finite, if known."""
 
 
 @dataclass
@@ -71,18 +71,18 @@ class _Record:
     dtype: torch.dtype
     parameter: str
     extremes: Tensor
-    """Least and greatest value."""
+    """Minimum and maximum of the output."""
 
     @property
     def may_mask(self) -> bool:
         return not self.parameter and self.kernel.rpartition("::")[2].rstrip("_") in MASKING
 
 
-class _Whereabouts:
-    """What is running; in a backward pass, what ran forward when the present node of the graph was made.
+class _CallTracker:
+    """Tracks the module and function that are running; in the backward pass, those that created the current node.
 
-    Nodes are numbered as they are made, so the number at each change of place is enough to find it again. (Hooks on
-    the modules' tensors would lose their way at modules that hand their input on, and a ViT has many.)
+    Autograd numbers its nodes in the order of their creation, so the number at each change of place is enough to find
+    the place later. (Hooks on the modules' tensors fail at modules that return their input, of which a ViT has many.)
     """
 
     def __init__(self, model: nn.Module, teacher: nn.Module | None) -> None:
@@ -99,19 +99,19 @@ class _Whereabouts:
         if not _in_backward():
             return Place(self._stack[-1], self._function), FORWARD
         node = torch._C._current_autograd_node()
-        if node is not None:  # none while the engine adds up gradients that meet
+        if node is not None:  # None while the engine adds gradients of a tensor that was used twice
             at = bisect_right(self._numbers, node._sequence_nr()) - 1
             self._last_backward = self._places[max(at, 0)]
         return self._last_backward, BACKWARD
 
     @contextlib.contextmanager
-    def inside(self, module: str) -> Iterator[None]:
+    def inside_module(self, module: str) -> Iterator[None]:
         self._enter(module)
         yield
         self._leave()
 
     @contextlib.contextmanager
-    def calling(self, function: str) -> Iterator[None]:
+    def calling_function(self, function: str) -> Iterator[None]:
         outer, self._function = self._function, function
         self._mark()
         yield
@@ -119,8 +119,8 @@ class _Whereabouts:
         self._mark()
 
     @contextlib.contextmanager
-    def following(self, left: Callable[[Any], None]) -> Iterator[None]:
-        """Follow the model's modules; `left` is given the output of each."""
+    def hooked(self, on_output: Callable[[Any], None]) -> Iterator[None]:
+        """Track the model's modules by global hooks; `on_output` receives the output of each."""
 
         def before(module: nn.Module, _: Any) -> None:
             if id(module) in self._names:
@@ -128,7 +128,7 @@ class _Whereabouts:
 
         def after(module: nn.Module, _: Any, output: Any) -> None:
             if id(module) in self._names:
-                left(output)
+                on_output(output)
                 self._leave()
 
         handles = register_module_forward_pre_hook(before), register_module_forward_hook(after)
@@ -151,85 +151,85 @@ class _Whereabouts:
         self._places.append(Place(self._stack[-1], self._function))
 
 
-class _Functions(TorchFunctionMode):
-    """Tells which function the model calls, by the name its author wrote."""
+class _FunctionNames(TorchFunctionMode):
+    """Tells the tracker which torch function the model calls."""
 
-    def __init__(self, where: _Whereabouts) -> None:
+    def __init__(self, tracker: _CallTracker) -> None:
         super().__init__()
-        self._where = where
+        self._tracker = tracker
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self._where.calling(getattr(func, "__name__", "").strip("_")):
+        with self._tracker.calling_function(getattr(func, "__name__", "").strip("_")):
             return func(*args, **(kwargs or {}))
 
 
-class _Measure(TorchDispatchMode):
-    """Keeps the extremes of every floating output on the device. NaN is both where there is one."""
+class _ExtremesRecorder(TorchDispatchMode):
+    """Records minimum and maximum of every floating output, on the device. Both are NaN if a value is."""
 
-    def __init__(self, where: _Whereabouts, parameters: dict[int, str], rows: int) -> None:
+    def __init__(self, tracker: _CallTracker, parameters: dict[int, str], rows: int) -> None:
         super().__init__()
-        self._where, self._parameters, self._rows = where, parameters, rows
+        self._tracker, self._parameters, self._rows = tracker, parameters, rows
         self.records: list[_Record] = []
-        # For each module left: how many records there were, and the norm of each row of its output.
+        # For each module output: the number of records before it, and the norm of each of its rows.
         self._outputs: list[tuple[int, Tensor]] = []
-        self._own = False
+        self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self._own or func.is_view:
+        if self._paused or func.is_view:
             return out
         kernel = func.name().partition(".")[0]
-        if "empty" in kernel:  # memory nobody has written to may hold anything
+        if "empty" in kernel:  # uninitialised memory may hold anything
             return out
-        place, direction = self._where.here()
+        place, direction = self._tracker.here()
         results = out if isinstance(out, tuple | list) else (out,)
-        # Attention's forward pass also gives sums of exponentials, whose padding may hold anything.
+        # Attention's forward pass also returns the logsumexp, whose padding may hold anything.
         for result in results[:1] if "attention" in kernel and direction == FORWARD else results:
-            if _measurable(result):
+            if _is_checkable(result):
                 cast = self._parameters.get(id(args[0]), "") if kernel == "aten::_to_copy" else ""
                 self.records.append(_Record(kernel, place, direction, result.dtype, cast, _extremes(result)))
         return out
 
-    def left(self, output: Any) -> None:
-        if _measurable(output) and output.dim() > 1 and len(output) == self._rows:
-            self._own = True
+    def module_output(self, output: Any) -> None:
+        if _is_checkable(output) and output.dim() > 1 and len(output) == self._rows:
+            self._paused = True
             self._outputs.append((len(self.records), _row_norms(output)))
-            self._own = False
+            self._paused = False
 
-    def given(self, images: Tensor) -> None:
-        """What comes in has no operation that made it."""
-        if _measurable(images):
-            self._own = True
+    def batch_images(self, images: Tensor) -> None:
+        """Record the images themselves, which no operation produced."""
+        if _is_checkable(images):
+            self._paused = True
             self.records.append(
                 _Record(BATCH, Place(BATCH, "images"), FORWARD, images.dtype, "", _extremes(images)),
             )
             self._outputs.append((1, _row_norms(images)))
-            self._own = False
+            self._paused = False
 
-    def first_bad(self, loss: Tensor, loss_at: int) -> Finding | None:
-        """The one wait for the device. `loss_at`: how many records there were when the loss was known."""
+    def first_overflow(self, loss: Tensor, records_before_loss: int) -> Overflow | None:
+        """The first operation with an output that is not finite. Only this method waits for the device."""
         if not self.records:
             return None
         extremes = torch.stack([record.extremes for record in self.records] + [loss.detach().float().expand(2)])
         *values, (loss_value, _) = extremes.tolist()
-        # An infinity that the loss outlived did no harm.
-        begin = loss_at if isfinite(loss_value) else 0
+        # If the loss is finite, infinities in the forward pass did no harm.
+        begin = records_before_loss if isfinite(loss_value) else 0
         at = next((n for n in range(begin, len(values)) if _is_bad(self.records[n], *values[n])), None)
         if at is None:
             return None
         bad = self.records[at]
         operation = bad.place.function or bad.kernel.rpartition("::")[2].strip("_")
         rows = self._bad_rows(at) if bad.direction == FORWARD else ()
-        return Finding(operation, bad.kernel, bad.place.module, bad.direction, bad.dtype, bad.parameter, rows)
+        return Overflow(operation, bad.kernel, bad.place.module, bad.direction, bad.dtype, bad.parameter, rows)
 
     def _bad_rows(self, at: int) -> tuple[int, ...]:
-        """By the output of the module that was left first after that record."""
+        """Rows that are not finite in the first module output after record `at`."""
         norms = next((norms for count, norms in self._outputs if count > at), None)
         return () if norms is None else tuple(torch.isfinite(norms).logical_not().nonzero().flatten().tolist())
 
 
 class Replay:
-    """Passes that leave no trace: gradients, buffers and hooks stay as they are; generators are the caller's care."""
+    """Replays micro-batches without side effects on gradients, buffers and hooks. Callers protect random generators."""
 
     def __init__(
         self,
@@ -237,47 +237,47 @@ class Replay:
         inputs: nn.Module,
         criterion: Callable[[Tensor, Tensor], Tensor],
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-        change: BatchChange = unchanged,
+        change: BatchTransform = no_transform,
     ) -> None:
         self._model, self._inputs, self._criterion, self._autocast = model, inputs, criterion, autocast
         self._change = change
 
-    def watch(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Finding | None:
-        """One micro-batch, forward and backward."""
-        teacher = getattr(self._change, "teacher", None)  # of a distillation
-        where = _Whereabouts(self._model, teacher and teacher.model)
+    def run(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Overflow | None:
+        """Run one micro-batch, forward and backward, and find its overflow."""
+        teacher = getattr(self._change, "teacher", None)  # set in distillation
+        tracker = _CallTracker(self._model, teacher and teacher.model)
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        measure = _Measure(where, names, len(images))
-        # Compiled parts run as they are written: inside a compiled graph there is nothing to name.
-        with torch.enable_grad(), uncompiled(), measure:
-            with where.following(measure.left), _Functions(where):
-                measure.given(images)
+        recorder = _ExtremesRecorder(tracker, names, len(images))
+        # Compiled parts run in eager mode: operations inside a compiled graph cannot be named.
+        with torch.enable_grad(), uncompiled(), recorder:
+            with tracker.hooked(recorder.module_output), _FunctionNames(tracker):
+                recorder.batch_images(images)
                 with self._autocast():
-                    with where.inside(INPUTS):
-                        images, targets, _ = self._change(_untouched(self._inputs, images), labels)
-                    with where.inside(type(self._model).__name__):
-                        logits = _untouched(self._model, images)
+                    with tracker.inside_module(INPUTS):
+                        images, targets, _ = self._change(_call_with_copied_buffers(self._inputs, images), labels)
+                    with tracker.inside_module(type(self._model).__name__):
+                        logits = _call_with_copied_buffers(self._model, images)
                     loss = self._criterion(logits.float(), targets)
-                loss_at = len(measure.records)
-            with where.calling("scaling"):
+                records_before_loss = len(recorder.records)
+            with tracker.calling_function("scaling"):
                 scaled = loss * weight * scale
-            # No longer following: checkpointing calls modules again in here, for nodes that are not the graph's.
-            # Not backward(): that would add to .grad, and call those who wait for it to exchange gradients.
+            # Hooks are off here: activation checkpointing calls modules again, whose nodes are not in this graph.
+            # Not backward(), which would add to .grad and start DDP's all-reduce.
             torch.autograd.grad(scaled, [p for p in self._model.parameters() if p.requires_grad], allow_unused=True)
-        return measure.first_bad(loss, loss_at)
+        return recorder.first_overflow(loss, records_before_loss)
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _untouched(module: nn.Module, images: Tensor) -> Tensor:
-    """Call a module whose running statistics must not notice."""
+def _call_with_copied_buffers(module: nn.Module, images: Tensor) -> Tensor:
+    """Call a module without changing its running statistics."""
     return functional_call(module, {name: buffer.clone() for name, buffer in module.named_buffers()}, (images,))
 
 
-def _measurable(value: Any) -> bool:
-    # An 8-bit float has no infinity to speak of, and no norm in torch.
+def _is_checkable(value: Any) -> bool:
+    # 8-bit floats are left out: they have no infinity, and torch computes no norm of them.
     return isinstance(value, Tensor) and value.is_floating_point() and value.itemsize > 1 and value.numel() > 0
 
 

@@ -1,7 +1,7 @@
-"""Mixed precision: what `-amp` becomes on this device, and why.
+"""Mixed precision: the dtype that `-amp` means on this device, and autocast and loss scaling for it.
 
-One object for every precision. With AMP off its autocast and its scaler do nothing, so that the update is
-written once, without a branch.
+`Precision` is one object for every precision. With AMP off, its autocast and its scaler do nothing, so the update
+needs no branch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from utils.config.train import TrainConfig
 from utils.cpus import first_processor
 from utils.errors import UserError
 
-# Around its 8-bit matrix products, fp8 is bf16.
+# fp8 is bf16 outside its 8-bit matrix products.
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-# Smaller than this, an optimiser's epsilon is (nearly) zero in fp16 itself, or next to squares that are zero there.
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+# In fp16, a smaller epsilon rounds to zero, or is all that is left when squared gradients round to zero.
 SMALLEST_EPS_IN_FP16 = 1e-4
-# What Adam and most of its relatives have for one where the settings leave it to them.
-USUAL_EPS = 1e-8
+# Default epsilon of Adam and most of its variants.
+DEFAULT_EPS = 1e-8
 WITHOUT_EPS = {"sgd", "momentum", "nesterov", "lion"}
 
-# First capability of each generation, newest first, and what half precision brings there.
+# First compute capability of each GPU generation, newest first, and its gain from half precision.
 GENERATIONS = (
     ((10, 0), "Blackwell", "tensor cores for fp16 and bf16"),
     ((9, 0), "Hopper", "tensor cores for fp16 and bf16"),
@@ -42,7 +43,7 @@ GENERATIONS = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen and why, in words for the banner and run.json."""
+    """The chosen dtype, and the reason for the banner and run.json."""
 
     dtype: torch.dtype
     reason: str
@@ -50,60 +51,65 @@ class Choice:
 
 
 def choose(amp: AmpConfig, device: torch.device) -> Choice:
-    """The dtype that -amp means here."""
+    """The dtype that -amp means on `device`."""
     if not amp.ENABLED or amp.LEVEL == "O0":
         return Choice(torch.float32, "AMP is off")
     if amp.DTYPE != "auto":
         return _asked_for(DTYPES[amp.DTYPE], device)
     if amp.LEVEL == "O3":
-        return Choice(torch.bfloat16, "without fp32 masters only bf16's range will do")
+        return Choice(torch.bfloat16, "without fp32 master weights, only bf16 has enough range")
     if device.type == "cuda":
         return _for_gpu(torch.cuda.get_device_capability(device))
     if device.type == "cpu":
         return _for_cpu()
-    return Choice(torch.float16, f"fp16 is what {device.type} gains from")
+    return Choice(torch.float16, f"fp16 is the fast dtype on {device.type}")
 
 
 def _for_gpu(capability: tuple[int, int]) -> Choice:
     number = f"compute capability {capability[0]}.{capability[1]}"
     for first, name, gain in GENERATIONS:
         if capability >= first:
-            warning = f"{name} gains no speed from fp16, only memory" if name == "Pascal" else None
+            warning = f"on {name}, fp16 saves memory, with no gain in speed" if name == "Pascal" else None
             return Choice(torch.float16, f"{name} ({number}): {gain}", warning)
-    return Choice(torch.float16, number, "this GPU is older than fp16 arithmetic; expect no gain in speed")
+    return Choice(torch.float16, number, "this GPU has no fp16 arithmetic: expect no gain in speed")
 
 
 def _for_cpu() -> Choice:
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return Choice(torch.float16, "this CPU computes in fp16 and not in bf16")
-    if _cpu_has("avx512_bf16", "amx_bf16", "bf16"):  # the last is ARM's
+    if _cpu_has("avx512_bf16", "amx_bf16", "bf16"):  # "bf16" is ARM's name
         return Choice(torch.bfloat16, "this CPU computes in bf16")
     return Choice(
         torch.bfloat16,
         "bf16 needs no loss scaling",
-        "this CPU computes neither in fp16 nor in bf16: mixed precision will be slower than fp32 here",
+        "this CPU has neither fp16 nor bf16 arithmetic: mixed precision will be slower than fp32",
     )
 
 
 def _cpu_has(*flags: str) -> bool:
     processor = first_processor()
-    if not processor:  # not Linux: believe oneDNN
+    if not processor:  # no /proc/cpuinfo: ask oneDNN
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    listed = processor.get("flags", processor.get("Features", "")).split()  # the second is ARM's
+    listed = processor.get("flags", processor.get("Features", "")).split()  # "Features" is ARM's name
     return any(flag in listed for flag in flags)
 
 
 def _asked_for(dtype: torch.dtype, device: torch.device) -> Choice:
     warning = None
     if device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
-        warning = "this GPU emulates bf16, slowly; fp16 is what it gains from"
+        warning = "this GPU emulates bf16, which is slow; fp16 is faster"
     if device.type == "cpu" and dtype is torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        warning = "this CPU has no fp16 arithmetic: expect it to be many times slower than fp32; bf16 is meant for CPUs"
+        warning = "this CPU has no fp16 arithmetic: expect fp16 to be many times slower than fp32; use bf16 on CPUs"
     return Choice(dtype, "as asked for", warning)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a dtype: fp16, bf16, int64."""
+    return NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
 class Precision:
-    """Autocast and loss scaling of one run; the same calls whether or not either is on."""
+    """Autocast and loss scaling of one run, with the same calls whether or not either is on."""
 
     def __init__(self, amp: AmpConfig, device: torch.device) -> None:
         self.choice = choose(amp, device)
@@ -114,26 +120,29 @@ class Precision:
         self.validates_in_amp = low and amp.EVAL
         self.tf32 = amp.TF32
         self._in_fp32 = amp.CUSTOM_BLACK_LIST
-        # bf16 has fp32's range: nothing underflows, so nothing needs scaling unless asked for.
+        # bf16 has fp32's range: gradients do not underflow, so the loss is scaled only if the settings say so.
         scaled = self.choice.dtype is torch.float16 if amp.LOSS_SCALING is None else amp.LOSS_SCALING
         self.scaler = LossScaler(device.type, amp, enabled=low and scaled, half_gradients=self.level == "O3")
         switch_tf32(amp.TF32)
 
     @property
     def name(self) -> str:
-        """fp32, tf32, fp16, bf16 or fp8, and the level where it is not autocast's: 'O2-bf16'. A value of -amp."""
+        """Value of -amp for this precision: fp32, tf32, fp16, bf16 or fp8, after the level unless it is O1: O2-bf16."""
         if self.level == "O0":
             return "tf32" if self.tf32 and self.device.type == "cuda" else "fp32"
-        kind = "fp8" if self.fp8 else {torch.float16: "fp16", torch.bfloat16: "bf16"}[self.choice.dtype]
-        return kind if self.level == "O1" else f"{self.level}-{kind}"
+        name = "fp8" if self.fp8 else dtype_name(self.choice.dtype)
+        return name if self.level == "O1" else f"{self.level}-{name}"
 
     @property
     def computes_in_copy(self) -> bool:
-        """Whether a half-precision copy of the model computes, and the model keeps the fp32 masters."""
+        """Whether a half-precision copy of the model computes, and the model itself holds the fp32 master weights."""
         return self.level in ("O2", "NAIVE")
 
     def autocast(self, training: bool = True) -> torch.autocast:
-        """In validation the masters of O2 and NAIVE run under it too; what is half for good (O3) needs none."""
+        """Autocast for training or validation.
+
+        O2 and NAIVE validate their fp32 masters under autocast. O3 needs none: its weights are in half precision.
+        """
         enabled = self.level in ("O1", "O2") if training else self.validates_in_amp and self.level != "O3"
         return torch.autocast(self.device.type, self.choice.dtype if enabled else None, enabled=enabled)
 
@@ -141,13 +150,13 @@ class Precision:
         self.scaler.scale(loss).backward()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Gradients as they would be without scaling; once an update, and before any use of them."""
+        """Divide the gradients by the loss scale; once per update, before anything uses them."""
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool | Tensor:
-        """Move the weights unless a gradient overflowed. Tells whether they moved, without waiting for a GPU.
+        """Step the optimiser unless a gradient overflowed. Returns whether it did, without waiting for a GPU.
 
-        The answer is a bool where the host knows it for free, else a tensor of 0 or 1 on the device.
+        The result is a bool where the host knows it without a copy, else a tensor of 0 or 1 on the device.
         """
         if not self.scaler.is_enabled():
             optimizer.step()
@@ -156,32 +165,32 @@ class Precision:
         self.scaler.step(optimizer)
         self.scaler.update()
         if overflow.device.type == "cpu":
-            return not overflow.numpy().any()  # host memory: read in place
+            return not overflow.numpy().any()  # in host memory: no copy
         if self.hides_skips(optimizer):
             return overflow == 0
-        return not overflow.item()  # for such an optimiser GradScaler has already waited for this value
+        return not overflow.item()  # an optimiser that is not fused: GradScaler has already waited for this value
 
     def hides_skips(self, optimizer: Optimizer) -> bool:
-        """Whether only the device knows of a skipped update: a fused optimiser skips it there, and nobody waits."""
+        """Whether only the device knows of a skipped update, because a fused optimiser skips it there."""
         on_host = self.device.type == "cpu" or not self.scaler.is_enabled()
         return not on_host and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def scale_tensor(self) -> Tensor:
-        """The loss scale, left on the device; 1 where nothing is scaled."""
+        """The loss scale, on the device; 1 without loss scaling."""
         scale = self.scaler._scale if self.scaler.is_enabled() else None
         return torch.tensor(self.scaler.get_scale()) if scale is None else scale.detach()
 
     def line(self) -> str:
-        """What the banner says of it."""
+        """One line for the banner."""
         if self.level == "O0":
             if self.device.type == "cuda":
                 return f"{self.name}, TF32 {'on' if self.tf32 else 'off'}"
-            return self.name + " (TF32 was asked for and has no effect here: only CUDA GPUs have it)" * self.tf32
+            return self.name + " (AMP.TF32 has no effect: only CUDA GPUs have TF32)" * self.tf32
         how = {
             "O1": "by autocast",
-            "O2": "weights over fp32 masters, norms in fp32",
-            "NAIVE": "weights over fp32 masters, norms too",
-            "O3": "weights alone, without fp32 masters",
+            "O2": "copy of fp32 master weights, norms in fp32",
+            "NAIVE": "copy of fp32 master weights, norms included",
+            "O3": "weights, without fp32 masters",
         }[self.level]
         scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
         listed = f" with {', '.join(self._in_fp32)} in fp32" * bool(self._in_fp32)
@@ -189,10 +198,10 @@ class Precision:
 
 
 def switch_tf32(on: bool) -> None:
-    """Set either way, in all places: a former setting must not leak into this run."""
-    # By the older names as well, and first: torch's compiler and exporter still ask for them, and raise where they
-    # contradict the newer ones. They also reach what those leave alone: convolutions, whose own value is TF32 at first,
-    # and products, which compiling gives a value of their own. To cuDNN as a whole exporting gives one.
+    """Switch TF32 on or off everywhere: an earlier setting in this process must not leak into this run."""
+    # torch's older settings too, and first: its compiler and exporter still read them, and raise where they contradict
+    # the newer ones. They also reach what the newer ones leave alone: convolutions, which default to TF32, and matrix
+    # products, for which compiling sets a value of its own. Exporting sets one for all of cuDNN.
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
     for place in (torch.backends, torch.backends.cudnn):
@@ -200,37 +209,37 @@ def switch_tf32(on: bool) -> None:
 
 
 def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
-    """What cannot work on any device; found before processes start."""
+    """Reject AMP settings that work on no device; called before processes start."""
     check_names(amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST)
     if not amp.ENABLED:
         return
     if amp.DTYPE == "fp8":
         if amp.LEVEL != "O1":
-            raise UserError(f"AMP.DTYPE fp8 goes with AMP.LEVEL O1 only, not {amp.LEVEL}.")
+            raise UserError(f"AMP.DTYPE fp8 works with AMP.LEVEL O1 only, not {amp.LEVEL}.")
         check_fp8()
     if amp.LEVEL in ("NAIVE", "O3"):
-        needing = ("CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES", "AUTO_FP32")
-        given = [f"AMP.{key}" for key in needing if getattr(amp, key)]
+        autocast_only = ("CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES", "AUTO_FP32")
+        given = [f"AMP.{key}" for key in autocast_only if getattr(amp, key)]
         if given:
             raise UserError(
                 f"{', '.join(given)}: AMP.LEVEL {amp.LEVEL} computes everything in half precision, without autocast, "
-                "so nothing can be left out of it; use O1 or O2."
+                "so nothing can stay in fp32; use O1 or O2."
             )
     if not amp.EVAL and (amp.DTYPE == "fp8" or amp.LEVEL == "O3"):
         raise UserError(
-            f"AMP.EVAL false asks for validation in fp32, but with {'fp8' if amp.DTYPE == 'fp8' else 'AMP.LEVEL O3'} "
+            f"AMP.EVAL false means validation in fp32, but with {'fp8' if amp.DTYPE == 'fp8' else 'AMP.LEVEL O3'} "
             "the model's own layers compute in low precision; leave AMP.EVAL true, or train at another level."
         )
-    divides, eps = train.OPTIMIZER.NAME.casefold() not in WITHOUT_EPS, train.OPTIMIZER.EPS or USUAL_EPS
-    if divides and amp.LEVEL == "O3" and amp.DTYPE == "fp16" and eps < SMALLEST_EPS_IN_FP16:
+    has_eps, eps = train.OPTIMIZER.NAME.casefold() not in WITHOUT_EPS, train.OPTIMIZER.EPS or DEFAULT_EPS
+    if has_eps and amp.LEVEL == "O3" and amp.DTYPE == "fp16" and eps < SMALLEST_EPS_IN_FP16:
         raise UserError(
-            "AMP.LEVEL O3 in fp16: squared gradients round to zero in the optimiser's fp16 state, and "
-            f"TRAIN.OPTIMIZER.EPS {eps:g}, all that is left to divide by, makes the first updates "
-            f"explode or NaN. Set it to {SMALLEST_EPS_IN_FP16:g} or more, or use bf16, or O2, which keeps fp32 masters."
+            "AMP.LEVEL O3 in fp16: squared gradients round to zero in the optimiser's fp16 state, so updates are "
+            f"divided by TRAIN.OPTIMIZER.EPS {eps:g} alone, and the first ones explode or become NaN. "
+            f"Set it to {SMALLEST_EPS_IN_FP16:g} or more, or use bf16, or O2, which keeps fp32 masters."
         )
 
 
 def check_precision(amp: AmpConfig, device: torch.device) -> None:
-    """Mixed precision that this device cannot do at all."""
+    """Reject a precision that `device` does not support."""
     if amp.ENABLED and amp.DTYPE in ("bf16", "fp8") and device.type == "mps":
         raise UserError(f"AMP.DTYPE {amp.DTYPE} on mps is not supported by torch; use fp16.")

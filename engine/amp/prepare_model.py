@@ -1,54 +1,54 @@
-"""What precision asks of the model itself, before its weights are trained."""
+"""Changes that AMP makes to the model before training: fp8 layers, fp32 modules, half-precision weights."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from engine.amp.fp8 import convert
-from engine.amp.fp32_modules import force_fp32, forced
-from engine.amp.half_copy import hold_in_half
+from engine.amp.fp32_modules import force_fp32, forced_modules
+from engine.amp.half_copy import convert_to_half
 from engine.amp.precision import Precision
 from utils.config.amp import AmpConfig
 from utils.log import log
 
-TILE = 8
+TENSOR_CORE_TILE = 8
 
 
 def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> None:
-    """fp8 layers, modules kept in fp32, weights in half precision: in place."""
+    """Apply AMP.FP32_MODULES, fp8 and O3 to `model`, in place."""
     if precision.level == "O0":
         return
     if amp.FP32_MODULES:
-        taken = force_fp32(model, amp.FP32_MODULES, precision.device.type)
-        log.info("AMP.FP32_MODULES: in fp32 are %s", _names(taken))
+        forced = force_fp32(model, amp.FP32_MODULES, precision.device.type)
+        log.info("AMP.FP32_MODULES: modules in fp32: %s", _names(forced))
     if precision.fp8:
-        left_out = convert(model, amp.FP8_RECIPE, precision.device, classifier(model), forced(model))
-        log.info("fp8: linear layers left in bf16 (sizes no multiple of 16, or the classifier): %s", _names(left_out))
+        left_out = convert(model, amp.FP8_RECIPE, precision.device, classifier(model), forced_modules(model))
+        log.info("fp8: linear layers left in bf16 (the classifier, or sizes not multiples of 16): %s", _names(left_out))
     if precision.level == "O3":
-        hold_in_half(model, precision.choice.dtype)
+        convert_to_half(model, precision.choice.dtype)
         log.warning(
             "AMP.LEVEL O3 keeps no fp32 masters: updates smaller than a weight's last bit are lost, and weights near "
-            "1, such as norms', may never move. O2 takes more memory and does not have this."
+            "1, such as norms', may never change. O2 avoids this and takes more memory."
         )
 
 
-def hint(model: nn.Module, batch: int, device: str) -> str | None:
-    """A GPU's tensor cores work on tiles: sizes that do not fill them waste part of them.
+def tile_size_hint(model: nn.Module, batch: int, device: str) -> str | None:
+    """Advice where sizes are not multiples of a tensor core's tile, which leaves part of each tile unused.
 
-    The number of classes is not up to the user, and the classifier takes next to no time.
+    The number of classes is left out: users cannot choose it, and the classifier takes hardly any time.
     """
     if device != "cuda":
         return None
     sizes = {"DATA.BATCH_SIZE": batch, "MODEL.EMBED_DIM": getattr(model, "embed_dim", None)}
-    odd = [f"{key} {size}" for key, size in sizes.items() if isinstance(size, int) and size % TILE]
-    return f"Mixed precision is fastest with sizes that are multiples of {TILE}: {', '.join(odd)}" if odd else None
+    odd = ", ".join(f"{key} {size}" for key, size in sizes.items() if isinstance(size, int) and size % TENSOR_CORE_TILE)
+    return f"Mixed precision is fastest with sizes that are multiples of {TENSOR_CORE_TILE}: {odd}" if odd else None
 
 
 def classifier(model: nn.Module) -> nn.Module | None:
-    """timm's models tell which module it is."""
+    """The model's classifier, as timm's models report it."""
     get = getattr(model, "get_classifier", None)
-    found = get() if get else None
-    return found if isinstance(found, nn.Module) else None
+    module = get() if get else None
+    return module if isinstance(module, nn.Module) else None
 
 
 def _names(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""`-print_amp`: the precision each module of a model really has, seen in one forward pass."""
+"""`-print_amp`: a table of the precision that each module computes in, recorded in one forward pass."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.amp.fp32_modules import is_forced
 from engine.amp.op_lists import OPERATORS
+from engine.amp.precision import dtype_name
+from utils.text_table import aligned
 
-SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 HEADINGS = ("module", "class", "parameters", "inputs", "outputs", "operations")
 
-# What an operator is called once autocast and autograd are behind it -> its name on the lists.
+# Operator as it is dispatched below autocast and autograd -> its name on AMP's lists.
 LOWERED = {
     "_softmax": "softmax",
     "_log_softmax": "log_softmax",
@@ -39,8 +39,8 @@ CONVOLUTIONS = {3: "conv1d", 4: "conv2d", 5: "conv3d"}
 
 
 @dataclass
-class Seen:
-    """What one module's forward calls were given, gave back, and computed themselves, in order, each once."""
+class ModuleDtypes:
+    """Dtypes of a module's inputs, outputs and own operations, in order and without repeats."""
 
     inputs: dict[str, None] = field(default_factory=dict)
     outputs: dict[str, None] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Row:
-    """A module of the table, or several numbered ones that agree in everything. `label` ends their names."""
+    """A module of the table, or several numbered ones with equal rows. `label` is the last part of their names."""
 
     label: str
     cells: tuple[str, ...]
@@ -57,30 +57,29 @@ class Row:
 
 
 def amp_table(model: nn.Module, run_forward: Callable[[], object]) -> str:
-    """The table for `model`. `run_forward` runs it once, not compiled, just as training would: under its autocast."""
-    watch = _Watch(model)
-    with watch:
+    """The table for `model`. `run_forward` runs the model once, as training does: under autocast, but not compiled."""
+    recorder = _DtypeRecorder(model)
+    with recorder:
         run_forward()
-    rows = _fold(_row(name, child, watch.seen) for name, child in model.named_children())
-    root = (type(model).__name__, *_cells(model, watch.seen[model]))
-    lines = [HEADINGS, ("(model)", *root), *_lines(rows)]
-    text = _aligned(lines)
+    rows = _fold(_row(name, child, recorder.dtypes) for name, child in model.named_children())
+    root = (type(model).__name__, *_cells(model, recorder.dtypes[model]))
+    lines = aligned([HEADINGS, ("(model)", *root), *_lines(rows)])
     if any(is_forced(module) for module in model.modules()):
-        text += "\n* kept in fp32 by AMP.FP32_MODULES: inputs are cast on entry"
-    return text
+        lines.append("* kept in fp32 by AMP.FP32_MODULES: inputs are cast on entry")
+    return "\n".join(lines)
 
 
-class _Watch(TorchDispatchMode):
-    """Sees every operation with the precision it runs in, and knows the module it belongs to."""
+class _DtypeRecorder(TorchDispatchMode):
+    """Records the dtypes of every operation under the module that calls it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.seen = {module: Seen() for module in model.modules()}
+        self.dtypes = {module: ModuleDtypes() for module in model.modules()}
         self._inside: list[nn.Module] = []
         self._handles: list[Any] = []
 
-    def __enter__(self) -> _Watch:
-        for module in self.seen:
+    def __enter__(self) -> _DtypeRecorder:
+        for module in self.dtypes:
             self._handles.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave_module, always_call=True))
         super().__enter__()
@@ -93,11 +92,11 @@ class _Watch(TorchDispatchMode):
 
     def _enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside.append(module)
-        self.seen[module].inputs.update(dict.fromkeys(_dtypes((args, kwargs))))
+        self.dtypes[module].inputs.update(dict.fromkeys(_dtypes((args, kwargs))))
 
     def _leave_module(self, module: nn.Module, args: Any, outputs: Any) -> None:  # noqa: ARG002
         self._inside.pop()
-        self.seen[module].outputs.update(dict.fromkeys(_dtypes(outputs)))
+        self.dtypes[module].outputs.update(dict.fromkeys(_dtypes(outputs)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
@@ -105,14 +104,14 @@ class _Watch(TorchDispatchMode):
             module = self._inside[-1]
             name = _name(func.overloadpacket.__name__, module, args)
             if name in OPERATORS:
-                # The result comes first; statistics that a norm keeps beside it may have another precision.
+                # The first output is the result. The others, such as a norm's statistics, may have another dtype.
                 for dtype in _dtypes(outputs, floating=True)[:1]:
-                    self.seen[module].operations[name, dtype] = None
+                    self.dtypes[module].operations[name, dtype] = None
         return outputs
 
 
 def _name(name: str, module: nn.Module, args: Sequence[Any]) -> str:
-    """The name on the lists of an operator as it is called when it runs."""
+    """Name on AMP's lists for an operator as it is dispatched."""
     if name == "mm" and isinstance(module, nn.Linear):
         return "linear"
     if "convolution" in name:
@@ -126,36 +125,32 @@ def _name(name: str, module: nn.Module, args: Sequence[Any]) -> str:
 
 def _dtypes(values: Any, floating: bool = False) -> list[str]:
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-    return [_short(t.dtype) for t in tensors if t.is_floating_point() or not floating]
+    return [dtype_name(t.dtype) for t in tensors if t.is_floating_point() or not floating]
 
 
-def _short(dtype: torch.dtype) -> str:
-    return SHORT.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def _cells(module: nn.Module, seen: Seen) -> tuple[str, ...]:
-    """Parameters, inputs, outputs, operations."""
-    parameters = dict.fromkeys(_short(p.dtype) for p in module.parameters())
-    named: dict[str, list[str]] = {}
-    for name, dtype in seen.operations:
-        named.setdefault(name, []).append(dtype)
-    operations = ", ".join(f"{name} {'+'.join(dtypes)}" for name, dtypes in named.items())
+def _cells(module: nn.Module, dtypes: ModuleDtypes) -> tuple[str, ...]:
+    """Parameters, inputs, outputs and operations of a module."""
+    parameters = dict.fromkeys(dtype_name(p.dtype) for p in module.parameters())
+    by_name: dict[str, list[str]] = {}
+    for name, dtype in dtypes.operations:
+        by_name.setdefault(name, []).append(dtype)
+    operations = ", ".join(f"{name} {'+'.join(used)}" for name, used in by_name.items())
     star = "*" if is_forced(module) else ""
-    return _joined(parameters), _joined(seen.inputs) + star, _joined(seen.outputs), operations
+    return _joined(parameters), _joined(dtypes.inputs) + star, _joined(dtypes.outputs), operations
 
 
 def _joined(dtypes: Iterable[str]) -> str:
     return "+".join(dtypes) or "-"
 
 
-def _row(label: str, module: nn.Module, seen: dict[nn.Module, Seen]) -> Row:
-    cells = (type(module).__name__, *_cells(module, seen[module]))
-    children = (_row(name, child, seen) for name, child in module.named_children())
+def _row(label: str, module: nn.Module, dtypes: dict[nn.Module, ModuleDtypes]) -> Row:
+    cells = (type(module).__name__, *_cells(module, dtypes[module]))
+    children = (_row(name, child, dtypes) for name, child in module.named_children())
     return Row(label, cells, tuple(_fold(children)))
 
 
 def _fold(rows: Iterable[Row]) -> Iterator[Row]:
-    """Numbered rows that agree in everything become one: blocks.0-11. Identities, which do nothing, go."""
+    """Merge equal numbered rows into one (blocks.0-11), and leave out Identity modules."""
     alike: dict[Row | str, tuple[Row, list[int]]] = {}
     for row in rows:
         if row.cells[0] == "Identity":
@@ -169,7 +164,7 @@ def _fold(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0-2,4 of 0, 1, 2, 4."""
+    """Numbers as ranges: 0, 1, 2, 4 -> 0-2,4."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -183,10 +178,3 @@ def _lines(rows: Iterable[Row], under: str = "") -> Iterator[tuple[str, ...]]:
     for row in rows:
         yield (under + row.label, *row.cells)
         yield from _lines(row.inside, f"{under}{row.label}.")
-
-
-def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )

@@ -1,7 +1,7 @@
-"""Loss scaling: torch's GradScaler, with the two settings of Paddle's that it lacks.
+"""Loss scaling: torch's GradScaler, plus two settings that Paddle has and torch lacks.
 
-`DECR_EVERY_N_NAN_OR_INF` waits for several overflows in a row before the scale is cut, and
-`USE_DYNAMIC_LOSS_SCALING: false` leaves the scale alone. All counting stays on the device: nothing waits.
+`DECR_EVERY_N_NAN_OR_INF` lowers the scale only after several overflows in a row, and
+`USE_DYNAMIC_LOSS_SCALING: false` keeps the scale fixed. Counting stays on the device, so the host never waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SMALLEST_SCALE = 1.0
 
 class LossScaler(torch.amp.GradScaler):
     def __init__(self, device: str, amp: AmpConfig, enabled: bool, half_gradients: bool = False) -> None:
-        """`half_gradients`: the weights themselves are fp16 (O3), and so are their gradients."""
+        """`half_gradients`: the weights are fp16 (O3), so their gradients are too."""
         super().__init__(
             device,
             enabled=enabled,
@@ -29,66 +29,68 @@ class LossScaler(torch.amp.GradScaler):
             growth_interval=amp.INCR_EVERY_N_STEPS,
         )
         self._dynamic = amp.USE_DYNAMIC_LOSS_SCALING
-        self._cut_after = amp.DECR_EVERY_N_NAN_OR_INF
-        # Below 1 a scale would throw away what it is there to save; at 0 it would never come back.
+        self._backoff_after = amp.DECR_EVERY_N_NAN_OR_INF
+        # A scale below 1 would make gradients underflow more, not less; from 0 it would never grow again.
         self._floor = min(SMALLEST_SCALE, amp.INIT_LOSS_SCALING)
         self._half_gradients = half_gradients
-        self._bad_in_a_row: Tensor | None = None
-        self._restored_bad = 0
+        self._overflows_in_a_row: Tensor | None = None
+        self._restored_overflows = 0
 
     def overflow(self, optimizer: Optimizer) -> Tensor:
-        """Above 0 where a gradient of this update is not finite; only after `unscale_`."""
-        found = list(self._found_inf_per_device(optimizer).values())
-        return torch.stack(found).sum() if len(found) > 1 else found[0].clone()
+        """Above 0 if a gradient of this update is not finite; valid only after `unscale_`."""
+        flags = list(self._found_inf_per_device(optimizer).values())
+        return torch.stack(flags).sum() if len(flags) > 1 else flags[0].clone()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         if not self.is_enabled() or new_scale is not None:
             super().update(new_scale)
             return
         scale, _ = self._check_scale_growth_tracker("update")
-        if self._dynamic and self._cut_after == 1:
+        if self._dynamic and self._backoff_after == 1:
             super().update()
             scale.clamp_(min=self._floor)
             return
-        found = [
+        flags = [
             flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]
-        bad = torch.stack([flag.to(scale.device) for flag in found]).sum() > 0
-        growth, cut = self._growth_factor, self._backoff_factor
-        # torch's kernel counts the good updates; the cut is ours, so its own is made to do nothing.
+        overflowed = torch.stack([flag.to(scale.device) for flag in flags]).sum() > 0
+        growth, backoff = self._growth_factor, self._backoff_factor
+        # torch's kernel counts the good updates. Lowering the scale is done here, so torch's own backoff is disabled.
         self._backoff_factor = 1.0
         self._growth_factor = growth if self._dynamic else 1.0
         try:
             super().update()
         finally:
-            self._growth_factor, self._backoff_factor = growth, cut
+            self._growth_factor, self._backoff_factor = growth, backoff
         if self._dynamic:
-            self._cut_after_enough(scale, bad, cut)
+            self._back_off_after_several(scale, overflowed, backoff)
 
-    def _cut_after_enough(self, scale: Tensor, bad: Tensor, cut: float) -> None:
-        if self._bad_in_a_row is None:
-            self._bad_in_a_row = torch.full((), self._restored_bad, dtype=torch.int32, device=scale.device)
-        self._bad_in_a_row.add_(1).mul_(bad)
-        enough = self._bad_in_a_row >= self._cut_after
-        self._bad_in_a_row.mul_(~enough)
-        scale.copy_(torch.where(enough, (scale * cut).clamp(min=self._floor), scale))
+    def _back_off_after_several(self, scale: Tensor, overflowed: Tensor, backoff: float) -> None:
+        if self._overflows_in_a_row is None:
+            count = self._restored_overflows
+            self._overflows_in_a_row = torch.full((), count, dtype=torch.int32, device=scale.device)
+        self._overflows_in_a_row.add_(1).mul_(overflowed)
+        enough = self._overflows_in_a_row >= self._backoff_after
+        self._overflows_in_a_row.mul_(~enough)
+        scale.copy_(torch.where(enough, (scale * backoff).clamp(min=self._floor), scale))
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if state:
-            state["bad_in_a_row"] = self._restored_bad if self._bad_in_a_row is None else int(self._bad_in_a_row)
+            count = self._overflows_in_a_row
+            state["bad_in_a_row"] = self._restored_overflows if count is None else int(count)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The factors are the present settings'; what is restored is where the scale stands, unless it is a setting."""
-        now = super().state_dict()
-        if not now or not self._dynamic:
+        """Restore scale and counts. The factors are those of the current settings, and so is a fixed scale."""
+        current = super().state_dict()
+        if not current or not self._dynamic:
             return
-        # Growth comes when the count meets the interval; one that was made shorter since must still be met.
-        clean = min(state_dict["_growth_tracker"], self._growth_interval - 1)
-        super().load_state_dict({**now, "scale": state_dict["scale"], "_growth_tracker": clean})
-        self._restored_bad = state_dict.get("bad_in_a_row", 0)
-        self._bad_in_a_row = None
+        # The scale grows when the count equals the interval, which may be shorter now than the restored count.
+        good = min(state_dict["_growth_tracker"], self._growth_interval - 1)
+        super().load_state_dict({**current, "scale": state_dict["scale"], "_growth_tracker": good})
+        self._restored_overflows = state_dict.get("bad_in_a_row", 0)
+        self._overflows_in_a_row = None
 
     def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._half_gradients)

@@ -1,7 +1,7 @@
-"""Which layer overflowed: when the loss scaler skips an update, that update is replayed and the culprit named.
+"""Replay updates that the loss scaler skipped, to name the layer that overflowed.
 
-A normal update costs a reference to its batch and a copy of the loss scale on the device. Where the skip is known on
-a GPU alone, nobody waits for it: the answer travels to the host by itself and is looked at in later updates.
+A normal update costs a reference to its batch and a copy of the loss scale on the device. If only the GPU knows whether
+an update was skipped, the host does not wait: an asynchronous copy brings the flag, and later updates look at it.
 """
 
 from __future__ import annotations
@@ -11,57 +11,55 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from datasets import PADDING, Batch, Share
-from engine.amp.overflow_replay import BACKWARD, BATCH, LOSS, Finding, Replay
-from engine.inputs.mixup import BatchChange, unchanged
+from engine.amp.overflow_replay import BACKWARD, BATCH, LOSS, Overflow, Replay
+from engine.amp.precision import dtype_name
 from utils.log import log
 from utils.seeding import fork_host_rng, seed_all
 
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 SHOWN_SAMPLES = 8
 
 FIRST_REPLAYS = 3
 UPDATES_BETWEEN_REPLAYS = 50
-KEPT_BYTES = 2**30
-"""Images that are kept for replays at most, those of the update that is being computed included."""
-USUALLY_KEPT = 3
-"""Updates: the one that is computed, the one whose answer travels, and one that is looked at. A GPU may be behind."""
+MAX_BYTES = 2**30
+"""Most image bytes held for replays, the current update's included."""
+USUAL_UPDATES = 3
+"""Updates whose images are usually held: the current one, the one whose flag is being copied, and one more."""
 
 MicroBatches = list[tuple[Share, Batch]]
 Answer = Callable[[], bool | None]
-"""Whether the weights moved; None while that is not known yet."""
+"""Whether the weights moved; None while that is unknown."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """What overflowed in one skipped update. Plain values only, so that it travels between ranks and into JSON."""
+    """Cause of one skipped update. Plain values only, for other ranks and for JSON."""
 
     update: int
     noticed_at: int
     operation: str
-    """As users call it: linear, matmul, ...; empty where the replay found nothing."""
+    """Name of the function: linear, matmul, ...; empty if the replay found nothing."""
     module: str
-    """Its name in the model, or the model's class, or `loss`, `inputs`, `batch`."""
+    """Name of the module in the model, or the model's class, or `loss`, `inputs`, `batch`."""
     direction: str
     dtype: str
     sample_indices: tuple[int, ...]
-    """The samples of the micro-batch."""
+    """Indices of the micro-batch's samples."""
     scale: float
     kernel: str = ""
-    """What torch ran: aten::addmm, say."""
+    """Kernel that torch ran, such as aten::addmm."""
     parameter: str = ""
-    """The parameter that did not fit `dtype`, if that was it."""
+    """The parameter that does not fit `dtype`, if that is the cause."""
     bad_samples: tuple[int, ...] = ()
-    """Those among the samples that came out not finite, where that can be told."""
+    """Indices of the samples whose output is not finite, if known."""
     passed_over: int = 0
-    """Skipped updates since the last replay that were not looked at."""
+    """Skipped updates since the last replay that were not replayed."""
     reason: str = ""
-    """Why nothing is named."""
+    """Why the replay found nothing."""
 
     def words(self) -> str:
         """One line for the log."""
@@ -71,24 +69,24 @@ class Blame:
         parts.append(f"loss scale {self.scale:g}")
         late = self.noticed_at - self.update
         if late:
-            parts.append(f"noticed {late} update{'s' * (late > 1)} later and replayed with the weights of then")
+            parts.append(f"noticed {late} update{'s' * (late > 1)} later, and replayed with the weights of that time")
         if self.passed_over:
-            parts.append(f"{self.passed_over} skipped before it and not replayed")
+            parts.append(f"{self.passed_over} skipped updates before it were not replayed")
         return f"update {self.update} was skipped: " + "; ".join(parts)
 
     def _what(self) -> str:
         if not self.operation:
             return self.reason
         if self.module == BATCH:
-            return "the images were not finite before anything was computed"
+            return "the images were not finite, before the model computed anything"
         if self.module == LOSS and self.operation == "scaling":
-            return "the scaled loss itself overflowed: the scale is too large"
+            return "the scaled loss itself overflowed: the loss scale is too large"
         where = f"{self.operation} in {self.module} ({self.direction}, {self.kernel}, {self.dtype})"
         if self.module == LOSS and self.direction == BACKWARD:
-            return f"{where}: the loss's own gradient is not finite, the scale is too large"
+            return f"{where}: the gradient of the loss is not finite, so the loss scale is too large"
         if self.parameter:
             return f"{where} overflowed: {self.parameter} does not fit {self.dtype}"
-        return f"{where} gave the first value that is not finite"
+        return f"{where} produced the first value that is not finite"
 
     def _samples(self) -> str:
         count = len(self.sample_indices)
@@ -99,18 +97,18 @@ class Blame:
 
 @dataclass
 class SkipRecord:
-    """What is remembered from one skipped update to the next; saved, so that a resumed run says and does the same."""
+    """Counts over all skipped updates; saved in checkpoints, so that a resumed run replays the same ones."""
 
     replays: int = 0
     last_replay: int = 0
-    """The update of the last one."""
+    """Update of the last replay."""
     passed_over: int = 0
     blamed: dict[str, int] = field(default_factory=dict)
-    """How often each module was (AMP.AUTO_FP32)."""
+    """Number of overflows of each module (AMP.AUTO_FP32)."""
 
 
 @dataclass
-class _Kept:
+class _Pending:
     """One update that may have been skipped."""
 
     update: int
@@ -124,140 +122,134 @@ class _Kept:
 
 
 class OverflowWatch:
-    """Call `keep` before the scaler's step, `after` behind it, `take` when reporting. All but a skip is free.
+    """Holds the micro-batches of recent updates and replays those that were skipped. Other updates cost nothing.
 
-    `model` is the module itself, neither compiled nor wrapped for many devices; `inputs`, `criterion`, `autocast`,
-    `seed` and `change` are those of the update.
+    Call `remember` before the scaler's step, `record` after it, and `take` for each report. The model inside `replay`
+    must be neither compiled nor wrapped by DDP; `seed` is that of the updates.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        inputs: nn.Module,
-        criterion: Callable[[Tensor, Tensor], Tensor],
-        autocast: Callable[[], AbstractContextManager[Any]],
+        replay: Replay,
         seed: int,
         device: torch.device,
-        record: SkipRecord | None = None,
+        skips: SkipRecord,
         send: Callable[[Tensor], Answer] | None = None,
-        change: BatchChange = unchanged,
     ) -> None:
-        self._replay = Replay(model, inputs, criterion, autocast, change)
-        self._seed, self._device = seed, device
+        self._replay, self._seed, self._device, self._skips = replay, seed, device, skips
         self._send = send or send_to_host
-        self._waiting: deque[_Kept] = deque()
-        self._found: list[Blame] = []
-        self._record = record or SkipRecord()
-        self._now = 0
-        self._told_cap = False
+        self._pending: deque[_Pending] = deque()
+        self._blames: list[Blame] = []
+        self._update = 0
+        self._limit_was_logged = False
 
-    def collect(self, kept: MicroBatches | None, share: Share, batch: Batch) -> MicroBatches | None:
-        """Add a micro-batch to those of the update that is being computed; None where all of them are too many.
+    def collect(self, micro_batches: MicroBatches | None, share: Share, batch: Batch) -> MicroBatches | None:
+        """Add a micro-batch to those of the current update; None once these alone exceed MAX_BYTES.
 
-        Room is made by those of earlier updates, which then cannot be replayed.
+        Earlier updates give up their images first; they can no longer be replayed.
         """
-        if kept is None:
+        if micro_batches is None:
             return None
-        kept.append((share, batch))
-        size = _size(kept) + sum(old.bytes for old in self._waiting)
-        for old in self._waiting:
-            if size <= KEPT_BYTES:
+        micro_batches.append((share, batch))
+        size = _size(micro_batches) + sum(earlier.bytes for earlier in self._pending)
+        for earlier in self._pending:
+            if size <= MAX_BYTES:
                 break
-            size -= old.bytes
-            old.micro_batches = []
-        return kept if size <= KEPT_BYTES else None
+            size -= earlier.bytes
+            earlier.micro_batches = []
+        return micro_batches if size <= MAX_BYTES else None
 
-    def keep(self, update: int, micro_batches: MicroBatches | None, scale: Tensor) -> None:
-        """What a replay would need. The scaler changes its scale in place, so this comes before its step."""
-        self._waiting.append(_Kept(update, micro_batches or [], scale.detach().clone()))
+    def remember(self, update: int, micro_batches: MicroBatches | None, scale: Tensor) -> None:
+        """Hold what a replay needs. Call it before the scaler's step, which changes the scale in place."""
+        self._pending.append(_Pending(update, micro_batches or [], scale.detach().clone()))
 
-    def after(self, update: int, moved: bool | Tensor) -> None:
-        """Say whether the update that was kept last moved the weights."""
-        self._now = update
-        kept = self._waiting[-1]
+    def record(self, update: int, moved: bool | Tensor) -> None:
+        """Record whether the update that was remembered last moved the weights."""
+        self._update = update
         if isinstance(moved, Tensor):
-            kept.answer = self._send(moved)
+            self._pending[-1].answer = self._send(moved)
         else:
-            kept.answer = lambda: moved
-        self._look()
+            self._pending[-1].answer = lambda: moved
+        self._check_pending()
 
     def take(self) -> list[Blame]:
-        """What was found since the last call."""
-        self._look()
-        found, self._found = self._found, []
-        return found
+        """Causes found since the last call."""
+        self._check_pending()
+        blames, self._blames = self._blames, []
+        return blames
 
-    def _look(self) -> None:
-        """Answers come in the order of the updates; the first that is not there yet ends the look."""
-        while self._waiting and self._waiting[0].answer is not None:
-            moved = self._waiting[0].answer()
+    def _check_pending(self) -> None:
+        """Go through the updates in order, up to the first whose answer has not arrived."""
+        while self._pending and self._pending[0].answer is not None:
+            moved = self._pending[0].answer()
             if moved is None:
                 return
-            kept = self._waiting.popleft()
+            update = self._pending.popleft()
             if not moved:
-                self._skipped(kept)
+                self._on_skip(update)
 
-    def _skipped(self, kept: _Kept) -> None:
-        record = self._record
-        early = record.replays < FIRST_REPLAYS
-        if not kept.micro_batches and not self._told_cap:
-            self._told_cap = True
+    def _on_skip(self, skipped: _Pending) -> None:
+        skips = self._skips
+        early = skips.replays < FIRST_REPLAYS
+        if not skipped.micro_batches and not self._limit_was_logged:
+            self._limit_was_logged = True
             log.info(
-                "update %d was skipped and cannot be replayed: its images are not kept, since at most %.0f GiB are; a "
-                "smaller -batch_size or -accum_iter keeps them. Later ones like it are counted only.",
-                kept.update,
-                KEPT_BYTES / 2**30,
+                "update %d was skipped and cannot be replayed: its images exceed the limit of %.0f GiB. A smaller "
+                "-batch_size or -accum_iter makes replays possible. Later updates like it are only counted.",
+                skipped.update,
+                MAX_BYTES / 2**30,
             )
-        if not kept.micro_batches or not (early or kept.update - record.last_replay >= UPDATES_BETWEEN_REPLAYS):
-            record.passed_over += 1
+        if not skipped.micro_batches or not (early or skipped.update - skips.last_replay >= UPDATES_BETWEEN_REPLAYS):
+            skips.passed_over += 1
             return
-        record.replays += 1
-        record.last_replay = kept.update
-        self._found.append(self._blame(kept))
-        record.passed_over = 0
+        skips.replays += 1
+        skips.last_replay = skipped.update
+        self._blames.append(self._find_cause(skipped))
+        skips.passed_over = 0
 
-    def _blame(self, kept: _Kept) -> Blame:
+    def _find_cause(self, skipped: _Pending) -> Blame:
         try:
             with fork_host_rng(), self._device_generator_kept():
-                finding, batches = self._find(kept)
-            reason = "" if finding else self._unseen(kept)
-        except RuntimeError as error:  # out of memory, say: no reason to end a run that goes on well
-            finding, batches = None, kept.micro_batches
-            reason = f"not named, the replay failed ({str(error).strip().partition(chr(10))[0]})"
-            log.debug("The replay of update %d failed.", kept.update, exc_info=True)
+                overflow, batches = self._run_replay(skipped)
+            reason = "" if overflow else self._why_not_reproduced(skipped)
+        except RuntimeError as error:  # such as out of memory: the training itself can continue
+            overflow, batches = None, skipped.micro_batches
+            reason = f"cause unknown, the replay failed ({str(error).strip().partition(chr(10))[0]})"
+            log.debug("The replay of update %d failed.", skipped.update, exc_info=True)
         samples = [index for _, batch in batches for index in batch.indices.tolist()]
+        rows = overflow.bad_rows if overflow else ()
         return Blame(
-            update=kept.update,
-            noticed_at=self._now,
-            operation=finding.operation if finding else "",
-            module=finding.module if finding else "",
-            direction=finding.direction if finding else "",
-            dtype=NAMES.get(finding.dtype, str(finding.dtype).removeprefix("torch.")) if finding else "",
+            update=skipped.update,
+            noticed_at=self._update,
+            operation=overflow.operation if overflow else "",
+            module=overflow.module if overflow else "",
+            direction=overflow.direction if overflow else "",
+            dtype=dtype_name(overflow.dtype) if overflow else "",
             sample_indices=tuple(index for index in samples if index != PADDING),
-            scale=float(kept.scale),
-            kernel=finding.kernel if finding else "",
-            parameter=finding.parameter if finding else "",
-            bad_samples=tuple(samples[row] for row in finding.bad_rows if samples[row] != PADDING) if finding else (),
-            passed_over=self._record.passed_over,
+            scale=float(skipped.scale),
+            kernel=overflow.kernel if overflow else "",
+            parameter=overflow.parameter if overflow else "",
+            bad_samples=tuple(samples[row] for row in rows if samples[row] != PADDING),
+            passed_over=self._skips.passed_over,
             reason=reason,
         )
 
-    def _find(self, kept: _Kept) -> tuple[Finding | None, MicroBatches]:
-        """The first finding and the micro-batches it concerns."""
-        for share, batch in kept.micro_batches:
-            seed_all(self._seed, "micro", kept.update, share.number)  # mixing and dropout as they were
-            finding = self._replay.watch(batch.images, batch.labels, share.weight, kept.scale)
-            if finding is not None:
-                return finding, [(share, batch)]
-        return None, kept.micro_batches
+    def _run_replay(self, skipped: _Pending) -> tuple[Overflow | None, MicroBatches]:
+        """The first overflow and its micro-batch; without an overflow, all micro-batches."""
+        for share, batch in skipped.micro_batches:
+            seed_all(self._seed, "micro", skipped.update, share.number)  # the same mixing and dropout
+            overflow = self._replay.run(batch.images, batch.labels, share.weight, skipped.scale)
+            if overflow is not None:
+                return overflow, [(share, batch)]
+        return None, skipped.micro_batches
 
-    def _unseen(self, kept: _Kept) -> str:
-        """Nothing is made up where nothing was found; what a replay cannot show is told instead."""
-        reasons = ["the weights have moved since"] if self._now > kept.update else []
-        if len(kept.micro_batches) > 1:
-            reasons.append("the micro-batches overflowed only in their sum")
-        reasons += ["compiled code rounds differently", "it came from another rank"]
-        return f"not seen again in the replay: {', '.join(reasons[:-1])}, or {reasons[-1]}"
+    def _why_not_reproduced(self, skipped: _Pending) -> str:
+        """Possible reasons why the replay of a skipped update did not overflow."""
+        reasons = ["the weights have changed since"] if self._update > skipped.update else []
+        if len(skipped.micro_batches) > 1:
+            reasons.append("only the sum of the micro-batches overflowed")
+        reasons += ["compiled code rounds differently", "the overflow was on another rank"]
+        return f"the replay did not overflow: {', '.join(reasons[:-1])}, or {reasons[-1]}"
 
     def _device_generator_kept(self) -> AbstractContextManager[None]:
         if self._device.type == "cpu":
@@ -266,9 +258,9 @@ class OverflowWatch:
         return torch.random.fork_rng([index], device_type=self._device.type)
 
 
-def kept_for_replays(window: int) -> int:
-    """Bytes of images that are usually kept where one update's take `window` bytes."""
-    return min(KEPT_BYTES, USUALLY_KEPT * window)
+def replay_bytes(window: int) -> int:
+    """Image bytes usually held for replays, where those of one update are `window` bytes."""
+    return min(MAX_BYTES, USUAL_UPDATES * window)
 
 
 def _size(micro_batches: MicroBatches) -> int:
@@ -276,7 +268,7 @@ def _size(micro_batches: MicroBatches) -> int:
 
 
 def send_to_host(moved: Tensor) -> Answer:
-    """Start the copy of a flag from the device, and tell how to see whether it has arrived. Nobody waits."""
+    """Start an asynchronous copy of a flag to the host; the result tells its value once it has arrived."""
     flag = torch.empty((), dtype=torch.bool, pin_memory=moved.device.type == "cuda")
     flag.copy_(moved.detach().reshape(()), non_blocking=True)
     arrived = torch.Event(moved.device)

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.parallel.fsdp import Sharding, is_dealt, own_part
+from engine.parallel.fsdp import Sharding, is_sharded, local_shard
 
 OPTIMIZER = "optimizer.safetensors"
 _SHARD = re.compile(r"\.shard-(\d+)-of-(\d+)\.safetensors$")
@@ -75,8 +75,8 @@ def into_shards(
 
 def _rows(tensors: Mapping[str, Tensor], sharding: Sharding) -> dict[str, Tensor]:
     """This rank's rows of sharded tensors, if it has any. The first rank also saves what is not sharded."""
-    rows = {name: own_part(tensor.detach()) for name, tensor in tensors.items() if is_dealt(tensor)}
-    whole = {name: tensor.detach() for name, tensor in tensors.items() if not is_dealt(tensor)}
+    rows = {name: local_shard(tensor.detach()) for name, tensor in tensors.items() if is_sharded(tensor)}
+    whole = {name: tensor.detach() for name, tensor in tensors.items() if not is_sharded(tensor)}
     return {name: part for name, part in rows.items() if len(part)} | (whole if sharding.nth == 0 else {})
 
 
@@ -85,8 +85,8 @@ def _split_moments(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[s
     moments: dict[str, Tensor] = {}
     rest: dict[Any, dict[str, Any]] = {}
     for number, values in optimizer["state"].items():
-        moments |= {f"{number}.{key}": value for key, value in values.items() if is_dealt(value)}
-        rest[number] = {key: value for key, value in values.items() if not is_dealt(value)}
+        moments |= {f"{number}.{key}": value for key, value in values.items() if is_sharded(value)}
+        rest[number] = {key: value for key, value in values.items() if not is_sharded(value)}
     return moments, {**optimizer, "state": rest}
 
 

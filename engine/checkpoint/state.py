@@ -19,8 +19,8 @@ from engine.checkpoint.optimizer_state import load_optimizer, trained_weights
 from engine.checkpoint.saver import Snapshot
 from engine.checkpoint.shard_files import OPTIMIZER, into_shards
 from engine.measure.progress import Best, Position
-from engine.parallel.fsdp import Sharding, is_dealt, own_part, own_parts
-from engine.speed.channels_last import lay_out_alike
+from engine.parallel.fsdp import Sharding, is_sharded, local_shard, local_shards
+from engine.speed.channels_last import match_memory_format
 from engine.update import Parts
 from models import frozen_weights
 from utils.config import Config, differences, load_config
@@ -111,7 +111,7 @@ def _restore(
         log.info("MODEL.RESUME_EMA: the run resumes with the weights of the EMA.")
     moments = checkpoint.lazy_tensors(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
     load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
-    lay_out_alike(parts.optimizer)
+    match_memory_format(parts.optimizer)
     if state["fp32_modules"] and sharding is not None and parts.precision.level == "O2":
         raise UserError(
             f"{checkpoint.folder}: AMP.AUTO_FP32 had moved modules to fp32, which is impossible once DIST.STRATEGY "
@@ -202,12 +202,12 @@ def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, shar
         model.load_state_dict(saved)
         return
     for name, value in own.items():
-        own_part(value).copy_(sharding.rows(saved[name]) if is_dealt(value) else saved[name])
+        local_shard(value).copy_(sharding.rows(saved[name]) if is_sharded(value) else saved[name])
 
 
 def finite(tensors: dict[str, Tensor]) -> bool:
     """Whether all weights are finite. Waits for the device once."""
-    floats = [t for t in own_parts(tensors).values() if t.is_floating_point() and t.numel()]
+    floats = [t for t in local_shards(tensors).values() if t.is_floating_point() and t.numel()]
     # The Euclidean norm takes a tenth of the time of the maximum norm, but may overflow where that one does not.
     return _all_finite(floats, 2.0) or _all_finite(floats, float("inf"))
 
@@ -215,7 +215,7 @@ def finite(tensors: dict[str, Tensor]) -> bool:
 def finite_everywhere(parts: Parts) -> bool:
     """Whether the model's weights are finite, on all ranks. A collective call if they are sharded."""
     result = finite(parts.model.state_dict())
-    return result if parts.sharding is None else parts.sharding.agree(result)
+    return result if parts.sharding is None else parts.sharding.true_on_all(result)
 
 
 def _all_finite(tensors: list[Tensor], order: float) -> bool:

@@ -1,4 +1,4 @@
-"""TRAIN.COMPILE: what of an update is compiled on this device, in this run, and why."""
+"""TRAIN.COMPILE: decide what to compile on this device: nothing, each block, or the whole update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.compile.gain import gain
+from engine.compile.gain import estimate_gain
 from engine.measure.mfu import training_flops
 from engine.update import Parts
 from models import build_without_weights
@@ -36,25 +36,29 @@ class CompileChoice:
 
     @property
     def torch_mode(self) -> str:
-        """CUDA graphs come with no mode but that one: torch's max-autotune would bring them along."""
+        """torch's name of the mode. Only reduce-overhead uses CUDA graphs, which torch's max-autotune would use too."""
         return "max-autotune-no-cudagraphs" if self.mode == "max-autotune" else self.mode
 
     def as_noted(self) -> dict[str, str]:
-        """For run.json and checkpoints."""
+        """Entries for run.json and checkpoints."""
         return {"compile": self.how, "compile_why": self.reason}
 
 
 def choose_compiling(
-    config: Config, parts: Parts, world: World, updates: int, kept: Mapping[str, Any]
+    config: Config, parts: Parts, world: World, updates: int, previous: Mapping[str, Any]
 ) -> CompileChoice:
-    """`updates`: those that are left. `kept`: all choices of the run that resumes. A collective call."""
+    """What to compile. A collective call.
+
+    `updates`: number of updates left. `previous`: choices of the run that is resumed.
+    """
     wanted = config.TRAIN.COMPILE
     if wanted != AUTO:
         how, reason = wanted, "as asked for"
     else:
-        how, reason = broadcast(_kept(kept, parts.precision.device) or _by_gain(config, parts, updates), world)
+        choice = _previous_choice(previous, parts.precision.device) or _by_gain(config, parts, updates)
+        how, reason = broadcast(choice, world)
     if how == WHOLE and world.size > 1 and parts.half_copy is None:
-        how, reason = BLOCKS, "ranks exchange gradients during the backward pass, which one graph would hold back"
+        how, reason = BLOCKS, "one graph would delay the all-reduce of gradients until the backward pass has ended"
         if wanted == AUTO and not has_blocks(parts.model):
             how = NONE
     choice = CompileChoice(how, config.TRAIN.COMPILE_MODE, reason)
@@ -62,19 +66,19 @@ def choose_compiling(
     return choice
 
 
-def _kept(kept: Mapping[str, Any], device: torch.device) -> tuple[str, str] | None:
-    """The choice of the run that resumes; None where there is none, or where it was made for another machine."""
-    how = kept.get("compile")
+def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple[str, str] | None:
+    """The choice of the run that is resumed; None if it has none, or one for another kind of machine."""
+    how = previous.get("compile")
     if how is None:
         return None
-    before = str(kept.get("computed_in", device.type)).partition(" ")[0]
-    lacking = None if how == NONE else _missing_tool(device)
-    if before == device.type and lacking is None:
-        return how, "as this run had it"
+    device_before = str(previous.get("computed_in", device.type)).partition(" ")[0]
+    missing = None if how == NONE else _missing_tool(device)
+    if device_before == device.type and missing is None:
+        return how, "as before the resume"
     log.info(
-        "Whether to compile is chosen anew: this run had TRAIN.COMPILE %s %s.",
+        "The resumed run used TRAIN.COMPILE %s, but %s: it is chosen again.",
         how,
-        f"on {before}, and now is on {device.type}" if before != device.type else f"before, and now {lacking}",
+        f"on {device_before} instead of {device.type}" if device_before != device.type else missing,
     )
     return None
 
@@ -85,13 +89,13 @@ def _by_gain(config: Config, parts: Parts, updates: int) -> tuple[str, str]:
         return NONE, f"auto: on {device.type} compiling takes longer than it saves"
     if missing := _missing_tool(device):
         return NONE, f"auto: {missing}"
-    bare = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-    flops = training_flops(bare, data.IMAGE_CHANNELS, data.IMAGE_SIZE)
-    found = gain(flops, data.BATCH_SIZE, config.TRAIN.ACCUM_ITER, updates, parts.precision.level != "O0")
-    if not found.pays:
-        return NONE, f"auto: {found.words()}"
+    without_weights = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+    flops = training_flops(without_weights, data.IMAGE_CHANNELS, data.IMAGE_SIZE)
+    saved = estimate_gain(flops, data.BATCH_SIZE, config.TRAIN.ACCUM_ITER, updates, parts.precision.level != "O0")
+    if not saved.is_worthwhile:
+        return NONE, f"auto: {saved.words()}"
     in_blocks = config.TRAIN.GRAD_CHECKPOINT != "none" and has_blocks(parts.model)
-    return BLOCKS if in_blocks else WHOLE, f"auto: {found.words()}"
+    return BLOCKS if in_blocks else WHOLE, f"auto: {saved.words()}"
 
 
 def has_blocks(model: nn.Module) -> bool:
@@ -106,32 +110,32 @@ def _check(choice: CompileChoice, parts: Parts, world: World) -> None:
         raise UserError(f"TRAIN.COMPILE {choice.how}: {missing}. Install it, or set TRAIN.COMPILE=none.")
     if choice.how == BLOCKS and not has_blocks(parts.model):
         raise UserError(
-            f"TRAIN.COMPILE blocks: {type(parts.model).__name__} has no row of like blocks; use "
+            f"TRAIN.COMPILE blocks: {type(parts.model).__name__} has no sequence of equal blocks; use "
             f"{'none' if world.size > 1 else 'whole or none'}."
         )
     if choice.mode != CUDA_GRAPHS:
         return
     if device.type != "cuda":
         raise UserError(
-            f"TRAIN.COMPILE_MODE {CUDA_GRAPHS}: its CUDA graphs are for GPUs; on {device.type} use default."
+            f"TRAIN.COMPILE_MODE {CUDA_GRAPHS} uses CUDA graphs, which need a GPU; on {device.type} use default."
         )
     if choice.how != WHOLE or world.size > 1:
         raise UserError(
-            f"TRAIN.COMPILE_MODE {CUDA_GRAPHS}: its CUDA graphs hold the whole of one process's work, so it goes with "
-            f"TRAIN.COMPILE whole in one process, and here is {choice.how} in {world.size}. Use default."
+            f"TRAIN.COMPILE_MODE {CUDA_GRAPHS} works only with TRAIN.COMPILE whole in one process, not with "
+            f"{choice.how} in {world.size} process(es); use default."
         )
 
 
 def _missing_tool(device: torch.device) -> str | None:
-    """What the compiler would stop for, after a while and in many more words."""
+    """What torch.compile needs and this machine lacks; checked here, since its own errors come late and are long."""
     of_cpu = ("clang++" if sys.platform == "darwin" else "g++",)
     variable, usual = ("CXX", of_cpu) if device.type == "cpu" else ("CC", ("gcc", "clang"))
     names = (os.environ[variable],) if variable in os.environ else usual
     if not any(map(shutil.which, names)):
-        return f"torch.compile needs a compiler, and here is no {' or '.join(names)}"
-    headers = Path(sysconfig.get_path("include", "posix_prefix"))  # not Debian's own scheme, which leads elsewhere
+        return f"torch.compile needs a compiler, but there is no {' or '.join(names)}"
+    headers = Path(sysconfig.get_path("include", "posix_prefix"))  # Debian's default scheme has another folder
     if sys.platform != "win32" and not (headers / "Python.h").is_file():
-        return f"torch.compile needs Python's headers (python3-dev), and here is no {headers / 'Python.h'}"
+        return f"torch.compile needs Python's headers (python3-dev), but there is no {headers / 'Python.h'}"
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

@@ -1,9 +1,9 @@
-"""torch.compile: the code that stands in for a micro-batch's way to its loss as it is written.
+"""torch.compile for the forward and backward pass of a micro-batch.
 
-Calls are compiled, and no module is wrapped: names in checkpoints and averages stay as they are.
+Calls are compiled, and no module is wrapped, so names in checkpoints and in the EMA do not change.
 """
 
-# The compiler's settings are no part of torch's type stubs.
+# torch's type stubs lack the compiler's settings.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from datasets import Batch
 from engine.amp.precision import Precision
 from engine.compile.choice import BLOCKS, CUDA_GRAPHS, NONE, CompileChoice
-from engine.inputs.mixup import unchanged
+from engine.inputs.mixup import no_transform
 from engine.machine.device import processor
 from engine.machine.late_compiler import uncompiled
-from engine.update import Computed, Parts
+from engine.update import ForwardResult, Parts
 from models.blocks import blocks_of
 from utils.cache import cache_folder
 from utils.config import Config
@@ -37,59 +37,59 @@ from utils.log import log
 BACKEND = "inductor"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 ATTENTION = " attention="
-"""Where what is ours begins in what torch's cache of graphs is asked by."""
-MOST_GRAPHS = 256
-"""Of one function. Blocks with a rate of stochastic depth of their own make a graph each; so do sizes of images."""
+"""Start of our part of torch's graph-cache key."""
+MAX_GRAPHS = 256
+"""Per function. Each stochastic-depth rate of a block and each image size need a graph."""
 
 
 def compile_update(parts: Parts, choice: CompileChoice, config: Config) -> None:
-    """Let updates run by compiled code, if that was chosen. What is compiled is compiled by the first of them."""
+    """Let updates run compiled code, if `choice` says so. The first update compiles."""
     if choice.how != NONE:
-        _prepare_compiler(config.DATA, parts.precision)
+        _configure_compiler(config.DATA, parts.precision)
         parts.compiled = Compiled(parts, choice, config.DATA.BATCH_SIZE)
 
 
 class Compiled:
-    """Computes micro-batches of `samples` images by compiled code, which each size of images makes anew.
+    """Compiled forward pass for micro-batches of `samples` images; each image size is compiled when it first occurs.
 
-    The last of an epoch may be smaller: not worth a graph of its own, it runs as it is written.
+    The last micro-batch of an epoch may be smaller. It runs in eager mode, as it is not worth another graph.
     """
 
     def __init__(self, parts: Parts, choice: CompileChoice, samples: int) -> None:
         self.choice = choice
         self.seconds = 0.0
-        """That compiling took."""
-        self.when_done: Callable[[], None] = lambda: None
+        """Time spent compiling so far."""
+        self.after_compiling: Callable[[], None] = lambda: None
         self._parts, self._samples = parts, samples
         self._sizes: set[torch.Size] = set()
         self.start()
 
     def start(self) -> None:
-        """Compile what computes now; again when something else does."""
+        """Compile the modules that compute now; called again when they change."""
         self._sizes.clear()
         options: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
         if BACKEND == "inductor":
             options["mode"] = self.choice.torch_mode
         self._compute = self._blocks(options) if self.choice.how == BLOCKS else self._one_graph(options)
 
-    def __call__(self, batch: Batch) -> Computed:
+    def __call__(self, batch: Batch) -> ForwardResult:
         if len(batch.images) != self._samples:
             with uncompiled():
-                return self._parts.as_written(batch)
-        return self._compute(batch) if batch.images.shape in self._sizes else self._first(batch)
+                return self._parts.eager(batch)
+        return self._compute(batch) if batch.images.shape in self._sizes else self._compile_for(batch)
 
-    def _first(self, batch: Batch) -> Computed:
-        """The first of its size, for which is compiled: the backward pass too, as it stands in the same graph."""
+    def _compile_for(self, batch: Batch) -> ForwardResult:
+        """Forward pass of the first micro-batch of its size. It compiles the backward pass too."""
         from torch._dynamo.exc import TorchDynamoException
 
         began, size = perf_counter(), batch.images.shape
-        what = "each block" if self.choice.how == BLOCKS else "all from images to loss"
-        patience = "minutes on a CPU" if batch.images.device.type == "cpu" else "about a minute"
-        log.info("Compiling %s, for %d x %d pixels: the update that begins takes %s.", what, *size[-2:], patience)
+        what = "each block" if self.choice.how == BLOCKS else "the whole update"
+        duration = "minutes on a CPU" if batch.images.device.type == "cpu" else "about a minute"
+        log.info("Compiling %s for %d x %d pixels: this update takes %s.", what, *size[-2:], duration)
         try:
             computed = self._compute(batch)
         except TorchDynamoException as error:
-            kind = TrainingError if self.seconds else UserError  # the latter before the first update is done
+            kind = TrainingError if self.seconds else UserError  # UserError before the first update is done
             raise kind(
                 f"TRAIN.COMPILE {self.choice.how}: torch cannot compile this model ({_first_line(error)}). Set "
                 f"TRAIN.COMPILE=none{', or blocks' if self.choice.how != BLOCKS else ''}."
@@ -97,44 +97,44 @@ class Compiled:
         took = perf_counter() - began
         self.seconds += took
         self._sizes.add(size)
-        log.info("Compiled in %.1f s; kept in %s for other runs.", took, os.environ[CACHE])
-        self.when_done()
+        log.info("Compiled in %.1f s; cached in %s for other runs.", took, os.environ[CACHE])
+        self.after_compiling()
         return computed
 
-    def _blocks(self, options: dict[str, Any]) -> Callable[[Batch], Computed]:
-        """Each block a graph, so that gradients of the last ones travel while those of the first are computed."""
+    def _blocks(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
+        """Compile each block by itself, so that the last blocks' gradients are all-reduced during the backward pass."""
         parts = self._parts
         for _, block in blocks_of(_computing(parts)):
             if parts.sharding is None:
                 block.compile(**options)
-            else:  # what gathers the weights and lets go of them stays around it
+            else:  # only the block's own code: FSDP's hooks around it gather and free the weights
                 block.forward = torch.compile(block.forward, **options)
-        return parts.as_written
+        return parts.eager
 
-    def _one_graph(self, options: dict[str, Any]) -> Callable[[Batch], Computed]:
-        """From bytes to loss; where images are changed by numbers drawn on the host, from then on."""
+    def _one_graph(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
+        """Compile from uint8 images to loss; if a batch transform draws random numbers on the host, after it."""
         parts = self._parts
         forward, inputs, criterion, precision = parts.forward, parts.inputs, parts.criterion, parts.precision
-        from_bytes = parts.change is unchanged
+        from_uint8 = parts.change is no_transform
 
         def to_loss(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            # Autocast is entered in here: the backward pass of what is compiled under it would run under it, too.
+            # Autocast is inside the graph: around it, the compiled backward pass would run under autocast too.
             with precision.autocast():
-                logits = forward(inputs(images) if from_bytes else images)
+                logits = forward(inputs(images) if from_uint8 else images)
                 return criterion(logits.float(), targets), logits.detach()
 
         graph = torch.compile(to_loss, **options)
 
-        def compute(batch: Batch) -> Computed:
+        def compute(batch: Batch) -> ForwardResult:
             images, targets, labels = batch.images, batch.labels, batch.labels
-            if not from_bytes:
+            if not from_uint8:
                 with precision.autocast():
                     images, targets, labels = parts.change(inputs(images), labels)
             if self.choice.mode != CUDA_GRAPHS:
-                return Computed(*graph(images, targets), labels)
-            _make_way(forward)
+                return ForwardResult(*graph(images, targets), labels)
+            _copy_gradients(forward)
             loss, logits = graph(images, targets)
-            return Computed(loss.clone(), logits.clone(), labels)
+            return ForwardResult(loss.clone(), logits.clone(), labels)
 
         return compute
 
@@ -143,43 +143,42 @@ def _computing(parts: Parts) -> nn.Module:
     return parts.half_copy.model if parts.half_copy is not None else parts.model
 
 
-def _make_way(model: nn.Module) -> None:
-    """CUDA graphs write where they wrote before: what is still needed of earlier micro-batches must lie elsewhere."""
+def _copy_gradients(model: nn.Module) -> None:
+    """Copy gradients out of the CUDA graph's memory, which its next run overwrites."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
     torch.compiler.cudagraph_mark_step_begin()
 
 
-def _prepare_compiler(data: DataConfig, precision: Precision) -> None:
+def _configure_compiler(data: DataConfig, precision: Precision) -> None:
     import torch._dynamo.config as tracing
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # Importing the compiler may already have written torch's own choice there.
+    # Importing the compiler may have set the variable to torch's default.
     if os.environ.get(CACHE, default_cache_dir()) == default_cache_dir():
-        # A folder of the user's own, because what lies there is run; and of this kind of processor.
+        # A folder of the user's own, because code in it is executed; and one per kind of processor.
         kind = re.sub(r"\W+", "-", f"{processor()} {torch.backends.cpu.get_cpu_capability()}")
         os.environ[CACHE] = str(cache_folder(data, f"compiled/{kind}"))
-    tracing.recompile_limit = MOST_GRAPHS
-    tracing.optimize_ddp = False  # it cuts graphs where DDP's messages end; blocks are cut already
-    autograd.force_non_lazy_backward_lowering = True  # or the backward pass is compiled when it is first called
-    autograd.backward_pass_autocast = "off"  # as backward passes run that are not compiled
-    _tell_graphs_apart(precision)
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # AMP.TF32 is the switch, not the one it advises
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch does not look at a container's quota
+    tracing.recompile_limit = MAX_GRAPHS
+    tracing.optimize_ddp = False  # it splits graphs at DDP's buckets; blocks are separate graphs already
+    autograd.force_non_lazy_backward_lowering = True  # else the backward pass is compiled at its first call
+    autograd.backward_pass_autocast = "off"  # as in eager mode
+    _set_cache_key(precision)
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # it advises a switch other than AMP.TF32
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch ignores a container's CPU quota
         inductor.compile_threads = min(inductor.compile_threads or 1, cores())
-    inductor.fallback_random = True  # the same dropout and stochastic depth as in code that is not compiled
-    if precision.device.type == "cpu":  # it misses a GPU beside the CUDA toolkit
+    inductor.fallback_random = True  # the same dropout and stochastic depth as in eager mode
+    if precision.device.type == "cpu":  # it warns about a missing GPU if the CUDA toolkit is installed
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
-def _tell_graphs_apart(precision: Precision) -> None:
-    """A graph that was kept has more built in than torch looks for it by.
+def _set_cache_key(precision: Precision) -> None:
+    """Add what torch's key for cached graphs lacks: the kind of attention, and autocast's dtype.
 
-    One kernel of attention; and where autocast is entered around it, as around blocks, autocast's dtype: torch 2.11
-    asks whether there is autocast alone, and would run in bf16 under that of fp16.
+    torch 2.11 only distinguishes autocast on and off, so blocks compiled in bf16 would be reused in fp16.
     """
     from torch.compiler import config
 

@@ -1,6 +1,6 @@
-"""Whether compiling repays on a GPU: what it saves in the updates that are left, against what it takes.
+"""Estimate whether compiling is worthwhile on a GPU: time saved in the remaining updates against compile time.
 
-Both by rule of thumb, near to what an H200 gave (docs/benchmarks.md), so it must repay by far.
+Both are estimates close to measurements on an H200 (docs/benchmarks.md), so the gain must exceed the cost by far.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SECONDS_TO_COMPILE = 60.0
-"""20 to 35 on the host of an H200, with 16 cores."""
-SHARE_SAVED = 0.2
-"""0.24 of ViT-S/16, 0.18 of B, 0.14 of L."""
+"""Measured: 20 to 35, on an H200 with 16 CPU cores."""
+FRACTION_SAVED = 0.2
+"""Measured: 0.24 of an update's time for ViT-S/16, 0.18 for B, 0.14 for L."""
 SAVED_PER_MICRO_BATCH = 0.002
-"""Seconds, however small the model: of starting its kernels one by one."""
-OPERATIONS_A_SECOND = {False: 4e13, True: 2e14}
-"""What training reaches on a large GPU: in fp32, in half precision."""
-TIMES_TO_REPAY = 2.0
+"""Least number of seconds saved, even with small models: kernels are no longer launched one by one."""
+FLOPS_PER_SECOND = {False: 4e13, True: 2e14}
+"""Speed of training on a large GPU, in fp32 and in half precision."""
+REQUIRED_RATIO = 2.0
+"""Time saved divided by compile time, above which `auto` compiles."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,22 @@ class Gain:
     seconds: float
 
     @property
-    def pays(self) -> bool:
-        return self.seconds > TIMES_TO_REPAY * SECONDS_TO_COMPILE
+    def is_worthwhile(self) -> bool:
+        return self.seconds > REQUIRED_RATIO * SECONDS_TO_COMPILE
 
     def words(self) -> str:
-        against = "against" if self.pays else "too little against"
+        verdict = "for" if self.is_worthwhile else "too little for"
         return (
-            f"about {self.seconds:,.0f} s saved in {self.updates:,} updates, {against} {SECONDS_TO_COMPILE:.0f} s of it"
+            f"about {self.seconds:,.0f} s saved in {self.updates:,} updates, {verdict} {SECONDS_TO_COMPILE:.0f} s of "
+            "compiling"
         )
 
 
-def gain(flops: float | None, samples: int, accumulated: int, updates: int, half: bool) -> Gain:
-    """`flops`: of one image in training; None where they could not be counted. `samples`: of one micro-batch."""
-    computing = (flops or 0.0) * samples / OPERATIONS_A_SECOND[half]
-    return Gain(updates, max(SHARE_SAVED * computing, SAVED_PER_MICRO_BATCH) * accumulated * updates)
+def estimate_gain(flops: float | None, samples: int, accumulated: int, updates: int, half: bool) -> Gain:
+    """Time saved by compiling.
+
+    `flops`: per image in training; None if unknown. `samples`: images per micro-batch. `accumulated`: micro-batches
+    per update. `half`: whether the run computes in half precision.
+    """
+    seconds = (flops or 0.0) * samples / FLOPS_PER_SECOND[half]
+    return Gain(updates, max(FRACTION_SAVED * seconds, SAVED_PER_MICRO_BATCH) * accumulated * updates)

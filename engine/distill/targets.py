@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.amp.precision import Precision
 from engine.distill.teacher import Teacher, load_teacher
-from engine.inputs.mixup import BatchChange, Seen
+from engine.inputs.mixup import BatchTransform, TransformedBatch
 from engine.measure.stage_times import FORWARD, TEACHER, Stages
 from engine.speed.replace_forward import mix_in
 from utils.config import Config
@@ -49,13 +49,13 @@ class DistillationLoss(nn.Module):
 
 
 class AskTeacher:
-    """A `BatchChange` that changes the batch, and adds the teacher's logits for the changed images to the targets."""
+    """A `BatchTransform` that adds the teacher's logits for the transformed images to the targets."""
 
-    def __init__(self, teacher: Teacher, change: BatchChange, device: torch.device, stages: Stages) -> None:
+    def __init__(self, teacher: Teacher, change: BatchTransform, device: torch.device, stages: Stages) -> None:
         self.teacher, self._change, self._stages = teacher, change, stages
         self._classes = torch.arange(teacher.source.classes, device=device)
 
-    def __call__(self, images: Tensor, labels: Tensor) -> Seen:
+    def __call__(self, images: Tensor, labels: Tensor) -> TransformedBatch:
         seen = self._change(images, labels)
         self._stages.lap(FORWARD)
         teacher_logits = self.teacher(seen.images)
@@ -75,8 +75,8 @@ class StackedHeads(nn.Module):
 
 
 def distil(
-    config: Config, model: nn.Module, precision: Precision, stages: Stages, change: BatchChange
-) -> tuple[BatchChange, nn.Module]:
+    config: Config, model: nn.Module, precision: Precision, stages: Stages, change: BatchTransform
+) -> tuple[BatchTransform, nn.Module]:
     """The change of a batch, and the loss; both with a teacher if TRAIN.DISTILLATION_TYPE asks for one.
 
     Call it before the model is copied or wrapped: it makes both classifiers learn if the model has two.
@@ -91,5 +91,5 @@ def distil(
     return AskTeacher(teacher, change, precision.device, stages), DistillationLoss(label_loss, config.TRAIN)
 
 
-def teacher_of(change: BatchChange) -> Teacher | None:
+def teacher_of(change: BatchTransform) -> Teacher | None:
     return change.teacher if isinstance(change, AskTeacher) else None

@@ -51,7 +51,7 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
     elif checkpoint is not None and saved is not None:
         settled, kept = config, checkpoint
         config = on_every_rank(world, lambda: with_kept_batch(settled, kept, world.size))
-    return replace(run, config=config, batch_found=auto or before == config.DATA.BATCH_SIZE)
+    return replace(run, config=config, auto_batch_size=auto or before == config.DATA.BATCH_SIZE)
 
 
 def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:

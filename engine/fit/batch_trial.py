@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from datasets import Batch, ImageDataset, Share, Window, open_dataset
-from engine.amp.skip_watch import kept_for_replays
-from engine.machine.device import wait_for
+from engine.amp.skip_watch import replay_bytes
+from engine.machine.device import synchronize
 from engine.machine.memory import is_out_of_memory
 from engine.setup import model_in_precision, update_parts
 from engine.update import Parts, train_update
@@ -94,7 +94,7 @@ class Trial:
     def _build_parts(self) -> Parts:
         numbered = self._config.model_copy(update={"DATA": self._config.DATA.model_copy(update={"BATCH_SIZE": STEP})})
         parts = update_parts(numbered, ALONE, self._device, self._model, per_epoch=1000)
-        parts.start_computing()
+        parts.set_up_forward()
         self._keeps_images = parts.watch is not None
         parts.watch = None  # it would replay overflows; `_replay_memory` takes the memory that it would
         return parts
@@ -136,7 +136,7 @@ class Trial:
                     self._validate(batch)
                 else:
                     self._train(self._parts, batch, number)
-                wait_for(self._device)
+                synchronize(self._device)
                 # Overwritten by the last update: the first one may import much.
                 self._seconds = UPDATES_PER_TRIAL * (time.perf_counter() - began)
         except Exception as error:
@@ -162,7 +162,7 @@ class Trial:
             return None
         data, window = self._config.DATA, self._each or batch * self._config.TRAIN.ACCUM_ITER
         image = data.IMAGE_CHANNELS * data.IMAGE_SIZE**2
-        return torch.ones(kept_for_replays(window * image), dtype=torch.uint8, device=self._device)
+        return torch.ones(replay_bytes(window * image), dtype=torch.uint8, device=self._device)
 
     @torch.no_grad()
     def _validate(self, batch: int) -> None:

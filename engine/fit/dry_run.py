@@ -23,11 +23,11 @@ from engine.distill.targets import teacher_of
 from engine.fit.dry_run_report import Costs, Memory, Speed, cost_lines
 from engine.fit.out_of_memory import describe
 from engine.machine.context import Run
-from engine.machine.device import wait_for
+from engine.machine.device import synchronize
 from engine.machine.memory import LiveMemory, is_out_of_memory, peak_memory_gb, total_memory
-from engine.measure.bottleneck import load_faster
-from engine.optim.ema import on_its_device
-from engine.parallel.fsdp import own_part
+from engine.measure.bottleneck import advise_faster_loading
+from engine.optim.ema import on_device
+from engine.parallel.fsdp import local_shard
 from engine.setup import ReadyToTrain, global_batch, setting_of
 from utils.config import Config
 from utils.distributed.world import World, all_gather, broadcast, on_every_rank
@@ -48,7 +48,7 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
         window, batch = on_every_rank(world, lambda: _first(windows))
         memory, updates = _time_updates(ready, world, window, batch)
         _log_first_batch(config, ready, batch)
-        faster = load_faster(setting_of(ready))
+        faster = advise_faster_loading(setting_of(ready))
         speed = Speed(updates, *_time_loading(ready, world, windows), faster, _time_validation(ready, world))
     except Exception as error:
         if not is_out_of_memory(error):
@@ -97,7 +97,7 @@ def _time_updates(ready: ReadyToTrain, world: World, window: Window, batch: Batc
     def repeat(number: int) -> float:
         began = time.perf_counter()
         train_update(ready.parts, Window(window.shares, itertools.repeat(batch)), ready.position.update + number)
-        wait_for(ready.precision.device)
+        synchronize(ready.precision.device)
         return time.perf_counter() - began
 
     repeat(1)  # sets things up, for example the optimiser's state
@@ -175,14 +175,14 @@ def _time_loading(ready: ReadyToTrain, world: World, windows: Iterator[Window]) 
 def _time_validation(ready: ReadyToTrain, world: World) -> float:
     """Seconds that a validation of the model and its EMA takes, estimated from its first batches."""
     parts, passed, count = ready.parts, 0.0, 0
-    models = [parts.model, *([] if parts.ema is None else [on_its_device(parts.ema.module, ready.precision.device)])]
+    models = [parts.model, *([] if parts.ema is None else [on_device(parts.ema.module, ready.precision.device)])]
     for batch in ready.val_loader:
         began = time.perf_counter()
         for model in models:
             model.eval()
             with ready.precision.autocast(training=False):
                 model(ready.inputs(batch.images))
-        wait_for(ready.precision.device)
+        synchronize(ready.precision.device)
         passed, count = passed + time.perf_counter() - began, count + 1
         if broadcast(passed > SECONDS_OF_VALIDATION, world):
             break
@@ -191,7 +191,7 @@ def _time_validation(ready: ReadyToTrain, world: World) -> float:
 
 def tensors_in(tree: object) -> list[Tensor]:
     """This rank's part of each tensor in `tree`."""
-    return [own_part(leaf.detach()) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [local_shard(leaf.detach()) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def bytes_in(tree: object) -> int:

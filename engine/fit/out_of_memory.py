@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint.folder import read_index
 from engine.machine.context import Run
-from engine.machine.device import describe_one
+from engine.machine.device import describe_device
 from engine.machine.memory import IN_VALIDATION, in_gib, largest_blocks, peak_memory_gb, total_memory
 from engine.trainer import Trainer
 from engine.update import Parts
@@ -52,7 +52,9 @@ def describe(error: BaseException, run: Run, parts: Parts, update: int) -> str:
     ]
     if blocks := largest_blocks(parts.precision.device):
         lines.append(f"  Most of the memory is taken by {blocks}.")
-    return "\n".join([*lines, "Ways out:", *(f"  {way}" for way in ways_out(run.config, validating, run.batch_found))])
+    return "\n".join(
+        [*lines, "Ways out:", *(f"  {way}" for way in ways_out(run.config, validating, run.auto_batch_size))]
+    )
 
 
 def ways_out(config: Config, validating: bool, found: bool = False) -> list[str]:
@@ -79,7 +81,7 @@ def ways_out(config: Config, validating: bool, found: bool = False) -> list[str]
 
 def _taken(error: BaseException, device: torch.device) -> str:
     total = total_memory(device)
-    words = f"the peak was {in_gib(1e9 * peak_memory_gb(device))} on {device} ({describe_one(device)})"
+    words = f"the peak was {in_gib(1e9 * peak_memory_gb(device))} on {device} ({describe_device(device)})"
     if total is not None and device.type != "cuda":  # a GPU's description has it
         words += f", of {in_gib(total)} in total"
     asked = re.search(r"[Tt]ried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", str(error))

@@ -1,4 +1,4 @@
-"""From a batch of bytes to what the model sees, on the device."""
+"""Normalisation of uint8 images on the device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from utils.config.data import DataConfig
 
 
 def per_channel(values: tuple[float, ...], channels: int) -> list[float]:
-    """One value a channel; a single value, or a row of equal ones, serves any number of channels."""
+    """One value per channel. If their numbers differ, the first value serves every channel."""
     return list(values) if len(values) == channels else [values[0]] * channels
 
 
 class Inputs(nn.Module):
-    """uint8 images to normalised floats: (x / 255 - mean) / std, as one multiplication and one addition."""
+    """Converts uint8 images to normalised floats: (x / 255 - mean) / std, as one multiplication and one addition."""
 
     factor: Tensor
     offset: Tensor
@@ -24,11 +24,11 @@ class Inputs(nn.Module):
         mean = torch.tensor(per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS), dtype=torch.float64)
         std = torch.tensor(per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS), dtype=torch.float64)
         self.layout = torch.contiguous_format
-        """In which the model wants its images: plane by plane, unless TRAIN.CHANNELS_LAST acts."""
+        """Memory format of the images: channels_last if TRAIN.CHANNELS_LAST is in effect."""
         shape = (1, -1, 1, 1)
         self.register_buffer("factor", (1 / (255 * std)).float().reshape(shape), persistent=False)
         self.register_buffer("offset", (-mean / std).float().reshape(shape), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        floats = images.to(torch.float32, memory_format=self.layout)  # bytes may lie pixel by pixel
+        floats = images.to(torch.float32, memory_format=self.layout)  # the bytes may be in another memory format
         return torch.addcmul(self.offset, floats, self.factor)

@@ -1,4 +1,4 @@
-"""TRAIN.TOKEN_DROP over the epochs, and what training asks of the model besides."""
+"""TRAIN.TOKEN_DROP: a fraction of the patches is left out in all but the last epochs."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ def shortcuts_of(config: Config) -> Shortcuts:
 
 
 class TokenDrop:
-    """Which tokens go is drawn anew for each sample, from the random numbers of its micro-batch."""
+    """Sets the model's patch dropout. Tokens are drawn anew for each sample, by its micro-batch's random numbers."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self.share, self.last = train.TOKEN_DROP, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL
+        self.fraction, self.last = train.TOKEN_DROP, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL
         self.tail = train.TOKEN_DROP_TAIL
 
     def set(self, epoch: int, *models: nn.Module) -> None:
-        """`models`: the one that is saved and the one that computes, if they are two."""
-        share = self.share if epoch <= self.last else 0.0
-        for part in (part for model in models for part in model.modules()):
-            if isinstance(part, PatchDropout):
-                part.prob = share
+        """`models`: the one that is saved, and the one that computes if it is another."""
+        fraction = self.fraction if epoch <= self.last else 0.0
+        for module in (module for model in models for module in model.modules()):
+            if isinstance(module, PatchDropout):
+                module.prob = fraction
 
     def words(self) -> str:
         epochs = f"{self.tail} epochs" if self.tail > 1 else "epoch"
-        tail = f", all shown in the last {epochs}" if self.tail else ""
-        return f"{100 * self.share:g} % of the patches left out{tail}"
+        tail = f", none in the last {epochs}" if self.tail else ""
+        return f"{100 * self.fraction:g} % of the patches left out{tail}"
 
 
 def token_drop_of(train: TrainConfig) -> TokenDrop | None:
     return TokenDrop(train) if train.TOKEN_DROP else None
 
 
-def shortcut_words(train: TrainConfig) -> str:
-    """What the banner says; empty where every image is shown as it is."""
+def describe_shortcuts(train: TrainConfig) -> str:
+    """Token drop and image sizes in one line for the banner; empty if neither is used."""
     drop = token_drop_of(train)
     steps = [f"{size} from epoch {_first_epoch(train, start)}" for start, size in train.SIZE_SCHEDULE]
     sizes = f"images of {', '.join(steps)}" if steps else ""
@@ -48,5 +48,5 @@ def shortcut_words(train: TrainConfig) -> str:
 
 
 def _first_epoch(train: TrainConfig, start: float) -> int:
-    """The first epoch that has `start` behind it."""
+    """First epoch after `start`, a fraction of the run."""
     return int(-(-train.epochs_before(start) // 1)) + 1

@@ -1,4 +1,4 @@
-"""Settings and device of a run, which every step of it takes."""
+"""`Run`: the settings and the process that every step of a run needs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """Settings of a run, and where this process computes."""
+    """Settings of a run, and the rank, device and threads of this process."""
 
     config: Config
     world: World
     device: torch.device
     threads: int
-    """CPU threads that this process computes with."""
-    batch_found: bool = False
-    """Whether DATA.BATCH_SIZE was `auto`, and this is the number that was found."""
+    """CPU threads of this process."""
+    auto_batch_size: bool = False
+    """Whether DATA.BATCH_SIZE was found by `auto`."""

@@ -1,4 +1,4 @@
-"""The device of this process, and its settings."""
+"""The device of this process: choice, settings and description."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from utils.errors import UserError
 from utils.gpus import check_asked_gpus
 from utils.heap import keep_freed_memory
 
-# Launchers that may let every process see its own GPU alone (srun --gpus-per-task=1).
-SHOWS_EACH_ITS_OWN = (SLURM, OPENMPI, MPICH)
+# Launchers under which a process may see only its own GPU (srun --gpus-per-task=1).
+LAUNCHERS_WITH_OWN_GPU = (SLURM, OPENMPI, MPICH)
 
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
-    """The device asked for, or the best there is; one GPU a local rank."""
+    """The device asked for, else the best one available; each local rank gets its own GPU."""
     check_asked_gpus(torch.cuda.device_count() if torch.cuda.is_available() else 0, has_driver())
     kind = wanted or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
     if kind == "mps":
         if not torch.backends.mps.is_available():
-            raise UserError("-device mps: this machine has none; leave -device out to take what there is.")
+            raise UserError("-device mps: this machine has none; leave -device out to use what is available.")
         return torch.device("mps")
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible == 0:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f" (CUDA_VISIBLE_DEVICES is {hidden!r})" if hidden is not None else ""
         raise UserError(f"-device cuda: torch {torch.__version__} sees no GPU here{why}; use -device cpu.")
-    if visible == 1 and world.launcher in SHOWS_EACH_ITS_OWN:
-        return torch.device("cuda", 0)  # two ranks on one GPU are found when they meet
+    if visible == 1 and world.launcher in LAUNCHERS_WITH_OWN_GPU:
+        return torch.device("cuda", 0)  # join_run finds two ranks on one GPU
     if world.local_rank >= visible:
         raise UserError(
-            f"rank {world.rank} is the {world.local_rank + 1}. on this machine, which shows {visible} GPU(s); "
+            f"rank {world.rank} needs GPU {world.local_rank} of this machine, but only {visible} GPU(s) are visible; "
             "start no more processes than GPUs, or use -device cpu."
         )
     return torch.device("cuda", world.local_rank)
 
 
-def prepare(config: Config, device: torch.device, world: World) -> int:
-    """Threads and determinism. The number of threads decides the last bits of sums, so it is always set."""
+def set_up_device(config: Config, device: torch.device, world: World) -> int:
+    """Set device, threads and determinism. Returns the threads, which are always set: sums depend on their number."""
     threads = config.THREADS or world.cores or max(1, cores() // world.local_size)
     torch.set_num_threads(threads)
     if device.type == "cuda":
@@ -54,14 +54,15 @@ def prepare(config: Config, device: torch.device, world: World) -> int:
         keep_freed_memory()
     if config.DETERMINISTIC:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if torch.are_deterministic_algorithms_enabled() != config.DETERMINISTIC:  # the call imports torch's compiler
+    if torch.are_deterministic_algorithms_enabled() != config.DETERMINISTIC:  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(config.DETERMINISTIC)
     torch.backends.cudnn.benchmark = not config.DETERMINISTIC
     return threads
 
 
-def describe(device: torch.device, world: World, threads: int) -> str:
-    name = describe_one(device)
+def describe_devices(device: torch.device, world: World, threads: int) -> str:
+    """Devices of all ranks: 'cuda x 8: NVIDIA H200, 140 GiB, ...'."""
+    name = describe_device(device)
     if device.type == "cuda":
         name += f", CUDA {torch.version.cuda}"
     elif device.type == "cpu":
@@ -69,10 +70,10 @@ def describe(device: torch.device, world: World, threads: int) -> str:
     return f"{device.type} x {world.size}: {name}" if world.size > 1 else f"{device.type}: {name}"
 
 
-def describe_one(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
-        it = torch.cuda.get_device_properties(device)
-        return f"{it.name}, {it.total_memory / 2**30:.0f} GiB, compute capability {it.major}.{it.minor}"
+        gpu = torch.cuda.get_device_properties(device)
+        return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
     return f"Apple GPU ({platform.machine()})" if device.type == "mps" else processor()
 
 
@@ -80,28 +81,28 @@ def processor() -> str:
     return first_processor().get("model name") or platform.processor() or platform.machine()
 
 
-def wait_for(device: torch.device) -> None:
-    """Until the device has done all that it was given to do."""
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def visible_gpus(config: Config) -> int:
-    """0 where the settings ask for another device."""
+    """Number of visible GPUs; 0 if the settings ask for another device."""
     on_gpus = config.DEVICE in (None, "cuda") and torch.cuda.is_available()
     return torch.cuda.device_count() if on_gpus else 0
 
 
 def visible_devices(config: Config) -> int:
-    """How many processes main_multi_gpu.py starts: one a visible GPU, or as many as -ngpus says."""
+    """Number of processes that main_multi_gpu.py starts: -ngpus, or one per visible GPU."""
     visible = visible_gpus(config)
     check_asked_gpus(visible, has_driver())
     if config.DEVICE == "cuda" and not visible:
-        pick_device("cuda", ALONE)  # tells why there is none
+        pick_device("cuda", ALONE)  # raises an error that says why there is none
     if config.NGPUS == 0:
-        raise UserError("-ngpus 0: at least one process is needed; leave it out for one a visible GPU.")
+        raise UserError("-ngpus 0: at least one process is needed; leave it out for one per visible GPU.")
     if config.NGPUS == -1:
         return max(1, visible)
     if visible and visible < config.NGPUS:
-        raise UserError(f"-ngpus {config.NGPUS}: only {visible} GPU(s) are visible; use -ngpus {visible}, or fewer.")
+        raise UserError(f"-ngpus {config.NGPUS}: only {visible} GPU(s) are visible; use -ngpus {visible} or fewer.")
     return config.NGPUS

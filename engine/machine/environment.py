@@ -1,4 +1,4 @@
-"""The processes of a run, their machines and devices: what each tells the others, and the table made of it."""
+"""Join the processes of a run, check them against each other, and log a table of machines and devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
-from engine.machine.device import describe_one
+from engine.machine.device import describe_device
 from utils.cli import version_text
 from utils.config import Config
 from utils.config.keys import settings, value_of
@@ -26,16 +26,17 @@ from utils.distributed.processes import start_time_of
 from utils.distributed.world import World
 from utils.errors import AllRanksUserError
 from utils.log import log
+from utils.text_table import aligned
 
-MOST_ROWS = 16
-# They tell ranks apart, or only how they were started.
-OF_ONE_RANK = ("DIST.RANK", "DIST.HOST", "DIST.PORT", "LOCAL_RANK", "NGPUS")
+MAX_ROWS = 16
+# Settings that may differ between ranks.
+RANK_SETTINGS = ("DIST.RANK", "DIST.HOST", "DIST.PORT", "LOCAL_RANK", "NGPUS")
 
 
-def enter(config: Config, world: World, device: torch.device, threads: int) -> None:
-    """Join the other processes, see that all fit together, and tell who they are."""
-    alike = {key: str(value_of(config, key)) for key in settings() if key not in OF_ONE_RANK}
-    members = join(world, config.DIST, device, _about_this_process(world, device, threads), alike)
+def join_run(config: Config, world: World, device: torch.device, threads: int) -> None:
+    """Join the other processes, check that settings and devices are consistent, and log who takes part."""
+    common = {key: str(value_of(config, key)) for key in settings() if key not in RANK_SETTINGS}
+    members = join(world, config.DIST, device, _about_this_process(world, device, threads), common)
     if world.size == 1:
         return
     _check_devices(members)
@@ -47,7 +48,7 @@ def arguments() -> str:
 
 
 def _about_this_process(world: World, device: torch.device, threads: int) -> dict[str, Any]:
-    """For the others to see."""
+    """Facts about this process for the other ranks."""
     about: dict[str, Any] = {
         "rank": world.rank,
         "size": world.size,
@@ -56,7 +57,7 @@ def _about_this_process(world: World, device: torch.device, threads: int) -> dic
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": start_time_of(os.getpid()),
-        "device": describe_one(device),
+        "device": describe_device(device),
         "threads": threads,
         "gpu": None,
         "visible": 0,
@@ -72,13 +73,13 @@ def _about_this_process(world: World, device: torch.device, threads: int) -> dic
 
 
 def _peers(devices: int) -> tuple[int, int]:
-    """Pairs of GPUs of this machine that reach into each other's memory, of how many."""
+    """Number of GPU pairs of this machine with peer access, and of all pairs."""
     pairs = [(a, b) for a in range(devices) for b in range(devices) if a != b]
     return sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs), len(pairs)
 
 
 def _check_devices(members: list[dict[str, Any]]) -> None:
-    """No GPU is shared, and none is forgotten. All ranks see the same and decide alike."""
+    """Reject ranks that share a GPU, and warn of idle GPUs. All ranks get the same result."""
     taken: dict[tuple[str, str], int] = {}
     for member in members:
         if member["gpu"] is None:
@@ -86,14 +87,14 @@ def _check_devices(members: list[dict[str, Any]]) -> None:
         before = taken.setdefault((member["host"], member["gpu"]), member["rank"])
         if before != member["rank"]:
             raise AllRanksUserError(
-                f"ranks {before} and {member['rank']} on {member['host']} were given the same GPU; start one process a "
-                "GPU there. Ranks started by hand or by a script need a LOCAL_RANK of their own in the environment."
+                f"ranks {before} and {member['rank']} on {member['host']} were given the same GPU; start one process "
+                "per GPU. Ranks started by hand or by a script each need their own LOCAL_RANK in the environment."
             )
     used = Counter(member["host"] for member in members)
     idle = {m["host"]: m["visible"] for m in members if m["visible"] > used[m["host"]]}
     for host, visible in list(idle.items())[:1]:
         log.warning(
-            "%d GPUs are visible on %s and %d process(es) use one each: start one process a GPU to use all.",
+            "%d GPUs are visible on %s, but %d process(es) use one each: start one process per GPU to use all.",
             visible,
             host,
             used[host],
@@ -101,11 +102,9 @@ def _check_devices(members: list[dict[str, Any]]) -> None:
 
 
 def environment_table(config: Config, world: World, device: torch.device, members: list[dict[str, Any]]) -> str:
-    """Who takes part: processes, machines, devices, libraries, and how they reach each other."""
+    """Table of processes, machines, devices and libraries, and how GPUs are connected."""
     hosts = list(dict.fromkeys(member["host"] for member in members))
-    rows = _by_rank(members) if len(members) <= MOST_ROWS else _by_host(members, hosts)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = aligned(_by_rank(members) if len(members) <= MAX_ROWS else _by_host(members, hosts))
     facts = [
         (
             "launcher",
@@ -116,7 +115,7 @@ def environment_table(config: Config, world: World, device: torch.device, member
             f"{backend_of(config.DIST, device)}, rendezvous at {members[0]['rendezvous']}; "
             f"DIST.TIMEOUT {config.DIST.TIMEOUT:g} min",
         ),
-        ("libraries", ", ".join(f"{name} {what}" for name, what in libraries().items())),
+        ("libraries", ", ".join(f"{name} {number}" for name, number in libraries().items())),
     ]
     links = _links(members)
     if links:
@@ -148,40 +147,40 @@ def _launcher(world: World) -> str:
 
 
 def _links(members: list[dict[str, Any]]) -> str | None:
-    told = [member["peers"] for member in members if member["peers"] and member["peers"][1]]
-    if not told:
+    by_machine = [member["peers"] for member in members if member["peers"] and member["peers"][1]]
+    if not by_machine:
         return None
-    least, pairs = min(told, key=lambda peers: peers[0] / peers[1])
-    text = f"{least} of {pairs} pairs of GPUs of a machine reach each other directly"
-    if least < pairs:
+    direct, pairs = min(by_machine, key=lambda peers: peers[0] / peers[1])
+    text = f"{direct} of {pairs} pairs of GPUs of a machine have peer access"
+    if direct < pairs:
         return f"{text}; the others go through host memory (nvidia-smi topo -m shows why)"
-    return f"{text}, by NVLink or PCIe (nvidia-smi topo -m tells which)"
+    return f"{text}, by NVLink or PCIe (nvidia-smi topo -m shows which)"
 
 
 def libraries() -> dict[str, str]:
-    """Versions of what computes and of what carries the exchange."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    """Versions of Python, torch and the libraries that compute and communicate."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("torchvision", "timm"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
     if torch.cuda.is_available():
-        found["CUDA"] = str(torch.version.cuda)
-        found["cuDNN"] = _dotted(torch.backends.cudnn.version())
-        found["NCCL"] = ".".join(map(str, nccl.version()))
+        versions["CUDA"] = str(torch.version.cuda)
+        versions["cuDNN"] = _dotted(torch.backends.cudnn.version())
+        versions["NCCL"] = ".".join(map(str, nccl.version()))
         driver = _driver()
         if driver:
-            found["driver"] = driver
-    return found
+            versions["driver"] = driver
+    return versions
 
 
 def _dotted(number: int | None) -> str:
-    """9.1.0 of cuDNN's 90100; 8.9.2 of its older 8902."""
+    """cuDNN's version number in dots: 90100 -> 9.1.0, or older, 8902 -> 8.9.2."""
     if number is None:
         return "none"
-    big = 10000 if number >= 90000 else 1000
-    return f"{number // big}.{number % big // 100}.{number % 100}"
+    major = 10000 if number >= 90000 else 1000
+    return f"{number // major}.{number % major // 100}.{number % 100}"
 
 
 def _driver() -> str | None:
@@ -189,5 +188,5 @@ def _driver() -> str | None:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
-    return found[0] if found else None
+    number = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+    return number[0] if number else None

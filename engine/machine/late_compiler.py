@@ -1,9 +1,9 @@
-"""torch's compiler, imported once something is compiled, and not before.
+"""Delay the import of torch's compiler until something is compiled.
 
-Importing `torch._dynamo` and what it brings along takes about as long as importing torch itself. An ordinary run needs
-none of it, but meets it three times: torchvision imports it for one question that only its detection models ask,
-optimisers tell it that their step is not to be traced, and timm marks functions that it shall leave alone. What stands
-in for it here answers those three; for any other name, or a submodule, it makes way for the real one.
+Importing `torch._dynamo` takes about as long as importing torch itself. A run that compiles nothing does not need it,
+but three libraries import it: torchvision for a check in its detection models, torch's optimisers to exclude their step
+from tracing, and timm to exclude functions. The stand-in here serves these three uses. For any other name, or a
+submodule, it imports the real module and gives up its place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HELPERS = "torch._dynamo.utils"
 
 
 def import_compiler_late() -> None:
-    """From here on. Without effect where torch's compiler is imported already."""
+    """Install the stand-in. It has no effect if torch's compiler is imported already."""
     if COMPILER in sys.modules:
         return
     sys.modules[COMPILER] = _StandIn(COMPILER, graph_break=_nothing, disable=_disable)
@@ -33,8 +33,8 @@ def compiler_is_imported() -> bool:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Inside, what was compiled runs as it is written."""
-    import torch  # not above: it is torch that is to find the stand-in
+    """Inside this context, compiled code runs in eager mode."""
+    import torch  # not at the top: torch must be imported after the stand-in is installed
 
     return torch.compiler.set_stance("force_eager") if compiler_is_imported() else nullcontext()
 
@@ -45,8 +45,8 @@ class _StandIn(ModuleType):
         vars(self).update(known)
 
     def __getattr__(self, name: str) -> Any:
-        # Whoever looks through all modules that there are asks for __file__ and the like: they are not to wake it.
-        # __path__ is asked for when a submodule is imported; the module of helpers has none.
+        # Code that walks over sys.modules reads __file__ and the like, which must not trigger the import.
+        # Importing a submodule reads __path__; the helpers are a module without one.
         special = name.startswith("__") and name.endswith("__")
         if special and (name != "__path__" or self.__name__ != COMPILER):
             raise AttributeError(name)
@@ -62,24 +62,24 @@ def _import_compiler() -> ModuleType:
 
 
 def _nothing(*_: object) -> None:
-    """A graph break where nothing is traced."""
+    """Stands in for graph_break, which has no effect outside tracing."""
 
 
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """The function as it is, for as long as there is no compiler that it should be hidden from."""
+    """Stands in for `disable`: the function itself, until the compiler is imported."""
     if not isinstance(function, FunctionType):
         return _import_compiler().disable(function, recursive, **options)
-    hidden: list[Any] = []
+    disabled: list[Any] = []
 
     @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not compiler_is_imported():
             return function(*args, **kwargs)
-        if not hidden:
-            hidden.append(_import_compiler().disable(function, recursive, **options))
-        return hidden[0](*args, **kwargs)
+        if not disabled:
+            disabled.append(_import_compiler().disable(function, recursive, **options))
+        return disabled[0](*args, **kwargs)
 
-    return called
+    return wrapper
 
 
 def _is_compile_supported(device_type: str) -> bool:

@@ -1,4 +1,4 @@
-"""How much memory a device has for this process, what of it is in use, and whether an error means that it ran out."""
+"""Memory of a device: total, free, in use and limited; and which errors mean out of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from utils.cpus import cgroups_of
 
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
-# What errors say that are not of torch.OutOfMemoryError: a CPU's, an Apple GPU's, and those of CUDA's libraries.
+# Texts of out-of-memory errors other than torch.OutOfMemoryError: on CPUs, on Apple GPUs, and of CUDA's libraries.
 MARKS = (
     "can't allocate memory",
     "not enough memory",
@@ -30,7 +30,7 @@ MARKS = (
     "DEVICE_ALLOCATION_FAILED",
 )
 IN_VALIDATION = "in a validation"
-"""The note that an error carries which was raised in one."""
+"""Note on errors that were raised during validation."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -45,18 +45,19 @@ def in_gib(size: float) -> str:
 
 
 def free_memory(device: torch.device, processes: int) -> int | None:
-    """Bytes of `device` that this process, one of so many on this machine, can take; None where nobody tells."""
+    """Free bytes of `device` for this process, one of `processes` on this machine; None if unknown."""
     if device.type == "cuda":
-        # What torch holds and does not use at the moment is free, too.
+        # Memory that torch has reserved and does not use is free too.
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    known = [size for size in (_available_in_host(), *_left_in_groups()) if size is not None]
+    left_in_groups = (max(0, limit - used) for limit, used in _groups())
+    known = [size for size in (_meminfo("MemAvailable"), *left_in_groups) if size is not None]
     return min(known) // processes if known else None
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes that `device` has; of a CPU, those that this process and others in its group may take."""
+    """Total bytes of `device`; on a CPU, at most the limit of this process's control group."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
@@ -66,7 +67,7 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def largest_blocks(device: torch.device, kinds: int = 3) -> str | None:
-    """'24 x 592.0 MiB, 60 x 148.0 MiB': what takes most of a GPU's memory; of other devices torch keeps no account."""
+    """Sizes that take most of a GPU's memory: '24 x 592.0 MiB, 60 x 148.0 MiB'. None on other devices."""
     if device.type != "cuda":
         return None
     sizes = Counter(
@@ -82,7 +83,7 @@ def largest_blocks(device: torch.device, kinds: int = 3) -> str | None:
 
 @contextmanager
 def limited(device: torch.device, limit: int) -> Iterator[Callable[[], int]]:
-    """What would take more than `limit` bytes fails with torch.OutOfMemoryError. Gives a way to ask for the peak."""
+    """Limit memory: allocations beyond `limit` bytes raise torch.OutOfMemoryError. Yields a function for the peak."""
     if device.type != "cuda":
         with LiveMemory(device, limit) as live:
             yield live.take_peak
@@ -105,10 +106,10 @@ def limited(device: torch.device, limit: int) -> Iterator[Callable[[], int]]:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the memory of tensors made while it is on, and refuses what goes beyond a limit.
+    """Counts the memory of tensors that are made inside it, and raises an error beyond a limit.
 
-    Where a host's memory ends, no error is raised that could be caught: the kernel kills the process. What an operator
-    takes for itself while it runs is not seen.
+    When a host runs out of memory there is no error to catch: the kernel kills the process. Temporary memory inside an
+    operator is not counted.
     """
 
     def __init__(self, device: torch.device, limit: int) -> None:
@@ -118,7 +119,7 @@ class LiveMemory(TorchDispatchMode):
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def take_peak(self) -> int:
-        """The most that was in use at a time since the last call."""
+        """Peak since the last call."""
         peak, self._peak = self._peak, self._live
         return peak
 
@@ -147,10 +148,6 @@ class LiveMemory(TorchDispatchMode):
         self._live -= size
 
 
-def _available_in_host() -> int | None:
-    return _meminfo("MemAvailable")
-
-
 def _meminfo(name: str) -> int | None:
     try:
         lines = MEMINFO.read_text(encoding="ascii").splitlines()
@@ -159,12 +156,8 @@ def _meminfo(name: str) -> int | None:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
 
 
-def _left_in_groups() -> list[int]:
-    return [max(0, limit - used) for limit, used in _groups()]
-
-
 def _groups() -> Iterator[tuple[int, int]]:
-    """(limit, in use) of every control group with a limit that this process is in, of version 2 or 1."""
+    """(limit, bytes in use) of every control group with a limit that this process is in, of version 2 or 1."""
     for folder, version in cgroups_of("memory"):
         names = (
             ("memory.max", "memory.current", "inactive_file")
@@ -177,16 +170,16 @@ def _groups() -> Iterator[tuple[int, int]]:
 
 def _limit_of(folder: Path, limit: str, used: str, cache: str) -> tuple[int, int] | None:
     try:
-        most = int((folder / limit).read_text())  # 'max' is not a number
+        limit_bytes = int((folder / limit).read_text())  # 'max' means no limit, and raises ValueError
         in_use = int((folder / used).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    return most, in_use - int(stat.get(cache, 0))  # of files that were read the kernel can let go
+    return limit_bytes, in_use - int(stat.get(cache, 0))  # the kernel can free cached files
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The most the tensors took on a GPU; on a CPU, the most the process took."""
+    """Peak memory in GB: of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,6 +1,6 @@
-"""Stopping a run from outside: by a signal or by the clock, with everything saved and all processes at one update.
+"""Stop a run by a signal or a time limit: all ranks stop at the same update and save.
 
-Nothing heavy is imported here: signals are heard from the first moment, while torch is still being loaded.
+Nothing heavy is imported here, so that signals are handled while torch is still being imported.
 """
 
 from __future__ import annotations
@@ -21,82 +21,82 @@ if TYPE_CHECKING:
     import torch
 
 BEGAN = time.monotonic()
-"""When this process began, near enough."""
+"""Approximate start of this process."""
 
-# What a rank wishes for, in the order in which a wish wins over the others.
+# Requests to stop, by priority: the largest one of all ranks wins.
 NOTHING, TIME_IS_UP, CTRL_C, ENDED = range(4)
-WISHES = {signal.SIGINT: CTRL_C, signal.SIGTERM: ENDED}
+REQUESTS = {signal.SIGINT: CTRL_C, signal.SIGTERM: ENDED}
 if hasattr(signal, "SIGUSR1"):
-    WISHES[signal.SIGUSR1] = ENDED  # a cluster's warning that it will soon end the job
+    REQUESTS[signal.SIGUSR1] = ENDED  # sent by clusters shortly before they end a job
 EXIT_CODES = {TIME_IS_UP: EXIT_DONE, CTRL_C: EXIT_INTERRUPTED, ENDED: EXIT_STOPPED}
 
 WORDS = {
-    TIME_IS_UP: "The time given (-max_time) is up",
-    CTRL_C: "Interrupted (once more leaves at once)",
-    ENDED: "Told to end (SIGTERM or SIGUSR1)",
+    TIME_IS_UP: "The time limit (-max_time) is reached",
+    CTRL_C: "Interrupted (press Ctrl-C again to exit at once)",
+    ENDED: "Asked to stop (SIGTERM or SIGUSR1)",
 }
-SECONDS_BETWEEN_WISHES, MOST_WITHOUT_WISHES = 0.05, 8
+SECONDS_BETWEEN_EXCHANGES, MOST_UPDATES_BETWEEN_EXCHANGES = 0.05, 8
 
 
 class Stopped(Exception):
-    """Raised on all ranks at the same place: the run is to be saved as it stands, and left."""
+    """Raised on all ranks at the same update: save the run and exit."""
 
-    def __init__(self, wish: int) -> None:
-        super().__init__(wish)
-        self.wish = wish
+    def __init__(self, request: int) -> None:
+        super().__init__(request)
+        self.request = request
 
     @property
     def words(self) -> str:
-        return WORDS[self.wish]
+        return WORDS[self.request]
 
     @property
     def exit_code(self) -> int:
-        return EXIT_CODES[self.wish]
+        return EXIT_CODES[self.request]
 
 
 class Signals:
-    """What this process was asked for. Unless it is `patient`, it leaves at once."""
+    """Handles the signals of this process. A signal ends it at once, unless `deferred` is set."""
 
     def __init__(self) -> None:
-        self.wish = NOTHING
-        self.patient = False
-        """There is something to save, or to tell, before a signal may end this process."""
+        self.request = NOTHING
+        self.deferred = False
+        """Signals only set `request`, because there is something to save or to log first."""
         self._failed = False
         self._interrupts = 0
         self._owner = os.getpid()
 
     def listen(self) -> None:
-        for number in WISHES:
-            # Ctrl-C is off in a shell script's background jobs; but a launcher there still ends its ranks by it.
+        for number in REQUESTS:
+            # A shell script's background jobs ignore Ctrl-C, but a launcher among them stops its ranks with it.
             if signal.getsignal(number) != signal.SIG_IGN or "RANK" in os.environ:
-                signal.signal(number, self._heard)
+                signal.signal(number, self._handle)
 
-    def all_is_told(self) -> None:
-        """Training failed, and why was said: whoever ends this process now ends it without another word."""
-        self._failed, self.patient = True, False
+    def failure_was_reported(self) -> None:
+        """The reason of a failure was logged: from now on a signal ends this process without another message."""
+        self._failed, self.deferred = True, False
 
-    def leave_if_asked(self, *wishes: int) -> None:
-        """Other ranks are gone: where this one was told to go, too, there is nothing more to say."""
-        self.all_is_told()
-        if self.wish in wishes:
-            os._exit(EXIT_CODES[self.wish])
+    def exit_if_asked(self, *requests: int) -> None:
+        """Exit now if one of `requests` was received; called when other ranks are gone."""
+        self.failure_was_reported()
+        if self.request in requests:
+            os._exit(EXIT_CODES[self.request])
 
-    def _heard(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._owner:  # a loading process, forked a moment ago and not yet deaf to signals
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:  # a loading process that was just forked and does not ignore signals yet
             return
         self._interrupts += number == signal.SIGINT
-        # torchrun makes SIGTERM of the second Ctrl-C.
+        # torchrun turns the second Ctrl-C into SIGTERM.
         again = self._interrupts > 1 or (self._interrupts and number == signal.SIGTERM and _under_torchrun())
-        if again or not self.patient:
+        if again or not self.deferred:
             self._leave(number)
-        self.wish = max(self.wish, WISHES[signal.Signals(number)])
+        self.request = max(self.request, REQUESTS[signal.Signals(number)])
 
     def _leave(self, number: int) -> NoReturn:
         if not self._failed:
-            logging.raiseExceptions = False  # it may be a log line that the signal cuts in two
+            logging.raiseExceptions = False  # the signal may have interrupted the writing of a log line
             name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-            log.warning("%s; what was saved before stays, and -resume goes on from it", name)
-        os._exit(EXIT_CODES[WISHES[signal.Signals(number)]])
+            log.warning("%s; earlier checkpoints are intact, and -resume continues from them", name)
+        os._exit(EXIT_CODES[REQUESTS[signal.Signals(number)]])
 
 
 signals = Signals()
@@ -107,36 +107,36 @@ def _under_torchrun() -> bool:
 
 
 class Deadline:
-    """-max_time: when to stop so that the rest of the time is enough for the update that runs and for saving."""
+    """-max_time: stop early enough for the current update and the last checkpoint."""
 
     def __init__(self, seconds: float | None, to_save: Callable[[], float]) -> None:
-        """`to_save`: seconds that saving takes."""
+        """`to_save` returns the seconds that saving takes."""
         self._end = None if seconds is None else BEGAN + seconds
         self._to_save = to_save
-        self._looked = time.monotonic()
+        self._last_call = time.monotonic()
 
     def passed(self) -> bool:
-        """Call it once an update: it also sees how long one takes."""
+        """Whether it is time to stop. Call it once per update, whose duration it measures."""
         now = time.monotonic()
-        an_update, self._looked = now - self._looked, now
-        # Ranks stop a little after the first of them wants to; and a checkpoint may just be being written.
-        ahead = 2 * (an_update + SECONDS_BETWEEN_WISHES + self._to_save())
+        last_update, self._last_call = now - self._last_call, now
+        # Doubled: ranks stop shortly after the first request, and an earlier checkpoint may still be being written.
+        ahead = 2 * (last_update + SECONDS_BETWEEN_EXCHANGES + self._to_save())
         return self._end is not None and now + ahead >= self._end
 
 
 class Stopping:
-    """Asks, update by update, whether any rank was told to stop. A collective call, that nobody waits for.
+    """Checks after updates whether any rank was asked to stop, with an all-reduce that no rank waits for.
 
-    The ranks' wishes travel while the next update is computed and are looked at after it, on a group of their own in
-    the hosts' memory: no GPU is waited for, and all ranks learn the same at the same update. Where updates take only
-    milliseconds, every few of them will do; how many, the ranks tell each other along with their wishes.
+    Requests are all-reduced while the next update computes, and read after it, by a gloo group in host memory: no rank
+    waits for a GPU, and all ranks stop at the same update. Where updates take only milliseconds, ranks exchange
+    requests every few updates; the interval is all-reduced along with the requests.
     """
 
     def __init__(self, world: World, time_is_up: Callable[[], bool]) -> None:
         self._world, self._time_is_up = world, time_is_up
-        self._travelling: tuple[torch.distributed.Work, torch.Tensor] | None = None
-        self._of, self._every, self._left = "", 1, 1
-        self._asked = time.monotonic()
+        self._in_flight: tuple[torch.distributed.Work, torch.Tensor] | None = None
+        self._what, self._every, self._left = "", 1, 1
+        self._last_exchange = time.monotonic()
         if world.size > 1:
             import torch.distributed
 
@@ -144,48 +144,48 @@ class Stopping:
             assert isinstance(group, torch.distributed.ProcessGroup)
             self._group = group
 
-    def check(self, of: str = "updates") -> None:
-        """Raise `Stopped`, on all ranks at once, if one of them was to stop. `of`: between what the call stands."""
-        wish = max(signals.wish, TIME_IS_UP if self._time_is_up() else NOTHING)
-        agreed = wish if self._world.size == 1 else self._exchanged(wish, of)
+    def check(self, what: str = "updates") -> None:
+        """Raise `Stopped`, on all ranks at once, if one was asked to stop. `what`: the steps between two calls."""
+        request = max(signals.request, TIME_IS_UP if self._time_is_up() else NOTHING)
+        agreed = request if self._world.size == 1 else self._exchanged(request, what)
         if agreed:
             raise Stopped(agreed)
 
-    def _exchanged(self, wish: int, of: str) -> int:
-        """The greatest wish that any rank had at the exchange before."""
-        if of != self._of:  # of another length, perhaps
-            self._of, self._every, self._left = of, 1, 1
+    def _exchanged(self, request: int, what: str) -> int:
+        """The largest request of all ranks at the previous exchange."""
+        if what != self._what:  # other steps may take another time
+            self._what, self._every, self._left = what, 1, 1
         self._left -= 1
         if self._left:
             return NOTHING
         now = time.monotonic()
-        each, self._asked = (now - self._asked) / self._every, now
-        before = self._arrived()
+        each, self._last_exchange = (now - self._last_exchange) / self._every, now
+        before = self._received()
         if before == NOTHING:
-            self._send(wish, min(int(SECONDS_BETWEEN_WISHES / max(each, 1e-6)), MOST_WITHOUT_WISHES))
+            self._send(request, min(int(SECONDS_BETWEEN_EXCHANGES / max(each, 1e-6)), MOST_UPDATES_BETWEEN_EXCHANGES))
         self._left = self._every
         return before
 
-    def _send(self, wish: int, every: int) -> None:
+    def _send(self, request: int, every: int) -> None:
         import torch.distributed
 
-        flag = torch.tensor([wish, max(every, 1)], dtype=torch.int32)
+        flag = torch.tensor([request, max(every, 1)], dtype=torch.int32)
         work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None
-        self._travelling = work, flag
+        self._in_flight = work, flag
 
-    def _arrived(self) -> int:
-        if self._travelling is None:
+    def _received(self) -> int:
+        if self._in_flight is None:
             return NOTHING
-        work, flag = self._travelling
-        self._travelling = None
+        work, flag = self._in_flight
+        self._in_flight = None
         work.wait()
-        wish, self._every = flag.numpy().tolist()
-        return wish
+        request, self._every = flag.numpy().tolist()
+        return request
 
     def wait_for_all(self) -> None:
-        """Let no rank leave before rank 0 has saved: a launcher would end the others, too, in the middle of it."""
-        self._arrived()
+        """Keep every rank until rank 0 has saved: when one exits, a launcher may end the others."""
+        self._received()
         if self._world.size > 1:
             import torch.distributed
 

@@ -1,4 +1,4 @@
-"""What holds a run up, in one sentence, and what to do about it."""
+"""Find the bottleneck of a run: data, copies, the optimiser, the loop or the model, and what to do about it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from datasets.base import Stored
 from engine.measure.stage_times import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, TEACHER, StageTimes
 from utils.distributed.world import World, all_gather
 
-LEAST_UPDATES = 10
-"""Fewer say nothing: the first ones start processes and set things up."""
+MIN_UPDATES = 10
+"""With fewer there is no result: the first updates start processes and set things up."""
 INPUT, COPYING, OPTIMISING, LOOP, COMPUTE = "input", "copy", "optimiser", "loop", "compute"
 THRESHOLDS = {INPUT: 15.0, COPYING: 10.0, OPTIMISING: 25.0, LOOP: 20.0}
-"""Percent of the time from which a stage is what holds a run up; of several, the one that takes most."""
-MADE_OF = {INPUT: DATA, COPYING: COPY, OPTIMISING: OPTIMISER, LOOP: OTHER}
+"""Percent of the time above which a stage is a bottleneck; of several, the largest is reported."""
+STAGE_OF = {INPUT: DATA, COPYING: COPY, OPTIMISING: OPTIMISER, LOOP: OTHER}
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Training so far, without validation and saving."""
+    """Updates, images and times of training, without validation and saving."""
 
     updates: int = 0
     images: int = 0
@@ -39,7 +39,7 @@ class Tally:
 
     @property
     def waited_percent(self) -> float:
-        """Of the device's time where it was measured, else of the host's."""
+        """Percent of the time spent waiting for data: of the device's time if it was measured, else of the host's."""
         if self.stages is not None:
             return self.stages.percent()[DATA]
         return 100 * min(self.waited / max(self.seconds, 1e-9), 1.0)
@@ -47,27 +47,27 @@ class Tally:
 
 @dataclass(frozen=True)
 class Setting:
-    """What of a run's settings the advice depends on."""
+    """The settings of a run that the advice depends on."""
 
     device: str
     amp: bool
     compiled: bool
     workers: int | None
-    """Loading processes; None where images lie in memory."""
+    """Loading processes; None if the images are in memory."""
     cores: int
-    """For the loading processes of this rank"""
+    """CPU cores for this rank's loading processes."""
     stored: Stored = "files"
     remote: bool = False
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Bottleneck:
     bound: str
     percent: float
-    """Of the time, what the run is bound by took."""
+    """Percent of the time that the bottleneck took."""
     images_per_second: float
     could_take: float
-    """Images a second, if data were always there."""
+    """Images per second if the data were always ready."""
     text: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,102 +75,100 @@ class Verdict:
         return {**asdict(self), **rounded, "could_take": round(self.could_take, 2)}
 
 
-def judge(tally: Tally, setting: Setting, waited: list[float] | None = None) -> Verdict | None:
-    """None after too few updates. `waited`: percent of the time each rank waited for data, where there are several."""
-    if tally.updates < LEAST_UPDATES:
+def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None = None) -> Bottleneck | None:
+    """The bottleneck, or None after too few updates. `waited`: of each rank, the percent spent waiting for data."""
+    if tally.updates < MIN_UPDATES:
         return None
     ranks = waited or [tally.waited_percent]
-    most = max(ranks)
-    shares = {} if tally.stages is None else tally.stages.percent()
-    found = {bound: shares.get(stage, 0.0) for bound, stage in MADE_OF.items()} | {INPUT: most}
-    over = [bound for bound, percent in found.items() if percent >= THRESHOLDS[bound]]
-    bound = max(over, key=lambda name: found[name]) if over else COMPUTE
+    longest = max(ranks)
+    stages = {} if tally.stages is None else tally.stages.percent()
+    percents = {bound: stages.get(stage, 0.0) for bound, stage in STAGE_OF.items()} | {INPUT: longest}
+    over = [bound for bound, percent in percents.items() if percent >= THRESHOLDS[bound]]
+    bound = max(over, key=lambda name: percents[name]) if over else COMPUTE
     rate = tally.images / max(tally.seconds, 1e-9)
-    could = rate / max(1 - most / 100, 0.01)
-    who = "GPU" if setting.device in ("cuda", "mps") else "CPU"
+    could_take = rate / max(1 - longest / 100, 0.01)
+    device = "GPU" if setting.device in ("cuda", "mps") else "CPU"
     if bound == INPUT:
-        slowest = f" of rank {ranks.index(most)}" if len(ranks) > 1 else ""
-        text = _input(f"{who}{slowest}", most, rate, could, setting)
+        slowest = f" of rank {ranks.index(longest)}" if len(ranks) > 1 else ""
+        text = _input_bound(f"{device}{slowest}", longest, rate, could_take, setting)
     elif bound == COMPUTE:
-        text = _compute(who, most, shares, setting)
+        text = _compute_bound(device, longest, stages, setting)
     else:
-        text = _of_the_rest(bound, found[bound], who)
-    computed = shares[FORWARD] + shares[BACKWARD] + shares.get(TEACHER, 0.0) if shares else 100 - most
-    return Verdict(bound, found.get(bound, computed), rate, could, text)
+        text = _otherwise_bound(bound, percents[bound], device)
+    computed = stages[FORWARD] + stages[BACKWARD] + stages.get(TEACHER, 0.0) if stages else 100 - longest
+    return Bottleneck(bound, percents.get(bound, computed), rate, could_take, text)
 
 
 @dataclass
-class Judge:
-    """Knows the settings, and asks all ranks: a slow loader on one of them lets the others wait for its gradients."""
+class BottleneckMonitor:
+    """Finds the bottleneck over all ranks: a slow loader on one rank makes the others wait in the all-reduce."""
 
     setting: Setting
     world: World
     epochs: int = 0
 
-    def first_epoch(self, tally: Tally) -> Verdict | None:
-        """At the end of every epoch; a verdict at the end of the first."""
+    def first_epoch(self, tally: Tally) -> Bottleneck | None:
+        """Call it after every epoch; it returns a result after the first only."""
         self.epochs += 1
         return self.now(tally) if self.epochs == 1 else None
 
-    def now(self, tally: Tally) -> Verdict | None:
-        """All ranks ask together."""
-        return judge(tally, self.setting, all_gather([tally.waited_percent], self.world))
+    def now(self, tally: Tally) -> Bottleneck | None:
+        """The bottleneck so far. A collective call."""
+        return find_bottleneck(tally, self.setting, all_gather([tally.waited_percent], self.world))
 
 
-def _input(who: str, waited: float, rate: float, could: float, setting: Setting) -> str:
-    text = (
-        f"input-bound: the {who} waited {waited:.0f} % of the time; the loader gives {rate:,.0f} img/s, the model "
-        f"could take {could:,.0f}."
+def _input_bound(device: str, waited: float, rate: float, could_take: float, setting: Setting) -> str:
+    return (
+        f"input-bound: the {device} waited for data {waited:.0f} % of the time. The loader delivers {rate:,.0f} "
+        f"images/s; the model could train on {could_take:,.0f}. {advise_faster_loading(setting)}."
     )
-    return f"{text} {load_faster(setting)}."
 
 
-def load_faster(setting: Setting) -> str:
-    """What can still be done for loading, in a sentence."""
+def advise_faster_loading(setting: Setting) -> str:
+    """Advice on faster data loading, in one sentence."""
     if setting.workers is None:
-        return "The images lie in memory already: a larger DATA.BATCH_SIZE would help; see docs/performance.md"
+        return "The images are in memory already: try a larger DATA.BATCH_SIZE; see docs/performance.md"
     ways = []
     if setting.remote or setting.workers < setting.cores:
-        now = f"now {setting.workers}" if setting.workers else "now 0: the training process loads them itself"
+        now = f"now {setting.workers}" if setting.workers else "now 0: the training process loads the images itself"
         ways.append(f"more loading processes (-num_workers, {now})")
     if setting.stored == "files":
-        ways.append("images packed once (scripts/pack_images.py)")
+        ways.append("packed images (scripts/pack_images.py)")
     elif setting.stored == "tar files":
-        ways.append("pixels packed instead of encoded images (scripts/pack_images.py -raw)")
+        ways.append("packed pixels instead of encoded images (scripts/pack_images.py -raw)")
     if not ways:
         return (
-            f"There are {setting.workers} loading processes for {setting.cores} cores, and the images are pixels "
-            "already: what is left is more cores, a faster disk, or less augmentation; see docs/data_speed.md"
+            f"There are {setting.workers} loading processes for {setting.cores} cores, and the images are packed as "
+            "pixels already: only more cores, a faster disk or less augmentation would help; see docs/data_speed.md"
         )
-    text = f"{', or '.join(ways)}{',' * (len(ways) > 1)} would help; see docs/data_speed.md"
-    return text[:1].upper() + text[1:]
+    return f"To speed up, try {' or '.join(ways)}; see docs/data_speed.md"
 
 
-def _compute(who: str, waited: float, shares: dict[str, float], setting: Setting) -> str:
-    text = f"compute-bound: the {who} waited for data {waited:.0f} % of the time"
-    if shares:
-        text += f", and computed forward {shares[FORWARD]:.0f} % and backward {shares[BACKWARD]:.0f} %"
+def _compute_bound(device: str, waited: float, stages: dict[str, float], setting: Setting) -> str:
+    text = f"compute-bound: the {device} waited for data {waited:.0f} % of the time"
+    if stages:
+        text += f"; the forward pass took {stages[FORWARD]:.0f} % and the backward pass {stages[BACKWARD]:.0f} %"
     ways = []
     if not setting.amp:
-        ways.append("-amp (scripts/choose_precision.py tells what it brings)")
-    if not setting.compiled and setting.device != "cpu":  # there it takes minutes, and was not seen to repay them
+        ways.append("-amp (scripts/choose_precision.py measures the gain)")
+    if not setting.compiled and setting.device != "cpu":  # on a CPU it takes minutes, and was never seen to gain them
         ways.append("TRAIN.COMPILE")
-    advice = f"Faster may be: {' and '.join(ways)}" if ways else "What is left is a smaller model, or more devices"
+    advice = f"To speed up, try {' and '.join(ways)}" if ways else "Only a smaller model or more devices would help"
     return f"{text}. {advice}; see docs/performance.md."
 
 
-def _of_the_rest(bound: str, percent: float, who: str) -> str:
+def _otherwise_bound(bound: str, percent: float, device: str) -> str:
     if bound == COPYING:
         return (
-            f"copy-bound: the {who} waited {percent:.0f} % of the time for images on their way from the host's memory; "
-            "smaller ones, or a data set that fits into the GPU's memory, would help; see docs/performance.md."
+            f"copy-bound: the {device} waited {percent:.0f} % of the time for images to be copied to it. Use smaller "
+            "images, or a data set that fits into the GPU's memory; see docs/performance.md."
         )
     if bound == OPTIMISING:
         return (
-            f"optimiser-bound: {percent:.0f} % of the time went into moving the weights, not into gradients; a larger "
-            "DATA.BATCH_SIZE, or TRAIN.ACCUM_ITER, would spread it over more images; see docs/performance.md."
+            f"optimiser-bound: the optimiser's step took {percent:.0f} % of the time. A larger DATA.BATCH_SIZE or "
+            "TRAIN.ACCUM_ITER means fewer steps; see docs/performance.md."
         )
     return (
-        f"held up by the loop: {percent:.0f} % of the time went neither into data nor into the model; a larger "
-        "DATA.BATCH_SIZE, or a larger REPORT_FREQ, would spread it over more images; see docs/performance.md."
+        f"loop-bound: {percent:.0f} % of the time went into neither data nor model. Try a larger DATA.BATCH_SIZE or "
+        "REPORT_FREQ; see docs/performance.md."
     )

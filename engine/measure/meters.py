@@ -1,7 +1,7 @@
-"""Figures of training, summed up on the device and read back only when a report is due.
+"""Training metrics, summed on the device and read back only for a report.
 
-Training accuracy counts guesses of an image's label. An image that mixup or cutmix made of two counts as the one with
-the larger share: since the other is to be guessed too, this accuracy stays far below that of validation.
+An image that mixup or cutmix made of two has the label with the larger weight. Because the model is trained to predict
+both, training accuracy stays far below that of validation.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from utils.distributed.world import World, sum_over_ranks
 
-# Places in the two rows of sums.
+# Indices into the rows of sums.
 LOSS, TOP1, TOP5, SAMPLES = range(4)
 NEVER = -1
 
 
 def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the label is the first guess, and whether it is among the first five; one value a sample."""
+    """Whether the label is the top-1 prediction, and whether it is in the top 5; one value per sample."""
     hits = _hits(logits, labels)
     return hits[:, 0], hits.any(dim=-1)
 
 
 def _hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Which of a sample's first five guesses is its label: one of them, or none. Two classifiers guess together."""
+    """Which of a sample's top 5 predictions is its label, at most one of them. Two classifiers are averaged."""
     logits = logits.mean(1) if logits.ndim == 3 else logits
     return logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
 
@@ -41,7 +41,7 @@ class Means:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one read-back tells."""
+    """Metrics of one report."""
 
     update: Means
     epoch: Means
@@ -60,7 +60,7 @@ class TrainMeters:
         self._update, self._epoch = (torch.zeros(4, dtype=self._sum_type, device=device) for _ in range(2))
         self._finished_update = torch.zeros_like(self._update)
         self._one = torch.ones((), dtype=self._sum_type, device=device)
-        self._known_factors: dict[tuple[float, float], Tensor] = {}
+        self._factors_cache: dict[tuple[float, float], Tensor] = {}
         self._norm = torch.zeros((), device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._in_a_row = torch.zeros_like(self._skipped)
@@ -68,7 +68,7 @@ class TrainMeters:
 
     @torch.no_grad()
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor, weight: float) -> None:
-        """Count one micro-batch; one of weight 0 only keeps this rank in step with the others."""
+        """Count one micro-batch. One of weight 0 is skipped: it only keeps this rank in step with the others."""
         if weight == 0.0:
             return
         n = float(len(labels))
@@ -76,35 +76,35 @@ class TrainMeters:
         loss = loss.to(self._sum_type)
         row = torch.stack((loss, hits[0], hits.sum(), self._one))
         self._update += row * self._factors(weight, n)
-        # One overflowed forward pass must not turn the whole epoch's mean into NaN.
+        # One forward pass that overflows must not turn the epoch's mean into NaN.
         self._epoch += (row * self._factors(n, n)).where(torch.isfinite(loss), 0.0)
 
     def _factors(self, of_loss: float, samples: float) -> Tensor:
-        """What a row is multiplied by; made on the device, once for each kind of micro-batch."""
-        known = self._known_factors.get((of_loss, samples))
-        if known is None:
-            known = torch.stack([torch.full_like(self._one, value) for value in (of_loss, 1.0, 1.0, samples)])
-            self._known_factors[of_loss, samples] = known
-        return known
+        """Factors of a row of sums, on the device; cached, since there are few kinds of micro-batches."""
+        factors = self._factors_cache.get((of_loss, samples))
+        if factors is None:
+            factors = torch.stack([torch.full_like(self._one, value) for value in (of_loss, 1.0, 1.0, samples)])
+            self._factors_cache[of_loss, samples] = factors
+        return factors
 
     @torch.no_grad()
     def close_update(self, update: int, norm: Tensor, moved: bool | Tensor, scaled: bool) -> None:
-        """`update` counts from 1. A skipped update is the scaler's work, anything else not finite is a fault."""
+        """Finish an update, counted from 1. Without loss scaling, a gradient norm that is not finite is a fault."""
         self._finished_update, self._update = self._update, self._finished_update.zero_()
         self._norm.copy_(norm)
         if scaled:
-            stood = 1 - (moved.long().reshape(()) if isinstance(moved, Tensor) else int(moved))
-            self._skipped += stood
+            skipped = 1 - (moved.long().reshape(()) if isinstance(moved, Tensor) else int(moved))
+            self._skipped += skipped
             self._in_a_row += 1
-            self._in_a_row *= stood
+            self._in_a_row *= skipped
         else:
             bad = ~torch.isfinite(norm) & (self._first_bad == NEVER)
             self._first_bad.masked_fill_(bad, update)
 
     def read(self, scale: Tensor, lr: float | Tensor) -> Reading:
-        """Everything in one copy from the device; a collective call, so all ranks make it together."""
+        """Read everything in one copy from the device. A collective call."""
         sums = sum_over_ranks(torch.cat((self._finished_update, self._epoch)), self._world)
-        alike = [
+        same_on_all_ranks = [
             self._norm,
             scale,
             torch.as_tensor(lr, dtype=self._sum_type),
@@ -112,7 +112,7 @@ class TrainMeters:
             self._in_a_row,
             self._first_bad,
         ]
-        numbers = torch.cat((sums, *(x.to(sums.device, self._sum_type).reshape(1) for x in alike))).tolist()
+        numbers = torch.cat((sums, *(x.to(sums.device, self._sum_type).reshape(1) for x in same_on_all_ranks))).tolist()
         norm, scale_value, rate, skipped, in_a_row, first_bad = numbers[8:]
         return Reading(
             _means(numbers[:4], 1.0),
@@ -131,7 +131,7 @@ class TrainMeters:
         return {"epoch": sums.tolist(), "skipped": int(self._skipped), "skipped_in_a_row": int(self._in_a_row)}
 
     def restore(self, epoch: list[float], skipped: int, skipped_in_a_row: int = 0) -> None:
-        """Rank 0 carries what all had summed up."""
+        """Restore saved sums: rank 0 holds those of all ranks."""
         self._in_a_row.fill_(skipped_in_a_row)
         self._epoch.copy_(torch.tensor(epoch, dtype=self._sum_type) if self._world.first else torch.zeros(4))
         self._skipped.fill_(skipped)

@@ -1,7 +1,7 @@
-"""How much of a device's arithmetic training uses: the model's own operations, counted, against the device's peak.
+"""Model FLOPs utilisation (MFU): the operations of the model per second, in percent of the device's peak.
 
-Counted is what the model must do for an image, forward and backward, a multiplication and an addition being two. What
-is computed twice to spare memory counts once, and what a mask throws away counts.
+FLOPs are counted for the forward and backward pass of an image; a multiplication and an addition are two. Operations
+that activation checkpointing repeats count once, and masked ones count.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import nn
 
 from engine.amp.precision import Precision
 from engine.inputs.token_drop import shortcuts_of, token_drop_of
-from engine.machine.device import describe_one, wait_for
+from engine.machine.device import describe_device, synchronize
 from engine.measure.progress import Position
 from models import build_without_weights
 from utils.config import Config
 from utils.log import log
 
-# Dense peaks in TFLOP/s as the vendor's data sheets have them (theirs of sparse matrices halved), products summed up
-# in fp32. Names as the driver gives them.
+# Dense peaks in TFLOP/s with fp32 accumulation, from the vendor's data sheets (sparse values halved). The names are
+# regular expressions for the driver's names.
 H100_SXM = {"fp32": 67.0, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
 LISTED: tuple[tuple[str, dict[str, float]], ...] = (
     # NVIDIA T4, V100, A10 and A100 Tensor Core GPU, data sheets
@@ -49,21 +49,22 @@ LISTED: tuple[tuple[str, dict[str, float]], ...] = (
 )
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MEASURED_FOR = 0.8
+"""Seconds."""
 LONG_ENOUGH, LARGEST = 0.05, 8192
-"""Seconds, and rows: matrices are not made larger than it takes to time a product well."""
+"""Matrices grow until a product takes this many seconds, or has this many rows."""
 IMAGES = 2
-"""Counted at once: a norm over the batch takes no single image for training."""
+"""Batch size for counting: batch norm cannot train on one image."""
 
 
 def training_flops(model: nn.Module, channels: int, image_size: int) -> float | None:
-    """Operations of one image in training; None where they cannot be counted. `model` holds no weights (meta)."""
+    """FLOPs of one image in training; None if they cannot be counted. `model` is on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode
 
     images = torch.empty(IMAGES, channels, image_size, image_size, device="meta")
     try:
         with FlopCounterMode(display=False) as counter:
             model.train()(images).sum().backward()
-    except Exception as error:  # whatever a model does that needs values
+    except Exception as error:  # a model that reads values fails on the meta device, in any way
         log.debug("The model's operations cannot be counted: %s", error)
         return None
     return counter.get_total_flops() / IMAGES or None
@@ -71,7 +72,7 @@ def training_flops(model: nn.Module, channels: int, image_size: int) -> float | 
 
 @dataclass(frozen=True)
 class Peak:
-    """What a device could do at most, in TFLOP/s."""
+    """Peak of a device in TFLOP/s."""
 
     tflops: float
     kind: str
@@ -79,17 +80,17 @@ class Peak:
     device: str
 
     def words(self) -> str:
-        return f"MFU is what training uses of {self.tflops:.3g} TFLOP/s in {self.kind} for each device ({self.how})."
+        return f"MFU is relative to a peak of {self.tflops:.3g} TFLOP/s in {self.kind} for each device ({self.how})."
 
 
 def listed_tflops(name: str, kind: str) -> float | None:
-    """By the driver's name of a GPU. A part of one (MIG) or a sister model is not listed."""
+    """Peak by the driver's name of a GPU; None for one that is not listed, such as a MIG slice."""
     name = name.removeprefix("NVIDIA ").strip()
     return next((peaks.get(kind) for pattern, peaks in LISTED if re.fullmatch(pattern, name)), None)
 
 
 def peak_of(precision: Precision, threads: int, measure: bool, run_file: Path) -> Peak | None:
-    """The listed peak of this device, else the measured one if `measure`. `run_file` may remember that."""
+    """The listed peak of this device, else the measured one if `measure`. `run_file` may hold it from before."""
     device, kind = precision.device, precision.name.split("-")[-1]
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -97,22 +98,22 @@ def peak_of(precision: Precision, threads: int, measure: bool, run_file: Path) -
             return Peak(listed, kind, "its data sheet", name)
     if not measure or kind not in DTYPES:
         return None
-    name = f"{describe_one(device)}, {threads} threads" if device.type == "cpu" else describe_one(device)
-    known = _remembered(run_file)
-    if known is not None and (known.kind, known.device) == (kind, name):
-        return known
+    name = f"{describe_device(device)}, {threads} threads" if device.type == "cpu" else describe_device(device)
+    saved = _saved_peak(run_file)
+    if saved is not None and (saved.kind, saved.device) == (kind, name):
+        return saved
     return Peak(measured_tflops(device, DTYPES[kind]), kind, "measured by a large matrix product", name)
 
 
-def _remembered(run_file: Path) -> Peak | None:
+def _saved_peak(run_file: Path) -> Peak | None:
     try:
         return Peak(**json.loads(run_file.read_text(encoding="utf-8"))["peak"])
-    except (OSError, ValueError, KeyError, TypeError):  # no run yet, or one that measured nothing
+    except (OSError, ValueError, KeyError, TypeError):  # a new run, or one without a peak
         return None
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype, seconds: float = MEASURED_FOR) -> float:
-    """The best of some products of square matrices, larger and larger until one takes long enough to be timed well."""
+    """Best TFLOP/s of products of square matrices, which grow until one takes long enough for the clock."""
     best, size, began = 0.0, 256, perf_counter()
     left = _matrix(size, device, dtype)
     while perf_counter() - began < seconds:
@@ -121,48 +122,48 @@ def measured_tflops(device: torch.device, dtype: torch.dtype, seconds: float = M
         if passed < LONG_ENOUGH and size < LARGEST:
             size *= 2
             left = _matrix(size, device, dtype)
-            _seconds_of_product(left, device)  # the first of its size sets things up
+            _seconds_of_product(left, device)  # warm-up: the first product of a size is slower
     return best
 
 
 def _matrix(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Random, as what is trained on is: products of numbers that are all equal are faster, on an H200 by an eighth."""
+    """Random numbers, as in training: with equal ones an H200 is faster by an eighth."""
     return torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
 
 
 def _seconds_of_product(matrix: torch.Tensor, device: torch.device) -> float:
-    wait_for(device)
+    synchronize(device)
     began = perf_counter()
     torch.mm(matrix, matrix)
-    wait_for(device)
+    synchronize(device)
     return perf_counter() - began
 
 
 class Utilisation:
-    """Model FLOPs utilisation (MFU): the model's operations a second, in percent of the devices' peak."""
+    """Computes MFU from images per second."""
 
     def __init__(self, config: Config, peak: Peak, devices: int, position: Position) -> None:
-        """`position`: where the run stands; an image may cost less at first (TRAIN.SIZE_SCHEDULE, TOKEN_DROP)."""
+        """`position`: that of the run; with TRAIN.SIZE_SCHEDULE or TOKEN_DROP, FLOPs per image depend on the epoch."""
         self._config, self._tflops, self._position = config, peak.tflops * devices, position
         self._flops: dict[tuple[int, bool], float | None] = {}
 
     @property
     def counted(self) -> bool:
-        """Whether the operations are known; counting them takes up to a second or two."""
-        return self._kind() in self._flops
+        """Whether the FLOPs for this epoch are known; counting them takes up to two seconds."""
+        return self._image_kind() in self._flops
 
     def percent(self, images_per_second: float) -> float | None:
-        """Counts where it must: at the first report, and at the first after an image's cost changed."""
-        kind = self._kind()
+        """MFU in percent. Counts FLOPs first, if those per image have changed since the last report."""
+        kind = self._image_kind()
         if kind not in self._flops:
             self._flops[kind] = self._count(kind[0])
             if self._flops[kind] is None:
-                log.info("MFU is not shown: the operations of this model cannot be counted.")
+                log.info("MFU is not shown: the FLOPs of this model cannot be counted.")
         flops = self._flops[kind]
         return None if flops is None else 100 * images_per_second * flops / 1e12 / self._tflops
 
-    def _kind(self) -> tuple[int, bool]:
-        """Of the images in this epoch: their size, and whether tokens are left out."""
+    def _image_kind(self) -> tuple[int, bool]:
+        """Size of this epoch's images, and whether tokens are dropped."""
         train, epoch = self._config.TRAIN, self._position.epoch
         drops = train.TOKEN_DROP > 0 and epoch <= train.NUM_EPOCHS - train.TOKEN_DROP_TAIL
         return train.size_in(epoch, self._config.DATA.IMAGE_SIZE), drops
@@ -176,5 +177,5 @@ class Utilisation:
 
 
 def as_noted(peak: Peak | None) -> dict[str, Any]:
-    """For run.json."""
+    """Entry for run.json."""
     return {} if peak is None else {"peak": asdict(peak)}

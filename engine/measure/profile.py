@@ -1,4 +1,4 @@
-"""A trace of some updates by torch's profiler, for -profile N."""
+"""`-profile N`: a trace of N updates by torch's profiler."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from utils.distributed.world import World
 from utils.log import log
 
-SKIPPED, WARMUP = 3, 2  # the first updates allocate and tune; a trace of them misleads
+SKIPPED, WARMUP = 3, 2  # updates before the trace: the first ones allocate and tune, so their times mislead
 
 
 class UpdateProfiler:
-    """Records `updates` updates of rank 0 into the run's folder; with 0 it does nothing."""
+    """Writes a trace of `updates` updates of rank 0 to the run's folder; with 0 it does nothing."""
 
     def __init__(self, updates: int, folder: Path, world: World) -> None:
         self._trace = folder / "profile.json"
@@ -25,7 +25,7 @@ class UpdateProfiler:
                 schedule=plan,
                 on_trace_ready=self._write,
                 record_shapes=True,
-                acc_events=True,  # there is one cycle; without this torch warns that others would be lost
+                acc_events=True,  # without it torch warns that earlier cycles are lost; there is only one
             )
 
     def _write(self, profiler: torch.profiler.profile) -> None:

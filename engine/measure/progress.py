@@ -1,4 +1,4 @@
-"""How far a run is: where it stands, how much is left, and its best validation so far."""
+"""Position of a run, updates left, and the best validation so far."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from utils.log import log
 
 @dataclass
 class Position:
-    """Where a run stands. `epoch` and `step` are those of the next update: epochs from 1, steps (done in it) from 0."""
+    """Position of a run between two updates."""
 
     epoch: int = 1
+    """Epoch of the next update, from 1."""
     step: int = 0
+    """Updates done in this epoch."""
     update: int = 0
+    """Updates done in the run."""
     validated: int = 0
-    """The update after which was validated last: a run may be stopped in the middle of a validation."""
+    """Value of `update` at the last complete validation: a run may be stopped during one."""
 
 
 def updates_left(config: Config, position: Position, per_epoch: int) -> int:
-    """How many updates the plan still has. `update` alone does not say: epochs before may have had more or fewer."""
+    """Number of updates left. `update` alone is not enough: earlier epochs may have had more or fewer updates."""
     planned = (config.TRAIN.NUM_EPOCHS - position.epoch + 1) * per_epoch - position.step
     limit = config.TRAIN.MAX_UPDATES
     return planned if limit is None else min(planned, limit - position.update)
@@ -32,14 +35,16 @@ def updates_left(config: Config, position: Position, per_epoch: int) -> int:
 
 @dataclass
 class Best:
-    """The best figure so far, what it is and of which weights, and for how many validations nothing was better."""
+    """The best validation so far."""
 
     figure: float | None = None
+    """Value of the metric."""
     kind: str = "acc1"
-    """acc1, acc5 or loss; ema_acc1 and so on where the average had it."""
+    """Metric: acc1, acc5 or loss; ema_acc1 and so on if the EMA was better."""
     update: int = 0
     epoch: int = 0
     stale: int = 0
+    """Validations since then without improvement."""
 
     @property
     def by(self) -> str:
@@ -52,40 +57,40 @@ class Best:
 
     def words(self) -> str:
         if self.figure is None:
-            return "no figure yet"
-        average = "EMA " if self.kind.startswith("ema_") else ""
-        return f"{average}{metric_words(self.by, self.figure)} (epoch {self.epoch})"
+            return "no validation yet"
+        ema = "EMA " if self.kind.startswith("ema_") else ""
+        return f"{ema}{metric_words(self.by, self.figure)} (epoch {self.epoch})"
 
     def record(self) -> dict[str, Any] | None:
-        """For meta.json: which weights were the best at which checkpoint."""
+        """Entry for meta.json."""
         if self.figure is None:
             return None
         return {"kind": self.kind, "figure": self.figure, "update": self.update, "epoch": self.epoch}
 
 
-def best_by(figures: dict[str, Means], by: str, position: Position) -> Best:
-    """The better of what a validation of the model and of its EMA gave."""
+def best_of_validation(figures: dict[str, Means], by: str, position: Position) -> Best:
+    """The better one of the model and its EMA in one validation."""
     prefix = best_prefix({f"{name}{by}": getattr(means, by) for name, means in figures.items()}, by) or ""
     return Best(getattr(figures[prefix], by), f"{prefix}{by}", position.update, position.epoch)
 
 
-def start_of_best(best: Best, by: str) -> Best:
-    """What a resumed run has to beat: nothing, where another figure decides now."""
+def resumed_best(best: Best, by: str) -> Best:
+    """Best validation of the resumed run; none if SAVE_BEST_BY has changed."""
     if best.by == by:
         return best
     if best.figure is not None:
-        log.info("SAVE_BEST_BY is %s now: the best so far, %s, does not count.", by, best.words())
+        log.info("SAVE_BEST_BY is now %s: the best so far, %s, is ignored.", by, best.words())
     return Best(kind=by)
 
 
 def clock(seconds: float) -> str:
-    """3725.4 -> 1:02:05."""
+    """Format seconds: 3725.4 -> 1:02:05."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 def seconds_of(text: str) -> float:
-    """'01:30:00' -> 5400.0; the form was checked with the config."""
+    """Parse hours, minutes and seconds: '01:30:00' -> 5400.0. The config has checked the format."""
     hours, minutes, seconds = (int(part) for part in text.split(":"))
     return 3600.0 * hours + 60 * minutes + seconds

@@ -1,8 +1,8 @@
-"""Where the time of an update goes: waiting for data, copying, forward, backward, optimiser, all else.
+"""Times of the stages of an update: waiting for data, copy, forward, backward, optimiser, other.
 
-An update says `lap(FORWARD)` where its forward pass ends: what passed since the lap before was that. Nothing is waited
-for. A GPU works long after it was asked to, so there each lap leaves an event among the GPU's own work, and the events
-are looked at when a report is due, those that have happened by then.
+An update calls `lap(FORWARD)` at the end of its forward pass: the time since the previous lap belongs to that stage.
+Nothing waits. A GPU works asynchronously, so there each lap records a CUDA event, and reports read those events that
+have happened by then.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 DATA, COPY, FORWARD, BACKWARD, OPTIMISER, OTHER = "data", "copy", "forward", "backward", "optimiser", "other"
 STAGES = (DATA, COPY, FORWARD, BACKWARD, OPTIMISER, OTHER)
 TEACHER = "teacher"
-"""A stage of distillation alone: where there is no teacher, it is not spoken of."""
+"""Stage of distillation; runs without a teacher do not report it."""
 MOST_EVENTS = 4096
-"""Of those the GPU has not come to. A host this far ahead leaves updates unmeasured rather than memory unbounded."""
+"""Limit of pending events. A host that is further ahead of its GPU leaves updates unmeasured, to bound memory."""
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds by stage, over so many updates."""
+    """Seconds by stage, summed over `updates` updates."""
 
     updates: int
     seconds: dict[str, float]
@@ -39,7 +39,7 @@ class StageTimes:
         return {stage: 100 * time / whole for stage, time in self.seconds.items()}
 
     def milliseconds(self) -> dict[str, float]:
-        """Of one update."""
+        """Mean milliseconds per update, by stage."""
         return {stage: 1000 * time / max(self.updates, 1) for stage, time in self.seconds.items()}
 
     def __add__(self, other: StageTimes) -> StageTimes:
@@ -48,29 +48,29 @@ class StageTimes:
 
 
 class Stages:
-    """Measures nothing: what an update calls unless REPORT_STAGES asks for more."""
+    """Measures nothing; used unless REPORT_STAGES is set."""
 
     def begin(self) -> None:
-        """An update begins; what passed since the last one ended was neither of its parts."""
+        """Begin an update; the time since the previous one ended is counted as OTHER."""
 
     def lap(self, stage: str) -> None:
-        """What passed since the last lap was this."""
+        """Count the time since the last lap as `stage`."""
 
     def pause(self) -> None:
-        """What follows, up to the next update, is not training."""
+        """Leave out the time until the next update, which is not training."""
 
     def take(self) -> StageTimes | None:
-        """What was measured since the last call."""
+        """Times measured since the last call."""
         return None
 
 
 class HostStages(Stages):
-    """By the clock of the host, which on a CPU does the work itself."""
+    """Measures by the host's clock, for training on a CPU."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
         self._last: float | None = None
-        self._seconds, self._updates = _nothing(), 0
+        self._seconds, self._updates = _no_times(), 0
 
     def begin(self) -> None:
         self.lap(OTHER)
@@ -87,12 +87,12 @@ class HostStages(Stages):
 
     def take(self) -> StageTimes | None:
         taken = StageTimes(self._updates, self._seconds)
-        self._seconds, self._updates = _nothing(), 0
+        self._seconds, self._updates = _no_times(), 0
         return taken if taken.updates else None
 
 
 class Event(Protocol):
-    """What is used of torch's."""
+    """The methods of torch.cuda.Event that are used here."""
 
     def record(self) -> None: ...
     def query(self) -> bool: ...
@@ -100,15 +100,15 @@ class Event(Protocol):
 
 
 class EventStages(Stages):
-    """By events in the order of the device's own work; used again once they were looked at."""
+    """Measures by CUDA events between the GPU's kernels. Events are reused once they were read."""
 
     def __init__(self, new_event: Callable[[], Event]) -> None:
         self._new_event = new_event
         self._spare: list[Event] = []
         self._open: deque[tuple[str | None, Event, bool]] = deque()
-        """Stage that ends here (None: a beginning after a pause), event, whether an update begins here."""
-        self._fresh = True
-        self._seconds, self._updates = _nothing(), 0
+        """Stage that ends at the event (None for the first after a pause), event, whether an update begins there."""
+        self._paused = True
+        self._seconds, self._updates = _no_times(), 0
 
     def begin(self) -> None:
         self._mark(OTHER, begins=True)
@@ -117,28 +117,28 @@ class EventStages(Stages):
         self._mark(stage, begins=False)
 
     def pause(self) -> None:
-        self._fresh = True
+        self._paused = True
 
     def take(self) -> StageTimes | None:
-        self._look()
+        self._read_events()
         taken = StageTimes(self._updates, self._seconds)
-        self._seconds, self._updates = _nothing(), 0
+        self._seconds, self._updates = _no_times(), 0
         return taken if taken.updates else None
 
     def _mark(self, stage: str, begins: bool) -> None:
         if len(self._open) >= MOST_EVENTS:
-            self._look()
+            self._read_events()
             if len(self._open) >= MOST_EVENTS:
-                self._fresh = True
-        if self._fresh and (not begins or len(self._open) >= MOST_EVENTS):
+                self._paused = True
+        if self._paused and (not begins or len(self._open) >= MOST_EVENTS):
             return
         event = self._spare.pop() if self._spare else self._new_event()
         event.record()
-        self._open.append((None if self._fresh else stage, event, begins))
-        self._fresh = False
+        self._open.append((None if self._paused else stage, event, begins))
+        self._paused = False
 
-    def _look(self) -> None:
-        """Add up what the device has done. Asking whether it has does not wait for it."""
+    def _read_events(self) -> None:
+        """Add up the events that have happened. Asking whether one has happened does not wait."""
         while len(self._open) > 1 and self._open[1][1].query():
             _, before, begins = self._open.popleft()
             stage, event, _ = self._open[0]
@@ -148,7 +148,7 @@ class EventStages(Stages):
             self._spare.append(before)
 
 
-def _nothing() -> dict[str, float]:
+def _no_times() -> dict[str, float]:
     return defaultdict(float, dict.fromkeys(STAGES, 0.0))
 
 

@@ -1,4 +1,4 @@
-"""How fast a run goes and what memory it takes; all of it stands under `perf`, apart from what must be reproducible."""
+"""Speed and memory of a run. They are logged under `perf`, apart from the metrics, which must be reproducible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.machine.memory import peak_memory_gb
-from engine.measure.bottleneck import LEAST_UPDATES, Tally
+from engine.measure.bottleneck import MIN_UPDATES, Tally
 from engine.measure.mfu import Utilisation
 from engine.measure.stage_times import Stages, StageTimes
 
@@ -23,32 +23,32 @@ class Perf:
     mfu: float | None = None
 
     def as_dict(self) -> dict[str, float]:
-        figures = {
+        values = {
             "images_per_second": self.images_per_second,
             "data_wait_percent": self.data_wait_percent,
             "peak_memory_gb": self.peak_memory_gb,
             "seconds": self.seconds,
-            **self.parts(),
+            **self.extra(),
         }
-        return {key: round(value, 4) for key, value in figures.items()}
+        return {key: round(value, 4) for key, value in values.items()}
 
-    def parts(self) -> dict[str, float]:
-        """What is told where it is known: milliseconds of an update by stage, and MFU."""
+    def extra(self) -> dict[str, float]:
+        """Values that are not always known: milliseconds per update by stage, and MFU."""
         stages = {} if self.stages is None else self.stages.milliseconds()
-        known = {} if self.mfu is None else {"mfu": self.mfu}
-        return {f"{stage}_ms": value for stage, value in stages.items()} | known
+        mfu = {} if self.mfu is None else {"mfu": self.mfu}
+        return {f"{stage}_ms": value for stage, value in stages.items()} | mfu
 
     def words(self) -> str:
-        """The same for a log line."""
+        """These values for a log line."""
         text = "" if self.mfu is None else f", MFU: {self.mfu:.3g}%"
         if self.stages is None:
             return text
-        shares = " ".join(f"{stage} {percent:.0f}%" for stage, percent in self.stages.percent().items())
-        return f"{text}, Stages: {shares} of {1000 * self.stages.total / self.stages.updates:.3g} ms"
+        stages = " ".join(f"{stage} {percent:.0f}%" for stage, percent in self.stages.percent().items())
+        return f"{text}, Stages: {stages} of {1000 * self.stages.total / self.stages.updates:.3g} ms"
 
 
-class Pace:
-    """Between two reports: images, seconds, the share of them spent waiting for data; and all of that in one tally."""
+class Throughput:
+    """Counts images, time and waiting for data between two reports, and over the run in a tally."""
 
     def __init__(
         self, device: torch.device, stages: Stages | None = None, utilisation: Utilisation | None = None
@@ -59,18 +59,18 @@ class Pace:
         self._first, self._later, self._started = Tally(), Tally(), False
 
     def count(self, images: int) -> None:
-        """One update was made, of so many images."""
+        """Count one update of `images` images."""
         self._images += images
         self._updates += 1
 
     def restart(self) -> None:
-        """Leave out what was not training: validation, saving."""
+        """Leave out the time since the last report, which was not training but validation or saving."""
         self._stages.pause()
         self._stages.take()
-        self._begin_anew()
+        self._reset()
 
     def read(self, waited: float) -> Perf:
-        """Since the last call. `waited`: seconds of it that the host waited for data."""
+        """Speed and memory since the last call. `waited`: seconds that the host waited for data."""
         passed = max(time.perf_counter() - self._last, 1e-9)
         now = Tally(self._updates, self._images, passed, waited, self._stages.take())
         if self._started:
@@ -79,22 +79,22 @@ class Pace:
             self._first, self._started = now, True
         rate, wait = now.images / passed, 100 * min(waited / passed, 1.0)
         perf = Perf(rate, wait, peak_memory_gb(self._device), self.total, now.stages, self._mfu(rate))
-        self._begin_anew()
+        self._reset()
         return perf
 
     @property
     def tally(self) -> Tally:
-        """Of the run so far; without the part up to its first report, which sets things up, if the rest is enough."""
-        return self._later if self._later.updates >= LEAST_UPDATES else self._first + self._later
+        """Totals of the run; if the rest is enough, without the time up to the first report, which includes set-up."""
+        return self._later if self._later.updates >= MIN_UPDATES else self._first + self._later
 
     def _mfu(self, rate: float) -> float | None:
         if self._utilisation is None:
             return None
         if not self._utilisation.counted:
-            self._stages.pause()  # counting is not training
+            self._stages.pause()  # counting FLOPs is not training
         return self._utilisation.percent(rate)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._last, self._images, self._updates = time.perf_counter(), 0, 0
 
     @property

@@ -1,6 +1,6 @@
-"""The optimiser: torch's own by their fused kernels, all others by timm's registry.
+"""The optimiser: torch's fused ones, and all others from timm's registry.
 
-That registry is imported where it is needed only: it brings sixty optimisers along, and with them torch's compiler.
+The registry is imported only when needed: it imports sixty optimisers, and torch's compiler with them.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from torch import nn
 from torch.optim import Optimizer
 
 from engine.optim.layer_rates import SCALE, rate_scales
-from engine.parallel.fsdp import is_dealt
+from engine.parallel.fsdp import is_sharded
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
 from utils.log import log
 
-# Kernels that do the whole step at once; GradScaler hands them its flag on the device, so nothing waits.
+# Their fused kernels do the whole step at once. GradScaler passes them its overflow flag on the device: no wait.
 FUSED: dict[str, Callable[..., Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "momentum": torch.optim.SGD,
     "nesterov": torch.optim.SGD,
 }
-# torch's fused kernel of these does not take weights that are dealt out over ranks.
-NOT_BY_ROWS = {"momentum", "nesterov"}
-# Where neither the settings nor the optimiser itself have one, as with torch's SGD; timm's default, too.
-USUAL_MOMENTUM = 0.9
-# PaddleViT's SGD is momentum without Nesterov; timm's `sgd` is with it.
+# torch's fused kernels of these do not support sharded weights.
+NOT_FUSED_WHEN_SHARDED = {"momentum", "nesterov"}
+# Used where neither the settings nor the optimiser have a default, as with torch's SGD. It is timm's default too.
+DEFAULT_MOMENTUM = 0.9
+# PaddleViT's SGD has momentum without Nesterov; timm's `sgd` is Nesterov.
 PADDLE_NAMES = {"sgd": "momentum"}
 
 
 def optimizer_name(name: str) -> str:
-    """timm's name for the optimiser, or an error that lists the near ones."""
+    """timm's name of the optimiser; an unknown name is an error that lists the nearest ones."""
     wanted = PADDLE_NAMES.get(name.casefold(), name.casefold())
     if wanted in FUSED:
         return wanted
@@ -46,33 +46,33 @@ def optimizer_name(name: str) -> str:
     if wanted not in known:
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: {name!r} is not an optimiser of torch or timm.{nearest(wanted, known)} "
-            f"Known: AdamW, Adam, SGD, LAMB, Lion and {len(known)} in all (timm.optim.list_optimizers())."
+            f"Known are {len(known)}, such as AdamW, Adam, SGD, LAMB and Lion (timm.optim.list_optimizers())."
         )
     if get_optimizer_info(wanted).second_order:
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: {name} needs second derivatives, which training here does not compute; "
-            "AdamW, LAMB and Lion do without."
+            "use one that does not, such as AdamW, LAMB or Lion."
         )
     return wanted
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, base_lr: float, device: torch.device) -> Optimizer:
     name = optimizer_name(train.OPTIMIZER.NAME)
-    build = _of_torch if name in FUSED else _of_timm
+    build = _torch_optimizer if name in FUSED else _timm_optimizer
     fused = name in FUSED and device.type in ("cpu", "cuda", "mps")
-    if fused and name in NOT_BY_ROWS and any(map(is_dealt, model.parameters())):
+    if fused and name in NOT_FUSED_WHEN_SHARDED and any(map(is_sharded, model.parameters())):
         fused = False
     try:
         optimizer = build(name, _groups(model, train), train, base_lr, {"fused": True} if fused else {})
     except (TypeError, ValueError, ImportError, RuntimeError, AssertionError) as error:
         raise UserError(f"TRAIN.OPTIMIZER.NAME {train.OPTIMIZER.NAME}: cannot be built ({error}).") from None
     if isinstance(optimizer, torch.optim.SGD) and fused and optimizer.defaults["momentum"]:
-        _start_momentum(optimizer)
+        _initialise_momentum(optimizer)
     return optimizer
 
 
-def optimizer_words(optimizer: Optimizer, name: str) -> str:
-    """Its name and the values it really uses: 'AdamW (betas 0.9 and 0.999, eps 1e-08)'."""
+def describe_optimizer(optimizer: Optimizer, name: str) -> str:
+    """Name of the optimiser and the values it uses: 'AdamW (betas 0.9 and 0.999, eps 1e-08)'."""
     used = []
     for key in ("betas", "beta1", "momentum", "nesterov", "eps"):
         value = optimizer.defaults.get(key)
@@ -85,13 +85,16 @@ def optimizer_words(optimizer: Optimizer, name: str) -> str:
 
 
 def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
-    """What is trained, by its learning rate; those that do not decay first: biases, norms, what the model names."""
+    """Parameter groups by learning-rate scale and weight decay.
+
+    Biases, norms and the weights in the model's `no_weight_decay` do not decay, unless WEIGHT_DECAY_ALL says so.
+    """
     trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    named: Any = getattr(model, "no_weight_decay", set)()
+    no_decay: Any = getattr(model, "no_weight_decay", set)()
 
     def decays(name: str, weight: torch.Tensor) -> bool:
-        free = weight.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, pattern) for pattern in named)
-        return train.WEIGHT_DECAY_ALL or not free
+        exempt = weight.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, pattern) for pattern in no_decay)
+        return train.WEIGHT_DECAY_ALL or not exempt
 
     scales = rate_scales(model, train)
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
@@ -104,48 +107,48 @@ def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
     ]
 
 
-def _of_torch(
+def _torch_optimizer(
     name: str, groups: list[dict[str, Any]], train: TrainConfig, base_lr: float, options: dict[str, Any]
 ) -> Optimizer:
     settings = train.OPTIMIZER
     if FUSED[name] is torch.optim.SGD:
-        momentum = USUAL_MOMENTUM if settings.MOMENTUM is None else settings.MOMENTUM
+        momentum = DEFAULT_MOMENTUM if settings.MOMENTUM is None else settings.MOMENTUM
         options |= {"momentum": momentum, "nesterov": name == "nesterov"}
     else:
         options |= settings.arguments()
     return FUSED[name](groups, lr=base_lr, **options)
 
 
-def _of_timm(
+def _timm_optimizer(
     name: str, groups: list[dict[str, Any]], train: TrainConfig, base_lr: float, options: dict[str, Any]
 ) -> Optimizer:
     from timm.optim._optim_factory import create_optimizer_v2, default_registry, get_optimizer_info
 
-    settings, takes = train.OPTIMIZER, get_optimizer_info(name)
-    own = signature(default_registry.get_optimizer_class(takes, bind_defaults=False)).parameters
+    settings, info = train.OPTIMIZER, get_optimizer_info(name)
+    parameters = signature(default_registry.get_optimizer_class(info, bind_defaults=False)).parameters
     momentum = settings.MOMENTUM
     if momentum is None:
-        momentum = (own["momentum"].default if "momentum" in own else None) or USUAL_MOMENTUM
-    options |= settings.arguments()  # the factory drops those that it does not take
-    if takes.has_betas and settings.BETAS is not None and takes.num_betas != len(settings.BETAS):
-        log.info("TRAIN.OPTIMIZER.BETAS has no effect: %s takes %d numbers and keeps its own.", name, takes.num_betas)
+        momentum = (parameters["momentum"].default if "momentum" in parameters else None) or DEFAULT_MOMENTUM
+    options |= settings.arguments()  # the factory drops those that the optimiser does not take
+    if info.has_betas and settings.BETAS is not None and info.num_betas != len(settings.BETAS):
+        log.info("TRAIN.OPTIMIZER.BETAS has no effect: %s takes %d betas; its defaults are used.", name, info.num_betas)
         del options["betas"]
     return create_optimizer_v2(groups, name, base_lr, 0.0, momentum, **options)
 
 
-def _start_momentum(optimizer: Optimizer) -> None:
-    """Momentum that begins at zero, which gives the same first step as none.
+def _initialise_momentum(optimizer: Optimizer) -> None:
+    """Set momentum to zero, which gives the same first step as no momentum.
 
-    torch's fused SGD otherwise allocates it in the first step and leaves it unwritten where that step is skipped for
-    an overflow: the next would add whatever lay in that memory.
+    torch's fused SGD allocates it in the first step, and leaves it uninitialised if that step is skipped for an
+    overflow; the next step would then add arbitrary numbers.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def scaled_rates(train: TrainConfig, global_batch: int) -> tuple[float, float, float]:
-    """BASE_LR, WARMUP_START_LR and END_LR, scaled by the global batch where LINEAR_SCALED_LR asks for it."""
+def scaled_learning_rates(train: TrainConfig, global_batch: int) -> tuple[float, float, float]:
+    """BASE_LR, WARMUP_START_LR and END_LR, scaled with the global batch if LINEAR_SCALED_LR is set."""
     rates = (train.BASE_LR, train.WARMUP_START_LR, train.END_LR)
     if train.scale_reference is None:
         return rates
@@ -153,9 +156,9 @@ def scaled_rates(train: TrainConfig, global_batch: int) -> tuple[float, float, f
     return (rates[0] * factor, rates[1] * factor, rates[2] * factor)
 
 
-def rate_words(train: TrainConfig, global_batch: int) -> str:
-    """The learning rate after the warm-up, with the arithmetic it comes from where it is scaled."""
-    rate, reference = f"{scaled_rates(train, global_batch)[0]:.3g}", train.scale_reference
+def describe_learning_rate(train: TrainConfig, global_batch: int) -> str:
+    """The learning rate after the warm-up, with its formula if it is scaled."""
+    rate, reference = f"{scaled_learning_rates(train, global_batch)[0]:.3g}", train.scale_reference
     if reference is None:
         return rate
     return f"{rate} = BASE_LR {train.BASE_LR:g} x global batch {global_batch} / LINEAR_SCALED_LR {reference:g}"

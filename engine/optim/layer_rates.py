@@ -1,4 +1,4 @@
-"""What is trained of a model, and how fast: MODEL.FREEZE in words, TRAIN.LAYER_DECAY and TRAIN.HEAD_LR."""
+"""Learning rates by layer (TRAIN.LAYER_DECAY, TRAIN.HEAD_LR), and a summary of what is trained."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from utils.config.train import TrainConfig
 from utils.errors import UserError
 
 SCALE = "lr_scale"
-"""What timm's schedules multiply a group's learning rate by."""
+"""Key of a parameter group that timm's schedules multiply its learning rate by."""
 
 
 def rate_scales(model: nn.Module, train: TrainConfig) -> dict[str, float]:
-    """The factor of each weight's learning rate, by its name; empty where all have the same rate."""
+    """Factors of the learning rate by weight name; empty if all weights have the same rate."""
     scales: dict[str, float] = {}
     if train.LAYER_DECAY is not None:
         layers = _layers_of(model)
@@ -27,8 +27,7 @@ def rate_scales(model: nn.Module, train: TrainConfig) -> dict[str, float]:
         heads = classifiers(model)
         if not heads:
             raise UserError(
-                f"TRAIN.HEAD_LR {train.HEAD_LR:g}: {type(model).__name__} does not tell which part is its classifier; "
-                "leave it out."
+                f"TRAIN.HEAD_LR {train.HEAD_LR:g}: {type(model).__name__} does not name its classifier; leave it out."
             )
         scales |= {
             name: scales.get(name, 1.0) * (train.HEAD_LR if is_inside(name, heads) else 1.0)
@@ -38,23 +37,23 @@ def rate_scales(model: nn.Module, train: TrainConfig) -> dict[str, float]:
 
 
 def _layers_of(model: nn.Module) -> dict[str, int]:
-    """Which layer each weight belongs to, counted from the images on, as timm's layer decay counts them."""
+    """Layer number of each weight, from the input on, as timm's layer decay counts them."""
     from timm.models import group_parameters
     from timm.optim._param_groups import auto_group_layers
 
     matcher: Any = getattr(model, "group_matcher", None)
-    found: Any = auto_group_layers(model) if matcher is None else group_parameters(model, matcher(), reverse=True)
-    last = max(found.values())
-    return {name: found.get(name, last) for name, _ in model.named_parameters()}
+    layers: Any = auto_group_layers(model) if matcher is None else group_parameters(model, matcher(), reverse=True)
+    last = max(layers.values())
+    return {name: layers.get(name, last) for name, _ in model.named_parameters()}
 
 
-def tell_parameters(model: nn.Module) -> str:
+def describe_parameters(model: nn.Module) -> str:
     total, trained = count_parameters(model)
     return f"Parameters: {total:,}, trainable {trained:,} ({100 * trained / total:.1f} %)"
 
 
-def fine_tuning_words(config: Config, model: nn.Module, optimizer: Optimizer, rate: float) -> str:
-    """One line for the banner; nothing where all weights are trained alike. `rate`: the learning rate of most."""
+def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer, rate: float) -> str:
+    """One line for the banner; empty if all weights train at the same rate. `rate`: the unscaled learning rate."""
     train, frozen = config.TRAIN, frozen_weights(model)
     parts = []
     if frozen:
@@ -63,7 +62,7 @@ def fine_tuning_words(config: Config, model: nn.Module, optimizer: Optimizer, ra
     scales = [group[SCALE] for group in optimizer.param_groups if SCALE in group]
     if scales:
         why = [f"layer decay {train.LAYER_DECAY:g}"] if train.LAYER_DECAY is not None else []
-        why += [f"the classifier's times {train.HEAD_LR:g}"] if train.HEAD_LR != 1 else []
+        why += [f"classifier x {train.HEAD_LR:g}"] if train.HEAD_LR != 1 else []
         least, most = f"{rate * min(scales):.3g}", f"{rate * max(scales):.3g}"
         rates = f"learning rate {most}" if least == most else f"learning rates from {least} to {most}"
         parts.append(f"{rates} ({', '.join(why)})")

@@ -1,11 +1,11 @@
-"""The learning rate, a function of how many updates have moved the weights.
+"""Learning-rate schedule over the updates that moved the weights.
 
-An update that the loss scaler skips does not count: otherwise the first overflows of an fp16 run would eat a part
-of its warm-up. On a GPU only the device knows which were skipped, so there the count and the rates live on the
-device too, and nothing waits for them.
+Updates that the loss scaler skips do not count: otherwise the first overflows of an fp16 run would shorten its warm-up.
+On a GPU only the device knows which updates were skipped, so count and learning rates are on the device too, and the
+host does not wait for them.
 """
 
-# torch._foreach_* are what torch's own optimisers are made of; its type stubs call them private.
+# torch's own optimisers use torch._foreach_*; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from utils.config.train import TrainConfig
 
 
 def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float, float, float], per_epoch: int):
-    """timm's schedule of that name, counted in updates."""
+    """timm's schedule of the name in TRAIN.LR_SCHEDULER, in updates."""
     _, start_lr, end_lr = rates
     total = train.NUM_EPOCHS * per_epoch
     warmup = min(round(train.WARMUP_EPOCHS * per_epoch), total)
@@ -34,23 +34,24 @@ def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float
         decay = shape.DECAY_EPOCHS * per_epoch
         return StepLRScheduler(optimizer, decay, decay_rate=shape.DECAY_RATE, warmup_prefix=False, **common)
     if shape.NAME == "multi-step":
-        # timm lets a milestone act one step early; per update that would be before its epoch has ended.
+        # timm applies a milestone one step early, which in updates would be before the end of the epoch.
         milestones = sorted(epoch * per_epoch + 1 for epoch in shape.MILESTONES)
         return MultiStepLRScheduler(optimizer, milestones, decay_rate=shape.DECAY_RATE, warmup_prefix=False, **common)
     if shape.NAME == "cosine" or shape.NAME == "warmupcosine":
-        # A cosine of one update is its start; timm would warn of a length of 1.
+        # timm warns about a length of 1. A cosine of one update only uses its first value.
         return CosineLRScheduler(optimizer, max(2, total - warmup), lr_min=end_lr, warmup_prefix=True, **common)
     assert_never(shape.NAME)
 
 
 TABLE_UPDATES = 10_000
+"""Updates whose learning rates are on the device at a time."""
 
 
 class Schedule:
-    """Sets the optimiser's rates before each update. `moved` counts the updates that counted."""
+    """Sets the optimiser's learning rates before each update. `moved` counts the updates that moved the weights."""
 
     def __init__(self, scheduler: Scheduler, optimizer: Optimizer, total: int, on_device: torch.device | None) -> None:
-        """`on_device`: where skips are known only there (an fp16 run on a GPU), that device."""
+        """`on_device`: the device, if only it knows of skipped updates (fp16 on a GPU)."""
         self._scheduler = scheduler
         self._optimizer = optimizer
         self._total = total
@@ -58,8 +59,8 @@ class Schedule:
         self._table: Tensor | None = None
         self._last: float | Tensor = 0.0
         scales = [float(group.get("lr_scale", 1.0)) for group in optimizer.param_groups]
-        self._told = scales.index(1.0) if 1.0 in scales else 0
-        self._told_scale = scales[self._told]
+        self._reported = scales.index(1.0) if 1.0 in scales else 0
+        self._reported_scale = scales[self._reported]
         self._first = self._left = 0
         if on_device is not None:
             self._keep_on_device(on_device)
@@ -70,7 +71,7 @@ class Schedule:
         self._fill_table(0, device)
 
     def _fill_table(self, first: int, device: torch.device) -> None:
-        """The rates of the next updates from `first` on. The host fills it anew before the device can run out of it."""
+        """Copy the rates of the next updates, from `first` on, to the device, before it needs them."""
         rows = [self._rates(update) for update in range(first, first + TABLE_UPDATES)]
         self._table = torch.tensor(rows, dtype=torch.float32, device=device)
         self._first, self._left = first, TABLE_UPDATES - 1
@@ -85,49 +86,49 @@ class Schedule:
         if isinstance(self._moved, Tensor):
             self._moved += moved
             self._left -= 1
-            if self._left == 0:  # the one wait in thousands of updates
-                rate = self._optimizer.param_groups[self._told]["lr"]
+            if self._left == 0:  # waits for the device, once in thousands of updates
+                rate = self._optimizer.param_groups[self._reported]["lr"]
                 self._fill_table(int(self._moved), self._moved.device)
-                self._optimizer.param_groups[self._told]["lr"].copy_(rate)
+                self._optimizer.param_groups[self._reported]["lr"].copy_(rate)
         else:
             self._moved += int(moved)
         self._apply()
 
     def _apply(self) -> None:
-        """Set the rates of the coming update, and remember the one that the last was made with."""
-        told = self._optimizer.param_groups[self._told]
+        """Set the learning rates for the next update, and remember that of the last one."""
+        reported = self._optimizer.param_groups[self._reported]
         if self._table is None:
-            self._last = told["lr"]
+            self._last = reported["lr"]
             self._scheduler.step_update(int(self._moved))
             return
         assert isinstance(self._moved, Tensor)
-        self._last = told["lr"].clone()
+        self._last = reported["lr"].clone()
         row = self._table.index_select(0, (self._moved - self._first).reshape(1))[0]
-        # All at once: with a rate of its own each layer would ask the device for something of its own.
+        # One call for all groups: with layer decay there are many.
         torch._foreach_copy_([group["lr"] for group in self._optimizer.param_groups], list(row.unbind()))
 
     def last_rate(self) -> float | Tensor:
-        """That of the update just made, before a layer's own factor; a tensor where it lives on the device."""
-        return self._last if self._told_scale == 1.0 else self._last / self._told_scale
+        """Learning rate of the last update, before layer-wise factors; a tensor if it is on the device."""
+        return self._last if self._reported_scale == 1.0 else self._last / self._reported_scale
 
     def rate_at(self, moved: int) -> float:
-        """The same after `moved` updates; for messages, not for training."""
+        """Learning rate after `moved` updates, for messages."""
         groups = self._optimizer.param_groups
         now = [group["lr"] for group in groups]
-        rate = self._rates(moved)[self._told] / self._told_scale
+        rate = self._rates(moved)[self._reported] / self._reported_scale
         for group, lr in zip(groups, now, strict=True):
             group["lr"] = lr
         return rate
 
     @property
     def moved(self) -> int:
-        """Waits for the device; for saving, not for every update."""
+        """Number of updates that moved the weights. It waits for the device, so it is for saving only."""
         return int(self._moved)
 
     def restore(self, moved: int) -> None:
         if isinstance(self._moved, Tensor):
             self._moved.fill_(moved)
-            self._fill_table(moved, self._moved.device)  # with new tensors: loading an optimiser replaced them
+            self._fill_table(moved, self._moved.device)  # makes new tensors: loading the optimiser replaced them
         else:
             self._moved = moved
         self._apply()

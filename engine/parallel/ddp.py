@@ -1,4 +1,4 @@
-"""How ranks share gradients."""
+"""DistributedDataParallel with gradients summed, not averaged, over ranks."""
 
 # No `from __future__ import annotations` here: DDP compares the annotations of its hooks with real types.
 
@@ -12,12 +12,12 @@ from utils.config import Config
 from utils.errors import UserError
 
 
-def with_joined_gradients(model: nn.Module, device: torch.device, config: Config) -> DistributedDataParallel:
-    """The model as it is called from now on: its backward pass all-reduces gradients. Every rank must be ready."""
-    if config.DIST.STATIC_GRAPH and config.TRAIN.ACCUM_ITER > 1:  # fewer processes than before, say
+def wrap_ddp(model: nn.Module, device: torch.device, config: Config) -> DistributedDataParallel:
+    """Wrap the model so that its backward pass all-reduces gradients. A collective call: every rank must be ready."""
+    if config.DIST.STATIC_GRAPH and config.TRAIN.ACCUM_ITER > 1:  # a resume with fewer processes raises ACCUM_ITER
         raise UserError(
-            f"DIST.STATIC_GRAPH: true works only without accumulation, and here are {config.TRAIN.ACCUM_ITER} "
-            "micro-batches an update (TRAIN.ACCUM_ITER); leave it out."
+            f"DIST.STATIC_GRAPH true works only without gradient accumulation, but TRAIN.ACCUM_ITER is "
+            f"{config.TRAIN.ACCUM_ITER}; leave DIST.STATIC_GRAPH out."
         )
     devices = [device.index] if device.type == "cuda" else None
     forward = DistributedDataParallel(
@@ -28,9 +28,9 @@ def with_joined_gradients(model: nn.Module, device: torch.device, config: Config
 
 
 def _sum_gradients(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The sum over ranks, where DDP would take the mean: losses are weighted by their share in the update already.
+    """Sum gradients over ranks, where DDP would average: losses are already weighted by their fraction of the update.
 
-    So a micro-batch's scaled gradient is the same number on one device and on many, and overflows at the same scale.
+    So a micro-batch's scaled gradient is the same on one device and on many, and overflows at the same loss scale.
     """
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
@@ -38,7 +38,7 @@ def _sum_gradients(_: object, bucket: GradBucket) -> torch.futures.Future[torch.
 
 
 def _sum_in_bf16(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The same in half the bytes. bf16 has fp32's range: what overflows in it had overflowed before."""
+    """Sum gradients in bf16, half the bytes. It has fp32's range, so no gradient overflows that fp32 could hold."""
     gradients = bucket.buffer()
     work = torch.distributed.all_reduce(gradients.to(torch.bfloat16), async_op=True)
     assert work is not None

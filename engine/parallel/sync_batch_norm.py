@@ -1,4 +1,4 @@
-"""Statistics of batch norm where a batch is spread over several processes."""
+"""SyncBatchNorm: batch norm's statistics over the images of all processes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from utils.distributed.world import World
 from utils.log import log
 
 
-def join_statistics(model: nn.Module, precision: Precision, config: Config, world: World) -> bool:
-    """Let ranks compute the statistics together, if they can; before gradients are joined. Whether they now do.
+def sync_batch_norm(model: nn.Module, precision: Precision, config: Config, world: World) -> bool:
+    """Convert batch norms to SyncBatchNorm where possible, before DDP wraps the model. Returns whether it did.
 
-    From then on a forward pass in training is something that all ranks do together.
+    Afterwards every forward pass in training is a collective call.
     """
     norms = [module for module in model.modules() if isinstance(module, BATCH_NORM)]
-    if world.size == 1 or not any(norm.training for norm in norms):  # frozen ones keep their statistics
+    if world.size == 1 or not any(norm.training for norm in norms):  # frozen norms keep their statistics
         return False
     if why := _why_not(precision, config):
         log.info(
-            "Batch norm takes its statistics from each process's own images (%s); validated and saved are the running "
-            "ones of rank 0.",
+            "Batch norm computes its statistics on each process's own images (%s). Validation and checkpoints use the "
+            "running statistics of rank 0.",
             why,
         )
         return False
-    from timm.layers.norm_act import convert_sync_batchnorm  # torch's own would drop activations joined to a norm
+    from timm.layers.norm_act import convert_sync_batchnorm  # torch's own would drop activations fused with a norm
 
     convert_sync_batchnorm(model)
-    log.info("Batch norm takes its statistics from the images of all %d processes (DIST.SYNC_BATCHNORM).", world.size)
+    log.info("Batch norm computes its statistics on the images of all %d processes (DIST.SYNC_BATCHNORM).", world.size)
     return True
 
 
@@ -37,7 +37,7 @@ def _why_not(precision: Precision, config: Config) -> str | None:
     if not config.DIST.SYNC_BATCHNORM:
         return "DIST.SYNC_BATCHNORM false"
     if precision.device.type != "cuda":
-        return "torch joins them on GPUs only"
+        return "torch's SyncBatchNorm works on GPUs only"
     if config.DIST.STRATEGY == "fsdp":
         return "DIST.STRATEGY fsdp"
     return f"AMP.LEVEL {precision.level} computes in a copy of the model" if precision.computes_in_copy else None

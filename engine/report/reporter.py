@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.amp.skip_watch import Blame
-from engine.measure.bottleneck import Verdict
+from engine.measure.bottleneck import Bottleneck
 from engine.measure.meters import Means, Reading
 from engine.measure.progress import Position, clock, updates_left
 from engine.measure.stage_times import STAGES, TEACHER
@@ -63,7 +63,7 @@ class Reporter:
         self._metrics: LineFile | None = None
         self._board: Board | None = None
         self._wandb = wandb
-        self._last_verdict: Verdict | None = None
+        self._last_verdict: Bottleneck | None = None
         self._first_update = start.update
         if folder:
             with os_errors_as_user_errors(folder):
@@ -84,12 +84,12 @@ class Reporter:
         if self._metrics:
             self._metrics.add(json.dumps(_plain(line)))
 
-    def run(self, what: str, position: Position, seconds: float, verdict: Verdict | None = None) -> None:
+    def run(self, what: str, position: Position, seconds: float, verdict: Bottleneck | None = None) -> None:
         """Report that the run starts, resumes, is paused or ends."""
         self.event("run", position, _perf(seconds, verdict), what=what, update=position.update)
         self._log_verdict(verdict)
 
-    def _log_verdict(self, verdict: Verdict | None) -> None:
+    def _log_verdict(self, verdict: Bottleneck | None) -> None:
         if verdict is not None and verdict != self._last_verdict:
             log.info("Where the time went: %s", verdict.text)
             self._last_verdict = verdict
@@ -126,7 +126,7 @@ class Reporter:
         }
         fields = {"step": position.step, "update": position.update, **metrics}
         self.event("train", position, perf.as_dict(), **fields)
-        self._plot("train", {**metrics, "images_per_second": perf.images_per_second, **perf.parts()}, position.update)
+        self._plot("train", {**metrics, "images_per_second": perf.images_per_second, **perf.extra()}, position.update)
 
     def _paddlevit_line(self, position: Position, reading: Reading) -> str:
         epochs = self.config.TRAIN.NUM_EPOCHS
@@ -146,7 +146,7 @@ class Reporter:
             f"Time: {clock(perf.seconds)}, Left: {clock(left)}{perf.words()}"
         )
 
-    def epoch(self, position: Position, means: Means, seconds: float, verdict: Verdict | None = None) -> None:
+    def epoch(self, position: Position, means: Means, seconds: float, verdict: Bottleneck | None = None) -> None:
         self._summary("Train", position, means, seconds)
         fields = {"update": position.update, **vars(means)}
         self.event("epoch", position, _perf(seconds, verdict), **fields)
@@ -210,7 +210,7 @@ def _fleet_line(position: Position, reading: Reading) -> str:
     )
 
 
-def _perf(seconds: float, verdict: Verdict | None) -> dict[str, Any]:
+def _perf(seconds: float, verdict: Bottleneck | None) -> dict[str, Any]:
     return {"seconds": round(seconds, 3)} | ({} if verdict is None else {"verdict": verdict.as_dict()})
 
 

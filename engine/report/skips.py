@@ -40,7 +40,7 @@ class Health:
         One process reports at once; several ranks only when all of them call it.
         """
         if self.op_lists is not None:  # the model has been computed by now
-            self.op_lists.tell_uncalled()
+            self.op_lists.warn_uncalled()
             self.op_lists = None
         watch = self.parts.watch
         if watch is None or (self.world.size > 1 and not together):

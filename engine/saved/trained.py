@@ -20,7 +20,7 @@ from engine.amp.op_lists import OpLists
 from engine.amp.precision import Precision, check_amp, check_precision
 from engine.checkpoint.saved import Saved, config_of, find_saved
 from engine.checkpoint.state import load_weights
-from engine.machine.device import pick_device, prepare
+from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.setup import model_in_precision
 from utils.better_weights import Wanted, Which
@@ -110,7 +110,7 @@ def load_trained(
     overridden = {**given.flags, **given.words}.keys() if given else ()
     chosen = _device(device or (config.DEVICE if "DEVICE" in overridden else None), config)
     check_precision(config.AMP, chosen)
-    prepare(config, chosen, ALONE)
+    set_up_device(config, chosen, ALONE)
     with _quietly():
         model, inputs, precision = model_in_precision(config, chosen, saved.meta.get("choices", {}))
     if precision.level in ("O1", "O2") and (moved := saved.fp32_modules()):

@@ -1,7 +1,7 @@
-"""MODEL.ATTENTION: how attention is computed; the same mathematics, and several times the time.
+"""MODEL.ATTENTION: the kernel that computes attention. The result is the same, the time differs several times over.
 
-On a CPU `auto` is a rule, found by measurement, since a clock could choose otherwise in the next run, and the same
-command is to give the same bits. On a GPU it is a race at this model's own shape, run once and remembered.
+On a CPU `auto` follows a rule from measurements: timing could choose another kernel in the next run, and the same
+command must give the same bits. On a GPU `auto` times the kernels at this model's shape, once, and saves the choice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FUSED, PLAIN, FLASH, EFFICIENT, CUDNN, PACKED = "fused", "plain", "flash", "effi
 OWN = "the model's own"
 KINDS = {"cuda": (FUSED, PLAIN, FLASH, EFFICIENT, CUDNN, PACKED)}
 KINDS_ELSEWHERE = (FUSED, PLAIN)
-INSIDE = frozenset({"softmax", "matmul", "matmul_v2", "bmm"})
-"""Operators that a fused one holds, where no list of AMP's reaches them."""
-WHOLE = frozenset({"scaled_dot_product_attention", "fused_attention", "flash_attn"})
-"""The fused one of torch, by which lists do not reach our own."""
-_in_force = ExitStack()
+INSIDE_FUSED = frozenset({"softmax", "matmul", "matmul_v2", "bmm"})
+"""Operators inside a fused kernel, where AMP's lists have no effect."""
+FUSED_OPERATOR = frozenset({"scaled_dot_product_attention", "fused_attention", "flash_attn"})
+"""Names of torch's fused operator on AMP's lists, which have no effect on `packed`."""
+_sdpa_kernel = ExitStack()
 
 
 @dataclass(frozen=True)
@@ -38,51 +38,55 @@ class Attention:
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
-    """Those that can be told how to compute."""
+    """timm's attention layers, whose kernel can be chosen."""
     return [module for module in model.modules() if hasattr(module, "fused_attn")]
 
 
-def settled_attention(
-    wanted: str, model: nn.Module, precision: Precision, library: str, listed: Iterable[str], kept: str | None
+def attention_by_rule(
+    wanted: str, model: nn.Module, precision: Precision, library: str, listed: Iterable[str], previous: str | None
 ) -> Attention | None:
-    """What is known without a race; None where one is to decide, or where kernels of our own are to be tried.
+    """The choice that needs no timing; None if kernels must be timed or tried on this GPU.
 
-    `library`: what multiplies fp32 on a CPU. `listed`: AMP's lists. `kept`: what the run that is gone on with had.
+    `library`: multiplies fp32 matrices on a CPU. `listed`: operators on AMP's lists. `previous`: choice of the run that
+    is resumed.
     """
     device = precision.device.type
     kinds = KINDS.get(device, KINDS_ELSEWHERE)
     if not attention_layers(model):
         if wanted != "auto":
-            raise UserError(f"MODEL.ATTENTION {wanted}: {type(model).__name__} computes it its own way; leave it auto.")
+            raise UserError(
+                f"MODEL.ATTENTION {wanted}: {type(model).__name__} has its own attention, which cannot be replaced; "
+                "leave it auto."
+            )
         return Attention(OWN, "")
-    on_cpu = device == "cpu" and _packed_on_cpu(wanted, kept, model, precision, listed)
+    on_cpu = device == "cpu" and _packed_on_cpu(wanted, previous, model, precision, listed)
     if wanted not in (*kinds, "auto", *[PACKED] * bool(on_cpu)):
         raise UserError(f"MODEL.ATTENTION {wanted}: {device} has only {' and '.join(kinds)}; or leave it auto.")
-    reached = INSIDE.intersection(listed)
-    if reached and wanted not in ("auto", PLAIN):
+    inside = INSIDE_FUSED.intersection(listed)
+    if inside and wanted not in ("auto", PLAIN):
         raise UserError(
-            f"MODEL.ATTENTION {wanted}: AMP's lists name {', '.join(sorted(reached))}, which cannot be reached inside "
-            "a fused operator; use plain, or leave it auto."
+            f"MODEL.ATTENTION {wanted}: AMP's lists name {', '.join(sorted(inside))}, which have no effect inside a "
+            "fused operator; use plain, or leave it auto."
         )
     if wanted == PACKED and device == "cuda" and not packed_is_possible(listed):
         raise UserError(
-            f"MODEL.ATTENTION {wanted} needs Triton, and AMP's lists not to name {', '.join(sorted(WHOLE))}, which "
-            "reach torch's operators only; use fused, or leave it auto."
+            f"MODEL.ATTENTION {wanted} needs Triton, and none of {', '.join(sorted(FUSED_OPERATOR))} on AMP's lists, "
+            "which affect torch's operators only; use fused, or leave it auto."
         )
-    if reached:
-        return Attention(PLAIN, "AMP's lists reach into it")
+    if inside:
+        return Attention(PLAIN, "for the operators on AMP's lists")
     if wanted != "auto":  # a GPU has some kinds for some models only
-        tried = device == "cuda" and (wanted == PACKED or backends_of(wanted))
-        return None if tried else Attention(wanted, "as asked for")
-    if kept is not None and (on_cpu if kept == PACKED else kept in kinds):
-        return Attention(kept, "as this run began")
+        must_try = device == "cuda" and (wanted == PACKED or backends_of(wanted))
+        return None if must_try else Attention(wanted, "as asked for")
+    if previous is not None and (on_cpu if previous == PACKED else previous in kinds):
+        return Attention(previous, "as before the resume")
     if device == "cuda":
         return None
-    return Attention(PACKED, "by AMX") if on_cpu else _by_rule(precision, library)
+    return Attention(PACKED, "by AMX") if on_cpu else _fastest_as_measured(precision, library)
 
 
-def _by_rule(precision: Precision, library: str) -> Attention:
-    """Measured from 17 to 197 tokens; see docs/dev/kernels.md."""
+def _fastest_as_measured(precision: Precision, library: str) -> Attention:
+    """The fastest kind in measurements from 17 to 197 tokens; see docs/dev/kernels.md."""
     if precision.device.type != "cpu":
         return Attention(FUSED, "torch's choice")
     if precision.level != "O0":
@@ -93,49 +97,49 @@ def _by_rule(precision: Precision, library: str) -> Attention:
 
 
 def _packed_on_cpu(
-    wanted: str, kept: str | None, model: nn.Module, precision: Precision, listed: Iterable[str]
+    wanted: str, previous: str | None, model: nn.Module, precision: Precision, listed: Iterable[str]
 ) -> bool:
-    """Whether it can be had, and unless it is asked for by name, or a run began with it, also whether it pays."""
+    """Whether to use `packed` on a CPU: if it works here, and was asked for, was used before or is faster."""
     if wanted not in ("auto", PACKED):
         return False
-    from engine.speed.packed_attention import pays_on_cpu, why_not_on_cpu
+    from engine.speed.packed_attention import is_faster_on_cpu, why_not_on_cpu
 
-    if wanted == "auto" and kept != PACKED and not pays_on_cpu(model):
+    if wanted == "auto" and previous != PACKED and not is_faster_on_cpu(model):
         return False
     why = why_not_on_cpu(model, precision)
-    if not why and WHOLE.intersection(listed):
-        why = f"AMP's lists name {', '.join(sorted(WHOLE.intersection(listed)))}, which reach torch's operators only"
+    if not why and (named := FUSED_OPERATOR.intersection(listed)):
+        why = f"AMP's lists name {', '.join(sorted(named))}, which affect torch's operators only"
     if why and wanted == PACKED:
         raise UserError(f"MODEL.ATTENTION {PACKED}: {why}; cpu has {' and '.join(KINDS_ELSEWHERE)}; or leave it auto.")
     return not why
 
 
 def packed_is_possible(listed: Iterable[str]) -> bool:
-    return not WHOLE.intersection(listed) and find_spec("triton") is not None
+    return not FUSED_OPERATOR.intersection(listed) and find_spec("triton") is not None
 
 
-def put_attention_in_force(kind: str, model: nn.Module) -> None:
-    """For all passes, those that recompute or validate too: the switches are the process's own."""
+def apply_attention(kind: str, model: nn.Module) -> None:
+    """Use `kind` for every pass of this process, recomputation and validation included."""
     for layer in attention_layers(model):
         layer.fused_attn = kind not in (PLAIN, OWN)
         if kind == PACKED:
-            from engine.speed.packed_attention import pack
+            from engine.speed.packed_attention import use_packed
 
-            pack(layer)
+            use_packed(layer)
         elif getattr(layer, "packed", False):
             layer.packed = False
-    _in_force.close()
+    _sdpa_kernel.close()
     backends = backends_of(kind)
     if backends:
         from torch.nn.attention import sdpa_kernel
 
-        _in_force.enter_context(sdpa_kernel(backends, set_priority=True))
+        _sdpa_kernel.enter_context(sdpa_kernel(backends, set_priority=True))
 
 
 def backends_of(kind: str, strictly: bool = False) -> list[Any]:
-    """torch's names for a kind, the best first, and empty for its own choice.
+    """torch's backends for a kind, by preference; empty for torch's own choice.
 
-    The others serve where that kind cannot: flash and cuDNN know no fp32, in which a run may validate.
+    The others are fallbacks: flash and cuDNN do not support fp32, in which a run may validate.
     """
     if kind not in (FLASH, EFFICIENT, CUDNN):
         return []
@@ -143,5 +147,5 @@ def backends_of(kind: str, strictly: bool = False) -> list[Any]:
 
     named = {FLASH: SDPBackend.FLASH_ATTENTION, EFFICIENT: SDPBackend.EFFICIENT_ATTENTION}
     named[CUDNN] = SDPBackend.CUDNN_ATTENTION
-    rest = [] if strictly else [named[EFFICIENT], SDPBackend.MATH]
-    return list(dict.fromkeys([named[kind], *rest]))
+    fallbacks = [] if strictly else [named[EFFICIENT], SDPBackend.MATH]
+    return list(dict.fromkeys([named[kind], *fallbacks]))

@@ -1,8 +1,7 @@
-"""MODEL.FUSED_MLP: bias and GELU of a transformer's MLP in one kernel, and the bias's gradient with GELU's own.
+"""MODEL.FUSED_MLP: bias and GELU of a transformer's MLP in one kernel, forward and backward.
 
-What lies between an MLP's products only moves memory: torch reads there once more than it has to. On GPUs the products
-stay as they are; where kernels of our own multiply on a CPU, GELU is computed by the product before it, while the
-numbers are at hand.
+Between an MLP's products only memory is moved, and torch reads it once more than needed. On GPUs torch computes the
+products; on CPUs where our own kernels multiply, GELU is part of the first product.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from utils.errors import UserError
 from utils.log import log
 
 LISTED = LAYERS | {"gelu"}
-"""Names on AMP's lists that mean the layer or its activation: neither could be told to compute otherwise."""
+"""Names of linear layers and GELU on AMP's lists, which would have no effect inside the fused operator."""
 FIRST_CAPABILITY = (8, 0)
-"""Where bf16 begins, and tensor cores so fast that memory is what an MLP waits for between its products."""
+"""First GPUs with bf16, and with tensor cores so fast that memory is the MLP's bottleneck between products."""
 
 
 class FusedMlp(nn.Module):
-    """timm's Mlp with its first bias and GELU as one operator; in fp32, or watched, as timm has it."""
+    """timm's Mlp with its first bias and GELU as one operator. In fp32, or with hooks on its layers, timm's forward."""
 
     kernel_dtype: torch.dtype | None = None
-    """On a CPU, the precision of inputs that our kernels serve."""
+    """On a CPU, dtype of the inputs that our kernels compute."""
     fc1: nn.Linear
     act: nn.Module
     drop1: nn.Dropout
@@ -46,7 +45,7 @@ class FusedMlp(nn.Module):
     drop2: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        if any(_is_another(part) for part in (self.fc1, self.act)):
+        if any(_has_own_call(part) for part in (self.fc1, self.act)):
             return super().forward(x)
         if self.kernel_dtype:
             return self._on_cpu(x, self.kernel_dtype)
@@ -60,9 +59,9 @@ class FusedMlp(nn.Module):
         weights = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         drops = self.training and self.drop1.p > 0
         frozen = torch.is_grad_enabled() and not all(weight is None or weight.requires_grad for weight in weights)
-        in_parts = drops or frozen or self.fc2.bias is None or _is_another(self.fc2)
-        found = None if in_parts else mlp_on_cpu(x, *weights, dtype)
-        return super().forward(x) if found is None else self.drop2(found)
+        unsupported = drops or frozen or self.fc2.bias is None or _has_own_call(self.fc2)
+        y = None if unsupported else mlp_on_cpu(x, *weights, dtype)
+        return super().forward(x) if y is None else self.drop2(y)
 
 
 def mlps_are_fused(
@@ -70,12 +69,12 @@ def mlps_are_fused(
     model: nn.Module,
     precision: Precision,
     listed: Iterable[str],
-    dealt_out: bool = False,
+    sharded: bool = False,
     library: str = MKL,
 ) -> bool:
-    """auto: on a GPU in half precision, where the kernels are there and right; where `library` is our own, on a CPU.
+    """Whether to fuse MLPs. `auto`: on a GPU in half precision if the kernels work, on a CPU if our kernels multiply.
 
-    `dealt_out`: weights, over ranks. `library`: of products on a CPU.
+    `sharded`: whether FSDP shards the weights. `library`: multiplies matrices on a CPU.
     """
     on_cpu = library == OWN
     if wanted is False:
@@ -84,8 +83,8 @@ def mlps_are_fused(
         if wanted is True:
             log.info("MODEL.FUSED_MLP true has no effect: AMP is off")
         return False
-    obstacle = _obstacle(model, precision, listed, dealt_out, on_cpu)
-    if not obstacle and not on_cpu and (obstacle := _kernels_fail(precision)) and wanted == "auto":
+    obstacle = _obstacle(model, precision, listed, sharded, on_cpu)
+    if not obstacle and not on_cpu and (obstacle := _why_kernels_fail(precision)) and wanted == "auto":
         log.info("MODEL.FUSED_MLP auto has no effect: %s", obstacle)
     if obstacle and wanted is True:
         raise UserError(f"MODEL.FUSED_MLP true: {obstacle}; leave it auto.")
@@ -93,7 +92,7 @@ def mlps_are_fused(
 
 
 def fuse_mlps(model: nn.Module, kernel_dtype: torch.dtype | None = None) -> None:
-    """`kernel_dtype`: the precision of inputs that our kernels for CPUs serve; None on a GPU."""
+    """`kernel_dtype`: dtype of the inputs that our kernels for CPUs compute; None on a GPU."""
     if kernel_dtype is None:
         import engine.speed.kernels.gelu  # noqa: F401
 
@@ -102,32 +101,32 @@ def fuse_mlps(model: nn.Module, kernel_dtype: torch.dtype | None = None) -> None
         mlp.kernel_dtype = kernel_dtype  # pyright: ignore[reportArgumentType]
 
 
-def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], dealt_out: bool, on_cpu: bool) -> str:
-    reached = LISTED.intersection(listed)
+def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], sharded: bool, on_cpu: bool) -> str:
+    named = LISTED.intersection(listed)
     if not any(True for _ in _plain_mlps(model)):
-        return f"{type(model).__name__} has no MLP of a linear layer with a bias and an exact GELU"
+        return f"{type(model).__name__} has no MLP with linear layers, biases and exact GELU"
     if not on_cpu and (precision.device.type != "cuda" or torch.version.hip is not None):
-        on_a_cpu, elsewhere = f"products by {OWN} on a CPU (CPU_FP32, CPU_BF16)", "a GPU of NVIDIA's"
+        on_a_cpu, elsewhere = f"products by {OWN} on a CPU (CPU_FP32, CPU_BF16)", "an NVIDIA GPU"
         return f"its kernels need {on_a_cpu if precision.device.type == 'cpu' else elsewhere}"
     if precision.fp8:
-        return "fp8 has linear layers of its own"
-    if dealt_out:
-        return "it was not tried with DIST.STRATEGY fsdp"
-    if reached:
-        return f"AMP's lists name {', '.join(sorted(reached))}, which cannot be reached inside a fused operator"
+        return "fp8 has its own linear layers"
+    if sharded:
+        return "it was not tested with DIST.STRATEGY fsdp"
+    if named:
+        return f"AMP's lists name {', '.join(sorted(named))}, which have no effect inside a fused operator"
     return ""
 
 
-def _kernels_fail(precision: Precision) -> str:
-    """By trying: Triton needs a driver, a compiler for C and headers that go with them, and says so only then."""
+def _why_kernels_fail(precision: Precision) -> str:
+    """Try the kernels: Triton needs a driver, a C compiler and headers, and finds out only when it runs."""
     if torch.cuda.get_device_capability(precision.device) < FIRST_CAPABILITY:
         return "this GPU is older than compute capability 8.0"
     if importlib.util.find_spec("triton") is None:
         return "it needs the package triton, which is not installed"
-    from engine.speed.kernels.gelu import try_out
+    from engine.speed.kernels.gelu import self_test
 
     try:
-        try_out(precision.device, precision.choice.dtype)
+        self_test(precision.device, precision.choice.dtype)
     except Exception as error:
         log.debug("MODEL.FUSED_MLP", exc_info=True)
         return f"its kernels fail here ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
@@ -151,6 +150,6 @@ def _in_half(x: Tensor) -> bool:
     return x.is_cuda and (x.dtype in HALVES or torch.is_autocast_enabled("cuda"))
 
 
-def _is_another(part: nn.Module) -> bool:
-    """Told to compute in fp32, or with hooks that wait for its call."""
+def _has_own_call(part: nn.Module) -> bool:
+    """Whether a layer must be called by itself: it is forced to fp32, or has hooks."""
     return is_forced(part) or bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks)

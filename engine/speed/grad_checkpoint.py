@@ -1,4 +1,4 @@
-"""TRAIN.GRAD_CHECKPOINT: blocks whose backward pass computes their forward pass again, and so keeps little of it."""
+"""TRAIN.GRAD_CHECKPOINT: activation checkpointing; blocks save their input only and recompute in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from utils.errors import UserError
 
 
 class Recomputed(nn.Module):
-    """A block that keeps its input alone. Dropout draws the same numbers in both passes."""
+    """A block with activation checkpointing. Dropout draws the same numbers in both passes."""
 
     recomputed: bool
     frozen: bool
-    """In training it is in the state of evaluation all the same, and may have gradients to hand on."""
+    """It stays in eval mode during training, and may still pass on gradients."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         trains = self.training or (self.frozen and inputs[0].requires_grad)
@@ -29,33 +29,34 @@ class Recomputed(nn.Module):
             return super().forward(*inputs, **named)
         if any(isinstance(module, BATCH_NORM) for module in self.modules()):
             named["context_fn"] = self._contexts
-        return checkpoint(self._as_written, *inputs, use_reentrant=False, **named)
+        return checkpoint(self._eager_forward, *inputs, use_reentrant=False, **named)
 
-    def _as_written(self, *inputs: Any, **named: Any) -> Any:
+    def _eager_forward(self, *inputs: Any, **named: Any) -> Any:
         return super().forward(*inputs, **named)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _running_statistics_kept(self)
 
 
-def which_blocks(model: nn.Module, wanted: str | int) -> str:
-    """In words; nothing where none are asked for."""
+def describe_recomputed(model: nn.Module, wanted: str | int) -> str:
+    """Recomputed blocks for the banner: '6 of 12 blocks'; empty if there are none."""
     if wanted == "none":
         return ""
     count = len(list(blocks_of(model)))
     if not count:
         raise UserError(
-            f"TRAIN.GRAD_CHECKPOINT {wanted}: {type(model).__name__} has no row of like blocks to recompute; set none."
+            f"TRAIN.GRAD_CHECKPOINT {wanted}: {type(model).__name__} has no sequence of equal blocks to recompute; "
+            "set none."
         )
     return f"{len(range(0, count, _every(wanted)))} of {count} blocks"
 
 
 def checkpoint_blocks(model: nn.Module, wanted: str | int) -> None:
-    """`blocks`: all of them; N: the first of every N."""
+    """Recompute all blocks (`blocks`), or the first of every N."""
     if wanted == "none":
         return
     for number, (_, block) in enumerate(list(blocks_of(model))):
-        mix_in(block, Recomputed)  # all of them: a row stays one of like blocks
+        mix_in(block, Recomputed)  # all of them, so that blocks keep a common class
         block.recomputed = number % _every(wanted) == 0  # pyright: ignore[reportArgumentType]
         block.frozen = not any(weight.requires_grad for weight in block.parameters())  # pyright: ignore[reportArgumentType]
 
@@ -66,7 +67,7 @@ def _every(wanted: str | int) -> int:
 
 @contextmanager
 def _running_statistics_kept(block: nn.Module) -> Iterator[None]:
-    """A batch's statistics go into the running ones once; when it is computed again, into copies."""
+    """Update copies of the running statistics while a batch is recomputed: the first pass has updated the real ones."""
     norms = [module for module in block.modules() if isinstance(module, BATCH_NORM)]
     real = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, real, strict=True):

@@ -1,4 +1,4 @@
-"""MODEL.LINEAR_PATCHES: patches that do not overlap, embedded by one matrix product instead of a convolution."""
+"""MODEL.LINEAR_PATCHES: embed patches by one matrix product instead of a convolution."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from engine.speed.cpu_products import MKL, OWN
 from engine.speed.replace_forward import mix_in
 from utils.errors import UserError
 
-PLACE = "patch_embed.proj"
+MODULE = "patch_embed.proj"
 LARGE_PATCH = 16
-"""From this side on, convolution and product take the same time in a CPU's fp32; see docs/dev/kernels.md."""
+"""Patches of this size and larger gain nothing in fp32 on a CPU; see docs/dev/kernels.md."""
 MEASURED = ("cpu", "cuda")
 LISTED = frozenset({"conv2d", "linear", "fc", "matmul_v2", "fused_gemm_epilogue"})
 
 
 class LinearPatches(nn.Module):
-    """A convolution whose windows lie side by side, as the product that it is. It keeps its weights' shape."""
+    """A convolution without overlap, computed as a matrix product. The shape of its weights does not change."""
 
     kernel_dtype: torch.dtype | None = None
-    """On a CPU, the precision of inputs that our kernels serve."""
+    """On a CPU, dtype of the inputs that our kernels compute."""
     kernel_size: tuple[int, int]
     weight: Tensor
     bias: Tensor | None
@@ -39,29 +39,29 @@ class LinearPatches(nn.Module):
         patches = images.reshape(batch, channels, rows, down, columns, across).permute(0, 2, 4, 1, 3, 5)
         pixels = patches.reshape(batch, rows * columns, channels * down * across)
         tokens = linear(pixels, self.weight.flatten(1), self.bias, self.kernel_dtype)
-        # As a convolution hands it on; what flattens it again finds the tokens as they lie, and copies nothing.
+        # The shape that a convolution returns. The model flattens it again, which needs no copy.
         return tokens.transpose(1, 2).unflatten(2, (rows, columns))
 
 
 def patches_are_linear(
     wanted: Any, model: nn.Module, precision: Precision, listed: Iterable[str], library: str = MKL
 ) -> bool:
-    """auto: where it was measured to be faster.
+    """Whether to embed patches by a matrix product. `auto`: where it was faster in measurements.
 
-    `listed`: AMP's lists, which may mean the convolution. `library`: of products on a CPU.
+    `listed`: operators on AMP's lists, which may name the convolution. `library`: multiplies matrices on a CPU.
     """
-    found = list(_patch_convolutions(model))
-    if wanted is True and not found:
+    convolutions = list(_patch_convolutions(model))
+    if wanted is True and not convolutions:
         raise UserError(
-            f"MODEL.LINEAR_PATCHES true: {type(model).__name__} embeds no patches that lie side by side; leave it auto."
+            f"MODEL.LINEAR_PATCHES true: {type(model).__name__} has no patch embedding without overlap; leave it auto."
         )
     if wanted != "auto":
         return bool(wanted)
-    if not found or precision.device.type not in MEASURED or LISTED.intersection(listed):
+    if not convolutions or precision.device.type not in MEASURED or LISTED.intersection(listed):
         return False
     if precision.level != "O0" or library == OWN:
         return True
-    return precision.device.type == "cpu" and max(found[0].kernel_size) < LARGE_PATCH
+    return precision.device.type == "cpu" and max(convolutions[0].kernel_size) < LARGE_PATCH
 
 
 def use_linear_patches(model: nn.Module, kernel_dtype: torch.dtype | None = None) -> None:
@@ -72,11 +72,12 @@ def use_linear_patches(model: nn.Module, kernel_dtype: torch.dtype | None = None
 
 def _patch_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:
     for name, module in model.named_modules():
-        if f".{name}".endswith(f".{PLACE}") and isinstance(module, nn.Conv2d) and _side_by_side(module):
+        if f".{name}".endswith(f".{MODULE}") and isinstance(module, nn.Conv2d) and _is_matrix_product(module):
             yield module
 
 
-def _side_by_side(convolution: nn.Conv2d) -> bool:
+def _is_matrix_product(convolution: nn.Conv2d) -> bool:
+    """Whether the windows of a convolution are adjacent and do not overlap."""
     return (
         convolution.stride == convolution.kernel_size
         and convolution.kernel_size != (1, 1)

@@ -1,7 +1,7 @@
-"""Another forward for modules that a model already has.
+"""Replace the forward of modules in an existing model.
 
-Class, weights, names in the state dict and settings by class name stay as they are, and whatever else is put around the
-module later (fp32 for it alone, FSDP, a compiled call) finds the new forward where it looks for one: in the class.
+Weights, names in the state dict and the class name do not change. Whatever wraps the module later (AMP.FP32_MODULES,
+FSDP, a compiled call) finds the new forward where it looks for it: in the class.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 
 def mix_in(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Let `kind`, whose methods may call `super()`, stand before the module's own class."""
+    """Put `kind` before the module's own class; its methods may call `super()`."""
     if not isinstance(module, kind):
         module.__class__ = _mixed(kind, type(module))
 

@@ -54,7 +54,7 @@ def test_stopped_and_resumed_fine_tuning_equals_an_uninterrupted_one(
     assert "ema.safetensors; head left as freshly initialised (MODEL.NEW_CLASSIFIER)" in begun.out
     assert "Parameters: 7,130, trainable 3,482 (48.8 %)" in begun.out
     assert "16 of 32 tensors frozen" in begun.out
-    assert "learning rates from 0.0012 to 0.006 (layer decay 0.6, the classifier's times 3)" in begun.out
+    assert "learning rates from 0.0012 to 0.006 (layer decay 0.6, classifier x 3)" in begun.out
     again = vitamp(*command(place, tmp_path / "run"))
     assert again.code == 0, again.text
     assert "the average" not in again.out

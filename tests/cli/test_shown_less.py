@@ -38,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 
 def test_log_describes_token_drop_and_size_schedule(whole: tuple[Path, Result]) -> None:
-    words = "50 % of the patches left out, all shown in the last epoch; images of 8 from epoch 1, 16 from epoch 3"
+    words = "50 % of the patches left out, none in the last epoch; images of 8 from epoch 1, 16 from epoch 3"
     assert words in whole[1].out
 
 

@@ -69,7 +69,7 @@ def ours(vitamp, tiny: Path, tmp_path: Path):
     return run
 
 
-def test_fp32_losses_are_those_of_a_plain_loop(ours, tiny: Path) -> None:
+def test_fp32_losses_equal_a_plain_loops(ours, tiny: Path) -> None:
     mine, plain = ours(), plain_losses(tiny, None)
     assert len(mine) == UPDATES
     assert plain[0] - plain[-1] > 0.1, "the loop must learn, or equality says nothing"
@@ -77,7 +77,7 @@ def test_fp32_losses_are_those_of_a_plain_loop(ours, tiny: Path) -> None:
     assert max(abs(a - b) for a, b in zip(mine, plain, strict=True)) < 1e-5
 
 
-def test_amp_losses_are_those_of_a_plain_loop_to_rounding(ours, tiny: Path) -> None:
+def test_amp_losses_equal_a_plain_loops_to_rounding(ours, tiny: Path) -> None:
     mine, plain = ours("-amp", "bf16"), plain_losses(tiny, torch.bfloat16)
     fp32 = plain_losses(tiny, None)
     assert max(abs(a - b) for a, b in zip(mine, plain, strict=True)) < 2e-2
@@ -89,7 +89,7 @@ def test_fp16_with_loss_scaling_follows_fp32(ours, tiny: Path) -> None:
     assert max(abs(a - b) for a, b in zip(mine, fp32, strict=True)) < 5e-3
 
 
-def test_accumulation_over_four_is_one_batch_four_times_as_large(ours, tiny: Path) -> None:
+def test_accumulating_4_micro_batches_equals_one_batch_4_times_as_large(ours, tiny: Path) -> None:
     """Without dropout the mean of four micro-batches' gradients is the large batch's gradient."""
     constant = ("TRAIN.WARMUP_EPOCHS=0", "TRAIN.LR_SCHEDULER.NAME=step", "TRAIN.MAX_UPDATES=20")
     whole = ours("-batch_size", 32, *constant)

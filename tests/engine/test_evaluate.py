@@ -63,14 +63,14 @@ def plain(net: nn.Module) -> Means:
 
 
 @pytest.mark.parametrize(("batch_size", "world"), [(1, 1), (4, 1), (23, 1), (64, 1), (4, 2), (5, 3), (7, 8)])
-def test_padding_counts_nothing(batch_size: int, world: int) -> None:
+def test_padding_is_not_counted(batch_size: int, world: int) -> None:
     net = model()
     loader = Loader(batch_size, list(range(world)), world)
     assert sum(len(plan) for plan in loader.plans) >= SAMPLES
     assert vars(figures(net, loader)) == pytest.approx(vars(plain(net)), rel=1e-6)
 
 
-def test_padding_is_no_hit_for_who_always_says_the_first_class() -> None:
+def test_padding_is_not_counted_as_a_hit() -> None:
     """A blank sample's label is 0."""
 
     class First(nn.Module):
@@ -83,7 +83,7 @@ def test_padding_is_no_hit_for_who_always_says_the_first_class() -> None:
     assert found.acc5 == pytest.approx(100 * sum(label < 5 for label in labels) / SAMPLES)
 
 
-def test_padding_with_an_infinite_loss_counts_nothing() -> None:
+def test_padding_with_an_infinite_loss_is_not_counted() -> None:
     """0 times infinity is NaN: the padding has to be left out, not multiplied."""
 
     class Certain(nn.Module):
@@ -97,12 +97,12 @@ def test_padding_with_an_infinite_loss_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize("samples", [SAMPLES - 1, SAMPLES + 1])
-def test_a_wrong_count_is_an_error(samples: int) -> None:
+def test_wrong_number_of_samples_is_an_error(samples: int) -> None:
     with pytest.raises(TrainingError, match=f"{SAMPLES} samples of {samples}"):
         figures(model(), Loader(4, [0], 1), samples=samples)
 
 
-def test_dropout_rests_and_the_mode_comes_back() -> None:
+def test_evaluation_disables_dropout_and_restores_the_mode() -> None:
     net = model()
     for training in (True, False):
         net.train(training)
@@ -110,14 +110,14 @@ def test_dropout_rests_and_the_mode_comes_back() -> None:
         assert net.training is training
 
 
-def test_the_mode_comes_back_after_a_failure() -> None:
+def test_mode_is_restored_after_a_failure() -> None:
     net = model().train()
     with pytest.raises(IndexError):
         evaluate(net, Loader(4, [0], 1), SAMPLES, nn.Flatten(0), Precision(OFF, CPU), ALONE)  # pyright: ignore[reportArgumentType]
     assert net.training
 
 
-def test_autocast_by_setting() -> None:
+def test_evaluation_uses_autocast_by_setting() -> None:
     net = model()
     off, on = (AmpConfig(ENABLED=True, DTYPE="bf16", EVAL=evaluates) for evaluates in (False, True))
     exact = figures(net, Loader(4, [0], 1))

@@ -15,12 +15,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from engine.checkpoint.state import log_resumption, restore
 from engine.evaluate import evaluate
 from engine.measure.mfu import training_flops
-from engine.parallel.sync_batch_norm import join_statistics
+from engine.parallel.sync_batch_norm import sync_batch_norm
 from engine.setup import ReadyToTrain
 from models import build_without_weights, classifiers, frozen_weights
 from models.freeze import freeze
 from tests.engine.checkpoint.test_restore import GLOBAL_BATCH, PER_EPOCH, everything, save
-from tests.engine.parallel.test_batch_norm import TWO, precision_on
+from tests.engine.parallel.test_sync_batch_norm import TWO, precision_on
 from tests.engine.small import build, train, windows
 from utils.config import Config, load_config
 from utils.config.model import ModelConfig
@@ -76,7 +76,7 @@ FP8 = pytest.param({**AMP, "AMP__DTYPE": "fp8", "MODEL__EMBED_DIM": 32}, marks=p
 
 
 @pytest.mark.parametrize("how", [*HOW.values(), FP8], ids=[*HOW, "fp8"])
-def test_a_frozen_backbone_stays_and_keeps_nothing_for_the_backward_pass(tiny: Path, how: dict[str, object]) -> None:
+def test_frozen_backbone_does_not_change_and_saves_no_activations(tiny: Path, how: dict[str, object]) -> None:
     ready = build(tiny, **how, **RANDOM, **EMA, **BACKBONE)
     assert ready.parts.ema is not None
     assert kept_for_backward(ready) < 0.1 * kept_for_backward(build(tiny, TRAIN__GRAD_CHECKPOINT="none", **RANDOM))
@@ -90,7 +90,7 @@ def test_a_frozen_backbone_stays_and_keeps_nothing_for_the_backward_pass(tiny: P
     assert all(weight.grad is None for weight in ready.model.parameters())
 
 
-def test_the_whole_backward_pass_is_that_of_the_classifier(tiny: Path) -> None:
+def test_backward_pass_with_a_frozen_backbone_is_the_classifiers_only(tiny: Path) -> None:
     """Its gradient and its norm are what a model has of which everything is trained."""
     norms = []
     for words in ({}, BACKBONE):
@@ -117,7 +117,7 @@ def resnet(tiny: Path, **words: object) -> ReadyToTrain:
     )
 
 
-def test_statistics_of_frozen_norms_stand_still_also_after_a_validation(tiny: Path) -> None:
+def test_frozen_norms_keep_their_statistics_after_validation(tiny: Path) -> None:
     ready, whole = resnet(tiny, **BACKBONE, **EMA), resnet(tiny)
     before = copies(ready.model)
     for updates in (2, 1):
@@ -131,18 +131,18 @@ def test_statistics_of_frozen_norms_stand_still_also_after_a_validation(tiny: Pa
     assert "num_batches_tracked" in str(moved(whole.model, before))
 
 
-def test_norms_that_are_trained_go_on_counting(tiny: Path) -> None:
+def test_trained_norms_update_their_statistics(tiny: Path) -> None:
     ready = resnet(tiny, MODEL__FREEZE="layer[12].*")
     before = copies(ready.model)
     train(ready, 1)
     assert {name.partition(".")[0] for name in moved(ready.model, before)} == {"conv1", "bn1", "layer3", "layer4", "fc"}
 
 
-def test_frozen_norms_have_no_statistics_to_join() -> None:
+def test_frozen_norms_are_not_synchronised() -> None:
     for frozen in (True, False):
         model = timm.create_model("test_resnet", num_classes=3)
         freeze(model, ["backbone"] if frozen else [])
-        join_statistics(model, precision_on(), Config(), TWO)
+        sync_batch_norm(model, precision_on(), Config(), TWO)
         joined = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
         assert bool(joined) is not frozen
 
@@ -151,7 +151,7 @@ def training_parts(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if name and module.training}
 
 
-def test_dropout_is_off_in_what_is_frozen_and_on_before_the_classifier() -> None:
+def test_dropout_is_off_in_frozen_modules_and_on_before_the_classifier() -> None:
     model = timm.create_model("test_vit", num_classes=3, drop_rate=0.5, proj_drop_rate=0.1, drop_path_rate=0.1)
     freeze(model, ["backbone"])
     for _ in range(2):
@@ -165,7 +165,7 @@ def test_dropout_is_off_in_what_is_frozen_and_on_before_the_classifier() -> None
     assert not torch.equal(model(images), model(images)), "the classifier's own dropout"
 
 
-def test_leaving_out_patches_is_not_dropout(tiny: Path) -> None:
+def test_patch_dropout_stays_on_in_a_frozen_backbone(tiny: Path) -> None:
     """TOKEN_DROP is asked for to save time."""
     ready = build(tiny, **BACKBONE, TRAIN__TOKEN_DROP=0.5)
     assert "patch_drop" in training_parts(ready.model)
@@ -182,7 +182,7 @@ def test_leaving_out_patches_is_not_dropout(tiny: Path) -> None:
         ("convnext_atto", ("head.fc",), 320 * 256 + 256),
     ],
 )
-def test_of_each_family_the_classifier_is_left(name: str, heads: tuple[str, ...], trained: int) -> None:
+def test_freeze_backbone_leaves_the_classifier_of_each_family(name: str, heads: tuple[str, ...], trained: int) -> None:
     model = build_without_weights(ModelConfig(TYPE="timm", NAME=name, NUM_CLASSES=256, FREEZE=("backbone",)), 224, 3)
     assert classifiers(model) == heads
     assert sum(weight.numel() for weight in model.parameters() if weight.requires_grad) == trained
@@ -201,7 +201,7 @@ def test_of_each_family_the_classifier_is_left(name: str, heads: tuple[str, ...]
         ("*.bias", None),
     ],
 )
-def test_globs_name_weights_modules_and_classes(tiny: Path, patterns: str, trained: set[str] | None) -> None:
+def test_freeze_globs_match_weights_modules_and_classes(tiny: Path, patterns: str, trained: set[str] | None) -> None:
     model = build(tiny, MODEL__FREEZE=patterns, MODEL__DEPTH=3).model
     frozen = set(frozen_weights(model))
     everything = {name for name, _ in model.named_parameters()}
@@ -226,18 +226,18 @@ def test_globs_name_weights_modules_and_classes(tiny: Path, patterns: str, train
         ("backbone,head", "leaves no weights"),
     ],
 )
-def test_what_cannot_be_frozen_is_told(tiny: Path, patterns: str, said: str) -> None:
+def test_freeze_pattern_without_match_is_an_error(tiny: Path, patterns: str, said: str) -> None:
     with pytest.raises(UserError, match=r"MODEL\.FREEZE") as error:
         build(tiny, MODEL__FREEZE=patterns)
     assert said in str(error.value)
 
 
-def test_no_value_and_no_names_freeze_nothing() -> None:
+def test_empty_freeze_settings_freeze_nothing() -> None:
     for word in ("null", "none", "[]"):
         assert load_config(None, words={"MODEL.FREEZE": word}).config.MODEL.FREEZE == ()
 
 
-def test_frozen_blocks_between_trained_ones_may_be_recomputed(tiny: Path) -> None:
+def test_frozen_blocks_between_trained_ones_can_be_recomputed(tiny: Path) -> None:
     found, kept = [], []
     for wanted in ("none", "blocks"):
         ready = build(tiny, **RANDOM, MODEL__FREEZE="blocks.1", TRAIN__GRAD_CHECKPOINT=wanted)
@@ -249,7 +249,7 @@ def test_frozen_blocks_between_trained_ones_may_be_recomputed(tiny: Path) -> Non
     assert kept[1] <= kept_for_backward(build(tiny, **RANDOM, TRAIN__GRAD_CHECKPOINT="blocks"))
 
 
-def test_operations_are_counted_as_they_are_made() -> None:
+def test_mfu_counts_only_the_operations_of_a_frozen_model() -> None:
     """They are what MFU is made of. A frozen backbone's are forward alone: a third of a training's."""
     flops = []
     for patterns in ((), ("backbone",)):
@@ -270,7 +270,7 @@ def test_operations_are_counted_as_they_are_made() -> None:
     ],
     ids=["backbone", "some, in layers", "norms"],
 )
-def test_going_on_is_as_never_having_stopped(tiny: Path, tmp_path: Path, words: dict[str, object]) -> None:
+def test_frozen_run_resumes_bit_for_bit(tiny: Path, tmp_path: Path, words: dict[str, object]) -> None:
     whole = build(tiny, **words)
     source = windows(whole)
     train(whole, 4, source)
@@ -284,7 +284,7 @@ def test_going_on_is_as_never_having_stopped(tiny: Path, tmp_path: Path, words: 
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "LAMB"])
-def test_thawed_and_frozen_again_what_stays_keeps_its_moments(
+def test_moments_survive_thawing_and_freezing_again(
     tiny: Path, tmp_path: Path, optimizer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = {"TRAIN__OPTIMIZER__NAME": optimizer, "MODEL__DEPTH": 2, "TRAIN__WARMUP_EPOCHS": 0}
@@ -314,7 +314,7 @@ def equal_moments(one: ReadyToTrain, other: ReadyToTrain, name: str) -> bool:
     return bool(tensors[0]) and all(torch.equal(value, tensors[1][key]) for key, value in tensors[0].items())
 
 
-def test_going_on_from_the_average(tiny: Path, tmp_path: Path) -> None:
+def test_resume_from_the_ema_with_frozen_weights(tiny: Path, tmp_path: Path) -> None:
     trained = build(tiny, **EMA)
     train(trained, 3)
     assert trained.parts.ema is not None

@@ -26,7 +26,7 @@ def test_warnings_and_errors_go_to_stderr(capsys: pytest.CaptureFixture[str]) ->
     assert err == "warning: take care\nerror: it broke\n"
 
 
-def test_only_one_process_speaks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_only_rank_0_logs_to_the_console(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     start_log(to_terminal=False)
     log.info("all is well")
     log.error("it broke")
@@ -36,7 +36,7 @@ def test_only_one_process_speaks(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert not (tmp_path / "log.txt").exists()
 
 
-def test_what_was_said_before_there_was_a_folder_is_written_too(tmp_path: Path) -> None:
+def test_early_log_lines_are_written_to_the_runs_log(tmp_path: Path) -> None:
     start_log(to_terminal=True)
     log.info("before")
     log.warning("100 %% of nothing, %d times", 3)
@@ -46,7 +46,7 @@ def test_what_was_said_before_there_was_a_folder_is_written_too(tmp_path: Path) 
         assert texts(tmp_path / "run" / name) == ["before", "warning: 100 % of nothing, 3 times", "after"]
 
 
-def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_resumed_run_appends_to_the_same_log(tmp_path: Path) -> None:
     for word in ("first", "second"):
         start_log(to_terminal=False)
         log.info(word)
@@ -54,7 +54,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert texts(tmp_path / "log.txt") == ["first", "second"]
 
 
-def test_starting_again_says_nothing_twice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_setting_up_the_log_again_duplicates_no_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     start_log(to_terminal=True)
     log_into(tmp_path, rank=0)
     start_log(to_terminal=True)
@@ -63,7 +63,7 @@ def test_starting_again_says_nothing_twice(capsys: pytest.CaptureFixture[str], t
     assert texts(tmp_path / "log.txt") == [], "the files of the run before are closed"
 
 
-def test_a_traceback_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_traceback_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
     start_log(to_terminal=True)
     try:
         raise ValueError("it broke")
@@ -74,7 +74,7 @@ def test_a_traceback_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None
     assert err.count("error: it broke") == 1
 
 
-def test_others_loggers_are_left_alone() -> None:
+def test_other_loggers_are_not_affected() -> None:
     start_log(to_terminal=True)
     assert not any(type(handler).__name__ == "_Terminal" for handler in logging.getLogger().handlers)
     assert log.propagate is False

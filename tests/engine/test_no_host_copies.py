@@ -56,7 +56,7 @@ def _counts_its_steps(event: Any) -> bool:
 @pytest.mark.parametrize("clip", ["null", "1.0"])
 @pytest.mark.parametrize(("enabled", "dtype"), PRECISIONS)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_an_update_reads_nothing_back(tiny: Path, enabled: str, dtype: str, clip: str, optimizer: str) -> None:
+def test_update_copies_nothing_to_the_host(tiny: Path, enabled: str, dtype: str, clip: str, optimizer: str) -> None:
     ready = build(
         tiny,
         AMP__ENABLED=enabled,
@@ -72,14 +72,14 @@ def test_an_update_reads_nothing_back(tiny: Path, enabled: str, dtype: str, clip
     assert reading.skipped == 0, "a normal update was meant"
 
 
-def test_an_update_whose_gradient_overflowed_reads_nothing_back_either(tiny: Path) -> None:
+def test_overflowed_update_copies_nothing_to_the_host(tiny: Path) -> None:
     ready = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=1e30)
     ready.parts.watch = None  # replaying a skipped update does read it, and is meant to
     assert read_backs(ready) == set()
     assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).skipped == 4
 
 
-def test_a_read_back_would_be_noticed(tiny: Path) -> None:
+def test_host_copy_would_be_noticed(tiny: Path) -> None:
     ready = build(tiny)
 
     def curious(logits: Tensor, labels: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def test_a_read_back_would_be_noticed(tiny: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here to wait for")
 @pytest.mark.parametrize(("enabled", "dtype"), PRECISIONS)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_an_update_never_waits_for_the_gpu(tiny: Path, enabled: str, dtype: str, optimizer: str) -> None:
+def test_update_never_waits_for_the_gpu(tiny: Path, enabled: str, dtype: str, optimizer: str) -> None:
     ready = build(
         tiny,
         torch.device("cuda", 0),

@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_run_of_a_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folder_of_a_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = run / "checkpoints" / "step-000000001"
     for path in (run, run / "config.yaml", run / "checkpoints", run / "checkpoints" / "i", step, step / MODEL):
         found = run_folder_of(path)
@@ -36,7 +36,7 @@ def test_the_run_of_a_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.resolve() == run
 
 
-def test_a_checkpoint_that_stands_alone_has_no_run(run: Path) -> None:
+def test_checkpoint_outside_a_run_has_no_run_folder(run: Path) -> None:
     """Even with a folder of that name further up, which is another's: the next run would be written there."""
     alone = run / "elsewhere" / "step-000000001"
     alone.mkdir(parents=True)
@@ -51,7 +51,7 @@ def test_a_checkpoint_that_stands_alone_has_no_run(run: Path) -> None:
     assert run_folder_of(beside) is None
 
 
-def test_a_run_is_not_overwritten(run: Path, tmp_path: Path) -> None:
+def test_run_folder_with_a_run_is_rejected(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="already contains a run"):
         check_output(str(run), "out", None)
     with pytest.raises(UserError, match="already contains a run"):
@@ -62,7 +62,7 @@ def test_a_run_is_not_overwritten(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists(), "checking makes nothing"
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_output_that_is_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in ("file", "file/run"):
         with pytest.raises(UserError, match="file"):
@@ -71,18 +71,18 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
             check_output(None, str(tmp_path / place), None)
 
 
-def test_folders_made_in_the_same_second_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folders_made_in_the_same_second_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder.time, "strftime", lambda _form: "20260102-030405")
     made = [make_folder(None, str(tmp_path / "out"), "train").name for _ in range(3)]
     assert made == [f"train-20260102-030405{suffix}" for suffix in ("", "-2", "-3")]
 
 
-def test_the_name_of_a_folder_tells_when(tmp_path: Path) -> None:
+def test_run_folder_name_has_the_time(tmp_path: Path) -> None:
     assert re.fullmatch(r"eval-\d{8}-\d{6}", make_folder(None, str(tmp_path), "eval").name)
     assert make_folder(str(tmp_path / "mine"), "unused", "train") == tmp_path / "mine"
 
 
-def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "index.json"
     write_atomically(path, "old\n")
 

@@ -162,7 +162,7 @@ def test_one_rank_was_told_and_all_stop(start: Callable[..., Run]) -> None:
     stopped = metrics(run.folder)[-1]
     assert (stopped["event"], stopped["what"]) == ("run", "paused")
     assert (run.folder / "checkpoints" / f"step-{stopped['update']:09d}" / "meta.json").exists()
-    assert done.text.count("Told to end") == 1
+    assert done.text.count("Asked to stop") == 1
     run.nothing_is_left()
 
 

@@ -35,7 +35,7 @@ def test_another_figure_on_resuming_begins_anew(vitamp: Callable[..., Result], t
     assert vitamp(*words, "TRAIN.NUM_EPOCHS=1").code == 0
     done = vitamp(*words, "-resume", "auto", "SAVE_BEST_BY=loss")
     assert done.code == 0, done.text
-    assert "SAVE_BEST_BY is loss now: the best so far, top-1" in done.out
+    assert "SAVE_BEST_BY is now loss: the best so far, top-1" in done.out
     assert "Done: best loss" in done.out
 
 

@@ -13,7 +13,7 @@ from timm.layers.attention import Attention
 from torch import Tensor
 
 from engine.compile.compiled import CACHE
-from engine.speed.attention import PACKED, put_attention_in_force
+from engine.speed.attention import PACKED, apply_attention
 from engine.speed.kernels.attention import packed_attention
 from engine.speed.packed_attention import PackedAttention
 from tests.engine.speed.exact_attention import apart, exact_attention
@@ -86,9 +86,9 @@ def test_a_compiled_layer_gives_the_numbers_of_the_one_as_written(
     torch.compiler.reset()
     torch.manual_seed(0)
     layer = Attention(128, num_heads=2, qkv_bias=True).cuda()
-    put_attention_in_force(PACKED, layer)
+    apply_attention(PACKED, layer)
     assert isinstance(layer, PackedAttention)
-    vars(layer)["nothing_else"] = True
+    vars(layer)["strict"] = True
     compiled = torch.compile(layer, fullgraph=True, mode=mode)
 
     def gradients(call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:

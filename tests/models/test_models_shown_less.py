@@ -9,7 +9,7 @@ import torch
 from timm.layers.patch_dropout import PatchDropout
 from torch import Tensor, nn
 
-from engine.inputs.token_drop import TokenDrop, shortcut_words
+from engine.inputs.token_drop import TokenDrop, describe_shortcuts
 from models import Shortcuts, build_model, check_model
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
@@ -135,10 +135,10 @@ def test_scheduled_sizes_must_be_multiples_of_the_patch_size() -> None:
 
 def test_banner_shows_token_drop_and_size_schedule() -> None:
     train = training(TOKEN_DROP=0.25, TOKEN_DROP_TAIL=2, SIZE_SCHEDULE=[[0, 16], [0.75, 32]])
-    assert shortcut_words(train) == (
-        "25 % of the patches left out, all shown in the last 2 epochs; images of 16 from epoch 1, 32 from epoch 9"
+    assert describe_shortcuts(train) == (
+        "25 % of the patches left out, none in the last 2 epochs; images of 16 from epoch 1, 32 from epoch 9"
     )
-    assert shortcut_words(training()) == ""
+    assert describe_shortcuts(training()) == ""
 
 
 def test_banner_shows_the_first_epoch_of_each_size() -> None:

@@ -113,7 +113,7 @@ def test_too_large_a_loss_scale_is_not_recommended(examined: Any) -> None:
     fp16 = next(mode for mode in found["modes"] if mode["name"] == "fp16")
     assert fp16["skipped"] == UPDATES
     assert any(f"{UPDATES} of {UPDATES} updates were skipped" in reason for reason in fp16["against"])
-    assert any("the scale is too large" in note for note in fp16["notes"]), "the first skip is explained"
+    assert any("the loss scale is too large" in note for note in fp16["notes"]), "the first skip is explained"
     assert min(layer["headroom"] for layer in fp16["layers"]) < 1
     assert found["recommendation"]["mode"] != "fp16"
     assert "fp16: not recommended" in result.out

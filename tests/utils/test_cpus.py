@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from datasets import auto_workers
-from engine.machine.device import prepare
+from engine.machine.device import set_up_device
 from utils import cpus
 from utils.config import load_config
 from utils.cpus import cores, cpu_quota
@@ -95,7 +95,7 @@ def test_threads_and_workers_follow_the_quota_which_is_logged(
     before = torch.get_num_threads()
     try:
         with caplog.at_level(logging.INFO):
-            assert prepare(load_config(None, {}, {}).config, torch.device("cpu"), ALONE) == 4
+            assert set_up_device(load_config(None, {}, {}).config, torch.device("cpu"), ALONE) == 4
             assert torch.get_num_threads() == 4
             assert auto_workers(1) == 4
             assert auto_workers(2) == 2

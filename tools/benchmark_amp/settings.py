@@ -43,10 +43,10 @@ class Setup:
         """The device, prepared as for training, with its peak in each of the `precisions`."""
         import torch
 
-        from engine.machine.device import describe, prepare
+        from engine.machine.device import describe_devices, set_up_device
         from utils.distributed.world import ALONE
 
-        name = describe(self.device, ALONE, prepare(self.config, self.device, ALONE))
+        name = describe_devices(self.device, ALONE, set_up_device(self.config, self.device, ALONE))
         gpu = None
         if self.device.type == "cuda":
             properties: Any = torch.cuda.get_device_properties(self.device)

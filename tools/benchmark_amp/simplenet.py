@@ -87,17 +87,17 @@ class SimpleNet:
             self._batches.append(Batch(numbers, torch.zeros_like(places), places))
 
     def turn(self, enabled: bool, accumulated: int) -> Metrics:
-        from engine.machine.device import wait_for
+        from engine.machine.device import synchronize
         from engine.update import train_update
 
         for measured in (False, True):
             parts = self._parts(enabled)
             updates = list(self._windows(accumulated))[: None if measured else WARMUP]
-            wait_for(self._device)
+            synchronize(self._device)
             began = time.perf_counter()
             for number, window in enumerate(updates, 1):
                 train_update(parts, window, number)
-            wait_for(self._device)
+            synchronize(self._device)
             seconds = time.perf_counter() - began
         reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
         return {"seconds": seconds, "loss": reading.update.loss, "precision": parts.precision.name}
@@ -118,13 +118,13 @@ class SimpleNet:
         from torch import Tensor, nn
 
         from engine.amp.precision import Precision
-        from engine.inputs.mixup import Seen
+        from engine.inputs.mixup import TransformedBatch
         from engine.setup import update_parts
         from utils.distributed.world import ALONE
         from utils.seeding import seed_all
 
-        def inputs_and_targets(numbers: Tensor, labels: Tensor) -> Seen:
-            return Seen(numbers[0], numbers[1], labels)
+        def inputs_and_targets(numbers: Tensor, labels: Tensor) -> TransformedBatch:
+            return TransformedBatch(numbers[0], numbers[1], labels)
 
         config, width = changed(self._config, "AMP", ENABLED=enabled), self._width
         seed_all(config.SEED, "init")
@@ -133,7 +133,7 @@ class SimpleNet:
         trained = model, nn.Identity(), Precision(config.AMP, self._device)
         parts = update_parts(config, ALONE, self._device, trained, len(self._batches))
         parts.criterion, parts.change = nn.MSELoss(), inputs_and_targets
-        parts.start_computing()
+        parts.set_up_forward()
         return parts
 
 

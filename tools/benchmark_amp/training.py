@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from datasets import Window
-from engine.machine.device import wait_for
+from engine.machine.device import synchronize
 from engine.machine.memory import peak_memory_gb
 from engine.update import train_update
 from tools.benchmark_amp.results import Metrics
@@ -97,7 +97,7 @@ class TrainingSession(Session):
             self._update = 0
             for _ in range(warmup_updates(job.updates)):
                 self._step()
-            wait_for(self.training.device)
+            synchronize(self.training.device)
             reset_peak_memory(self.training.device)
             self._end = stack.pop_all()
 
@@ -118,7 +118,7 @@ class TrainingSession(Session):
         began = time.perf_counter()
         for _ in range(self._job.updates):
             images += self._step()
-        wait_for(self.training.device)
+        synchronize(self.training.device)
         seconds = time.perf_counter() - began
         return {
             "seconds": seconds,

@@ -12,6 +12,7 @@ from tools.common.progress import progress
 from tools.common.weights import folders_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
+from utils.text_table import aligned
 
 COLUMNS = ("checkpoint", "epoch", "update", "loss", "top-1", "EMA top-1", "size", "written", "")
 METRICS = (("loss", ".4f"), ("acc1", ".2f"), ("ema_acc1", ".2f"))
@@ -22,9 +23,8 @@ def list_checkpoints(path: Path) -> int:
     folders = folders_of(path)
     index = read_index(folders[0].parent)
     rows = [_row(folder, [name for name in ("last", "best") if index.get(name) == folder.name]) for folder in folders]
-    widths = [max(len(row[n]) for row in (COLUMNS, *rows)) for n in range(len(COLUMNS))]
-    for row in (COLUMNS, *rows):
-        log.info("%s", "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned([COLUMNS, *rows]):
+        log.info("%s", line)
     total = sum(_size(folder) for folder in folders)
     log.info("%d checkpoint%s, %s", len(folders), "s" if len(folders) > 1 else "", size_words(total))
     return EXIT_DONE

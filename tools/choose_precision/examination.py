@@ -10,7 +10,7 @@ import torch
 
 from engine.amp.precision import choose
 from engine.compile.choice import NONE
-from engine.machine.device import describe, prepare
+from engine.machine.device import describe_devices, set_up_device
 from tools.choose_precision.measure import Job, Measured, measure
 from tools.choose_precision.picture import draw
 from tools.choose_precision.report import as_json, details, rounded, table
@@ -47,8 +47,8 @@ class Examination:
 
     def run(self) -> None:
         config = self._config
-        threads = prepare(config, self._device, ALONE)
-        where = describe(self._device, ALONE, threads)
+        threads = set_up_device(config, self._device, ALONE)
+        where = describe_devices(self._device, ALONE, threads)
         names = ["fp32 (three seeds)", *(mode.name for mode in self._plan.modes)]
         log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
         log.info("measuring %d updates of each: %s", self._wanted, ", ".join(names))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from datasets import TrainLoader, Window
-from engine.machine.device import wait_for
+from engine.machine.device import synchronize
 from engine.machine.memory import peak_memory_gb
 from engine.measure.meters import NEVER
 from engine.setup import ReadyToTrain
@@ -172,13 +172,13 @@ class _Timer:
             self._close()
 
     def _start(self) -> None:
-        wait_for(self._device)
+        synchronize(self._device)
         reset_peak_memory(self._device)
         self._loader.take_wait()
         self._began = self._last = time.perf_counter()
 
     def _close(self) -> None:
-        wait_for(self._device)
+        synchronize(self._device)
         now = time.perf_counter()
         self._speeds.append(self._images / (now - self._last))
         self._last, self._images, self._updates = now, 0, 0
@@ -186,7 +186,7 @@ class _Timer:
     def end(self) -> None:
         if self._updates and not self._speeds:  # the time ran out in the first window
             self._close()
-        wait_for(self._device)
+        synchronize(self._device)
         self._waited = self._loader.take_wait() / max(time.perf_counter() - self._began, 1e-9)
 
     def images_per_second(self) -> float:

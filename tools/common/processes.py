@@ -23,10 +23,10 @@ from engine.amp.op_lists import OpLists
 from engine.compile.choice import choose_compiling
 from engine.compile.compiled import compile_update
 from engine.machine.context import Run
-from engine.machine.device import pick_device, prepare
-from engine.machine.environment import enter
+from engine.machine.device import pick_device, set_up_device
+from engine.machine.environment import join_run
 from engine.machine.memory import is_out_of_memory
-from engine.parallel.fsdp import sharding_of
+from engine.parallel.fsdp import build_sharding
 from engine.setup import ReadyToTrain, build_for_training, training_data
 from engine.wrapping import wrap
 from utils.config import Config
@@ -72,12 +72,12 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
     `compiled`: compile as TRAIN.COMPILE says. False: stay eager, and only record what a run would compile.
     """
     device = pick_device(config.DEVICE, world)
-    threads = prepare(config, device, world)
-    enter(config, world, device, threads)
+    threads = set_up_device(config, device, world)
+    join_run(config, world, device, threads)
     training: Training | None = None
     try:
         with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
-            sharding = sharding_of(config, world, device)
+            sharding = build_sharding(config, world, device)
             run = Run(config, world, device, threads)
             ready = on_every_rank(world, lambda: build_for_training(run, None, sharding))
             training = Training(ready, device)

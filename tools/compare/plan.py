@@ -140,13 +140,13 @@ def in_another_process(work: Callable[..., T], *given: object) -> T:
 
 def _query(words: str, config: Config, device: torch.device, many: bool) -> tuple[tuple[Mode, ...], list[str], str]:
     """Everything that needs the device itself: the modes, remarks on them, and the name of the device."""
-    from engine.machine.device import describe_one, visible_devices
+    from engine.machine.device import describe_device, visible_devices
 
     modes = read_modes(words, config, device)
     remarks = _remarks(modes, config, device)
     if many:
         remarks.append(f"each run: {visible_devices(config)} process(es), as main_multi_gpu.py starts them (-ngpus)")
-    return modes, remarks, describe_one(device)
+    return modes, remarks, describe_device(device)
 
 
 def _settings(line: ToolLine, mode: Mode, seed: int) -> Config:

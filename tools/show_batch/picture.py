@@ -16,9 +16,9 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
-from engine.inputs.mixup import batch_change
+from engine.inputs.mixup import build_batch_transform
 from engine.inputs.normalize import Inputs
-from engine.machine.device import pick_device, prepare
+from engine.machine.device import pick_device, set_up_device
 from engine.setup import training_data
 from utils.config import Config
 from utils.distributed.world import ALONE
@@ -44,10 +44,10 @@ class Shown:
 def first_images(config: Config, count: int) -> list[Shown]:
     """First `count` training images of the run, augmented with the random numbers of training."""
     device = pick_device(config.DEVICE, ALONE)
-    prepare(config, device, ALONE)
+    set_up_device(config, device, ALONE)
     samples, loader = training_data(config, ALONE, device)
     inputs = Inputs(config.DATA).to(device)
-    change = batch_change(config.TRAIN, config.MODEL.NUM_CLASSES, device)
+    change = build_batch_transform(config.TRAIN, config.MODEL.NUM_CLASSES, device)
 
     def images() -> Iterator[Shown]:
         for update, window in enumerate(loader.epoch(1), start=1):

@@ -1,4 +1,4 @@
-"""attention_amx.c, as the operator calls it."""
+"""Calls of the attention kernels in attention_amx.c."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine.speed.amx.build import address, load, workspace
 
 SOURCE = "attention_amx"
 DTYPES = (torch.float32, torch.bfloat16)
-MOST_TOKENS = 1024
-"""Beyond, what a head works with does not stay in the second cache."""
-MOST_WIDTH = 128
+MAX_TOKENS = 1024
+"""With more, a head's data does not fit into the L2 cache."""
+MAX_WIDTH = 128
 _pointer, _long = ctypes.c_void_p, ctypes.c_long
 
 
-def takes(tokens: int, width: int, dtype: torch.dtype) -> bool:
-    return tokens <= MOST_TOKENS and width <= MOST_WIDTH and dtype in DTYPES
+def supports(tokens: int, width: int, dtype: torch.dtype) -> bool:
+    return tokens <= MAX_TOKENS and width <= MAX_WIDTH and dtype in DTYPES
 
 
 def forward(qkv: Tensor, out: Tensor, logsumexp: Tensor, heads: int) -> None:
@@ -51,7 +51,7 @@ def _function(name: str, tensors: int) -> Any:
 
 @cache
 def _workspace_bytes() -> Any:
-    """Of one thread."""
+    """C function that returns the workspace of one thread, in bytes."""
     function = load(SOURCE).workspace_bytes
     function.argtypes, function.restype = [_long, _long, ctypes.c_int, ctypes.c_int], _long
     return function

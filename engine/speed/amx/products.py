@@ -1,7 +1,8 @@
-"""torch.ops.vitamp.cpu_linear and cpu_mlp: layers on a CPU, both passes by AMX's units for bf16.
+"""torch.ops.vitamp.cpu_linear and cpu_mlp: linear layers and MLPs by AMX, forward and backward.
 
-In bf16, with weights in fp32 or bf16, or in fp32: an fp32 number is three of bf16, and six products of these are as
-exact as one of fp32. Operators of torch's own kind: autograd and compiled graphs take each as one piece.
+They compute in bf16, with weights in fp32 or bf16, or in fp32: an fp32 number is the sum of three bf16 numbers, and six
+products of these are as exact as one in fp32. They are custom operators, so autograd and compiled graphs do not look
+into them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from engine.speed.amx.build import address, load, workspace
 
 SOURCES = {torch.float32: "products_amx", torch.bfloat16: "products_half_amx"}
 NOTHING, GELU, TIMES = range(3)
-"""What follows a product: see products_body.h."""
+"""Operation after a product; see products_body.h."""
 PANEL = 32
 LARGEST_ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
-"""Of a product, against its largest value: the precision's own."""
+"""Expected error of a product in each dtype, relative to its largest value."""
 
 
 @torch.library.custom_op("vitamp::cpu_linear", mutates_args=(), device_types="cpu")
@@ -31,7 +32,7 @@ def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("vitamp::cpu_linear_backward", mutates_args=(), device_types="cpu")
 def cpu_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; nothing in place of those that are not needed."""
+    """Gradients of x, weight and bias; empty tensors for those that are not needed."""
     grad, dx, dw, db = _rows(grad), x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
     if needs[0]:
         dx = _product(grad, weight).view(x.shape)
@@ -44,7 +45,7 @@ def cpu_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, needs: list[boo
 
 @torch.library.custom_op("vitamp::cpu_mlp", mutates_args=(), device_types="cpu")
 def cpu_mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What comes out, and for the backward pass GELU's slope and what comes out of it."""
+    """The output, and for the backward pass GELU's slope and GELU's output."""
     y = x.new_empty(x[..., 0].numel(), len(w1))
     slope = _product(_rows(x), w1, bias=b1, b_transposed=True, after=GELU, other=y)
     return _product(y, w2, bias=b2, b_transposed=True).view(*x.shape[:-1], len(w2)), slope, y
@@ -67,7 +68,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _gradients_of_layer(grad: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of weight and bias, summed in fp32; the latter while the former is computed."""
+    """Gradients of weight and bias, summed in fp32. The bias's is a by-product of the weight's."""
     width = grad.shape[1]
     sums = grad.new_empty(-(-width // PANEL) * PANEL, dtype=torch.float32)
     dw = _product(grad, x, a_transposed=True, sums=sums, out=torch.float32)
@@ -85,18 +86,18 @@ def _product(
     sums: Tensor | None = None,
     out: torch.dtype | None = None,
 ) -> Tensor:
-    """Of two matrices; `transposed` ones lie in memory the other way round. In the precision of `a`, or as `out`."""
+    """Product of two matrices, which may be stored transposed; in the dtype of `a`, or in `out`."""
     rows, columns, depth = a.shape[int(a_transposed)], b.shape[int(not b_transposed)], a.shape[int(not a_transposed)]
-    found = a.new_empty(rows, columns, dtype=out)
+    product = a.new_empty(rows, columns, dtype=out)
     library = _library(a.dtype)
     b, bias = b.contiguous(), None if bias is None else bias.float().contiguous()
     left = (address(a), a.stride(0), a_transposed)
     right = (address(b), b.stride(0), b_transposed, b.dtype is torch.bfloat16)
     threads = torch.get_num_threads()
     sizes = (rows, columns, depth, address(workspace(library.workspace_bytes(threads))), threads)
-    to = (address(found), found.dtype is torch.bfloat16)
+    to = (address(product), product.dtype is torch.bfloat16)
     library.product(*left, *right, *to, address(bias), address(other), after, address(sums), *sizes)
-    return found
+    return product
 
 
 @cache
@@ -136,17 +137,17 @@ def _(
     return dx, dw1, w1.new_empty(w1.shape[0]), dw2, w2.new_empty(w2.shape[0])
 
 
-def _keep_of_linear(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:  # noqa: ARG001
+def _save_for_linear(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:  # noqa: ARG001
     ctx.save_for_backward(*inputs[:2])
 
 
 def _backward_of_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad)
-    found = torch.ops.vitamp.cpu_linear_backward(grad, *ctx.saved_tensors, needs)
-    return tuple(gradient if needed else None for gradient, needed in zip(found, needs, strict=True))
+    gradients = torch.ops.vitamp.cpu_linear_backward(grad, *ctx.saved_tensors, needs)
+    return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
 
 
-def _keep_of_mlp(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_for_mlp(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, w1, _, w2, _ = inputs
     ctx.save_for_backward(x, *output[1:], w1, w2)
     ctx.mark_non_differentiable(*output[1:])
@@ -157,22 +158,22 @@ def _backward_of_mlp(ctx: Any, grad: Tensor, _slope: Tensor | None, _y: Tensor |
     return torch.ops.vitamp.cpu_mlp_backward(grad, *ctx.saved_tensors)
 
 
-cpu_linear.register_autograd(_backward_of_linear, setup_context=_keep_of_linear)
-cpu_mlp.register_autograd(_backward_of_mlp, setup_context=_keep_of_mlp)
+cpu_linear.register_autograd(_backward_of_linear, setup_context=_save_for_linear)
+cpu_mlp.register_autograd(_backward_of_mlp, setup_context=_save_for_mlp)
 
 
-def try_out(dtype: torch.dtype) -> None:
-    """Both passes of a small MLP; raises what goes wrong, or where it is less exact than `dtype`."""
+def self_test(dtype: torch.dtype) -> None:
+    """Run a small MLP forward and backward; raises an error if that fails or is less exact than `dtype`."""
     random = torch.Generator().manual_seed(0)
     sizes = ((70, 100), (50, 100), (50,), (40, 50), (40,))
     leaves = [torch.randn(*size, generator=random) for size in sizes]
     leaves = [leaf.requires_grad_() for leaf in (leaves[0].to(dtype), *leaves[1:])]
     x, w1, b1, w2, b2 = exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    found, expected = cpu_mlp(*leaves)[0], F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
-    wave = torch.randn(70, 40, generator=random).to(dtype)
-    ours = (found, *torch.autograd.grad(found, leaves, wave))
-    right = (expected, *torch.autograd.grad(expected, exact, wave.double()))
+    output, expected = cpu_mlp(*leaves)[0], F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+    grad = torch.randn(70, 40, generator=random).to(dtype)
+    ours = (output, *torch.autograd.grad(output, leaves, grad))
+    right = (expected, *torch.autograd.grad(expected, exact, grad.double()))
     for one, other in zip(ours, right, strict=True):
         error = float((one.detach().double() - other.detach()).abs().max() / other.detach().abs().max())
         if not error < LARGEST_ERROR[dtype]:
-            raise RuntimeError(f"products are off by {error:.0e} of the largest")
+            raise RuntimeError(f"products have an error of {error:.0e}, relative to the largest")

@@ -1,1 +1,1 @@
-"""Kernels of our own for GPUs, in Triton. Nothing here is imported before it is wanted: Triton is not everywhere."""
+"""Our own GPU kernels, in Triton. They are imported only when used, because Triton is not installed everywhere."""

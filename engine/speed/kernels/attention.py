@@ -1,8 +1,7 @@
-"""torch.ops.vitamp.packed_attention: attention over few tokens, read from and differentiated into the packed qkv.
+"""torch.ops.vitamp.packed_attention: attention over few tokens that reads the packed qkv and writes its gradient.
 
-By kernels of Triton's on GPUs, and in C on CPUs. An operator of torch's own kind: autograd, autocast, compiled graphs
-and CUDA graphs take it as one piece. No program of its kernels waits for another one's sums, so the same input gives
-the same bits.
+The kernels are in Triton for GPUs and in C for CPUs. It is a custom operator, so autograd, autocast, compiled graphs
+and CUDA graphs do not look into it. No two programs add to the same sum, so the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from torch.nn import functional as F
 from engine.speed.amx import attention as in_c
 
 IN_C = {"cpu"}
-"""Kinds of devices that the kernels in C are for; on others Triton's are taken."""
-MOST_TOKENS = 256
+"""Device types with kernels in C; others use Triton's."""
+MAX_TOKENS = 256
 WIDTHS = (32, 64)
-"""Of one head."""
+"""Supported widths of a head."""
 HALVES = (torch.bfloat16, torch.float16)
-LEAST = 16
-"""Of rows or columns, in a product of Triton's."""
+MIN_DOT_SIZE = 16
+"""Least number of rows and columns in Triton's matrix product."""
 LOG2_E = log2(2.718281828459045)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """A program takes `rows` queries of a head after the other, against all its keys."""
+    """Launch options: a program computes one head, `rows` queries at a time, against all its keys."""
 
     rows: int = 64
     warps: int = 4
@@ -38,13 +37,13 @@ class Forward:
 
     def options(self, tokens: int, heads: int, width: int) -> dict[str, Any]:
         first, second, third = key_blocks(tokens)
-        sizes = {"N": tokens, "H": heads, "D": width, "ROWS": min(self.rows, _power_from(tokens))}
+        sizes = {"N": tokens, "H": heads, "D": width, "ROWS": min(self.rows, _next_power_of_2(tokens))}
         return sizes | {"K1": first, "K2": second, "K3": third, "num_warps": self.warps, "num_stages": self.stages}
 
 
 @dataclass(frozen=True)
 class Backward:
-    """A program takes `keys` of a head after the other, and for them `rows` queries after the other."""
+    """Launch options: a program computes one head, `keys` keys at a time, and for these `rows` queries at a time."""
 
     rows: int = 32
     keys: int = 256
@@ -52,7 +51,7 @@ class Backward:
     stages: int = 3
 
     def options(self, tokens: int, heads: int, width: int) -> dict[str, Any]:
-        rows, keys = (min(most, _power_from(tokens)) for most in (self.rows, self.keys))
+        rows, keys = (min(most, _next_power_of_2(tokens)) for most in (self.rows, self.keys))
         warps = self.warps if keys == self.keys else self.warps // 2
         sizes = {"N": tokens, "H": heads, "D": width, "ROWS": rows, "KEYS": keys}
         return sizes | {"num_warps": warps, "num_stages": self.stages}
@@ -61,67 +60,69 @@ class Backward:
 FORWARD, BACKWARD = Forward(), Backward()
 
 
-def takes(tokens: int, width: int, dtype: torch.dtype, device: str = "cuda") -> bool:
+def supports(tokens: int, width: int, dtype: torch.dtype, device: str = "cuda") -> bool:
     if device in IN_C:
-        return in_c.takes(tokens, width, dtype)
-    return tokens <= MOST_TOKENS and width in WIDTHS and dtype in HALVES
+        return in_c.supports(tokens, width, dtype)
+    return tokens <= MAX_TOKENS and width in WIDTHS and dtype in HALVES
 
 
 def key_blocks(tokens: int) -> tuple[int, int, int]:
-    """Up to three powers of two that hold all keys with few to spare; 0 where fewer do."""
-    left, blocks = -(-tokens // LEAST) * LEAST, []
+    """Up to three block sizes, powers of two, that hold all keys with little padding; unused ones are 0."""
+    left, blocks = -(-tokens // MIN_DOT_SIZE) * MIN_DOT_SIZE, []
     while left > 0:
         last = len(blocks) == 2
-        blocks.append(_power_from(left) if last else _power_up_to(left))
+        blocks.append(_next_power_of_2(left) if last else _previous_power_of_2(left))
         left -= blocks[-1]
-    if sum(blocks) == _power_from(tokens):
+    if sum(blocks) == _next_power_of_2(tokens):
         blocks = [sum(blocks)]
     first, second, third = (*blocks, 0, 0)[:3]
     return first, second, third
 
 
-def _power_from(number: int) -> int:
-    return max(LEAST, 1 << (number - 1).bit_length())
+def _next_power_of_2(number: int) -> int:
+    return max(MIN_DOT_SIZE, 1 << (number - 1).bit_length())
 
 
-def _power_up_to(number: int) -> int:
+def _previous_power_of_2(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
 @torch.library.custom_op("vitamp::packed_attention", mutates_args=())
 def packed_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """`qkv`: [batch, tokens, 3 * heads * width], as one product leaves it. Gives [batch, tokens, heads * width], and
-    what the backward pass needs: the binary logarithm of each query's sum of weights, [batch, heads, tokens].
+    """Attention of `qkv`, [batch, tokens, 3 * heads * width].
+
+    Returns the output, [batch, tokens, heads * width], and for the backward pass the logsumexp of each query to base 2,
+    [batch, heads, tokens].
     """
     qkv = qkv.contiguous()
     batch, tokens, width = _sizes(qkv, heads)
-    out, norms = _results(qkv, heads)
+    out, logsumexp = _results(qkv, heads)
     if qkv.device.type in IN_C:
-        in_c.forward(qkv, out, norms, heads)
-        return out, norms
+        in_c.forward(qkv, out, logsumexp, heads)
+        return out, logsumexp
     from engine.speed.kernels import attention_triton as kernels
 
     with torch.cuda.device_of(qkv):
         kernels.forward_kernel[(batch * heads,)](
-            qkv, out, norms, width**-0.5 * LOG2_E, **FORWARD.options(tokens, heads, width)
+            qkv, out, logsumexp, width**-0.5 * LOG2_E, **FORWARD.options(tokens, heads, width)
         )
-    return out, norms
+    return out, logsumexp
 
 
 @torch.library.custom_op("vitamp::packed_attention_backward", mutates_args=())
-def packed_attention_backward(grad: Tensor, qkv: Tensor, out: Tensor, norms: Tensor, heads: int) -> Tensor:
+def packed_attention_backward(grad: Tensor, qkv: Tensor, out: Tensor, logsumexp: Tensor, heads: int) -> Tensor:
     grad, qkv = grad.contiguous(), qkv.contiguous()
     batch, tokens, width = _sizes(qkv, heads)
     dqkv = torch.empty_like(qkv)
     if qkv.device.type in IN_C:
-        in_c.backward(grad, qkv, out, norms, dqkv, heads)
+        in_c.backward(grad, qkv, out, logsumexp, dqkv, heads)
         return dqkv
     from engine.speed.kernels import attention_triton as kernels
 
     scale = width**-0.5
     with torch.cuda.device_of(qkv):
         kernels.backward_kernel[(batch * heads,)](
-            qkv, out, norms, grad, dqkv, scale, scale * LOG2_E, **BACKWARD.options(tokens, heads, width)
+            qkv, out, logsumexp, grad, dqkv, scale, scale * LOG2_E, **BACKWARD.options(tokens, heads, width)
         )
     return dqkv
 
@@ -142,11 +143,11 @@ def _(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 @packed_attention_backward.register_fake
-def _(_grad: Tensor, qkv: Tensor, _out: Tensor, _norms: Tensor, _heads: int) -> Tensor:
+def _(_grad: Tensor, qkv: Tensor, _out: Tensor, _logsumexp: Tensor, _heads: int) -> Tensor:
     return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
     qkv, ctx.heads = inputs
     ctx.save_for_backward(qkv, *output)
     ctx.mark_non_differentiable(output[1])
@@ -157,20 +158,20 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
     return torch.ops.vitamp.packed_attention_backward(grad, *ctx.saved_tensors, ctx.heads), None
 
 
-packed_attention.register_autograd(_backward, setup_context=_keep)
+packed_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def try_out(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> None:
-    """Both passes once, for two heads; raises what goes wrong, or where the numbers are not torch's."""
+def self_test(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> None:
+    """Run both passes once, for two heads; raises an error if that fails or differs from torch's result."""
     random = torch.Generator().manual_seed(0)
     qkv = torch.randn(2, tokens, 3 * 2 * width, generator=random).to(device, dtype).requires_grad_()
-    wave = torch.randn(2, tokens, 2 * width, generator=random).to(device, dtype)
-    found, _ = packed_attention(qkv, 2)
+    grad = torch.randn(2, tokens, 2 * width, generator=random).to(device, dtype)
+    output, _ = packed_attention(qkv, 2)
     q, k, v = qkv.float().unflatten(2, (3, 2, width)).permute(2, 0, 3, 1, 4)
     weights = (q @ k.transpose(-2, -1) * width**-0.5).softmax(-1)
     expected = (weights @ v).transpose(1, 2).flatten(2)
-    both = [torch.autograd.grad(y, qkv, wave.to(y.dtype))[0] for y in (found, expected)]
-    for ours, torchs in ((found, expected), both):
+    gradients = [torch.autograd.grad(y, qkv, grad.to(y.dtype))[0] for y in (output, expected)]
+    for ours, torchs in ((output, expected), gradients):
         error = F.mse_loss(ours.float(), torchs.float()).sqrt() / torchs.float().square().mean().sqrt()
         if not error < 2.0**-6:
-            raise RuntimeError(f"attention's kernels are off by {error:.1e}")
+            raise RuntimeError(f"the attention kernels have a relative error of {error:.1e}")

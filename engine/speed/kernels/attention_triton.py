@@ -1,10 +1,10 @@
-"""Attention over few tokens, forward and backward, as Triton kernels: a program per head, whose keys are on the chip.
+"""Triton kernels for attention over few tokens, forward and backward: one program per head, with its keys on the chip.
 
-A row holds one token: the queries, keys and values of all its heads, as one matrix product leaves them. Shapes are
-constants: a model calls with one or two, and masks that they make needless cost nothing.
+A row holds the queries, keys and values of all heads of one token. Shapes are compile-time constants: a model uses one
+or two, and unnecessary masks are compiled away.
 """
 
-# Constants are plain numbers, and branches that hang on them are taken or left by Triton's compiler.
+# tl.constexpr arguments are plain numbers; Triton's compiler evaluates the branches that depend on them.
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def _scores(q, k, FIRST: tl.constexpr, N: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    qkv, out, norms, scale,
+    qkv, out, logsumexp, scale,
     N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries after the other, against the keys in up to three pieces, as their number is no power of two.
+    """ROWS queries at a time, against all keys in up to three blocks, since their number is not a power of two.
 
-    `scale` holds the change of the logarithms' base, too: exponents are of 2, of which there is an instruction.
+    `scale` includes log2(e): there is an instruction for powers of 2.
     """
     WIDTH: tl.constexpr = H * D
     head = tl.program_id(0)
     place = qkv + (head // H).to(tl.int64) * (N * 3 * WIDTH) + head % H * D
     out += (head // H).to(tl.int64) * (N * WIDTH) + head % H * D
-    norms += head.to(tl.int64) * N
+    logsumexp += head.to(tl.int64) * N
     k1 = _load(place + WIDTH, 0, N, 3 * WIDTH, D, K1)
     v1 = _load(place + 2 * WIDTH, 0, N, 3 * WIDTH, D, K1)
     if K2 > 0:
@@ -84,22 +84,22 @@ def forward_kernel(
             found = tl.dot(p3.to(v3.dtype), v3, found)
         _save(out, start, found / total[:, None], N, WIDTH, D, ROWS)
         rows = start + tl.arange(0, ROWS)
-        tl.store(norms + rows, top + tl.log2(total), mask=rows < N)
+        tl.store(logsumexp + rows, top + tl.log2(total), mask=rows < N)
 
 
 @triton.jit
 def backward_kernel(
-    qkv, out, norms, grad, dqkv, scale, log_scale,
+    qkv, out, logsumexp, grad, dqkv, scale, log_scale,
     N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """KEYS after the other, and for them ROWS queries after the other, whose gradients add up where they belong."""
+    """KEYS keys at a time, and for these ROWS queries at a time; gradients of queries are summed in dqkv."""
     WIDTH: tl.constexpr = H * D
     head = tl.program_id(0)
     place = qkv + (head // H).to(tl.int64) * (N * 3 * WIDTH) + head % H * D
     dplace = dqkv + (head // H).to(tl.int64) * (N * 3 * WIDTH) + head % H * D
     out += (head // H).to(tl.int64) * (N * WIDTH) + head % H * D
     grad += (head // H).to(tl.int64) * (N * WIDTH) + head % H * D
-    norms += head.to(tl.int64) * N
+    logsumexp += head.to(tl.int64) * N
     for first in range(0, N, KEYS):
         k = _load(place + WIDTH, first, N, 3 * WIDTH, D, KEYS)
         v = _load(place + 2 * WIDTH, first, N, 3 * WIDTH, D, KEYS)
@@ -111,22 +111,22 @@ def backward_kernel(
             do = _load(grad, start, N, WIDTH, D, ROWS)
             o = _load(out, start, N, WIDTH, D, ROWS)
             rows = start + tl.arange(0, ROWS)
-            norm = tl.load(norms + rows, mask=rows < N, other=float("inf"))  # so that rows beyond weigh nothing
+            lse = tl.load(logsumexp + rows, mask=rows < N, other=float("inf"))  # rows beyond N get weight 0
             delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-            p = tl.exp2(tl.dot(k, tl.trans(q)) * log_scale - tl.expand_dims(norm, 0))
+            p = tl.exp2(tl.dot(k, tl.trans(q)) * log_scale - tl.expand_dims(lse, 0))
             p = tl.where(tl.expand_dims(keys, 1) < N, p, 0.0)
             dp = tl.dot(v, tl.trans(do))
             dv = tl.dot(p.to(do.dtype), do, dv)
             ds = (p * (dp - tl.expand_dims(delta, 0))).to(q.dtype)
             dk = tl.dot(ds, q, dk)
-            # Fewer rows than an instruction for a group of warps takes can still be its columns.
+            # The warp-group instruction needs 64 rows; with fewer, the transposed product has them as columns.
             dq = tl.dot(tl.trans(ds), k) if ROWS >= 64 else tl.trans(tl.dot(tl.trans(k), ds))
             dq *= scale
             if KEYS < N:
-                seen = tl.where(first > 0, N, 0)  # none of the first keys' has any before it
-                dq += _load(dplace, start, seen, 3 * WIDTH, D, ROWS).to(tl.float32)
+                stored = tl.where(first > 0, N, 0)  # for the first keys, dqkv holds no sums yet
+                dq += _load(dplace, start, stored, 3 * WIDTH, D, ROWS).to(tl.float32)
             _save(dplace, start, dq, N, 3 * WIDTH, D, ROWS)
         _save(dplace + WIDTH, first, dk * scale, N, 3 * WIDTH, D, KEYS)
         _save(dplace + 2 * WIDTH, first, dv, N, 3 * WIDTH, D, KEYS)
         if KEYS < N:
-            tl.debug_barrier()  # what the next keys add to, another thread may have written
+            tl.debug_barrier()  # another thread may have written the sums that the next keys add to

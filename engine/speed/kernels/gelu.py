@@ -1,7 +1,7 @@
-"""torch.ops.vitamp.gelu_with_bias: exact GELU of h + bias, whose backward pass sums the bias's gradient on its way.
+"""torch.ops.vitamp.gelu_with_bias: exact GELU of h + bias, whose backward pass also sums the bias's gradient.
 
-An operator of torch's own kind: autograd, autocast, compiled graphs and CUDA graphs take it as one piece. What it adds
-up, it adds up in the same order each time, so the same input gives the same bits.
+It is a custom operator, so autograd, autocast, compiled graphs and CUDA graphs do not look into it. Sums have a fixed
+order, so the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.speed.kernels.gelu_triton import add_up_kernel, backward_kernel, for
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a matrix is dealt out: a program walks through `rows` rows of up to `columns` columns, `step` at a time."""
+    """Launch options: a program computes `rows` rows of up to `columns` columns, `step` rows at a time."""
 
     rows: int
     step: int
@@ -27,7 +27,7 @@ class Tiles:
     warps: int
 
     def options(self, width: int) -> dict[str, Any]:
-        # 16 is the least that keeps a warp's loads in one piece where a matrix is narrow.
+        # With fewer than 16 columns a warp's loads would not be contiguous.
         columns = min(self.columns, max(16, triton.next_power_of_2(width)))
         return {"ROWS": self.rows, "BLOCK_T": self.step, "BLOCK_F": columns, "num_warps": self.warps}
 
@@ -42,7 +42,7 @@ SUMS: dict[str, Any] = {"BLOCK_G": 256, "BLOCK_F": 16, "num_warps": 8}
 
 @torch.library.custom_op("vitamp::gelu_with_bias", mutates_args=())
 def gelu_with_bias(h: Tensor, bias: Tensor) -> Tensor:
-    """`h`: [..., width], in any precision; computed in fp32 and given in h's. `bias`: [width]."""
+    """GELU of `h`, [..., width] of any dtype, plus `bias`, [width]; computed in fp32, returned in h's dtype."""
     h, bias = h.contiguous(), bias.contiguous()
     y = torch.empty_like(h)
     tokens, width = _sizes(h)
@@ -58,13 +58,13 @@ def gelu_with_bias_backward(dy: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor
     tokens, width = _sizes(h)
     groups = triton.cdiv(tokens, BACKWARD.rows)
     sums = torch.empty((groups, width), dtype=torch.float32, device=h.device)
-    # Steps are compiled for: of powers of two there are few.
-    adding: dict[str, Any] = {**SUMS, "STEPS": triton.next_power_of_2(triton.cdiv(groups, SUMS["BLOCK_G"]))}
+    # The kernel is compiled for each number of steps, so it is rounded up to a power of two.
+    sum_options: dict[str, Any] = {**SUMS, "STEPS": triton.next_power_of_2(triton.cdiv(groups, SUMS["BLOCK_G"]))}
     with torch.cuda.device_of(h):
         backward_kernel[BACKWARD.programs(tokens, width)](
             dy, h, bias, dh, sums, tokens, width, **BACKWARD.options(width)
         )
-        add_up_kernel[(triton.cdiv(width, SUMS["BLOCK_F"]),)](sums, db, groups, width, **adding)
+        add_up_kernel[(triton.cdiv(width, SUMS["BLOCK_F"]),)](sums, db, groups, width, **sum_options)
     return dh, db
 
 
@@ -83,7 +83,7 @@ def _(_dy: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(h, memory_format=like), torch.empty_like(bias, memory_format=like)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001
     ctx.save_for_backward(*inputs)
 
 
@@ -91,15 +91,15 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.vitamp.gelu_with_bias_backward(dy, *ctx.saved_tensors)
 
 
-gelu_with_bias.register_autograd(_backward, setup_context=_keep)
+gelu_with_bias.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Both passes once, on little; raises what goes wrong, or where the numbers are not torch's."""
-    wave = torch.linspace(-6.0, 6.0, 16 * 64, device=device).view(16, 64)
-    h, bias = wave.to(dtype, copy=True).requires_grad_(), (wave[0] / 8).requires_grad_()
-    found = gelu_with_bias(h, bias)
+def self_test(device: torch.device, dtype: torch.dtype) -> None:
+    """Run both passes once on a small matrix; raises an error if that fails or differs from torch's result."""
+    values = torch.linspace(-6.0, 6.0, 16 * 64, device=device).view(16, 64)
+    h, bias = values.to(dtype, copy=True).requires_grad_(), (values[0] / 8).requires_grad_()
+    output = gelu_with_bias(h, bias)
     expected = F.gelu(h.float() + bias)
-    both = [torch.autograd.grad(y.float().sum(), (h, bias)) for y in (found, expected)]
-    for ours, torchs in zip((found, *both[0]), (expected, *both[1]), strict=True):
+    gradients = [torch.autograd.grad(y.float().sum(), (h, bias)) for y in (output, expected)]
+    for ours, torchs in zip((output, *gradients[0]), (expected, *gradients[1]), strict=True):
         torch.testing.assert_close(ours.float(), torchs.float(), rtol=2.0**-7, atol=1e-4)

@@ -1,8 +1,8 @@
-"""Triton kernels for bias and exact GELU: forward, backward with the bias's gradient on the way, and its last sum.
+"""Triton kernels for bias and exact GELU: forward, backward with partial sums of the bias's gradient, and their sum.
 
-With Q(a) the upper tail of the normal distribution and a = |x|, GELU is max(x, 0) - a Q(a), and its derivative
-Q(a) - a q(a) for x < 0 and one less that for x > 0. Q(a) is 2 to the power of a polynomial: one instruction of the
-special units where erf takes some 25 of the ordinary ones, which would be more than memory leaves time for.
+With Q(a) the upper tail of the normal distribution, q its density and a = |x|, GELU is max(x, 0) - a Q(a). Its
+derivative is Q(a) - a q(a) for x < 0, and 1 minus that for x > 0. Q(a) is computed as 2 to the power of a polynomial:
+one instruction of the special function units, where erf takes about 25 ordinary ones and would slow the kernel down.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _tail(a):
-    """Q(a), fitted for least relative error on [0, 6]: below 7e-6. Further out it falls to 0 faster than bf16 ends."""
+    """Q(a), with a relative error below 7e-6 on [0, 6]; beyond, it falls to 0 before bf16 would underflow."""
     power = -1.7937791855890437e-06 * a + 6.0726135e-05
     power = power * a - 9.2318555e-04
     power = power * a + 8.4768468e-03
@@ -31,7 +31,7 @@ def _gelu(x):
 
 @triton.jit
 def _slope(x):
-    """The derivative. The constants are -log2(e) / 2 and the binary logarithm of 1 / sqrt(2 pi)."""
+    """Derivative of GELU. The constants are -log2(e) / 2 and log2(1 / sqrt(2 pi))."""
     a = tl.abs(x)
     density = tl.exp2(a * a * -0.72134752 - 1.3257481)
     below = _tail(a) - a * density
@@ -62,7 +62,7 @@ def forward_kernel(
 def backward_kernel(
     dy, h, bias, dh, sums, tokens, width, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr
 ):  # fmt: skip
-    """`sums` takes a row for every ROWS rows of dh: what they add up to, before dh is rounded."""
+    """`sums` gets one row for every ROWS rows of dh: their sum in fp32, before dh is rounded."""
     blocks = tl.cdiv(width, BLOCK_F)
     group = tl.program_id(0) // blocks
     first = group.to(tl.int64) * ROWS

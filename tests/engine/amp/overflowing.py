@@ -1,4 +1,4 @@
-"""Small models that overflow, and the watch over them."""
+"""Small models that overflow, and an overflow watch for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from datasets import Batch, Share
-from engine.amp.skip_watch import Blame, OverflowWatch
+from engine.amp.overflow_replay import Replay
+from engine.amp.skip_watch import Blame, OverflowWatch, SkipRecord
 
 CPU = torch.device("cpu")
 SAMPLES = 4
@@ -36,13 +37,13 @@ def half() -> torch.autocast:
 
 
 def watch_of(model: nn.Module, **options: Any) -> OverflowWatch:
-    return OverflowWatch(model, nn.Identity(), F.cross_entropy, half, seed=7, device=CPU, **options)
+    return OverflowWatch(Replay(model, nn.Identity(), F.cross_entropy, half), 7, CPU, SkipRecord(), **options)
 
 
 def blame_of(model: nn.Module, *micro_batches: tuple[Share, Batch], scale: float = 1.0) -> Blame:
     watch = watch_of(model)
-    watch.keep(1, list(micro_batches) or [micro_batch()], torch.tensor(scale))
-    watch.after(1, False)
+    watch.remember(1, list(micro_batches) or [micro_batch()], torch.tensor(scale))
+    watch.record(1, False)
     (blame,) = watch.take()
     return blame
 
@@ -54,7 +55,7 @@ def with_huge_bias() -> Any:
 
 
 class Forward(nn.Module):
-    """A module of one function."""
+    """A module that calls `function`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ def shown(vitamp: Callable[..., Result], tiny: Path, *words: object) -> tuple[st
     return above, {line[0]: line[1:] for line in lines[1:]}
 
 
-def test_print_amp_at_o1_with_an_operator_on_either_list(vitamp: Callable[..., Result], tiny: Path) -> None:
+def test_print_amp_shows_listed_operators_at_o1(vitamp: Callable[..., Result], tiny: Path) -> None:
     """matmul_v2 is Paddle's word, for a linear layer's product as well."""
     above, rows = shown(vitamp, tiny, "-amp", "bf16")
     assert "tiny in bf16 by autocast, no loss scaling" in above
@@ -43,9 +43,9 @@ def test_print_amp_at_o1_with_an_operator_on_either_list(vitamp: Callable[..., R
     assert rows["patch_embed.proj"][-1] == "conv2d bf16", "what is on no list stays"
 
 
-def test_print_amp_at_o2_with_modules_and_lists(vitamp: Callable[..., Result], tiny: Path) -> None:
+def test_print_amp_shows_fp32_modules_and_lists_at_o2(vitamp: Callable[..., Result], tiny: Path) -> None:
     above, rows = shown(vitamp, tiny, "-amp", "O2", "AMP.DTYPE=bf16")
-    assert "O2-bf16 weights over fp32 masters, norms in fp32" in above
+    assert "O2-bf16 copy of fp32 master weights, norms in fp32" in above
     assert rows["blocks.0.attn.qkv"][1] == "bf16"
     assert rows["blocks.0.norm1"][1] == "fp32"
     words = ("AMP.FP32_MODULES=blocks.0.mlp", "AMP.CUSTOM_BLACK_LIST=softmax", "AMP.CUSTOM_WHITE_LIST=gelu")
@@ -60,7 +60,7 @@ def test_print_amp_at_o2_with_modules_and_lists(vitamp: Callable[..., Result], t
     ("words", "parameters", "norm"),
     [(["-amp", "off"], "fp32", "fp32"), (["-amp", "NAIVE"], "bf16", "bf16"), (["-amp", "O3"], "bf16", "bf16")],
 )
-def test_print_amp_at_other_levels(
+def test_print_amp_shows_other_levels(
     vitamp: Callable[..., Result], tiny: Path, words: list[str], parameters: str, norm: str
 ) -> None:
     _, rows = shown(vitamp, tiny, *words, "AMP.DTYPE=bf16")
@@ -88,7 +88,7 @@ def test_print_amp_at_other_levels(
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
-def test_what_cannot_work_is_refused_before_anything_is_written(
+def test_impossible_amp_settings_are_rejected_before_anything_is_written(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, words: list[str], said: list[str]
 ) -> None:
     run = tmp_path / "run"
@@ -110,7 +110,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_level_trains_validates_saves_and_goes_on(
+def test_every_level_trains_validates_saves_and_resumes(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, words: list[str], name: str, saved: torch.dtype
 ) -> None:
     run = tmp_path / "run"
@@ -132,19 +132,17 @@ def test_every_level_trains_validates_saves_and_goes_on(
     assert {line["scale"] for line in ours if line["event"] == "train"} == ({32768} if "32768" in words[-1] else {1})
 
 
-def test_a_precision_that_is_emulated_or_lossy_is_said_in_the_log(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_log_warns_of_emulated_fp8_and_of_o3(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     fp8 = vitamp("-cfg", tiny, "-output", tmp_path / "fp8", "-amp", "fp8", "TRAIN.MAX_UPDATES=1")
     assert "warning: fp8 is EMULATED" in fp8.err
-    assert "left in bf16 (sizes no multiple of 16, or the classifier): head" in fp8.out
+    assert "left in bf16 (the classifier, or sizes not multiples of 16): head" in fp8.out
     o3 = vitamp("-cfg", tiny, "-output", tmp_path / "o3", "-amp", "O3", "-dry_run")
     assert "warning: AMP.LEVEL O3 keeps no fp32 masters" in o3.err
     o1 = vitamp("-cfg", tiny, "-output", tmp_path / "o1", "-amp", "bf16", "-dry_run")
     assert "multiples of 8" not in o1.text, "a CPU has no tensor cores"
 
 
-def test_listed_operators_that_are_never_called_are_named_once(
+def test_uncalled_listed_operators_are_warned_about_once(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     lists = ("AMP.CUSTOM_BLACK_LIST=[softmax,conv3d,matmul_v2]", "AMP.CUSTOM_WHITE_LIST=[swish]")
@@ -155,7 +153,7 @@ def test_listed_operators_that_are_never_called_are_named_once(
     assert vitamp(*words, tmp_path / "b", "AMP.CUSTOM_BLACK_LIST=[softmax]").err == ""
 
 
-def test_lists_without_amp_are_said_to_be_without_effect(
+def test_log_says_that_lists_have_no_effect_without_amp(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     words = ("AMP.CUSTOM_BLACK_LIST=[softmax]", "TRAIN.MAX_UPDATES=1", "-output", tmp_path / "run")

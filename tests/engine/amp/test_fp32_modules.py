@@ -13,7 +13,7 @@ from small_vit import aot, batch, small_vit, step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.amp.fp32_modules import force_fp32, forced
+from engine.amp.fp32_modules import force_fp32, forced_modules
 from utils.errors import UserError
 
 ALL = ["patch_embed", "blocks.*", "norm", "head"]
@@ -48,22 +48,22 @@ def output_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
         (["blocks"], ["blocks.0", "blocks.1"]),
     ],
 )
-def test_patterns_take_the_outermost_modules_they_name(patterns: list[str], taken: list[str]) -> None:
+def test_patterns_force_the_outermost_matching_modules(patterns: list[str], taken: list[str]) -> None:
     model = small_vit()
     assert force_fp32(model, patterns, "cpu") == taken
-    assert forced(model) == taken
+    assert forced_modules(model) == taken
 
 
-def test_a_pattern_without_a_module_is_an_error_and_nothing_is_forced() -> None:
+def test_pattern_without_match_is_an_error_and_forces_nothing() -> None:
     model = small_vit()
     with pytest.raises(
         UserError, match=r"FP32_MODULES.*'blocks.0.atn'.*Did you mean blocks.0.attn.*patch_embed.*LayerNorm"
     ):
         force_fp32(model, ["head", "blocks.0.atn"], "cpu")
-    assert forced(model) == []
+    assert forced_modules(model) == []
 
 
-def test_only_the_modules_named_compute_in_fp32() -> None:
+def test_only_matching_modules_compute_in_fp32() -> None:
     model = small_vit()
     force_fp32(model, ["blocks.1.attn"], "cpu")
     seen = output_dtypes(model)
@@ -73,7 +73,7 @@ def test_only_the_modules_named_compute_in_fp32() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_all_forced_is_fp32_bit_for_bit(checkpointing: bool, compiled: bool) -> None:
+def test_forcing_all_modules_equals_fp32_bit_for_bit(checkpointing: bool, compiled: bool) -> None:
     fp32 = step(small_vit(), amp=False)
     assert not step(small_vit()).equals(fp32)
     model = small_vit(checkpointing=checkpointing)
@@ -81,7 +81,7 @@ def test_all_forced_is_fp32_bit_for_bit(checkpointing: bool, compiled: bool) -> 
     assert step(model, aot(model) if compiled else None).equals(fp32)
 
 
-def test_more_can_be_forced_while_a_compiled_model_trains() -> None:
+def test_compiled_model_can_force_more_modules_during_training() -> None:
     model = small_vit()
     forward = aot(model)
     assert step(model, forward).equals(step(small_vit()))
@@ -96,38 +96,38 @@ def test_more_can_be_forced_while_a_compiled_model_trains() -> None:
     assert step(model, forward).equals(step(small_vit(), amp=False))
 
 
-def test_a_compiled_wrapper_may_be_handed_over() -> None:
+def test_compiled_wrapper_is_accepted() -> None:
     model = small_vit()
     wrapper: Any = torch.compile(model, backend="eager")
     assert force_fp32(wrapper, ["blocks.0.attn", "head"], "cpu") == ["blocks.0.attn", "head"]
-    assert forced(model) == ["blocks.0.attn", "head"]
+    assert forced_modules(model) == ["blocks.0.attn", "head"]
     block: Any = torch.compile(model.blocks[1], backend="eager")
     model.blocks[1] = block
     assert force_fp32(model, ["blocks.1"], "cpu") == ["blocks.1"]
     assert output_dtypes(model)["blocks.1._orig_mod.mlp.fc1"] is torch.float32
 
 
-def test_the_state_dict_stays_as_it_is() -> None:
+def test_forcing_does_not_change_the_state_dict() -> None:
     model, plain = small_vit(), small_vit()
     force_fp32(model, ALL, "cpu")
     assert list(model.state_dict()) == list(plain.state_dict())
     plain.load_state_dict(model.state_dict())
 
 
-def test_a_copy_is_forced_too_and_computes_with_its_own_weights() -> None:
+def test_deep_copy_is_forced_and_uses_its_own_weights() -> None:
     model = small_vit().eval()
     force_fp32(model, ["head"], "cpu")
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.head.parameters():
             parameter.zero_()
-    assert forced(twin) == ["head"]
+    assert forced_modules(twin) == ["head"]
     assert output_dtypes(twin)["head"] is torch.float32
     assert twin(batch()[0]).abs().sum() > 0
     assert model(batch()[0]).abs().sum() == 0
 
 
-def test_inputs_given_by_keyword_and_in_containers_are_cast() -> None:
+def test_keyword_and_nested_inputs_are_cast() -> None:
     class Pair(nn.Module):
         def forward(self, both: list[torch.Tensor], *, scale: torch.Tensor, count: torch.Tensor) -> tuple[Any, ...]:
             return both[0].dtype, both[1].dtype, scale.dtype, count.dtype
@@ -140,7 +140,7 @@ def test_inputs_given_by_keyword_and_in_containers_are_cast() -> None:
     assert seen == (torch.float32,) * 3 + (torch.int64,)
 
 
-def test_in_a_half_model_without_autocast_the_next_module_gets_what_it_takes() -> None:
+def test_half_model_without_autocast_gets_half_outputs() -> None:
     model = small_vit().to(torch.bfloat16)
     model.blocks[0].float()
     force_fp32(model, ["blocks.0"], "cpu")
@@ -153,7 +153,7 @@ def test_in_a_half_model_without_autocast_the_next_module_gets_what_it_takes() -
 
 
 def _rank(rank: int, folder: str) -> None:
-    """One of two processes: exits 0 when all forced equals fp32, with and without checkpointing."""
+    """One of two processes: exits 0 when all forced to fp32 equals fp32, with and without checkpointing."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 
@@ -168,7 +168,7 @@ def _rank(rank: int, folder: str) -> None:
     raise SystemExit(0 if good and not low.equals(fp32) else 1)
 
 
-def test_data_parallel_ranks_force_alike(tmp_path: Path) -> None:
+def test_ddp_ranks_force_the_same_modules(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=_rank, args=(rank, str(tmp_path))) for rank in range(2)]
     for process in ranks:

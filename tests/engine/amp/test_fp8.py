@@ -26,7 +26,7 @@ def linears(model: nn.Module) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_fp8_takes_the_layers_that_fit_and_says_what_it_does(
+def test_fp8_converts_suitable_layers_and_logs_the_others(
     tiny: Path, said: pytest.LogCaptureFixture, recipe: str
 ) -> None:
     words = {**MODES["fp8"], "AMP__FP8_RECIPE": recipe, "MODEL__EMBED_DIM": 16, "MODEL__MLP_RATIO": 1.5}
@@ -46,7 +46,7 @@ def test_fp8_takes_the_layers_that_fit_and_says_what_it_does(
     assert list(ready.model.state_dict()) == list(build(tiny).model.state_dict())
 
 
-def test_fp8_is_fp8(tiny: Path) -> None:
+def test_fp8_is_coarser_than_bf16_and_close_to_it(tiny: Path) -> None:
     """Coarser than bf16, and close to it all the same."""
     changes = {}
     for name, words in (("fp32", {}), ("bf16", MODES["O1 bf16"]), ("fp8", MODES["fp8"])):
@@ -57,7 +57,7 @@ def test_fp8_is_fp8(tiny: Path) -> None:
     assert 3 * error["bf16"] < error["fp8"] < 0.3
 
 
-def test_fp8_takes_any_number_of_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_supports_any_number_of_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated products take all sizes; those of a GPU, of which torch knows the rules, only multiples of 16."""
     monkeypatch.setattr(fp8, "hardware_has_fp8", lambda _: True)
     for recipe in ("tensorwise", "rowwise"):
@@ -73,14 +73,14 @@ def test_fp8_takes_any_number_of_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPatch
             assert of_weight.shape == (32, 64)
 
 
-def test_modules_kept_in_fp32_are_no_fp8(tiny: Path) -> None:
+def test_fp32_modules_are_not_converted_to_fp8(tiny: Path) -> None:
     ready = build(tiny, **MODES["fp8"], AMP__FP32_MODULES="blocks.0.mlp")
     kinds = linears(ready.model)
     assert kinds["blocks.0.mlp.fc1"] == kinds["blocks.0.mlp.fc2"] == "Linear"
     assert kinds["blocks.0.attn.qkv"] == "Float8Linear"
 
 
-def test_fp8_without_torchao_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torchao", "torchao.float8"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=r"fp8 needs torchao.*pip install -r requirements-extra\.txt"):
@@ -90,6 +90,6 @@ def test_fp8_without_torchao_is_an_error_that_says_what_to_install(monkeypatch: 
 
 
 @pytest.mark.parametrize("level", ["O2", "NAIVE", "O3"])
-def test_fp8_goes_with_autocast_alone(level: str) -> None:
+def test_fp8_is_rejected_at_levels_other_than_o1(level: str) -> None:
     with pytest.raises(UserError, match=rf"fp8.*O1 only, not {level}"):
         check_amp(amp(DTYPE="fp8", LEVEL=level), TrainConfig())

@@ -31,12 +31,12 @@ class Sum(nn.Module):
 
 def parts_at(level: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Parts:
     parts = parts_of(model, optimizer, AmpConfig(ENABLED=True, DTYPE="bf16", LEVEL=level), **options)  # pyright: ignore[reportArgumentType]
-    parts.start_computing()
+    parts.set_up_forward()
     return parts
 
 
 @pytest.mark.parametrize("level", ["O2", "NAIVE"])
-def test_small_gradients_of_many_micro_batches_are_not_rounded_away(level: str) -> None:
+def test_small_gradients_add_up_over_micro_batches(level: str) -> None:
     """1 + 16 times 1/1024 is 1 in bf16, each time anew."""
     model = Sum()
     parts = parts_at(level, model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -46,7 +46,7 @@ def test_small_gradients_of_many_micro_batches_are_not_rounded_away(level: str) 
 
 
 @pytest.mark.parametrize("level", ["O2", "NAIVE"])
-def test_masters_move_by_less_than_the_copy_can_show(level: str) -> None:
+def test_masters_accumulate_updates_smaller_than_half_precision(level: str) -> None:
     model = Sum()
     parts = parts_at(level, model, torch.optim.SGD(model.parameters(), lr=1.0))
     copied = next(parts.forward.parameters())
@@ -86,7 +86,7 @@ def statistics(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("level", ["O2", "NAIVE"])
-def test_a_resnet_keeps_its_running_statistics_in_the_masters(level: str) -> None:
+def test_running_statistics_are_those_of_the_masters(level: str) -> None:
     model, usual = resnet(), resnet()
     before = statistics(model)
     parts = trained(level, model)
@@ -106,7 +106,7 @@ def test_a_resnet_keeps_its_running_statistics_in_the_masters(level: str) -> Non
 
 
 @pytest.mark.parametrize("level", ["O2", "NAIVE"])
-def test_batch_norms_compute_in_fp32_and_the_rest_in_half(level: str) -> None:
+def test_batch_norm_computes_in_fp32_and_the_rest_in_half(level: str) -> None:
     parts = trained(level, resnet(), 1)
     kinds: dict[str, set[torch.dtype]] = {}
     for module in parts.forward.modules():
@@ -115,33 +115,33 @@ def test_batch_norms_compute_in_fp32_and_the_rest_in_half(level: str) -> None:
     assert kinds == {"Conv2d": {BF16}, "Linear": {BF16}, "BatchNorm2d": {FP32}}
 
 
-def test_what_is_shared_and_what_is_copied() -> None:
+def test_fp32_parameters_are_shared_and_others_copied() -> None:
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=16, patch_size=8, depth=1, embed_dim=16, num_heads=2, num_classes=4
     )
     model.get_parameter("pos_embed").requires_grad_(False)
-    copy = HalfCopy(model, BF16, keep_norms=True, keep=["blocks.0.mlp"]).model
+    copy = HalfCopy(model, BF16, norms_in_fp32=True, in_fp32=["blocks.0.mlp"]).model
     for name, parameter in model.named_parameters():
         shared = "norm" in name or "mlp" in name
         assert (copy.get_parameter(name) is parameter) is shared, name
         assert copy.get_parameter(name).dtype is (FP32 if shared else BF16), name
         assert copy.get_parameter(name).requires_grad is parameter.requires_grad
         assert parameter.dtype is FP32
-    naive = HalfCopy(model, BF16, keep_norms=False, keep=[]).model
+    naive = HalfCopy(model, BF16, norms_in_fp32=False, in_fp32=[]).model
     assert {p.dtype for p in naive.parameters()} == {BF16}
 
 
-def test_names_are_those_of_modules_and_not_of_their_namesakes() -> None:
+def test_fp32_module_name_does_not_match_a_longer_name() -> None:
     model = nn.ModuleDict({"fc": nn.Linear(2, 2), "fc1": nn.Linear(2, 2)})
-    copy = HalfCopy(model, BF16, keep_norms=True, keep=["fc"]).model
+    copy = HalfCopy(model, BF16, norms_in_fp32=True, in_fp32=["fc"]).model
     assert copy.get_parameter("fc.weight").dtype is FP32
     assert copy.get_parameter("fc1.weight").dtype is BF16
 
 
-def test_gradients_of_what_is_frozen_are_not_invented() -> None:
+def test_frozen_weights_get_no_gradients() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 3))
     model[1].requires_grad_(False)
-    copy = HalfCopy(model, BF16, keep_norms=False, keep=[])
+    copy = HalfCopy(model, BF16, norms_in_fp32=False, in_fp32=[])
     copy.model(torch.ones(2, 1, 2, 2)).float().sum().backward()
     copy.collect_gradients()
     copy.sum_gradients(ALONE)

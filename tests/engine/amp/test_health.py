@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.amp.fp32_modules import forced
+from engine.amp.fp32_modules import forced_modules
 from engine.amp.skip_watch import Blame
 from engine.measure.meters import TrainMeters
 from engine.measure.progress import Position
@@ -54,7 +54,7 @@ def faulty(tiny: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_a_fault_is_named_and_moved_to_fp32_and_training_goes_on(
+def test_auto_fp32_moves_an_overflowing_module_and_training_continues(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, faulty: Callable[[str], Path], fault: str, level: str
 ) -> None:
     run = tmp_path / "run"
@@ -86,7 +86,7 @@ def test_a_fault_is_named_and_moved_to_fp32_and_training_goes_on(
     assert metrics(run, "train")[-1]["skipped"] <= last["skipped"] + 2, "the scale may still look for its place"
 
 
-def test_without_auto_fp32_the_fault_is_named_and_the_run_stops_with_advice(
+def test_overflowing_module_stops_the_run_with_advice_without_auto_fp32(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, faulty: Callable[[str], Path]
 ) -> None:
     run = tmp_path / "run"
@@ -100,7 +100,7 @@ def test_without_auto_fp32_the_fault_is_named_and_the_run_stops_with_advice(
     assert "computes in fp32 from now on" not in done.out
 
 
-def test_a_fixed_scale_far_too_large_stops_the_run_with_a_checkpoint_to_go_on_from(
+def test_fixed_scale_that_is_too_large_stops_the_run_with_a_checkpoint(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -115,7 +115,7 @@ def test_a_fixed_scale_far_too_large_stops_the_run_with_a_checkpoint_to_go_on_fr
     assert [(skip["update"], skip["module"], skip["direction"]) for skip in skips] == [
         (update, "loss", "backward") for update in (1, 2, 3)
     ], "the first three are replayed, later ones are only counted"
-    assert "the scale is too large" in done.out
+    assert "the loss scale is too large" in done.out
     assert metrics(run, "train")[-1]["skipped"] == 10
 
     saved = run / "checkpoints" / "step-000000010"
@@ -130,9 +130,7 @@ def test_a_fixed_scale_far_too_large_stops_the_run_with_a_checkpoint_to_go_on_fr
     assert last["grad_norm"] > 0
 
 
-def test_skips_that_are_not_in_a_row_do_not_stop_a_run(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_scattered_skips_do_not_stop_the_run(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     """A scale that grows after every clean update soon overflows every other time."""
     run = tmp_path / "run"
     words = ("AMP.INCR_EVERY_N_STEPS=1", "AMP.STOP_AFTER_SKIPS=4", "TRAIN.MAX_UPDATES=40", "REPORT_FREQ=1")
@@ -196,22 +194,22 @@ def health(tiny: Path) -> Callable[..., Health]:
     ],
     ids=lambda value: str(len(value)),
 )
-def test_a_module_that_is_blamed_twice_is_moved(
+def test_module_that_overflows_twice_moves_to_fp32(
     health: Callable[..., Health], blames: list[Blame], moved: list[str]
 ) -> None:
     made = health(blames)
     made.report(Position(), together=False)
-    assert forced(made.parts.model) == moved
+    assert forced_modules(made.parts.model) == moved
     assert made.reporter.blames == blames  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_nothing_is_moved_unless_asked_for(health: Callable[..., Health]) -> None:
+def test_no_module_moves_without_auto_fp32(health: Callable[..., Health]) -> None:
     made = health([blame("head", 1), blame("head", 2)], AUTO_FP32=False)
     made.report(Position(), together=False)
-    assert forced(made.parts.model) == []
+    assert forced_modules(made.parts.model) == []
 
 
-def test_ranks_that_found_different_things_tell_one_line_an_update(health: Callable[..., Health]) -> None:
+def test_ranks_log_one_line_per_skipped_update(health: Callable[..., Health]) -> None:
     """A rank whose own gradients were fine finds nothing; the other's word is the better one."""
     nothing, named = blame("", 1, operation="", reason="not seen again"), blame("head", 1)
     made = health([nothing, blame("head", 2), named])
@@ -219,7 +217,7 @@ def test_ranks_that_found_different_things_tell_one_line_an_update(health: Calla
     assert made.reporter.blames == [named, blame("head", 2)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_too_many_means_in_a_row_and_null_means_never(health: Callable[..., Health]) -> None:
+def test_stop_after_skips_counts_consecutive_skips_and_null_disables_it(health: Callable[..., Health]) -> None:
     meters = TrainMeters(CPU, ALONE)
     for update, moved in enumerate((False, False, False, True, False, False), start=1):
         meters.close_update(update, torch.tensor(1.0), moved, scaled=True)

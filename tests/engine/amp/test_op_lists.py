@@ -122,13 +122,13 @@ def outputs(name: str, given: torch.dtype, device_type: str) -> set[torch.dtype]
         return {call(lambda *size: torch.rand(*size, device=device_type).to(given)).dtype for call in CALLS[name]}
 
 
-def test_every_name_is_tried() -> None:
+def test_every_operator_has_a_test_call() -> None:
     assert set(CALLS) == set(OPERATORS)
     assert {own for names in PADDLE.values() for own in names} <= set(OPERATORS)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_a_listed_operator_runs_in_the_precision_asked_for(name: str) -> None:
+def test_listed_operator_runs_in_the_listed_precision(name: str) -> None:
     with OpLists("cpu", [], [name]):
         assert outputs(name, torch.bfloat16, "cpu") == {torch.float32}
     with OpLists("cpu", [name], []):
@@ -136,7 +136,7 @@ def test_a_listed_operator_runs_in_the_precision_asked_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_the_same_by_cudas_key(name: str) -> None:
+def test_listed_operator_runs_in_the_listed_precision_by_cudas_key(name: str) -> None:
     with FakeTensorMode():
         with OpLists("cuda", [], [name]):
             assert outputs(name, torch.bfloat16, "cuda") == {torch.float32}
@@ -144,25 +144,25 @@ def test_the_same_by_cudas_key(name: str) -> None:
             assert outputs(name, torch.float32, "cuda") == {torch.bfloat16}
 
 
-def test_lists_of_one_device_leave_the_other_alone() -> None:
+def test_lists_of_one_device_do_not_affect_the_other() -> None:
     with OpLists("cuda", ["softmax"], ["linear"]):
         assert outputs("linear", torch.float32, "cpu") == {torch.bfloat16}
         assert outputs("softmax", torch.float32, "cpu") == {torch.float32}
 
 
-def test_nothing_is_cast_outside_autocast() -> None:
+def test_lists_have_no_effect_outside_autocast() -> None:
     with OpLists("cpu", ["softmax"], ["gelu"]):
         assert F.softmax(torch.rand(4), dim=0).dtype is torch.float32
         assert F.gelu(torch.rand(4, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
-def test_fp64_and_integers_are_left_alone() -> None:
+def test_fp64_and_integers_are_not_cast() -> None:
     with OpLists("cpu", [], ["add"]), autocast("cpu"):
         assert (torch.ones(2, dtype=torch.float64) + 1).dtype is torch.float64
         assert (torch.ones(2, dtype=torch.int64) + 1).dtype is torch.int64
 
 
-def test_a_precision_the_call_itself_names_stands() -> None:
+def test_dtype_argument_of_a_call_is_respected() -> None:
     values = torch.rand(64)
     fp32 = F.softmax(values, dim=0)
     with OpLists("cpu", ["softmax"], []), autocast("cpu"):
@@ -171,7 +171,7 @@ def test_a_precision_the_call_itself_names_stands() -> None:
 
 
 @pytest.mark.parametrize("lists", [(["batch_norm"], []), ([], ["batch_norm"])])
-def test_batch_norm_keeps_its_statistics(lists: tuple[list[str], list[str]]) -> None:
+def test_batch_norm_updates_its_statistics(lists: tuple[list[str], list[str]]) -> None:
     norm = torch.nn.BatchNorm1d(3)
     with OpLists("cpu", *lists), autocast("cpu"):
         norm(5 + torch.rand(4, 3)).sum().backward()
@@ -192,7 +192,7 @@ def test_batch_norm_keeps_its_statistics(lists: tuple[list[str], list[str]]) -> 
         (False, True, True),
     ],
 )
-def test_all_on_the_black_list_is_fp32_bit_for_bit(fused: bool, checkpointing: bool, compiled: bool) -> None:
+def test_black_list_of_all_operators_equals_fp32_bit_for_bit(fused: bool, checkpointing: bool, compiled: bool) -> None:
     fp32 = step(small_vit(fused), amp=False)
     assert not step(small_vit(fused)).equals(fp32)
     model = small_vit(fused, checkpointing)
@@ -200,7 +200,7 @@ def test_all_on_the_black_list_is_fp32_bit_for_bit(fused: bool, checkpointing: b
         assert step(model, aot(model) if compiled else None).equals(fp32)
 
 
-def test_a_white_list_acts_the_same_however_the_model_is_run() -> None:
+def test_white_list_acts_the_same_eager_compiled_and_checkpointed() -> None:
     without = step(small_vit())
     compiled = small_vit(checkpointing=True)
     with OpLists("cpu", ["softmax", "layer_norm"], []):
@@ -210,7 +210,7 @@ def test_a_white_list_acts_the_same_however_the_model_is_run() -> None:
         assert step(compiled, aot(compiled)).equals(eager)
 
 
-def test_a_model_compiled_before_heeds_the_lists_too() -> None:
+def test_model_compiled_before_install_uses_the_lists() -> None:
     fp32, model = step(small_vit(), amp=False), small_vit()
     forward = aot(model)
     low = step(model, forward)
@@ -219,7 +219,7 @@ def test_a_model_compiled_before_heeds_the_lists_too() -> None:
     assert step(model, forward).equals(low)
 
 
-def test_removing_puts_torchs_behaviour_back() -> None:
+def test_remove_restores_torchs_behaviour() -> None:
     before = step(small_vit())
     tag, backward = compiler_config.cache_key_tag, autograd_config.backward_pass_autocast
     lists = OpLists("cpu", ["softmax"], ["linear"])
@@ -236,7 +236,7 @@ def test_removing_puts_torchs_behaviour_back() -> None:
     lists.remove()
 
 
-def test_putting_kernels_where_autocast_has_its_own_is_no_matter_for_a_warning(tmp_path: Path) -> None:
+def test_install_causes_no_warning(tmp_path: Path) -> None:
     """In a process of its own, since torch warns once in each."""
     script = tmp_path / "lists.py"
     script.write_text("from engine.amp.op_lists import OpLists\nOpLists('cpu', ['softmax'], ['linear']).install()\n")
@@ -246,7 +246,7 @@ def test_putting_kernels_where_autocast_has_its_own_is_no_matter_for_a_warning(t
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_compiled_code_kept_on_disk_is_kept_by_lists() -> None:
+def test_cached_graphs_are_kept_apart_by_lists() -> None:
     tags = set()
     for device_type, white, black in [
         ("cpu", [], []),
@@ -260,18 +260,18 @@ def test_compiled_code_kept_on_disk_is_kept_by_lists() -> None:
     assert len(tags) == 5
 
 
-def test_paddles_matmul_v2_is_the_linear_layers_too() -> None:
+def test_paddles_matmul_v2_includes_linear() -> None:
     with OpLists("cpu", [], ["matmul_v2"]):
         assert outputs("linear", torch.bfloat16, "cpu") == {torch.float32}
         assert outputs("matmul", torch.bfloat16, "cpu") == {torch.float32}
 
 
-def test_names_that_are_fine() -> None:
+def test_known_names_are_accepted() -> None:
     check_names([], [])
     check_names(["matmul_v2", "linear"], ["softmax", "reduce_mean"])
 
 
-def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
+def test_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
     known = "Did you mean softmax.*elementwise_add.*layer_norm"
     with pytest.raises(UserError, match=rf"CUSTOM_BLACK_LIST.*'sofmax'.*{known}"):
         check_names([], ["sofmax"])
@@ -279,12 +279,12 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
         check_names(["lineer"], [])
 
 
-def test_an_operator_on_both_lists_is_an_error_under_any_spelling() -> None:
+def test_operator_on_both_lists_is_an_error_under_any_name() -> None:
     with pytest.raises(UserError, match="both name linear;"):
         check_names(["linear"], ["fused_gemm_epilogue"])
 
 
-def test_mul_means_torchs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_mul_means_torchs_elementwise_product_and_warns(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="vitamp"):
         check_names([], ["mul"])
     assert "elementwise" in caplog.text
@@ -307,7 +307,7 @@ def _rank(rank: int, folder: str) -> None:
     raise SystemExit(0 if good and not low.equals(fp32) and not alone.equals(fp32) else 1)
 
 
-def test_data_parallel_ranks_heed_the_lists(tmp_path: Path) -> None:
+def test_ddp_ranks_use_the_lists(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=_rank, args=(rank, str(tmp_path))) for rank in range(2)]
     for process in ranks:

@@ -38,7 +38,7 @@ class BadGradient(torch.autograd.Function):
 # ---- what is named
 
 
-def test_a_huge_bias_is_named_with_its_linear_layer() -> None:
+def test_parameter_that_does_not_fit_fp16_is_named() -> None:
     blame = blame_of(with_huge_bias(), scale=2.0)
     assert (blame.operation, blame.module, blame.direction) == ("linear", "blocks.2.mlp.fc1", "forward")
     assert (blame.parameter, blame.dtype, blame.scale) == ("blocks.2.mlp.fc1.bias", "fp16", 2.0)
@@ -51,7 +51,7 @@ def test_a_huge_bias_is_named_with_its_linear_layer() -> None:
     assert "later" not in line
 
 
-def test_a_huge_product_of_queries_and_keys_is_named_with_its_attention() -> None:
+def test_overflow_in_attention_scores_is_named() -> None:
     model = vit()
     attention = model.blocks[1].attn
     attention.fused_attn = False
@@ -62,7 +62,7 @@ def test_a_huge_product_of_queries_and_keys_is_named_with_its_attention() -> Non
 
 
 @pytest.mark.parametrize(("fused", "operation"), [(True, "scaled_dot_product_attention"), (False, "matmul")])
-def test_attention_that_overflows_backward_is_named_fused_or_not(fused: bool, operation: str) -> None:
+def test_overflow_in_attentions_backward_pass_is_named(fused: bool, operation: str) -> None:
     model = vit()
     attention = model.blocks[1].attn
     attention.fused_attn = fused
@@ -74,16 +74,16 @@ def test_attention_that_overflows_backward_is_named_fused_or_not(fused: bool, op
     assert (blame.operation, blame.module, blame.direction) == (operation, "blocks.1.attn", "backward")
 
 
-def test_a_scale_far_too_large_is_blamed_on_the_loss() -> None:
+def test_scale_that_is_too_large_is_reported_for_the_loss() -> None:
     blame = blame_of(vit(), scale=2.0**26)
     assert (blame.module, blame.direction, blame.dtype) == ("loss", "backward", "fp16")
-    assert "the scale is too large" in blame.words()
+    assert "the loss scale is too large" in blame.words()
     blame = blame_of(vit(), scale=3e38)
     assert (blame.operation, blame.module) == ("scaling", "loss")
     assert "the scaled loss itself" in blame.words()
 
 
-def test_a_gradient_is_blamed_on_the_module_it_broke_in() -> None:
+def test_overflow_in_a_gradient_names_its_module() -> None:
     """A ViT is full of modules that hand their input on; they must not lead astray."""
     model = vit()
     model.blocks[1].mlp.drop1 = Forward(BadGradient.apply)
@@ -92,20 +92,20 @@ def test_a_gradient_is_blamed_on_the_module_it_broke_in() -> None:
     assert (blame.module, blame.direction) == ("blocks.1.mlp.drop1", "backward")
 
 
-def test_checkpointing_does_not_lead_astray() -> None:
+def test_overflow_is_named_correctly_under_activation_checkpointing() -> None:
     model = vit()
     model.set_grad_checkpointing(True)
     model.blocks[1].attn.proj_drop = Forward(BadGradient.apply)
     assert blame_of(model).module == "blocks.1.attn.proj_drop"
 
 
-def test_a_gradient_is_blamed_on_the_parent_where_it_broke_behind_a_child() -> None:
+def test_overflow_in_a_parents_own_operation_names_the_parent() -> None:
     model = vit()
     model.blocks[1].mlp = Parent(nn.Linear(32, 32))
     assert blame_of(model).module == "blocks.1.mlp"
 
 
-def test_one_bad_sample_is_told_from_the_others() -> None:
+def test_bad_samples_are_named() -> None:
     share, batch = micro_batch()
     batch.images[2, 0, 0, 0] = float("nan")
     blame = blame_of(vit(), (share, batch))
@@ -125,7 +125,7 @@ def test_the_micro_batch_that_overflowed_is_named() -> None:
     assert blame.bad_samples == (200,)
 
 
-def test_an_infinity_that_harms_nothing_is_not_blamed() -> None:
+def test_harmless_infinity_is_not_reported() -> None:
     model = vit()
     model.blocks[0].norm1 = Forward(lambda x: x + (x - x).detach().log().nan_to_num(neginf=0.0))
     assert blame_of(model).operation == ""
@@ -133,7 +133,7 @@ def test_an_infinity_that_harms_nothing_is_not_blamed() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_an_infinity_of_either_sign_is_found_where_it_arises(sign: int) -> None:
+def test_infinity_of_either_sign_is_found_where_it_arises(sign: int) -> None:
     model = vit()
     nn.init.constant_(model.blocks[2].mlp.fc1.bias, sign * 7e4)
     assert blame_of(model).parameter == "blocks.2.mlp.fc1.bias"
@@ -144,7 +144,7 @@ def test_an_infinity_of_either_sign_is_found_where_it_arises(sign: int) -> None:
     assert blame_of(model).module == "blocks.1.norm1"
 
 
-def test_a_mask_is_not_blamed_for_what_overflows_behind_it() -> None:
+def test_mask_of_minus_infinity_is_not_reported() -> None:
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     model = with_huge_bias()
     model.blocks[0].norm1 = Forward(lambda x: F.scaled_dot_product_attention(*[x[:, None]] * 3, attn_mask=mask)[:, 0])
@@ -156,22 +156,22 @@ def attention(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.clone(), torch.full_like(x, torch.inf)
 
 
-def test_what_attention_keeps_for_the_way_back_is_not_blamed() -> None:
+def test_padding_of_attentions_logsumexp_is_not_reported() -> None:
     model = with_huge_bias()
     model.blocks[0].norm1 = Forward(lambda x: attention(x.detach())[0])
     assert blame_of(model).module == "blocks.2.mlp.fc1"
 
 
-def test_nothing_is_made_up_where_the_replay_finds_nothing() -> None:
+def test_replay_without_overflow_lists_possible_reasons() -> None:
     blame = blame_of(vit(), micro_batch(0), micro_batch(1), scale=8.0)
     assert (blame.operation, blame.module) == ("", "")
-    assert "not seen again in the replay" in blame.words()
-    assert "overflowed only in their sum" in blame.words()
+    assert "the replay did not overflow" in blame.words()
+    assert "only the sum of the micro-batches overflowed" in blame.words()
     assert len(blame.sample_indices) == 2 * SAMPLES
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model_is_replayed_as_it_is_written(in_place: bool) -> None:
+def test_compiled_model_is_replayed_in_eager_mode(in_place: bool) -> None:
     model = with_huge_bias()
     trained: Any = model
     if in_place:
@@ -185,7 +185,7 @@ def test_a_compiled_model_is_replayed_as_it_is_written(in_place: bool) -> None:
     assert (blame.operation, blame.module) == ("linear", "blocks.2.mlp.fc1")
 
 
-def test_long_rows_of_samples_are_cut_short_in_the_log_only() -> None:
+def test_long_sample_lists_are_shortened_in_the_log_only() -> None:
     indices = tuple(range(1000, 1256))
     blame = Blame(3, 3, "linear", "head", "backward", "fp16", indices, 4.0, kernel="aten::mm")
     assert "1007, ..." in blame.words()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # ---- no trace
 
 
-def test_the_replay_leaves_no_trace() -> None:
+def test_replay_has_no_side_effects() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Flatten(), nn.Linear(288, 10))
     model[4].eval()
@@ -58,18 +58,18 @@ def test_the_replay_leaves_no_trace() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_the_replay_draws_the_update_s_random_numbers() -> None:
+def test_replay_draws_the_random_numbers_of_the_update() -> None:
     drawn: list[Tensor] = []
     model = nn.Sequential(Forward(lambda x: (drawn.append(torch.rand(3)), x)[1]), nn.Flatten(), nn.Linear(192, 10))
     watch = watch_of(model)
-    watch.keep(5, [micro_batch(0), micro_batch(1)], torch.tensor(1.0))
-    watch.after(5, False)
+    watch.remember(5, [micro_batch(0), micro_batch(1)], torch.tensor(1.0))
+    watch.record(5, False)
     for number in (0, 1):
         seed_all(7, "micro", 5, number)
         assert torch.equal(drawn[number], torch.rand(3))
 
 
-def test_a_replay_that_fails_does_not_end_the_run() -> None:
+def test_failing_replay_does_not_end_the_run() -> None:
     def fail(_: Tensor) -> Tensor:
         raise RuntimeError("out of memory\nwith much more to say")
 
@@ -93,13 +93,13 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_normal_update_costs_one_copy_of_the_scale() -> None:
+def test_normal_update_costs_one_copy_of_the_scale() -> None:
     watch, scale = watch_of(Forward(lambda _: pytest.fail("a forward pass"))), torch.tensor(2.0)
     micro_batches = [micro_batch()]
     held = weakref.ref(micro_batches[0][1].images)
     with Counted() as counted:
-        watch.keep(1, micro_batches, scale)
-        watch.after(1, True)
+        watch.remember(1, micro_batches, scale)
+        watch.record(1, True)
         assert watch.take() == []
     assert sorted(set(counted.names)) == ["aten::clone", "aten::detach"]
     del micro_batches
@@ -109,11 +109,11 @@ def test_a_normal_update_costs_one_copy_of_the_scale() -> None:
 # ---- how often
 
 
-def test_replays_are_few() -> None:
+def test_replays_are_limited() -> None:
     watch = watch_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 10)))
     for update in range(1, 121):
-        watch.keep(update, [micro_batch()], torch.tensor(1.0))
-        watch.after(update, update == 2)
+        watch.remember(update, [micro_batch()], torch.tensor(1.0))
+        watch.record(update, update == 2)
     found = [(blame.update, blame.passed_over) for blame in watch.take()]
     assert found == [(1, 0), (3, 0), (4, 0), (54, 49), (104, 49)]
 
@@ -134,13 +134,13 @@ class Late:
         return lambda: bool(self.flags[number]) if number < self.arrived else None
 
 
-def test_a_skip_known_late_is_replayed_with_its_own_batch_and_scale() -> None:
+def test_late_skip_is_replayed_with_its_own_batch_and_scale() -> None:
     late = Late()
     watch, scale = watch_of(with_huge_bias(), send=late), torch.tensor(64.0)
     for update, moved in ((1, True), (2, False), (3, True)):
-        watch.keep(update, [micro_batch(update)], scale)
+        watch.remember(update, [micro_batch(update)], scale)
         scale *= 0.5  # as the scaler does, in place
-        watch.after(update, torch.tensor([moved]))
+        watch.record(update, torch.tensor([moved]))
         assert watch.take() == []
     late.arrived = 2
     (blame,) = watch.take()
@@ -150,45 +150,45 @@ def test_a_skip_known_late_is_replayed_with_its_own_batch_and_scale() -> None:
     assert watch.take() == []
 
 
-def test_what_waits_for_a_late_answer_stays_small(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_memory_of_pending_updates_is_limited(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     """Two updates of two micro-batches fit; the newest two keep their images."""
     size = micro_batch(0)[1].images.nbytes
-    monkeypatch.setattr(skip_watch, "KEPT_BYTES", 4 * size)
+    monkeypatch.setattr(skip_watch, "MAX_BYTES", 4 * size)
     late = Late()
     watch = watch_of(with_huge_bias(), send=late)
     images = []
     for update in range(1, 5):
-        kept: Any = []
+        micro_batches: Any = []
         for nth in (0, 1):
-            kept = watch.collect(kept, *micro_batch(2 * update + nth))
-        images.append(weakref.ref(kept[0][1].images))
-        watch.keep(update, kept, torch.tensor(1.0))
-        del kept
-        watch.after(update, torch.tensor([False]))
+            micro_batches = watch.collect(micro_batches, *micro_batch(2 * update + nth))
+        images.append(weakref.ref(micro_batches[0][1].images))
+        watch.remember(update, micro_batches, torch.tensor(1.0))
+        del micro_batches
+        watch.record(update, torch.tensor([False]))
     assert [image() is None for image in images] == [True, True, False, False]
     late.arrived = 4
     assert [(blame.update, blame.passed_over) for blame in watch.take()] == [(3, 2), (4, 0)]
     assert [line for line in said if "cannot be replayed" in line] == [said[0]]
-    assert said[0].startswith("update 1 was skipped and cannot be replayed: its images are not kept, since at most ")
+    assert said[0].startswith("update 1 was skipped and cannot be replayed: its images exceed the limit of ")
 
 
-def test_an_update_that_is_too_large_by_itself_is_let_go_while_it_is_computed(
+def test_update_larger_than_the_limit_is_dropped_while_it_is_computed(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    monkeypatch.setattr(skip_watch, "KEPT_BYTES", 2 * micro_batch(0)[1].images.nbytes)
+    monkeypatch.setattr(skip_watch, "MAX_BYTES", 2 * micro_batch(0)[1].images.nbytes)
     watch = watch_of(with_huge_bias())
     for update in (1, 2):
-        kept: Any = []
+        micro_batches: Any = []
         images = []
         for nth in range(5):
             share, batch = micro_batch(nth)
             images.append(weakref.ref(batch.images))
-            kept = watch.collect(kept, share, batch)
+            micro_batches = watch.collect(micro_batches, share, batch)
             del batch
-        assert kept is None
+        assert micro_batches is None
         assert all(image() is None for image in images[:-1])
-        watch.keep(update, kept, torch.tensor(1.0))
-        watch.after(update, False)
+        watch.remember(update, micro_batches, torch.tensor(1.0))
+        watch.record(update, False)
     assert watch.take() == []
     assert sum("cannot be replayed" in line for line in said) == 1
 

@@ -63,7 +63,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch):
         ((12, 0), "Blackwell"),
     ],
 )
-def test_gpus_that_gain_get_fp16(gpu, capability: tuple[int, int], name: str) -> None:
+def test_auto_is_fp16_on_gpus_with_tensor_cores(gpu, capability: tuple[int, int], name: str) -> None:
     choice = choose(AUTO, gpu(*capability))
     assert choice.dtype is torch.float16
     assert name in choice.reason
@@ -72,14 +72,14 @@ def test_gpus_that_gain_get_fp16(gpu, capability: tuple[int, int], name: str) ->
 
 
 @pytest.mark.parametrize("capability", [(6, 0), (6, 1), (5, 2), (3, 7)])
-def test_gpus_that_do_not_gain_say_so(gpu, capability: tuple[int, int]) -> None:
+def test_gpus_without_a_gain_from_fp16_warn(gpu, capability: tuple[int, int]) -> None:
     warning = choose(AUTO, gpu(*capability)).warning
     assert warning is not None
     assert "no" in warning
     assert "speed" in warning
 
 
-def test_bf16_on_a_gpu_that_emulates_it(gpu) -> None:
+def test_bf16_warns_on_a_gpu_that_emulates_it(gpu) -> None:
     assert "fp16" in str(choose(BF16, gpu(7, 5)).warning)
     assert choose(BF16, gpu(8, 0)).warning is None
     assert choose(BF16, gpu(7, 5)).dtype is torch.bfloat16, "what was asked for is done"
@@ -94,19 +94,19 @@ def test_bf16_on_a_gpu_that_emulates_it(gpu) -> None:
         (False, False, torch.bfloat16, True),
     ],
 )
-def test_cpu_gets_what_it_computes_in(cpu, fp16: bool, bf16: bool, dtype: torch.dtype, warns: bool) -> None:
+def test_auto_on_a_cpu_is_the_dtype_it_supports(cpu, fp16: bool, bf16: bool, dtype: torch.dtype, warns: bool) -> None:
     choice = choose(AUTO, cpu(fp16, bf16))
     assert choice.dtype is dtype
     assert (choice.warning is not None) is warns
 
 
-def test_fp16_on_a_cpu_without_it_warns(cpu) -> None:
+def test_fp16_warns_on_a_cpu_without_it(cpu) -> None:
     assert "many times slower" in str(choose(FP16, cpu(False, True)).warning)
     assert choose(FP16, cpu(True, True)).warning is None
 
 
 @pytest.mark.parametrize("amp", [OFF, AmpConfig(ENABLED=True, LEVEL="O0"), AmpConfig(DTYPE="fp16")])
-def test_off_is_fp32(amp: AmpConfig) -> None:
+def test_amp_off_is_fp32(amp: AmpConfig) -> None:
     assert choose(amp, CPU).dtype is torch.float32
     off = Precision(amp, CPU)
     assert (off.name, off.level, off.scaler.is_enabled()) == ("fp32", "O0", False)
@@ -114,13 +114,13 @@ def test_off_is_fp32(amp: AmpConfig) -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
 
 
-def test_bf16_on_mps_is_refused() -> None:
+def test_bf16_is_rejected_on_mps() -> None:
     with pytest.raises(UserError, match="fp16"):
         check_precision(BF16, torch.device("mps"))
 
 
 @pytest.mark.parametrize(("amp", "dtype", "scaled"), [(FP16, torch.float16, True), (BF16, torch.bfloat16, False)])
-def test_only_fp16_is_scaled(amp: AmpConfig, dtype: torch.dtype, scaled: bool) -> None:
+def test_only_fp16_uses_loss_scaling(amp: AmpConfig, dtype: torch.dtype, scaled: bool) -> None:
     chosen = Precision(amp, CPU)
     assert chosen.scaler.is_enabled() is scaled
     assert float(chosen.scale_tensor()) == (65536.0 if scaled else 1.0)
@@ -129,7 +129,7 @@ def test_only_fp16_is_scaled(amp: AmpConfig, dtype: torch.dtype, scaled: bool) -
     assert ("with loss scaling" if scaled else "no loss scaling") in chosen.line()
 
 
-def test_validation_under_autocast_is_a_setting() -> None:
+def test_amp_eval_selects_autocast_in_validation() -> None:
     for evaluates, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         chosen = Precision(AmpConfig(ENABLED=True, DTYPE="bf16", EVAL=evaluates), CPU)
         with chosen.autocast(training=False):
@@ -137,16 +137,16 @@ def test_validation_under_autocast_is_a_setting() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_tf32_that_a_cpu_lacks_is_said_to_have_no_effect() -> None:
+def test_banner_says_that_tf32_has_no_effect_on_a_cpu() -> None:
     try:
         line = Precision(AmpConfig(TF32=True), torch.device("cpu")).line()
     finally:
         switch_tf32(False)
-    assert line == "fp32 (TF32 was asked for and has no effect here: only CUDA GPUs have it)"
+    assert line == "fp32 (AMP.TF32 has no effect: only CUDA GPUs have TF32)"
     assert Precision(AmpConfig(), torch.device("cpu")).line() == "fp32"
 
 
-def test_tf32_is_set_everywhere_and_taken_back() -> None:
+def test_tf32_is_switched_everywhere_in_both_directions() -> None:
     """By the names of new and of old; torch raises where the two contradict, or those of cuDNN's parts."""
     backends: Any = torch.backends
     places = (backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn)
@@ -162,7 +162,7 @@ def test_tf32_is_set_everywhere_and_taken_back() -> None:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_what_is_set_of_tf32_stops_neither_compiling_nor_exporting(on: bool) -> None:
+def test_tf32_settings_allow_compiling_and_exporting(on: bool) -> None:
     """Both note torch's flags, and compiling gives products a value of their own."""
     model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 2)).eval()
     images = torch.rand(2, 3, 4, 4)
@@ -191,7 +191,7 @@ def state(parts: Parts) -> tuple[float, int, float, int]:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_an_overflow_skips_everything_together_and_is_counted(fused: bool) -> None:
+def test_overflow_skips_weights_schedule_and_ema_and_is_counted(fused: bool) -> None:
     parts = sgd(AmpConfig(ENABLED=True, DTYPE="fp16", INIT_LOSS_SCALING=1024), fused=fused)
     before = state(parts)
     train_update(parts, window_of(OVERFLOW), 1)
@@ -205,7 +205,7 @@ def test_an_overflow_skips_everything_together_and_is_counted(fused: bool) -> No
     assert parts.meters.read(parts.precision.scale_tensor(), 0.0).skipped == 1
 
 
-def test_an_overflow_in_one_micro_batch_skips_the_whole_update() -> None:
+def test_overflow_in_one_micro_batch_skips_the_update() -> None:
     parts = sgd(FP16)
     train_update(parts, window_of(flat(0.25), OVERFLOW, flat(0.25)), 1)
     assert state(parts)[0] == 1.0
@@ -213,7 +213,7 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_update() -> None:
     assert state(parts)[0] == 0.75, "nothing of the skipped update is left in the gradients"
 
 
-def test_bf16_has_no_scaler_to_skip_and_names_the_first_bad_update() -> None:
+def test_bf16_records_the_first_bad_update() -> None:
     parts = sgd(BF16)
     for update, images in enumerate((flat(0.25), flat(float("nan")), flat(0.25), flat(float("inf"))), start=1):
         train_update(parts, window_of(images), update)
@@ -221,7 +221,7 @@ def test_bf16_has_no_scaler_to_skip_and_names_the_first_bad_update() -> None:
     assert (reading.skipped, reading.scale, reading.first_bad) == (0, 1.0, 2)
 
 
-def test_the_scale_grows_after_so_many_clean_updates_and_falls_at_once() -> None:
+def test_scale_grows_after_the_interval_and_falls_at_once() -> None:
     settings = {"INIT_LOSS_SCALING": 8, "INCR_EVERY_N_STEPS": 3, "INCR_RATIO": 4.0, "DECR_RATIO": 0.25}
     parts = sgd(AmpConfig(ENABLED=True, DTYPE="fp16", **settings))
     scales = []
@@ -232,7 +232,7 @@ def test_the_scale_grows_after_so_many_clean_updates_and_falls_at_once() -> None
 
 
 @pytest.mark.parametrize("amp", [OFF, BF16, FP16])
-def test_the_norm_that_is_told_is_the_unscaled_one(amp: AmpConfig) -> None:
+def test_reported_norm_is_unscaled(amp: AmpConfig) -> None:
     parts = sgd(amp)
     train_update(parts, window_of(flat(0.5), flat(0.25)), 1)
     assert parts.meters.read(parts.precision.scale_tensor(), 0.0).grad_norm == pytest.approx(0.375, rel=1e-3)
@@ -249,7 +249,7 @@ def test_clipping_limits_the_unscaled_gradient(amp: AmpConfig) -> None:
         assert told == pytest.approx(gradient, rel=1e-3), "before clipping"
 
 
-def test_the_loss_is_the_mean_over_the_micro_batches_there_are() -> None:
+def test_loss_is_the_mean_over_the_micro_batches_in_the_window() -> None:
     parts = sgd(OFF)
     train_update(parts, window_of(flat(0.5), flat(0.25), flat(0.125), weights=(0.5, 0.5, 0.0)), 1)
     assert state(parts)[0] == 1 - 0.375

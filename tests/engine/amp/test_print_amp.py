@@ -14,7 +14,7 @@ import engine.speed.amx.layers as amx_layers
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.amp.print_amp import amp_table
-from engine.speed.attention import put_attention_in_force
+from engine.speed.attention import apply_attention
 from tests.engine.speed.amx_numbers import needs_tiles
 
 
@@ -31,7 +31,7 @@ def table(model: nn.Module, images: Tensor | None = None, amp: bool = True) -> d
     return {row[0]: row[1:] for row in rows[1:]}
 
 
-def test_a_vit_under_autocast() -> None:
+def test_table_of_a_vit_under_autocast() -> None:
     rows = table(small_vit())
     assert rows["(model)"] == ["VisionTransformer", "fp32", "fp32", "bf16", "add fp32"]
     assert rows["patch_embed.proj"] == ["Conv2d", "fp32", "fp32", "bf16", "conv2d bf16"]
@@ -40,28 +40,28 @@ def test_a_vit_under_autocast() -> None:
     assert rows["norm"] == ["LayerNorm", "fp32", "fp32", "fp32", "layer_norm fp32"]
 
 
-def test_without_autocast_all_is_fp32() -> None:
+def test_table_without_autocast_is_fp32() -> None:
     cells = [cell for row in table(small_vit(), amp=False).values() for cell in row[1:]]
     assert not any("bf16" in cell for cell in cells)
 
 
-def test_fused_attention_is_one_operation() -> None:
+def test_table_shows_fused_attention_as_one_operation() -> None:
     assert table(small_vit(fused=True))["blocks.0-1.attn"][-1] == "scaled_dot_product_attention bf16"
 
 
 @needs_tiles
-def test_layers_by_kernels_of_our_own_show_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx_layers, "SMALLEST", 0)
+def test_table_shows_operations_of_our_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx_layers, "MIN_MULTIPLICATIONS", 0)
     model = small_vit()
     amx_layers.use_linear_layers(model, torch.bfloat16)
-    put_attention_in_force("packed", model)
+    apply_attention("packed", model)
     rows = table(model)
     assert rows["blocks.0-1.attn"][-1] == "scaled_dot_product_attention bf16"
     for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
         assert rows[f"blocks.0-1.{layer}"][-1] == "linear bf16"
 
 
-def test_listed_operators_show_even_inside_a_module() -> None:
+def test_table_shows_listed_operators_inside_modules() -> None:
     assert "softmax bf16" in table(small_vit())["blocks.0-1.attn"][-1]
     with OpLists("cpu", [], ["softmax", "gelu"]):
         rows = table(small_vit())
@@ -71,7 +71,7 @@ def test_listed_operators_show_even_inside_a_module() -> None:
         assert table(small_vit())["norm"] == ["LayerNorm", "fp32", "fp32", "bf16", "layer_norm bf16"]
 
 
-def test_forced_modules_are_marked_and_not_folded_with_others() -> None:
+def test_table_marks_forced_modules_and_does_not_merge_them() -> None:
     model = small_vit()
     force_fp32(model, ["blocks.1", "head"], "cpu")
     rows = table(model)
@@ -81,7 +81,7 @@ def test_forced_modules_are_marked_and_not_folded_with_others() -> None:
     assert rows["head"] == ["Linear", "fp32", "fp32*", "fp32", "linear fp32"]
 
 
-def test_half_parameters_show() -> None:
+def test_table_shows_half_precision_parameters() -> None:
     model = small_vit().to(torch.bfloat16)
     model.norm.float()
     rows = table(model, batch()[0].bfloat16())
@@ -90,7 +90,7 @@ def test_half_parameters_show() -> None:
     assert rows["head"][1] == "bf16"
 
 
-def test_modules_out_of_step_share_a_row_where_they_agree() -> None:
+def test_table_merges_equal_rows_that_are_not_adjacent() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) if n % 2 else nn.GELU() for n in range(6)), nn.Identity())
     rows = table(model, torch.rand(2, 4))
     assert rows["0"] == ["GELU", "-", "fp32", "fp32", "gelu fp32"]
@@ -100,14 +100,14 @@ def test_modules_out_of_step_share_a_row_where_they_agree() -> None:
     assert "6" not in rows
 
 
-def test_a_resnet_keeps_its_running_statistics_out_of_the_operations() -> None:
+def test_table_leaves_out_running_statistics() -> None:
     rows = table(timm.create_model("resnet10t", num_classes=10), torch.rand(2, 3, 32, 32))
     assert rows["layer1.0.bn1"] == ["BatchNorm2d", "fp32", "bf16", "bf16", "batch_norm bf16"]
     assert rows["layer1.0.conv2"][-1] == "conv2d bf16"
     assert rows["fc"][-1] == "linear bf16"
 
 
-def test_columns_are_aligned_and_no_hook_stays() -> None:
+def test_table_is_aligned_and_hooks_are_removed() -> None:
     model = small_vit()
     lines = amp_table(model, lambda: model(batch()[0])).splitlines()
     start = lines[0].index("class")

@@ -69,7 +69,7 @@ def settings(**keys: Any) -> AmpConfig:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("cut_after", [1, 2, 3])
-def test_random_rows_of_overflows_move_the_scale_as_paddle_s(cut_after: int, fused: bool) -> None:
+def test_scale_follows_paddles_rule_for_random_overflows(cut_after: int, fused: bool) -> None:
     dice = random.Random(cut_after)
     for _ in range(12):
         amp = settings(
@@ -93,7 +93,7 @@ def test_random_rows_of_overflows_move_the_scale_as_paddle_s(cut_after: int, fus
 
 
 @pytest.mark.parametrize("cut_after", [1, 3])
-def test_a_fixed_scale_stays_where_it_is_and_overflows_are_skipped(cut_after: int) -> None:
+def test_fixed_scale_does_not_change_and_overflows_are_skipped(cut_after: int) -> None:
     amp = settings(
         INIT_LOSS_SCALING=512, USE_DYNAMIC_LOSS_SCALING=False, INCR_EVERY_N_STEPS=1, DECR_EVERY_N_NAN_OR_INF=cut_after
     )
@@ -105,7 +105,7 @@ def test_a_fixed_scale_stays_where_it_is_and_overflows_are_skipped(cut_after: in
 
 
 @pytest.mark.parametrize("cut_after", [1, 2])
-def test_the_scale_stops_at_1_and_comes_back(cut_after: int) -> None:
+def test_scale_does_not_fall_below_1_and_recovers(cut_after: int) -> None:
     driven = Driven(settings(INIT_LOSS_SCALING=8, DECR_EVERY_N_NAN_OR_INF=cut_after, INCR_EVERY_N_STEPS=2))
     for _ in range(200):  # unlimited, it would be 0 by then, and stay so
         driven.update(True)
@@ -114,13 +114,13 @@ def test_the_scale_stops_at_1_and_comes_back(cut_after: int) -> None:
 
 
 @pytest.mark.parametrize("cut_after", [1, 2])
-def test_a_scale_that_begins_below_1_is_not_raised_by_an_overflow(cut_after: int) -> None:
+def test_initial_scale_below_1_is_not_raised_by_an_overflow(cut_after: int) -> None:
     driven = Driven(settings(INIT_LOSS_SCALING=0.5, DECR_EVERY_N_NAN_OR_INF=cut_after))
     assert [driven.update(True) for _ in range(3)] == [0.5] * 3
 
 
 @pytest.mark.parametrize("cut_after", [1, 2])
-def test_the_scale_never_grows_to_infinity(cut_after: int) -> None:
+def test_scale_never_grows_to_infinity(cut_after: int) -> None:
     driven = Driven(settings(INIT_LOSS_SCALING=2.0**127, INCR_EVERY_N_STEPS=1, DECR_EVERY_N_NAN_OR_INF=cut_after))
     assert driven.update(False) == 2.0**127
 
@@ -139,12 +139,12 @@ def saved(ready: ReadyToTrain, root: Path, update: int) -> Checkpoint:
 def gone_on(tiny: Path, checkpoint: Checkpoint, **words: object) -> ReadyToTrain:
     ready = build(tiny, **words)
     restore(ready.parts, checkpoint, 32, 44)
-    ready.parts.start_computing()
+    ready.parts.set_up_forward()
     return ready
 
 
 @pytest.mark.parametrize(("first", "then"), [("O1", "O2"), ("O2", "O1"), ("O1", "O1"), ("NAIVE", "O2")])
-def test_overflows_in_a_row_are_counted_across_a_resume_and_levels(
+def test_overflows_in_a_row_are_counted_across_resumes_and_levels(
     tiny: Path, tmp_path: Path, first: str, then: str
 ) -> None:
     words = {**OVERFLOWING, "AMP__DECR_EVERY_N_NAN_OR_INF": 3}
@@ -162,9 +162,7 @@ def test_overflows_in_a_row_are_counted_across_a_resume_and_levels(
 
 
 @pytest.mark.parametrize(("first", "then"), [("O1", "O2"), ("O2", "O1")])
-def test_clean_updates_are_counted_across_a_resume_and_levels(
-    tiny: Path, tmp_path: Path, first: str, then: str
-) -> None:
+def test_good_updates_are_counted_across_resumes_and_levels(tiny: Path, tmp_path: Path, first: str, then: str) -> None:
     words = {**OVERFLOWING, "AMP__INIT_LOSS_SCALING": 64, "AMP__INCR_EVERY_N_STEPS": 3}
     ready = build(tiny, **words, AMP__LEVEL=first)
     train(ready, 5)
@@ -175,7 +173,7 @@ def test_clean_updates_are_counted_across_a_resume_and_levels(
     assert resumed.parts.schedule.moved == 6
 
 
-def test_a_fixed_scale_is_the_setting_s_and_not_the_checkpoint_s(tiny: Path, tmp_path: Path) -> None:
+def test_fixed_scale_comes_from_the_settings_after_a_resume(tiny: Path, tmp_path: Path) -> None:
     """Whoever stopped for a scale that was too large goes on with a smaller one."""
     words = {**OVERFLOWING, "AMP__USE_DYNAMIC_LOSS_SCALING": "false"}
     ready = build(tiny, **words)
@@ -186,7 +184,7 @@ def test_a_fixed_scale_is_the_setting_s_and_not_the_checkpoint_s(tiny: Path, tmp
     assert resumed.parts.schedule.moved == 1
 
 
-def test_growth_comes_even_when_its_interval_was_made_shorter_since() -> None:
+def test_scale_grows_after_the_interval_was_shortened() -> None:
     before = Driven(settings(INIT_LOSS_SCALING=4, INCR_EVERY_N_STEPS=100))
     for _ in range(50):
         before.update(False)

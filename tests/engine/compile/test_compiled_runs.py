@@ -58,8 +58,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         *words, "-output", made.whole, "TRAIN.COMPILE=whole", timeout=SLOW, slow_start=True, streams=place
     )
     assert done.code == 0, done.text
-    assert "Compiling all from images to loss" in done.text
-    assert f"kept in {place / 'cache' / 'compiled'}" in done.text
+    assert "Compiling the whole update" in done.text
+    assert f"cached in {place / 'cache' / 'compiled'}" in done.text
     assert run_program(*words, "-output", made.eager, streams=place).code == 0
     return made
 
@@ -80,7 +80,7 @@ def test_resumed_compiled_run_is_the_uninterrupted_one(vitamp: Vitamp, runs: Run
     assert vitamp(*words, "TRAIN.COMPILE=whole", f"TRAIN.MAX_UPDATES={MIDDLE}", timeout=SLOW).code == 0
     done = vitamp(*words, "-resume", "auto", timeout=SLOW)
     assert done.code == 0, done.text
-    assert "compile    whole (as this run had it)" in done.text
+    assert "compile    whole (as before the resume)" in done.text
     for name in FILES:
         assert torch.equal(weights(tmp_path / "stopped", name), weights(runs.whole, name)), name
     assert metrics(tmp_path / "stopped", "train")[-1] == metrics(runs.whole, "train")[-1]

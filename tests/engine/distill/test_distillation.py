@@ -21,7 +21,7 @@ from torch.optim import AdamW
 from engine.amp.precision import Precision
 from engine.distill.targets import teacher_of
 from engine.distill.teacher import Teacher, check_teacher_matches, load_teacher
-from engine.inputs.mixup import batch_change
+from engine.inputs.mixup import build_batch_transform
 from engine.setup import ReadyToTrain
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
@@ -87,7 +87,10 @@ def plain_losses(ready: ReadyToTrain, run: Path, mixing: dict[str, Any], kind: s
     teacher = VisionTransformer(**SIZES).eval()
     teacher.load_state_dict(weights_of(run))
     train_config = TrainConfig.model_validate({key.removeprefix("TRAIN__"): value for key, value in mixing.items()})
-    change, optimizer = batch_change(train_config, 10, CPU), AdamW(student.parameters(), lr=2e-3, weight_decay=0.0)
+    change, optimizer = (
+        build_batch_transform(train_config, 10, CPU),
+        AdamW(student.parameters(), lr=2e-3, weight_decay=0.0),
+    )
     losses = []
     for update, window in enumerate(itertools.islice(windows(ready), UPDATES), start=1):
         ((share, batch),) = window

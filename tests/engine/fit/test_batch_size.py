@@ -129,7 +129,7 @@ def test_trial_counts_images_kept_for_replays(tiny: Path, monkeypatch: pytest.Mo
     image = 8 * 8  # of digits
     small, large = peak_of(fp16), peak_of(fp16, each=8000)
     assert large - small == pytest.approx(3 * (8000 - 8) * image, rel=0.02)
-    monkeypatch.setattr(skip_watch, "KEPT_BYTES", 1000 * image)
+    monkeypatch.setattr(skip_watch, "MAX_BYTES", 1000 * image)
     assert peak_of(fp16, each=8000) - small < 1100 * image
     assert peak_of({}, each=8000) == peak_of({}), "without loss scaling nothing is replayed"
 
@@ -192,7 +192,7 @@ def test_search_leaves_random_numbers_unchanged(tiny: Path, memory_of: Callable[
 def test_global_batch_sets_the_accumulation(tiny: Path, words: dict[str, str], accumulated: int) -> None:
     config = load_config(str(tiny), words={**words, "TRAIN.ACCUM_ITER": "7"}).config
     run = settle_batch(Run(config, ALONE, CPU, threads=1), None)
-    assert (run.config.DATA.BATCH_SIZE, run.config.TRAIN.ACCUM_ITER, run.batch_found) == (32, accumulated, False)
+    assert (run.config.DATA.BATCH_SIZE, run.config.TRAIN.ACCUM_ITER, run.auto_batch_size) == (32, accumulated, False)
 
 
 def test_impossible_global_batch_is_refused_with_nearby_ones(tiny: Path) -> None:

@@ -42,7 +42,7 @@ def table(found: list[dict[str, Any]]) -> str:
     return environment_table(Config(), world, CPU, found)
 
 
-def test_a_line_a_process() -> None:
+def test_table_has_one_row_per_process() -> None:
     text = table(members(2, 2))
     assert "launcher   SLURM, 4 processes on 2 machines" in text
     assert "backend    gloo, rendezvous at node0:23456; DIST.TIMEOUT 10 min" in text
@@ -51,35 +51,35 @@ def test_a_line_a_process() -> None:
     assert f"torch {torch.__version__}" in text
 
 
-def test_with_many_a_line_a_machine() -> None:
+def test_table_of_many_processes_has_one_row_per_machine() -> None:
     text = table(members(4, 8))
     row = "  node3    24-31  8        8 x NVIDIA H200, 140 GiB, compute capability 9.0"
     assert row in text.splitlines()
     assert len(text.splitlines()) == 10
 
 
-def test_which_gpus_reach_each_other() -> None:
-    assert "56 of 56 pairs of GPUs of a machine reach each other directly, by NVLink or PCIe" in table(members(2, 8))
+def test_table_shows_gpu_peer_access() -> None:
+    assert "56 of 56 pairs of GPUs of a machine have peer access, by NVLink or PCIe" in table(members(2, 8))
     assert "GPU links  2 of 56 pairs" in table(members(1, 7) + members(1, 1, peers=(2, 56)))
     assert "GPU links" not in table(members(2, 1, peers=(0, 0)))
 
 
-def test_a_gpu_that_two_ranks_were_given_is_found() -> None:
+def test_ranks_that_share_a_gpu_are_rejected() -> None:
     _check_devices(members(2, 2))
     with pytest.raises(AllRanksUserError, match="ranks 0 and 1 on node0 were given the same GPU"):
         _check_devices(members(1, 2, gpu="GPU-the-one"))
 
 
-def test_gpus_that_nobody_uses_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_gpus_are_warned_about(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
     _check_devices(members(2, 1, visible=8))
-    assert "8 GPUs are visible on node0 and 1 process(es) use one each" in caplog.text
+    assert "8 GPUs are visible on node0, but 1 process(es) use one each" in caplog.text
     caplog.clear()
     _check_devices(members(2, 8))
     assert caplog.text == ""
 
 
-def test_a_launcher_may_show_each_process_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_may_show_each_process_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert pick_device(None, World(3, 4, 3, 4, "SLURM")) == torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""The one line that a run on a CPU says where nobody asked for a CPU."""
+"""The notice of a run that uses the CPU without being asked to."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "version"
 
 
-def told(**env: str) -> str:
-    return no_gpu.hint(Config(), CPU, env) or ""
+def notice(**env: str) -> str:
+    return no_gpu.no_gpu_notice(Config(), CPU, env) or ""
 
 
-def test_a_hidden_gpu_is_told() -> None:
-    assert told(CUDA_VISIBLE_DEVICES="").startswith("No GPU is seen, for CUDA_VISIBLE_DEVICES is ''")
-    assert told(CUDA_VISIBLE_DEVICES="-1").startswith("No GPU is seen, for CUDA_VISIBLE_DEVICES is '-1'")
-    assert told(CUDA_VISIBLE_DEVICES="0").startswith("No GPU is seen: ")
+def test_notice_names_cuda_visible_devices_that_hides_all_gpus() -> None:
+    assert notice(CUDA_VISIBLE_DEVICES="").startswith("No GPU is visible, because CUDA_VISIBLE_DEVICES is ''")
+    assert notice(CUDA_VISIBLE_DEVICES="-1").startswith("No GPU is visible, because CUDA_VISIBLE_DEVICES is '-1'")
+    assert notice(CUDA_VISIBLE_DEVICES="0").startswith("No GPU is visible: ")
 
 
-def test_one_that_is_not_there_is_told(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notice_names_a_missing_gpu_in_cuda_visible_devices(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.touch()
     monkeypatch.setattr(torch.version, "cuda", "13.2")
-    assert told(CUDA_VISIBLE_DEVICES="7").startswith("No GPU is seen, for CUDA_VISIBLE_DEVICES is '7' (nvidia-smi -L")
+    text = notice(CUDA_VISIBLE_DEVICES="7")
+    assert text.startswith("No GPU is visible, because CUDA_VISIBLE_DEVICES is '7' (nvidia-smi -L")
 
 
-def test_torch_for_cpus_beside_a_driver_is_told(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notice_names_a_cpu_build_of_torch_beside_a_driver(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.touch()
     monkeypatch.setattr(torch.version, "cuda", "13.2")
-    assert "nvidia-smi tells" in told()
+    assert "nvidia-smi shows" in notice()
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "is a build for CPUs alone" in told()
+    assert "is built for CPUs only" in notice()
 
 
-def test_nothing_is_said_where_it_is_meant_or_there_is_one() -> None:
-    assert no_gpu.hint(Config(DEVICE="cpu"), CPU, {}) is None
-    assert no_gpu.hint(Config(), torch.device("cuda", 0), {}) is None
+def test_no_notice_with_device_cpu_or_on_a_gpu() -> None:
+    assert no_gpu.no_gpu_notice(Config(DEVICE="cpu"), CPU, {}) is None
+    assert no_gpu.no_gpu_notice(Config(), torch.device("cuda", 0), {}) is None
 
 
-def test_once_a_run(vitamp: Callable[..., Result], tiny: Path) -> None:
+def test_notice_is_logged_once_per_run(vitamp: Callable[..., Result], tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace("DEVICE: cpu\n", ""))
     command = ("-cfg", tiny, "-ngpus", 2, "-dry_run")
     done = vitamp(*command, script="main_multi_gpu.py", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert (done.code, done.text.count("No GPU is seen")) == (0, 1), done.text
+    assert (done.code, done.text.count("No GPU is visible")) == (0, 1), done.text

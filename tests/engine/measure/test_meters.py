@@ -28,7 +28,7 @@ def closed(
     return meters.read(ONE, 0.125)
 
 
-def test_means_over_micro_batches_and_samples() -> None:
+def test_loss_is_a_mean_over_micro_batches_and_accuracy_over_samples() -> None:
     """The loss is the mean of the micro-batches' means, as the gradient is; accuracies count samples."""
     meters = TrainMeters(CPU, ALONE)
     meters.add(torch.tensor(2.0), logits(0, 1, 2, 3), torch.tensor([0, 1, 2, 9]), 0.5)
@@ -41,7 +41,7 @@ def test_means_over_micro_batches_and_samples() -> None:
     assert (reading.lr, reading.scale, reading.grad_norm) == (0.125, 1.0, 1.0)
 
 
-def test_an_update_is_told_alone_and_an_epoch_as_a_whole() -> None:
+def test_reading_has_means_of_the_update_and_of_the_epoch() -> None:
     meters = TrainMeters(CPU, ALONE)
     for update, (loss, label) in enumerate(((1.0, 0), (3.0, 9)), start=1):
         meters.add(torch.tensor(loss), logits(0), torch.tensor([label]), 1.0)
@@ -55,12 +55,12 @@ def test_an_update_is_told_alone_and_an_epoch_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(("classes", "label", "five"), [(3, 2, True), (5, 4, True), (6, 5, False), (6, 4, True)])
-def test_five_best_of_fewer_classes(classes: int, label: int, five: bool) -> None:
+def test_top_5_with_fewer_than_5_classes(classes: int, label: int, five: bool) -> None:
     first, among_five = correct(logits(0, classes=classes), torch.tensor([label]))
     assert (first.tolist(), among_five.tolist()) == ([False], [five])
 
 
-def test_a_share_without_weight_counts_nothing() -> None:
+def test_micro_batch_of_weight_0_is_not_counted() -> None:
     meters = TrainMeters(CPU, ALONE)
     meters.add(torch.tensor(2.0), logits(0), torch.tensor([0]), 1.0)
     meters.add(torch.tensor(float("nan")), logits(0), torch.tensor([9]), 0.0)
@@ -69,7 +69,7 @@ def test_a_share_without_weight_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize("loss", [float("inf"), float("nan")])
-def test_an_overflow_shows_in_its_update_and_not_in_the_epoch(loss: float) -> None:
+def test_infinite_loss_is_left_out_of_the_epochs_mean(loss: float) -> None:
     meters = TrainMeters(CPU, ALONE)
     meters.add(torch.tensor(2.0), logits(0), torch.tensor([0]), 1.0)
     closed(meters)
@@ -80,7 +80,7 @@ def test_an_overflow_shows_in_its_update_and_not_in_the_epoch(loss: float) -> No
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_skips_are_counted_and_are_no_fault(as_tensor: bool) -> None:
+def test_skipped_updates_are_counted_and_are_not_faults(as_tensor: bool) -> None:
     meters = TrainMeters(CPU, ALONE)
     for update, moved in enumerate((True, False, True, False, False), start=1):
         flag = torch.tensor(moved) if as_tensor else moved
@@ -90,7 +90,7 @@ def test_skips_are_counted_and_are_no_fault(as_tensor: bool) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_the_first_bad_update_without_a_scaler_is_kept(bad: float) -> None:
+def test_first_bad_update_without_loss_scaling_is_recorded(bad: float) -> None:
     meters = TrainMeters(CPU, ALONE)
     for update, norm in enumerate((1.0, 1.0, bad, 1.0, bad), start=11):
         closed(meters, update, norm)
@@ -98,7 +98,7 @@ def test_the_first_bad_update_without_a_scaler_is_kept(bad: float) -> None:
     assert (reading.first_bad, reading.skipped) == (13, 0)
 
 
-def test_sums_survive_saving() -> None:
+def test_sums_are_restored_from_a_checkpoint() -> None:
     meters = TrainMeters(CPU, ALONE)
     meters.add(torch.tensor(2.0), logits(0, 1), torch.tensor([0, 9]), 1.0)
     closed(meters, 1, moved=False, scaled=True)
@@ -111,7 +111,7 @@ def test_sums_survive_saving() -> None:
     assert closed(fresh, 3).skipped == 1
 
 
-def test_only_the_first_rank_takes_the_sums_of_all_back() -> None:
+def test_only_rank_0_restores_the_sums() -> None:
     """Each rank's share would else be added once a rank."""
     second = TrainMeters(CPU, World(rank=1, size=2))
     second.restore([8.0, 4.0, 4.0, 4.0], 3)
@@ -119,6 +119,6 @@ def test_only_the_first_rank_takes_the_sums_of_all_back() -> None:
     assert int(second._skipped) == 3
 
 
-def test_nothing_counted_reads_as_zero() -> None:
+def test_empty_meters_read_as_zero() -> None:
     reading = TrainMeters(CPU, ALONE).read(ONE, 0.0)
     assert (reading.epoch.loss, reading.epoch.acc1, reading.skipped) == (0.0, 0.0, 0)

@@ -40,7 +40,7 @@ def wander(model: nn.Module, step: int) -> None:
                 tensor.add_(1)
 
 
-def follow(decay: float, warmup: bool, moved: list[bool], as_tensor: bool) -> tuple[Ema, Net]:
+def averaged(decay: float, warmup: bool, moved: list[bool], as_tensor: bool) -> tuple[Ema, Net]:
     torch.manual_seed(0)
     model = Net()
     ema = Ema(model, decay, warmup, CPU)
@@ -53,8 +53,8 @@ def follow(decay: float, warmup: bool, moved: list[bool], as_tensor: bool) -> tu
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("warmup", [False, True])
 @pytest.mark.parametrize("decay", [0.5, 0.99, 0.99996])
-def test_it_is_the_formula_of_the_books(decay: float, warmup: bool, as_tensor: bool) -> None:
-    ema, _ = follow(decay, warmup, [True] * STEPS, as_tensor)
+def test_ema_equals_its_formula(decay: float, warmup: bool, as_tensor: bool) -> None:
+    ema, _ = averaged(decay, warmup, [True] * STEPS, as_tensor)
     torch.manual_seed(0)
     model = Net()
     average = [p.detach().double().clone() for p in model.parameters()]
@@ -67,18 +67,18 @@ def test_it_is_the_formula_of_the_books(decay: float, warmup: bool, as_tensor: b
 
 
 @pytest.mark.parametrize("warmup", [False, True])
-def test_a_flag_on_the_device_is_as_good_as_one_on_the_host(warmup: bool) -> None:
+def test_ema_is_the_same_with_the_skip_flag_on_the_device(warmup: bool) -> None:
     moved = [True, False, True, True, False, False, True]
-    (host, _), (device, _) = (follow(0.9, warmup, moved, as_tensor) for as_tensor in (False, True))
+    (host, _), (device, _) = (averaged(0.9, warmup, moved, as_tensor) for as_tensor in (False, True))
     assert int(host.updates) == int(device.updates) == 4
     for (name, ours), theirs in zip(host.module.state_dict().items(), device.module.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_an_update_that_moved_nothing_leaves_all_as_it_was(as_tensor: bool) -> None:
+def test_skipped_update_does_not_change_the_ema(as_tensor: bool) -> None:
     """Running statistics too: those of a pass that overflowed may be infinite."""
-    ema, model = follow(0.9, True, [True, True], as_tensor)
+    ema, model = averaged(0.9, True, [True, True], as_tensor)
     before = {name: tensor.clone() for name, tensor in ema.module.state_dict().items()}
     wander(model, 7)
     model.norm.running_mean.fill_(float("inf"))  # pyright: ignore[reportOptionalMemberAccess]
@@ -88,15 +88,15 @@ def test_an_update_that_moved_nothing_leaves_all_as_it_was(as_tensor: bool) -> N
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_buffers_are_taken_over(as_tensor: bool) -> None:
-    ema, model = follow(0.9, False, [True] * 3, as_tensor)
+def test_ema_copies_buffers(as_tensor: bool) -> None:
+    ema, model = averaged(0.9, False, [True] * 3, as_tensor)
     for ours, theirs in zip(ema.module.buffers(), model.buffers(), strict=True):
         assert torch.equal(ours, theirs)
         assert ours.data_ptr() != theirs.data_ptr()
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_buffers_of_all_types_and_shapes_are_taken_over_or_left_to_the_bit(as_tensor: bool) -> None:
+def test_ema_copies_or_leaves_buffers_of_any_dtype_bit_for_bit(as_tensor: bool) -> None:
     model = Net().half()  # its average is in fp32
     for name, buffer in {
         "mask": torch.tensor([True, False]),
@@ -122,7 +122,7 @@ def test_buffers_of_all_types_and_shapes_are_taken_over_or_left_to_the_bit(as_te
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_more_layers_are_no_more_calls(as_tensor: bool) -> None:
+def test_number_of_kernels_does_not_grow_with_the_layers(as_tensor: bool) -> None:
     """Hundreds of small copies keep a GPU waiting for their launches."""
 
     class Calls(TorchDispatchMode):
@@ -141,7 +141,7 @@ def test_more_layers_are_no_more_calls(as_tensor: bool) -> None:
     assert counts[0] == counts[1] > 0
 
 
-def test_it_starts_as_the_model_is_and_is_no_part_of_training() -> None:
+def test_ema_starts_as_the_model_and_is_not_trained() -> None:
     model = Net().train()
     ema = Ema(model, 0.9, True, CPU)
     assert all(torch.equal(a, b) for a, b in zip(ema.module.parameters(), model.parameters(), strict=True))
@@ -151,8 +151,8 @@ def test_it_starts_as_the_model_is_and_is_no_part_of_training() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_loading_weights_into_it_goes_on_from_them() -> None:
-    ema, model = follow(0.5, False, [True], as_tensor=False)
+def test_ema_continues_from_loaded_weights() -> None:
+    ema, model = averaged(0.5, False, [True], as_tensor=False)
     saved = {name: torch.zeros_like(tensor) for name, tensor in ema.module.state_dict().items()}
     ema.module.load_state_dict(saved)
     ema.update(True)
@@ -160,7 +160,7 @@ def test_loading_weights_into_it_goes_on_from_them() -> None:
         torch.testing.assert_close(ours, theirs / 2)
 
 
-def test_an_average_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ema_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation on another device works on a copy, and the average still follows the weights afterwards.
 
     The device `meta` stands for a GPU: it takes tensors, and nothing ever comes back from it.
@@ -173,10 +173,10 @@ def test_an_average_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) 
         return Means(0.0, 0.0, 0.0)
 
     monkeypatch.setattr(trainer, "evaluate", look)
-    ema, model = follow(0.5, False, [True], as_tensor=False)
+    ema, model = averaged(0.5, False, [True], as_tensor=False)
     precision = SimpleNamespace(device=torch.device("meta"))
-    parts = SimpleNamespace(precision=precision, inputs=None)
-    loop = SimpleNamespace(parts=parts, validation_samples=1, val_loader=None, world=ALONE)
+    ready = SimpleNamespace(precision=precision, inputs=None, val_set=[0], val_loader=None)
+    loop = SimpleNamespace(ready=ready, world=ALONE)
     loop._stopping = SimpleNamespace(check=print)
     Trainer._evaluate(loop, ema.module)  # pyright: ignore[reportArgumentType]
     assert seen == [{"meta"}]

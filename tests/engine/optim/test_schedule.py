@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.optim.build import build_optimizer, scaled_rates
+from engine.optim.build import build_optimizer, scaled_learning_rates
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.update import train_update
 from tests.engine.small import CPU, FP16, Scale, flat, parts_of, window_of
@@ -42,7 +42,7 @@ def rates_of(made: Schedule, optimizer: torch.optim.Optimizer, updates: int, on_
 COSINE = {"NUM_EPOCHS": 6, "WARMUP_EPOCHS": 2, "BASE_LR": 1.0, "WARMUP_START_LR": 0.1, "END_LR": 0.01}
 
 
-def test_warm_up_then_cosine() -> None:
+def test_cosine_after_warmup() -> None:
     seen = rates_of(*schedule(**COSINE), updates=31)
     assert seen[:11] == pytest.approx([0.1 + 0.09 * n for n in range(11)]), "from WARMUP_START_LR to BASE_LR in a line"
     cosine = [0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * n / 20)) for n in range(21)]
@@ -50,29 +50,29 @@ def test_warm_up_then_cosine() -> None:
     assert seen[30] == pytest.approx(0.01), "END_LR when all updates are made"
 
 
-def test_no_warm_up_begins_at_the_full_rate() -> None:
+def test_schedule_without_warmup_starts_at_the_full_rate() -> None:
     assert rates_of(*schedule(**{**COSINE, "WARMUP_EPOCHS": 0}), updates=1) == [1.0]
 
 
-def test_warm_up_over_the_whole_run() -> None:
+def test_warmup_over_the_whole_run() -> None:
     seen = rates_of(*schedule(**{**COSINE, "WARMUP_EPOCHS": 6}), updates=30)
     assert seen == pytest.approx([0.1 + 0.9 * n / 30 for n in range(30)])
 
 
-def test_step_falls_where_its_epochs_end() -> None:
+def test_step_schedule_falls_at_the_end_of_its_epochs() -> None:
     shape = SchedulerConfig(NAME="step", DECAY_EPOCHS=2, DECAY_RATE=0.5)
     seen = rates_of(*schedule(NUM_EPOCHS=6, WARMUP_EPOCHS=0, BASE_LR=1.0, LR_SCHEDULER=shape), updates=30)
     assert seen == [1.0] * 10 + [0.5] * 10 + [0.25] * 10
 
 
-def test_multi_step_falls_where_its_epochs_end() -> None:
+def test_multi_step_schedule_falls_at_its_milestones() -> None:
     shape = SchedulerConfig(NAME="multi-step", MILESTONES=(4, 1), DECAY_RATE=0.1)
     seen = rates_of(*schedule(NUM_EPOCHS=6, WARMUP_EPOCHS=0, BASE_LR=1.0, LR_SCHEDULER=shape), updates=30)
     assert seen == pytest.approx([1.0] * 5 + [0.1] * 15 + [0.01] * 10)
 
 
 @pytest.mark.parametrize("name", ["step", "multi-step"])
-def test_warm_up_does_not_move_the_falls(name: str) -> None:
+def test_warmup_does_not_move_the_milestones(name: str) -> None:
     shape = SchedulerConfig.model_validate({"NAME": name, "DECAY_EPOCHS": 3, "MILESTONES": (3, 6), "DECAY_RATE": 0.5})
     settings = {"NUM_EPOCHS": 9, "WARMUP_EPOCHS": 1, "WARMUP_START_LR": 0.5, "BASE_LR": 1.0, "LR_SCHEDULER": shape}
     seen = rates_of(*schedule(**settings), updates=45)
@@ -80,7 +80,7 @@ def test_warm_up_does_not_move_the_falls(name: str) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_skipped_update_does_not_count(on_device: bool) -> None:
+def test_skipped_updates_do_not_advance_the_schedule(on_device: bool) -> None:
     made, optimizer = schedule(on_device, **COSINE)
     skipped = torch.tensor(False) if on_device else False
     rates = []
@@ -92,7 +92,7 @@ def test_a_skipped_update_does_not_count(on_device: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["warmupcosine", "step", "multi-step"])
-def test_rates_kept_on_the_device_are_the_same(name: str) -> None:
+def test_rates_on_the_device_equal_those_on_the_host(name: str) -> None:
     shape = SchedulerConfig.model_validate({"NAME": name, "DECAY_EPOCHS": 2, "MILESTONES": (2, 5)})
     settings = {**COSINE, "LR_SCHEDULER": shape}
     host = rates_of(*schedule(**settings), updates=32)
@@ -103,7 +103,7 @@ def test_rates_kept_on_the_device_are_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_going_on_from_a_checkpoint(on_device: bool) -> None:
+def test_schedule_is_restored_from_a_checkpoint(on_device: bool) -> None:
     whole = rates_of(*schedule(on_device, **COSINE), updates=30, on_device=on_device)
     made, optimizer = schedule(on_device, **COSINE)
     optimizer.load_state_dict(optimizer.state_dict())  # gives it new groups, as resuming does
@@ -112,7 +112,7 @@ def test_going_on_from_a_checkpoint(on_device: bool) -> None:
     assert rates_of(made, optimizer, 18, on_device) == whole[12:]
 
 
-def test_asking_for_a_rate_changes_none() -> None:
+def test_rate_at_changes_no_rate() -> None:
     made, optimizer = schedule(**COSINE)
     made.advance(True)
     before = optimizer.param_groups[0]["lr"]
@@ -121,7 +121,7 @@ def test_asking_for_a_rate_changes_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_an_optimiser_steps_with_rates_on_the_device(name: str) -> None:
+def test_optimizer_steps_with_rates_on_the_device(name: str) -> None:
     """Both ways of keeping the rate make the same steps, overflows included."""
     ended = []
     for on_device in (None, CPU):
@@ -140,12 +140,12 @@ def test_an_optimiser_steps_with_rates_on_the_device(name: str) -> None:
 
 
 @pytest.mark.parametrize(("reference", "factor"), [(None, 1), (False, 1), (True, 2), (512, 2), (256.0, 4), (2048, 0.5)])
-def test_rates_follow_the_global_batch_where_asked(reference: Any, factor: float) -> None:
+def test_linear_scaled_lr_scales_with_the_global_batch(reference: Any, factor: float) -> None:
     train = TrainConfig(BASE_LR=0.1, WARMUP_START_LR=0.01, END_LR=0.001, LINEAR_SCALED_LR=reference)
-    assert scaled_rates(train, 1024) == pytest.approx((0.1 * factor, 0.01 * factor, 0.001 * factor))
+    assert scaled_learning_rates(train, 1024) == pytest.approx((0.1 * factor, 0.01 * factor, 0.001 * factor))
 
 
-def test_the_table_on_the_device_is_filled_anew_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_rates_is_refilled_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With skips in between: then the count on the device lags behind the updates the host has seen."""
     monkeypatch.setattr("engine.optim.schedule.TABLE_UPDATES", 4)
     rates = []

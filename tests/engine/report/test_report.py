@@ -15,7 +15,7 @@ from engine.amp.skip_watch import Blame
 from engine.measure import throughput
 from engine.measure.meters import Means, Reading
 from engine.measure.progress import Position, clock, seconds_of
-from engine.measure.throughput import Pace, Perf
+from engine.measure.throughput import Perf, Throughput
 from engine.report.reporter import Reporter
 from tests.engine.small import CPU
 from utils.config import Config
@@ -210,7 +210,7 @@ def test_seconds_of_parses_clock(text: str, seconds: float) -> None:
 def test_pace_covers_the_time_between_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: now)
-    made = Pace(CPU)
+    made = Throughput(CPU)
     made.count(64)
     made.count(64)
     now = 104.0

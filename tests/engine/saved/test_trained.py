@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 
-from engine.amp.fp32_modules import forced
+from engine.amp.fp32_modules import forced_modules
 from engine.checkpoint.folder import EMA, MODEL, save_checkpoint
 from engine.checkpoint.shard_files import shard_name
 from engine.saved.predictions import Predictions, guesses, validation_predictions
@@ -76,7 +76,7 @@ def test_predictions_equal_validation_of_a_distilled_model(
     trained = load_trained(tmp_path / "run")
     assert trained.weights == "model"
     assert type(trained.model).__name__ == "VisionTransformerDistilled"
-    assert forced(trained.model) == ["blocks.0.mlp"]
+    assert forced_modules(trained.model) == ["blocks.0.mlp"]
     found = validation_predictions(trained, workers=0)
     validated = metrics(tmp_path / "run", "val")[-1]
     loss = F.cross_entropy(found.logits, found.labels, reduction="none").double().mean()
@@ -165,10 +165,10 @@ def test_modules_moved_to_fp32_stay_in_fp32(digits_run: Path, tmp_path: Path) ->
     tensors = {MODEL: safetensors.torch.load_file(source / MODEL)}
     more = {key: meta[key] for key in meta if key not in ("format", "files")}
     folder = save_checkpoint(tmp_path, 88, tensors, {"fp32_modules": ["blocks.0.attn"]}, more)
-    assert forced(load_trained(folder).model) == ["blocks.0.attn"]
-    assert forced(load_trained(folder, amp="off").model) == [], "nothing is in low precision there"
+    assert forced_modules(load_trained(folder).model) == ["blocks.0.attn"]
+    assert forced_modules(load_trained(folder, amp="off").model) == [], "nothing is in low precision there"
     assert checkpoint.main(["strip", str(folder), "-out", str(tmp_path / "w.safetensors")]) == 0
-    assert forced(load_trained(tmp_path / "w.safetensors").model) == ["blocks.0.attn"]
+    assert forced_modules(load_trained(tmp_path / "w.safetensors").model) == ["blocks.0.attn"]
 
 
 def test_precision_is_the_runs_or_as_given(digits_run: Path) -> None:

@@ -20,8 +20,8 @@ from triton.runtime import interpreter
 
 import engine.speed.kernels.attention as kernels
 import engine.speed.packed_attention as packed_attention_module
-from engine.speed.kernels.attention import packed_attention, takes
-from engine.speed.packed_attention import pack
+from engine.speed.kernels.attention import packed_attention, supports
+from engine.speed.packed_attention import use_packed
 from tests.engine.speed.exact_attention import apart, exact_attention
 
 kernels.IN_C.clear()  # Triton in the place of what is in C for CPUs
@@ -48,11 +48,11 @@ def errors(tokens: int, width: int, dtype: torch.dtype, spread: float) -> dict[s
     leaf = torch.randn(2, tokens, 3 * heads * width)
     leaf[..., : 2 * heads * width] *= spread
     qkv, grad = leaf.to(dtype).requires_grad_(), torch.randn(2, tokens, heads * width).to(dtype)
-    out, norms = packed_attention(qkv, heads)
+    out, logsumexp = packed_attention(qkv, heads)
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    expected_out, expected_norms, expected_grad = exact_attention(qkv, heads, grad)
+    expected_out, expected_logsumexp, expected_grad = exact_attention(qkv, heads, grad)
     found["out"] = (out, expected_out)
-    found["norms"] = (norms, expected_norms / math.log(2.0))
+    found["logsumexp"] = (logsumexp, expected_logsumexp / math.log(2.0))
     parts = [whole.unflatten(2, (3, -1)).unbind(2) for whole in (torch.autograd.grad(out, qkv, grad)[0], expected_grad)]
     found |= dict(zip(("dq", "dk", "dv"), zip(*parts, strict=True), strict=True))
     return {name: apart(*pair) for name, pair in found.items()}
@@ -60,11 +60,13 @@ def errors(tokens: int, width: int, dtype: torch.dtype, spread: float) -> dict[s
 
 def layer_in_each_way() -> dict[str, bool]:
     """timm's layer under autocast: whether a compiled and a checkpointed one give the bits of the one as written."""
-    packed_attention_module.serves = lambda qkv, heads: takes(qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype)
+    packed_attention_module.supports_call = lambda qkv, heads: supports(
+        qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype
+    )
     torch.manual_seed(0)
     layer, x = Attention(64, num_heads=2, qkv_bias=True), torch.randn(2, 17, 64)
-    pack(layer)
-    vars(layer)["nothing_else"] = True
+    use_packed(layer)
+    vars(layer)["strict"] = True
 
     def passes(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
         leaf = x.clone().requires_grad_()

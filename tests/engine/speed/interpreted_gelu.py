@@ -47,7 +47,7 @@ def exactly(h: Tensor, bias: Tensor, dy: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("sizes", [(3, 67, 96), (130, 33), (1, 1), (2, 600)])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_numbers_are_those_of_float64_but_for_the_last_digit(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_gelu_equals_float64_to_the_last_digit(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     given = values(*sizes, dtype=dtype)
     # The interpreter cuts fp32 off where a GPU rounds it to bf16; tests/gpu asks for half of that.
     last = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7, torch.float32: 0.0}[dtype]
@@ -59,14 +59,14 @@ def test_numbers_are_those_of_float64_but_for_the_last_digit(sizes: tuple[int, .
     assert torch.allclose(db.double(), exact_db, rtol=1e-5, atol=2e-4)
 
 
-def test_more_sums_than_one_step_takes_are_all_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bias_gradient_sums_more_groups_than_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of many tokens are: here 5 sums, by 2 at a time, in 4 steps."""
     monkeypatch.setitem(gelu.SUMS, "BLOCK_G", 2)
     given = values(4 * gelu.BACKWARD.rows + 1, 5)
     assert torch.allclose(both_passes(*given)[2].double(), exactly(*given)[2], rtol=1e-5, atol=2e-4)
 
 
-def test_the_tails_are_right_where_one_less_one_would_leave_nothing() -> None:
+def test_gelu_is_accurate_in_its_tails() -> None:
     given = torch.linspace(-6.0, 6.0, 1201, requires_grad=True), torch.zeros(1201, requires_grad=True), torch.ones(1201)
     (y, dh, _), (exact_y, exact_dh, _) = both_passes(*given), exactly(*given)
     assert torch.allclose(y.double(), exact_y, rtol=2e-5, atol=0)
@@ -74,7 +74,7 @@ def test_the_tails_are_right_where_one_less_one_would_leave_nothing() -> None:
     assert torch.allclose(dh.double()[far_out], exact_dh[far_out], rtol=2e-5, atol=0)
 
 
-def test_what_is_far_out_or_no_number_stays_so() -> None:
+def test_gelu_of_infinities_and_nan() -> None:
     h = torch.tensor([1e30, -1e30, 65504.0, -65504.0, 12.0, -12.0, float("nan")], requires_grad=True)
     y, dh, _ = both_passes(h, torch.zeros(7, requires_grad=True), torch.ones(7))
     expected = torch.tensor([1e30, 0.0, 65504.0, 0.0, 12.0, 0.0, float("nan")])
@@ -82,7 +82,7 @@ def test_what_is_far_out_or_no_number_stays_so() -> None:
     assert torch.allclose(dh, torch.tensor([1.0, 0, 1, 0, 1, 0, float("nan")]), atol=1e-12, equal_nan=True)
 
 
-def test_the_bias_has_its_gradient_in_its_own_precision_and_the_same_bits_each_time() -> None:
+def test_bias_gradient_has_the_biass_dtype_and_is_deterministic() -> None:
     h, bias, dy = values(130, 16, dtype=torch.bfloat16)
     first, second = both_passes(h, bias, dy), both_passes(h, bias, dy)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -93,7 +93,7 @@ def test_the_bias_has_its_gradient_in_its_own_precision_and_the_same_bits_each_t
     assert torch.allclose(db.float(), wide, rtol=2.0**-7, atol=0)
 
 
-def test_gradients_as_autograd_hands_them_on_need_not_lie_in_rows() -> None:
+def test_gradients_may_be_non_contiguous() -> None:
     h, bias, _ = values(5, 20)
     spread = torch.tensor(0.5).expand(5, 20)
     for found, expected in zip(both_passes(h, bias, spread), exactly(h, bias, spread), strict=True):
@@ -102,13 +102,13 @@ def test_gradients_as_autograd_hands_them_on_need_not_lie_in_rows() -> None:
     assert torch.equal(ours(turned, bias), ours(h, bias))
 
 
-def test_no_tokens_have_no_gradients() -> None:
+def test_empty_input() -> None:
     _, dh, db = both_passes(*values(0, 7, 24))
     assert dh.shape == (0, 7, 24)
     assert torch.equal(db, torch.zeros(24))
 
 
-def test_torch_finds_the_operator_well_made() -> None:
+def test_gelu_passes_torchs_opcheck() -> None:
     h, bias, dy = values(2, 5, 33)
     torch.library.opcheck(torch.ops.vitamp.gelu_with_bias.default, (h, bias))
     torch.library.opcheck(torch.ops.vitamp.gelu_with_bias_backward.default, (dy, h.detach(), bias.detach()))
@@ -146,7 +146,7 @@ def results(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(model.parameters()))]
 
 
-def test_an_mlp_computes_under_autocast_what_it_did(mlps: tuple[nn.Module, nn.Module]) -> None:
+def test_fused_mlp_equals_timms_under_autocast(mlps: tuple[nn.Module, nn.Module]) -> None:
     theirs, fused = mlps
     x = torch.randn(3, 7, 12)
     with torch.autocast("cpu", torch.bfloat16):
@@ -162,7 +162,7 @@ def test_an_mlp_computes_under_autocast_what_it_did(mlps: tuple[nn.Module, nn.Mo
         assert error < 2.0**-7
 
 
-def test_compiled_whole_and_recomputed_it_is_the_same(mlps: tuple[nn.Module, nn.Module]) -> None:
+def test_fused_mlp_is_the_same_compiled_and_checkpointed(mlps: tuple[nn.Module, nn.Module]) -> None:
     _, fused = mlps
     x = torch.randn(3, 7, 12)
     expected = results(fused, x)
@@ -181,7 +181,7 @@ def test_compiled_whole_and_recomputed_it_is_the_same(mlps: tuple[nn.Module, nn.
     assert all(torch.equal(a, b) for a, b in zip(results(Recomputed(), x), expected, strict=True))
 
 
-def test_in_fp32_by_order_and_watched_it_is_timms(mlps: tuple[nn.Module, nn.Module]) -> None:
+def test_fused_mlp_uses_timms_forward_in_fp32_and_with_hooks(mlps: tuple[nn.Module, nn.Module]) -> None:
     theirs, fused = mlps
     x = torch.randn(3, 7, 12)
     assert torch.equal(fused(x), theirs(x)), "no autocast"

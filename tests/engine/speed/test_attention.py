@@ -18,8 +18,8 @@ import engine.speed.attention_race as attention_race
 from engine.amp.precision import Precision
 from engine.inputs.normalize import Inputs
 from engine.speed import cpu_products, tuning
-from engine.speed.attention import Attention, attention_layers, put_attention_in_force, settled_attention
-from engine.speed.attention_race import Call, first_call, race, raced_attention, winner
+from engine.speed.attention import Attention, apply_attention, attention_by_rule, attention_layers
+from engine.speed.attention_race import Call, first_call, race, race_attention, winner
 from engine.speed.tuning import tune
 from tests.engine.small import BF16, CPU, OFF, build, train
 from tests.program import metrics
@@ -41,7 +41,7 @@ def kinds_of(model: nn.Module) -> set[str]:
 @pytest.fixture(autouse=True)
 def torchs_own_choice():
     yield
-    put_attention_in_force("fused", nn.Identity())
+    apply_attention("fused", nn.Identity())
 
 
 @pytest.fixture
@@ -61,10 +61,10 @@ def vit() -> nn.Module:
         ({"AMP__CUSTOM_BLACK_LIST": "softmax"}, "plain"),
     ],
 )
-def test_a_cpu_goes_by_a_rule_unless_told_otherwise(
+def test_cpu_uses_a_rule_unless_a_kind_is_given(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], kind: str
 ) -> None:
-    monkeypatch.setattr(cpu_products, "_error_of_onednn", lambda: 0.0)  # some CPUs compute in bf16 by it, and refuse it
+    monkeypatch.setattr(cpu_products, "_onednn_error", lambda: 0.0)  # some CPUs compute in bf16 by it, and refuse it
     ready = build(tiny, **settings)
     assert ready.tuning.attention.kind == ready.choices["attention"] == kind
     computing = ready.parts.forward  # a half-precision copy where there is one
@@ -92,23 +92,23 @@ def test_what_cannot_be_is_refused(tiny: Path, settings: dict[str, str], words: 
 
 
 @pytest.mark.slow  # a process for a line of text
-def test_a_kind_of_the_gpus_is_refused_on_a_cpu_before_the_run(vitamp, tiny: Path) -> None:
+def test_gpu_kinds_are_rejected_on_a_cpu_before_the_run(vitamp, tiny: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tiny.parent / "run", "MODEL.ATTENTION=cudnn")
     assert done.code == 2
     assert "MODEL.ATTENTION cudnn: cpu has only fused and plain" in done.err
 
 
-def test_a_model_without_attention_layers_has_no_choice() -> None:
+def test_model_without_timm_attention_has_no_choice() -> None:
     model = create_model("test_resnet", num_classes=3)
-    with pytest.raises(UserError, match="its own way"):
-        settled_attention("plain", model, Precision(OFF, CPU), "mkl", (), None)
-    found = settled_attention("auto", model, Precision(OFF, CPU), "mkl", (), None)
+    with pytest.raises(UserError, match="has its own attention"):
+        attention_by_rule("plain", model, Precision(OFF, CPU), "mkl", (), None)
+    found = attention_by_rule("auto", model, Precision(OFF, CPU), "mkl", (), None)
     assert found is not None
     assert found.kind == "the model's own"
 
 
 @pytest.mark.slow  # two runs; what a checkpoint keeps of choices is tested with tuning
-def test_a_resumed_run_computes_as_it_began(vitamp, tiny: Path, tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_attention(vitamp, tiny: Path, tmp_path: Path) -> None:
     """fp32 on a CPU would be fused by itself; a run begun with plain attention goes on with it, bit for bit."""
     flags = ("-cfg", tiny, "REPORT_FREQ=1", "SAVE_EVERY_UPDATES=3")
     whole, parted = tmp_path / "whole", tmp_path / "parted"
@@ -116,46 +116,46 @@ def test_a_resumed_run_computes_as_it_began(vitamp, tiny: Path, tmp_path: Path) 
         done = vitamp(*flags, "-output", folder, "MODEL.ATTENTION=plain", f"TRAIN.MAX_UPDATES={updates}")
         assert done.code == 0, done.text
     done = vitamp(*flags, "-output", parted, "-resume", "auto", "TRAIN.MAX_UPDATES=6")
-    assert "attention plain (as this run began)" in done.text, done.text
+    assert "attention plain (as before the resume)" in done.text, done.text
     assert json.loads((parted / "run.json").read_text())["choices"]["attention"] == "plain"
     assert [line["loss"] for line in metrics(parted, "train")] == [line["loss"] for line in metrics(whole, "train")]
 
 
-def test_under_another_precision_a_resumed_run_decides_anew(tiny: Path) -> None:
+def test_resumed_run_with_another_precision_decides_again(tiny: Path) -> None:
     ready = build(tiny, MODEL__ATTENTION="plain")
     config, inputs = load_config(str(tiny)).config, Inputs(load_config(str(tiny)).config.DATA)
-    for precision, kind, words in ((OFF, "plain", "as this run began"), (BF16, "plain", "half precision on a CPU")):
+    for precision, kind, words in ((OFF, "plain", "as before the resume"), (BF16, "plain", "half precision on a CPU")):
         amp = config.model_copy(update={"AMP": precision})
         found = tune(amp, ready.model, inputs, Precision(precision, CPU), ALONE, ready.choices)
         assert (found.attention.kind, found.attention.reason) == (kind, words)
 
 
 @pytest.mark.parametrize(("wanted", "kept", "kind"), [("auto", None, None), ("auto", "cudnn", "cudnn")])
-def test_a_gpu_races_once_and_remembers(vit: nn.Module, wanted: str, kept: str | None, kind: str | None) -> None:
+def test_gpu_times_kinds_unless_resumed(vit: nn.Module, wanted: str, kept: str | None, kind: str | None) -> None:
     precision: Any = OnGpu()
-    found = settled_attention(wanted, vit, precision, "mkl", (), kept)
+    found = attention_by_rule(wanted, vit, precision, "mkl", (), kept)
     assert (found and found.kind) == kind
-    assert settled_attention("flash", vit, precision, "mkl", (), None) is None, (
+    assert attention_by_rule("flash", vit, precision, "mkl", (), None) is None, (
         "it is tried whether there is such a one"
     )
-    listed = settled_attention("auto", vit, precision, "mkl", ("bmm",), None)
+    listed = attention_by_rule("auto", vit, precision, "mkl", ("bmm",), None)
     assert listed is not None
     assert listed.kind == "plain"
 
 
 @pytest.mark.parametrize(("deterministic", "races"), [(True, 0), (False, 1)])
-def test_a_deterministic_run_takes_no_kind_by_the_clock(
+def test_deterministic_run_does_not_time_kinds(
     tiny: Path, vit: nn.Module, monkeypatch: pytest.MonkeyPatch, deterministic: bool, races: int
 ) -> None:
     raced: list[Attention] = []
     monkeypatch.setattr(tuning, "_raced", lambda *_: raced.append(Attention("flash", "")) or raced[0])
     words = {"DETERMINISTIC": str(deterministic), "MODEL.FUSED_MLP": "false"}
     config, precision = load_config(str(tiny), words=words).config, cast(Any, OnGpu())
-    found = tuning._decide(config, vit, Inputs(config.DATA), precision, ALONE, {}).attention
+    found = tuning._choose(config, vit, Inputs(config.DATA), precision, ALONE, {}).attention
     assert (len(raced), found.kind) == (races, "flash" if races else "fused")
 
 
-def test_the_race_sees_the_call_that_the_model_makes_and_leaves_no_trace(vit: nn.Module) -> None:
+def test_race_uses_the_models_call_and_has_no_side_effects(vit: nn.Module) -> None:
     images, before = torch.randn(2, 3, 160, 160), torch.get_rng_state()
     call = first_call(vit.train(), images, Precision(BF16, CPU))
     assert call.layer is vit.get_submodule("blocks.0.attn")
@@ -166,11 +166,11 @@ def test_the_race_sees_the_call_that_the_model_makes_and_leaves_no_trace(vit: nn
     assert vit.training
     assert not any(layer._forward_pre_hooks for layer in attention_layers(vit))
     assert all(parameter.grad is None for parameter in vit.parameters())
-    raced_attention("plain", vit, images, Precision(BF16, CPU))
+    race_attention("plain", vit, images, Precision(BF16, CPU))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_only_kinds_that_run_are_raced_and_taken(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_race_includes_only_kinds_that_work(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has no kernel of cuDNN's, and torch says so as it does on a GPU that lacks one."""
     raced: list[str] = []
     monkeypatch.setattr(attention_race, "_by_events", lambda work: work() or 1.0)
@@ -178,15 +178,15 @@ def test_only_kinds_that_run_are_raced_and_taken(vit: nn.Module, monkeypatch: py
         attention_race, "race", lambda run, kinds, clock: raced.extend(kinds) or race(run, kinds, clock)
     )
     images = torch.randn(2, 3, 160, 160)
-    raced_attention("auto", vit, images, Precision(OFF, CPU))
+    race_attention("auto", vit, images, Precision(OFF, CPU))
     assert "fused" in raced
     assert "cudnn" not in raced
     assert "plain" not in raced, "101 tokens: its matrices may not fit where a batch was found to"
     with pytest.raises(UserError, match=r"MODEL\.ATTENTION cudnn: torch has none.*only fused, plain"):
-        raced_attention("cudnn", vit, images, Precision(OFF, CPU))
+        race_attention("cudnn", vit, images, Precision(OFF, CPU))
 
 
-def test_what_torch_warns_of_kinds_that_there_are_not_is_not_told(
+def test_race_hides_torchs_warnings_about_missing_kernels(
     vit: nn.Module, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     def run(_: Call, kind: str) -> None:
@@ -194,12 +194,12 @@ def test_what_torch_warns_of_kinds_that_there_are_not_is_not_told(
         raise RuntimeError("No available kernel.")
 
     monkeypatch.setattr(Call, "run", lambda call, kind: None if kind == "fused" else run(call, kind))
-    found = raced_attention("fused", vit, torch.randn(2, 3, 160, 160), Precision(OFF, CPU))
+    found = race_attention("fused", vit, torch.randn(2, 3, 160, 160), Precision(OFF, CPU))
     assert found.kind == "fused"
     assert not recwarn.list
 
 
-def test_the_first_backward_pass_of_a_race_does_not_begin_with_a_product(vit: nn.Module) -> None:
+def test_race_starts_autograds_thread_without_a_matrix_product(vit: nn.Module) -> None:
     """A GPU's cuBLAS warns of that."""
 
     class Backward(TorchDispatchMode):
@@ -212,7 +212,7 @@ def test_the_first_backward_pass_of_a_race_does_not_begin_with_a_product(vit: nn
 
     first, images = [], torch.randn(2, 3, 160, 160)
     for race_or_run in (
-        lambda: raced_attention("plain", vit, images, Precision(OFF, CPU)),
+        lambda: race_attention("plain", vit, images, Precision(OFF, CPU)),
         lambda: first_call(vit, images, Precision(OFF, CPU)).run("plain"),
     ):
         with Backward() as backward:
@@ -223,17 +223,17 @@ def test_the_first_backward_pass_of_a_race_does_not_begin_with_a_product(vit: nn
     assert first[1] == "aten::mm", "an attention layer alone does begin with one"
 
 
-def test_where_no_kind_has_memory_enough_that_is_told(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_race_raises_out_of_memory_if_no_kind_fits(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: Call, kind: str) -> None:
         raise torch.OutOfMemoryError(f"no room for {kind}")
 
     monkeypatch.setattr(Call, "run", full)
     for wanted in ("auto", "flash"):
         with pytest.raises(torch.OutOfMemoryError):
-            raced_attention(wanted, vit, torch.randn(2, 3, 160, 160), Precision(OFF, CPU))
+            race_attention(wanted, vit, torch.randn(2, 3, 160, 160), Precision(OFF, CPU))
 
 
-def test_a_race_takes_turns_and_judges_by_medians() -> None:
+def test_race_alternates_kinds_and_uses_medians() -> None:
     turns: list[str] = []
     seconds = {"fused": 2.0, "plain": 1.0, "flash": 1.5}
 
@@ -254,27 +254,27 @@ def test_a_race_takes_turns_and_judges_by_medians() -> None:
         ({"flash": 1.0}, "flash", "only one"),
     ],
 )
-def test_the_winner_has_to_win_clearly(seconds: dict[str, float], kind: str, words: str) -> None:
+def test_winner_must_be_faster_by_a_margin(seconds: dict[str, float], kind: str, words: str) -> None:
     found = winner(seconds)
     assert found.kind == kind
     assert words in found.reason
 
 
-def test_a_kind_of_the_gpus_is_put_first_with_others_behind_it_and_taken_back(vit: nn.Module) -> None:
+def test_apply_attention_sets_and_resets_torchs_backends(vit: nn.Module) -> None:
     flags = torch.backends.cuda
     own = torch._C._get_sdp_priority_order()  # pyright: ignore[reportAttributeAccessIssue]
-    put_attention_in_force("efficient", vit)
+    apply_attention("efficient", vit)
     assert flags.mem_efficient_sdp_enabled()
     assert flags.math_sdp_enabled()
     assert not flags.flash_sdp_enabled()
     assert kinds_of(vit) == {"fused"}
-    put_attention_in_force("plain", vit)
+    apply_attention("plain", vit)
     assert flags.flash_sdp_enabled()
     assert kinds_of(vit) == {"plain"}
     assert torch._C._get_sdp_priority_order() == own  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_what_is_timed_is_what_the_precision_computes(vit: nn.Module) -> None:
+def test_race_computes_in_the_runs_precision(vit: nn.Module) -> None:
     precision = Precision(BF16, CPU)
     call = Call(vit.get_submodule("blocks.0.attn"), (torch.randn(1, 5, 64, requires_grad=True),), {}, precision)
     seen: list[torch.dtype] = []

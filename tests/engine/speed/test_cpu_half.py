@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import engine.speed.amx.layers as amx_layers
 import engine.speed.amx.products as products
 from engine.speed.amx import build as kernels
-from engine.speed.amx.layers import LONGEST, serves, use_linear_layers
+from engine.speed.amx.layers import MAX_BF16_SUM, use_linear_layers, use_tiles
 from engine.speed.amx.products import _library, cpu_linear, cpu_mlp
-from engine.speed.attention import put_attention_in_force
+from engine.speed.attention import apply_attention
 from engine.speed.fused_mlp import fuse_mlps
 from engine.speed.linear_patches import use_linear_patches
 from tests.engine.small import build, train
@@ -34,7 +34,7 @@ ROUNDED = 2.0**-8
 
 @pytest.fixture
 def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx_layers, "SMALLEST", 0)
+    monkeypatch.setattr(amx_layers, "MIN_MULTIPLICATIONS", 0)
 
 
 def in_half(given: list[Tensor], weights: torch.dtype) -> list[Tensor]:
@@ -48,7 +48,7 @@ def in_half(given: list[Tensor], weights: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1), (70, 100, 50), (32, 32, 32), (33, 31, 65), (500, 384, 520), (7, 3000, 3), (900, 1600, 96)]
 )
-def test_a_layer_is_rounded_once(sizes: tuple[int, ...], weights: torch.dtype) -> None:
+def test_bf16_linear_rounds_once(sizes: tuple[int, ...], weights: torch.dtype) -> None:
     x, weight, bias, grad = in_half(layers_of(*sizes), weights)
     found = cpu_linear(x, weight, bias)
     exact_x, exact_weight, exact_bias = (leaf.detach().double() for leaf in (x, weight, bias))
@@ -64,13 +64,13 @@ def test_a_layer_is_rounded_once(sizes: tuple[int, ...], weights: torch.dtype) -
 
 @needs_tiles
 @pytest.mark.parametrize("emulated", [False, True])
-def test_weights_are_rounded_to_bf16_as_torch_rounds(
+def test_weights_are_rounded_to_bf16_as_by_torch(
     emulated: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`emulated`: the conversions, as on a CPU that has AVX-512 but no instructions for bf16."""
     if emulated:
         monkeypatch.setenv(kernels.EMULATED, "1")
-        monkeypatch.setattr(kernels, "_features", lambda: frozenset(kernels.VECTORS))
+        monkeypatch.setattr(kernels, "_cpu_features", lambda: frozenset(kernels.VECTORS))
         monkeypatch.setattr(kernels, "_loaded", {})
         monkeypatch.setattr(kernels, "_folder", tmp_path)
         monkeypatch.setattr(products, "_library", products._library.__wrapped__)
@@ -85,7 +85,7 @@ def test_weights_are_rounded_to_bf16_as_torch_rounds(
 
 @needs_tiles
 @pytest.mark.parametrize("sizes", [(70, 100, 50, 40), (33, 64, 520, 64), (1, 5, 9, 3), (450, 96, 384, 96)])
-def test_an_mlp_is_nearer_to_float64_than_autocast(sizes: tuple[int, ...]) -> None:
+def test_bf16_mlp_is_closer_to_float64_than_autocast(sizes: tuple[int, ...]) -> None:
     x, *weights, grad = in_half(layers_of(*sizes), torch.float32)
 
     def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def test_bits_do_not_depend_on_threads() -> None:
 
 @needs_tiles
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_threads_with_small_stacks_have_room(dtype: str) -> None:
+def test_kernels_work_in_threads_with_small_stacks(dtype: str) -> None:
     code = "import torch; torch.set_num_threads(3); from engine.speed.amx.products import cpu_linear; "
     code += f"x = torch.ones(300, 96, dtype=torch.{dtype}); print(cpu_linear(x, torch.ones(40, 96), None).sum().item())"
     words = [sys.executable, "-c", code]
@@ -141,32 +141,32 @@ def test_torch_finds_the_operators_well_made() -> None:
 
 @needs_tiles
 @pytest.mark.usefixtures("however_small")
-def test_sums_too_long_for_bf16_and_other_precisions_are_left_to_torch() -> None:
-    assert _library(BF16).longest() == LONGEST
-    x, weight = torch.zeros(2, LONGEST, dtype=BF16), torch.zeros(3, LONGEST)
-    longer = torch.zeros(3, LONGEST + 1)
+def test_long_sums_and_other_dtypes_are_left_to_torch() -> None:
+    assert _library(BF16).longest() == MAX_BF16_SUM
+    x, weight = torch.zeros(2, MAX_BF16_SUM, dtype=BF16), torch.zeros(3, MAX_BF16_SUM)
+    longer = torch.zeros(3, MAX_BF16_SUM + 1)
     with torch.autocast("cpu", BF16):
-        assert serves(x, weight, BF16)
-        assert not serves(x, longer, BF16)
-        assert not serves(x, longer.T, BF16), "the gradient's sum"
-        assert not serves(x, weight, torch.float32)
-        assert not serves(x.double(), weight, BF16)
-    assert not serves(x, weight, BF16), "fp32 weights without autocast are torch's to refuse"
-    assert serves(x, weight.to(BF16), BF16)
+        assert use_tiles(x, weight, BF16)
+        assert not use_tiles(x, longer, BF16)
+        assert not use_tiles(x, longer.T, BF16), "the gradient's sum"
+        assert not use_tiles(x, weight, torch.float32)
+        assert not use_tiles(x.double(), weight, BF16)
+    assert not use_tiles(x, weight, BF16), "fp32 weights without autocast are torch's to refuse"
+    assert use_tiles(x, weight.to(BF16), BF16)
     with torch.autocast("cpu", torch.float16):
-        assert not serves(x, weight, BF16)
+        assert not use_tiles(x, weight, BF16)
 
 
 @needs_tiles
 @pytest.mark.usefixtures("however_small")
-def test_a_model_under_autocast_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_under_autocast_gives_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
     def vit() -> nn.Module:
         torch.manual_seed(0)
         return create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=5)
 
     plain, ours, images = vit(), vit(), torch.randn(3, 3, 32, 32)
     use_linear_layers(ours, BF16)
-    put_attention_in_force("packed", ours)
+    apply_attention("packed", ours)
     fuse_mlps(ours, BF16)
     use_linear_patches(ours, BF16)
     names: list[str] = []
@@ -212,14 +212,14 @@ def test_training_by_them_is_the_same_training(tiny: Path, level: str) -> None:
 @needs_tiles
 @pytest.mark.slow  # machine code; compiled updates are tested with tests/engine/compile
 @pytest.mark.parametrize("how", ["blocks", "whole"])
-def test_a_compiled_run_computes_what_one_as_written_does(vitamp, tiny: Path, tmp_path: Path, how: str) -> None:
+def test_compiled_run_equals_an_eager_one(vitamp, tiny: Path, tmp_path: Path, how: str) -> None:
     ends = []
     for compiled in ("none", how):
         words = ("-cfg", tiny, "-output", tmp_path / compiled, "-amp", "bf16", "MODEL.EMBED_DIM=128", "THREADS=1")
         words += ("CPU_BF16=amx", "REPORT_FREQ=1", f"TRAIN.COMPILE={compiled}", "TRAIN.MAX_UPDATES=2")
         done = vitamp(*words, "DATA.BATCH_SIZE=128")
         assert done.code == 0, done.text
-        assert "MLPs in one piece" in done.text
+        assert "MLPs in one operator" in done.text
         lines = (tmp_path / compiled / "metrics.jsonl").read_text().splitlines()
         ends.append([json.loads(line)["loss"] for line in lines if json.loads(line)["event"] == "train"])
     assert ends[0]
@@ -232,7 +232,7 @@ def test_a_run_says_so_and_a_resumed_one_goes_on_with_it(vitamp, tiny: Path, tmp
     done = vitamp(*words, "TRAIN.MAX_UPDATES=2", f"DATA.CACHE={tmp_path / 'cache'}")
     assert done.code == 0, done.text
     assert "bf16 products by amx (as asked for)" in done.text
-    assert "MLPs in one piece" in done.text
+    assert "MLPs in one operator" in done.text
     built = sorted(path.name.split("-")[0] for path in (tmp_path / "cache" / "kernels").glob("*.so"))
     assert "products_half_amx" in built
     done = vitamp("-resume", tmp_path / "run", "TRAIN.MAX_UPDATES=3")
@@ -243,7 +243,7 @@ def test_a_run_says_so_and_a_resumed_one_goes_on_with_it(vitamp, tiny: Path, tmp
     assert done.code == 0, done.text
 
 
-def test_named_on_amps_lists_it_is_refused_before_the_run(vitamp, tiny: Path, tmp_path: Path) -> None:
+def test_amx_is_rejected_with_amp_lists_before_the_run(vitamp, tiny: Path, tmp_path: Path) -> None:
     words = ("-cfg", tiny, "-output", tmp_path / "run", "-amp", "bf16", "CPU_BF16=amx")
     done = vitamp(*words, "AMP.CUSTOM_BLACK_LIST=[linear]")
     assert done.code == 2, done.text

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import engine.speed.amx.layers as amx_layers
 import engine.speed.packed_attention as packed
 from engine.speed.amx import build as native
-from engine.speed.amx.layers import TileLinear, serves, use_linear_layers
+from engine.speed.amx.layers import TileLinear, use_linear_layers, use_tiles
 from engine.speed.amx.products import cpu_linear, cpu_mlp
-from engine.speed.attention import put_attention_in_force
+from engine.speed.attention import apply_attention
 from engine.speed.fused_mlp import FusedMlp, fuse_mlps
 from engine.speed.kernels.attention import packed_attention
 from engine.speed.linear_patches import use_linear_patches
@@ -58,16 +58,16 @@ def one_thread_again():
         (5, 1, 128),
     ],
 )
-def test_attention_is_near_to_fp64(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
+def test_attention_is_close_to_fp64(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
     qkv, grad = numbers((2, tokens, 3 * heads * width), (2, tokens, heads * width), dtype=dtype)
     leaf = (2 * qkv).requires_grad_()  # weights of some contrast
-    out, norms = packed_attention(leaf, heads)
+    out, logsumexp = packed_attention(leaf, heads)
     (dqkv,) = torch.autograd.grad(out, leaf, grad)
-    exact_out, exact_norms, exact_grad = exact_attention(leaf, heads, grad)
+    exact_out, exact_logsumexp, exact_grad = exact_attention(leaf, heads, grad)
     bound = FP32_BOUND if dtype is torch.float32 else HALF_BOUND
     assert (out.dtype, dqkv.dtype) == (dtype, dtype)
     assert apart(out, exact_out) < bound
-    assert apart(norms, exact_norms / math.log(2.0)) < FP32_BOUND
+    assert apart(logsumexp, exact_logsumexp / math.log(2.0)) < FP32_BOUND
     assert apart(dqkv, exact_grad) < bound  # all three together: of one token, two are nothing but rounding
 
 
@@ -101,13 +101,13 @@ def compare(ours: Any, torchs: Any, given: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1), (70, 100, 50), (32, 32, 32), (33, 31, 65), (500, 384, 520), (7, 1000, 3), (1200, 48, 96)]
 )
-def test_a_layer_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
+def test_linear_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
     compare(cpu_linear, F.linear, layers_of(*sizes))
 
 
 @needs_tiles
 @pytest.mark.parametrize("sizes", [(70, 100, 50, 40), (33, 64, 520, 64), (1, 5, 9, 3), (450, 96, 384, 96)])
-def test_an_mlp_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
+def test_mlp_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
     def torchs(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
@@ -115,7 +115,7 @@ def test_an_mlp_is_as_exact_as_fp32(sizes: tuple[int, ...]) -> None:
 
 
 @needs_tiles
-def test_gelu_is_right_in_its_tails_and_where_fp32_ends() -> None:
+def test_gelu_is_accurate_in_its_tails_and_at_fp32s_limits() -> None:
     """A product by one gives its input; what goes through is GELU alone."""
     x = torch.cat([torch.linspace(-14, 14, 2001), torch.tensor([0.0, -0.0, 1e-30, 1e30, -1e30])])[:, None]
     one, nothing = torch.ones(1, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
@@ -133,7 +133,7 @@ def test_gelu_is_right_in_its_tails_and_where_fp32_ends() -> None:
 
 
 @needs_tiles
-def test_what_is_no_number_does_not_pass_for_one() -> None:
+def test_nan_and_infinity_stay_visible() -> None:
     x, weight, *_ = layers_of(40, 40, 40)
     for bad in (float("nan"), float("inf")):
         spoilt = x.detach().clone()
@@ -179,7 +179,7 @@ def test_torch_finds_the_operators_well_made() -> None:
 
 
 @needs_tiles
-def test_only_what_is_trained_has_a_gradient() -> None:
+def test_only_trained_inputs_get_gradients() -> None:
     x, weight, bias, grad = layers_of(40, 30, 20)
     weight.requires_grad_(False)
     found = cpu_linear(x, weight, bias)
@@ -191,7 +191,7 @@ def test_only_what_is_trained_has_a_gradient() -> None:
 
 
 @needs_tiles
-def test_matrices_may_lie_in_memory_as_they_like() -> None:
+def test_matrices_may_have_any_strides() -> None:
     x, weight, bias, grad = layers_of(40, 30, 20)
     expected = cpu_linear(x, weight, bias)
     turned = x.detach().t().contiguous().t().requires_grad_()
@@ -208,14 +208,14 @@ def test_matrices_may_lie_in_memory_as_they_like() -> None:
 
 @pytest.fixture
 def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx_layers, "SMALLEST", 0)
+    monkeypatch.setattr(amx_layers, "MIN_MULTIPLICATIONS", 0)
 
 
 def vit_by_kernels() -> nn.Module:
     torch.manual_seed(0)
     model = create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=5)
     use_linear_layers(model, torch.float32)
-    put_attention_in_force("packed", model)
+    apply_attention("packed", model)
     fuse_mlps(model, torch.float32)
     use_linear_patches(model, torch.float32)
     return model
@@ -223,7 +223,7 @@ def vit_by_kernels() -> nn.Module:
 
 @needs_tiles
 @pytest.mark.usefixtures("however_small")
-def test_a_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_gives_the_same_results_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     plain = create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=5)
     ours, images = vit_by_kernels(), numbers((3, 3, 32, 32))[0]
@@ -247,25 +247,25 @@ def test_a_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_tiles
 @pytest.mark.usefixtures("however_small")
-def test_under_autocast_and_for_other_devices_torch_multiplies() -> None:
+def test_torch_multiplies_under_autocast_and_on_other_devices() -> None:
     model, images = vit_by_kernels(), numbers((2, 3, 32, 32))[0]
     with torch.autocast("cpu", torch.bfloat16):
         found = model(images)
     assert found.dtype is torch.bfloat16
-    assert not serves(torch.zeros(4, 4).double(), torch.zeros(4, 4).double(), torch.float32)
+    assert not use_tiles(torch.zeros(4, 4).double(), torch.zeros(4, 4).double(), torch.float32)
     meta = model.to("meta")
     assert meta(images.to("meta")).shape == (2, 5)
 
 
 def test_small_products_are_left_to_torch() -> None:
     x, weight = numbers((64, 64), (64, 64))
-    assert not serves(x, weight, torch.float32)
-    assert serves(torch.empty(2048, 256), torch.empty(64, 256), torch.float32)
+    assert not use_tiles(x, weight, torch.float32)
+    assert use_tiles(torch.empty(2048, 256), torch.empty(64, 256), torch.float32)
 
 
 @needs_tiles
 @pytest.mark.usefixtures("however_small")
-def test_an_mlp_that_drops_or_is_frozen_is_computed_in_parts() -> None:
+def test_mlp_with_dropout_or_frozen_weights_is_not_fused() -> None:
     model = vit_by_kernels()
     mlp: Any = next(module for module in model.modules() if isinstance(module, FusedMlp))
     x = numbers((2, 17, 192))[0]
@@ -309,7 +309,7 @@ def test_a_run_says_so_and_a_resumed_one_goes_on_with_it(vitamp, tiny: Path, tmp
     built = sorted(path.name.split("-")[0] for path in (tmp_path / "cache" / "kernels").glob("*.so"))
     assert built == ["attention_amx", "products_amx"]
     assert ("AMX's tiles are emulated" in done.text) == native.emulated()
-    assert f"Compiling products_amx for this CPU, once; kept in {tmp_path / 'cache' / 'kernels'}" in done.text
+    assert f"Compiling products_amx for this CPU, once; cached in {tmp_path / 'cache' / 'kernels'}" in done.text
     done = vitamp("-resume", tmp_path / "run", "TRAIN.MAX_UPDATES=3")
     assert done.code == 0, done.text
     assert "Compiling" not in done.text
@@ -318,18 +318,18 @@ def test_a_run_says_so_and_a_resumed_one_goes_on_with_it(vitamp, tiny: Path, tmp
 
 
 @pytest.mark.parametrize("words", ["CPU_FP32=amx", "MODEL.ATTENTION=packed"])
-def test_without_a_compiler_they_are_refused_before_the_run(vitamp, tiny: Path, tmp_path: Path, words: str) -> None:
+def test_amx_without_a_compiler_is_rejected_before_the_run(vitamp, tiny: Path, tmp_path: Path, words: str) -> None:
     cache = f"DATA.CACHE={tmp_path / 'cache'}"
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", words, cache, env={"CC": str(tmp_path / "nothing")})
     assert done.code == 2
-    reason = r"there is no C compiler here" if not native.missing() else native.missing().split("(")[0]
+    reason = r"there is no C compiler" if not native.why_unavailable() else native.why_unavailable().split("(")[0]
     setting, value = words.split("=")
     assert f"{setting} {value}: " in done.err
     assert reason in done.err
 
 
 @needs_tiles
-def test_what_a_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiler_errors_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(native, "_folder", tmp_path)
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-mno-such-thing"))
@@ -339,7 +339,7 @@ def test_what_a_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @needs_tiles
-def test_a_library_that_was_cut_off_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_truncated_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In a process of its own: the system kills what runs code that is not there, and knows what it has loaded."""
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(native, "_folder", tmp_path)
@@ -349,18 +349,18 @@ def test_a_library_that_was_cut_off_is_built_again(monkeypatch: pytest.MonkeyPat
     built.unlink()  # what is loaded keeps its own
     built.write_bytes(whole[:20000])
     loads = "import sys; from pathlib import Path; from engine.speed.amx import build as native; "
-    loads += "native.keep_kernels_in(Path(sys.argv[1])); native.load('products_amx')"
+    loads += "native.set_kernel_folder(Path(sys.argv[1])); native.load('products_amx')"
     subprocess.run([sys.executable, "-c", loads, str(tmp_path)], check=True)
     assert len(built.read_bytes()) >= len(whole)
 
 
 @needs_tiles
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_that_is_not_writable_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(native, "_folder", tmp_path / "kernels")
-    with pytest.raises(native.NoKernel, match="cannot be kept or loaded"):
+    with pytest.raises(native.NoKernel, match="cannot be stored or loaded"):
         native.load("products_amx")
 
 
@@ -382,7 +382,7 @@ def test_only_its_own_package_knows_of_amx() -> None:
     assert found == []
 
 
-def test_use_amx_is_refused_on_a_machine_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx_is_rejected_on_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many, say, whose first one decided for it."""
     monkeypatch.setattr(amx_layers, "why_not", lambda _: "this CPU has no AMX")
     with pytest.raises(UserError, match="CPU_FP32 amx: this CPU has no AMX; use mkl"):

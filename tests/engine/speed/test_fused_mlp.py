@@ -30,7 +30,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 @needs_triton
-def test_the_kernels_by_the_interpreter() -> None:
+def test_gelu_kernels_in_tritons_interpreter() -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     tests = ROOT / "tests" / "engine" / "speed" / "interpreted_gelu.py"
@@ -49,7 +49,7 @@ def on(device: str = "cuda", level: str = "O1", fp8: bool = False) -> Any:
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU on which the kernels work."""
-    monkeypatch.setattr(fused_mlp, "_kernels_fail", lambda _precision: "")
+    monkeypatch.setattr(fused_mlp, "_why_kernels_fail", lambda _precision: "")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def vit() -> nn.Module:
 
 @pytest.mark.usefixtures("works")
 @pytest.mark.parametrize("level", ["O1", "O2", "NAIVE", "O3"])
-def test_auto_is_a_gpu_in_half_precision(vit: nn.Module, level: str) -> None:
+def test_auto_fuses_mlps_on_a_gpu_in_half_precision(vit: nn.Module, level: str) -> None:
     assert mlps_are_fused("auto", vit, on(level=level), ()) is True
     assert mlps_are_fused(True, vit, on(level=level), ()) is True
     assert mlps_are_fused(False, vit, on(level=level), ()) is False
@@ -67,31 +67,31 @@ def test_auto_is_a_gpu_in_half_precision(vit: nn.Module, level: str) -> None:
 
 @pytest.mark.usefixtures("works")
 @pytest.mark.parametrize(
-    ("given", "listed", "dealt_out", "words"),
+    ("given", "listed", "sharded", "words"),
     [
         ({"device": "cpu"}, (), False, "need products by amx on a CPU"),
-        ({"fp8": True}, (), False, "fp8 has linear layers of its own"),
-        ({}, (), True, "not tried with DIST.STRATEGY fsdp"),
+        ({"fp8": True}, (), False, "fp8 has its own linear layers"),
+        ({}, (), True, "not tested with DIST.STRATEGY fsdp"),
         ({}, ("gelu", "softmax"), False, "AMP's lists name gelu, which"),
         ({}, ("fc",), False, "AMP's lists name fc, which"),
         ({}, ("addmm", "matmul_v2"), False, "AMP's lists name addmm, matmul_v2, which"),
     ],
 )
-def test_what_stands_in_the_way_is_told_to_who_asks(
-    vit: nn.Module, given: dict[str, Any], listed: tuple[str, ...], dealt_out: bool, words: str
+def test_fused_mlp_true_is_rejected_with_the_reason(
+    vit: nn.Module, given: dict[str, Any], listed: tuple[str, ...], sharded: bool, words: str
 ) -> None:
-    assert mlps_are_fused("auto", vit, on(**given), listed, dealt_out) is False
+    assert mlps_are_fused("auto", vit, on(**given), listed, sharded) is False
     with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: .*" + words + ".*; leave it auto"):
-        mlps_are_fused(True, vit, on(**given), listed, dealt_out)
+        mlps_are_fused(True, vit, on(**given), listed, sharded)
 
 
 @pytest.mark.usefixtures("works")
-def test_other_lists_are_no_obstacle(vit: nn.Module) -> None:
+def test_unrelated_amp_lists_do_not_prevent_fusing(vit: nn.Module) -> None:
     assert mlps_are_fused("auto", vit, on(), ("softmax", "layer_norm", "conv2d")) is True
 
 
 @pytest.mark.usefixtures("works")
-def test_in_fp32_it_is_nothing_to_complain_of(vit: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+def test_fused_mlp_in_fp32_is_logged_as_without_effect(vit: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "vitamp")
     assert mlps_are_fused("auto", vit, on(level="O0"), ()) is False
     assert not caplog.text
@@ -100,14 +100,14 @@ def test_in_fp32_it_is_nothing_to_complain_of(vit: nn.Module, caplog: pytest.Log
 
 
 @pytest.mark.usefixtures("works")
-def test_a_model_without_such_mlps_is_refused_by_name() -> None:
+def test_fused_mlp_true_is_rejected_for_models_without_mlps() -> None:
     model = create_model("test_resnet", num_classes=3)
     assert mlps_are_fused("auto", model, on(), ()) is False
     with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: ResNet has no MLP"):
         mlps_are_fused(True, model, on(), ())
 
 
-def test_kernels_that_fail_are_an_obstacle(
+def test_failing_kernels_prevent_fusing(
     vit: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "vitamp")
@@ -118,12 +118,12 @@ def test_kernels_that_fail_are_an_obstacle(
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
     gelu = pytest.importorskip("engine.speed.kernels.gelu")
-    monkeypatch.setattr(gelu, "try_out", no_compiler)
+    monkeypatch.setattr(gelu, "self_test", no_compiler)
     assert mlps_are_fused("auto", vit, on(), ()) is False
     assert "auto has no effect: its kernels fail here (RuntimeError: Failed to find C compiler.)" in caplog.text
     with pytest.raises(UserError, match=r"its kernels fail here \(RuntimeError: Failed to find C compiler\.\); leave"):
         mlps_are_fused(True, vit, on(), ())
-    monkeypatch.setattr(gelu, "try_out", lambda _device, _dtype: None)
+    monkeypatch.setattr(gelu, "self_test", lambda _device, _dtype: None)
     assert mlps_are_fused("auto", vit, on(), ()) is True
     capability = (7, 5)
     with pytest.raises(UserError, match=r"older than compute capability 8\.0"):
@@ -150,7 +150,7 @@ class OwnMlp(Mlp):
         (OwnMlp(8), False),
     ],
 )
-def test_only_mlps_that_are_understood_to_the_last_part_are_changed(mlp: Mlp, fused: bool) -> None:
+def test_only_plain_mlps_are_fused(mlp: Mlp, fused: bool) -> None:
     model = nn.Sequential(copy.deepcopy(mlp))
     keys = list(model.state_dict())
     fuse_mlps(model)
@@ -179,7 +179,7 @@ class Seen(TorchDispatchMode):
         ("cpu", torch.half, False),
     ],
 )
-def test_the_operator_takes_part_on_a_gpu_in_half_precision(device: str, dtype: torch.dtype, fused: bool) -> None:
+def test_fused_operator_is_called_on_a_gpu_in_half_precision(device: str, dtype: torch.dtype, fused: bool) -> None:
     """Of tensors without values, which need no GPU."""
     with FakeTensorMode():
         mlp = Mlp(8, 20, device=device, dtype=dtype)
@@ -192,7 +192,7 @@ def test_the_operator_takes_part_on_a_gpu_in_half_precision(device: str, dtype: 
     assert seen.names.count("gelu") == int(not fused)
 
 
-def test_what_was_chosen_is_noted_and_told(tiny: Path) -> None:
+def test_fused_mlp_is_in_the_banner_and_in_run_json(tiny: Path) -> None:
     ready = build(tiny, MODEL__FUSED_MLP="auto", AMP__ENABLED="true", AMP__DTYPE="bf16")
     assert ready.choices["fused_mlp"] is False
     assert "one kernel" not in ready.tuning.words()

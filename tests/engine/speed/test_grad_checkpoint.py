@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.setup import ReadyToTrain
-from engine.speed.grad_checkpoint import checkpoint_blocks, which_blocks
+from engine.speed.grad_checkpoint import checkpoint_blocks, describe_recomputed
 from models.blocks import blocks_of
 from tests.engine.small import build, train, windows
 from tests.engine.test_no_host_copies import read_backs
@@ -57,7 +57,7 @@ def bytes_kept(model: nn.Module, images: Tensor) -> int:
     ],
     ids=["fp32", "bf16", "fp16", "O2", "NAIVE", "some modules in fp32", "narrow stream"],
 )
-def test_weights_are_bit_for_bit_those_without_it(tiny: Path, how: dict[str, object]) -> None:
+def test_checkpointing_gives_the_same_weights_bit_for_bit(tiny: Path, how: dict[str, object]) -> None:
     """With dropout and stochastic depth, which draw anew what they drew."""
     plain = trained(build(tiny, **how, **RANDOM))
     for wanted in ("blocks", 2):
@@ -66,14 +66,14 @@ def test_weights_are_bit_for_bit_those_without_it(tiny: Path, how: dict[str, obj
         assert f"{3 if wanted == 'blocks' else 2} of 3 blocks recomputed" in ready.tuning.words()
 
 
-def test_operator_lists_hold_in_what_is_computed_again(tiny: Path) -> None:
+def test_amp_lists_act_in_recomputed_blocks(tiny: Path) -> None:
     with OpLists("cpu", [], ["softmax", "gelu", "linear"]):
         how = {**AMP, "AMP__DTYPE": "bf16", "AMP__CUSTOM_BLACK_LIST": "softmax,gelu,linear"}
         plain, again = (trained(build(tiny, **how, **RANDOM, TRAIN__GRAD_CHECKPOINT=w)) for w in ("none", "blocks"))
     assert all(map(torch.equal, plain, again))
 
 
-def test_the_more_is_recomputed_the_less_is_kept() -> None:
+def test_more_recomputed_blocks_save_more_memory() -> None:
     kept = {}
     for wanted in ("none", 3, 2, "blocks"):
         model = create_model("test_vit", num_classes=3, depth=6, proj_drop_rate=0.1)
@@ -89,7 +89,7 @@ SMALL_SWIN: dict[str, Any] = {"img_size": 56, "depths": (2, 2), "num_heads": (2,
 
 
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "test_resnet", "test_convnext"])
-def test_other_models_too_and_running_statistics_count_a_batch_once(name: str) -> None:
+def test_recomputing_updates_running_statistics_once(name: str) -> None:
     found = []
     for wanted in ("none", "blocks"):
         torch.manual_seed(0)
@@ -106,23 +106,23 @@ def test_other_models_too_and_running_statistics_count_a_batch_once(name: str) -
     assert kept_then < 0.8 * kept
 
 
-def test_blocks_stay_a_row_and_keep_their_names(tiny: Path) -> None:
+def test_blocks_keep_their_class_and_names(tiny: Path) -> None:
     ready = build(tiny, MODEL__DEPTH=3, TRAIN__GRAD_CHECKPOINT=2)
     assert [name for name, _ in blocks_of(ready.model)] == ["blocks.0", "blocks.1", "blocks.2"]
     assert force_fp32(ready.model, ["Block"], "cpu") == ["blocks.0", "blocks.1", "blocks.2"]
-    assert which_blocks(ready.model, "none") == ""
+    assert describe_recomputed(ready.model, "none") == ""
 
 
-def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(UserError, match=r"TRAIN\.GRAD_CHECKPOINT blocks: Linear has no row of like blocks"):
-        which_blocks(nn.Linear(2, 2), "blocks")
+def test_checkpointing_is_rejected_for_models_without_blocks() -> None:
+    with pytest.raises(UserError, match=r"TRAIN\.GRAD_CHECKPOINT blocks: Linear has no sequence of equal blocks"):
+        describe_recomputed(nn.Linear(2, 2), "blocks")
 
 
-def test_it_reads_nothing_back(tiny: Path) -> None:
+def test_checkpointing_copies_nothing_to_the_host(tiny: Path) -> None:
     assert read_backs(build(tiny, TRAIN__GRAD_CHECKPOINT="blocks", **RANDOM)) == set()
 
 
-def test_an_overflow_is_still_named(tiny: Path) -> None:
+def test_overflow_in_a_recomputed_block_is_named(tiny: Path) -> None:
     """The replay of a skipped update goes through the blocks as they are, recomputing among them."""
     named = []
     for wanted in ("none", "blocks"):
@@ -139,7 +139,7 @@ def test_an_overflow_is_still_named(tiny: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_processes_train_the_same_with_it(vitamp, tiny: Path, tmp_path: Path, strategy: str) -> None:
+def test_two_processes_train_the_same_with_checkpointing(vitamp, tiny: Path, tmp_path: Path, strategy: str) -> None:
     losses = []
     for wanted in ("none", "blocks"):
         words = (f"TRAIN.GRAD_CHECKPOINT={wanted}", f"DIST.STRATEGY={strategy}", "MODEL.DROPOUT=0.1", "MODEL.DEPTH=2")

@@ -19,10 +19,10 @@ import engine.speed.kernels.attention as kernels
 import engine.speed.packed_attention as packed
 from engine.amp.precision import Precision
 from engine.speed import attention_race
-from engine.speed.attention import PACKED, attention_layers, put_attention_in_force, settled_attention
-from engine.speed.attention_race import raced_attention
-from engine.speed.kernels.attention import key_blocks, takes
-from engine.speed.packed_attention import PackedAttention, can_be_packed, packed_alone
+from engine.speed.attention import PACKED, apply_attention, attention_by_rule, attention_layers
+from engine.speed.attention_race import race_attention
+from engine.speed.kernels.attention import key_blocks, supports
+from engine.speed.packed_attention import PackedAttention, can_be_packed, packed_only
 from tests.engine.small import BF16, CPU
 from tests.engine.speed.exact_attention import apart, exact_attention
 from utils.errors import UserError
@@ -54,24 +54,24 @@ def interpreted() -> dict[str, dict[str, Any]]:
     ("tokens", "width"),
     [(197, 64), (50, 64), pytest.param(17, 32, marks=pytest.mark.every_slice), (256, 32), (1, 64)],
 )
-def test_both_passes_are_near_to_fp64(
+def test_packed_attention_is_close_to_fp64(
     interpreted: dict[str, dict[str, Any]], tokens: int, width: int, dtype: str
 ) -> None:
     errors = interpreted[f"{tokens} {width} {dtype}"]
-    assert errors.pop("norms") < 1e-6
+    assert errors.pop("logsumexp") < 1e-6
     assert set(errors) == {"out", "dq", "dk", "dv"}
     assert max(errors.values()) < BOUNDS[dtype], errors
 
 
 @pytest.mark.slow
-def test_gradients_of_queries_add_up_over_blocks_of_keys(interpreted: dict[str, dict[str, Any]]) -> None:
+def test_query_gradients_add_up_over_key_blocks(interpreted: dict[str, dict[str, Any]]) -> None:
     """As they do where there are more keys than one block of the backward pass holds."""
     errors = interpreted["in blocks of keys"]
     assert max(errors.values()) < BOUNDS["float16"], errors
 
 
 @pytest.mark.slow
-def test_torch_takes_it_for_an_operator_of_its_own_kind(interpreted: dict[str, dict[str, Any]]) -> None:
+def test_packed_attention_passes_torchs_opcheck(interpreted: dict[str, dict[str, Any]]) -> None:
     assert set(interpreted["operator"].values()) == {"SUCCESS"}
     assert interpreted["layer"] == {"compiled": True, "checkpointed": True}
 
@@ -87,11 +87,11 @@ def test_torch_takes_it_for_an_operator_of_its_own_kind(interpreted: dict[str, d
         (256, (256, 0, 0)),
     ],
 )
-def test_keys_are_held_by_powers_of_two(tokens: int, blocks: tuple[int, int, int]) -> None:
+def test_key_blocks_are_powers_of_two(tokens: int, blocks: tuple[int, int, int]) -> None:
     assert key_blocks(tokens) == blocks
 
 
-def test_all_numbers_of_tokens_are_held_and_none_by_more_than_one_block_would() -> None:
+def test_key_blocks_hold_any_number_of_tokens() -> None:
     for tokens in range(1, 257):
         held = sum(key_blocks(tokens))
         assert tokens <= held <= max(16, 1 << (tokens - 1).bit_length())
@@ -105,11 +105,13 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     def stand_in(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         sizes.append(tuple(qkv.shape))
         grad = qkv.new_zeros(*qkv.shape[:2], qkv.shape[2] // 3)
-        out, norms, _ = exact_attention(qkv, heads, grad)
-        return out.to(qkv.dtype), norms.float()
+        out, logsumexp, _ = exact_attention(qkv, heads, grad)
+        return out.to(qkv.dtype), logsumexp.float()
 
     monkeypatch.setattr(packed, "packed_attention", stand_in)
-    monkeypatch.setattr(packed, "serves", lambda qkv, heads: takes(qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype))
+    monkeypatch.setattr(
+        packed, "supports_call", lambda qkv, heads: supports(qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype)
+    )
     return sizes
 
 
@@ -124,10 +126,10 @@ def under_autocast(layer: nn.Module, *inputs: Any, **named: Any) -> Tensor:
         return layer(*inputs, **named)
 
 
-def test_a_packed_layer_computes_what_it_did(layer: Any, taken: list[tuple[int, ...]]) -> None:
+def test_packed_layer_gives_the_same_results(layer: Any, taken: list[tuple[int, ...]]) -> None:
     x = torch.randn(2, 17, 64)
     expected, names = under_autocast(layer, x), list(layer.state_dict())
-    packed.pack(layer)
+    packed.use_packed(layer)
     assert isinstance(layer, PackedAttention)
     assert type(layer).__name__ == "Attention"
     assert list(layer.state_dict()) == names
@@ -140,7 +142,7 @@ def test_a_packed_layer_computes_what_it_did(layer: Any, taken: list[tuple[int, 
     [(17, False, False, 0.0), (257, True, False, 0.0), (17, True, True, 0.0), (17, True, False, 0.5)],
     ids=["fp32", "many tokens", "a mask", "dropout"],
 )
-def test_where_the_kernels_do_not_serve_torchs_does(
+def test_packed_layer_falls_back_to_torch(
     layer: Any, taken: list[tuple[int, ...]], tokens: int, autocast: bool, mask: bool, drop: float
 ) -> None:
     layer.attn_drop.p = drop
@@ -148,16 +150,16 @@ def test_where_the_kernels_do_not_serve_torchs_does(
     found: list[Tensor] = []
     for packing in (False, True):
         if packing:
-            packed.pack(layer)
+            packed.use_packed(layer)
         torch.manual_seed(0)
         found.append(under_autocast(layer, x, attn_mask=seen) if autocast else layer(x, attn_mask=seen))
     assert torch.equal(*found)
     assert taken == []
 
 
-def test_dropout_is_no_hindrance_where_nothing_is_dropped(layer: Any, taken: list[tuple[int, ...]]) -> None:
+def test_dropout_does_not_prevent_packing_in_eval_mode(layer: Any, taken: list[tuple[int, ...]]) -> None:
     layer.attn_drop.p = 0.5
-    packed.pack(layer)
+    packed.use_packed(layer)
     under_autocast(layer.eval(), torch.randn(2, 17, 64))
     assert len(taken) == 1
 
@@ -166,88 +168,88 @@ def test_dropout_is_no_hindrance_where_nothing_is_dropped(layer: Any, taken: lis
     "options",
     [{"qk_norm": True, "norm_layer": nn.LayerNorm}, {"scale_norm": True, "norm_layer": nn.LayerNorm}, {"gated": True}],
 )
-def test_a_layer_with_more_in_it_is_left_alone(options: dict[str, Any]) -> None:
+def test_layers_with_norms_or_gates_are_not_packed(options: dict[str, Any]) -> None:
     layer: Any = TimmAttention(64, num_heads=2, **options)
-    packed.pack(layer)
+    packed.use_packed(layer)
     assert type(layer) is TimmAttention
     assert not can_be_packed(layer)
 
 
-def test_another_kind_of_layer_is_left_alone() -> None:
+def test_other_attention_classes_are_not_packed() -> None:
     swin = create_model("swin_tiny_patch4_window7_224", img_size=32, window_size=4, depths=(1, 1, 1, 1))
     assert attention_layers(swin)
-    put_attention_in_force(PACKED, swin)
+    apply_attention(PACKED, swin)
     assert not any(isinstance(module, PackedAttention) for module in swin.modules())
-    put_attention_in_force("fused", swin)
+    apply_attention("fused", swin)
 
 
-def test_kinds_replace_each_other(layer: Any, taken: list[tuple[int, ...]]) -> None:
+def test_applied_kinds_replace_each_other(layer: Any, taken: list[tuple[int, ...]]) -> None:
     x, calls = torch.randn(2, 17, 64), []
     for kind in (PACKED, "fused", PACKED, "plain"):
-        put_attention_in_force(kind, layer)
+        apply_attention(kind, layer)
         under_autocast(layer, x)
         calls.append(len(taken))
-    put_attention_in_force("fused", layer)
+    apply_attention("fused", layer)
     assert calls == [1, 1, 2, 2]
 
 
-def test_without_its_kernels_it_is_neither_raced_nor_given_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_is_rejected_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_here(*_: Any) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(packed, "_have_tried", none_here)
+    monkeypatch.setattr(packed, "_check_kernels", none_here)
     monkeypatch.setattr(packed, "why_not", lambda: "this CPU has no AMX")
     vit, images = create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
     with pytest.raises(UserError, match=r"MODEL\.ATTENTION packed: torch has none.*only fused, plain"):
-        raced_attention(PACKED, vit, images, Precision(BF16, CPU))
+        race_attention(PACKED, vit, images, Precision(BF16, CPU))
     assert not any(isinstance(module, PackedAttention) for module in vit.modules())
     with pytest.raises(UserError, match=r"packed: this CPU has no AMX; cpu has fused and plain; or leave it auto"):
-        settled_attention(PACKED, vit, Precision(BF16, CPU), "mkl", (), None)
+        attention_by_rule(PACKED, vit, Precision(BF16, CPU), "mkl", (), None)
 
 
-def test_lists_that_name_torchs_operator_leave_ours_out() -> None:
+def test_amp_lists_with_torchs_operator_exclude_packed() -> None:
     vit, precision = create_model("test_vit", num_classes=3), OnGpu()
     ours: Any = precision
     listed = ("scaled_dot_product_attention",)
     with pytest.raises(UserError, match=r"packed needs Triton, and AMP's lists not to name"):
-        settled_attention(PACKED, vit, ours, "mkl", listed, None)
-    assert settled_attention("auto", vit, ours, "mkl", listed, PACKED) is None, "another kind has to be found"
-    assert settled_attention("auto", vit, ours, "mkl", (), PACKED) is None, "it has to be tried on this GPU"
+        attention_by_rule(PACKED, vit, ours, "mkl", listed, None)
+    assert attention_by_rule("auto", vit, ours, "mkl", listed, PACKED) is None, "another kind has to be found"
+    assert attention_by_rule("auto", vit, ours, "mkl", (), PACKED) is None, "it has to be tried on this GPU"
     with pytest.raises(UserError, match="name softmax"):
-        settled_attention(PACKED, vit, ours, "mkl", ("softmax",), None)
+        attention_by_rule(PACKED, vit, ours, "mkl", ("softmax",), None)
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_resumed_run_keeps_it_where_its_kernels_run(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+def test_resumed_run_keeps_packed_where_its_kernels_work(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     """Another GPU may have too little memory on its chip."""
 
     def try_kernels(*_: Any) -> None:
         if not there:
             raise RuntimeError("out of resources")
 
-    monkeypatch.setattr(packed, "_have_tried", try_kernels)
-    monkeypatch.setattr(packed, "serves", lambda *_: True)
+    monkeypatch.setattr(packed, "_check_kernels", try_kernels)
+    monkeypatch.setattr(packed, "supports_call", lambda *_: True)
     monkeypatch.setattr(packed, "packed_attention", lambda qkv, _heads: (qkv[..., : qkv.shape[2] // 3] * 1.0, None))
     monkeypatch.setattr(attention_race, "_by_events", lambda work: work() or 1.0)
     vit, images = create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
-    found = raced_attention("auto", vit, images, Precision(BF16, CPU), kept=PACKED)
-    assert (found.kind, found.reason == "as this run began") == ((PACKED, True) if there else ("fused", False))
+    found = race_attention("auto", vit, images, Precision(BF16, CPU), previous=PACKED)
+    assert (found.kind, found.reason == "as before the resume") == ((PACKED, True) if there else ("fused", False))
 
 
-def test_without_triton_it_is_no_kind_among_others() -> None:
+def test_packed_is_not_timed_without_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; import engine.speed.packed_attention"
     code += "; import engine.speed.attention as a; assert not a.packed_is_possible(())"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_a_race_takes_these_kernels_alone_or_not_at_all(
+def test_race_times_packed_kernels_without_fallback(
     layer: Any, taken: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(2, 17, 64)
-    with pytest.raises(RuntimeError, match="no kernel for 17 tokens"), packed_alone(layer, 17, torch.float16, CPU):
+    with pytest.raises(RuntimeError, match="has no kernel for 17 tokens"), packed_only(layer, 17, torch.float16, CPU):
         pass
-    monkeypatch.setattr(packed, "_have_tried", lambda *_: None)
-    with packed_alone(layer, 17, torch.bfloat16, CPU):
+    monkeypatch.setattr(packed, "_check_kernels", lambda *_: None)
+    with packed_only(layer, 17, torch.bfloat16, CPU):
         under_autocast(layer, x)
         with pytest.raises(RuntimeError, match=r"no kernel for .* torch\.float32"):
             layer(x)
@@ -259,13 +261,13 @@ def test_a_race_takes_these_kernels_alone_or_not_at_all(
     assert len(taken) == 1
 
 
-def test_a_kernel_that_cannot_run_or_is_wrong_is_no_kind_of_this_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_or_wrong_kernels_exclude_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError("no compiler")
 
-    monkeypatch.setattr(packed, "try_out", fail)
+    monkeypatch.setattr(packed, "self_test", fail)
     with pytest.raises(RuntimeError, match="does not run here: no compiler"):
-        packed._have_tried(17, 64, torch.bfloat16, torch.device("cuda", 0))
+        packed._check_kernels(17, 64, torch.bfloat16, torch.device("cuda", 0))
     monkeypatch.setattr(kernels, "packed_attention", lambda qkv, heads: (qkv[..., : 64 * heads] * 1.0, None))
     with pytest.raises(RuntimeError, match="off by"):
-        kernels.try_out(CPU, torch.bfloat16, 17, 64)
+        kernels.self_test(CPU, torch.bfloat16, 17, 64)

@@ -14,7 +14,7 @@ import torch
 from datasets import Batch, Share, Window
 from engine.compile.choice import NONE, WHOLE, choose_compiling
 from engine.compile.compiled import compile_update
-from engine.machine.device import prepare
+from engine.machine.device import set_up_device
 from engine.setup import tuned_model, update_parts
 from engine.update import train_update
 from tools.benchmark_amp.against_timm.start import UPDATES_PER_EPOCH, Loop, Start
@@ -40,11 +40,11 @@ class Ours:
         amp = {"ENABLED": way.precision != "fp32"} | ({"DTYPE": way.precision} if way.precision != "fp32" else {})
         config = changed(way.settings or config, "AMP", **amp)
         config = changed(config, "TRAIN", COMPILE=WHOLE if way.compiled else NONE)
-        prepare(config, device, ALONE)
+        set_up_device(config, device, ALONE)
         in_precision, tuning = tuned_model(config, device, ALONE, {})
         in_precision[0].train()
         self._parts = update_parts(config, ALONE, device, in_precision, UPDATES_PER_EPOCH)
-        self._parts.start_computing()
+        self._parts.set_up_forward()
         compiling = choose_compiling(config, self._parts, ALONE, 0, {})
         self.choices = tuning.choices() | compiling.as_noted()
         compile_update(self._parts, compiling, config)

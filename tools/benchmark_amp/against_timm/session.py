@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from datasets import Batch
-from engine.machine.device import pick_device, wait_for
+from engine.machine.device import pick_device, synchronize
 from engine.machine.memory import peak_memory_gb
 from tools.benchmark_amp.against_timm.loops import loop_of
 from tools.benchmark_amp.against_timm.start import Loop
@@ -47,7 +47,7 @@ class LoopSession(Session):
         """Train the compared updates, then the rest of the warm-up."""
         self._losses = [self._loop.train_one(batch) for batch in self._next(COMPARED)]
         self._loop.train(self._next(max(0, warmup_updates(self._job.updates) - COMPARED)))
-        wait_for(self._device)
+        synchronize(self._device)
         self._free_cache()
         return {"losses": self._losses}
 
@@ -64,10 +64,10 @@ class LoopSession(Session):
     def turn(self) -> Metrics:
         updates, batches = self._job.updates, self._next(self._job.updates)
         reset_peak_memory(self._device)
-        wait_for(self._device)
+        synchronize(self._device)
         began, on_cpu = time.perf_counter(), time.process_time()
         self._loop.train(batches)
-        wait_for(self._device)
+        synchronize(self._device)
         seconds, on_cpu = time.perf_counter() - began, time.process_time() - on_cpu
         metrics = {
             "seconds": seconds,

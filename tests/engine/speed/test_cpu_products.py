@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import engine.speed.cpu_products as matmul
-from engine.speed.cpu_products import Products, choose_half_products, choose_products, put_products_in_force
+from engine.speed.cpu_products import Products, apply_products, choose_half_products, choose_products
 from tests.engine.small import CPU, build
 from utils.errors import UserError
 
@@ -24,12 +24,12 @@ LARGE = 8 * 196 * 192
 @pytest.fixture(autouse=True)
 def mkl_again() -> Iterator[None]:
     yield
-    put_products_in_force("mkl")
+    apply_products("mkl")
 
 
 def on(monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float = 1e-6, amx: bool = False) -> None:
     monkeypatch.setattr(matmul, "processor_kind", lambda: machine)
-    monkeypatch.setattr(matmul, "_error_of_onednn", lambda: error)
+    monkeypatch.setattr(matmul, "_onednn_error", lambda: error)
     monkeypatch.setattr(matmul, "why_not", lambda _: "" if amx else NO_AMX)
 
 
@@ -44,7 +44,7 @@ def on(monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float =
         (INTEL, 1e-6, True, LARGE, "mkl"),
     ],
 )
-def test_auto_goes_by_the_machine_and_the_sizes(
+def test_auto_depends_on_the_machine_and_the_sizes(
     monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float, fp32: bool, values: int, library: str
 ) -> None:
     on(monkeypatch, machine, error)
@@ -52,7 +52,7 @@ def test_auto_goes_by_the_machine_and_the_sizes(
     assert choose_products("auto", torch.device("cuda"), fp32, values, None).library == "mkl"
 
 
-def test_auto_takes_amx_before_all_others_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_prefers_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, INTEL, amx=True)
     assert choose_products("auto", CPU, True, LARGE, None).library == "amx"
     assert choose_products("auto", CPU, True, 1000, None).library == "mkl", "small matrices"
@@ -61,21 +61,21 @@ def test_auto_takes_amx_before_all_others_where_it_is(monkeypatch: pytest.Monkey
     assert choose_products("auto", CPU, True, LARGE, "mkl").library == "mkl", "as the run began"
 
 
-def test_amx_asked_for_means_nothing_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx_has_no_effect_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose MLPs have kernels of their own, and whose host may have no AMX."""
     on(monkeypatch, ZEN_4)
     assert choose_products("amx", torch.device("cuda"), True, LARGE, None).library == "mkl"
     assert choose_products("amx", torch.device("cuda"), False, LARGE, None).library == "mkl"
 
 
-def test_without_amx_it_is_refused_and_a_resumed_run_goes_on_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx_is_rejected_without_amx_and_a_resumed_run_uses_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, ZEN_4)
     with pytest.raises(UserError, match=f"CPU_FP32 amx: {NO_AMX}; use mkl"):
         choose_products("amx", CPU, True, LARGE, None)
     assert choose_products("auto", CPU, True, LARGE, "amx").library == "mkl"
 
 
-def test_a_resumed_run_keeps_its_library_and_says_what_this_machine_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_keeps_its_library_and_reports_the_machines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, ZEN_4)
     found = choose_products("auto", CPU, True, LARGE, "onednn")
     assert found.library == "onednn"
@@ -85,17 +85,17 @@ def test_a_resumed_run_keeps_its_library_and_says_what_this_machine_would_take(m
     assert choose_products("mkl", CPU, True, LARGE, "onednn").library == "mkl", "asked for"
 
 
-def test_onednn_is_refused_where_it_would_compute_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_is_rejected_where_it_computes_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, INTEL, error=3e-3)
     with pytest.raises(UserError, match=r"CPU_FP32 onednn: .*less exact than fp32.*use mkl"):
         choose_products("onednn", CPU, True, LARGE, None)
 
 
 def half_products(wanted: str, device: str = "cpu", kept: str | None = None, **others) -> Products:
-    words = {"level": "O1", "dtype": torch.bfloat16, "listed": (), "values": LARGE, "dealt_out": False} | others
+    words = {"level": "O1", "dtype": torch.bfloat16, "listed": (), "values": LARGE, "sharded": False} | others
     choice = SimpleNamespace(dtype=words["dtype"])
     precision: Any = SimpleNamespace(device=torch.device(device), level=words["level"], fp8=None, choice=choice)
-    return choose_half_products(wanted, precision, words["listed"], words["values"], kept, words["dealt_out"])
+    return choose_half_products(wanted, precision, words["listed"], words["values"], kept, words["sharded"])
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def half_products(wanted: str, device: str = "cpu", kept: str | None = None, **o
         ({"dtype": torch.float16}, "onednn"),
         ({"listed": ("linear",)}, "onednn"),
         ({"listed": ("softmax",)}, "amx"),
-        ({"dealt_out": True}, "onednn"),
+        ({"sharded": True}, "onednn"),
         ({"device": "cuda"}, "onednn"),
         ({"kept": "onednn"}, "onednn"),
         ({"kept": "amx"}, "amx"),
     ],
 )
-def test_in_bf16_auto_takes_amx_where_it_serves(
+def test_bf16_auto_uses_amx_where_it_works(
     monkeypatch: pytest.MonkeyPatch, others: dict[str, Any], library: str
 ) -> None:
     on(monkeypatch, INTEL, amx=True)
@@ -123,7 +123,7 @@ def test_in_bf16_auto_takes_amx_where_it_serves(
     assert half_products("auto", **others).library == "onednn", "a resumed run, too, where there is no AMX"
 
 
-def test_in_bf16_amx_is_refused_with_what_is_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_amx_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, ZEN_4)
     with pytest.raises(UserError, match=f"CPU_BF16 amx: {NO_AMX}; use onednn"):
         half_products("amx")
@@ -134,7 +134,7 @@ def test_in_bf16_amx_is_refused_with_what_is_in_its_way(monkeypatch: pytest.Monk
     assert half_products("amx", device="cuda", listed=("linear",)).library == "onednn", "without effect on a GPU"
 
 
-def test_the_probe_tells_fp32_from_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_error_distinguishes_fp32_from_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this CPU makes of it: the products are made here."""
     product = torch.Tensor.__matmul__
 
@@ -142,11 +142,11 @@ def test_the_probe_tells_fp32_from_bf16(monkeypatch: pytest.MonkeyPatch) -> None
         def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             return product(a.to(precision), b.to(precision)).float() if a.dtype is torch.float32 else product(a, b)
 
-        matmul._error_of_onednn.cache_clear()
+        matmul._onednn_error.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "__matmul__", multiply)
-            found = matmul._error_of_onednn()
-        matmul._error_of_onednn.cache_clear()
+            found = matmul._onednn_error()
+        matmul._onednn_error.cache_clear()
         return found
 
     exact, rounded = error_with(torch.float64), error_with(torch.bfloat16)
@@ -154,7 +154,7 @@ def test_the_probe_tells_fp32_from_bf16(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("library", ["mkl", "onednn"])
-def test_the_library_asked_for_multiplies(vitamp, tiny: Path, library: str) -> None:
+def test_requested_library_multiplies(vitamp, tiny: Path, library: str) -> None:
     """oneDNN itself tells what it computes."""
     # Without the units for bf16 that some CPUs have: by them oneDNN would be refused.
     env = {"ONEDNN_VERBOSE": "1", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
@@ -165,12 +165,12 @@ def test_the_library_asked_for_multiplies(vitamp, tiny: Path, library: str) -> N
     products = [line for line in done.out.splitlines() if ",exec,cpu,matmul," in line and "src:f32" in line]
     used = library == "onednn" and torch.backends.cpu.get_cpu_capability() != "AVX2"
     assert bool(products) == used
-    assert ("without it torch leaves them to MKL" in done.text) == (library == "onednn" and not used)
+    assert ("which this CPU lacks, torch uses MKL" in done.text) == (library == "onednn" and not used)
     assert f"fp32 products by {library} (as asked for" in done.text
     assert json.loads((out / "run.json").read_text())["choices"]["cpu_fp32"] == library
 
 
-def test_a_later_run_in_the_process_does_not_inherit_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_run_in_the_process_does_not_inherit_the_library(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, ZEN_5)
 
     def setting() -> str:

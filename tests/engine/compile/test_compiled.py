@@ -21,7 +21,7 @@ from engine.compile.compiled import compile_update
 from engine.evaluate import evaluate
 from engine.machine.late_compiler import uncompiled
 from engine.setup import ReadyToTrain
-from engine.speed.attention import put_attention_in_force
+from engine.speed.attention import apply_attention
 from tests.engine.small import build, train, windows
 from utils.config import Config
 from utils.config.amp import AmpConfig
@@ -91,7 +91,7 @@ CASES = [(how, precision) for precision in PRECISIONS for how in (BLOCKS, WHOLE)
 @pytest.mark.parametrize(
     ("how", "precision"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
 )
-def test_compiled_updates_are_those_that_are_written(tiny: Path, how: str, precision: str) -> None:
+def test_compiled_updates_equal_eager_ones(tiny: Path, how: str, precision: str) -> None:
     words = {**RANDOM, **PRECISIONS[precision], "TRAIN__ACCUM_ITER": 2, "TRAIN__MODEL_EMA": "true"}
     written, ours = build(tiny, **words), compiled(build(tiny, **words), how)
     before = weights(ours)
@@ -109,7 +109,7 @@ def test_compiled_updates_are_those_that_are_written(tiny: Path, how: str, preci
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [BLOCKS, WHOLE])
-def test_images_changed_on_the_host_s_numbers_are_changed_alike(tiny: Path, how: str) -> None:
+def test_compiled_updates_mix_the_same_images(tiny: Path, how: str) -> None:
     words = {**RANDOM, "TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__CUTMIX_ALPHA": 1.0, "TRAIN__RANDOM_ERASE_PROB": 0.25}
     written, ours = build(tiny, **words), compiled(build(tiny, **words), how)
     for ready in (written, ours):
@@ -120,7 +120,7 @@ def test_images_changed_on_the_host_s_numbers_are_changed_alike(tiny: Path, how:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [BLOCKS, WHOLE])
-def test_what_is_smaller_than_the_others_or_validated_is_not_compiled(tiny: Path, how: str) -> None:
+def test_smaller_micro_batches_and_validation_are_not_compiled(tiny: Path, how: str) -> None:
     ready = compiled(build(tiny, MODEL__DEPTH=2, DATA__BATCH_SIZE=16, DATA__DROP_LAST="false"), how)
     source = windows(ready)
     train(ready, 1, source)
@@ -140,7 +140,7 @@ def test_what_is_smaller_than_the_others_or_validated_is_not_compiled(tiny: Path
 
 
 @pytest.mark.slow
-def test_modules_forced_to_fp32_on_the_way_are_compiled_so(tiny: Path) -> None:
+def test_modules_forced_to_fp32_during_training_are_compiled_again(tiny: Path) -> None:
     words = {"MODEL__DEPTH": 2, "DATA__BATCH_SIZE": 16, **PRECISIONS["O2"]}
     written, ours = build(tiny, **words), compiled(build(tiny, **words), WHOLE)
     for ready in (written, ours):
@@ -155,7 +155,7 @@ def test_modules_forced_to_fp32_on_the_way_are_compiled_so(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_skipped_update_is_replayed_as_it_is_written(tiny: Path) -> None:
+def test_skipped_update_is_replayed_in_eager_mode(tiny: Path) -> None:
     ready = compiled(build(tiny, MODEL__DEPTH=2, DATA__BATCH_SIZE=16, **PRECISIONS["O1 fp16"]), BLOCKS)
     with torch.no_grad():
         dict(ready.model.named_parameters())["blocks.1.mlp.fc1.bias"].fill_(7e4)
@@ -165,7 +165,7 @@ def test_a_skipped_update_is_replayed_as_it_is_written(tiny: Path) -> None:
     assert (blame.operation, blame.module) == ("linear", "blocks.1.mlp.fc1")
 
 
-def test_what_cannot_be_compiled_is_an_error_that_says_what_to_do(tiny: Path) -> None:
+def test_model_that_cannot_be_compiled_is_an_error_with_a_remedy(tiny: Path) -> None:
     ready = build(tiny, DATA__BATCH_SIZE=16)
 
     def curious(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_what_cannot_be_compiled_is_an_error_that_says_what_to_do(tiny: Path) ->
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_inside(tiny: Path) -> None:
+def test_uncompiled_runs_eager_code(tiny: Path) -> None:
     ready = compiled(build(tiny, DATA__BATCH_SIZE=16), BLOCKS)
     with uncompiled():
         train(ready, 1)
@@ -186,7 +186,7 @@ def test_nothing_is_compiled_inside(tiny: Path) -> None:
 
 
 @pytest.mark.slow  # machine code, if little of it
-def test_a_graph_with_another_kernel_of_attention_is_not_taken_for_ours() -> None:
+def test_cached_graphs_are_kept_apart_by_attention() -> None:
     """torch keeps graphs by what is called, and which kernel is behind that it decides when it compiles."""
     from torch._dynamo.utils import counters
 
@@ -196,34 +196,34 @@ def test_a_graph_with_another_kernel_of_attention_is_not_taken_for_ours() -> Non
     kept: list[int] = []
     try:
         for kind in ("flash", "efficient", "flash"):
-            put_attention_in_force(kind, torch.nn.Identity())
-            compiling._prepare_compiler(DataConfig(), in_precision("O0"))
+            apply_attention(kind, torch.nn.Identity())
+            compiling._configure_compiler(DataConfig(), in_precision("O0"))
             torch.compiler.reset()
             counters.clear()
             torch.compile(torch.nn.functional.scaled_dot_product_attention)(values, values, values)
             kept.append(counters["aot_autograd"]["autograd_cache_hit"])
     finally:
-        put_attention_in_force("fused", torch.nn.Identity())
+        apply_attention("fused", torch.nn.Identity())
     assert kept == [0, 0, 1]
     assert config.cache_key_tag.startswith(" lists attention=")
 
 
-def test_graphs_are_kept_by_precision() -> None:
+def test_graph_cache_key_includes_the_precision() -> None:
     config: Any = torch.compiler.config
     tags = set()
     for level, dtype in [("O0", "bf16"), ("O1", "bf16"), ("O1", "fp16"), ("O1", "bf16"), ("O2", "fp16")]:
-        compiling._prepare_compiler(DataConfig(), in_precision(level, dtype))
+        compiling._configure_compiler(DataConfig(), in_precision(level, dtype))
         tags.add(config.cache_key_tag)
     assert len(tags) == 4
 
 
 @pytest.mark.slow  # machine code, if little of it
-def test_a_graph_under_autocast_to_another_dtype_is_not_taken_for_ours() -> None:
+def test_cached_graphs_are_kept_apart_by_autocasts_dtype() -> None:
     """Of torch 2.11's cache: newer ones tell these apart themselves."""
     layer, values = torch.nn.Linear(8, 8), torch.randn(4, 8)
     for dtype, expected in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         precision = in_precision("O1", dtype)
-        compiling._prepare_compiler(DataConfig(), precision)
+        compiling._configure_compiler(DataConfig(), precision)
         torch.compiler.reset()
         with precision.autocast():
             assert torch.compile(layer)(values).dtype is expected

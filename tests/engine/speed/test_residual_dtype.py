@@ -11,7 +11,7 @@ from timm.models import create_model
 from torch import Tensor, nn
 
 from engine.amp.precision import Precision
-from engine.speed.residual_dtype import narrow_stream, stream_is_narrow
+from engine.speed.residual_dtype import cast_residual_stream, casts_residual_stream
 from tests.engine.small import BF16, CPU, OFF, build, train
 from utils.config import AmpConfig
 from utils.errors import UserError
@@ -29,18 +29,18 @@ def stream_of(model: nn.Module, autocast: bool = True) -> set[torch.dtype]:
 
 
 @pytest.mark.parametrize("layer_scale", [None, 0.1])
-def test_the_stream_is_fp32_until_it_is_asked_to_be_narrow(layer_scale: float | None) -> None:
+def test_residual_stream_is_fp32_unless_set_to_autocast(layer_scale: float | None) -> None:
     model = create_model("test_vit", num_classes=3, init_values=layer_scale)
     assert stream_of(model) == {torch.float32}
     precision = Precision(BF16, CPU)
-    assert stream_is_narrow("autocast", model, precision)
-    assert not stream_is_narrow("fp32", model, precision)
-    narrow_stream(model, precision)
+    assert casts_residual_stream("autocast", model, precision)
+    assert not casts_residual_stream("fp32", model, precision)
+    cast_residual_stream(model, precision)
     assert stream_of(model) == {torch.bfloat16}
     assert stream_of(model, autocast=False) == {torch.float32}, "a validation in fp32 stays one"
 
 
-def test_the_setting_reaches_the_model_and_its_average(tiny: Path) -> None:
+def test_residual_dtype_applies_to_model_and_ema(tiny: Path) -> None:
     ready = build(
         tiny, AMP__ENABLED="true", AMP__DTYPE="bf16", TRAIN__RESIDUAL_DTYPE="autocast", TRAIN__MODEL_EMA="true"
     )
@@ -60,12 +60,12 @@ def test_the_setting_reaches_the_model_and_its_average(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("amp", [OFF, AmpConfig(ENABLED=True, DTYPE="bf16", LEVEL="O2")])
-def test_without_autocast_it_has_no_effect_and_says_so(amp: AmpConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_residual_dtype_has_no_effect_without_autocast(amp: AmpConfig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "vitamp")
-    assert not stream_is_narrow("autocast", create_model("test_vit"), Precision(amp, CPU))
+    assert not casts_residual_stream("autocast", create_model("test_vit"), Precision(amp, CPU))
     assert "RESIDUAL_DTYPE autocast has no effect" in caplog.text
 
 
-def test_a_model_without_a_stream_is_refused() -> None:
+def test_residual_dtype_is_rejected_for_models_without_blocks() -> None:
     with pytest.raises(UserError, match=r"TRAIN\.RESIDUAL_DTYPE autocast: Linear"):
-        stream_is_narrow("autocast", nn.Linear(2, 2), Precision(BF16, CPU))
+        casts_residual_stream("autocast", nn.Linear(2, 2), Precision(BF16, CPU))

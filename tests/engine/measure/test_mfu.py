@@ -18,7 +18,7 @@ from engine.measure import mfu as flops
 from engine.measure.mfu import Peak, Utilisation, listed_tflops, measured_tflops, peak_of, training_flops
 from engine.measure.progress import Position
 from engine.measure.stage_times import FORWARD, HostStages
-from engine.measure.throughput import Pace
+from engine.measure.throughput import Throughput
 from models import Shortcuts, build_without_weights
 from tests.engine.small import BF16, CPU, OFF
 from tests.program import Result
@@ -47,7 +47,7 @@ def counted(name: str, size: int = 224, **settings: Any) -> float:
         ("resnet50", 24.3),  # batch norm
     ],
 )
-def test_known_models(name: str, expected: float) -> None:
+def test_flops_of_known_models(name: str, expected: float) -> None:
     assert counted(name, TYPE="x") == pytest.approx(expected, rel=2e-3)
 
 
@@ -61,13 +61,13 @@ def by_hand(width: int, depth: int, tokens: int, mlp: int, patch: int, classes: 
 SMALL: dict[str, Any] = {"EMBED_DIM": 64, "DEPTH": 2, "NUM_HEADS": 2, "PATCH_SIZE": 8, "NUM_CLASSES": 10}
 
 
-def test_products_are_counted_and_attention_is_among_them() -> None:
+def test_flops_include_attention() -> None:
     assert counted("own", 64, **SMALL) == pytest.approx(by_hand(64, 2, 65, 4, 8, 10), rel=1e-9)
     assert counted("own", 64, **SMALL, MLP_RATIO=2) == pytest.approx(by_hand(64, 2, 65, 2, 8, 10), rel=1e-9)
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_fused_attention_is_the_same_work(fused: bool) -> None:
+def test_flops_of_fused_and_plain_attention_are_equal(fused: bool) -> None:
     model = build_without_weights(ModelConfig(NAME="own", **SMALL), 64, 3)
     for module in model.modules():
         if hasattr(module, "fused_attn"):
@@ -76,7 +76,9 @@ def test_fused_attention_is_the_same_work(fused: bool) -> None:
     assert found == pytest.approx(1e9 * by_hand(64, 2, 65, 4, 8, 10), rel=1e-9)
 
 
-def test_what_cannot_be_counted_is_no_number(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_that_cannot_be_counted_are_none(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Curious(nn.Module):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return images * float(images.mean())
@@ -123,7 +125,7 @@ def test_listed_peaks(name: str, kind: str, tflops: float | None) -> None:
 def precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, amp: AmpConfig) -> Precision:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(flops, "describe_one", lambda _: name)
+    monkeypatch.setattr(flops, "describe_device", lambda _: name)
     return Precision(amp, GPU)
 
 
@@ -136,7 +138,7 @@ def precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, amp: AmpConfi
         (AmpConfig(ENABLED=True, DTYPE="bf16", LEVEL="O2"), 989.4),
     ],
 )
-def test_a_listed_gpu_is_not_measured(
+def test_peak_of_a_listed_gpu_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, amp: AmpConfig, tflops: float
 ) -> None:
     monkeypatch.setattr(flops, "measured_tflops", lambda *_: pytest.fail("measured"))
@@ -148,7 +150,9 @@ def test_a_listed_gpu_is_not_measured(
     assert (found.tflops, found.how) == (tflops, "its data sheet")
 
 
-def test_another_device_is_measured_once_and_only_if_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_peak_of_another_device_is_measured_once_and_on_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[torch.dtype] = []
 
     def measure(_device: torch.device, dtype: torch.dtype) -> float:
@@ -174,13 +178,13 @@ def test_another_device_is_measured_once_and_only_if_asked(monkeypatch: pytest.M
         assert peak_of(ours, 4, True, file) == first
 
 
-def test_a_measured_peak_is_one() -> None:
+def test_measured_peak_is_plausible() -> None:
     """At least what a plain product of this size reaches, and nothing that no CPU does."""
     assert 1e-4 < measured_tflops(CPU, torch.float32, seconds=0.2) < 1000
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_is_that_of_numbers_as_training_has_them(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_peak_is_measured_with_random_numbers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """And training's own random numbers stay what they would have been."""
     seen: list[torch.Tensor] = []
     product = torch.mm
@@ -192,7 +196,7 @@ def test_it_is_that_of_numbers_as_training_has_them(monkeypatch: pytest.MonkeyPa
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_utilisation() -> None:
+def test_mfu_of_known_flops() -> None:
     config = Config(MODEL=ModelConfig(NAME="vit_tiny_patch16_224"))
     made = Utilisation(config, PEAK, 4, Position())
     assert not made.counted
@@ -201,7 +205,7 @@ def test_utilisation() -> None:
     assert made.counted
 
 
-def test_smaller_images_and_fewer_tokens_cost_less() -> None:
+def test_mfu_counts_smaller_images_and_dropped_tokens() -> None:
     settings = {
         "MODEL": {"NAME": "own", **SMALL},
         "DATA": {"IMAGE_SIZE": 64},
@@ -221,14 +225,14 @@ def test_smaller_images_and_fewer_tokens_cost_less() -> None:
     assert found[2] < 0.6 * found[3]
 
 
-def test_tokens_are_dropped_from_the_model_that_is_counted() -> None:
+def test_flops_are_counted_with_dropped_tokens() -> None:
     shortcuts = Shortcuts(token_drop=0.5)
     model = build_without_weights(ModelConfig(NAME="own", **SMALL), 64, 3, shortcuts)
     full = training_flops(model, 3, 64)
     assert full == pytest.approx(1e9 * by_hand(64, 2, 65, 4, 8, 10), rel=1e-9), "until an epoch says otherwise"
 
 
-def test_counting_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_flops_is_left_out_of_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is its time a stage's."""
     from engine.measure import throughput
 
@@ -242,7 +246,7 @@ def test_counting_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flops, "training_flops", counting)
     config = Config.model_validate({"MODEL": {"NAME": "own", **SMALL}, "DATA": {"IMAGE_SIZE": 64}})
     stages = HostStages(lambda: now[0])
-    made = Pace(CPU, stages, Utilisation(config, PEAK, 1, Position()))
+    made = Throughput(CPU, stages, Utilisation(config, PEAK, 1, Position()))
     rates = []
     for _ in range(3):
         for _ in range(4):
@@ -258,7 +262,7 @@ def test_counting_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow  # two runs that measure; what is remembered is tested above
-def test_run_json_keeps_the_peak(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_run_json_has_the_peak(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     """And a run that goes on takes it from there."""
     run = tmp_path / "run"
     words = ("-cfg", tiny, "-output", run, "REPORT_STAGES=true", "-resume", "auto")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from datasets import Window
 from engine.evaluate import evaluate
-from engine.inputs.mixup import Mixing, Seen, batch_change, unchanged
+from engine.inputs.mixup import Mixing, TransformedBatch, build_batch_transform, no_transform
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.program import Result, metrics
@@ -42,7 +42,7 @@ def samples(count: int = 6, side: int = 12) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_images_and_loss_are_those_of_timm(kind: str, mode: str) -> None:
+def test_mixed_images_and_loss_equal_timms(kind: str, mode: str) -> None:
     """Labels and smoothing together too: ours smooths in the loss, timm before it mixes."""
     settings = TrainConfig.model_validate({**KINDS[kind], "MIXUP_MODE": mode, "SMOOTHING": 0.1})
     theirs = Mixup(
@@ -72,7 +72,7 @@ def test_images_and_loss_are_those_of_timm(kind: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_accuracy_counts_the_label_of_the_larger_share(kind: str) -> None:
+def test_label_of_a_mixed_image_is_that_of_the_larger_weight(kind: str) -> None:
     mix = Mixing(TrainConfig.model_validate({**KINDS[kind], "MIXUP_MODE": "elem"}), CLASSES)
     images, labels = samples()
     np.random.seed(0)
@@ -86,7 +86,7 @@ def test_accuracy_counts_the_label_of_the_larger_share(kind: str) -> None:
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
-def test_the_middle_of_an_odd_batch_keeps_itself(kind: str, mode: str) -> None:
+def test_middle_image_of_an_odd_batch_is_not_mixed(kind: str, mode: str) -> None:
     """A last micro-batch may be of any size where DATA.DROP_LAST is off."""
     mix = Mixing(TrainConfig.model_validate({**KINDS[kind], "MIXUP_MODE": mode}), CLASSES)
     for count in (1, 5):
@@ -101,7 +101,7 @@ def test_the_middle_of_an_odd_batch_keeps_itself(kind: str, mode: str) -> None:
         assert torch.allclose(seen.targets.sum(1), torch.ones(count))
 
 
-def test_the_images_given_are_not_written_to_by_mixing() -> None:
+def test_mixing_does_not_write_to_its_input() -> None:
     images, labels = samples()
     before = images.clone()
     Mixing(TrainConfig(CUTMIX_ALPHA=1.0), CLASSES).mixed(images, labels)
@@ -110,12 +110,12 @@ def test_the_images_given_are_not_written_to_by_mixing() -> None:
 
 def erased(**settings: object) -> Tensor:
     """Which pixels of a batch of 40 images of ones were put out, and with what."""
-    change = batch_change(TrainConfig.model_validate(settings), CLASSES, CPU)
+    change = build_batch_transform(TrainConfig.model_validate(settings), CLASSES, CPU)
     seed_all(0, "erasing")
     return change(torch.ones(40, 3, 16, 16), torch.zeros(40, dtype=torch.int64)).images
 
 
-def test_erasing_follows_its_settings() -> None:
+def test_random_erasing_follows_its_settings() -> None:
     always = erased(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="const")
     assert set(always.unique().tolist()) == {0.0, 1.0}
     assert bool((always == 0).flatten(1).any(1).all())
@@ -130,15 +130,15 @@ def test_erasing_follows_its_settings() -> None:
     assert len(erased(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="pixel")[0].unique()) > 6
 
 
-def test_nothing_asked_for_changes_nothing() -> None:
-    assert batch_change(TrainConfig(MIXUP_PROB=1.0, RANDOM_ERASE_COUNT=3), CLASSES, CPU) is unchanged
+def test_no_batch_transform_by_default() -> None:
+    assert build_batch_transform(TrainConfig(MIXUP_PROB=1.0, RANDOM_ERASE_COUNT=3), CLASSES, CPU) is no_transform
 
 
-def keeping(parts: Any) -> list[Seen]:
+def keeping(parts: Any) -> list[TransformedBatch]:
     """Every result of parts.change from now on."""
     found, inner = [], parts.change
 
-    def change(images: Tensor, labels: Tensor) -> Seen:
+    def change(images: Tensor, labels: Tensor) -> TransformedBatch:
         found.append(inner(images, labels))
         return found[-1]
 
@@ -146,7 +146,7 @@ def keeping(parts: Any) -> list[Seen]:
     return found
 
 
-def test_a_micro_batch_is_changed_alike_whoever_computes_it(tiny: Path) -> None:
+def test_batch_transform_depends_on_the_micro_batch_only(tiny: Path) -> None:
     """The second micro-batch of an update on its own, as another process would have it."""
     ready = build(tiny, TRAIN__ACCUM_ITER=2, DATA__BATCH_SIZE=16, **ALL_ON)
     window = next(windows(ready))
@@ -162,10 +162,10 @@ def test_a_micro_batch_is_changed_alike_whoever_computes_it(tiny: Path) -> None:
     assert not torch.equal(found[1].images, found[0].images), "another update draws anew"
 
 
-def test_the_replay_of_a_skipped_update_sees_the_same(tiny: Path) -> None:
+def test_replay_of_a_skipped_update_mixes_the_same_images(tiny: Path) -> None:
     ready = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=1e30, **ALL_ON)
     found = keeping(ready.parts)
-    ready.parts.start_computing()  # so that the replay is watched as well
+    ready.parts.set_up_forward()  # so that the replay is watched as well
     train(ready, 1)
     assert ready.parts.watch is not None
     assert len(ready.parts.watch.take()) == 1
@@ -175,19 +175,19 @@ def test_the_replay_of_a_skipped_update_sees_the_same(tiny: Path) -> None:
     assert update.targets.shape == (32, 10)
 
 
-def test_the_accuracy_reported_is_that_of_the_labels_of_the_larger_share(tiny: Path) -> None:
+def test_reported_accuracy_uses_the_labels_of_the_larger_weight(tiny: Path) -> None:
     ready = build(tiny)
 
-    def always_right(images: Tensor, labels: Tensor) -> Seen:
+    def always_right(images: Tensor, labels: Tensor) -> TransformedBatch:
         with torch.no_grad():
-            return Seen(images, labels, ready.model(images).argmax(1))
+            return TransformedBatch(images, labels, ready.model(images).argmax(1))
 
     ready.parts.change = always_right
     train(ready, 1)
     assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).update.acc1 == 100.0
 
 
-def test_validation_is_neither_erased_nor_mixed(tiny: Path) -> None:
+def test_validation_has_no_batch_transform(tiny: Path) -> None:
     plain, mixing = build(tiny), build(tiny, **ALL_ON)
     figures = [
         evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE)
@@ -197,13 +197,13 @@ def test_validation_is_neither_erased_nor_mixed(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
-def test_an_update_with_all_of_it_reads_nothing_back(tiny: Path, mode: str) -> None:
+def test_mixing_and_erasing_copy_nothing_to_the_host(tiny: Path, mode: str) -> None:
     assert read_backs(build(tiny, TRAIN__MIXUP_MODE=mode, **ALL_ON)) == set()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here to wait for")
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
-def test_an_update_with_all_of_it_never_waits_for_the_gpu(tiny: Path, mode: str) -> None:
+def test_mixing_and_erasing_never_wait_for_the_gpu(tiny: Path, mode: str) -> None:
     ready = build(tiny, torch.device("cuda", 0), TRAIN__MIXUP_MODE=mode, **ALL_ON)
     source = windows(ready)
     train(ready, 3, source)
@@ -223,7 +223,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder, "train")]
 
 
-def test_resuming_and_another_number_of_processes_change_nothing(
+def test_mixing_is_the_same_after_a_resume_and_with_other_processes(
     tiny: Path, tmp_path: Path, vitamp: Callable[..., Result]
 ) -> None:
     words = [*WORDS, "DATA.REPEATED_AUGMENT=3", "DATA.SHIFT=0.1", "REPORT_FREQ=1"]
@@ -254,7 +254,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("recipe", SMALL)
-def test_the_recipes_of_deit_and_swin_train(
+def test_deit_and_swin_recipes_train(
     recipe: str, imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]
 ) -> None:
     done = vitamp(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from datasets import Batch, Share, Window
 from engine.amp.precision import Precision, check_amp
-from engine.amp.prepare_model import hint
+from engine.amp.prepare_model import tile_size_hint
 from engine.checkpoint.folder import MODEL, save_checkpoint
 from engine.evaluate import evaluate
 from engine.setup import ReadyToTrain
@@ -54,7 +54,7 @@ def as_one(pairs: list[tuple[Share, Batch]]) -> Window:
 
 @pytest.mark.parametrize("mode", ["fp32", *WITH_MASTERS])
 @pytest.mark.parametrize("update", [0, 14], ids=["full", "short"])
-def test_micro_batches_equal_the_large_batch(tiny: Path, mode: str, update: int) -> None:
+def test_micro_batches_equal_one_large_batch(tiny: Path, mode: str, update: int) -> None:
     """44 micro-batches in windows of three: the last one has two, each of them half of the mean."""
     words = {**MODES.get(mode, {}), **PLAIN_STEPS, "TRAIN__ACCUM_ITER": 3}
     ready, large, exact = build(tiny, **words), build(tiny, **words), build(tiny, **PLAIN_STEPS)
@@ -67,7 +67,7 @@ def test_micro_batches_equal_the_large_batch(tiny: Path, mode: str, update: int)
 
 
 @pytest.mark.parametrize("mode", WITH_MASTERS)
-def test_the_norm_that_is_told_is_fp32_s_and_clipping_sees_the_unscaled_one(tiny: Path, mode: str) -> None:
+def test_logged_norm_and_clipping_use_unscaled_gradients(tiny: Path, mode: str) -> None:
     words = {**PLAIN_STEPS, "TRAIN__ACCUM_ITER": 2}
     pairs = kept(next(windows(build(tiny, **words))))
     told = {}
@@ -97,7 +97,7 @@ def standing(ready: ReadyToTrain) -> dict[str, Any]:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "LAMB"])  # torch's fused one skips by itself, timm's is not called
 @pytest.mark.parametrize("mode", SCALED)
-def test_all_stands_still_on_a_skip_and_goes_on_after(tiny: Path, mode: str, optimizer: str) -> None:
+def test_skip_changes_nothing_and_training_continues(tiny: Path, mode: str, optimizer: str) -> None:
     ready = build(
         tiny,
         **MODES[mode],
@@ -134,7 +134,7 @@ def test_all_stands_still_on_a_skip_and_goes_on_after(tiny: Path, mode: str, opt
     ],
     ids=lambda words: "-".join(str(value) for value in words.values()),
 )
-def test_no_mode_reads_anything_back(tiny: Path, words: dict[str, object]) -> None:
+def test_no_precision_copies_to_the_host_in_an_update(tiny: Path, words: dict[str, object]) -> None:
     ready = build(tiny, **words, TRAIN__ACCUM_ITER=2, TRAIN__MODEL_EMA="true")
     scaled = ready.parts.precision.scaler.is_enabled()
     assert (ready.parts.watch is not None) is scaled, "the watch over overflows is on wherever something is scaled"
@@ -150,7 +150,7 @@ def dtypes(tensors: Any) -> set[torch.dtype]:
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_what_is_held_in_which_precision(tiny: Path, tmp_path: Path, mode: str) -> None:
+def test_dtypes_of_weights_gradients_optimizer_state_and_file(tiny: Path, tmp_path: Path, mode: str) -> None:
     ready = build(tiny, **MODES[mode], TRAIN__MODEL_EMA="true")
     parts = ready.parts
     assert parts.ema is not None
@@ -182,7 +182,7 @@ def test_what_is_held_in_which_precision(tiny: Path, tmp_path: Path, mode: str) 
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_every_mode_learns(tiny: Path, mode: str) -> None:
+def test_every_precision_learns(tiny: Path, mode: str) -> None:
     """Sixty updates of a few thousand weights; a level that lost its gradients stays at chance."""
     words = {**MODES[mode], "TRAIN__BASE_LR": 5e-3, "TRAIN__WARMUP_EPOCHS": 0}
     updates = 60 if mode.endswith(("bf16", "fp8")) else 30  # fp16 is slow on a CPU
@@ -194,7 +194,7 @@ def test_every_mode_learns(tiny: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["O1 bf16", "O2 bf16", "NAIVE bf16", "O2 fp16"])
-def test_validation_is_a_setting_and_changes_nothing(tiny: Path, mode: str) -> None:
+def test_amp_eval_selects_validation_precision_and_does_not_affect_training(tiny: Path, mode: str) -> None:
     figures = {}
     for name, words in ((mode, MODES[mode]), ("fp32 for it", {**MODES[mode], "AMP__EVAL": "false"}), ("fp32", {})):
         ready = build(tiny, **words)
@@ -220,7 +220,7 @@ def test_o3_trains_in_bf16_and_warns(tiny: Path, said: pytest.LogCaptureFixture)
     assert "O2" in warning
 
 
-def test_o3_in_fp16_only_where_its_epsilon_is_no_zero() -> None:
+def test_o3_in_fp16_rejects_a_small_epsilon() -> None:
     eps = {"NAME": "AdamW", "EPS": 1e-8}
     with pytest.raises(UserError, match=r"O3 in fp16.*EPS 1e-08.*explode.*0\.0001.*bf16.*O2"):
         check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": eps}))
@@ -230,7 +230,7 @@ def test_o3_in_fp16_only_where_its_epsilon_is_no_zero() -> None:
 
 
 @pytest.mark.parametrize(("eps", "sane"), [(1e-4, True), (1e-8, False)])
-def test_the_epsilon_is_what_o3_in_fp16_breaks_at(tiny: Path, eps: float, sane: bool) -> None:
+def test_small_epsilon_is_what_breaks_o3_in_fp16(tiny: Path, eps: float, sane: bool) -> None:
     """The reason that is given is the true one."""
     words = {"AMP__LEVEL": "O3", "AMP__DTYPE": "fp16", "AMP__ENABLED": "true", "AMP__INIT_LOSS_SCALING": 1024}
     ready = build(tiny, **words, TRAIN__OPTIMIZER__EPS=eps, TRAIN__WARMUP_EPOCHS=0)
@@ -251,28 +251,28 @@ def test_the_epsilon_is_what_o3_in_fp16_breaks_at(tiny: Path, eps: float, sane: 
     ],
     ids=lambda keys: next(iter(keys)),
 )
-def test_nothing_can_be_left_out_where_all_is_half(level: str, keys: dict[str, Any]) -> None:
+def test_naive_and_o3_reject_lists_and_fp32_modules(level: str, keys: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"AMP\.{next(iter(keys))}.*{level}.*use O1 or O2"):
         check_amp(amp(LEVEL=level, **keys), TrainConfig())
     check_amp(amp(LEVEL="O2", **keys), TrainConfig())
 
 
 @pytest.mark.parametrize("keys", [{"DTYPE": "fp8"}, {"LEVEL": "O3"}])
-def test_validation_in_fp32_needs_fp32_layers(keys: dict[str, Any]) -> None:
+def test_amp_eval_false_is_rejected_for_fp8_and_o3(keys: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"AMP\.EVAL false"):
         check_amp(amp(EVAL=False, **keys), TrainConfig())
     check_amp(amp(EVAL=False, LEVEL="O2"), TrainConfig())
 
 
 @pytest.mark.parametrize(("dtype", "scaling", "on"), [("bf16", True, True), ("fp16", False, False)])
-def test_scaling_can_be_asked_for_and_declined(dtype: str, scaling: bool, on: bool) -> None:
+def test_loss_scaling_setting_overrides_the_default(dtype: str, scaling: bool, on: bool) -> None:
     chosen = Precision(amp(DTYPE=dtype, LOSS_SCALING=scaling, INIT_LOSS_SCALING=32), CPU)
     assert chosen.scaler.is_enabled() is on
     assert float(chosen.scale_tensor()) == (32.0 if on else 1.0)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_modules_kept_in_fp32_hold_and_compute_in_it(tiny: Path, level: str) -> None:
+def test_fp32_modules_have_fp32_weights_and_compute_in_fp32(tiny: Path, level: str) -> None:
     words = {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": level}
     ready = build(tiny, **words, AMP__FP32_MODULES="blocks.0.mlp")
     forward = ready.parts.forward
@@ -289,13 +289,13 @@ def test_modules_kept_in_fp32_hold_and_compute_in_it(tiny: Path, level: str) -> 
 # ---- the hint
 
 
-def test_the_hint_names_sizes_that_fill_no_tiles() -> None:
+def test_tile_size_hint_names_sizes_that_are_not_multiples_of_8() -> None:
     model = nn.Linear(1, 1)
     for width, batch in itertools.product((192, 100), (64, 30)):
         model.embed_dim = width  # pyright: ignore[reportArgumentType]
-        told = hint(model, batch, "cuda")
+        told = tile_size_hint(model, batch, "cuda")
         for key, size, odd in (("MODEL.EMBED_DIM", width, width == 100), ("DATA.BATCH_SIZE", batch, batch == 30)):
             assert (f"{key} {size}" in (told or "")) is odd
         assert (told is None) is ((width, batch) == (192, 64))
-        assert hint(model, batch, "cpu") is None, "a CPU has no tensor cores"
-    assert hint(nn.Linear(1, 1), 8, "cuda") is None, "a model without a width of that name"
+        assert tile_size_hint(model, batch, "cpu") is None, "a CPU has no tensor cores"
+    assert tile_size_hint(nn.Linear(1, 1), 8, "cuda") is None, "a model without a width of that name"

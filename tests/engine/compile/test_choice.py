@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.compile import choice
 from engine.compile.choice import CompileChoice, choose_compiling
-from engine.compile.gain import gain
+from engine.compile.gain import estimate_gain
 from tests.engine.small import OFF, parts_of
 from utils.config import Config, TrainConfig, load_config
 from utils.distributed.world import ALONE, World
@@ -28,7 +28,7 @@ LONG, SHORT = 500_000, 100
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that agree in everything."""
-    monkeypatch.setattr(choice, "together", lambda _, work: work())
+    monkeypatch.setattr(choice, "on_every_rank", lambda _, work: work())
     monkeypatch.setattr(choice, "broadcast", lambda value, _: value)
 
 
@@ -58,7 +58,7 @@ def choose(
     return choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, choices)
 
 
-def test_a_cpu_compiles_what_it_is_asked_to_and_no_more() -> None:
+def test_cpu_compiles_only_on_request() -> None:
     assert choose().how == "none"
     assert "on cpu" in choose().reason
     assert choose(COMPILE="whole") == CompileChoice("whole", "default", "as asked for")
@@ -66,7 +66,7 @@ def test_a_cpu_compiles_what_it_is_asked_to_and_no_more() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_gpu_compiles_where_it_repays() -> None:
+def test_gpu_compiles_where_it_is_worthwhile() -> None:
     assert choose(device="cuda", updates=SHORT).how == "none"
     assert "too little" in choose(device="cuda", updates=SHORT).reason
     assert choose(device="cuda", updates=LONG).how == "whole"
@@ -75,43 +75,43 @@ def test_a_gpu_compiles_where_it_repays() -> None:
 
 
 @pytest.mark.usefixtures("gpu", "two")
-def test_many_processes_compile_blocks_so_that_gradients_travel_early() -> None:
+def test_several_processes_compile_blocks() -> None:
     assert choose(device="cuda", world=TWO).how == "blocks"
     asked = choose(device="cuda", world=TWO, COMPILE="whole")
     assert asked.how == "blocks"
-    assert "exchange gradients" in asked.reason
+    assert "all-reduce of gradients" in asked.reason
     assert choose(nn.Linear(2, 2), device="cuda", world=TWO).how == "none", "there are no blocks in it"
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_resumed_run_keeps_its_choice_unless_told_otherwise() -> None:
-    assert choose(kept="whole") == CompileChoice("whole", "default", "as this run had it")
+def test_resumed_run_keeps_its_choice_unless_set() -> None:
+    assert choose(kept="whole") == CompileChoice("whole", "default", "as before the resume")
     assert choose(kept="whole", COMPILE="none").how == "none"
     assert choose(kept="none", COMPILE="blocks").how == "blocks"
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_run_resumed_on_another_kind_of_device_chooses_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_run_resumed_on_another_kind_of_device_chooses_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     on_cpu = choose(kept="whole", began_on="cuda")
     assert on_cpu == CompileChoice("none", "default", choose().reason)
-    said = "Whether to compile is chosen anew: this run had TRAIN.COMPILE whole on cuda, and now is on cpu."
+    said = "The resumed run used TRAIN.COMPILE whole, but on cuda instead of cpu: it is chosen again."
     assert caplog.messages == [said]
     assert choose(kept="none", began_on="cpu", device="cuda").how == "whole"
     assert choose(kept="whole", began_on="cuda", COMPILE="blocks").how == "blocks", "as asked for"
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_run_resumed_where_there_is_no_compiler_chooses_anew(
+def test_run_resumed_without_a_compiler_chooses_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(choice.shutil, "which", lambda _: None)
     assert choose(kept="whole", device="cuda").how == "none"
-    assert "this run had TRAIN.COMPILE whole before, and now torch.compile needs a compiler" in caplog.text
+    assert "The resumed run used TRAIN.COMPILE whole, but torch.compile needs a compiler" in caplog.text
 
 
-def test_a_checkpoint_of_a_gpu_resumes_on_a_cpu_uncompiled(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
+def test_gpu_checkpoint_resumes_on_a_cpu_without_compiling(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=2", "SAVE_FREQ=1")
     assert vitamp(*words, "TRAIN.MAX_UPDATES=45").code == 0
@@ -121,51 +121,55 @@ def test_a_checkpoint_of_a_gpu_resumes_on_a_cpu_uncompiled(vitamp: Callable, tin
         meta.write_text(json.dumps(told))
     done = vitamp(*words, "-resume", "auto", env={"CXX": "no-such-compiler"})
     assert done.code == 0, done.text
-    assert "this run had TRAIN.COMPILE whole on cuda, and now is on cpu" in done.out
+    assert "The resumed run used TRAIN.COMPILE whole, but on cuda instead of cpu" in done.out
     assert "compile    none (auto: on cpu compiling takes longer than it saves)" in done.out
 
 
 @pytest.mark.parametrize(
     ("train", "device", "words"),
     [
-        ({"COMPILE": "whole", "COMPILE_MODE": "reduce-overhead"}, "cpu", "CUDA graphs are for GPUs"),
-        ({"COMPILE": "blocks", "COMPILE_MODE": "reduce-overhead"}, "cuda", "TRAIN.COMPILE whole in one process"),
+        ({"COMPILE": "whole", "COMPILE_MODE": "reduce-overhead"}, "cpu", "CUDA graphs, which need a GPU"),
+        (
+            {"COMPILE": "blocks", "COMPILE_MODE": "reduce-overhead"},
+            "cuda",
+            "only with TRAIN.COMPILE whole in one",
+        ),
     ],
 )
 @pytest.mark.usefixtures("gpu")
-def test_cuda_graphs_hold_the_whole_of_one_process_on_a_gpu(train: Settings, device: str, words: str) -> None:
+def test_cuda_graphs_need_compile_whole_in_one_process_on_a_gpu(train: Settings, device: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         choose(device=device, **train)
 
 
-def test_max_autotune_does_not_bring_cuda_graphs_along() -> None:
+def test_max_autotune_does_not_use_cuda_graphs() -> None:
     modes = {mode: CompileChoice("whole", mode, "").torch_mode for mode in ("default", "max-autotune")}
     assert modes == {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
     assert CompileChoice("whole", "reduce-overhead", "").torch_mode == "reduce-overhead"
 
 
-def test_a_model_without_blocks_is_not_compiled_by_blocks() -> None:
-    with pytest.raises(UserError, match="Linear has no row of like blocks; use whole or none"):
+def test_compile_blocks_is_rejected_for_models_without_blocks() -> None:
+    with pytest.raises(UserError, match="Linear has no sequence of equal blocks; use whole or none"):
         choose(nn.Linear(2, 2), COMPILE="blocks")
 
 
-def test_without_a_compiler_there_is_one_clear_error(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
+def test_missing_compiler_is_one_clear_error(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.COMPILE=whole", env={"CXX": "no-such-compiler"})
     assert done.code == 2, done.text
-    assert "TRAIN.COMPILE whole: torch.compile needs a compiler, and here is no no-such-compiler" in done.text
+    assert "TRAIN.COMPILE whole: torch.compile needs a compiler, but there is no no-such-compiler" in done.text
     assert "set TRAIN.COMPILE=none" in done.text
     assert "Traceback" not in done.text
 
 
-def test_what_is_saved_is_larger_for_larger_work() -> None:
-    small = gain(1e9, samples=32, accumulated=1, updates=1000, half=False)
-    large = gain(1e11, samples=256, accumulated=4, updates=1000, half=False)
+def test_estimated_gain_grows_with_the_work() -> None:
+    small = estimate_gain(1e9, samples=32, accumulated=1, updates=1000, half=False)
+    large = estimate_gain(1e11, samples=256, accumulated=4, updates=1000, half=False)
     assert small.seconds == pytest.approx(2.0), "the least there is: 2 ms an update"
     assert large.seconds == pytest.approx(0.2 * 1e11 * 256 * 4 * 1000 / 4e13)
-    assert gain(1e11, 256, 4, 1000, half=True).seconds < large.seconds
-    assert large.pays
-    assert not small.pays
-    assert not gain(None, 256, 1, 1000, half=True).pays
+    assert estimate_gain(1e11, 256, 4, 1000, half=True).seconds < large.seconds
+    assert large.is_worthwhile
+    assert not small.is_worthwhile
+    assert not estimate_gain(None, 256, 1, 1000, half=True).is_worthwhile
 
 
 @pytest.mark.parametrize(
@@ -176,12 +180,12 @@ def test_what_is_saved_is_larger_for_larger_work() -> None:
         ({"DIST.BF16_GRADIENTS": "true", "DIST.STRATEGY": "fsdp"}, "is not possible with DIST.STRATEGY fsdp"),
     ],
 )
-def test_settings_of_ddp_go_with_ddp_alone(tiny: Path, words: dict[str, str], told: str) -> None:
+def test_ddp_settings_are_rejected_with_other_strategies(tiny: Path, words: dict[str, str], told: str) -> None:
     with pytest.raises(UserError, match=told):
         load_config(str(tiny), words=words)
 
 
-def test_the_choice_is_saved_with_the_run(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
+def test_compile_choice_is_saved_with_the_run(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2", "TRAIN.NUM_EPOCHS=1")
     assert done.code == 0, done.text
@@ -191,7 +195,7 @@ def test_the_choice_is_saved_with_the_run(vitamp: Callable, tiny: Path, tmp_path
     assert '"compile": "none"' in meta.read_text()
 
 
-def test_without_the_headers_of_python_nothing_is_compiled(gpu: Path) -> None:
+def test_missing_python_headers_prevent_compiling(gpu: Path) -> None:
     """Which are not there where Python came without what programs in C need of it."""
     assert choose(device="cuda").how == "whole"
     (gpu / "Python.h").unlink()

@@ -1,4 +1,4 @@
-"""What holds a run up: the rule on made-up figures, and what a user is told of a slow and of a fast source."""
+"""The bottleneck of a run: the rule, with made-up times, and the log lines for a slow and a fast data source."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from engine.measure.bottleneck import Judge, Setting, Tally, Verdict, judge
+from engine.measure.bottleneck import Bottleneck, BottleneckMonitor, Setting, Tally, find_bottleneck
 from engine.measure.stage_times import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, HostStages, StageTimes
-from engine.measure.throughput import Pace
+from engine.measure.throughput import Throughput
 from tests.datasets.shards.serving import serving
 from tests.datasets.shards.tar_files import write_set
 from tests.engine.small import CPU
@@ -27,7 +27,7 @@ NAP = 0.12
 
 
 def tally(waited: float = 0.0, *, updates: int = 100, **stages: Any) -> Tally:
-    """A run of 100 seconds, at 820 images a second. Stages are percent; the rest is the backward pass."""
+    """A run of 100 seconds, at 820 images per second. Stages are percent; the rest is the backward pass."""
     times = None
     if stages:
         rest = 100 - sum(stages.values())
@@ -36,17 +36,18 @@ def tally(waited: float = 0.0, *, updates: int = 100, **stages: Any) -> Tally:
     return Tally(updates, 82_000, 100.0, waited, times)
 
 
-def verdict(found: Tally, setting: Setting = ON_A_GPU, waited: list[float] | None = None) -> Verdict:
-    made = judge(found, setting, waited)
+def bottleneck(found: Tally, setting: Setting = ON_A_GPU, waited: list[float] | None = None) -> Bottleneck:
+    made = find_bottleneck(found, setting, waited)
     assert made is not None
     return made
 
 
-def test_a_gpu_that_waits_is_input_bound() -> None:
-    made = verdict(tally(waited=41.0))
+def test_gpu_that_waits_for_data_is_input_bound() -> None:
+    made = bottleneck(tally(waited=41.0))
     assert made.bound == "input"
     assert made.text.startswith(
-        "input-bound: the GPU waited 41 % of the time; the loader gives 820 img/s, the model could take 1,390."
+        "input-bound: the GPU waited for data 41 % of the time. The loader delivers 820 images/s; "
+        "the model could train on 1,390."
     )
     assert "-num_workers, now 8" in made.text
     assert "docs/data_speed.md" in made.text
@@ -71,7 +72,7 @@ def test_a_gpu_that_waits_is_input_bound() -> None:
     ],
 )
 def test_thresholds(stages: dict[str, Any], bound: str, percent: float) -> None:
-    made = verdict(tally(**stages))
+    made = bottleneck(tally(**stages))
     assert (made.bound, made.percent) == (bound, pytest.approx(percent))
 
 
@@ -80,30 +81,30 @@ def test_thresholds(stages: dict[str, Any], bound: str, percent: float) -> None:
     [
         (
             {"copy": 12.0},
-            "copy-bound: the GPU waited 12 % of the time for images on their way from the host's memory",
-            "smaller ones, or a data set that fits into the GPU's memory, would help",
+            "copy-bound: the GPU waited 12 % of the time for images to be copied to it",
+            "Use smaller images, or a data set that fits into the GPU's memory",
         ),
         (
             {"optimiser": 30.0},
-            "optimiser-bound: 30 % of the time went into moving the weights, not into gradients",
-            "a larger DATA.BATCH_SIZE, or TRAIN.ACCUM_ITER, would spread it over more images",
+            "optimiser-bound: the optimiser's step took 30 % of the time",
+            "A larger DATA.BATCH_SIZE or TRAIN.ACCUM_ITER means fewer steps",
         ),
         (
             {"other": 25.0},
-            "held up by the loop: 25 % of the time went neither into data nor into the model",
-            "a larger DATA.BATCH_SIZE, or a larger REPORT_FREQ, would spread it over more images",
+            "loop-bound: 25 % of the time went into neither data nor model",
+            "Try a larger DATA.BATCH_SIZE or REPORT_FREQ",
         ),
     ],
     ids=["copy", "optimiser", "loop"],
 )
 def test_advice_for_the_other_stages(stages: dict[str, Any], reason: str, advice: str) -> None:
-    assert verdict(tally(**stages)).text == f"{reason}; {advice}; see docs/performance.md."
+    assert bottleneck(tally(**stages)).text == f"{reason}. {advice}; see docs/performance.md."
 
 
-def test_the_devices_own_time_counts_before_the_hosts() -> None:
+def test_device_time_takes_precedence_over_host_time() -> None:
     """A host that runs ahead waits for data while the GPU still works."""
-    assert verdict(tally(waited=60.0, data=2.0)).bound == "compute"
-    assert verdict(tally(waited=60.0)).bound == "input"
+    assert bottleneck(tally(waited=60.0, data=2.0)).bound == "compute"
+    assert bottleneck(tally(waited=60.0)).bound == "input"
 
 
 @pytest.mark.parametrize(
@@ -111,31 +112,32 @@ def test_the_devices_own_time_counts_before_the_hosts() -> None:
     [
         (
             Setting("cuda", False, False, 8, 16),
-            "-amp (scripts/choose_precision.py tells what it brings) and TRAIN.COMPILE",
+            "-amp (scripts/choose_precision.py measures the gain) and TRAIN.COMPILE",
         ),
-        (Setting("cuda", True, False, 8, 16), "Faster may be: TRAIN.COMPILE;"),
+        (Setting("cuda", True, False, 8, 16), "To speed up, try TRAIN.COMPILE;"),
         (
             Setting("cpu", False, False, 8, 16),
-            "Faster may be: -amp (scripts/choose_precision.py tells what it brings);",
+            "To speed up, try -amp (scripts/choose_precision.py measures the gain);",
         ),
-        (Setting("cuda", False, True, 8, 16), "Faster may be: -amp"),
-        (Setting("cuda", True, True, 8, 16), "a smaller model, or more devices"),
+        (Setting("cuda", False, True, 8, 16), "To speed up, try -amp"),
+        (Setting("cuda", True, True, 8, 16), "Only a smaller model or more devices"),
     ],
 )
-def test_advice_for_what_computes_all_the_time(setting: Setting, advice: str) -> None:
-    made = verdict(tally(waited=2.0), setting)
+def test_advice_for_a_compute_bound_run(setting: Setting, advice: str) -> None:
+    made = bottleneck(tally(waited=2.0), setting)
     who = "CPU" if setting.device == "cpu" else "GPU"
     assert made.text.startswith(f"compute-bound: the {who} waited for data 2 % of the time.")
     assert advice in made.text
     assert made.percent == pytest.approx(98)
-    assert "forward 30 % and backward 68 %" in verdict(tally(data=2.0, forward=30.0), setting).text
+    in_stages = bottleneck(tally(data=2.0, forward=30.0), setting)
+    assert "forward pass took 30 % and the backward pass 68 %" in in_stages.text
 
 
-def test_advice_on_loading_knows_how_it_is_done() -> None:
+def test_advice_on_loading_depends_on_the_workers() -> None:
     here = partial(Setting, "cpu", True, True, cores=4)
-    assert "the CPU waited" in verdict(tally(waited=41.0), here(0)).text
-    assert "now 0: the training process loads them itself" in verdict(tally(waited=41.0), here(0)).text
-    in_memory = verdict(tally(waited=41.0), here(None)).text
+    assert "the CPU waited" in bottleneck(tally(waited=41.0), here(0)).text
+    assert "now 0: the training process loads the images itself" in bottleneck(tally(waited=41.0), here(0)).text
+    in_memory = bottleneck(tally(waited=41.0), here(None)).text
     assert "-num_workers" not in in_memory
     assert "a larger DATA.BATCH_SIZE" in in_memory
 
@@ -144,49 +146,57 @@ def test_advice_on_loading_knows_how_it_is_done() -> None:
     ("loading", "said", "not_said"),
     [
         ({"workers": 2, "cores": 4}, ("-num_workers, now 2", "scripts/pack_images.py)"), ()),
-        ({"workers": 4, "cores": 4}, ("images packed once",), ("-num_workers",)),
-        ({"workers": 2, "cores": 4, "stored": "tar files"}, ("-num_workers", "pack_images.py -raw"), ("packed once",)),
-        ({"workers": 4, "cores": 4, "stored": "tar files"}, ("pack_images.py -raw",), ("-num_workers", "packed once")),
+        ({"workers": 4, "cores": 4}, ("packed images",), ("-num_workers",)),
+        (
+            {"workers": 2, "cores": 4, "stored": "tar files"},
+            ("-num_workers", "pack_images.py -raw"),
+            ("packed images",),
+        ),
+        (
+            {"workers": 4, "cores": 4, "stored": "tar files"},
+            ("pack_images.py -raw",),
+            ("-num_workers", "packed images"),
+        ),
         ({"workers": 2, "cores": 4, "stored": "pixels"}, ("-num_workers",), ("pack_images",)),
         ({"workers": 4, "cores": 4, "stored": "pixels"}, ("more cores",), ("-num_workers", "pack_images")),
         ({"workers": 4, "cores": 4, "stored": "pixels", "remote": True}, ("-num_workers",), ("pack_images",)),
     ],
 )
-def test_only_what_can_help_loading_is_advised(
+def test_advice_on_loading_names_only_what_helps(
     loading: dict[str, Any], said: tuple[str, ...], not_said: tuple[str, ...]
 ) -> None:
-    text = verdict(tally(waited=41.0), Setting("cuda", True, True, **loading)).text
+    text = bottleneck(tally(waited=41.0), Setting("cuda", True, True, **loading)).text
     assert all(part.lower() in text.lower() for part in said), text
     assert not any(part.lower() in text.lower() for part in not_said), text
 
 
-def test_the_slowest_rank_decides() -> None:
-    """The others wait for its gradients, which looks like work."""
-    made = verdict(tally(waited=1.0), waited=[1.0, 2.0, 41.0, 0.5])
+def test_bottleneck_is_that_of_the_slowest_rank() -> None:
+    """The other ranks wait in the all-reduce, which is measured as computing."""
+    made = bottleneck(tally(waited=1.0), waited=[1.0, 2.0, 41.0, 0.5])
     assert made.bound == "input"
-    assert "the GPU of rank 2 waited 41 %" in made.text
+    assert "the GPU of rank 2 waited for data 41 %" in made.text
 
 
-def test_too_few_updates_say_nothing() -> None:
-    assert judge(tally(waited=41.0, updates=9), ON_A_GPU) is None
-    assert judge(tally(waited=41.0, updates=10), ON_A_GPU) is not None
-    assert judge(Tally(), ON_A_GPU) is None
+def test_no_bottleneck_after_too_few_updates() -> None:
+    assert find_bottleneck(tally(waited=41.0, updates=9), ON_A_GPU) is None
+    assert find_bottleneck(tally(waited=41.0, updates=10), ON_A_GPU) is not None
+    assert find_bottleneck(Tally(), ON_A_GPU) is None
 
 
-def test_the_first_epoch_is_judged_and_no_other() -> None:
-    court = Judge(ON_A_GPU, ALONE)
-    made = [court.first_epoch(tally(waited=41.0)) for _ in range(3)]
+def test_bottleneck_is_reported_after_the_first_epoch_only() -> None:
+    monitor = BottleneckMonitor(ON_A_GPU, ALONE)
+    made = [monitor.first_epoch(tally(waited=41.0)) for _ in range(3)]
     assert [item is not None for item in made] == [True, False, False]
-    assert court.now(tally(waited=2.0)) is not None
+    assert monitor.now(tally(waited=2.0)) is not None
 
 
-def test_the_tally_leaves_out_what_sets_up_and_what_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tally_leaves_out_set_up_and_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.measure import throughput
 
     now = [0.0]
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
     stages = HostStages(lambda: now[0])
-    made = Pace(CPU, stages)
+    made = Throughput(CPU, stages)
 
     def updates(number: int, seconds: float) -> None:
         for _ in range(number):
@@ -250,7 +260,7 @@ def perfs(run: Path) -> dict[str, dict[str, Any]]:
     return {line.get("what", line["event"]): line["perf"] for line in lines}
 
 
-def test_a_slow_source_is_found_out(
+def test_slow_data_source_is_reported_as_input_bound(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, slow_source: str
 ) -> None:
     words = ("DATA.IMAGE_SIZE=16", "DATA.IMAGE_CHANNELS=3", "MODEL.NUM_CLASSES=3", "-batch_size", 4, "-num_workers", 0)
@@ -261,8 +271,8 @@ def test_a_slow_source_is_found_out(
     )
     assert done.code == 0, done.text
     (sentence,) = told(done)
-    assert sentence.startswith("input-bound: the CPU waited ")
-    assert "the training process loads them itself" in sentence
+    assert sentence.startswith("input-bound: the CPU waited for data ")
+    assert "the training process loads the images itself" in sentence
     found = perfs(run)
     assert found["epoch"]["verdict"]["bound"] == "input"
     assert found["epoch"]["verdict"]["percent"] > 30
@@ -270,7 +280,9 @@ def test_a_slow_source_is_found_out(
     assert found["end"]["verdict"]["text"] == sentence
 
 
-def test_a_source_that_keeps_up_is_not_blamed(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_fast_data_source_is_reported_as_compute_bound(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
     words = ("DATA.IMAGE_SIZE=32", "MODEL.EMBED_DIM=64", "MODEL.DEPTH=4", "-batch_size", 32, "REPORT_STAGES=true")
     run = tmp_path / "run"
     done = vitamp(
@@ -284,7 +296,7 @@ def test_a_source_that_keeps_up_is_not_blamed(vitamp: Callable[..., Result], tin
     assert perfs(run)["end"]["verdict"]["bound"] == "compute"
 
 
-def test_a_run_of_a_few_updates_is_not_judged(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_short_run_reports_no_bottleneck(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.MAX_UPDATES=5")
     assert done.code == 0, done.text
     assert told(done) == []

@@ -28,7 +28,7 @@ from engine.measure.stage_times import (
     Stages,
     stages_of,
 )
-from engine.measure.throughput import Pace
+from engine.measure.throughput import Throughput
 from engine.setup import ReadyToTrain
 from tests.engine.small import CPU, build, train
 from tests.program import Result, metrics
@@ -77,7 +77,7 @@ def update(gpu: Gpu, made: Stages) -> None:
     gpu.work(6)
 
 
-def test_time_by_the_clock_goes_to_the_stage_that_ends() -> None:
+def test_host_time_is_counted_for_the_stage_that_ends() -> None:
     now = [0.0]
     made = HostStages(lambda: now[0])
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_time_by_the_clock_goes_to_the_stage_that_ends() -> None:
     assert made.take() is None
 
 
-def test_events_tell_the_time_of_the_device() -> None:
+def test_events_measure_device_time() -> None:
     gpu = Gpu()
     made = EventStages(gpu.new_event)
     for _ in range(3):
@@ -112,7 +112,7 @@ def test_events_tell_the_time_of_the_device() -> None:
     assert sum(found.percent().values()) == pytest.approx(100)
 
 
-def test_what_the_device_has_not_done_is_told_later() -> None:
+def test_pending_events_are_reported_later() -> None:
     gpu = Gpu()
     made = EventStages(gpu.new_event)
     update(gpu, made)
@@ -130,7 +130,7 @@ def test_what_the_device_has_not_done_is_told_later() -> None:
     assert rest.updates == 2
 
 
-def test_a_pause_is_nobodys_time() -> None:
+def test_pauses_are_left_out() -> None:
     gpu = Gpu()
     made = EventStages(gpu.new_event)
     update(gpu, made)
@@ -144,7 +144,7 @@ def test_a_pause_is_nobodys_time() -> None:
     assert found.total == pytest.approx(0.030)
 
 
-def test_events_are_used_again() -> None:
+def test_events_are_reused() -> None:
     gpu = Gpu()
     made = EventStages(gpu.new_event)
     for _ in range(50):
@@ -155,7 +155,7 @@ def test_events_are_used_again() -> None:
     assert gpu.events < 130
 
 
-def test_a_device_far_behind_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_events_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_times, "MOST_EVENTS", 60)
     gpu = Gpu()
     made = EventStages(gpu.new_event)
@@ -175,7 +175,7 @@ def test_a_device_far_behind_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert found.milliseconds()[BACKWARD] == pytest.approx(4.0)
 
 
-def test_a_gpu_is_asked_by_events_and_nothing_is_measured_unasked() -> None:
+def test_stages_use_events_on_a_gpu_and_nothing_by_default() -> None:
     assert isinstance(stages_of(True, torch.device("cuda", 0)), EventStages)
     assert isinstance(stages_of(True, CPU), HostStages)
     for device in (CPU, torch.device("cuda", 0)):
@@ -185,7 +185,7 @@ def test_a_gpu_is_asked_by_events_and_nothing_is_measured_unasked() -> None:
         assert off.take() is None
 
 
-def test_marks_cost_next_to_nothing() -> None:
+def test_laps_are_cheap() -> None:
     """Less than a hundredth of the shortest updates there are, of about 2 ms."""
     made = HostStages()
 
@@ -255,12 +255,12 @@ def slow_meters(ready: ReadyToTrain) -> None:
         (slow_meters, OTHER),
     ],
 )
-def test_what_is_slow_is_found(tiny: Path, slow: Callable[[ReadyToTrain], None], stage: str) -> None:
+def test_slow_stage_is_found(tiny: Path, slow: Callable[[ReadyToTrain], None], stage: str) -> None:
     ready = build(tiny, REPORT_STAGES="true", TRAIN__ACCUM_ITER=2)
     slow(ready)
     train(ready, 2)
     ready.parts.stages.take()
-    pace, began = Pace(CPU, ready.parts.stages), time.perf_counter()
+    pace, began = Throughput(CPU, ready.parts.stages), time.perf_counter()
     train(ready, 3, done=2)
     passed = time.perf_counter() - began
     found = pace.read(0.0).stages
@@ -272,7 +272,9 @@ def test_what_is_slow_is_found(tiny: Path, slow: Callable[[ReadyToTrain], None],
     assert all(seconds < found.seconds[stage] for seconds in others.values()), found
 
 
-def test_lines_tell_it_and_training_is_the_same(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_stages_are_logged_and_do_not_change_training(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
     words = ("-cfg", tiny, "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=20")
     off = vitamp(*words, "-output", tmp_path / "off")
     on = vitamp(*words, "-output", tmp_path / "on", "REPORT_STAGES=true", "-profile", 2)
@@ -301,7 +303,7 @@ def test_lines_tell_it_and_training_is_the_same(vitamp: Callable[..., Result], t
     assert (tmp_path / "on" / "profile.json").exists()
 
 
-def test_times_add_up() -> None:
+def test_stage_times_add_up_to_the_total() -> None:
     now = itertools.count(0.0, 1.0)
     made = HostStages(lambda: next(now))
     made.begin()

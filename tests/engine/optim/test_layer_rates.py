@@ -13,7 +13,7 @@ from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
 from engine.optim.build import build_optimizer
-from engine.optim.layer_rates import fine_tuning_words
+from engine.optim.layer_rates import describe_fine_tuning
 from engine.optim.schedule import Schedule, build_scheduler
 from tests.engine.small import CPU, build, train
 from tests.engine.test_freeze import copies
@@ -31,7 +31,7 @@ def grouped(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, tuple[f
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_are_those_of_timm(name: str) -> None:
+def test_layer_decay_uses_timms_layers(name: str) -> None:
     model = timm.create_model(name, num_classes=3, **MODELS[name])
     ours = build_optimizer(model, TrainConfig(LAYER_DECAY=0.65, WEIGHT_DECAY=0.05), 1e-3, CPU).param_groups
     excluded: Any = getattr(model, "no_weight_decay", set)()
@@ -40,7 +40,7 @@ def test_layers_are_those_of_timm(name: str) -> None:
     assert len({scale for scale, _ in grouped(model, ours).values()}) > 2
 
 
-def test_what_is_frozen_takes_no_part_and_changes_no_layer(tiny: Path) -> None:
+def test_frozen_weights_do_not_change_the_layers(tiny: Path) -> None:
     words = {"MODEL__DEPTH": 3, "TRAIN__LAYER_DECAY": 0.5}
     whole, some = build(tiny, **words), build(tiny, **words, MODEL__FREEZE="patch_embed,pos_embed,cls_token,blocks.0")
     rates, left = (grouped(ready.model, ready.parts.optimizer.param_groups) for ready in (whole, some))
@@ -57,7 +57,7 @@ def rates(ready: Any) -> dict[float, float]:
     return {group["lr_scale"]: float(group["lr"]) for group in ready.parts.optimizer.param_groups}
 
 
-def test_the_schedule_moves_all_rates_and_tells_the_base(tiny: Path) -> None:
+def test_schedule_sets_all_rates_and_reports_the_unscaled_one(tiny: Path) -> None:
     words = {"TRAIN__WARMUP_EPOCHS": 0, "TRAIN__NUM_EPOCHS": 1, "MODEL__DEPTH": 2}
     plain, decayed = build(tiny, **words), build(tiny, **words, TRAIN__LAYER_DECAY=0.5, TRAIN__HEAD_LR=10)
     base = 2e-3
@@ -71,13 +71,13 @@ def test_the_schedule_moves_all_rates_and_tells_the_base(tiny: Path) -> None:
     assert base < 2e-3, "the cosine has begun to fall"
 
 
-def test_the_base_is_told_to_the_last_bit(tiny: Path) -> None:
+def test_reported_rate_is_exact(tiny: Path) -> None:
     """Multiplied by a factor and divided by it again it would not be."""
     plain, decayed = (build(tiny, **words).parts.schedule for words in ({}, {"TRAIN__LAYER_DECAY": 0.7}))
     assert [decayed.rate_at(moved) for moved in range(88)] == [plain.rate_at(moved) for moved in range(88)]
 
 
-def test_also_where_rates_live_on_the_device() -> None:
+def test_layer_rates_on_the_device() -> None:
     model = timm.create_model("test_vit", num_classes=3)
     train_config = TrainConfig(NUM_EPOCHS=1, WARMUP_EPOCHS=0, BASE_LR=1e-2, LAYER_DECAY=0.5)
     told = []
@@ -91,7 +91,7 @@ def test_also_where_rates_live_on_the_device() -> None:
     assert min(told[0]) < 0.1 * max(told[0])
 
 
-def test_a_classifier_of_its_own_rate_beside_a_frozen_backbone(tiny: Path) -> None:
+def test_head_lr_with_a_frozen_backbone(tiny: Path) -> None:
     """No group has the base rate; it is told all the same."""
     ready = build(tiny, MODEL__FREEZE="backbone", TRAIN__HEAD_LR=4, TRAIN__WARMUP_EPOCHS=0)
     assert set(rates(ready).values()) == {8e-3}
@@ -99,7 +99,7 @@ def test_a_classifier_of_its_own_rate_beside_a_frozen_backbone(tiny: Path) -> No
     assert ready.parts.schedule.last_rate() == pytest.approx(2e-3, rel=1e-12)
 
 
-def test_small_rates_move_little(tiny: Path) -> None:
+def test_small_layer_rates_move_weights_less(tiny: Path) -> None:
     """With Adam the first step is the learning rate, whatever the gradient."""
     ready = build(tiny, MODEL__DEPTH=2, TRAIN__LAYER_DECAY=0.1, TRAIN__WARMUP_EPOCHS=0, TRAIN__WEIGHT_DECAY=0)
     before = copies(ready.model)
@@ -111,23 +111,23 @@ def test_small_rates_move_little(tiny: Path) -> None:
     assert list(steps.values()) == pytest.approx([2e-6, 2e-5, 2e-4, 2e-3], rel=0.02)
 
 
-def test_the_banner_tells_least_and_greatest_rate(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_banner_shows_smallest_and_largest_rate(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = {"MODEL.FREEZE": "pos_embed,*.norm1.*", "TRAIN.LAYER_DECAY": "0.5", "TRAIN.HEAD_LR": "10"}
     with caplog.at_level(logging.INFO, "vitamp"):
         ready = build(tiny, **{key.replace(".", "__"): value for key, value in words.items()})
     config = load_config(str(tiny), words=words).config
-    assert fine_tuning_words(config, ready.model, ready.parts.optimizer, 2e-3) == (
+    assert describe_fine_tuning(config, ready.model, ready.parts.optimizer, 2e-3) == (
         "3 of 20 tensors frozen (pos_embed, *.norm1.*); "
-        "learning rates from 0.0005 to 0.02 (layer decay 0.5, the classifier's times 10)"
+        "learning rates from 0.0005 to 0.02 (layer decay 0.5, classifier x 10)"
     )
     plain = build(tiny)
-    assert not fine_tuning_words(load_config(str(tiny)).config, plain.model, plain.parts.optimizer, 2e-3)
+    assert not describe_fine_tuning(load_config(str(tiny)).config, plain.model, plain.parts.optimizer, 2e-3)
     assert "Parameters: 3,850, trainable 3,738 (97.1 %)" in caplog.text
 
 
-def test_the_banner_tells_a_single_rate_once(tiny: Path) -> None:
+def test_banner_shows_a_single_rate_once(tiny: Path) -> None:
     words = {"MODEL.FREEZE": "backbone", "TRAIN.HEAD_LR": "10"}
     ready = build(tiny, **{key.replace(".", "__"): value for key, value in words.items()})
-    assert fine_tuning_words(load_config(str(tiny), words=words).config, ready.model, ready.parts.optimizer, 2e-3) == (
-        "18 of 20 tensors frozen (backbone); learning rate 0.02 (the classifier's times 10)"
-    )
+    assert describe_fine_tuning(
+        load_config(str(tiny), words=words).config, ready.model, ready.parts.optimizer, 2e-3
+    ) == ("18 of 20 tensors frozen (backbone); learning rate 0.02 (classifier x 10)")

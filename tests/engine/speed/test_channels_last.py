@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.amp.precision import Precision
 from engine.inputs.normalize import Inputs
-from engine.speed.channels_last import channels_go_last, put_channels_last
+from engine.speed.channels_last import convert_to_channels_last, uses_channels_last
 from tests.engine.small import CPU, OFF, build, train
 from tests.program import metrics
 from utils.config.data import DataConfig
@@ -37,7 +37,7 @@ def convolving(tiny: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "level", "dealt_out", "last"),
+    ("name", "level", "sharded", "last"),
     [
         ("test_resnet", "O1", False, True),
         ("test_convnext", "O2", False, True),
@@ -47,25 +47,23 @@ def convolving(tiny: Path) -> Path:
         ("swin_tiny_patch4_window7_224", "O1", False, False),
     ],
 )
-def test_auto_is_on_a_gpu_in_half_precision_where_it_convolves(
-    name: str, level: str, dealt_out: bool, last: bool
-) -> None:
+def test_auto_is_for_convolutions_on_a_gpu_in_half_precision(name: str, level: str, sharded: bool, last: bool) -> None:
     with torch.device("meta"):
         model = create_model(name)
     precision: Any = OnGpu(level)
-    assert channels_go_last("auto", model, precision, dealt_out) is last
-    assert channels_go_last("auto", model, Precision(OFF, CPU), dealt_out) is False
+    assert uses_channels_last("auto", model, precision, sharded) is last
+    assert uses_channels_last("auto", model, Precision(OFF, CPU), sharded) is False
 
 
 @pytest.mark.parametrize(
-    ("name", "dealt_out", "words"), [("test_vit", False, "no convolutions"), ("test_resnet", True, "fsdp")]
+    ("name", "sharded", "words"), [("test_vit", False, "no convolutions"), ("test_resnet", True, "fsdp")]
 )
-def test_what_cannot_gain_or_work_is_refused(name: str, dealt_out: bool, words: str) -> None:
+def test_channels_last_is_rejected_without_convolutions_or_with_fsdp(name: str, sharded: bool, words: str) -> None:
     with pytest.raises(UserError, match=f"TRAIN.CHANNELS_LAST true: .*{words}"):
-        channels_go_last(True, create_model(name), Precision(OFF, CPU), dealt_out)
+        uses_channels_last(True, create_model(name), Precision(OFF, CPU), sharded)
 
 
-def test_weights_and_images_lie_so_and_training_is_the_same_to_rounding(convolving: Path) -> None:
+def test_training_in_channels_last_is_the_same_to_rounding(convolving: Path) -> None:
     weights = []
     for last in ("true", "false"):
         ready = build(convolving, TRAIN__CHANNELS_LAST=last, TRAIN__MODEL_EMA="true")
@@ -86,11 +84,11 @@ def test_weights_and_images_lie_so_and_training_is_the_same_to_rounding(convolvi
 
 
 @pytest.mark.parametrize("by_pixel", [False, True])
-def test_images_come_as_the_model_wants_them_however_their_bytes_lie(by_pixel: bool) -> None:
+def test_images_are_converted_to_the_models_memory_format(by_pixel: bool) -> None:
     images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
     inputs = Inputs(DataConfig())
     wanted = inputs(images)
-    put_channels_last(nn.Conv2d(3, 4, 3), inputs)
+    convert_to_channels_last(nn.Conv2d(3, 4, 3), inputs)
     found = inputs(images.contiguous(memory_format=LAST) if by_pixel else images)
     assert wanted.is_contiguous()
     assert found.is_contiguous(memory_format=LAST)
@@ -98,7 +96,7 @@ def test_images_come_as_the_model_wants_them_however_their_bytes_lie(by_pixel: b
 
 
 @pytest.mark.slow  # three runs
-def test_a_run_in_that_layout_is_saved_and_gone_on_with_bit_for_bit(vitamp, convolving: Path, tmp_path: Path) -> None:
+def test_channels_last_run_resumes_bit_for_bit(vitamp, convolving: Path, tmp_path: Path) -> None:
     flags = ("-cfg", convolving, "REPORT_FREQ=1", "SAVE_EVERY_UPDATES=2", "TRAIN.CHANNELS_LAST=true")
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     for folder, more in ((whole, ("TRAIN.MAX_UPDATES=4",)), (parted, ("TRAIN.MAX_UPDATES=2",))):

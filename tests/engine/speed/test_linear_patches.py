@@ -26,7 +26,7 @@ def gradients(convolution: nn.Conv2d, images: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(("channels", "patch", "bias"), [(3, 4, True), (1, 2, False), (3, (2, 4), True)])
-def test_the_product_is_the_convolution_to_rounding(channels: int, patch: int, bias: bool) -> None:
+def test_product_equals_the_convolution_to_rounding(channels: int, patch: int, bias: bool) -> None:
     convolution = nn.Conv2d(channels, 24, patch, patch, bias=bias)
     images = torch.randn(2, channels, 16, 8)
     expected = gradients(convolution, images)
@@ -39,7 +39,7 @@ def test_the_product_is_the_convolution_to_rounding(channels: int, patch: int, b
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
-def test_models_keep_their_weights_and_their_outputs(name: str) -> None:
+def test_linear_patches_change_neither_weights_nor_outputs(name: str) -> None:
     model = create_model(name, img_size=112, num_classes=3).eval()
     images, before = torch.randn(1, 3, 112, 112), {key: value.shape for key, value in model.state_dict().items()}
     with torch.no_grad():
@@ -51,7 +51,7 @@ def test_models_keep_their_weights_and_their_outputs(name: str) -> None:
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_nothing_is_copied_on_the_way_to_the_tokens() -> None:
+def test_tokens_are_not_copied() -> None:
     model = create_model("test_vit", num_classes=3)
     use_linear_patches(model)
     tokens = model.patch_embed(torch.randn(2, 3, 160, 160))  # type: ignore[operator]
@@ -63,7 +63,7 @@ def test_nothing_is_copied_on_the_way_to_the_tokens() -> None:
     ("amp", "patch", "listed", "linear"),
     [(OFF, 4, (), True), (OFF, 16, (), False), (BF16, 16, (), True), (BF16, 16, ("conv2d",), False)],
 )
-def test_auto_is_where_it_was_measured_to_be_faster(amp, patch: int, listed: tuple[str, ...], linear: bool) -> None:
+def test_auto_uses_linear_patches_where_they_are_faster(amp, patch: int, listed: tuple[str, ...], linear: bool) -> None:
     model = create_model("vit_tiny_patch16_224", img_size=32, patch_size=patch, embed_dim=16, num_heads=2, depth=1)
     assert patches_are_linear("auto", model, Precision(amp, CPU), listed) is linear
     assert patches_are_linear(True, model, Precision(amp, CPU), listed) is True
@@ -73,20 +73,20 @@ def test_auto_is_where_it_was_measured_to_be_faster(amp, patch: int, listed: tup
 @pytest.mark.parametrize(
     ("level", "kind", "linear"), [("O1", "cuda", True), ("O0", "cuda", False), ("O1", "mps", False)]
 )
-def test_auto_elsewhere(level: str, kind: str, linear: bool) -> None:
+def test_auto_on_other_devices(level: str, kind: str, linear: bool) -> None:
     model = create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, embed_dim=16, num_heads=2, depth=1)
     precision: Any = SimpleNamespace(level=level, device=torch.device(kind))
     assert patches_are_linear("auto", model, precision, ()) is linear
 
 
-def test_a_model_without_patches_has_nothing_to_make_linear() -> None:
+def test_linear_patches_are_rejected_for_models_without_patches() -> None:
     model = create_model("test_resnet", num_classes=3)
     assert patches_are_linear("auto", model, Precision(OFF, CPU), ()) is False
     with pytest.raises(UserError, match=r"MODEL\.LINEAR_PATCHES true: ResNet"):
         patches_are_linear(True, model, Precision(OFF, CPU), ())
 
 
-def test_training_follows_the_convolution(tiny: Path) -> None:
+def test_training_with_linear_patches_follows_the_convolution(tiny: Path) -> None:
     weights = []
     for linear in ("true", "false"):
         ready = build(tiny, MODEL__LINEAR_PATCHES=linear)
@@ -96,7 +96,7 @@ def test_training_follows_the_convolution(tiny: Path) -> None:
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*(w.values() for w in weights), strict=True))
 
 
-def test_it_can_be_kept_in_fp32_by_name_and_by_class() -> None:
+def test_linear_patches_can_be_forced_to_fp32_by_name_and_class() -> None:
     for pattern in ("patch_embed.proj", "Conv2d"):
         model = create_model("test_vit", num_classes=3)
         use_linear_patches(model)

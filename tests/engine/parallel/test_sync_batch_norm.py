@@ -14,7 +14,7 @@ from torch import nn
 from engine import wrapping
 from engine.amp.precision import Precision
 from engine.amp.skip_watch import OverflowWatch
-from engine.parallel.sync_batch_norm import join_statistics
+from engine.parallel.sync_batch_norm import sync_batch_norm
 from tests.engine.small import CPU, FP16, OFF, parts_of
 from tests.program import Result
 from utils.config import Config
@@ -22,7 +22,7 @@ from utils.distributed.world import ALONE, World
 
 TWO = World(rank=0, size=2)
 GPU = torch.device("cuda", 0)
-OWN_IMAGES = "Batch norm takes its statistics from each process's own images"
+OWN_IMAGES = "Batch norm computes its statistics on each process's own images"
 
 
 def precision_on(device: torch.device = GPU) -> Precision:
@@ -39,17 +39,17 @@ def kinds(model: nn.Module) -> list[str]:
     return [type(module).__name__ for module in model.modules() if "BatchNorm" in type(module).__name__]
 
 
-def test_on_gpus_statistics_are_joined_and_nothing_else_changes(said: pytest.LogCaptureFixture) -> None:
+def test_sync_batch_norm_converts_norms_on_gpus(said: pytest.LogCaptureFixture) -> None:
     model = plain()
     before, weights = {name: id(value) for name, value in model.named_parameters()}, list(model.state_dict())
     buffers = {name: id(value) for name, value in model.named_buffers()}
-    assert join_statistics(model, precision_on(), Config(), TWO)
+    assert sync_batch_norm(model, precision_on(), Config(), TWO)
     assert kinds(model) == ["SyncBatchNorm", "SyncBatchNormAct"]
     assert isinstance(model[2].act, nn.ReLU)  # pyright: ignore[reportIndexIssue]
     assert {name: id(value) for name, value in model.named_parameters()} == before, "the optimiser holds these"
     assert {name: id(value) for name, value in model.named_buffers()} == buffers, "the average follows these"
     assert list(model.state_dict()) == weights
-    assert "from the images of all 2 processes" in said.text
+    assert "on the images of all 2 processes" in said.text
 
 
 @pytest.mark.parametrize(
@@ -60,39 +60,41 @@ def test_on_gpus_statistics_are_joined_and_nothing_else_changes(said: pytest.Log
         ({"DIST": {"STRATEGY": "fsdp"}}, "cuda", "DIST.STRATEGY fsdp"),
     ],
 )
-def test_where_they_cannot_be_it_is_said_once(
+def test_log_says_once_why_norms_are_not_synchronised(
     settings: dict[str, object], device: str, why: str, said: pytest.LogCaptureFixture
 ) -> None:
     model = plain()
-    assert not join_statistics(model, precision_on(torch.device(device)), Config.model_validate(settings), TWO)
+    assert not sync_batch_norm(model, precision_on(torch.device(device)), Config.model_validate(settings), TWO)
     assert kinds(model) == ["BatchNorm2d", "BatchNormAct2d"]
     assert said.text.count(OWN_IMAGES) == 1
     assert why in said.text
 
 
-def test_alone_and_without_batch_norm_nothing_is_said(said: pytest.LogCaptureFixture) -> None:
+def test_sync_batch_norm_does_nothing_with_one_process_or_no_norms(said: pytest.LogCaptureFixture) -> None:
     model = plain()
-    assert not join_statistics(model, precision_on(), Config(), ALONE)
+    assert not sync_batch_norm(model, precision_on(), Config(), ALONE)
     assert kinds(model) == ["BatchNorm2d", "BatchNormAct2d"]
     vit = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, num_heads=1)
-    assert not join_statistics(vit, precision_on(), Config(), TWO)
+    assert not sync_batch_norm(vit, precision_on(), Config(), TWO)
     assert not said.records
 
 
-def test_a_replay_by_one_rank_would_hang(said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overflow_watch_is_removed_with_sync_batch_norm(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = plain()
     parts = parts_of(model, torch.optim.SGD(model.parameters(), 1.0), amp=FP16)
-    parts.start_computing()
+    parts.set_up_forward()
     assert isinstance(parts.watch, OverflowWatch)
     parts.precision.device, parts.world = GPU, TWO
-    monkeypatch.setattr(wrapping, "with_joined_gradients", lambda model, *_: model)
+    monkeypatch.setattr(wrapping, "wrap_ddp", lambda model, *_: model)
     wrapping.wrap(parts, Config())
     assert parts.watch is None
-    assert "skipped updates are not replayed" in said.text
+    assert "Skipped updates are therefore not replayed" in said.text
 
 
 @pytest.mark.slow
-def test_two_processes_on_a_cpu(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_two_processes_on_a_cpu_use_local_statistics(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     done = vitamp(
         *("-cfg", tiny, "-dataset", "synthetic", "-output", tmp_path / "run", "-ngpus", 2, "MODEL.TYPE=other"),
         *("MODEL.NAME=resnet10t", "DATA.IMAGE_SIZE=32", "DATA.IMAGE_CHANNELS=3", "-batch_size", 4),

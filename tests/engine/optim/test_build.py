@@ -10,7 +10,7 @@ import torch
 from timm.optim._optim_factory import create_optimizer_v2
 from torch import nn
 
-from engine.optim.build import build_optimizer, optimizer_name, optimizer_words
+from engine.optim.build import build_optimizer, describe_optimizer, optimizer_name
 from engine.update import train_update
 from tests.engine.small import CPU, FP16, Scale, build, flat, parts_of, train, window_of
 from utils.config import OptimizerConfig, TrainConfig
@@ -37,7 +37,7 @@ def test_biases_norms_and_embeddings_do_not_decay(tiny: Path) -> None:
     assert {"head.weight", "patch_embed.proj.weight"} <= set(found) - free
 
 
-def test_all_decay_where_asked(tiny: Path) -> None:
+def test_weight_decay_all_decays_every_weight(tiny: Path) -> None:
     found = decays(tiny, TRAIN__WEIGHT_DECAY=0.3, TRAIN__WEIGHT_DECAY_ALL="true")
     assert set(found.values()) == {0.3}
     assert set(found) == set(decays(tiny)), "and none is forgotten"
@@ -51,11 +51,11 @@ def test_sgd_is_momentum_without_nesterov() -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "adam", "SGD", "Nesterov"])
-def test_common_optimisers_are_fused(name: str) -> None:
+def test_common_optimizers_are_fused(name: str) -> None:
     assert optimizer_of(nn.Linear(2, 2), name).defaults["fused"] is True
 
 
-def test_settings_reach_the_optimiser() -> None:
+def test_settings_reach_the_optimizer() -> None:
     settings = OptimizerConfig(NAME="AdamW", EPS=1e-6, BETAS=(0.8, 0.95))
     made = build_optimizer(nn.Linear(2, 2), TrainConfig(OPTIMIZER=settings), 0.5, CPU)
     assert {"lr": 0.5, "eps": 1e-6, "betas": (0.8, 0.95)}.items() <= made.defaults.items()
@@ -75,12 +75,12 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_unset_settings_are_the_optimisers_own(name: str) -> None:
+def test_unset_settings_use_the_optimizers_defaults(name: str) -> None:
     made = optimizer_of(nn.Linear(2, 2), name).defaults
     assert {key: made[key] for key in OWN[name]} == OWN[name]
 
 
-def test_set_values_win_over_the_optimisers_own() -> None:
+def test_settings_override_the_optimizers_defaults() -> None:
     settings = OptimizerConfig(NAME="AdaBelief", EPS=1e-8, BETAS=(0.8, 0.9))
     made = build_optimizer(nn.Linear(2, 2), TrainConfig(OPTIMIZER=settings), 0.5, CPU)
     assert (made.defaults["eps"], made.defaults["betas"]) == (1e-8, (0.8, 0.9))
@@ -88,35 +88,35 @@ def test_set_values_win_over_the_optimisers_own() -> None:
     assert build_optimizer(nn.Linear(2, 2), TrainConfig(OPTIMIZER=settings), 0.5, CPU).defaults["momentum"] == 0.5
 
 
-def test_betas_of_another_number_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_number_of_betas_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     settings = OptimizerConfig(NAME="Adan", BETAS=(0.8, 0.9))
     with caplog.at_level("INFO", "vitamp"):
         made = build_optimizer(nn.Linear(2, 2), TrainConfig(OPTIMIZER=settings), 0.5, CPU)
     assert made.defaults["betas"] == (0.98, 0.92, 0.99)
-    assert "TRAIN.OPTIMIZER.BETAS has no effect: adan takes 3 numbers and keeps its own" in caplog.text
+    assert "TRAIN.OPTIMIZER.BETAS has no effect: adan takes 3 betas; its defaults are used" in caplog.text
 
 
-def test_the_words_for_an_optimiser_name_the_values_it_uses() -> None:
-    assert optimizer_words(optimizer_of(nn.Linear(2, 2)), "AdamW") == "AdamW (betas 0.9 and 0.999, eps 1e-08)"
-    assert optimizer_words(optimizer_of(nn.Linear(2, 2), "AdaBelief"), "X") == "X (betas 0.9 and 0.999, eps 1e-16)"
-    assert optimizer_words(optimizer_of(nn.Linear(2, 2), "nesterov"), "X") == "X (momentum 0.9, nesterov)"
-    assert optimizer_words(optimizer_of(nn.Linear(2, 2), "Adafactor"), "X") == "X (eps 1e-30)"
+def test_describe_optimizer_names_the_values_it_uses() -> None:
+    assert describe_optimizer(optimizer_of(nn.Linear(2, 2)), "AdamW") == "AdamW (betas 0.9 and 0.999, eps 1e-08)"
+    assert describe_optimizer(optimizer_of(nn.Linear(2, 2), "AdaBelief"), "X") == "X (betas 0.9 and 0.999, eps 1e-16)"
+    assert describe_optimizer(optimizer_of(nn.Linear(2, 2), "nesterov"), "X") == "X (momentum 0.9, nesterov)"
+    assert describe_optimizer(optimizer_of(nn.Linear(2, 2), "Adafactor"), "X") == "X (eps 1e-30)"
 
 
 @pytest.mark.parametrize(("name", "near"), [("AdamWW", "adamw"), ("lionn", "lion"), ("xyzzy", "AdamW, Adam, SGD")])
-def test_unknown_names_are_answered_with_near_ones(name: str, near: str) -> None:
+def test_unknown_optimizer_is_an_error_that_names_near_ones(name: str, near: str) -> None:
     with pytest.raises(UserError, match=near) as error:
         optimizer_name(name)
     assert "TRAIN.OPTIMIZER.NAME" in str(error.value)
     assert name in str(error.value)
 
 
-def test_an_optimiser_of_second_order_is_refused() -> None:
+def test_second_order_optimizer_is_rejected() -> None:
     with pytest.raises(UserError, match="second derivatives"):
         optimizer_name("Adahessian")
 
 
-def test_an_optimiser_that_needs_more_than_there_is() -> None:
+def test_optimizer_that_cannot_be_built_is_an_error() -> None:
     with pytest.raises(UserError, match="cannot be built"):
         optimizer_of(nn.Linear(2, 2), "bnbadamw")
 
@@ -126,7 +126,7 @@ NAMES = ["AdamW", "SGD", "LAMB", "Lion", "Adafactor", "Adan", "NAdamW", "LARS", 
 
 @pytest.mark.parametrize("enabled", ["false", "true"])
 @pytest.mark.parametrize("name", NAMES)
-def test_optimisers_make_updates(tiny: Path, name: str, enabled: str) -> None:
+def test_optimizers_train(tiny: Path, name: str, enabled: str) -> None:
     """Plainly and under loss scaling; with the first update overflowing it is skipped, the next moves the weights."""
     ready = build(
         tiny,
@@ -146,7 +146,7 @@ def test_optimisers_make_updates(tiny: Path, name: str, enabled: str) -> None:
     assert (reading.skipped, reading.scale, ready.parts.schedule.moved) == (0, 1024.0 if enabled == "true" else 1.0, 3)
 
 
-def test_momentum_is_sound_after_a_first_update_that_was_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_momentum_is_initialised_if_the_first_update_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's fused SGD takes momentum from memory it has not written, if its first step is skipped."""
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, 1e6))
     model = Scale()
@@ -157,7 +157,7 @@ def test_momentum_is_sound_after_a_first_update_that_was_skipped(monkeypatch: py
     assert model.weight.item() == 1.0 - 0.25 - (0.25 + 0.125)
 
 
-def test_momentum_from_zero_is_the_plain_first_step() -> None:
+def test_first_step_with_zero_momentum_is_plain_sgd() -> None:
     steps = []
     for momentum in (0.9, 0.0):
         model = Scale()
@@ -169,7 +169,7 @@ def test_momentum_from_zero_is_the_plain_first_step() -> None:
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "momentum", "nesterov"])
 @pytest.mark.parametrize("decay", [0.3, 0.0])
-def test_torch_s_own_are_built_as_timm_builds_them(tiny: Path, name: str, decay: float) -> None:
+def test_torch_optimizers_equal_those_built_by_timm(tiny: Path, name: str, decay: float) -> None:
     model = build(tiny).parts.model
     ours = optimizer_of(model, name, WEIGHT_DECAY=decay)
     theirs = create_optimizer_v2(model, name, 1e-3, decay, fused=True)

@@ -39,7 +39,7 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [0.01, 0.5, 0.98, 1.0, 1.02, 3.0, math.inf, math.nan])
-def test_gradients_are_clipped_as_torch_clips_them(size: float, dtype: torch.dtype) -> None:
+def test_clipping_equals_torchs(size: float, dtype: torch.dtype) -> None:
     ours, torchs = model_of(size, dtype), model_of(size, dtype)
     norm, expected = Gradients(ours).clip(1.0), clip_grad_norm_(torchs.parameters(), 1.0)
     torch.testing.assert_close(norm, expected, rtol=0, atol=0, equal_nan=True)
@@ -47,7 +47,7 @@ def test_gradients_are_clipped_as_torch_clips_them(size: float, dtype: torch.dty
         torch.testing.assert_close(own, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_norm_that_is_the_limit_to_the_last_bits() -> None:
+def test_clipping_of_a_norm_equal_to_the_limit() -> None:
     """Torch's factor is below 1 there now and then, where the norm is not above the limit."""
     for step in range(200):
         ours = model_of(0.5)
@@ -62,14 +62,14 @@ def test_a_norm_that_is_the_limit_to_the_last_bits() -> None:
 
 
 @pytest.mark.parametrize(("size", "multiplied"), [(0.5, 0), (3.0, 1), (math.nan, 1)])
-def test_nothing_is_multiplied_by_one(size: float, multiplied: int) -> None:
+def test_clipping_is_skipped_where_its_factor_is_1(size: float, multiplied: int) -> None:
     model = model_of(size)
     with Multiplications() as seen:
         Gradients(model).clip(1.0)
     assert seen.count == multiplied
 
 
-def test_without_a_limit_the_norm_is_told_all_the_same() -> None:
+def test_norm_is_returned_without_a_limit() -> None:
     model = model_of(3.0)
     before = [gradient.clone() for gradient in gradients_of(model)]
     norm = Gradients(model).clip(None)

@@ -103,7 +103,7 @@ def test_images_of_the_user_are_measured(imagenet: Path, tmp_path: Path, vitamp:
     [
         (["-size", "huge"], ["-size huge", "small or large"]),
         (["-rounds", "0"], ["-rounds 0", "from 1"]),
-        (["-num_workers", "0,x"], ["-num_workers 0,x", "0,1,4"]),
+        (["-num_workers", "0,x"], ["-num_workers 0,x", "separated by commas"]),
         (["-parts", "train,vall"], ["'vall'", "Did you mean val"]),
         (["-appetite", "much"], ["-appetite much", "above 0"]),
         (["-budget_min", "-1"], ["-budget_min", "above 0"]),

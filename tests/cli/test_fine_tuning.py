@@ -76,7 +76,7 @@ def test_stopped_and_resumed_fine_tuning_equals_an_uninterrupted_one(
             {"MODEL.PRETRAINED": "bare", "MODEL.RESUME_EMA": "true"},
             "MODEL.RESUME_EMA: there is no ema.safetensors beside",
         ),
-        ({"MODEL.PRETRAINED": "resnet18.a1_in1k", "MODEL.RESUME_EMA": "true"}, "a name of timm's"),
+        ({"MODEL.PRETRAINED": "resnet18.a1_in1k", "MODEL.RESUME_EMA": "true"}, "a timm model, which has no EMA"),
     ],
 )
 def test_bad_fine_tuning_settings_are_refused_before_the_start(place: Path, words: dict[str, str], said: str) -> None:

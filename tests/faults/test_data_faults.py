@@ -135,7 +135,7 @@ def test_a_broken_validation_image_costs_no_training(
     done = train(*words, script="main_multi_gpu.py")
     assert done.code == 1, done.text
     assert done.err.count(f"1 validation image cannot be read: {victim} (the file is empty)") == 1
-    assert "All that was trained is saved" in done.err
+    assert "The training so far is saved" in done.err
     victim.write_bytes(whole)
     assert train(*words, script="main_multi_gpu.py").code == 0
     assert healthy.code == 0

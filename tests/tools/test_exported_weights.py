@@ -78,12 +78,12 @@ def test_unusable_weights_are_refused_with_working_advice(
     for file, reason in (
         (older, "its header has no settings, choices, fp32_modules (written by an older version)"),
         (foreign, "its header was not written by vitamp"),
-        (tmp_path / "x.onnx", "a program that computes by itself"),
+        (tmp_path / "x.onnx", "an exported program, not weights for vitamp"),
     ):
         done = vitamp(file, image, script="scripts/predict.py")
         assert done.code == 2
         assert f"{file}: {reason}" in done.err
-        assert "older" in str(file) or "older vitamp" not in done.err
+        assert "older" in str(file) or "older version" not in done.err
     done = vitamp(older, image, script="scripts/predict.py")
     (command,) = re.findall(r"python (main_single_gpu\.py -cfg CONFIG\.yaml -eval -pretrained \S+)", done.err)
     words = shlex.split(command.replace("CONFIG.yaml", str(digits_run / "config.yaml")))

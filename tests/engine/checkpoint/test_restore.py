@@ -146,7 +146,7 @@ def test_resume_with_another_architecture_lists_differences(tiny: Path, tmp_path
     assert "head.weight: (10, 16) in the file, (12, 16) in the model" in text
     assert "blocks.1.norm1.weight: missing in the file" in text
     assert "... and " in text
-    with pytest.raises(UserError, match=r"only there"):
+    with pytest.raises(UserError, match=r"only in the file"):
         restore(build(tiny).parts, save(build(tiny, MODEL__DEPTH=2), tmp_path / "deep", 1), GLOBAL_BATCH, PER_EPOCH)
 
 

@@ -140,7 +140,7 @@ def test_older_checkpoint_takes_settings_from_its_run(digits_run: Path, tmp_path
     assert checkpoint.main(["strip", str(run), "-out", str(tmp_path / "w.safetensors")]) == 0
     assert torch.equal(logits(tmp_path / "w.safetensors"), logits(digits_run))
     shutil.move(folder, tmp_path / "mine")
-    with pytest.raises(UserError, match=r"has no settings.*put the checkpoint back into RUN/checkpoints"):
+    with pytest.raises(UserError, match=r"contains no settings.*Put the checkpoint back into RUN/checkpoints"):
         load_trained(tmp_path / "mine")
 
 
@@ -221,7 +221,7 @@ def test_unloadable_paths_are_refused(digits_run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     wrong: tuple[tuple[Path, dict[str, Any], str], ...] = (
         (tmp_path / "nothing", {}, "no such file or folder"),
-        (tmp_path / "empty", {}, "no checkpoint is there"),
+        (tmp_path / "empty", {}, "no checkpoint found"),
         (damaged, {"weights": "ema"}, f"the contents of {EMA} are not what was written"),
         (newer, {}, "MODEL.WARP; use the version of vitamp that trained it"),
         (without, {"weights": "ema"}, r"no EMA \(TRAIN.MODEL_EMA\) weights; use -weights model"),

@@ -178,7 +178,7 @@ def _weights(job: Job, world: World) -> float:
 def test_startup_probe_times_each_part(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     result, began = tmp_path / "parts.json", time.monotonic()
     script = ("main_single_gpu.py", "-cfg", tiny, "-output", tmp_path / "run")
-    done = vitamp(result, began, *script, script="tools/benchmark_amp/startup_probe.py")
+    done = vitamp(result, began, *script, script="tools/benchmark_amp/startup_probe.py", slow_start=True)
     passed = time.monotonic() - began
     assert done.code == 0, done.text
     results = json.loads(result.read_text(encoding="utf-8"))

@@ -31,7 +31,7 @@ def limit_visible_gpus(command: CommandLine, one_process: bool) -> None:
     if device not in (None, "cuda"):
         raise UserError(f"-gpus {text} with -device {device}, which uses no CUDA GPU; use only one of the two.")
     if processes not in (None, "-1", str(len(names))):
-        raise UserError(f"-gpus {text} -ngpus {processes}: one process per GPU; leave -ngpus out.")
+        raise UserError(f"-gpus {text} -ngpus {processes}: -gpus starts one process per GPU; leave -ngpus out.")
     if one_process and len(names) > 1:
         raise UserError(f"-gpus {text}: this program uses one GPU; give one index, or train with main_multi_gpu.py.")
     os.environ[VISIBLE] = os.environ[ASKED] = chosen

@@ -80,7 +80,7 @@ def make_folder(output: str | None, save: str, kind: str) -> Path:
             if not folder.exists():
                 folder.mkdir(parents=True)
                 return folder
-        raise UserError(f"{save}: too many runs were started in the same second; start it again.")
+        raise UserError(f"{save}: too many runs were started in the same second; start this one again.")
     except OSError as error:
         raise UserError(f"{output or save}: the run's folder cannot be created ({error.strerror}).") from None
 

@@ -141,7 +141,7 @@ def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | str | N
         elif not label:
             raise ValueError("it is empty")
     except ValueError as error:
-        raise UserError(f"{where}: {member.name} is not a label: {error}.") from None
+        raise UserError(f"{where}: {member.name} has no valid label: {error}.") from None
     if isinstance(label, str) and label.removeprefix("-").isdecimal():
         label = int(label)
     if isinstance(label, int) and abs(label) > LARGEST_NUMBER:

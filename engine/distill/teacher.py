@@ -133,7 +133,8 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
     if same_setting and saved_choices.get("teacher_sha256") != teacher.fingerprint:
         raise UserError(
             f"{KEY} {teacher.setting}: the weights of {source.where} have changed since this run began with "
-            f"{saved_choices.get('teacher')}. Restore them, or name the teacher to resume with by another path."
+            f"{saved_choices.get('teacher')}. Restore them; or, to resume with "
+            "the changed teacher, copy it to another path and name that."
         )
     pairs = enumerate(zip(source.names or (), names or (), strict=False))
     difference = next((f"class {n} is '{a}' there and '{b}' in the data" for n, (a, b) in pairs if a != b), None)

@@ -159,7 +159,7 @@ def test_port_in_use_is_reported(ranks: Ranks) -> None:
         listener.bind(("::", ranks.port))
         listener.listen()
         rank = ranks.start(0)
-        refused(rank, rf"rank 0 cannot listen at port {ranks.port}: .* Try another -port")
+        refused(rank, rf"rank 0 cannot listen on port {ranks.port}: .* Try another -port")
 
 
 @pytest.mark.parametrize(

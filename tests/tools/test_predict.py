@@ -280,7 +280,7 @@ def test_input_that_is_no_list_is_refused_early(
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=SimpleNamespace(read=lambda _: next(given))))
     done = say(digits_run, "-")
     assert done.code == 2
-    assert "standard input is no list of files: " in done.err
+    assert "standard input is not a list of files: " in done.err
     assert said in done.err
 
 

@@ -45,7 +45,7 @@ PRIVATE = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "
 def strip(path: Path, out: Path, weights: Wanted) -> int:
     saved, choice = find_saved(path, weights)
     if saved.checkpoint is None:
-        raise UserError(f"{path}: this file holds only weights already; name a run or a checkpoint.")
+        raise UserError(f"{path}: this file already holds only weights; name a run or a checkpoint.")
     source, name = verify(saved.checkpoint), FILES[choice.which]
     log.info("%s", choice.words)
     write_weights(out, source.tensors(name), _header(source, {"weights": _words(name), "from": source.folder.name}))

@@ -59,14 +59,16 @@ def _read_list(stream: BinaryIO) -> bytes:
         size += len(chunk)
         if size > LARGEST_LIST:
             raise UserError(
-                f"standard input is no list of files: it has over {LARGEST_LIST >> 20} MiB; "
+                f"standard input is not a list of files: it is larger than {LARGEST_LIST >> 20} MiB; "
                 "name a folder instead, or split the list."
             )
         window = window[-LONGEST_NAME:] + chunk  # also checks across the border of two chunks
         if b"\0\0" in window:
-            raise UserError(f"standard input is no list of files: it has two zero bytes in a row; {LIST_FORMAT}.")
+            raise UserError(f"standard input is not a list of files: it has two zero bytes in a row; {LIST_FORMAT}.")
         if TOO_LONG.search(window):
-            raise UserError(f"standard input is no list of files: a name has over {LONGEST_NAME} bytes; {LIST_FORMAT}.")
+            raise UserError(
+                f"standard input is not a list of files: a name has over {LONGEST_NAME} bytes; {LIST_FORMAT}."
+            )
     return b"".join(chunks)
 
 

@@ -63,7 +63,7 @@ def _listen_at_first_free(ports: list[int]) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_server(("", port), family=family, dualstack_ipv6=dual_stack, backlog=1024)
     raise UserError(
-        f"rank 0 cannot listen at any of the ports {', '.join(map(str, ports))}, which follow from the job's name: "
+        f"rank 0 cannot listen on any of the ports {', '.join(map(str, ports))}, which follow from the job's name: "
         "all are in use. Name a free port with -port."
     )
 

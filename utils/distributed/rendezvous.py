@@ -45,7 +45,7 @@ def open_store(world: World, timeout: datetime.timedelta, announcer: contextlib.
     except (DistNetworkError, DistStoreError, TimeoutError) as error:
         if world.first and world.rendezvous is not None:
             raise UserError(
-                f"rank 0 cannot listen at port {port}: {_first_line(error)} "
+                f"rank 0 cannot listen on port {port}: {_first_line(error)} "
                 "Another run may be using the port. Try another -port."
             ) from None
         place = f"{host}:{port}" if port else f"{host}, ports {', '.join(map(str, candidate_ports(str(world.job))))}"

@@ -80,7 +80,9 @@ def read_world(dist: DistConfig, env: Mapping[str, str] = os.environ) -> World |
     if world is None:
         if dist.HOST or dist.PORT:
             missing = "-rank -world_size" if dist.HOST and dist.PORT else "-port -rank -world_size"
-            raise UserError(f"-host, but no launcher gives this process its rank; missing: {missing}")
+            raise UserError(
+                f"Without a launcher, -host -port -rank -world_size are needed together; missing: {missing}"
+            )
         return None
     host, port, job = _host(world, dist, env), dist.PORT or int(env.get("MASTER_PORT", "0")), _job(world, env)
     return replace(world, rendezvous=(host, port or (None if job else DEFAULT_PORT)), job=job)

@@ -143,11 +143,14 @@ def test_links_and_devices_in_tar_files_are_skipped(
     [
         ([("a.png", picture(0))], r"a\.png has no label: there is no a\.cls beside it"),
         ([("a.png", picture(0)), ("a.json", b'{"width": 30}')], r"a\.png has no label"),
-        ([("a.png", picture(0)), ("a.json", b'{"label": ')], r"a\.json is not a label"),
-        ([("a.png", picture(0)), ("a.json", b'{"label": 1.5}')], r"a\.json is not a label: its 'label' is neither"),
-        ([("a.png", picture(0)), ("a.json", b'{"label": true}')], r"a\.json is not a label: its 'label' is neither"),
-        ([("a.png", picture(0)), ("a.cls", b"")], r"a\.cls is not a label: it is empty"),
-        ([("a.png", picture(0)), ("a.cls", b"\xff\xfe")], r"a\.cls is not a label"),
+        ([("a.png", picture(0)), ("a.json", b'{"label": ')], r"a\.json has no valid label"),
+        ([("a.png", picture(0)), ("a.json", b'{"label": 1.5}')], r"a\.json has no valid label: its 'label' is neither"),
+        (
+            [("a.png", picture(0)), ("a.json", b'{"label": true}')],
+            r"a\.json has no valid label: its 'label' is neither",
+        ),
+        ([("a.png", picture(0)), ("a.cls", b"")], r"a\.cls has no valid label: it is empty"),
+        ([("a.png", picture(0)), ("a.cls", b"\xff\xfe")], r"a\.cls has no valid label"),
         (
             [("a.png", picture(0)), ("a.cls", b"3")],
             r"label of a\.png is 3.*MODEL\.NUM_CLASSES 3: labels go from 0 to 2",

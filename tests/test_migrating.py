@@ -66,7 +66,7 @@ def test_timms_drop_acts_before_the_classifier_only() -> None:
     acting = {name for name, m in ours.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
     assert "head_drop" not in acting
     assert {"pos_drop", "blocks.0.attn.proj_drop", "blocks.0.mlp.drop1"} <= acting
-    assert "nothing is equal to theirs" in row_of("--drop")
+    assert "no setting is equal to timm's" in row_of("--drop")
 
 
 def test_the_two_warm_ups_of_an_ema() -> None:
@@ -81,7 +81,7 @@ def test_torchvisions_erasing_is_const() -> None:
     torch.manual_seed(0)
     images = change(torch.ones(4, 3, 32, 32), torch.zeros(4, dtype=torch.long)).images
     assert images.unique().tolist() == [0.0, 1.0]
-    assert "`TRAIN.RANDOM_ERASE_MODE=const`; ours is noise unless set so" in row_of("--random-erase", "torchvision")
+    assert "`TRAIN.RANDOM_ERASE_MODE=const`; ours is noise by default" in row_of("--random-erase", "torchvision")
     assert TrainConfig().RANDOM_ERASE_MODE == "pixel", "noise"
 
 

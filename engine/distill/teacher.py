@@ -32,8 +32,8 @@ from utils.log import log
 KEY = "TRAIN.TEACHER_MODEL"
 EXAMPLE = "regnety_160.deit_in1k"
 FORMS = (
-    f"Give a model of timm that has pretrained weights (for example {EXAMPLE}), a run or checkpoint, or a file as "
-    "NAME=FILE with the timm name of its model."
+    f"Give a model of timm that has pretrained weights (for example {EXAMPLE}), a run or checkpoint, or "
+    "NAME=FILE, with timm's name of the model in that file."
 )
 
 
@@ -103,7 +103,7 @@ def check_teacher(config: Config) -> None:
             )
         return
     if train.TEACHER_MODEL is None:
-        raise UserError(f"TRAIN.DISTILLATION_TYPE {train.DISTILLATION_TYPE} needs a teacher, {KEY}. {FORMS}")
+        raise UserError(f"TRAIN.DISTILLATION_TYPE {train.DISTILLATION_TYPE} needs a teacher: set {KEY}. {FORMS}")
     name, place = _parse(train.TEACHER_MODEL)
     if name is not None:  # of a run, the files are checked when they are loaded
         with _errors_name_teacher():

@@ -52,7 +52,7 @@ def test_list_shows_metrics_marks_and_damage(tool: Callable[..., Result], run: P
     assert head.split()[:3] == ["checkpoint", "epoch", "update"]
     assert [row.split()[0] for row in rows] == NAMES
     assert "in 1" in rows[0], "saved within the epoch"
-    assert "damaged, state.pt has not the size that was written" in rows[2]
+    assert "damaged, state.pt does not have the size that was written" in rows[2]
     figures = {line["update"]: line for line in metrics(run, "val")}
     assert f"{figures[88]['loss']:.4f}" in rows[3]
     assert f"{figures[88]['ema_acc1']:.2f}" in rows[3]

@@ -98,4 +98,6 @@ def _check(line: ToolLine) -> None:
     for key in REFUSED:
         if key in line.run.flags or key in line.run.words:
             where = line.run.flags[key][1] if key in line.run.flags else key
-            raise UserError(f"{where}: the model is the first argument, as it was trained; leave this out.")
+            raise UserError(
+                f"{where}: the first argument names the model, evaluated as it was trained; leave this out."
+            )

@@ -71,7 +71,7 @@ IN_STATE: list[tuple[str, Any, str]] = [
     ("optimizer state", GONE, "optimizer.state is missing"),
     ("optimizer param_groups", [], "optimizer.param_groups: "),
     ("optimizer param_groups", [{}], "optimizer.param_groups.0.params is missing"),
-    ("trained", ["head.weight"], "1 names of trained weights, and the optimizer has "),
+    ("trained", ["head.weight"], "1 names of trained weights, but the optimizer has "),
     ("trained", 5, "trained: "),
     ("moved", "88", "moved: "),
     ("fp32_modules", None, "fp32_modules: "),

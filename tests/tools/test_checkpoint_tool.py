@@ -157,7 +157,7 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
     (tmp_path / "there.safetensors").touch()
     out = ("-out", tmp_path / "new.safetensors")
     for words, said in (
-        ((), "list|verify|average|strip"),
+        ((), "one of list, verify, average, strip"),
         (("mend", run), "unknown command 'mend'. The first word is one of list, verify, average, strip"),
         (("list", tmp_path / "nothing"), "there is no such file or folder"),
         (("list", tmp_path), "no checkpoint found"),

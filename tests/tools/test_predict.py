@@ -265,7 +265,7 @@ def test_folder_without_images_is_skipped(
         (itertools.repeat(bytes(1 << 16)), "two zero bytes in a row"),
         (itertools.repeat(b"x" * 1000), "a name has over 4096 bytes"),
         ([b"a.png\0", b"\0b.png"], "two zero bytes in a row"),
-        (itertools.repeat(b"y\n" * 1000), "it has over 1 MiB"),
+        (itertools.repeat(b"y\n" * 1000), "it is larger than 1 MiB"),
     ],
 )
 def test_input_that_is_no_list_is_refused_early(

@@ -66,6 +66,7 @@ class Signals:
         self._owner = os.getpid()
 
     def listen(self) -> None:
+        self._owner = os.getpid()
         for number in REQUESTS:
             # A shell script's background jobs ignore Ctrl-C, but a launcher among them stops its ranks with it.
             if signal.getsignal(number) != signal.SIG_IGN or "RANK" in os.environ:

@@ -61,8 +61,7 @@ def become(script: str, argv: list[str], cwd: str, env: dict[str, str], streams:
 def _run(script: str, argv: list[str]) -> None:
     from engine.machine import stopping
 
-    # The server imported this module; it belongs to the process that imports it.
-    stopping.BEGAN, stopping.signals._owner = time.monotonic(), os.getpid()
+    stopping.BEGAN = time.monotonic()
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.argv = [script, *argv]

@@ -107,4 +107,4 @@ def test_unsupported_models_are_refused(vitamp: Callable[..., Result], tmp_path:
     done = vitamp("-cfg", recipe, "-dry_run", "TRAIN.TOKEN_DROP=0.5", "TRAIN.SIZE_SCHEDULE=[[0,112],[0.5,224]]")
     assert done.code == 2, done.text
     for key in ("TRAIN.TOKEN_DROP", "TRAIN.SIZE_SCHEDULE"):
-        assert f"{key}: SwinTransformer cannot" in done.err
+        assert f"{key}: SwinTransformer does not support it" in done.err

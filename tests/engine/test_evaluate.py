@@ -98,7 +98,7 @@ def test_padding_with_an_infinite_loss_is_not_counted() -> None:
 
 @pytest.mark.parametrize("samples", [SAMPLES - 1, SAMPLES + 1])
 def test_wrong_number_of_samples_is_an_error(samples: int) -> None:
-    with pytest.raises(TrainingError, match=f"{SAMPLES} samples of {samples}"):
+    with pytest.raises(TrainingError, match=f"{SAMPLES} samples, not {samples};"):
         figures(model(), Loader(4, [0], 1), samples=samples)
 
 

@@ -228,7 +228,7 @@ def test_unloadable_paths_are_refused(digits_run: Path, tmp_path: Path) -> None:
         (tmp_path / "foreign.safetensors", {}, "its header was not written by vitamp"),
         (tmp_path / "short.safetensors", {}, "cannot be read as safetensors"),
         (tmp_path / "x.pth", {}, "weights without a description of their model"),
-        (digits_run, {"amp": "fp7"}, "give one of: auto off fp16"),
+        (digits_run, {"amp": "fp7"}, "its values are auto off fp16"),
     )
     for path, how, said in wrong:
         with pytest.raises(UserError, match=said):

@@ -173,7 +173,7 @@ def test_race_uses_the_models_call_and_has_no_side_effects(vit: nn.Module) -> No
 def test_race_includes_only_kinds_that_work(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has no kernel of cuDNN's, and torch says so as it does on a GPU that lacks one."""
     raced: list[str] = []
-    monkeypatch.setattr(attention_race, "_by_events", lambda work: work() or 1.0)
+    monkeypatch.setattr(attention_race, "_time_by_events", lambda work: work() or 1.0)
     monkeypatch.setattr(
         attention_race, "race", lambda run, kinds, clock: raced.extend(kinds) or race(run, kinds, clock)
     )

@@ -230,7 +230,7 @@ def test_resumed_run_keeps_packed_where_its_kernels_work(monkeypatch: pytest.Mon
     monkeypatch.setattr(packed, "_check_kernels", try_kernels)
     monkeypatch.setattr(packed, "supports_call", lambda *_: True)
     monkeypatch.setattr(packed, "packed_attention", lambda qkv, _heads: (qkv[..., : qkv.shape[2] // 3] * 1.0, None))
-    monkeypatch.setattr(attention_race, "_by_events", lambda work: work() or 1.0)
+    monkeypatch.setattr(attention_race, "_time_by_events", lambda work: work() or 1.0)
     vit, images = create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
     found = race_attention("auto", vit, images, Precision(BF16, CPU), previous=PACKED)
     assert (found.kind, found.reason == "as before the resume") == ((PACKED, True) if there else ("fused", False))

@@ -80,11 +80,12 @@ def _batch(config: Config, ready: ReadyToTrain, world: World) -> str:
 
 def _training(config: Config, optimizer: torch.optim.Optimizer, world: World) -> str:
     train, images = config.TRAIN, global_batch(config, world)
+    warmup = min(train.WARMUP_EPOCHS, train.NUM_EPOCHS)
     *_, end = scaled_learning_rates(train, images)
     text = (
         f"{train.NUM_EPOCHS} epochs, {describe_optimizer(optimizer, train.OPTIMIZER.NAME)}, "
-        f"learning rate {describe_learning_rate(train, images)} after {min(train.WARMUP_EPOCHS, train.NUM_EPOCHS):g} "
-        f"epochs of warm-up, then {train.LR_SCHEDULER.NAME.removeprefix('warmup')}"
+        f"learning rate {describe_learning_rate(train, images)} after {warmup:g} "
+        f"epoch{'s' * (warmup != 1)} of warm-up, then {train.LR_SCHEDULER.NAME.removeprefix('warmup')}"
     )
     if train.LR_SCHEDULER.NAME.endswith("cosine"):
         text += f" to {end:.3g}"

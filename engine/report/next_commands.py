@@ -15,7 +15,7 @@ from utils.distributed.launch import LAUNCHER_PID
 
 def next_commands(run: Run, position: Position, folder: Path, paused: bool = False) -> str:
     """One line per command: evaluate, predict, export, report, and resume."""
-    scripts, quoted = Path(sys.argv[0]).parent / "scripts", shlex.quote(str(folder))
+    scripts, quoted = _script().parent / "scripts", shlex.quote(str(folder))
     commands = {
         "evaluate": f"python {scripts / 'evaluate.py'} {quoted}",
         "predict": f"python {scripts / 'predict.py'} {quoted} IMAGE.jpg",
@@ -26,9 +26,15 @@ def next_commands(run: Run, position: Position, folder: Path, paused: bool = Fal
     return "\n".join(["Next:", *(f"  {name:<8}  {command}" for name, command in commands.items())])
 
 
+def _script() -> Path:
+    """The entry script, relative to the current folder if it is below."""
+    path, here = Path(sys.argv[0]).absolute(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def _start(run: Run, flags: str) -> str:
     """Start this script again, with as many processes."""
-    script, size = shlex.quote(sys.argv[0]), run.world.size
+    script, size = shlex.quote(str(_script())), run.world.size
     if size == 1:
         return f"python {script} {flags}"
     if LAUNCHER_PID in os.environ:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -141,9 +142,12 @@ def test_rank_flags_give_the_world() -> None:
         read_world(flags, TORCHRUN)
 
 
-def test_host_without_a_rank_is_refused() -> None:
-    with pytest.raises(UserError, match="missing: -port -rank -world_size"):
-        read_world(DistConfig(HOST="a"), {})
+@pytest.mark.parametrize(
+    ("given", "missing"), [({"HOST": "a"}, "-port -rank -world_size"), ({"PORT": 29500}, "-host -rank -world_size")]
+)
+def test_host_or_port_without_a_rank_is_refused(given: dict[str, Any], missing: str) -> None:
+    with pytest.raises(UserError, match=f"missing: {missing}"):
+        read_world(DistConfig(**given), {})
 
 
 def test_process_of_many_without_a_rank_is_refused() -> None:

@@ -79,7 +79,8 @@ def read_world(dist: DistConfig, env: Mapping[str, str] = os.environ) -> World |
         return World(dist.RANK, dist.WORLD_SIZE, *local, BY_HAND, (dist.HOST, dist.PORT))
     if world is None:
         if dist.HOST or dist.PORT:
-            missing = "-rank -world_size" if dist.HOST and dist.PORT else "-port -rank -world_size"
+            given = {"host": dist.HOST, "port": dist.PORT, "rank": dist.RANK, "world_size": dist.WORLD_SIZE}
+            missing = " ".join(f"-{name}" for name, value in given.items() if value is None)
             raise UserError(
                 f"Without a launcher, -host -port -rank -world_size are needed together; missing: {missing}"
             )

@@ -12,6 +12,7 @@ from engine.machine.context import Run
 from engine.machine.device import describe_devices
 from engine.machine.environment import arguments, libraries
 from engine.optim.build import describe_learning_rate, describe_optimizer, scaled_learning_rates
+from engine.optim.groups import describe_muon
 from engine.optim.layer_rates import describe_fine_tuning
 from engine.setup import Ready, ReadyToTrain, global_batch
 from models import describe as describe_model
@@ -39,6 +40,8 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         rate = scaled_learning_rates(config.TRAIN, global_batch(config, world))[0]
         if words := describe_fine_tuning(config, ready.model, ready.parts.optimizer, rate):
             rows.append(("trained", words))
+        if words := describe_muon(ready.parts.optimizer, rate):
+            rows.append(("optimiser", words))
         if words := describe_shortcuts(config.TRAIN):
             rows.append(("shortcuts", words))
         if teacher := teacher_of(ready.parts.change):

@@ -37,6 +37,7 @@ from engine.measure.progress import Best, Position
 from engine.measure.stage_times import DATA, stages_of
 from engine.optim.build import build_optimizer, scaled_learning_rates
 from engine.optim.ema import Ema
+from engine.optim.groups import list_groups
 from engine.optim.layer_rates import describe_parameters
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.parallel.fsdp import Sharding
@@ -120,6 +121,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     warn_unmatched(config.DATA, [part.single_images() for part in (train_set, ready.val_set)])
     train, updates = config.TRAIN, loader.order.updates
     parts = update_parts(config, world, device, (ready.model, ready.inputs, ready.precision), updates, sharding)
+    if train.OPTIMIZER.LIST:
+        log.info(list_groups(ready.model, parts.optimizer))
     loader.on_arrival(partial(parts.stages.lap, DATA))
     if teacher := teacher_of(parts.change):
         check_teacher_matches(teacher, train_set.classes, checkpoint.meta.get("choices", {}) if checkpoint else {})
@@ -199,7 +202,7 @@ def update_parts(
     if sharding is not None:
         _shard(model, ema, precision, sharding)
     rates = scaled_learning_rates(train, global_batch(config, world))
-    optimizer = build_optimizer(model, train, rates[0], device)
+    optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
     schedule = Schedule(
         build_scheduler(optimizer, train, rates, per_epoch),
         optimizer,

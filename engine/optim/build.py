@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from engine.optim.groups import USES_MUON
 from engine.optim.layer_rates import SCALE, rate_scales
 from engine.parallel.fsdp import is_sharded
+from utils.config.kinds import AUTO
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
 from utils.log import log
@@ -29,6 +31,11 @@ FUSED: dict[str, Callable[..., Optimizer]] = {
 }
 # torch's fused kernels of these do not support sharded weights.
 NOT_FUSED_WHEN_SHARDED = {"momentum", "nesterov"}
+# Ours; Nesterov's momentum is in both.
+MUON = {"muon", "nmuon"}
+# timm's, which divide each parameter's update by its RMS too.
+ADAMUON = {"adamuon", "nadamuon"}
+MUON_MOMENTUM = 0.95
 # Used where neither the settings nor the optimiser have a default, as with torch's SGD. It is timm's default too.
 DEFAULT_MOMENTUM = 0.9
 # PaddleViT's SGD has momentum without Nesterov; timm's `sgd` is Nesterov.
@@ -56,14 +63,21 @@ def optimizer_name(name: str) -> str:
     return wanted
 
 
-def build_optimizer(model: nn.Module, train: TrainConfig, base_lr: float, device: torch.device) -> Optimizer:
+def build_optimizer(
+    model: nn.Module, train: TrainConfig, base_lr: float, device: torch.device, amp: bool = False
+) -> Optimizer:
+    """The optimiser of TRAIN.OPTIMIZER. `amp`: whether training is in mixed precision."""
     name = optimizer_name(train.OPTIMIZER.NAME)
-    build = _torch_optimizer if name in FUSED else _timm_optimizer
-    fused = name in FUSED and device.type in ("cpu", "cuda", "mps")
+    groups = _groups(model, train, name)
+    fused = name in {*FUSED, *MUON} and device.type in ("cpu", "cuda", "mps")
     if fused and name in NOT_FUSED_WHEN_SHARDED and any(map(is_sharded, model.parameters())):
         fused = False
+    options: dict[str, Any] = {"fused": True} if fused else {}
+    if name in MUON:
+        return _muon(groups, train, base_lr, options, amp)
+    build = _torch_optimizer if name in FUSED else _timm_optimizer
     try:
-        optimizer = build(name, _groups(model, train), train, base_lr, {"fused": True} if fused else {})
+        optimizer = build(name, groups, train, base_lr, options)
     except (TypeError, ValueError, ImportError, RuntimeError, AssertionError) as error:
         raise UserError(f"TRAIN.OPTIMIZER.NAME {train.OPTIMIZER.NAME}: cannot be built ({error}).") from None
     if isinstance(optimizer, torch.optim.SGD) and fused and optimizer.defaults["momentum"]:
@@ -84,8 +98,8 @@ def describe_optimizer(optimizer: Optimizer, name: str) -> str:
     return f"{name} ({', '.join(used)})" if used else name
 
 
-def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
-    """Parameter groups by learning-rate scale and weight decay.
+def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[str, Any]]:
+    """Parameter groups by learning-rate scale, weight decay and, with Muon, matrices per weight.
 
     Biases, norms and the weights in the model's `no_weight_decay` do not decay, unless WEIGHT_DECAY_ALL says so.
     """
@@ -96,15 +110,43 @@ def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
         exempt = weight.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, pattern) for pattern in no_decay)
         return train.WEIGHT_DECAY_ALL or not exempt
 
+    matrices = _matrices(model, optimizer)
     scales = rate_scales(model, train)
-    groups: dict[tuple[float, float], list[torch.Tensor]] = {}
+    if matrices and train.OPTIMIZER.MUON.ADAMW_LR is not None:
+        adamw = train.OPTIMIZER.MUON.ADAMW_LR / train.BASE_LR
+        scales = {name: scales.get(name, 1.0) * (1.0 if name in matrices else adamw) for name, _ in trained}
+    groups: dict[tuple[float, float, int], list[torch.Tensor]] = {}
     for name, weight in trained:
         decay = train.WEIGHT_DECAY if decays(name, weight) else 0.0
-        groups.setdefault((scales.get(name, 1.0), decay), []).append(weight)
+        groups.setdefault((scales.get(name, 1.0), decay, matrices.get(name, 0)), []).append(weight)
     return [
-        {"params": weights, "weight_decay": decay} | ({SCALE: scale} if scales else {})
-        for (scale, decay), weights in sorted(groups.items(), key=lambda item: item[0])
+        {"params": weights, "weight_decay": decay}
+        | ({SCALE: scale} if scales else {})
+        | ({USES_MUON: number > 0, "matrices": number} if matrices else {})
+        for (scale, decay, number), weights in sorted(groups.items(), key=lambda item: item[0])
     ]
+
+
+def _matrices(model: nn.Module, optimizer: str) -> dict[str, int]:
+    """Weights that Muon or a relative updates, with the number of matrices in each; empty for other optimisers."""
+    if optimizer not in MUON | ADAMUON:
+        return {}
+    from engine.optim.muon import hidden_matrices
+
+    return hidden_matrices(model)
+
+
+def _muon(
+    groups: list[dict[str, Any]], train: TrainConfig, base_lr: float, options: dict[str, Any], amp: bool
+) -> Optimizer:
+    from engine.optim.muon import Muon
+
+    settings = train.OPTIMIZER
+    momentum = MUON_MOMENTUM if settings.MOMENTUM is None else settings.MOMENTUM
+    half = amp if settings.MUON.NS_DTYPE == AUTO else settings.MUON.NS_DTYPE == "bf16"
+    dtype = torch.bfloat16 if half else torch.float32
+    options |= settings.arguments()
+    return Muon(groups, base_lr, momentum, settings.MUON.NS_STEPS, dtype, **options)
 
 
 def _torch_optimizer(
@@ -130,6 +172,9 @@ def _timm_optimizer(
     if momentum is None:
         momentum = (parameters["momentum"].default if "momentum" in parameters else None) or DEFAULT_MOMENTUM
     options |= settings.arguments()  # the factory drops those that the optimiser does not take
+    if name in ADAMUON:
+        options["ns_steps"] = settings.MUON.NS_STEPS
+        log.info("TRAIN.OPTIMIZER.NAME %s is timm's: it orthogonalises a fused qkv as one matrix.", name)
     if info.has_betas and settings.BETAS is not None and info.num_betas != len(settings.BETAS):
         log.info("TRAIN.OPTIMIZER.BETAS has no effect: %s takes %d betas; its defaults are used.", name, info.num_betas)
         del options["betas"]

@@ -60,7 +60,7 @@ def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer,
         by = f" ({', '.join(config.MODEL.FREEZE)})" if config.MODEL.FREEZE else ""
         parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{by}")
     scales = [group[SCALE] for group in optimizer.param_groups if SCALE in group]
-    if scales:
+    if scales and (train.LAYER_DECAY is not None or train.HEAD_LR != 1):
         why = [f"layer decay {train.LAYER_DECAY:g}"] if train.LAYER_DECAY is not None else []
         why += [f"classifier x {train.HEAD_LR:g}"] if train.HEAD_LR != 1 else []
         least, most = f"{rate * min(scales):.3g}", f"{rate * max(scales):.3g}"

@@ -5,7 +5,7 @@ from utils.config.data import DataConfig
 from utils.config.load import Loaded, load_config
 from utils.config.model import ModelConfig
 from utils.config.schema import Config, DistConfig
-from utils.config.train import OptimizerConfig, SchedulerConfig, TrainConfig
+from utils.config.train import MuonConfig, OptimizerConfig, SchedulerConfig, TrainConfig
 from utils.config.write import config_hash, differences, format_config, to_yaml
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "DistConfig",
     "Loaded",
     "ModelConfig",
+    "MuonConfig",
     "OptimizerConfig",
     "SchedulerConfig",
     "TrainConfig",

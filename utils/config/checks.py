@@ -83,6 +83,11 @@ def _train(config: Config) -> Iterator[Problem]:
     betas = train.OPTIMIZER.BETAS
     if betas is not None and not all(0 <= beta < 1 for beta in betas):
         yield "TRAIN.OPTIMIZER.BETAS", f"{one_line(betas)} must both be >= 0 and < 1"
+    if train.OPTIMIZER.MUON.ADAMW_LR is not None and not train.BASE_LR:
+        yield (
+            "TRAIN.OPTIMIZER.MUON.ADAMW_LR",
+            f"{train.OPTIMIZER.MUON.ADAMW_LR:g} follows the schedule of TRAIN.BASE_LR, which is 0; set that above 0",
+        )
 
 
 def _shortcuts(config: Config) -> Iterator[Problem]:
@@ -210,6 +215,7 @@ def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
     unused = [key for key in given if key.startswith("AMP.") and key not in EFFECTIVE_WITHOUT_AMP]
     if unused and not config.AMP.ENABLED and any(value_of(config, key) != default_of(key) for key in unused):
         yield f"AMP is off (-amp turns it on), so these settings have no effect: {', '.join(sorted(unused))}"
+    yield from _muon_notes(config, given)
     yield from _model_notes(config, given)
 
 
@@ -231,6 +237,17 @@ def _overridden(config: Config, given: Mapping[str, str]) -> Iterator[str]:
                 if key in given and value_of(config, key):
                     yield f"{given[key]}: {key} has no effect: {policy} overrides it"
             return
+
+
+def _muon_notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
+    name = config.TRAIN.OPTIMIZER.NAME
+    for key in sorted(key for key in given if key.startswith("TRAIN.OPTIMIZER.MUON.")):
+        if value_of(config, key) == default_of(key):
+            continue
+        if not name.casefold().endswith("muon"):
+            yield f"{given[key]}: {key} has no effect: TRAIN.OPTIMIZER.NAME is {name}, not Muon"
+        elif key.endswith("NS_DTYPE") and name.casefold().endswith("adamuon"):
+            yield f"{given[key]}: {key} has no effect: timm's {name} computes in bf16"
 
 
 def _model_notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:

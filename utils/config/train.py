@@ -23,8 +23,22 @@ from utils.config.kinds import (
 )
 
 
+class MuonConfig(Section):
+    """With NAME Muon, NMuon, AdaMuon or NAdaMuon, which update linear layers in blocks; AdamW updates the rest."""
+
+    ADAMW_LR: AboveZero | None = setting(
+        None,
+        "Learning rate, instead of BASE_LR, of the parameters that AdamW updates; same schedule and scaling; null: "
+        "BASE_LR.",
+    )
+    NS_STEPS: Positive = setting(5, "Newton-Schulz steps per update, which make the momentum orthogonal.")
+    NS_DTYPE: Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(folded)] = setting(
+        "auto", "dtype of the Newton-Schulz steps; auto: bf16 with AMP, otherwise fp32. AdaMuon's is always bf16."
+    )
+
+
 class OptimizerConfig(Section):
-    NAME: str = setting("AdamW", "An optimiser of torch or timm: AdamW, SGD, LAMB, Lion, ...")
+    NAME: str = setting("AdamW", "An optimiser of torch or timm: AdamW, SGD, LAMB, Lion, Muon, ...")
     EPS: AboveZero | None = setting(
         None, "eps of Adam and its relatives, added to the denominator; null: the optimiser's own."
     )
@@ -32,6 +46,10 @@ class OptimizerConfig(Section):
     MOMENTUM: FractionBelowOne | None = setting(
         None, "Momentum of SGD and its relatives; null: the optimiser's own, or 0.9 if that is 0."
     )
+    LIST: bool = setting(
+        False, "Log which parameters are in which group, with its optimiser, weight decay and learning-rate factor."
+    )
+    MUON: MuonConfig = Field(default_factory=MuonConfig, description="Muon and its relatives.")
 
     def arguments(self) -> dict[str, Any]:
         """EPS and BETAS, if set, as keyword arguments of torch's optimisers."""

@@ -65,6 +65,10 @@ def bits(value: Any) -> Any:
         {"TRAIN__OPTIMIZER__NAME": "Lion", "TRAIN__MODEL_EMA": "true", "TRAIN__MODEL_EMA_WARMUP": "false"},
         {"TRAIN__OPTIMIZER__NAME": "Adan", "TRAIN__WEIGHT_DECAY_ALL": "true"},
         {"TRAIN__OPTIMIZER__NAME": "Adafactor"},
+        {"TRAIN__OPTIMIZER__NAME": "NAdaMuon"},
+        {"TRAIN__OPTIMIZER__NAME": "Muon", "TRAIN__OPTIMIZER__MUON__ADAMW_LR": 1e-3, "TRAIN__LAYER_DECAY": 0.7},
+        {**RICH, "TRAIN__OPTIMIZER__NAME": "Muon", "AMP__DTYPE": "bf16", "TRAIN__ACCUM_ITER": 2},
+        {**RICH, "TRAIN__OPTIMIZER__NAME": "Muon", "AMP__LEVEL": "O2", "AMP__DTYPE": "fp16"},
     ],
     ids=lambda words: "-".join(str(value) for value in words.values()),
 )

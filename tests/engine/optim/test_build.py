@@ -67,16 +67,21 @@ OWN: dict[str, dict[str, Any]] = {
     "Adafactor": {"beta1": None, "eps": 1e-30},
     "Adopt": {"betas": (0.9, 0.9999), "eps": 1e-6},
     "Adan": {"betas": (0.98, 0.92, 0.99), "eps": 1e-8},
-    "Muon": {"momentum": 0.95},
+    "Muon": {"momentum": 0.95, "betas": (0.9, 0.999), "eps": 1e-8},
     "SGD": {"momentum": 0.9},
     "RMSProp": {"momentum": 0.9, "eps": 1e-8},
 }
 """What each optimiser of torch 2.11 and timm 1.0.31 has where nobody says otherwise; 0.9 for torch's momentum of 0."""
 
 
+def blocks() -> nn.Module:
+    """A model with blocks, which Muon needs."""
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_unset_settings_use_the_optimizers_defaults(name: str) -> None:
-    made = optimizer_of(nn.Linear(2, 2), name).defaults
+    made = optimizer_of(blocks(), name).defaults
     assert {key: made[key] for key in OWN[name]} == OWN[name]
 
 
@@ -85,7 +90,7 @@ def test_settings_override_the_optimizers_defaults() -> None:
     made = build_optimizer(nn.Linear(2, 2), TrainConfig(OPTIMIZER=settings), 0.5, CPU)
     assert (made.defaults["eps"], made.defaults["betas"]) == (1e-8, (0.8, 0.9))
     settings = OptimizerConfig(NAME="Muon", MOMENTUM=0.5)
-    assert build_optimizer(nn.Linear(2, 2), TrainConfig(OPTIMIZER=settings), 0.5, CPU).defaults["momentum"] == 0.5
+    assert build_optimizer(blocks(), TrainConfig(OPTIMIZER=settings), 0.5, CPU).defaults["momentum"] == 0.5
 
 
 def test_wrong_number_of_betas_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -121,7 +126,7 @@ def test_optimizer_that_cannot_be_built_is_an_error() -> None:
         optimizer_of(nn.Linear(2, 2), "bnbadamw")
 
 
-NAMES = ["AdamW", "SGD", "LAMB", "Lion", "Adafactor", "Adan", "NAdamW", "LARS", "RMSProp", "Muon"]
+NAMES = ["AdamW", "SGD", "LAMB", "Lion", "Adafactor", "Adan", "NAdamW", "LARS", "RMSProp", "Muon", "NAdaMuon"]
 
 
 @pytest.mark.parametrize("enabled", ["false", "true"])

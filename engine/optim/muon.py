@@ -1,0 +1,174 @@
+"""Muon: orthogonalised momentum for the hidden matrices of the blocks, AdamW for all other parameters.
+
+Its author (https://kellerjordan.github.io/posts/muon) excludes embeddings and the classifier, and orthogonalises q, k
+and v one by one. timm's Muon takes every matrix, and a fused qkv as one.
+"""
+
+# torch's own optimisers use torch._foreach_*; its type stubs call them private.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from timm.optim.muon import zeropower_via_newtonschulz
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from models import classifiers, is_inside
+from models.blocks import blocks_of
+from utils.errors import UserError
+
+MATRICES = "matrices"
+"""Key of a parameter group: number of matrices in each of its weights, 3 for a fused qkv; 0: AdamW updates it."""
+COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]
+"""The author's, repeated at each step: unlike timm's default, they suit any number of steps."""
+FUSED_PROJECTIONS = {"qkv": 3, "qk": 2, "kv": 2}
+"""Linear layers whose rows are several matrices one below the other, by the name that timm's models give them."""
+
+
+def hidden_matrices(model: nn.Module) -> dict[str, int]:
+    """Names of the weights that Muon updates: linear layers in blocks. The number is that of matrices in the weight."""
+    blocks, heads = [name for name, _ in blocks_of(model)], classifiers(model)
+    modules = dict(model.named_modules())
+    found = {
+        f"{name}.weight": _matrices_in(name, module, modules)
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and is_inside(name, blocks) and not is_inside(name, heads)
+        # A vector has no directions to make orthogonal.
+        if min(module.weight.shape) > 1
+    }
+    if not any(model.get_parameter(name).requires_grad for name in found):
+        raise UserError(
+            f"TRAIN.OPTIMIZER.NAME: Muon finds no matrix to train in {type(model).__name__}: it updates linear layers "
+            "in blocks only, and none is there or all are frozen (MODEL.FREEZE). Use AdamW."
+        )
+    return found
+
+
+def _matrices_in(name: str, layer: nn.Linear, modules: Mapping[str, nn.Module]) -> int:
+    parent, _, own = name.rpartition(".")
+    number = FUSED_PROJECTIONS.get(own, 1)
+    # timm's attention with `head_first` keeps q, k and v of a head together: its thirds are not q, k and v.
+    by_head = getattr(modules[parent], "head_first", False)
+    return 1 if by_head or layer.out_features % number else number
+
+
+class Muon(Optimizer):
+    """Nesterov momentum, orthogonalised by Newton-Schulz steps, with decoupled weight decay.
+
+    An update is scaled by 0.2 sqrt(max(rows, columns)), which gives it the RMS of AdamW's updates: the learning rate
+    and weight decay of AdamW fit both (https://arxiv.org/abs/2502.16982). Groups with `matrices` 0 are AdamW's.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        momentum: float,
+        ns_steps: int,
+        dtype: torch.dtype,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fused: bool = False,
+    ) -> None:
+        """`dtype`: that of the Newton-Schulz steps. `fused`: use torch's fused AdamW."""
+        self.dtype = dtype
+        # `fused` is in the groups because torch, when it loads a state, then moves AdamW's step to the device.
+        super().__init__(
+            groups,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "nesterov": True,
+                "ns_steps": ns_steps,
+                "betas": betas,
+                "eps": eps,
+                "fused": fused,
+                "weight_decay": 0.0,
+                MATRICES: 0,
+            },
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not weights:
+                continue
+            if not group[MATRICES]:
+                self._step_adamw(weights, group)
+                continue
+            for weight, update in zip(weights, self._momentum(weights, group), strict=True):
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                parts = weight.chunk(group[MATRICES]), update.chunk(group[MATRICES])
+                for matrix, direction in zip(*parts, strict=True):
+                    by_shape.setdefault(matrix.shape, []).append((matrix, direction, group["lr"]))
+        for shape, same in by_shape.items():
+            self._step_muon(shape, same)
+        return loss
+
+    def _momentum(self, weights: list[Tensor], group: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Add the gradients to the momentum, and return Nesterov's look ahead."""
+        buffers = []
+        for weight in weights:
+            state = self.state[weight]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(weight)
+            buffers.append(state["momentum_buffer"])
+        gradients = [weight.grad for weight in weights]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        return torch._foreach_lerp(gradients, buffers, group["momentum"])
+
+    def _step_muon(self, shape: torch.Size, same: list[tuple[Tensor, Tensor, float]]) -> None:
+        """Update matrices of one shape: (matrix, direction, learning rate). One batch for all: few, large products."""
+        directions = torch.stack([direction for _, direction, _ in same])
+        steps = self.defaults["ns_steps"]
+        orthogonal = zeropower_via_newtonschulz(directions, steps, COEFFICIENTS, dtype=self.dtype)
+        for (matrix, _, rate), change in zip(same, orthogonal.unbind(), strict=True):
+            matrix.add_(change.to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
+
+    def _step_adamw(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        for weight in weights:
+            state = self.state[weight]
+            if not state:
+                device = weight.device if group["fused"] else None
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        states = [self.state[weight] for weight in weights]
+        adamw(
+            weights,
+            [weight.grad for weight in weights if weight.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that has the same parameters in Muon's and AdamW's hands."""
+        for group in state_dict["param_groups"]:
+            needed = "momentum_buffer" if group[MATRICES] else "exp_avg"
+            states = [state_dict["state"][number] for number in group["params"] if number in state_dict["state"]]
+            if any(needed not in state for state in states):
+                raise UserError(
+                    "TRAIN.OPTIMIZER.NAME: the checkpoint's Muon updated other parameters than this one, as timm's "
+                    "does in earlier versions of vitamp. Start a new run with -pretrained."
+                )
+        super().load_state_dict(state_dict)

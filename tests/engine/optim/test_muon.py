@@ -1,0 +1,239 @@
+"""Muon: which parameters it updates, and that an update is what its formula says."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.optim.build import build_optimizer
+from engine.optim.groups import describe_muon, list_groups
+from engine.optim.muon import hidden_matrices
+from tests.engine.small import CPU, build, train
+from utils.config import MuonConfig, OptimizerConfig, TrainConfig
+from utils.errors import UserError
+
+MUON = {"TRAIN__OPTIMIZER__NAME": "Muon"}
+
+
+class Block(nn.Module):
+    """Every kind of parameter that a block has."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.fc1 = nn.Linear(width, 2 * width)
+        self.fc2 = nn.Linear(2 * width, width)
+        self.table = nn.Parameter(torch.randn(5, 2))
+        self.gate = nn.Linear(width, 1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, 8, 2)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, 10)
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+
+def optimizer_of(model: nn.Module, amp: bool = False, name: str = "Muon", **settings: Any) -> torch.optim.Optimizer:
+    muon = MuonConfig(**settings.pop("MUON", {}))
+    train_config = TrainConfig(OPTIMIZER=OptimizerConfig(NAME=name, MUON=muon), **settings)
+    return build_optimizer(model, train_config, train_config.BASE_LR, CPU, amp)
+
+
+def set_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        weight.grad = torch.randn(weight.shape, generator=generator)
+
+
+def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    return {names[id(weight)]: group for group in optimizer.param_groups for weight in group["params"]}
+
+
+def test_linear_layers_in_blocks_are_muons() -> None:
+    layers = {"qkv": 3, "fc1": 1, "fc2": 1}
+    expected = {f"blocks.{n}.{layer}.weight": number for n in (0, 1) for layer, number in layers.items()}
+    assert hidden_matrices(Model()) == expected
+
+
+def test_groups_of_a_vit(tiny: Path) -> None:
+    ready = build(tiny, **MUON)
+    found = groups_of(ready.model, ready.parts.optimizer)
+    matrices = {name: group["matrices"] for name, group in found.items() if group["use_muon"]}
+    assert matrices == {
+        "blocks.0.attn.qkv.weight": 3,
+        "blocks.0.attn.proj.weight": 1,
+        "blocks.0.mlp.fc1.weight": 1,
+        "blocks.0.mlp.fc2.weight": 1,
+    }
+    assert set(found) == {name for name, _ in ready.model.named_parameters()}
+    assert {found[name]["weight_decay"] for name in ("head.bias", "pos_embed", "norm.weight")} == {0.0}
+    assert {found[name]["weight_decay"] for name in ("head.weight", "patch_embed.proj.weight")} == {0.05}
+
+
+def test_qkv_that_is_ordered_by_heads_is_one_matrix() -> None:
+    """timm's MaxViT keeps q, k and v of a head together."""
+    model = Model()
+    for block in model.blocks:
+        block.head_first = True  # pyright: ignore[reportArgumentType]
+    assert hidden_matrices(model)["blocks.0.qkv.weight"] == 1
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_model_without_a_matrix_to_train_is_an_error(frozen: bool) -> None:
+    model = Model() if frozen else nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    if frozen:
+        model.blocks.requires_grad_(False)
+    with pytest.raises(UserError, match="Muon finds no matrix to train in .* Use AdamW"):
+        optimizer_of(model)
+
+
+def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
+    """The Newton-Schulz steps, as their author writes them."""
+    x = matrix / matrix.norm()
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    for _ in range(steps):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if tall else x
+
+
+class Reference:
+    """Both optimisers in fp64, one matrix at a time."""
+
+    def __init__(self, model: nn.Module, matrices: dict[str, int]) -> None:
+        self.weights = {name: weight.detach().double() for name, weight in model.named_parameters()}
+        self.matrices, self.updates = matrices, 0
+        self.first, self.second = ({n: torch.zeros_like(w) for n, w in self.weights.items()} for _ in range(2))
+
+    def step(self, model: nn.Module, rate: float, adamw_rate: float, decay: float, steps: int) -> None:
+        self.updates += 1
+        for name, parameter in model.named_parameters():
+            weight, gradient, number = self.weights[name], _gradient(parameter), self.matrices.get(name, 0)
+            decayed = decay if weight.ndim > 1 else 0.0
+            if number:
+                self.first[name] = 0.95 * self.first[name] + 0.05 * gradient
+                ahead = 0.95 * self.first[name] + 0.05 * gradient
+                parts = [orthogonalised(part, steps) * 0.2 * max(part.shape) ** 0.5 for part in ahead.chunk(number)]
+                change, used = torch.cat(parts), rate
+            else:
+                self.first[name] = 0.9 * self.first[name] + 0.1 * gradient
+                self.second[name] = 0.999 * self.second[name] + 0.001 * gradient**2
+                mean = self.first[name] / (1 - 0.9**self.updates)
+                change = mean / ((self.second[name] / (1 - 0.999**self.updates)).sqrt() + 1e-8)
+                used = adamw_rate
+            self.weights[name] = weight * (1 - used * decayed) - used * change
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.double()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.1)])
+@pytest.mark.parametrize("steps", [5, 3])
+def test_updates_equal_a_reference_in_fp64(dtype: str, tolerance: float, steps: int) -> None:
+    """To the rounding of fp32, relative to the RMS of an update; bf16 only approximates the orthogonal matrix."""
+    torch.manual_seed(0)
+    model = Model()
+    settings = {"ADAMW_LR": 3e-3, "NS_STEPS": steps, "NS_DTYPE": dtype}
+    optimizer = optimizer_of(model, MUON=settings, BASE_LR=1e-2, WEIGHT_DECAY=0.1)
+    for group in optimizer.param_groups:  # as the schedule does
+        group["lr"] = 1e-2 * group["lr_scale"]
+    reference = Reference(model, hidden_matrices(model))
+    for update in range(4):
+        set_gradients(model, seed=update)
+        optimizer.step()
+        reference.step(model, 1e-2, 3e-3, 0.1, steps)
+    for name, weight in model.named_parameters():
+        error = (weight.detach().double() - reference.weights[name]).abs().max().item()
+        assert error < tolerance * 1e-2, (name, error)
+
+
+def test_newton_schulz_dtype_follows_amp() -> None:
+    dtypes = [optimizer_of(Model(), amp, MUON=muon) for amp in (False, True) for muon in ({}, {"NS_DTYPE": "fp32"})]
+    assert [getattr(made, "dtype", None) for made in dtypes] == [torch.float32] * 2 + [torch.bfloat16, torch.float32]
+
+
+def test_adamw_lr_keeps_its_ratio_through_the_schedule(tiny: Path) -> None:
+    words = {**MUON, "TRAIN__OPTIMIZER__MUON__ADAMW_LR": 5e-4, "TRAIN__LAYER_DECAY": 0.5, "TRAIN__LINEAR_SCALED_LR": 16}
+    ready = build(tiny, **words)
+    for _ in range(3):
+        groups = groups_of(ready.model, ready.parts.optimizer)
+        muon, adamw = (float(groups[f"blocks.0.mlp.fc1.{kind}"]["lr"]) for kind in ("weight", "bias"))
+        assert adamw == pytest.approx(muon / 4, rel=1e-12)
+        before = muon
+        train(ready, 1)
+    assert float(groups_of(ready.model, ready.parts.optimizer)["blocks.0.mlp.fc1.weight"]["lr"]) > before
+    assert ready.parts.schedule.rate_at(44) == pytest.approx(4e-3), "the log's rate is Muon's, without factors"
+
+
+def test_frozen_parameters_are_in_no_group(tiny: Path) -> None:
+    ready = build(tiny, **MUON, MODEL__FREEZE="pos_embed,*.fc1", TRAIN__HEAD_LR=2)
+    found = groups_of(ready.model, ready.parts.optimizer)
+    assert not {name for name in found if "fc1" in name or name == "pos_embed"}
+
+
+def test_banner_counts_parameters_of_both_optimizers(tiny: Path) -> None:
+    optimizer = build(tiny, **MUON).parts.optimizer
+    assert describe_muon(optimizer, 2e-3) == (
+        "Muon 4 tensors of 3,072 parameters, 5 Newton-Schulz steps in fp32; "
+        "AdamW 16 tensors of 778 parameters, learning rate 0.002"
+    )
+    words = {"TRAIN__OPTIMIZER__MUON__ADAMW_LR": 1e-3, "TRAIN__HEAD_LR": 10, "AMP__ENABLED": "true"}
+    optimizer = build(tiny, **MUON, **words).parts.optimizer
+    assert describe_muon(optimizer, 2e-3).endswith("learning rate 0.001 to 0.01")
+    assert "in bf16" in describe_muon(optimizer, 2e-3)
+    assert not describe_muon(build(tiny).parts.optimizer, 2e-3)
+
+
+@pytest.mark.parametrize(("name", "first"), [("Muon", "AdamW, weight decay 0,"), ("AdamW", "AdamW, weight decay 0,")])
+def test_every_parameter_is_listed_once_if_asked_for(
+    tiny: Path, caplog: pytest.LogCaptureFixture, name: str, first: str
+) -> None:
+    with caplog.at_level(logging.INFO, "vitamp"):
+        ready = build(tiny, TRAIN__OPTIMIZER__NAME=name, TRAIN__OPTIMIZER__LIST="true")
+    text = list_groups(ready.model, ready.parts.optimizer)
+    assert text in caplog.messages
+    assert text.splitlines()[1].strip().startswith(first)
+    listed = [line.split()[0] for line in text.splitlines() if line.startswith("    ")]
+    assert sorted(listed) == sorted(name for name, _ in ready.model.named_parameters())
+    if name == "Muon":
+        assert "  Muon, 3 matrices in each, weight decay 0.05, learning rate x 1: 1 tensor of 768 parameters" in text
+
+
+def test_timms_relatives_of_muon_get_the_same_groups() -> None:
+    model = Model()
+    optimizer = optimizer_of(model, name="NAdaMuon", MUON={"NS_STEPS": 3})
+    set_gradients(model, 0)
+    optimizer.step()
+    muons = {name for name, weight in model.named_parameters() if optimizer.state[weight]["use_muon"]}
+    assert muons == set(hidden_matrices(model))
+    assert {group["ns_steps"] for group in optimizer.param_groups} == {3}
+
+
+def test_state_of_timms_muon_is_refused() -> None:
+    from timm.optim.muon import Muon as TimmMuon
+
+    model = Model()
+    ours = optimizer_of(model)
+    theirs = TimmMuon([{"params": list(group["params"])} for group in ours.param_groups])
+    set_gradients(model, 0)
+    theirs.step()
+    state = theirs.state_dict()
+    for group, now in zip(state["param_groups"], ours.state_dict()["param_groups"], strict=True):
+        group.update({key: value for key, value in now.items() if key != "params"})
+    with pytest.raises(UserError, match="earlier versions of vitamp. Start a new run with -pretrained"):
+        ours.load_state_dict(state)

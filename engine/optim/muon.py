@@ -124,7 +124,7 @@ class Muon(Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(weight)
             buffers.append(state["momentum_buffer"])
-        gradients = [weight.grad for weight in weights]
+        gradients = _gradients(weights)
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         return torch._foreach_lerp(gradients, buffers, group["momentum"])
 
@@ -146,7 +146,7 @@ class Muon(Optimizer):
         states = [self.state[weight] for weight in weights]
         adamw(
             weights,
-            [weight.grad for weight in weights if weight.grad is not None],
+            _gradients(weights),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -172,3 +172,7 @@ class Muon(Optimizer):
                     "does in earlier versions of vitamp. Start a new run with -pretrained."
                 )
         super().load_state_dict(state_dict)
+
+
+def _gradients(weights: list[Tensor]) -> list[Tensor]:
+    return [weight.grad for weight in weights if weight.grad is not None]

@@ -95,7 +95,7 @@ def test_model_without_a_matrix_to_train_is_an_error(frozen: bool) -> None:
     model = Model() if frozen else nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
     if frozen:
         model.blocks.requires_grad_(False)
-    with pytest.raises(UserError, match="Muon finds no matrix to train in .* Use AdamW"):
+    with pytest.raises(UserError, match=r"Muon finds no matrix to train in .*Use AdamW"):
         optimizer_of(model)
 
 
@@ -142,10 +142,10 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.double()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.1)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 5e-7), ("bf16", 2e-3)])
 @pytest.mark.parametrize("steps", [5, 3])
 def test_updates_equal_a_reference_in_fp64(dtype: str, tolerance: float, steps: int) -> None:
-    """To the rounding of fp32, relative to the RMS of an update; bf16 only approximates the orthogonal matrix."""
+    """To the rounding of fp32 weights of about 1, four times; in bf16 the steps only approximate the reference."""
     torch.manual_seed(0)
     model = Model()
     settings = {"ADAMW_LR": 3e-3, "NS_STEPS": steps, "NS_DTYPE": dtype}
@@ -159,7 +159,7 @@ def test_updates_equal_a_reference_in_fp64(dtype: str, tolerance: float, steps: 
         reference.step(model, 1e-2, 3e-3, 0.1, steps)
     for name, weight in model.named_parameters():
         error = (weight.detach().double() - reference.weights[name]).abs().max().item()
-        assert error < tolerance * 1e-2, (name, error)
+        assert error < tolerance, (name, error)
 
 
 def test_newton_schulz_dtype_follows_amp() -> None:
@@ -170,13 +170,14 @@ def test_newton_schulz_dtype_follows_amp() -> None:
 def test_adamw_lr_keeps_its_ratio_through_the_schedule(tiny: Path) -> None:
     words = {**MUON, "TRAIN__OPTIMIZER__MUON__ADAMW_LR": 5e-4, "TRAIN__LAYER_DECAY": 0.5, "TRAIN__LINEAR_SCALED_LR": 16}
     ready = build(tiny, **words)
+    seen = []
     for _ in range(3):
         groups = groups_of(ready.model, ready.parts.optimizer)
         muon, adamw = (float(groups[f"blocks.0.mlp.fc1.{kind}"]["lr"]) for kind in ("weight", "bias"))
         assert adamw == pytest.approx(muon / 4, rel=1e-12)
-        before = muon
+        seen.append(muon)
         train(ready, 1)
-    assert float(groups_of(ready.model, ready.parts.optimizer)["blocks.0.mlp.fc1.weight"]["lr"]) > before
+    assert seen == sorted(set(seen)), "the warm-up raises both"
     assert ready.parts.schedule.rate_at(44) == pytest.approx(4e-3), "the log's rate is Muon's, without factors"
 
 
@@ -235,5 +236,5 @@ def test_state_of_timms_muon_is_refused() -> None:
     state = theirs.state_dict()
     for group, now in zip(state["param_groups"], ours.state_dict()["param_groups"], strict=True):
         group.update({key: value for key, value in now.items() if key != "params"})
-    with pytest.raises(UserError, match="earlier versions of vitamp. Start a new run with -pretrained"):
+    with pytest.raises(UserError, match=r"earlier versions of vitamp\. Start a new run with -pretrained"):
         ours.load_state_dict(state)

@@ -69,8 +69,11 @@ def bits(value: Any) -> Any:
         {"TRAIN__OPTIMIZER__NAME": "Muon", "TRAIN__OPTIMIZER__MUON__ADAMW_LR": 1e-3, "TRAIN__LAYER_DECAY": 0.7},
         {**RICH, "TRAIN__OPTIMIZER__NAME": "Muon", "AMP__DTYPE": "bf16", "TRAIN__ACCUM_ITER": 2},
         {
-            **{**RICH, "TRAIN__OPTIMIZER__NAME": "Muon", "AMP__DTYPE": "fp16"},
-            **{"AMP__INIT_LOSS_SCALING": 1e7, "AMP__INCR_EVERY_N_STEPS": 4},
+            **RICH,
+            "TRAIN__OPTIMIZER__NAME": "Muon",
+            "AMP__DTYPE": "fp16",
+            "AMP__INIT_LOSS_SCALING": 1e7,
+            "AMP__INCR_EVERY_N_STEPS": 4,
         },
     ],
     ids=lambda words: "-".join(str(value) for value in words.values()),

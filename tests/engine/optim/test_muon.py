@@ -18,6 +18,7 @@ from utils.config import MuonConfig, OptimizerConfig, TrainConfig
 from utils.errors import UserError
 
 MUON = {"TRAIN__OPTIMIZER__NAME": "Muon"}
+MATRICES = {f"blocks.{n}.{layer}.weight": 3 if layer == "qkv" else 1 for n in (0, 1) for layer in ("qkv", "fc1", "fc2")}
 
 
 class Block(nn.Module):
@@ -62,9 +63,7 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, d
 
 
 def test_linear_layers_in_blocks_are_muons() -> None:
-    layers = {"qkv": 3, "fc1": 1, "fc2": 1}
-    expected = {f"blocks.{n}.{layer}.weight": number for n in (0, 1) for layer, number in layers.items()}
-    assert hidden_matrices(Model()) == expected
+    assert hidden_matrices(Model()) == MATRICES
 
 
 def test_groups_of_a_vit(tiny: Path) -> None:
@@ -113,15 +112,15 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
 class Reference:
     """Both optimisers in fp64, one matrix at a time."""
 
-    def __init__(self, model: nn.Module, matrices: dict[str, int]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.weights = {name: weight.detach().double() for name, weight in model.named_parameters()}
-        self.matrices, self.updates = matrices, 0
+        self.updates = 0
         self.first, self.second = ({n: torch.zeros_like(w) for n, w in self.weights.items()} for _ in range(2))
 
     def step(self, model: nn.Module, rate: float, adamw_rate: float, decay: float, steps: int) -> None:
         self.updates += 1
         for name, parameter in model.named_parameters():
-            weight, gradient, number = self.weights[name], _gradient(parameter), self.matrices.get(name, 0)
+            weight, gradient, number = self.weights[name], _gradient(parameter), MATRICES.get(name, 0)
             decayed = decay if weight.ndim > 1 else 0.0
             if number:
                 self.first[name] = 0.95 * self.first[name] + 0.05 * gradient
@@ -152,7 +151,7 @@ def test_updates_equal_a_reference_in_fp64(dtype: str, tolerance: float, steps: 
     optimizer = optimizer_of(model, MUON=settings, BASE_LR=1e-2, WEIGHT_DECAY=0.1)
     for group in optimizer.param_groups:  # as the schedule does
         group["lr"] = 1e-2 * group["lr_scale"]
-    reference = Reference(model, hidden_matrices(model))
+    reference = Reference(model)
     for update in range(4):
         set_gradients(model, seed=update)
         optimizer.step()

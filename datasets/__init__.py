@@ -5,7 +5,8 @@ from datasets.damage.exclude import warn_unmatched
 from datasets.decoding.reader import decoder_of
 from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
 from datasets.loading.order import EpochOrder, Share, identity_of, validation_batches
-from datasets.registry import check_dataset, names, open_dataset
+from datasets.recognise import recognise
+from datasets.registry import check_dataset, count_classes, names, open_dataset
 from datasets.variants import Repeated, Sized
 
 __all__ = [
@@ -21,10 +22,12 @@ __all__ = [
     "Window",
     "auto_workers",
     "check_dataset",
+    "count_classes",
     "decoder_of",
     "identity_of",
     "names",
     "open_dataset",
+    "recognise",
     "validation_batches",
     "warn_unmatched",
 ]

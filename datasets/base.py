@@ -140,6 +140,8 @@ class Source:
     """(data, num_classes, train): raise UserError for problems that show without opening an image"""
     single: Callable[[DataConfig], Callable[[Encoded, torch.Tensor], None]] | None = None
     """Makes a function that writes the validation pixels of one image; None: `transforms.pixels.Pixels` does"""
+    count: Callable[[DataConfig, bool], int] | None = None
+    """(data, train) -> number of classes, where it is known without listing every image; None: open the split"""
     fetches: bool = False
     """`check` downloads the data set if DATA.DOWNLOAD is set"""
 

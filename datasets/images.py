@@ -134,13 +134,14 @@ def image_source(
     samples: Callable[[DataConfig, bool, int], Samples],
     check: Callable[[DataConfig, int, bool], None],
     fetches: bool = False,
+    count: Callable[[DataConfig, bool], int] | None = None,
 ) -> Source:
     """A source whose images are read one by one. `samples`: (data, train, num_classes) -> the samples of a split."""
 
     def open_split(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - images are read on the host
         return Images(samples(data, train, num_classes), data, train, seed)
 
-    return Source(open_split, check, fetches=fetches)
+    return Source(open_split, check, fetches=fetches, count=count)
 
 
 def _storage_gone(name: str, reason: str) -> str:

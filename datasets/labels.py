@@ -33,7 +33,7 @@ def check_class_count(classes: int, num_classes: int, owner: str) -> None:
 
 def log_unused_outputs(classes: int, num_classes: int, owner: str) -> None:
     """Log fewer classes than the classifier has. That is allowed: a pretrained classifier is often kept whole."""
-    if classes < num_classes:
+    if num_classes != ANY_LABEL and classes < num_classes:
         log.info("%s has %d classes; %d of MODEL.NUM_CLASSES stay unused.", owner, classes, num_classes - classes)
 
 

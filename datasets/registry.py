@@ -7,6 +7,7 @@ import torch
 from datasets.base import ImageDataset, Source
 from datasets.damage.exclude import check_exclude
 from datasets.decoding.reader import check_decoder
+from datasets.labels import ANY_LABEL
 from datasets.shards import hub
 from datasets.shards import source as shards
 from datasets.sources import (
@@ -51,6 +52,20 @@ def names() -> list[str]:
 def open_dataset(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageDataset:
     """Open the training or validation split of DATA.DATASET. In-memory data sets are put on `device`."""
     return _source(data).open(data, train, num_classes, seed, device)
+
+
+def count_classes(data: DataConfig, train: bool) -> int:
+    """Number of classes of a split of DATA.DATASET, which is downloaded first if DATA.DOWNLOAD is set."""
+    source = _source(data)
+    if source.fetches and data.DOWNLOAD:
+        source.check(data, ANY_LABEL, train)
+    if source.count is not None:
+        return source.count(data, train)
+    split = source.open(data, train, ANY_LABEL, 0, torch.device("cpu"))
+    samples = split.single_images()
+    if split.classes is None and samples is not None:
+        return int(samples.labels.max()) + 1
+    return len(split.classes or ())
 
 
 def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> None:

@@ -160,10 +160,11 @@ def _list_models(pattern: str | None) -> int:
 
 def _print_amp(loaded: Loaded) -> int:
     from engine.amp.precision import check_amp
+    from engine.resolve import resolve
     from engine.run import show_precisions
     from models import check_model
 
-    config = loaded.config
+    config = resolve(loaded).config
     check_amp(config.AMP, config.TRAIN)
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
     print(show_precisions(config))
@@ -174,13 +175,14 @@ def _start_processes(script: str, argv: list[str], loaded: Loaded, command: Comm
     """Start one process per device, or run in this one if there is a single device. No launcher gave it a rank."""
     from engine.machine.device import visible_devices
     from engine.preflight import check
+    from engine.resolve import resolve
     from utils.distributed.launch import self_launch
 
     number = visible_devices(loaded.config)
     if number == 1:
         log.info("One process: %s.", _why_one(loaded))
         return _run(loaded, ALONE, command)
-    check(loaded.config)
+    check(resolve(loaded).config)
     return self_launch(script, argv, number)
 
 
@@ -202,12 +204,14 @@ def _has_gpu() -> bool:
 
 def _run(loaded: Loaded, world: World, command: CommandLine) -> int:
     from engine.preflight import check
+    from engine.resolve import resolve
     from engine.run import run
     from utils.distributed.launch import die_with_launcher
 
     if world.size > 1:
         die_with_launcher()
     try:
+        loaded = resolve(loaded)
         check(loaded.config)
         return run(loaded, world, dry=command.action == "dry_run")
     except UserError as error:

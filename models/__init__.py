@@ -11,7 +11,7 @@ from models.build import (
 )
 from models.freeze import classifiers, frozen_weights, is_inside
 from models.shortcuts import Shortcuts
-from models.weights.find import check_pretrained
+from models.weights.find import check_pretrained, local_weights
 from models.weights.fit import load_pretrained
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "is_inside",
     "list_models",
     "load_pretrained",
+    "local_weights",
     "timm_call",
 ]

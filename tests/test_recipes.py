@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from tests.lint import for_each
-from utils.config import Config, load_config
+from utils.config import Config, ModelConfig, load_config
+from utils.config.kinds import AUTO
 
 if TYPE_CHECKING:
     from torch import nn
@@ -194,10 +195,11 @@ def test_a_recipe_builds_timms_model_of_its_name(name: str) -> None:
 
     ours, parameters = built(name)
     model = settings(name).MODEL
-    timms = model.NAME if name.startswith("caltech") else name
+    named = name.startswith(("caltech", "finetune", "linear_probe"))
+    timms = model.NAME if named else name
     with torch.device("meta"):
         # Some of timm's names stand for weights without a classifier: the number of classes has to be said.
-        theirs = timm.create_model(timms, num_classes=model.NUM_CLASSES if name.startswith("caltech") else 1000)
+        theirs = timm.create_model(timms, num_classes=classes_of(model) if named else 1000)
     assert ours == shapes(theirs)
     assert f"{parameters:,} parameters" in header(name)
 
@@ -220,15 +222,20 @@ def test_the_list_of_recipes_has_the_right_parameter_counts(name: str) -> None:
 
 @cache
 def built(name: str) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Names and shapes in the state dict of a recipe's model, and its number of parameters."""
+    """Names and shapes in the state dict of a recipe's model, and its number of parameters; `auto` is 1000 classes."""
     import torch
 
     from models import build_model, count_parameters
 
     config = settings(name)
     with torch.device("meta"):
-        model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+        sized = config.MODEL.model_copy(update={"NUM_CLASSES": classes_of(config.MODEL)})
+        model = build_model(sized, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
     return shapes(model), count_parameters(model)[0]
+
+
+def classes_of(model: ModelConfig) -> int:
+    return 1000 if model.NUM_CLASSES == AUTO else model.NUM_CLASSES
 
 
 def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

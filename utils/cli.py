@@ -175,41 +175,57 @@ def _value(name: str, argument: Flag | Positional, text: str) -> Any:
 
 
 def split(argv: Sequence[str], known: Mapping[str, Flag]) -> Iterator[tuple[Flag | None, Any]]:
-    """(flag, its value or None) for each flag, (None, word) for each other word."""
-    rest = list(argv)
+    """(flag, its value or None) for each flag, (None, word) for each other word. UserError with all unknown flags."""
+    rest, unknown = list(argv), []
     while rest:
         text = rest.pop(0)
         if text == "--":
             yield from ((None, word) for word in rest)
-            return
+            break
         match = FLAG.fullmatch(text)
         if match is None:
             yield None, text
             continue
-        flag, value = _find_flag(text, match[1].replace("-", "_"), known, rest), match[2]
+        flag, value = _find_flag(match[1].replace("-", "_"), known), match[2]
+        if flag is None:
+            unknown.append(_unknown_flag(text, match[1].replace("-", "_"), known, _take_values(rest)))
+            continue
         if value is not None and not flag.value:
             raise UserError(f"{text}: -{flag.name} takes no value; leave out '={value}'")
         # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
         if value is None and flag.value and rest and not FLAG.fullmatch(rest[0]) and _is_value(flag, rest[0]):
             value = rest.pop(0)
         yield flag, "" if value is None and flag.value and not flag.optional_value else value
+    if len(unknown) == 1:
+        raise UserError(f"unknown flag {unknown[0]} -h lists all flags.")
+    if unknown:
+        lines = "".join(f"\n  {line}" for line in unknown)
+        raise UserError(f"{len(unknown)} unknown flags; -h lists all flags:{lines}")
 
 
 def _is_value(flag: Flag, word: str) -> bool:
     return not flag.optional_value or flag.accepts(word)
 
 
-def _find_flag(text: str, name: str, known: Mapping[str, Flag], rest: Sequence[str]) -> Flag:
+def _find_flag(name: str, known: Mapping[str, Flag]) -> Flag | None:
     flag = known.get(name)
-    if flag is None:
-        spelling, equals, value = text.partition("=")
-        if not equals and rest and not FLAG.fullmatch(rest[0]) and not WORD.fullmatch(rest[0]):
-            value = rest[0]
-        names = [name for name in known if name != IGNORED.name]
-        raise UserError(f"unknown flag {spelling}.{suggest_flag(name, value, names)} -h lists all flags.")
-    if name in flag.old:
+    if flag is not None and name in flag.old:
         log.warning("-%s is now called -%s.", name, flag.name)
     return flag
+
+
+def _take_values(rest: list[str]) -> list[str]:
+    """Remove and return the values of an unknown flag: all words up to the next flag or KEY=VALUE."""
+    values = []
+    while rest and not FLAG.fullmatch(rest[0]) and not WORD.fullmatch(rest[0]) and rest[0] != "--":
+        values.append(rest.pop(0))
+    return values
+
+
+def _unknown_flag(text: str, name: str, known: Mapping[str, Flag], values: Sequence[str]) -> str:
+    spelling, equals, value = text.partition("=")
+    names = [name for name in known if name != IGNORED.name]
+    return f"{spelling}.{suggest_flag(name, value if equals else ','.join(values), names)}"
 
 
 def parse(argv: Sequence[str], program: str) -> CommandLine:
@@ -225,7 +241,7 @@ def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine
         if flag.append:
             flags |= {key: (setting, source) for one in value for key, setting in amp_settings(one).items()}
         else:
-            flags |= dict.fromkeys(flag.keys, (value, source))
+            flags |= dict.fromkeys(flag.keys, (value, source)) | {key: (own, source) for key, own in flag.sets}
     actions = [flag for name in given if (flag := BY_NAME.get(name)) and flag.action]
     if len(actions) > 1:
         names = " and ".join(f"-{flag.name}" for flag in actions)

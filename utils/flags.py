@@ -21,6 +21,8 @@ class Flag:
     """Its value in -h: '' for a flag without one, in brackets for an optional one."""
     keys: tuple[str, ...] = ()
     """The settings its value goes to; the first is the one it is named for."""
+    sets: tuple[tuple[str, Any], ...] = ()
+    """Settings that the flag sets too, with their values."""
     action: Action | None = None
     also: tuple[str, ...] = ()
     """Other names with the same meaning."""
@@ -104,6 +106,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "data set: imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/data.md)",
             "NAME",
             ("DATA.DATASET",),
+            default_text="the layout of -data_path",
         ),
         Flag("data_path", "folder of the data set", "DIR", ("DATA.DATA_PATH",)),
         Flag(
@@ -129,7 +132,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "Model": (
-        Flag("num_classes", "number of classes", "N", ("MODEL.NUM_CLASSES",)),
+        Flag("model", "name of the model in timm (-list_models)", "NAME", ("MODEL.NAME",)),
+        Flag("num_classes", "number of classes; auto: that of the data set", "N|auto", ("MODEL.NUM_CLASSES",)),
         Flag("pretrained", "weights to start from: a file, a run or a timm model", "FROM", ("MODEL.PRETRAINED",)),
         Flag(
             "teacher_model",
@@ -138,6 +142,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             ("TRAIN.TEACHER_MODEL",),
             also=("teacher_model_path",),
         ),
+    ),
+    "Training": (
+        Flag("epochs", "number of epochs", "N", ("TRAIN.NUM_EPOCHS",)),
+        Flag(
+            "lr",
+            "learning rate after the warm-up, not scaled by the batch (TRAIN.LINEAR_SCALED_LR=null)",
+            "RATE",
+            ("TRAIN.BASE_LR",),
+            sets=(("TRAIN.LINEAR_SCALED_LR", None),),
+        ),
+        Flag("weight_decay", "weight decay", "X", ("TRAIN.WEIGHT_DECAY",)),
+        Flag("seed", "seed of all random numbers", "N", ("SEED",)),
     ),
     "The run": (
         Flag("output", "the run's own folder", "DIR", ("OUTPUT",), default_text="a new folder in ./output"),

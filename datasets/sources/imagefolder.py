@@ -164,4 +164,23 @@ def _split_folders(root: Path) -> list[str]:
     ]
 
 
-SOURCE = image_source(_samples, _check)
+def count_split_classes(root: Path, train: bool) -> int:
+    """Number of class folders, of the training split if there is one."""
+    return len(_class_names(root, _split_folder(root, train)))
+
+
+def _count(data: DataConfig, train: bool) -> int:
+    root = data_folder(data)
+    return count_split_classes(root, train) if _has_splits(root) else len(subfolders(root))
+
+
+def layout_of(root: Path) -> str | None:
+    """The class folders in `root`, in words; None if there are none with images."""
+    if splits := _split_folders(root):
+        return f"class folders in {' and '.join(f'{name}/' for name in splits)}"
+    if any(_has_images(root / name) for name in subfolders(root)):
+        return "class folders without train/ and val/, to be split by DATA.VAL_FRACTION"
+    return None
+
+
+SOURCE = image_source(_samples, _check, count=_count)

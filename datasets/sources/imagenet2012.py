@@ -5,8 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from datasets.images import image_source
+from datasets.labels import ANY_LABEL
 from datasets.sources.files import FileSamples, check_list, data_folder, no_file, read_list
-from datasets.sources.imagefolder import VALIDATION_NAMES, check_split_folders, split_folder_samples
+from datasets.sources.imagefolder import (
+    VALIDATION_NAMES,
+    check_split_folders,
+    count_split_classes,
+    split_folder_samples,
+)
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -57,4 +63,11 @@ def _missing(file: Path) -> UserError:
     return UserError(f"DATA.DATA_PATH (-data_path): {no_file(file)}. {LAYOUT.format(root=file.parent)}")
 
 
-SOURCE = image_source(_samples, _check)
+def _count(data: DataConfig, train: bool) -> int:
+    root = data_folder(data)
+    if not _has_lists(root):
+        return count_split_classes(root, train)
+    return int(read_list(_list_file(root, train), ANY_LABEL)[1].max()) + 1
+
+
+SOURCE = image_source(_samples, _check, count=_count)

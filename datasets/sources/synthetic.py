@@ -7,6 +7,7 @@ import torch
 
 from datasets.base import PADDING, Batch, ImageDataset, Key, Source
 from utils.config.data import DataConfig
+from utils.errors import UserError
 from utils.log import log
 from utils.seeding import key
 
@@ -50,4 +51,10 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: AR
         log.info("DATA.DATA_PATH is not used: the data set synthetic is made on the device.")
 
 
-SOURCE = Source(_open, _check)
+def _count(_data: DataConfig, _train: bool) -> int:
+    raise UserError(
+        "MODEL.NUM_CLASSES auto: the data set synthetic has no classes of its own; give a number, as in -num_classes 10."
+    )
+
+
+SOURCE = Source(_open, _check, count=_count)

@@ -97,9 +97,11 @@ class Meta(WeightsMeta):
 
 
 class Input(_Fields):
-    """Preprocessing of images, in the header of a file of weights alone."""
+    """Preprocessing of images, in meta.json and in the header of a file of weights alone."""
 
     image_size: Number = 1
+    crop_pct: float = 1.0
+    interpolation: str = ""
     mean: list[float] = []
     std: list[float] = []
 

@@ -52,6 +52,12 @@ def check_pretrained(source: str, ema: bool | None = False) -> None:
         _on_hub(_timm_config(source), source, download=False)
 
 
+def local_weights(source: str) -> Path | None:
+    """The file of these weights at a path, of a run the plain ones; None if `source` is a timm name."""
+    found = _local(source, ema=False)
+    return None if found is None else found.file
+
+
 def locate(source: str, ema: bool | None = False) -> Source:
     """The file of these weights, downloaded if `source` is a timm name that is not in the cache.
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from utils.cli import FLAGS, CommandLine, Parser, parse, usage, version_text
+from utils import foreign_flags
+from utils.cli import BY_NAME, FLAGS, CommandLine, Parser, parse, usage, version_text
 from utils.config import Config, load_config
 from utils.config.keys import settings
 from utils.config.schema import DistConfig
@@ -185,11 +186,15 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
             for between, after in ((" ", "'."), ("=", ":"))
         ),
         ("-num_epochs 5", "unknown flag -num_epochs. Did you mean TRAIN.NUM_EPOCHS=5? -h lists"),
-        ("--epochs=5", "unknown flag --epochs. Did you mean TRAIN.NUM_EPOCHS=5?"),
-        ("-lr -amp", "unknown flag -lr. Did you mean TRAIN.BASE_LR=...?"),
+        ("--max-epochs=5", "unknown flag --max-epochs. Did you mean -epochs?"),
+        ("-lr -amp", "-lr needs a value: -lr RATE"),
+        ("-sched -amp", "unknown flag -sched. Did you mean TRAIN.LR_SCHEDULER.NAME=...?"),
         ("-bs 4", "unknown flag -bs. Did you mean -batch_size?"),
         ("--workers 4", "unknown flag --workers. Did you mean -num_workers?"),
-        ("--weight-decay 0.1", "unknown flag --weight-decay. Did you mean TRAIN.WEIGHT_DECAY=0.1?"),
+        ("--weight-decya 0.1", "unknown flag --weight-decya. Did you mean -weight_decay?"),
+        ("--mean 0.4 0.5 0.6 -amp", "Did you mean DATA.IMAGENET_MEAN=0.4,0.5,0.6?"),
+        ("--pin-mem", "unknown flag --pin-mem. Leave it out: there is nothing to set here."),
+        ("--amp --amp-dtype bfloat16", "unknown flag --amp-dtype. Did you mean -amp bf16?"),
         ("-depth 3", "unknown flag -depth. Did you mean MODEL.DEPTH=3?"),
         ("-fp16", "unknown flag -fp16. Did you mean -amp fp16?"),
         ("configs/x.yaml", "Did you mean -cfg configs/x.yaml?"),
@@ -209,6 +214,37 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
 )
 def test_mistake_gets_a_suggestion(line: str, message: str) -> None:
     assert message in error_of(line)
+
+
+def test_unknown_flags_of_a_timm_command_are_reported_together() -> None:
+    line = "--data-dir /data --model vit_tiny_patch16_224 --opt adamw --lr 1e-3 --aa rand-m9-mstd0.5-inc1 --model-ema"
+    assert error_of(f"{line} --drop-path 0.1 --sched cosine -amp").splitlines() == [
+        "6 unknown flags; -h lists all flags:",
+        "  --data-dir. Did you mean -data_path?",
+        "  --opt. Did you mean TRAIN.OPTIMIZER.NAME=adamw?",
+        "  --aa. Did you mean TRAIN.RAND_AUGMENT=true?",
+        "  --model-ema. Did you mean TRAIN.MODEL_EMA=true?",
+        "  --drop-path. Did you mean MODEL.DROPPATH=0.1?",
+        "  --sched. Did you mean TRAIN.LR_SCHEDULER.NAME=cosine?",
+    ]
+
+
+def test_every_setting_and_flag_offered_for_a_foreign_flag_exists() -> None:
+    assert set(foreign_flags.SETTINGS) <= settings().keys()
+    assert set(foreign_flags.FLAGS) <= BY_NAME.keys()
+    assert {answer.partition("=")[0] for answer in foreign_flags.ANSWERS.values()} <= settings().keys()
+
+
+def test_lr_is_used_unscaled_unless_a_scale_is_given() -> None:
+    line = read("-model vit_tiny_patch16_224 -epochs 3 -lr 1e-4 -weight_decay 0.1 -seed 7")
+    recipe = str(ROOT / "configs" / "vit_base_patch16_224.yaml")
+    config = load_config(recipe, line.flags, line.words).config
+    assert (config.TRAIN.BASE_LR, config.TRAIN.LINEAR_SCALED_LR) == (1e-4, None)
+    assert (config.TRAIN.NUM_EPOCHS, config.TRAIN.WEIGHT_DECAY, config.SEED) == (3, 0.1, 7)
+    assert config.MODEL.NAME == "vit_tiny_patch16_224"
+    assert load_config(recipe).config.TRAIN.LINEAR_SCALED_LR == 4096
+    both = read("-lr 1e-4 TRAIN.LINEAR_SCALED_LR=512")
+    assert load_config(recipe, both.flags, both.words).config.TRAIN.LINEAR_SCALED_LR == 512
 
 
 def test_help_lists_every_flag_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,12 +71,13 @@ def set_up(
     given: dict[str, Any] = {key: (value, "benchmark_amp.py") for key, value in (fixed or {}).items()}
     if "model" in line.given:
         given["MODEL.NAME"] = line.asked.model, "-model"
-    loaded = line.load(given)
+    loaded = line.load(given, resolved=False)
     device = pick_device(loaded.config.DEVICE, ALONE)
     defaults = on_cpu if device.type == "cpu" else on_gpu or {}
     defaults = {key: value for key, value in defaults.items() if loaded.sources[key] == "default"}
     if defaults:
-        loaded = line.load({**given, **{key: (value, "benchmark_amp.py") for key, value in defaults.items()}})
+        own = {key: (value, "benchmark_amp.py") for key, value in defaults.items()}
+        loaded = line.load({**given, **own}, resolved=False)
     check_one_training(loaded, "benchmark_amp.py")
     remarks = [*loaded.notes, *about_one_device(loaded)]
     if defaults and device.type == "cpu":

@@ -154,13 +154,23 @@ class ToolLine:
     given: frozenset[str] = frozenset()
     """Names of the own flags and positional arguments that are on the command line."""
 
-    def load(self, more: dict[str, tuple[Any, str]] | None = None) -> Loaded:
-        """Checked settings. `more`: further settings, by key, with their source. Does not initialise CUDA."""
+    def load(self, more: dict[str, tuple[Any, str]] | None = None, resolved: bool = True) -> Loaded:
+        """Checked settings. `more`: further settings, by key, with their source. Does not initialise CUDA.
+
+        `resolved`: with what the data and the weights say (engine/resolve.py), for a tool that reads them.
+        """
         self.show_gpus()
         loaded = load_config(self.run.cfg, {**self.run.flags, **(more or {})}, self.run.words)
         if loaded.config.DATA.BATCH_SIZE == AUTO:
             where = loaded.sources["DATA.BATCH_SIZE"]
             raise UserError(f"{where}: DATA.BATCH_SIZE auto is for training; give a tool a number, say -batch_size 64.")
+        if resolved:
+            from engine.resolve import resolve  # imports torch, which takes seconds, so only for valid settings
+
+            return resolve(loaded)
+        if loaded.config.MODEL.NUM_CLASSES == AUTO:
+            where = loaded.sources["MODEL.NUM_CLASSES"]
+            raise UserError(f"{where}: MODEL.NUM_CLASSES auto needs a data set; give a number, say -num_classes 1000.")
         return loaded
 
     def show_gpus(self) -> None:

@@ -57,7 +57,7 @@ Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
 SizeSteps = tuple[tuple[NonNegative, Positive], ...]
 """Pairs (start, size)"""
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
-# To its readers it is a number: the batch size that is found replaces "auto" before anything is built.
+# To its readers it is a number: what is found replaces "auto" before anything is built.
 PositiveOrAuto = Annotated[
     Positive,
     WrapValidator(_or_auto),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from utils.config.checks import conflicts, notes, scaled_learning_rates
 from utils.config.families import defaults_of, family_note, family_of
 from utils.config.fields import is_no_value, retired_values
-from utils.config.keys import allowed, choices, default_of, nested, settings
+from utils.config.keys import allowed, choices, default_of, nested, settings, value_of
 from utils.config.kinds import folded
 from utils.config.read import Entry, read_files, read_words
-from utils.config.resumed import former_defaults
+from utils.config.resumed import former_defaults, resolved_by_run
 from utils.config.schema import Config
 from utils.errors import UserError, nearest
 
@@ -33,6 +33,20 @@ class Loaded:
     warnings: tuple[str, ...] = ()
     """Warnings for the log."""
 
+    def is_default(self, key: str) -> bool:
+        """Whether neither a file nor the command line set this key."""
+        return self.sources[key].partition(" ")[0] == DEFAULT
+
+    def with_values(self, found: Mapping[str, Entry], notes: Iterable[str] = ()) -> Loaded:
+        """The same settings with values that only the data or the weights could give, checked together as a user's."""
+        entries = {key: Entry(value_of(self.config, key), source) for key, source in self.sources.items()}
+        config, problems = _validate({**entries, **found})
+        sources = {**self.sources, **{key: entry.source for key, entry in found.items()}}
+        if config is None:
+            raise UserError(_report(problems))
+        _raise_conflicts(config, sources)
+        return replace(self, config=config, sources=sources, notes=(*self.notes, *notes))
+
 
 def load_config(
     cfg: str | None = None,
@@ -47,9 +61,10 @@ def load_config(
     given = {key: entry for layer in layers for key, entry in layer.items()}
     family = family_of(given)
     defaults = defaults_of(family, given)
-    former, former_note = former_defaults(given, defaults)
+    resolved = resolved_by_run(given)
+    former, former_note = former_defaults({**given, **resolved}, defaults)
     family_entries = {key: Entry(value, f"{DEFAULT} ({family})") for key, value in defaults.items()}
-    entries = {**family_entries, **former, **given}
+    entries = {**family_entries, **former, **given, **resolved}
 
     problems = [problem for layer in [*files, word_layer] for problem in layer.problems]
     config, invalid = _validate(entries)
@@ -57,13 +72,17 @@ def load_config(
     sources = {key: entries[key].source if key in entries else DEFAULT for key in settings()}
     if config is None or problems:
         raise UserError(_report(problems))
-    problems = [f"{_where(sources[key])}{key}: {text}{_of_family(sources, text)}" for key, text in conflicts(config)]
-    if problems:
-        raise UserError(_report(problems))
-    lines = family_note(family, defaults, {**former, **given}) + former_note + [*_retired(given)]
+    _raise_conflicts(config, sources)
+    lines = family_note(family, defaults, {**former, **given, **resolved}) + former_note + [*_retired(given)]
     sources_given = {key: entry.source for key, entry in given.items()}
     lines += [f"{note}{_of_family(sources, note)}" for note in notes(config, sources_given)]
     return Loaded(config, sources, tuple(lines), tuple(scaled_learning_rates(config, layers, sources)))
+
+
+def _raise_conflicts(config: Config, sources: Mapping[str, str]) -> None:
+    problems = [f"{_where(sources[key])}{key}: {text}{_of_family(sources, text)}" for key, text in conflicts(config)]
+    if problems:
+        raise UserError(_report(problems))
 
 
 def _retired(given: Mapping[str, Entry]) -> Iterator[str]:

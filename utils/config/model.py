@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from utils.config.fields import Section, setting
-from utils.config.kinds import AboveZero, FractionBelowOne, Integers, Names, Positive, folded
+from utils.config.kinds import AboveZero, FractionBelowOne, Integers, Names, Positive, PositiveOrAuto, folded
 
 
 class ModelConfig(Section):
@@ -32,7 +32,7 @@ class ModelConfig(Section):
     FREEZE: Names = setting(
         (), "Weights that are not trained: backbone (all but the classifier), or globs of weights or modules."
     )
-    NUM_CLASSES: Positive = setting(1000, "Number of classes.")
+    NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: that of the data set.")
     DROPOUT: FractionBelowOne = setting(0.0, "Dropout after position embedding, projections and MLPs.")
     ATTENTION_DROPOUT: FractionBelowOne = setting(0.0, "Dropout of attention weights.")
     DROPPATH: FractionBelowOne = setting(0.0, "Stochastic depth rate of the last block; lower in earlier ones.")

@@ -1,4 +1,4 @@
-"""A resumed run keeps the defaults that it started with, even if they have changed since."""
+"""A resumed run keeps the defaults that it started with, and the values that its data and weights gave it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from utils.config.families import FAMILIES
 from utils.config.keys import default_of, nested, settings, value_of
-from utils.config.kinds import AUTO
+from utils.config.kinds import AUTO, folded
 from utils.config.read import Entry, read_files
 from utils.config.schema import Config
 from utils.config.write import one_line
@@ -26,6 +26,24 @@ FORMER: dict[str, Any] = {
 """Defaults of earlier versions that have changed since."""
 CLIPPED = "TRAIN.WARMUP_EPOCHS"
 RESUME, OUTPUT = "MODEL.RESUME", "OUTPUT"
+DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"
+FROM_WEIGHTS = ("DATA.IMAGE_SIZE", "DATA.CROP_PCT", "DATA.INTERPOLATION", "DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
+"""Settings that a new run takes from its pretrained weights if they are not set; see engine/resolve.py."""
+
+
+def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The values that the resumed run got from its data and weights, for settings that would look them up now.
+
+    The data may have grown by a class since, and the weights may be gone.
+    """
+    loaded = _resumed_settings(given)
+    if loaded is None:
+        return {}
+    saved, where = loaded
+    keys = [key for key in (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ())) if key not in given]
+    keys += [CLASSES] if CLASSES in given and folded(given[CLASSES].value) == AUTO else []
+    values = {key: value_of(saved, key) for key in keys}
+    return {key: Entry(value, f"run in {where}") for key, value in values.items() if value != AUTO}
 
 
 def former_defaults(given: Mapping[str, Entry], defaults: Mapping[str, Any]) -> tuple[dict[str, Entry], list[str]]:
@@ -33,7 +51,7 @@ def former_defaults(given: Mapping[str, Entry], defaults: Mapping[str, Any]) -> 
 
     A setting that the run was given then, and is not given now, is not among them: it gets its default.
     """
-    loaded = _settings_of_run(*(given[key].value if key in given else None for key in (RESUME, OUTPUT)))
+    loaded = _resumed_settings(given)
     if loaded is None:
         return {}, []
     saved, where = loaded
@@ -60,6 +78,10 @@ def _possible_defaults(key: str, family: str) -> list[Any]:
 def _clipped(key: str, value: Any, saved: Config) -> Any:
     """The value as an earlier version saved it, with the warm-up clipped to the length of the run."""
     return min(value, float(saved.TRAIN.NUM_EPOCHS)) if key == CLIPPED else value
+
+
+def _resumed_settings(given: Mapping[str, Entry]) -> tuple[Config, Path] | None:
+    return _settings_of_run(*(given[key].value if key in given else None for key in (RESUME, OUTPUT)))
 
 
 def _settings_of_run(resume: Any, output: Any) -> tuple[Config, Path] | None:

@@ -1,0 +1,57 @@
+"""Recognises the layout of DATA_PATH, for a run without -dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from datasets.sources import csv_table, imagenet2012
+from datasets.sources.files import readable_folder
+from datasets.sources.imagefolder import VALIDATION_NAMES, layout_of
+from utils.errors import UserError
+
+LAYOUTS = """Expected layout, one of:
+  {root}/train_list.txt, {root}/val_list.txt        lists of images (imagenet2012)
+  {root}/train.csv, {root}/val.csv                  tables of images (csv)
+  {root}/train/0000.tar, {root}/val/0000.tar        tar files (shards)
+  {root}/train/<class>/1.jpg, {root}/val/<class>/2.jpg    class folders (imagefolder)
+  {root}/<class>/1.jpg                              class folders, to be split (imagefolder)"""
+
+
+def recognise(place: str) -> tuple[str, str] | None:
+    """(value for DATA.DATASET, what was recognised) of the data set at `place`; None if `place` does not exist."""
+    if "://" in place:
+        return "shards", "a URL is read as tar files"
+    path = Path(place).expanduser()
+    if path.suffix == ".csv" and path.is_file():
+        return "csv", "a table"
+    if not path.is_dir():
+        return None
+    found = _layouts(readable_folder(place))
+    if not found:
+        raise UserError(
+            f"DATA.DATA_PATH (-data_path): the layout of {path} is not recognised. Name the data set with -dataset "
+            f"(docs/data.md). {LAYOUTS.format(root=path)}"
+        )
+    (name, what), *others = found.items()
+    more = "".join(f"; it also has {what}, which -dataset {other} reads" for other, what in others)
+    return name, f"{path} has {what}{more}"
+
+
+def _layouts(root: Path) -> dict[str, str]:
+    """Value for DATA.DATASET -> what the folder has, in the order of precedence."""
+    found = {}
+    lists = [name for name in (imagenet2012.TRAIN_LIST, imagenet2012.VAL_LIST) if (root / name).is_file()]
+    tables = [name for name in csv_table.SPLITS if (root / name).is_file()]
+    if lists:
+        found["imagenet2012"] = " and ".join(lists)
+    if tables:
+        found["csv"] = " and ".join(tables)
+    if any(_has_tars(root / name) for name in ("", "train", *VALIDATION_NAMES)):
+        found["shards"] = "tar files"
+    if folders := layout_of(root):
+        found["imagefolder"] = folders
+    return found
+
+
+def _has_tars(folder: Path) -> bool:
+    return next(folder.glob("*.tar"), None) is not None

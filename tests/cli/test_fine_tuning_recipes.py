@@ -1,0 +1,110 @@
+"""Fine-tuning in one line: the classes come from the images, the preprocessing from the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import yaml
+from safetensors import safe_open
+from timm.models import save_for_hf
+
+from tests.program import ROOT, Result, run_program, save_image
+
+MEAN, STD = (0.4, 0.45, 0.55), (0.2, 0.21, 0.22)
+SIZES = {"depth": 1, "embed_dim": 32, "num_heads": 2}
+SMALL = [*(f"MODEL.{key.upper()}={value}" for key, value in SIZES.items()), "-device", "cpu", "-batch_size", 16]
+SMALL += ["THREADS=1", "DATA.NUM_WORKERS=1", "SAVE_FREQ=1"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 200 images in five classes, and weights that timm saved with their description."""
+    folder = tmp_path_factory.mktemp("flowers")
+    for number in range(200):
+        save_image(folder / "flowers" / f"class_{number % 5}" / f"{number}.jpg", seed=number)
+    described = {"mean": MEAN, "std": STD, "crop_pct": 0.95, "interpolation": "bilinear", "input_size": (3, 32, 32)}
+    model = timm.create_model("vit_base_patch16_224", img_size=32, **SIZES, pretrained_cfg_overlay=described)
+    save_for_hf(model, str(folder / "weights"), safe_serialization=True)
+    return folder
+
+
+def one_line(place: Path, run: Path) -> list[object]:
+    """The command of the recipe's header, with small weights."""
+    line = ["-cfg", ROOT / "configs" / "finetune_vit_base.yaml", "-data_path", place / "flowers", "-amp"]
+    return [*line, "-pretrained", place / "weights", "-output", run, "-resume", "auto", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> tuple[Path, Result]:
+    done = run_program(*one_line(place, place / "run"), "-epochs", 1, streams=place)
+    assert done.code == 0, done.text
+    return place / "run", done
+
+
+def test_one_line_trains_with_the_classes_of_the_data_and_the_preprocessing_of_the_weights(
+    place: Path, trained: tuple[Path, Result]
+) -> None:
+    run, done = trained
+    data = place / "flowers"
+    assert f"DATA.DATASET imagefolder: {data} has class folders without train/ and val/" in done.out
+    assert f"MODEL.NUM_CLASSES 5: classes of imagefolder in {data}" in done.out
+    assert (
+        f"Preprocessing of {place / 'weights' / 'config.json'}: DATA.IMAGE_SIZE 32, DATA.CROP_PCT 0.95, "
+        "DATA.INTERPOLATION bilinear, DATA.IMAGENET_MEAN [0.4, 0.45, 0.55], DATA.IMAGENET_STD [0.2, 0.21, 0.22]"
+    ) in done.out
+    assert "180 training and 20 validation images" in done.out
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert (saved["MODEL"]["NUM_CLASSES"], saved["DATA"]["DATASET"], saved["DATA"]["IMAGE_SIZE"]) == (5, "imagefolder", 32)
+    assert (tuple(saved["DATA"]["IMAGENET_MEAN"]), tuple(saved["DATA"]["IMAGENET_STD"])) == (MEAN, STD)
+    meta = json.loads(next(run.glob("checkpoints/step-*/meta.json")).read_text())
+    assert meta["input"] == {
+        **{"image_size": 32, "channels": 3, "crop_pct": 0.95, "interpolation": "bilinear"},
+        **{"mean": list(MEAN), "std": list(STD)},
+    }
+
+
+def test_the_same_line_resumes_without_the_weights(
+    vitamp: Callable[..., Result], place: Path, trained: tuple[Path, Result], tmp_path: Path
+) -> None:
+    shutil.copytree(trained[0], tmp_path / "run")
+    line = one_line(place, tmp_path / "run")
+    line[line.index("-pretrained") + 1] = tmp_path / "no_longer_here"
+    done = vitamp(*line, "-epochs", 2)
+    assert done.code == 0, done.text
+    changed = [text.split("changed since: ")[1] for text in done.out.splitlines() if "changed since: " in text]
+    assert {text.partition(":")[0] for text in changed} == {"MODEL.PRETRAINED", "TRAIN.NUM_EPOCHS"}
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (saved["MODEL"]["NUM_CLASSES"], saved["DATA"]["CROP_PCT"]) == (5, 0.95)
+
+
+def test_the_run_is_evaluated_used_and_exported_with_the_preprocessing_of_the_weights(
+    vitamp: Callable[..., Result], place: Path, trained: tuple[Path, Result], tmp_path: Path
+) -> None:
+    run, image = trained[0], place / "flowers" / "class_0" / "0.jpg"
+    evaluated = vitamp("-eval", "-resume", run, "-data_path", place / "flowers", "SAVE=" + str(tmp_path))
+    assert evaluated.code == 0, evaluated.text
+    assert "mean 0.4, 0.45, 0.55; std 0.2, 0.21, 0.22" in evaluated.out
+    used = vitamp(run, image, "-device", "cpu", script="scripts/predict.py")
+    assert used.code == 0, used.text
+    assert "class_" in used.out
+    out = tmp_path / "exported.safetensors"
+    exported = vitamp(run, "-to", "safetensors", "-out", out, script="scripts/export.py")
+    assert exported.code == 0, exported.text
+    with safe_open(str(out), framework="pt") as file:
+        header = json.loads(file.metadata()["vitamp"])
+    assert (header["mean"], header["crop_pct"], header["interpolation"]) == (list(MEAN), 0.95, "bilinear")
+
+
+def test_a_value_of_the_user_is_kept_and_the_difference_is_logged(
+    vitamp: Callable[..., Result], place: Path, tmp_path: Path
+) -> None:
+    done = vitamp(*one_line(place, tmp_path / "run"), "-dry_run", "DATA.CROP_PCT=0.8", "DATA.IMAGENET_STD=0.2,0.21,0.22")
+    assert done.code == 0, done.text
+    where = place / "weights" / "config.json"
+    assert f"command line: DATA.CROP_PCT 0.8 is used; {where} has 0.95" in done.out
+    assert "DATA.IMAGENET_STD [" not in done.out, "equal values need no line"

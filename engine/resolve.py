@@ -77,7 +77,9 @@ def _with_classes(loaded: Loaded) -> Loaded:
         number = count_classes(config.DATA, train=False)  # an evaluation needs no training split
     number = max(number, 1)  # the check of the data reports negative labels, with their lines
     name = f"{config.DATA.DATASET} in {config.DATA.DATA_PATH}" if config.DATA.DATA_PATH else config.DATA.DATASET
-    return loaded.with_values({CLASSES: Entry(number, f"classes of {name}")}, [f"{CLASSES} {number}: classes of {name}"])
+    return loaded.with_values(
+        {CLASSES: Entry(number, f"classes of {name}")}, [f"{CLASSES} {number}: classes of {name}"]
+    )
 
 
 def _with_preprocessing(loaded: Loaded) -> Loaded:
@@ -137,9 +139,9 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
     """From our meta.json, or from the header of weights that scripts/checkpoint.py or scripts/export.py wrote."""
     if not isinstance(fields, dict):
         return None
-    known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
+    known = {name: _as_json(fields[name]) for name in FIELDS if fields.get(name) is not None}
     check_fields(Input, known, Path(where))
-    return Preprocessing({FIELDS[name]: _plain(value) for name, value in known.items()}, str(where))
+    return Preprocessing({FIELDS[name]: _as_setting(value) for name, value in known.items()}, str(where))
 
 
 def _of_timms_name(name: str, where: str) -> Preprocessing | None:
@@ -155,8 +157,12 @@ def _json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _plain(value: Any) -> Any:
-    return tuple(float(number) for number in value) if isinstance(value, list | tuple) else value
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _as_setting(value: Any) -> Any:
+    return tuple(map(float, value)) if isinstance(value, list) else value
 
 
 def _for_channels(values: dict[str, Any], channels: int) -> dict[str, Any]:

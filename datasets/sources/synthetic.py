@@ -53,7 +53,8 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: AR
 
 def _count(_data: DataConfig, _train: bool) -> int:
     raise UserError(
-        "MODEL.NUM_CLASSES auto: the data set synthetic has no classes of its own; give a number, as in -num_classes 10."
+        "MODEL.NUM_CLASSES auto: the data set synthetic has no classes of its own; give a number, as in "
+        "-num_classes 10."
     )
 
 

@@ -61,6 +61,9 @@ An empty cell means the default of `vit`; any other `TYPE` has the defaults of `
 `default (swin)`, and a run logs them. `MODEL.NAME` does not choose defaults: a Swin's or DeiT's `NAME` without `TYPE`
 has the defaults of `vit`, and the log says so.
 
+Without `-dataset`, the layout of `DATA_PATH` is recognised ([data.md](data.md)); with `MODEL.PRETRAINED`, image size,
+normalisation, crop and interpolation that are not set are those of the weights ([finetuning.md](finetuning.md)).
+
 A resumed run keeps the defaults that it started with, unless `-cfg` or the command line sets another value; the log
 lists them.
 

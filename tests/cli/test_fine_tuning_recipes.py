@@ -59,12 +59,16 @@ def test_one_line_trains_with_the_classes_of_the_data_and_the_preprocessing_of_t
     ) in done.out
     assert "180 training and 20 validation images" in done.out
     saved = yaml.safe_load((run / "config.yaml").read_text())
-    assert (saved["MODEL"]["NUM_CLASSES"], saved["DATA"]["DATASET"], saved["DATA"]["IMAGE_SIZE"]) == (5, "imagefolder", 32)
+    assert (saved["MODEL"]["NUM_CLASSES"], saved["DATA"]["DATASET"], saved["DATA"]["IMAGE_SIZE"]) == (
+        5,
+        "imagefolder",
+        32,
+    )
     assert (tuple(saved["DATA"]["IMAGENET_MEAN"]), tuple(saved["DATA"]["IMAGENET_STD"])) == (MEAN, STD)
     meta = json.loads(next(run.glob("checkpoints/step-*/meta.json")).read_text())
     assert meta["input"] == {
-        **{"image_size": 32, "channels": 3, "crop_pct": 0.95, "interpolation": "bilinear"},
-        **{"mean": list(MEAN), "std": list(STD)},
+        "image_size": 32, "channels": 3, "crop_pct": 0.95, "interpolation": "bilinear",
+        "mean": list(MEAN), "std": list(STD),
     }
 
 
@@ -103,7 +107,9 @@ def test_the_run_is_evaluated_used_and_exported_with_the_preprocessing_of_the_we
 def test_a_value_of_the_user_is_kept_and_the_difference_is_logged(
     vitamp: Callable[..., Result], place: Path, tmp_path: Path
 ) -> None:
-    done = vitamp(*one_line(place, tmp_path / "run"), "-dry_run", "DATA.CROP_PCT=0.8", "DATA.IMAGENET_STD=0.2,0.21,0.22")
+    done = vitamp(
+        *one_line(place, tmp_path / "run"), "-dry_run", "DATA.CROP_PCT=0.8", "DATA.IMAGENET_STD=0.2,0.21,0.22"
+    )
     assert done.code == 0, done.text
     where = place / "weights" / "config.json"
     assert f"command line: DATA.CROP_PCT 0.8 is used; {where} has 0.95" in done.out

@@ -52,7 +52,11 @@ def shards(root: Path) -> None:
     ],
 )
 def test_layout_is_recognised_and_its_classes_are_counted(
-    tmp_path: Path, make, name: str, what: str, classes: int  # noqa: ANN001 - functions of one folder
+    tmp_path: Path,
+    make,
+    name: str,
+    what: str,
+    classes: int,
 ) -> None:
     make(tmp_path)
     found = recognise(str(tmp_path))

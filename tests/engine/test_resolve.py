@@ -59,7 +59,7 @@ def test_a_set_value_is_kept_and_the_difference_noted() -> None:
 
 def test_grey_images_get_the_mean_over_colours() -> None:
     data = resolved(MODEL__PRETRAINED=DEIT, DATA__IMAGE_CHANNELS="1").config.DATA
-    assert data.IMAGENET_MEAN == (sum(MEAN) / 3,)
+    assert (sum(MEAN) / 3,) == data.IMAGENET_MEAN
 
 
 def test_an_interpolation_that_is_not_supported_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,9 @@ def test_files_bring_what_is_written_in_them_or_beside_them(tmp_path: Path) -> N
     assert resolved(MODEL__PRETRAINED=str(tmp_path / f"{DEIT}.safetensors")).config.DATA.IMAGENET_MEAN == MEAN
     save_file(tensors, tmp_path / "mine.safetensors")
     said = notes(MODEL__PRETRAINED=str(tmp_path / "mine.safetensors"))
-    assert "mine.safetensors: how its training images were preprocessed is not known; used here: DATA.IMAGE_SIZE" in said
+    assert (
+        "mine.safetensors: how its training images were preprocessed is not known; used here: DATA.IMAGE_SIZE" in said
+    )
 
 
 def test_damaged_preprocessing_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ class DataConfig(Section):
     )
     BATCH_SIZE_EVAL: PositiveUnlessAuto = setting(None, "Images per process in validation; null or auto: BATCH_SIZE.")
     DATA_PATH: str | None = setting(None, "Folder of the data set.")
-    DATASET: str = setting("imagenet2012", "Name of a data set or of a layout (docs/data.md); if not set, the layout of DATA_PATH is recognised.")
+    DATASET: str = setting(
+        "imagenet2012",
+        "Name of a data set or layout (docs/data.md); if not set, recognised in DATA_PATH.",
+    )
     IMAGE_SIZE: Positive = setting(224, "Height and width of the model's input, in pixels.")
     IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(as_integer)] = setting(3, "3 for RGB, 1 for grey.")
     CROP_PCT: float = setting(

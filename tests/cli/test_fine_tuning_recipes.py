@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -16,7 +17,7 @@ from timm.models import save_for_hf
 from tests.program import ROOT, Result, run_program, save_image
 
 MEAN, STD = (0.4, 0.45, 0.55), (0.2, 0.21, 0.22)
-SIZES = {"depth": 1, "embed_dim": 32, "num_heads": 2}
+SIZES: dict[str, Any] = {"depth": 1, "embed_dim": 32, "num_heads": 2}
 SMALL = [*(f"MODEL.{key.upper()}={value}" for key, value in SIZES.items()), "-device", "cpu", "-batch_size", 16]
 SMALL += ["THREADS=1", "DATA.NUM_WORKERS=1", "SAVE_FREQ=1"]
 

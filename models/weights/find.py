@@ -53,9 +53,12 @@ def check_pretrained(source: str, ema: bool | None = False) -> None:
 
 
 def local_weights(source: str) -> Path | None:
-    """The file of these weights at a path, of a run the plain ones; None if `source` is a timm name."""
+    """The file of these weights at a path, checked, of a run the plain ones; None if `source` is a timm name."""
     found = _local(source, ema=False)
-    return None if found is None else found.file
+    if found is None:
+        return None
+    check_file(found.file)
+    return found.file
 
 
 def locate(source: str, ema: bool | None = False) -> Source:

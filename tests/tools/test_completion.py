@@ -62,7 +62,7 @@ def test_flags_and_their_values_are_completed(offers: Offers) -> None:
     assert offers("python main_single_gpu.py -device c") == ["cpu", "cuda"]
     assert offers("python main_single_gpu.py -dataset ") == [*names(), "hf:"]
     assert offers("python main_single_gpu.py -batch_size ") == ["auto"]
-    assert offers("python main_single_gpu.py -num_classes ") == [], "a number has no completions"
+    assert offers("python main_single_gpu.py -accum_iter ") == [], "a number has no completions"
 
 
 def test_settings_and_their_values_are_completed(offers: Offers) -> None:

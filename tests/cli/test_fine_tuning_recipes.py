@@ -68,8 +68,12 @@ def test_one_line_trains_with_the_classes_of_the_data_and_the_preprocessing_of_t
     assert (tuple(saved["DATA"]["IMAGENET_MEAN"]), tuple(saved["DATA"]["IMAGENET_STD"])) == (MEAN, STD)
     meta = json.loads(next(run.glob("checkpoints/step-*/meta.json")).read_text())
     assert meta["input"] == {
-        "image_size": 32, "channels": 3, "crop_pct": 0.95, "interpolation": "bilinear",
-        "mean": list(MEAN), "std": list(STD),
+        "image_size": 32,
+        "channels": 3,
+        "crop_pct": 0.95,
+        "interpolation": "bilinear",
+        "mean": list(MEAN),
+        "std": list(STD),
     }
 
 

@@ -131,8 +131,9 @@ def _of_timm(cfg: Any, where: Path | str) -> Preprocessing | None:
     if not isinstance(cfg, dict):
         return None
     size = cfg.get("input_size")
-    square = isinstance(size, list | tuple) and len(size) == 3 and size[1] == size[2]
-    return _of_fields({**cfg, "image_size": size[1]} if square else cfg, where)
+    if isinstance(size, list | tuple) and len(size) == 3 and size[1] == size[2]:
+        cfg = {**cfg, "image_size": size[1]}
+    return _of_fields(cfg, where)
 
 
 def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:

@@ -3,6 +3,7 @@
 from datasets.base import PADDING, Batch, ImageDataset
 from datasets.damage.exclude import warn_unmatched
 from datasets.decoding.reader import decoder_of
+from datasets.loading.balanced import balanced_order
 from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
 from datasets.loading.order import EpochOrder, Share, identity_of, validation_batches
 from datasets.recognise import recognise
@@ -21,6 +22,7 @@ __all__ = [
     "ValLoader",
     "Window",
     "auto_workers",
+    "balanced_order",
     "check_dataset",
     "count_classes",
     "decoder_of",

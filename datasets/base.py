@@ -93,6 +93,8 @@ class ImageDataset(Dataset[Batch]):
     """Class names in the order of their labels, if the source knows them."""
     in_memory: bool = False
     """Batches come straight from (device) memory; loading processes would only slow this down."""
+    copies: int = 1
+    """How often a sample can be in an epoch, each time with other random numbers; see `variants.Repeated`."""
     max_bad: int = 0
     """Number of unreadable images at which training still continues."""
 
@@ -114,6 +116,10 @@ class ImageDataset(Dataset[Batch]):
         """A random order for one epoch, with every sample once."""
         return generator.permutation(len(self))
 
+    def sample_labels(self) -> np.ndarray | None:
+        """Label of each sample, int64; None if labels are known only once the samples are read."""
+        return None
+
     def single_images(self) -> Samples | None:
         """The samples of this split if images are read one by one; None if batches come from memory."""
         return None
@@ -129,6 +135,11 @@ class ImageDataset(Dataset[Batch]):
     def __getitems__(self, keys: list[Key]) -> Batch: ...
 
 
+def comes_split(data: DataConfig) -> bool:  # noqa: ARG001 - true of all data of such a source
+    """`Source.is_unsplit` of data sets that come with a validation split."""
+    return False
+
+
 @dataclass(frozen=True)
 class Source:
     """A data set that DATA.DATASET can name."""
@@ -142,6 +153,8 @@ class Source:
     """Makes a function that writes the validation pixels of one image; None: `transforms.pixels.Pixels` does"""
     count: Callable[[DataConfig, bool], int] | None = None
     """(data, train) -> number of classes, where it is known without listing every image; None: open the split"""
+    is_unsplit: Callable[[DataConfig], bool] = comes_split
+    """Whether the data comes without a validation split, so that the program makes one. Only then has it folds."""
     fetches: bool = False
     """`check` downloads the data set if DATA.DOWNLOAD is set"""
 

@@ -9,7 +9,18 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, Source, seed_sample
+from datasets.base import (
+    PADDING,
+    Batch,
+    Broken,
+    Encoded,
+    ImageDataset,
+    Key,
+    Samples,
+    Source,
+    comes_split,
+    seed_sample,
+)
 from datasets.damage.broken import allowed
 from datasets.damage.exclude import line_of, without_excluded
 from datasets.damage.retry import Failure, failure_of
@@ -51,6 +62,9 @@ class Images(ImageDataset):
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         return self.samples.shuffled(generator)
+
+    def sample_labels(self) -> np.ndarray:
+        return self.samples.labels
 
     def single_images(self) -> Samples:
         return self.samples
@@ -135,13 +149,14 @@ def image_source(
     check: Callable[[DataConfig, int, bool], None],
     fetches: bool = False,
     count: Callable[[DataConfig, bool], int] | None = None,
+    is_unsplit: Callable[[DataConfig], bool] = comes_split,
 ) -> Source:
     """A source whose images are read one by one. `samples`: (data, train, num_classes) -> the samples of a split."""
 
     def open_split(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - images are read on the host
         return Images(samples(data, train, num_classes), data, train, seed)
 
-    return Source(open_split, check, fetches=fetches, count=count)
+    return Source(open_split, check, fetches=fetches, count=count, is_unsplit=is_unsplit)
 
 
 def _storage_gone(name: str, reason: str) -> str:

@@ -13,6 +13,12 @@ ANY_LABEL = 2**63
 """In place of a number of classes: labels are not checked. For tools that look for wrong labels. Exceeds int64."""
 
 
+def members_of_classes(labels: np.ndarray) -> list[np.ndarray]:
+    """Indices of the samples of each class that has any, ascending; classes in the order of their labels."""
+    _, sizes = np.unique(labels, return_counts=True)
+    return np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])[: len(sizes)]
+
+
 def check_label(label: int, num_classes: int, where: str) -> None:
     """Raise UserError for a label outside the classes. `where` begins the message."""
     least = -ANY_LABEL if num_classes == ANY_LABEL else 0

@@ -85,6 +85,9 @@ class InMemory(ImageDataset):
     def __len__(self) -> int:
         return len(self.labels)
 
+    def sample_labels(self) -> np.ndarray:
+        return self.samples.labels
+
     def augment(self, train: TrainConfig) -> ImageDataset:
         """This split; with single-image augmentations, the same images read one by one in loading processes."""
         if not self.cropped:
@@ -123,8 +126,8 @@ class InMemory(ImageDataset):
     def _transforms_of(self, epoch: int) -> _Transforms:
         if epoch not in self._transforms:
             self._transforms[epoch] = self._draw(epoch)
-            # Repeated augmentation alternates between several epochs.
-            while len(self._transforms) > self.data.REPEATED_AUGMENT:
+            # Copies of a sample have epochs of their own, which alternate.
+            while len(self._transforms) > self.copies:
                 del self._transforms[next(iter(self._transforms))]
         return self._transforms[epoch]
 

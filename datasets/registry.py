@@ -51,7 +51,10 @@ def names() -> list[str]:
 
 def open_dataset(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageDataset:
     """Open the training or validation split of DATA.DATASET. In-memory data sets are put on `device`."""
-    return _source(data).open(data, train, num_classes, seed, device)
+    source = _source(data)
+    dataset = source.open(data, train, num_classes, seed, device)
+    _check_fold(source, data)
+    return dataset
 
 
 def count_classes(data: DataConfig, train: bool) -> int:
@@ -80,6 +83,17 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     if data.DOWNLOAD and not source.fetches:
         log.warning("DATA.DOWNLOAD has no effect on the data set %s: it cannot be downloaded.", data.DATASET)
     source.check(data, num_classes, train)
+    _check_fold(source, data)
+
+
+def _check_fold(source: Source, data: DataConfig) -> None:
+    if data.fold is not None and not source.is_unsplit(data):
+        where = "" if data.DATA_PATH is None else f" in {data.DATA_PATH}"
+        raise UserError(
+            f"DATA.FOLD {data.fold}: the data set {data.DATASET}{where} comes with its own validation split, and folds "
+            "would mix it with the training images. Leave DATA.FOLD out, or use a data set without splits: class "
+            "folders alone, one csv file, or tar files named neither train nor val."
+        )
 
 
 def _source(data: DataConfig) -> Source:

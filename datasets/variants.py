@@ -1,4 +1,4 @@
-"""Wrappers of a split: repeated augmentation, and images that grow during training."""
+"""Wrappers of a split: repeated samples, and images that grow during training."""
 
 from __future__ import annotations
 
@@ -27,20 +27,24 @@ class _Variant(ImageDataset):
     def single_images(self) -> Samples | None:
         return self.inner.single_images()
 
+    def sample_labels(self) -> np.ndarray | None:
+        return self.inner.sample_labels()
+
     def take_broken(self) -> list[Broken]:
         return self.inner.take_broken()
 
 
 class Repeated(_Variant):
-    """Repeated augmentation: each sample of an epoch is in it several times, with a new augmentation each time.
+    """A split whose samples can be in an epoch several times, with a new augmentation each time.
 
-    Index i + n * copy, where n is the number of samples, is sample i with the random numbers of that copy. An epoch
-    keeps its length, and so its cost: it has fewer different samples.
+    Repeated augmentation and DATA.SAMPLER balanced need it. Index i + n * copy, where n is the number of samples, is
+    sample i with the random numbers of that copy. An epoch keeps its length, and so its cost: it has fewer different
+    samples.
     """
 
     def __init__(self, inner: ImageDataset, copies: int) -> None:
         super().__init__(inner)
-        self.copies = copies
+        self.copies = inner.copies = copies
 
     def augment(self, train: TrainConfig) -> ImageDataset:
         self.inner = self.inner.augment(train)

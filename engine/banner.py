@@ -6,15 +6,17 @@ from pathlib import Path
 
 import torch
 
+from datasets import balanced_order
 from engine.distill.targets import teacher_of
 from engine.inputs.token_drop import describe_shortcuts
 from engine.machine.context import Run
 from engine.machine.device import describe_devices
 from engine.machine.environment import arguments, libraries
 from engine.optim.build import describe_learning_rate, describe_optimizer, scaled_learning_rates
+from engine.optim.class_weights import describe_class_weights
 from engine.optim.groups import describe_muon
 from engine.optim.layer_rates import describe_fine_tuning
-from engine.setup import Ready, ReadyToTrain, global_batch
+from engine.setup import Ready, ReadyToTrain, global_batch, weights_of_classes
 from models import describe as describe_model
 from utils.cli import version_text
 from utils.config import Config
@@ -36,6 +38,8 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     if isinstance(ready, ReadyToTrain):
         if ready.parts.sharding is not None:
             rows.append(("strategy", ready.parts.sharding.words()))
+        if words := _classes(config, ready):
+            rows.append(("classes", words))
         rows.append(("compile", "{compile} ({compile_why})".format(**ready.choices)))
         rate = scaled_learning_rates(config.TRAIN, global_batch(config, world))[0]
         if words := describe_fine_tuning(config, ready.model, ready.parts.optimizer, rate):
@@ -61,11 +65,23 @@ def _data(config: Config, ready: Ready) -> str:
     classes = f"{config.MODEL.NUM_CLASSES} classes"
     size = f"{config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_CHANNELS}"
     if not isinstance(ready, ReadyToTrain):
-        return f"{config.DATA.DATASET}: {len(ready.val_set):,} validation images of {size}, {classes}"
-    return (
-        f"{config.DATA.DATASET}: {len(ready.train_set):,} training and {len(ready.val_set):,} validation images "
-        f"of {size}, {classes}"
-    )
+        text = f"{config.DATA.DATASET}: {len(ready.val_set):,} validation images of {size}, {classes}"
+    else:
+        text = (
+            f"{config.DATA.DATASET}: {len(ready.train_set):,} training and {len(ready.val_set):,} validation images "
+            f"of {size}, {classes}"
+        )
+    return text if config.DATA.FOLD is None else f"{text}; validation on fold {config.DATA.FOLD}"
+
+
+def _classes(config: Config, ready: ReadyToTrain) -> str:
+    """How classes of different frequency are treated; '' if they are not."""
+    words = []
+    if config.DATA.SAMPLER == "balanced":
+        words.append(balanced_order(ready.train_set, config.DATA.DATASET).words())
+    if (weights := weights_of_classes(config, ready.train_set)) is not None:
+        words.append(describe_class_weights(str(config.TRAIN.CLASS_WEIGHTS), weights))
+    return "; ".join(words)
 
 
 def _inputs(data: DataConfig) -> str:

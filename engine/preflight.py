@@ -10,6 +10,7 @@ from engine.checkpoint.find import check_resumable
 from engine.distill.teacher import check_teacher
 from engine.inputs.token_drop import shortcuts_of
 from engine.optim.build import optimizer_name
+from engine.optim.class_weights import check_class_weights
 from engine.parallel.fsdp import check_sharding
 from engine.report.wandb import check_wandb
 from models import check_model, check_pretrained
@@ -28,6 +29,7 @@ def check(config: Config) -> None:
     optimizer_name(config.TRAIN.OPTIMIZER.NAME)
     check_sharding(config)
     if not config.EVAL:
+        check_class_weights(config.TRAIN)
         check_wandb(config.WANDB)
     check_amp(config.AMP, config.TRAIN)
     check_teacher(config)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,6 +18,7 @@ from datasets import (
     TrainLoader,
     ValLoader,
     auto_workers,
+    balanced_order,
     identity_of,
     open_dataset,
     warn_unmatched,
@@ -36,6 +38,7 @@ from engine.measure.meters import TrainMeters
 from engine.measure.progress import Best, Position
 from engine.measure.stage_times import DATA, stages_of
 from engine.optim.build import build_optimizer, scaled_learning_rates
+from engine.optim.class_weights import class_weights
 from engine.optim.ema import Ema
 from engine.optim.groups import list_groups
 from engine.optim.layer_rates import describe_parameters
@@ -120,7 +123,9 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     train_set, loader = training_data(config, world, device)
     warn_unmatched(config.DATA, [part.single_images() for part in (train_set, ready.val_set)])
     train, updates = config.TRAIN, loader.order.updates
-    parts = update_parts(config, world, device, (ready.model, ready.inputs, ready.precision), updates, sharding)
+    in_precision = ready.model, ready.inputs, ready.precision
+    weights = weights_of_classes(config, train_set)
+    parts = update_parts(config, world, device, in_precision, updates, sharding, weights)
     if train.OPTIMIZER.LIST:
         log.info(list_groups(ready.model, parts.optimizer))
     loader.on_arrival(partial(parts.stages.lap, DATA))
@@ -131,7 +136,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     if checkpoint is not None:
         from_ema = bool(config.MODEL.RESUME_EMA) and config.MODEL.RESUME != AUTO
         position, best = restore(parts, checkpoint, global_batch(config, world), updates, from_ema)
-        check_samples(checkpoint, position, identity_of(train_set, loader.order))
+        check_samples(checkpoint, position, identity_of(train_set, loader.order), config.DATA)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
     parts.set_up_forward()
@@ -144,6 +149,8 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
     """Training split with its augmentation, and the loader of its batches."""
     data = config.DATA
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device).augment(config.TRAIN)
+    balanced = balanced_order(train_set, data.DATASET) if data.SAMPLER == "balanced" else None
+    weights = weights_of_classes(config, train_set)
     order = EpochOrder(
         len(train_set),
         data.BATCH_SIZE,
@@ -153,13 +160,20 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
         config.SEED,
         data.DROP_LAST,
         data.REPEATED_AUGMENT,
-        train_set.shuffled,
+        balanced or train_set.shuffled,
+        None if weights is None else weights[train_set.sample_labels()],
     )
-    if data.REPEATED_AUGMENT > 1:
-        train_set = Repeated(train_set, data.REPEATED_AUGMENT)
+    if (copies := data.REPEATED_AUGMENT * (balanced.copies if balanced else 1)) > 1:
+        train_set = Repeated(train_set, copies)
     if config.TRAIN.SIZE_SCHEDULE:
         train_set = Sized(train_set, config.TRAIN, data.IMAGE_SIZE)
     return train_set, TrainLoader(train_set, order, config.SEED, _workers(config, world), device)
+
+
+def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | None:
+    """Weight of each class in the loss; None without TRAIN.CLASS_WEIGHTS."""
+    labels, classes = train_set.sample_labels(), config.MODEL.NUM_CLASSES
+    return class_weights(config.TRAIN, classes, labels, train_set.classes, config.DATA.DATASET)
 
 
 def global_batch(config: Config, world: World) -> int:
@@ -191,12 +205,16 @@ def update_parts(
     in_precision: tuple[nn.Module, nn.Module, Precision],
     per_epoch: int,
     sharding: Sharding | None = None,
+    weights: np.ndarray | None = None,
 ) -> Parts:
-    """Optimiser, schedule and all else that an update needs, for what `model_in_precision` returned."""
+    """Optimiser, schedule and all else that an update needs, for what `model_in_precision` returned.
+
+    `weights`: class weights of the loss; None: all classes are equal.
+    """
     train, (model, inputs, precision) = config.TRAIN, in_precision
     stages = stages_of(config.REPORT_STAGES, device)
     change, criterion = distil(
-        config, model, precision, stages, build_batch_transform(train, config.MODEL.NUM_CLASSES, device)
+        config, model, precision, stages, build_batch_transform(train, config.MODEL.NUM_CLASSES, device), weights
     )
     ema = _ema(config, device, model)
     if sharding is not None:

@@ -1,8 +1,8 @@
 """Order of the samples: which ones each update uses, and on which rank.
 
-An epoch is one permutation of the samples, cut into micro-batches of `batch_size`; `accum * world` consecutive ones are
-the global window of an update. Ranks play no part in this, so another number of processes with the same global batch
-gets the same micro-batches with the same numbers.
+An epoch is one permutation of the samples (or a balanced draw, see `balanced`), cut into micro-batches of `batch_size`;
+`accum * world` consecutive ones are the global window of an update. Ranks play no part in this, so another number of
+processes with the same global batch gets the same micro-batches with the same numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class Share(NamedTuple):
     """Position in the global window, which seeds its random numbers."""
     indices: np.ndarray
     weight: float
-    """Factor of the mean loss; it makes the sum over ranks the mean over the window's micro-batches."""
+    """Factor of the mean loss; it makes the sum over ranks the mean over the window's micro-batches.
+
+    With class weights, it makes the sum the weighted mean over the window's samples.
+    """
 
 
 class EpochOrder:
@@ -42,11 +45,16 @@ class EpochOrder:
         drop_last: bool,
         copies: int = 1,
         shuffled: Callable[[np.random.Generator], np.ndarray] | None = None,
+        sample_weights: np.ndarray | None = None,
     ) -> None:
-        """`shuffled` gives the order of an epoch, with all samples once; by default a plain permutation."""
+        """`shuffled` gives the order of an epoch; by default a plain permutation, with all samples once.
+
+        `sample_weights`: the weight of each sample in the loss; None: all are equal.
+        """
         self.samples, self.batch_size, self.accum, self.copies = samples, batch_size, accum, copies
         self.rank, self.world, self.seed = rank, world, seed
         self._shuffled = shuffled or (lambda generator: generator.permutation(samples))
+        self._sample_weights = sample_weights
         self._micro_batches = samples // batch_size if drop_last else -(-samples // batch_size)
         if not self._micro_batches:
             raise UserError(_too_large(samples, batch_size))
@@ -65,11 +73,15 @@ class EpochOrder:
         return self._with_copies(self._shuffled(generator))
 
     def _with_copies(self, permutation: np.ndarray) -> np.ndarray:
-        """Each sample `copies` times in a row, at the same total; copy c of sample i is i + c * samples."""
+        """Each sample `copies` times in a row, at the same total; copy c of sample i is i + c * samples.
+
+        Samples that are copies already, as in a balanced order, get `copies` copies each.
+        """
         if self.copies == 1:
             return permutation
         places = np.arange(self.samples)
-        return permutation[places // self.copies] + places % self.copies * self.samples
+        copy, sample = np.divmod(permutation[places // self.copies], self.samples)
+        return sample + (copy * self.copies + places % self.copies) * self.samples
 
     def _window(self, permutation: np.ndarray, first: int) -> tuple[Share, ...]:
         def indices(number: int) -> np.ndarray:
@@ -80,11 +92,20 @@ class EpochOrder:
         each, more = divmod(real, self.world)
         begin = self.rank * each + min(self.rank, more)
         end = begin + each + (self.rank < more)
-        shares = [Share(v, indices(v), 1 / real) for v in range(begin, end)]
+        weights = self._weights([indices(number) for number in range(real)])
+        shares = [Share(v, indices(v), weights[v]) for v in range(begin, end)]
         if more and self.rank >= more:
             # All ranks need equally many micro-batches, or the all-reduce waits for ever: one of weight 0.
             shares.append(Share(real + self.rank - more, indices(0), 0.0))
         return tuple(shares)
+
+    def _weights(self, window: list[np.ndarray]) -> list[float]:
+        """Weights of a window's micro-batches, equal on all ranks, since each knows the labels of the whole window."""
+        if self._sample_weights is None:
+            return [1 / len(window)] * len(window)
+        sums = [float(self._sample_weights[indices % self.samples].sum()) for indices in window]
+        total = sum(sums)
+        return [of_one / total for of_one in sums]
 
 
 def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, int | str]:

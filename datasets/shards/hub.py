@@ -158,4 +158,8 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     check_splits(_shard_set(data), data, num_classes, train)
 
 
-SOURCE = image_source(_samples, _check, fetches=True)
+def _is_unsplit(data: DataConfig) -> bool:
+    return _shard_set(data).split(False)[1]
+
+
+SOURCE = image_source(_samples, _check, fetches=True, is_unsplit=_is_unsplit)

@@ -15,7 +15,7 @@ from datasets.labels import ANY_LABEL, check_class_count, log_unused_outputs, wa
 from datasets.shards.index import ShardIndex
 from datasets.shards.layout import ShardSet
 from datasets.shards.stores import Range, Remote, Store, open_store
-from datasets.sources.split import split
+from datasets.sources.split import split_rows
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -109,7 +109,7 @@ def open_split(shards: ShardSet, data: DataConfig, train: bool, num_classes: int
     name, shared = shards.split(train)
     index = shards.index(name)
     _check_labels(shards, index, num_classes)
-    rows = split(index.label, data.VAL_FRACTION, data.SPLIT_SEED)[0 if train else 1] if shared else None
+    rows = split_rows(index.label, data, train) if shared else None
     return ShardSamples(shards.store, index, shards.classes, window, rows)
 
 
@@ -145,4 +145,8 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     check_splits(ShardSet(open_store(data.DATA_PATH), data), data, num_classes, train)
 
 
-SOURCE = image_source(_samples, _check)
+def _is_unsplit(data: DataConfig) -> bool:
+    return ShardSet(open_store(data.DATA_PATH), data).split(False)[1]
+
+
+SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit)

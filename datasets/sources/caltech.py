@@ -24,7 +24,7 @@ class Caltech(Published):
     """Number of published images, without clutter"""
 
     def source(self) -> Source:
-        return image_source(self.samples, self.check, fetches=True)
+        return image_source(self.samples, self.check, fetches=True, is_unsplit=lambda _data: True)
 
     def samples(self, data: DataConfig, train: bool, num_classes: int) -> FileSamples:
         return split_files(self._files(self.existing_folder(data), data, num_classes), data, train)

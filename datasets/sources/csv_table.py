@@ -180,4 +180,8 @@ def _whole_number(text: str) -> int | None:
     return int(match[1]) if match else None
 
 
-SOURCE = image_source(_samples, _check)
+def _is_unsplit(data: DataConfig) -> bool:
+    return len(_table_files(data)) == 1
+
+
+SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit)

@@ -17,7 +17,7 @@ import torch
 from datasets.base import Source
 from datasets.labels import check_class_count, log_unused_outputs
 from datasets.memory import ArrayPixels, ArraySamples, InMemory
-from datasets.sources.split import split
+from datasets.sources.split import split, split_by_fold
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
@@ -49,7 +49,11 @@ def _file() -> Path:
 def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> InMemory:
     check_class_count(len(CLASSES), num_classes, "The data set digits")
     pixels, labels = read_digits()
-    chosen = split(labels, VALIDATION_FRACTION, 0, "digits")[0 if train else 1]
+    if data.fold is not None:
+        splits = split_by_fold(labels, data.fold, data.SPLIT_SEED)
+    else:
+        splits = split(labels, VALIDATION_FRACTION, 0, "digits")
+    chosen = splits[0 if train else 1]
     samples = ArraySamples(pixels[chosen, :, :, None], labels[chosen], CLASSES, "digits")
     return InMemory(samples, data, train, seed, device, cropped=False)
 
@@ -62,4 +66,4 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: AR
         log.info("DATA.DATA_PATH is not used: the data set digits comes with scikit-learn.")
 
 
-SOURCE = Source(_open, _check, single=partial(ArrayPixels, cropped=False))
+SOURCE = Source(_open, _check, single=partial(ArrayPixels, cropped=False), is_unsplit=lambda _data: True)

@@ -183,4 +183,8 @@ def layout_of(root: Path) -> str | None:
     return None
 
 
-SOURCE = image_source(_samples, _check, count=_count)
+def _is_unsplit(data: DataConfig) -> bool:
+    return not _has_splits(data_folder(data))
+
+
+SOURCE = image_source(_samples, _check, count=_count, is_unsplit=_is_unsplit)

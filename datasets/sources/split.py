@@ -8,8 +8,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from datasets.labels import members_of_classes
 from datasets.sources.files import FileList, FileSamples
+from datasets.sources.walk import warn_once
 from utils.config.data import DataConfig
+from utils.config.kinds import Fold
 from utils.errors import UserError
 from utils.seeding import key
 
@@ -25,10 +28,8 @@ def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split"
 
     The split is stratified: each class gives the same fraction, and keeps at least one image for training.
     """
-    generator = np.random.Generator(np.random.Philox(key=key(seed, purpose)))
-    _, sizes = np.unique(labels, return_counts=True)
-    by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])
-    members = [generator.permutation(of_class) for of_class in by_class]
+    members = _shuffled_classes(labels, seed, purpose)
+    sizes = np.array([len(of_class) for of_class in members])
     exact = sizes * fraction
     counts = np.floor(exact).astype(int)
     # Rounding down gives too few; the classes with the largest remainders give one more each.
@@ -44,7 +45,44 @@ def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split"
     return np.setdiff1d(np.arange(len(labels)), validation), np.sort(validation)
 
 
+def split_by_fold(labels: np.ndarray, fold: Fold, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the training and the validation split, each ascending: fold K of N, and the other folds.
+
+    The folds are disjoint and cover all samples. Each class, and all classes together, give every fold the same
+    number of images, or one more. They depend on the labels, N and the seed alone.
+    """
+    if fold.folds > len(labels):
+        raise UserError(f"DATA.FOLD {fold}: {len(labels)} images cannot fill {fold.folds} folds; use fewer folds.")
+    members = _shuffled_classes(labels, seed, "folds")
+    if small := [of_class for of_class in members if len(of_class) < fold.folds]:
+        fewest = min(small, key=len)
+        warn_once(
+            f"DATA.FOLD {fold}: {len(small)} of {len(members)} classes have fewer images than folds, so some folds "
+            f"lack them. Fewest: label {labels[fewest[0]]}, with {len(fewest)}."
+        )
+    # Counting on from class to class keeps the folds equally large, too.
+    fold_of = np.empty(len(labels), dtype=np.int64)
+    fold_of[np.concatenate(members)] = np.arange(len(labels)) % fold.folds
+    validates = fold_of == fold.number - 1
+    return np.flatnonzero(~validates), np.flatnonzero(validates)
+
+
+def _shuffled_classes(labels: np.ndarray, seed: int, purpose: str) -> list[np.ndarray]:
+    """Indices of the samples of each class, in a random order."""
+    generator = np.random.Generator(np.random.Philox(key=key(seed, purpose)))
+    return [generator.permutation(of_class) for of_class in members_of_classes(labels)]
+
+
+def split_rows(labels: np.ndarray, data: DataConfig, train: bool) -> np.ndarray:
+    """Indices of one split of samples with these labels, by DATA.FOLD or else DATA.VAL_FRACTION."""
+    if data.fold is not None:
+        splits = split_by_fold(labels, data.fold, data.SPLIT_SEED)
+    else:
+        splits = split(labels, data.VAL_FRACTION, data.SPLIT_SEED)
+    return splits[0 if train else 1]
+
+
 def split_files(files: FileList, data: DataConfig, train: bool) -> FileSamples:
-    """One split of these files, by DATA.VAL_FRACTION and DATA.SPLIT_SEED."""
-    chosen = split(files.labels, data.VAL_FRACTION, data.SPLIT_SEED)[0 if train else 1]
+    """One split of these files, as `split_rows` chooses it."""
+    chosen = split_rows(files.labels, data, train)
     return files._replace(paths=[files.paths[index] for index in chosen], labels=files.labels[chosen]).samples()

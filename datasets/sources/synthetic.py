@@ -31,6 +31,9 @@ class Synthetic(ImageDataset):
     def __len__(self) -> int:
         return self.samples
 
+    def sample_labels(self) -> np.ndarray:
+        return np.arange(self.samples) % POOL % self.num_classes
+
     def at_size(self, size: int) -> ImageDataset:
         data = self.data.model_copy(update={"IMAGE_SIZE": size})
         return Synthetic(self.samples, data, self.num_classes, self.seed, self.device)

@@ -23,7 +23,7 @@ from engine.parallel.fsdp import Sharding, is_sharded, local_shard, local_shards
 from engine.speed.channels_last import match_memory_format
 from engine.update import Parts
 from models import frozen_weights
-from utils.config import Config, differences, load_config
+from utils.config import Config, DataConfig, differences, load_config
 from utils.config.keys import OF_ONE_START, settings
 from utils.errors import UserError
 from utils.log import log
@@ -142,8 +142,12 @@ def _restore(
     return position, best
 
 
-def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any]) -> None:
-    """Raise UserError if the rest of an epoch would have other samples or another order. `now`: their `identity_of`."""
+def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any], data: DataConfig) -> None:
+    """Raise UserError for another fold, or if the rest of an epoch would have other samples or another order.
+
+    `now`: the `identity_of` them.
+    """
+    _check_fold(checkpoint, data)
     saved = checkpoint.meta.get("samples") or now  # older checkpoints have none
     if saved["order"] == now["order"]:
         return
@@ -156,9 +160,21 @@ def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any
         return
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, whose {saved['number']} training samples or their "
-        f"order differ from the {now['number']} of now (SEED, DATA.EXCLUDE, DATA.VAL_FRACTION, or the files). Restore "
-        "the samples it had, or resume from the end of a saved epoch with -last_epoch."
+        f"order differ from the {now['number']} of now (SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.VAL_FRACTION, or the "
+        "files). Restore the samples it had, or resume from the end of a saved epoch with -last_epoch."
     )
+
+
+def _check_fold(checkpoint: Checkpoint, data: DataConfig) -> None:
+    """Raise UserError for another fold: it would validate on images that the run was trained on."""
+    settings = checkpoint.meta.get("settings", {})
+    saved, seed = settings.get("DATA.FOLD"), settings.get("DATA.SPLIT_SEED", 0)
+    if saved != data.FOLD or (saved is not None and seed != data.SPLIT_SEED):
+        raise UserError(
+            f"{checkpoint.folder}: trained with DATA.FOLD {saved or 'null'} and DATA.SPLIT_SEED {seed}; with DATA.FOLD "
+            f"{data.FOLD or 'null'} and DATA.SPLIT_SEED {data.SPLIT_SEED} it would be validated on images that it was "
+            "trained on. Give what it had, or start a new run."
+        )
 
 
 def _updates_of_an_epoch(checkpoint: Checkpoint, position: Position) -> int | None:

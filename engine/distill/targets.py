@@ -7,6 +7,7 @@ logits.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from engine.amp.precision import Precision
 from engine.distill.teacher import Teacher, load_teacher
 from engine.inputs.mixup import BatchTransform, TransformedBatch
 from engine.measure.stage_times import FORWARD, TEACHER, Stages
+from engine.optim.class_weights import label_loss
 from engine.speed.replace_forward import mix_in
 from utils.config import Config
 from utils.config.train import TrainConfig
@@ -75,20 +77,25 @@ class StackedHeads(nn.Module):
 
 
 def distil(
-    config: Config, model: nn.Module, precision: Precision, stages: Stages, change: BatchTransform
+    config: Config,
+    model: nn.Module,
+    precision: Precision,
+    stages: Stages,
+    change: BatchTransform,
+    class_weights: np.ndarray | None = None,
 ) -> tuple[BatchTransform, nn.Module]:
     """The change of a batch, and the loss; both with a teacher if TRAIN.DISTILLATION_TYPE asks for one.
 
     Call it before the model is copied or wrapped: it makes both classifiers learn if the model has two.
     """
-    label_loss = nn.CrossEntropyLoss(label_smoothing=config.TRAIN.SMOOTHING)
+    loss = label_loss(config.TRAIN.SMOOTHING, class_weights).to(precision.device)
     if config.TRAIN.DISTILLATION_TYPE is None:
-        return change, label_loss
+        return change, loss
     if hasattr(model, "set_distilled_training"):  # timm's method; in validation, the mean of both is returned as before
         model.set_distilled_training(True)  # pyright: ignore[reportCallIssue]
         mix_in(model, StackedHeads)
     teacher = load_teacher(config, precision)
-    return AskTeacher(teacher, change, precision.device, stages), DistillationLoss(label_loss, config.TRAIN)
+    return AskTeacher(teacher, change, precision.device, stages), DistillationLoss(loss, config.TRAIN)
 
 
 def teacher_of(change: BatchTransform) -> Teacher | None:

@@ -16,6 +16,7 @@ from utils.distributed.world import World, sum_over_ranks
 # Indices into the rows of sums.
 LOSS, TOP1, TOP5, SAMPLES = range(4)
 NEVER = -1
+MOST_FACTORS = 64
 
 
 def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,9 +81,11 @@ class TrainMeters:
         self._epoch += (row * self._factors(n, n)).where(torch.isfinite(loss), 0.0)
 
     def _factors(self, of_loss: float, samples: float) -> Tensor:
-        """Factors of a row of sums, on the device; cached, since there are few kinds of micro-batches."""
+        """Factors of a row of sums, on the device; cached, since there are few kinds without class weights."""
         factors = self._factors_cache.get((of_loss, samples))
         if factors is None:
+            if len(self._factors_cache) == MOST_FACTORS:
+                self._factors_cache.clear()
             factors = torch.stack([torch.full_like(self._one, value) for value in (of_loss, 1.0, 1.0, samples)])
             self._factors_cache[of_loss, samples] = factors
         return factors

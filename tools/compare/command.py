@@ -1,12 +1,13 @@
-"""Compare precisions: train with each, with several seeds, and report what is faster, smaller, and as accurate.
+"""Compare precisions: train with each, with several seeds or folds, and report what is faster, smaller, as accurate.
 
     python scripts/compare.py -cfg configs/vit_digits.yaml -modes fp32,bf16 -seeds 3
     python scripts/compare.py -cfg mine.yaml -modes fp32,fp16,bf16,O2-bf16 -seeds 3 -output runs/compared -ngpus 4
+    python scripts/compare.py -cfg mine.yaml -modes fp32,bf16 -folds 5
 
-The first mode is the baseline. Every run has a process and a folder of its own: DIR/bf16-0 is bf16 with seed 0. The
-modes alternate, in reverse order for every other seed. The same command skips finished runs and resumes an interrupted
-one; it may name more modes and seeds. The report is a verdict and a table, with all metrics in DIR/compare.json and
-DIR/report.html. docs/compare.md explains the verdict.
+The first mode is the baseline. Every run has a process and a folder of its own: DIR/bf16-0 is bf16 with seed 0,
+DIR/bf16-fold2 is bf16 validated on fold 2. The modes alternate, in reverse order for every other seed or fold. The same
+command skips finished runs and resumes an interrupted one; it may name more modes and seeds. The report is a verdict
+and a table, with all metrics in DIR/compare.json and DIR/report.html. docs/compare.md explains the verdict.
 
 Modes: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16, O3-fp16, apex; and
 every other value of -amp, as it is resolved on this device. O2:bf16 is O2-bf16.
@@ -35,9 +36,17 @@ from utils.run_folder import git_state, write_json
 if TYPE_CHECKING:
     from tools.compare.plan import Plan
 
+
+def _number_of_folds(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise ValueError("takes a whole number from 2 on, such as 5")
+    return int(text)
+
+
 OWN = (
     Flag("modes", "modes to compare, the baseline first", "A,B", default="fp32,auto"),
     Flag("seeds", "how many, such as 3, or which, such as 0,1,5", "N", default="3"),
+    Flag("folds", "cross-validation with N folds of the data, instead of seeds", "N", kind=_number_of_folds),
     Flag("output", "folder of all runs", "DIR", default="output/compare", kind=Path, old=("out",)),
 )
 TOOL = Tool("compare.py", __doc__, OWN)
@@ -60,10 +69,10 @@ def _compare(argv: list[str]) -> int:
     for remark in plan.remarks:
         log.info("%s", remark)
     log.info(
-        "%d runs: %s, each with %s; in %s",
+        "%d runs: %s, %s; in %s",
         len(plan.runs),
         ", ".join(mode.name for mode in plan.modes),
-        f"seed {plan.seeds[0]}" if len(plan.seeds) == 1 else f"seeds {', '.join(map(str, plan.seeds))}",
+        plan.rounds(),
         out,
     )
     try:
@@ -83,7 +92,13 @@ def _write(plan: Plan, failed: dict[str, str], out: Path) -> dict[str, Any]:
 
     modes = [mode.name for mode in plan.modes]
     rows = [
-        {"mode": run.mode, "seed": run.seed, "folder": run.folder.name, **metrics_of(run.folder)}
+        {
+            "mode": run.mode,
+            "seed": run.seed,
+            **({} if run.fold is None else {"fold": str(run.fold)}),
+            "folder": run.folder.name,
+            **metrics_of(run.folder),
+        }
         for run in plan.runs
         if is_finished(run.folder)
     ]
@@ -95,6 +110,7 @@ def _write(plan: Plan, failed: dict[str, str], out: Path) -> dict[str, Any]:
     about = {
         "compared": modes,
         "seeds": list(plan.seeds),
+        **({} if plan.folds is None else {"folds": plan.folds}),
         "date": time.strftime("%Y-%m-%d"),
         "command": shlex.join(["python", "scripts/compare.py", *sys.argv[1:]]),
         "device": next((row["device"] for row in rows), plan.device),
@@ -135,8 +151,9 @@ def _page(about: dict[str, Any], verdict: list[str], out: Path) -> Path | None:
     if not about["runs"]:
         return None
     from tools.common.report_page.page import write_report
+    from tools.compare.verdict import number_of
 
-    rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), row["seed"]))
+    rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
     try:
         return write_report([out / row["folder"] for row in rows], out / "report.html", verdict="\n".join(verdict))
     except UserError as error:

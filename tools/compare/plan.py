@@ -13,6 +13,7 @@ from tools.common.command_line import ToolLine, check_one_training
 from tools.common.settings import non_defaults
 from tools.common.turns import alternating_order
 from utils.config import Config, differences, load_config, to_yaml
+from utils.config.kinds import Fold
 from utils.errors import UserError
 from utils.files import write_atomically
 
@@ -34,22 +35,25 @@ SET_PER_RUN = {
     "MAX_TIME": "interrupt with Ctrl-C instead; the same command resumes",
 }
 """Settings that compare.py sets for each run -> what to give instead."""
+SET_PER_FOLD = {"DATA.FOLD": "give -folds, or leave -folds out"}
+"""The same with -folds."""
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
 """Settings that may change when a run is resumed."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a mode with a seed, its settings and its folder."""
+    """One training: a mode with a seed and perhaps a fold, its settings and its folder."""
 
     mode: str
     seed: int
     config: Config
     folder: Path
+    fold: Fold | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.mode}, seed {self.seed}"
+        return f"{self.mode}, seed {self.seed}" if self.fold is None else f"{self.mode}, fold {self.fold}"
 
     @property
     def settings_file(self) -> Path:
@@ -62,6 +66,8 @@ class Plan:
     modes: tuple[Mode, ...]
     """The first is the baseline."""
     seeds: tuple[int, ...]
+    folds: int | None
+    """Number of folds; None without cross-validation."""
     runs: tuple[Run, ...]
     """In the order of training."""
     device: str
@@ -69,6 +75,12 @@ class Plan:
     many: bool
     """Whether -ngpus was given, so that main_multi_gpu.py trains the runs."""
     remarks: tuple[str, ...]
+
+    def rounds(self) -> str:
+        """The seeds or folds of every mode, for the log."""
+        if self.folds is not None:
+            return f"each on {self.folds} folds, with seed {self.seeds[0]}"
+        return f"each with seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
@@ -81,6 +93,20 @@ def read_seeds(text: str) -> tuple[int, ...]:
     if len(set(seeds)) < len(seeds):
         raise UserError(f"-seeds {text}: a seed is listed twice; list each one once.")
     return seeds
+
+
+def read_rounds(line: ToolLine) -> tuple[tuple[int, Fold | None], ...]:
+    """Seed and fold of each run of a mode, from -seeds and -folds."""
+    folds = line.asked.folds
+    if folds is None:
+        return tuple((seed, None) for seed in read_seeds(line.asked.seeds))
+    seeds: tuple[int, ...] = read_seeds(line.asked.seeds) if "seeds" in line.given else (0,)
+    if len(seeds) != 1:
+        raise UserError(
+            f"-folds {folds} -seeds {line.asked.seeds}: with -folds, all runs have one seed. Leave -seeds out for seed "
+            "0, or list one, such as -seeds 7,"
+        )
+    return tuple((seeds[0], Fold(number, folds)) for number in range(1, folds + 1))
 
 
 def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, ...]:
@@ -109,12 +135,12 @@ def _mode(name: str, config: Config, device: torch.device) -> Mode:
 def make_plan(line: ToolLine, out: Path) -> Plan:
     """Plan the runs. Every error that can be found before training is found here."""
     loaded = line.load()
-    for key, instead in SET_PER_RUN.items():
+    rounds = read_rounds(line)
+    for key, instead in (SET_PER_RUN if line.asked.folds is None else SET_PER_RUN | SET_PER_FOLD).items():
         given_by = "on the command line" if key in line.run.words else line.run.flags.get(key, ("", ""))[1]
         if given_by:
             raise UserError(f"{key} ({given_by}): compare.py sets it for each run; {instead}.")
     check_one_training(loaded, "compare.py")
-    seeds = read_seeds(line.asked.seeds)
 
     from engine.machine.device import pick_device
     from utils.distributed.world import ALONE
@@ -125,11 +151,17 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     query = line.asked.modes, loaded.config, device, many
     modes, remarks, name = in_another_process(_query, *query) if device.type == "cuda" else _query(*query)
     runs = tuple(
-        Run(mode.name, seed, _settings(line, mode, seed), out / f"{mode.name}-{seed}")
-        for seed, mode in alternating_order(modes, seeds)
+        Run(mode.name, seed, _settings(line, mode, seed, fold), out / _folder(mode, seed, fold), fold)
+        for (seed, fold), mode in alternating_order(modes, rounds)
     )
     _check_all(runs)
-    return Plan(modes, seeds, runs, name, many, (*loaded.notes, *loaded.warnings, *remarks))
+    seeds = tuple(dict.fromkeys(seed for seed, _ in rounds))
+    remarks = (*loaded.notes, *loaded.warnings, *remarks)
+    return Plan(modes, seeds, line.asked.folds, runs, name, many, remarks)
+
+
+def _folder(mode: Mode, seed: int, fold: Fold | None) -> str:
+    return f"{mode.name}-{seed}" if fold is None else f"{mode.name}-fold{fold.number}"
 
 
 def in_another_process(work: Callable[..., T], *given: object) -> T:
@@ -149,11 +181,14 @@ def _query(words: str, config: Config, device: torch.device, many: bool) -> tupl
     return modes, remarks, describe_device(device)
 
 
-def _settings(line: ToolLine, mode: Mode, seed: int) -> Config:
+def _settings(line: ToolLine, mode: Mode, seed: int, fold: Fold | None) -> Config:
     amp = mode.amp(line.load().config.AMP)
     keys = dict.fromkeys(("ENABLED", "DTYPE", "LEVEL", "TF32", *mode.settings))
     given = {f"AMP.{key}": (getattr(amp, key), "-modes") for key in keys}
-    return line.load({**given, "SEED": (seed, "-seeds")}).config
+    given["SEED"] = seed, "-seeds"
+    if fold is not None:
+        given["DATA.FOLD"] = str(fold), "-folds"
+    return line.load(given).config
 
 
 def _remarks(modes: Iterable[Mode], config: Config, device: torch.device) -> list[str]:
@@ -177,7 +212,7 @@ def _check_all(runs: tuple[Run, ...]) -> None:
     from engine.preflight import check
 
     for run in runs:
-        if run.seed == runs[0].seed:
+        if (run.seed, run.fold) == (runs[0].seed, runs[0].fold):
             check(run.config)
         if run.settings_file.exists():
             _check_same(run)
@@ -210,4 +245,4 @@ def command_of(run: Run, many: bool) -> list[str]:
 
 def compared_settings(config: Config) -> dict[str, Any]:
     """Settings of all runs that differ from the defaults."""
-    return {key: value for key, value in non_defaults(config).items() if key not in SET_PER_RUN}
+    return {key: value for key, value in non_defaults(config).items() if key not in SET_PER_RUN | SET_PER_FOLD}

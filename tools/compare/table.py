@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tools.common.tables import in_markdown, source
-from tools.compare.verdict import ByMode, Metrics, by_mode, judge, spread, times_as_fast, values_of, variation
+from tools.compare.verdict import ByMode, Metrics, by_mode, judge, spread, times_as_fast, unit, values_of, variation
 
 
 def table(runs: ByMode, modes: Sequence[str]) -> list[list[str]]:
@@ -65,19 +65,19 @@ def sentences(about: dict[str, Any]) -> list[str]:
 
 def notes(about: dict[str, Any]) -> list[str]:
     """How the metrics were measured, and their noise."""
-    rows = about["runs"]
+    rows, by, rounds = about["runs"], unit(about["runs"]), about.get("folds") or len(about["seeds"])
     lines = [
-        "speed: median over a run's reports except the first, then over the seeds",
-        "accuracy: after the last epoch, mean ± standard deviation over the seeds",
+        f"speed: median over a run's reports except the first, then over the {by}s",
+        f"accuracy: after the last epoch, mean ± standard deviation over the {by}s",
     ]
     if about["device"].startswith("cpu"):
         lines.append("memory: peak of the whole process, libraries and data included, because there is no GPU")
     runs = [list(of_mode.values()) for of_mode in by_mode(rows).values()]
     noise = max((variation(of_mode, "images_per_second") for of_mode in runs), default=1.0)
-    if len(about["seeds"]) > 1:
+    if rounds > 1:
         lines.append(f"noise: the speed of runs of the same mode varied by up to {100 * (noise - 1):.0f} %")
-    if 1 < len(about["seeds"]) < 5:
-        lines.append(f"{len(about['seeds'])} seeds are few: only large differences in accuracy show")
+    if 1 < rounds < 5:
+        lines.append(f"{rounds} {by}s are few: only large differences in accuracy show")
     if any(row["start_up_counted"] for row in rows):
         lines.append("some runs are so short that their speed includes the warm-up")
     return lines

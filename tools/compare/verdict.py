@@ -10,7 +10,7 @@ from typing import Any
 
 Metrics = dict[str, Any]
 ByMode = dict[str, dict[int, Metrics]]
-"""Mode -> seed -> metrics of a finished run."""
+"""Mode -> seed, or fold of a cross-validation -> metrics of a finished run."""
 
 CONFIDENCE = 0.95
 LEAST_MEMORY = 0.01
@@ -20,12 +20,12 @@ MANY_SKIPPED = 0.05
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a mode from the baseline, over pairs of runs with the same seed."""
+    """Difference of a mode from the baseline, over pairs of runs with the same seed or fold."""
 
     value: float
     low: float | None
     high: float | None
-    """Ends of the 95 % interval, corrected for the number of modes compared; None with a single seed."""
+    """Ends of the 95 % interval, corrected for the number of modes compared; None with a single pair."""
     runs: int
     """Number of pairs."""
     seen: bool = False
@@ -35,12 +35,31 @@ class Difference:
 def by_mode(rows: Iterable[Metrics]) -> ByMode:
     runs: ByMode = {}
     for row in rows:
-        runs.setdefault(row["mode"], {})[row["seed"]] = row
+        runs.setdefault(row["mode"], {})[number_of(row)] = row
     return runs
 
 
-def interval(values: Sequence[float], comparisons: int, grain: float = 0.0) -> Difference:
-    """Student's interval of the mean of `values`. `grain`: the resolution of the metric, a lower bound of the noise."""
+def number_of(row: Metrics) -> int:
+    """Fold of a run of a cross-validation, else its seed."""
+    return int(row["fold"].partition("/")[0]) if "fold" in row else row["seed"]
+
+
+def unit(rows: Iterable[Metrics]) -> str:
+    """By what runs are paired, as a word."""
+    return "fold" if any("fold" in row for row in rows) else "seed"
+
+
+def _overlap(rows: Iterable[Metrics]) -> float:
+    """Validation images per training image in a cross-validation; 0 without."""
+    return next((1 / (int(row["fold"].partition("/")[2]) - 1) for row in rows if "fold" in row), 0.0)
+
+
+def interval(values: Sequence[float], comparisons: int, grain: float = 0.0, overlap: float = 0.0) -> Difference:
+    """Student's interval of the mean of `values`. `grain`: the resolution of the metric, a lower bound of the noise.
+
+    `overlap`: validation images per training image of folds. Folds share most of their training images, so their
+    values vary too little; Nadeau and Bengio (2003) correct for that by adding this ratio to the variance of the mean.
+    """
     mean = statistics.fmean(values)
     if len(values) < 2:
         return Difference(mean, None, None, len(values))
@@ -48,9 +67,8 @@ def interval(values: Sequence[float], comparisons: int, grain: float = 0.0) -> D
 
     # Standard deviation of the difference of two values rounded to the grain.
     spread = math.hypot(statistics.stdev(values), grain / math.sqrt(6))
-    reach = (
-        float(stats.t.ppf(1 - (1 - CONFIDENCE) / comparisons / 2, len(values) - 1)) * spread / math.sqrt(len(values))
-    )
+    quantile = float(stats.t.ppf(1 - (1 - CONFIDENCE) / comparisons / 2, len(values) - 1))
+    reach = quantile * spread * math.sqrt(1 / len(values) + overlap)
     low, high = mean - reach, mean + reach
     return Difference(mean, low, high, len(values), seen=not low <= 0 <= high)
 
@@ -90,7 +108,8 @@ def points_of_accuracy(mode: dict[int, Metrics], base: dict[int, Metrics], compa
     if not pairs:
         return None
     images = next((row["validation_images"] for row in mode.values() if row.get("validation_images")), None)
-    return interval([one - other for one, other in pairs], comparisons, 100 / images if images else 0.0)
+    grain = 100 / images if images else 0.0
+    return interval([one - other for one, other in pairs], comparisons, grain, _overlap(mode.values()))
 
 
 def judge(runs: ByMode, modes: Sequence[str]) -> list[dict[str, Any]]:
@@ -117,7 +136,7 @@ def judge(runs: ByMode, modes: Sequence[str]) -> list[dict[str, Any]]:
                     for key, each in (("speed", speed), ("memory", memory), ("accuracy", accuracy))
                 },
                 "text": text,
-                "details": _details(speed, accuracy),
+                "details": _details(speed, accuracy, unit(ours.values())),
             }
         )
     return judged
@@ -131,13 +150,15 @@ def troubles(runs: ByMode, failed: dict[str, list[str]], modes: Sequence[str]) -
         count = len(rows) + len(failed.get(mode, ()))
         if failed.get(mode):
             problems.append(f"{mode}: {len(failed[mode])} of {count} runs failed: {failed[mode][0]}")
-        if diverged := [seed for seed, row in rows.items() if row["diverged"]]:
-            problems.append(f"{mode}: diverged with {_seeds(diverged)}: the loss ended above its start")
-        for seed, row in rows.items():
+        by = unit(rows.values())
+        if diverged := [number for number, row in rows.items() if row["diverged"]]:
+            which = f"{by}{'s' * (len(diverged) > 1)} {', '.join(map(str, diverged))}"
+            problems.append(f"{mode}: diverged with {which}: the loss ended above its start")
+        for number, row in rows.items():
             fraction = row["skipped"] / max(row["updates"], 1)
             if fraction > MANY_SKIPPED:
                 problems.append(
-                    f"{mode}: with seed {seed} {row['skipped']} of {row['updates']} updates were skipped "
+                    f"{mode}: with {by} {number} {row['skipped']} of {row['updates']} updates were skipped "
                     f"({100 * fraction:.0f} %); docs/amp.md says what to do"
                 )
     return problems
@@ -172,19 +193,19 @@ def _accuracy_words(accuracy: Difference | None, mode: dict[int, Metrics], base:
     ours, theirs = (spread(values_of(list(rows.values()), "last_acc1")) for rows in (mode, base))
     text = f"accuracy {ours} against {theirs}: "
     if accuracy.low is None:
-        return text + "one seed is too few to compare accuracy"
+        return text + f"one {unit(mode.values())} is too few to compare accuracy"
     if not accuracy.seen:
         return text + "difference within noise"
     return text + f"{abs(accuracy.value):.2f} points {'higher' if accuracy.value > 0 else 'lower'}"
 
 
-def _details(speed: Difference | None, accuracy: Difference | None) -> str:
-    """Confidence intervals, and the loss of accuracy that these seeds could not have shown."""
+def _details(speed: Difference | None, accuracy: Difference | None, by: str) -> str:
+    """Confidence intervals, and the loss of accuracy that these seeds or folds could not have shown."""
     details = []
     if accuracy is not None and accuracy.low is not None and accuracy.high is not None:
         details.append(
             f"difference in accuracy {accuracy.low:+.2f} to {accuracy.high:+.2f} points "
-            f"(95 % interval, {accuracy.runs} seeds)"
+            f"(95 % interval, {accuracy.runs} {by}s)"
         )
         if not accuracy.seen:
             details.append(f"a loss of up to {max(0.0, -accuracy.low):.2f} points could be hidden in the noise")
@@ -200,14 +221,10 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def _pairs(mode: dict[int, Metrics], base: dict[int, Metrics], key: str) -> list[tuple[float, float]]:
-    """A metric of both modes, paired by seed: the effect of a seed is the same in both."""
-    seeds = [seed for seed in mode if seed in base and mode[seed][key] is not None and base[seed][key] is not None]
-    return [(mode[seed][key], base[seed][key]) for seed in seeds]
+    """A metric of both modes, paired by seed or fold: the effect of it is the same in both."""
+    common = [each for each in mode if each in base and mode[each][key] is not None and base[each][key] is not None]
+    return [(mode[each][key], base[each][key]) for each in common]
 
 
 def values_of(rows: Sequence[Metrics], key: str) -> list[float]:
     return [row[key] for row in rows if row[key] is not None]
-
-
-def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"

@@ -80,6 +80,12 @@ def _train(config: Config) -> Iterator[Problem]:
     train = config.TRAIN
     if train.LAST_EPOCH >= train.NUM_EPOCHS and not config.EVAL:
         yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of TRAIN.NUM_EPOCHS {train.NUM_EPOCHS} to train"
+    if train.CLASS_WEIGHTS is not None and train.DISTILLATION_TYPE is not None and not config.EVAL:
+        yield (
+            "TRAIN.CLASS_WEIGHTS",
+            f"{train.CLASS_WEIGHTS} is not possible with TRAIN.DISTILLATION_TYPE, because the teacher's loss has no "
+            "class weights; use DATA.SAMPLER=balanced instead, or no teacher",
+        )
     betas = train.OPTIMIZER.BETAS
     if betas is not None and not all(0 <= beta < 1 for beta in betas):
         yield "TRAIN.OPTIMIZER.BETAS", f"{one_line(betas)} must both be >= 0 and < 1"
@@ -217,6 +223,7 @@ def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
         yield f"AMP is off (-amp turns it on), so these settings have no effect: {', '.join(sorted(unused))}"
     yield from _muon_notes(config, given)
     yield from _model_notes(config, given)
+    yield from _data_notes(config.DATA, given)
 
 
 def _warmup(config: Config) -> Iterator[str]:
@@ -259,6 +266,13 @@ def _model_notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
         yield "MODEL.RESUME_EMA has no effect without a run to take the EMA from (-pretrained RUN)"
     if model.NEW_CLASSIFIER and not model.PRETRAINED:
         yield "MODEL.NEW_CLASSIFIER has no effect without weights to start from (-pretrained)"
+
+
+def _data_notes(data: DataConfig, given: Mapping[str, str]) -> Iterator[str]:
+    if data.fold is not None and "DATA.VAL_FRACTION" in given:
+        yield f"DATA.VAL_FRACTION has no effect: DATA.FOLD {data.fold} validates on 1/{data.fold.folds} of the images"
+    if data.SAMPLER == "balanced" and "DATA.SHARD_WINDOW" in given:
+        yield "DATA.SHARD_WINDOW has no effect: DATA.SAMPLER balanced draws from all tar files at once"
 
 
 def scaled_learning_rates(

@@ -9,6 +9,8 @@ from pydantic import BeforeValidator
 from utils.config.fields import Section, setting, with_retired
 from utils.config.kinds import (
     Count,
+    Fold,
+    FoldText,
     Fraction,
     FractionBelowOne,
     NonNegative,
@@ -18,6 +20,8 @@ from utils.config.kinds import (
     PositiveOrAuto,
     PositiveUnlessAuto,
     as_integer,
+    folded,
+    read_fold,
 )
 
 
@@ -43,6 +47,11 @@ class DataConfig(Section):
     )
     IMAGENET_MEAN: Numbers = setting((0.5, 0.5, 0.5), "Mean for normalisation, subtracted from images scaled to 0..1.")
     IMAGENET_STD: Numbers = setting((0.5, 0.5, 0.5), "Standard deviation for normalisation.")
+    SAMPLER: Annotated[Literal["shuffle", "balanced"], BeforeValidator(folded)] = setting(
+        "shuffle",
+        "Training: shuffle: each image once per epoch. balanced: each class equally often, at the same length; images "
+        "of rare classes repeat, each time with a new augmentation.",
+    )
     DROP_LAST: bool = setting(True, "Drop the last micro-batch of an epoch if it is incomplete.")
     CROP: Literal["random", "pad", "none"] = setting(
         "random",
@@ -72,7 +81,12 @@ class DataConfig(Section):
     VAL_FRACTION: float = setting(
         0.1, "Fraction of the images used for validation, if the data set has no validation split.", gt=0, lt=1
     )
-    SPLIT_SEED: Count = setting(0, "Seed of the split by VAL_FRACTION; independent of SEED.")
+    FOLD: FoldText = setting(
+        None,
+        "Cross-validation: validate on fold K of N stratified folds and train on the others; "
+        "null: the split by VAL_FRACTION.",
+    )
+    SPLIT_SEED: Count = setting(0, "Seed of the split by VAL_FRACTION and of the folds; independent of SEED.")
     DOWNLOAD: bool = setting(False, "Download the data set into DATA_PATH if it is missing.")
     EXCLUDE: str | None = setting(None, "File with images to leave out, one per line; scripts/check_data.py writes it.")
     MAX_BAD: NonNegative = setting(
@@ -91,3 +105,8 @@ class DataConfig(Section):
     CACHE: str | None = setting(
         None, "Folder for files that are prepared once and cannot be stored beside the data; null: ~/.cache/vitamp."
     )
+
+    @property
+    def fold(self) -> Fold | None:
+        """The fold to validate on; None without cross-validation."""
+        return None if self.FOLD is None else read_fold(self.FOLD)

@@ -130,9 +130,12 @@ def _words(kind: dict[str, Any]) -> list[str]:
     return [str(word) for word in kind.get("enum", [kind["const"]] if "const" in kind else [])]
 
 
-def _kinds(entry: dict[str, Any]) -> list[str]:
+def _kinds(entry: dict[str, Any], words_of_kind: str = "") -> list[str]:
+    """`words_of_kind`: its description in words, of a kind that has one."""
     if "anyOf" in entry:
-        return [kind for part in entry["anyOf"] for kind in _kinds(part)]
+        return [kind for part in entry["anyOf"] for kind in _kinds(part, part.get("description", ""))]
+    if words_of_kind:
+        return [words_of_kind]
     if words := _words(entry):
         return words
     kind = entry["type"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import re
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 
@@ -47,10 +48,41 @@ def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return AUTO if folded(value) == AUTO else check(value)
 
 
+class Fold(NamedTuple):
+    """Fold `number` of `folds`, counted from 1, as in `2/5`."""
+
+    number: int
+    folds: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.folds}"
+
+
+def read_fold(value: str) -> Fold:
+    """Parse `2/5`; ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", value)
+    fold = Fold(int(match[1]), int(match[2])) if match else Fold(0, 0)
+    if fold.folds < 2 or not 1 <= fold.number <= fold.folds:
+        raise ValueError(f"{value} is not {FOLD_WORDS}")
+    return fold
+
+
+def _as_fold(value: Any) -> Any:
+    return value if value is None else str(read_fold(str(value)))
+
+
 def _auto_is_none(value: Any) -> Any:
     return None if folded(value) == AUTO else value
 
 
+FOLD_WORDS = "K/N (fold K of N, with N >= 2 and K from 1 to N, such as 2/5)"
+FoldText = Annotated[
+    str | None,
+    BeforeValidator(_as_fold),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string", "pattern": "^[0-9]+/[0-9]+$", "description": FOLD_WORDS}, {"type": "null"}]}
+    ),
+]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 Integers = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]

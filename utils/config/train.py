@@ -123,6 +123,11 @@ class TrainConfig(Section):
     OPTIMIZER: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimiser.")
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.")
+    CLASS_WEIGHTS: str | None = setting(
+        None,
+        "Weights of the classes in the training loss. balanced: inversely proportional to their numbers of images. Or "
+        "a file with one line per class, NAME WEIGHT; see docs/training.md.",
+    )
     MODEL_EMA: bool = setting(False, "Keep an exponential moving average of the weights, and validate it too.")
     MODEL_EMA_DECAY: FractionBelowOne = setting(0.99996, "Decay of the EMA per update.")
     MODEL_EMA_WARMUP: bool = setting(True, "Let the EMA's decay grow from 0.1, so that short runs gain too.")

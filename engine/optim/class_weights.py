@@ -1,0 +1,130 @@
+"""Class weights of the training loss (TRAIN.CLASS_WEIGHTS).
+
+The loss of an update is the sum of (class weight x loss) over all its images, divided by the sum of their class
+weights: what torch's weighted cross-entropy gives for the whole global batch, however it is cut into micro-batches.
+`WeightedCrossEntropy` gives that mean for a micro-batch, and `Share.weight` weighs the micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from utils.config.train import TrainConfig
+from utils.errors import UserError, nearest
+from utils.files import read_regular_text
+
+BALANCED = "balanced"
+KEY = "TRAIN.CLASS_WEIGHTS"
+
+
+class WeightedCrossEntropy(nn.Module):
+    """Mean cross-entropy of a micro-batch, in which each image counts with the weight of its class.
+
+    For labels it is torch's. For mixed targets, one row of probabilities per image, torch divides by the number of
+    images; this divides by the sum of the images' weights, each the mean of its classes' weights by their
+    probabilities. So a target that is one class alone gives the same as its label.
+    """
+
+    weights: Tensor
+
+    def __init__(self, weights: Tensor, smoothing: float) -> None:
+        super().__init__()
+        self.register_buffer("weights", weights)
+        self.smoothing = smoothing
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not targets.is_floating_point():
+            return F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing)
+        total = F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing, reduction="sum")
+        # Not a matrix product, which autocast would compute in half precision.
+        return total / (targets * self.weights).sum()
+
+
+def label_loss(smoothing: float, weights: np.ndarray | None) -> nn.Module:
+    """The loss for labels and for mixed targets. `weights`: of the classes; None: all are equal."""
+    if weights is None:
+        return nn.CrossEntropyLoss(label_smoothing=smoothing)
+    return WeightedCrossEntropy(torch.tensor(weights, dtype=torch.float32), smoothing)
+
+
+def class_weights(
+    train: TrainConfig, classes: int, labels: np.ndarray | None, names: Sequence[str] | None, source: str
+) -> np.ndarray | None:
+    """Weight of each output of the classifier, float64; None without TRAIN.CLASS_WEIGHTS.
+
+    `labels` and `names` are those of the training split; `source`: DATA.DATASET.
+    """
+    if train.CLASS_WEIGHTS is None:
+        return None
+    if labels is None:
+        raise UserError(
+            f"{KEY}: the data set {source} is read as a stream, so the labels of its images are not known when an "
+            f"epoch begins. Use {KEY}=null."
+        )
+    if train.CLASS_WEIGHTS == BALANCED:
+        counts = np.bincount(labels, minlength=classes)
+        # Classes without images get 1: label smoothing alone ever asks for their weight.
+        return np.where(counts > 0, len(labels) / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
+    names = [str(name) for name in (range(classes) if names is None else names)]
+    return _matched(read_weights(train.CLASS_WEIGHTS), names, classes, train.CLASS_WEIGHTS)
+
+
+def check_class_weights(train: TrainConfig) -> None:
+    """Raise UserError if the file of TRAIN.CLASS_WEIGHTS cannot be read."""
+    if train.CLASS_WEIGHTS not in (None, BALANCED):
+        read_weights(str(train.CLASS_WEIGHTS))
+
+
+def read_weights(file: str) -> dict[str, float]:
+    """Weights by class from lines NAME WEIGHT; a line that begins with # is a comment."""
+    try:
+        lines = read_regular_text(Path(file).expanduser(), "utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise UserError(
+            f"{KEY}: the file {file} {why}. Give null, {BALANCED}, or a file with a line NAME WEIGHT for each class."
+        ) from None
+    weights: dict[str, float] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, _, text = line.strip().replace("\t", " ").rpartition(" ")
+        name, weight = name.strip(), _number(text)
+        if not name or not 0 < weight < math.inf:
+            raise UserError(f"{file}:{number}: {line.strip()!r} is not a class and a weight above 0, as in: cat 2.5")
+        if name in weights:
+            raise UserError(f"{file}:{number}: the class {name} has a weight already; give each class one line.")
+        weights[name] = weight
+    return weights
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _matched(weights: dict[str, float], names: list[str], classes: int, file: str) -> np.ndarray:
+    """Weights in the order of the labels. Outputs of the classifier beyond the classes get 1."""
+    for name in weights:
+        if name not in names:
+            raise UserError(f"{file}: the data set has no class {name!r}.{nearest(name, names)}")
+    if missing := [name for name in names if name not in weights]:
+        raise UserError(
+            f"{file}: {len(missing)} of {len(names)} classes have no weight (the first: {missing[0]}). Give each class "
+            "a line NAME WEIGHT."
+        )
+    return np.array([weights[name] for name in names] + [1.0] * (classes - len(names)))
+
+
+def describe_class_weights(setting: str, weights: np.ndarray) -> str:
+    """For the banner of a run."""
+    return f"class weights {setting}: {weights.min():.3g} to {weights.max():.3g}, in the training loss only"

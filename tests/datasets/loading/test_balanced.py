@@ -1,0 +1,147 @@
+"""DATA.SAMPLER balanced: classes are equally frequent, whatever reads the samples."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from datasets import EpochOrder
+from datasets.base import Batch, ImageDataset, Key
+from datasets.loading.balanced import BalancedOrder, balanced_order
+from engine.setup import training_data
+from tests.datasets.sources.published import image
+from utils.config import Config, load_config
+from utils.distributed.world import ALONE, World
+from utils.errors import UserError
+
+SIZES = (700, 200, 70, 25, 5)
+LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(5) * 2, SIZES))  # the odd labels have no images
+CPU = torch.device("cpu")
+
+
+def order_of(labels: np.ndarray, rank: int = 0, world: int = 1, batch: int = 8, repeated: int = 1) -> EpochOrder:
+    return EpochOrder(len(labels), batch, 4 // world, rank, world, 3, False, repeated, BalancedOrder(labels))
+
+
+def test_every_class_is_equally_frequent_in_an_epoch() -> None:
+    for labels, counts in ((LABELS, {200}), (LABELS[:-1], {199, 200})):
+        drawn = order_of(labels).permutation(1)
+        assert len(drawn) == len(labels)
+        assert set(Counter(labels[drawn % len(labels)].tolist()).values()) == counts
+
+
+def test_classes_are_equally_frequent_from_the_start() -> None:
+    """Within 4 standard deviations of a binomial distribution, after any number of micro-batches."""
+    for epoch in range(1, 4):
+        seen = LABELS[order_of(LABELS).permutation(epoch) % len(LABELS)]
+        for count in range(40, len(LABELS), 40):
+            frequencies = np.bincount(seen[:count], minlength=9)[::2] / count
+            assert np.abs(frequencies - 0.2).max() < 4 * math.sqrt(0.2 * 0.8 / count)
+
+
+def test_images_of_a_class_repeat_only_after_all_others() -> None:
+    drawn = order_of(LABELS).permutation(1)
+    copies, samples = np.divmod(drawn, len(LABELS))
+    for label, size in zip(range(0, 10, 2), SIZES, strict=True):
+        times = Counter(samples[LABELS[samples] == label].tolist())
+        assert len(times) == min(size, 200)
+        assert max(times.values()) - min(times.values()) <= 1
+    assert len(set(drawn.tolist())) == len(drawn), "copies of a sample have different indices"
+    assert copies.max() + 1 == BalancedOrder(LABELS).copies == 40
+
+
+def test_epochs_draw_different_images_of_large_classes() -> None:
+    samples = [set((order_of(LABELS).permutation(epoch) % len(LABELS)).tolist()) for epoch in (1, 2)]
+    assert len(samples[0] ^ samples[1]) > 200
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_global_batches_do_not_depend_on_the_number_of_ranks(world: int) -> None:
+    alone = [np.concatenate([share.indices for share in window]) for window in order_of(LABELS).windows(2)]
+    ranks = [order_of(LABELS, rank, world).windows(2) for rank in range(world)]
+    for expected, *shares in zip(alone, *ranks, strict=True):
+        found = sorted((share for rank in shares for share in rank if share.weight), key=lambda share: share.number)
+        assert np.array_equal(np.concatenate([share.indices for share in found]), expected)
+
+
+def test_epoch_can_begin_in_its_middle() -> None:
+    whole, rest = list(order_of(LABELS).windows(2)), list(order_of(LABELS).windows(2, start=7))
+    for one, other in zip(whole[7:], rest, strict=True):
+        assert np.array_equal(np.concatenate([s.indices for s in one]), np.concatenate([s.indices for s in other]))
+
+
+def test_repeated_augmentation_repeats_drawn_samples() -> None:
+    drawn, repeated = order_of(LABELS).permutation(1), order_of(LABELS, repeated=2).permutation(1)
+    assert np.array_equal(repeated % len(LABELS), np.repeat(drawn[:500] % len(LABELS), 2))
+    assert len(set(repeated.tolist())) == len(repeated)
+
+
+def test_words_of_the_banner() -> None:
+    assert BalancedOrder(LABELS).words() == (
+        "sampler balanced: 200 images of each of 5 classes per epoch, an image up to 40 times"
+    )
+    assert (
+        "1 or 2 images of each of 2 classes per epoch, an image up to 2 times"
+        in BalancedOrder(np.array([0, 0, 1])).words()
+    )
+
+
+class Stream(ImageDataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitems__(self, keys: list[Key]) -> Batch:
+        raise NotImplementedError
+
+
+def test_stream_without_labels_is_refused() -> None:
+    with pytest.raises(UserError, match=r"DATA.SAMPLER balanced: the data set far is read as a stream"):
+        balanced_order(Stream(), "far")
+
+
+def digits(**words: object) -> Config:
+    given = {"DATA.DATASET": "digits", "DATA.IMAGE_SIZE": 8, "DATA.IMAGE_CHANNELS": 1, "MODEL.NUM_CLASSES": 10}
+    given |= {"DATA.SAMPLER": "balanced", "DATA.BATCH_SIZE": 32, "DATA.SHIFT": 0.2} | words
+    return load_config(None, words={key: str(value) for key, value in given.items()}).config
+
+
+def epoch_of(config: Config, world: World = ALONE) -> list[Batch]:
+    _, loader = training_data(config, world, CPU)
+    try:
+        return [batch for window in loader.epoch(1) for _, batch in window]
+    finally:
+        loader.close()
+
+
+def test_copies_of_an_image_are_augmented_differently() -> None:
+    batches = epoch_of(digits())
+    seen: dict[int, list[torch.Tensor]] = {}
+    for batch in batches:
+        for index, pixels in zip(batch.indices.tolist(), batch.images, strict=True):
+            seen.setdefault(index, []).append(pixels)
+    twice = [copies for copies in seen.values() if len(copies) == 2]
+    assert twice
+    assert not any(torch.equal(*copies) for copies in twice)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    """Class folders with 9 and 3 training images."""
+    for name, count in (("train/a", 9), ("train/b", 3), ("val/a", 1), ("val/b", 1)):
+        for number in range(count):
+            image(tmp_path / name / f"{number}.png", number)
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_do_not_depend_on_loading_processes(folders: Path, workers: int) -> None:
+    words = {"DATA.DATASET": "imagefolder", "DATA.DATA_PATH": folders, "DATA.BATCH_SIZE": 4, "DATA.IMAGE_CHANNELS": 3}
+    expected, found = (epoch_of(digits(**words, **{"DATA.NUM_WORKERS": number})) for number in (0, workers))
+    assert torch.cat([batch.labels for batch in expected]).bincount().tolist() == [6, 6]
+    for one, other in zip(expected, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,184 @@
+"""TRAIN.CLASS_WEIGHTS: torch's weighted cross-entropy of the global batch, however it is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from datasets import EpochOrder
+from engine.inputs.mixup import Mixing
+from engine.optim.class_weights import WeightedCrossEntropy, class_weights, label_loss
+from engine.update import accumulate
+from tests.engine.small import build, windows
+from utils.config import TrainConfig
+from utils.errors import UserError
+from utils.seeding import seed_all
+
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.7, 2.5])
+SKEWED = np.random.default_rng(1).choice(5, 203, p=[0.5, 0.3, 0.1, 0.07, 0.03])
+
+
+def batch(count: int = 24) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, 5, generator=generator) * 3, torch.randint(5, (count,), generator=generator)
+
+
+def one_hot(labels: Tensor) -> Tensor:
+    return F.one_hot(labels, 5).float()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_gradient_equal_torch_and_fp64(smoothing: float) -> None:
+    logits, labels = batch()
+    by_us, by_torch, exact = (logits.clone().requires_grad_() for _ in range(3))
+    loss = WeightedCrossEntropy(WEIGHTS, smoothing)(by_us, labels)
+    other = F.cross_entropy(by_torch, labels, WEIGHTS, label_smoothing=smoothing)
+    assert torch.equal(loss, other)
+    rows, weights = exact.double().log_softmax(1), WEIGHTS.double()
+    targets = one_hot(labels).double() * (1 - smoothing) + smoothing / 5
+    truth = -(rows * targets * weights).sum() / weights[labels].sum()
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
+    for result in (loss, other, truth):
+        result.backward()
+    assert by_us.grad is not None
+    assert by_torch.grad is not None
+    assert exact.grad is not None
+    assert torch.equal(by_us.grad, by_torch.grad)
+    assert torch.allclose(by_us.grad, exact.grad, atol=1e-7)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_target_of_one_class_gives_the_same_as_its_label(smoothing: float) -> None:
+    logits, labels = batch()
+    loss = WeightedCrossEntropy(WEIGHTS, smoothing)
+    assert float(loss(logits, one_hot(labels))) == pytest.approx(float(loss(logits, labels)), rel=1e-6)
+
+
+def test_mixed_target_counts_with_the_mean_of_its_classes_weights() -> None:
+    logits, labels = batch()
+    fraction = torch.rand(len(labels), 1, generator=torch.Generator().manual_seed(1))
+    targets = fraction * one_hot(labels) + (1 - fraction) * one_hot(labels.flip(0))
+    rows, weights = logits.double().log_softmax(1), WEIGHTS.double()
+    truth = -(rows * targets * weights).sum() / (targets * weights).sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = WeightedCrossEntropy(WEIGHTS, 0.0)(logits, targets)
+    assert float(loss) == pytest.approx(float(truth), rel=1e-6), "in fp32, under autocast too"
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair"])
+def test_mixing_keeps_the_sum_of_weights_of_a_micro_batch(mode: str) -> None:
+    """So micro-batches of mixed images are weighed by their labels (`EpochOrder`)."""
+    _, labels = batch()
+    seed_all("mixing")
+    train = TrainConfig.model_validate({"MIXUP_ALPHA": 0.8, "CUTMIX_ALPHA": 1.0, "MIXUP_MODE": mode})
+    targets = Mixing(train, 5).mixed(torch.zeros(len(labels), 1, 4, 4), labels).targets
+    assert float((targets * WEIGHTS).sum()) == pytest.approx(float(WEIGHTS[labels].sum()), rel=1e-6)
+
+
+def test_equal_weights_are_the_plain_loss() -> None:
+    logits, labels = batch()
+    assert float(label_loss(0.1, np.full(5, 7.0))(logits, labels)) == pytest.approx(
+        float(label_loss(0.1, None)(logits, labels)), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(("size", "accum", "world"), [(8, 4, 1), (8, 1, 4), (4, 4, 2), (32, 1, 1)])
+def test_weights_of_micro_batches_give_the_mean_of_the_global_batch(size: int, accum: int, world: int) -> None:
+    weights = WEIGHTS.double().numpy()
+    logits = np.random.default_rng(2).normal(size=(len(SKEWED), 5)) * 3
+    rows = torch.from_numpy(logits).log_softmax(1)
+    losses = -rows[torch.arange(len(SKEWED)), torch.from_numpy(SKEWED)].numpy()
+    ranks = [EpochOrder(203, size, accum, rank, world, 0, False, 1, None, weights[SKEWED]) for rank in range(world)]
+    checked = 0
+    for shares in zip(*(order.windows(1) for order in ranks), strict=True):
+        real = [share for rank in shares for share in rank if share.weight]
+        means = [np.average(losses[s.indices], weights=weights[SKEWED[s.indices]]) for s in real]
+        chosen = np.concatenate([share.indices for share in real])
+        expected = np.average(losses[chosen], weights=weights[SKEWED[chosen]])
+        assert sum(m * s.weight for m, s in zip(means, real, strict=True)) == pytest.approx(expected, rel=1e-12)
+        checked += len(chosen)
+    assert checked == 203
+
+
+def gradients(tiny: Path, batch_size: int, accum: int, weights: Path, **words: Any) -> dict[str, Tensor]:
+    """Gradients of the first update, from the program's own loader and loss."""
+    given = {"DATA__BATCH_SIZE": batch_size, "TRAIN__ACCUM_ITER": accum, "TRAIN__CLASS_WEIGHTS": weights, **words}
+    ready = build(tiny, **given)
+    accumulate(ready.parts, next(windows(ready)), 1)
+    return {name: p.grad.clone() for name, p in ready.parts.model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def weights_file(tmp_path: Path) -> Path:
+    file = tmp_path / "weights.txt"
+    file.write_text("# rare digits count more\n" + "".join(f"{digit} {0.25 + digit**2}\n" for digit in range(10)))
+    return file
+
+
+def test_gradient_equals_torch_in_fp64(tiny: Path, weights_file: Path) -> None:
+    ours = gradients(tiny, 32, 1, weights_file)
+    ready = build(tiny, DATA__BATCH_SIZE=32)
+    ((_, first),) = next(windows(ready))
+    model = ready.parts.model.double()
+    table = torch.tensor([0.25 + digit**2 for digit in range(10)]).double()
+    F.cross_entropy(model((first.images.double() / 255 - 0.5) / 0.5), first.labels, table).backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None
+        assert torch.allclose(ours[name].double(), weight.grad, atol=1e-5), name
+
+
+def test_accumulated_gradient_is_that_of_one_large_batch(tiny: Path, weights_file: Path) -> None:
+    whole, parts = gradients(tiny, 32, 1, weights_file), gradients(tiny, 8, 4, weights_file)
+    for name, gradient in whole.items():
+        assert torch.allclose(gradient, parts[name], atol=1e-6), name
+
+
+def weights_of(setting: str | None, labels: np.ndarray = SKEWED, names: list[str] | None = None) -> np.ndarray | None:
+    train = TrainConfig.model_validate({"CLASS_WEIGHTS": setting})
+    return class_weights(train, 6, labels, names, "made")
+
+
+def test_balanced_weights_make_all_classes_count_equally() -> None:
+    weights = weights_of("balanced")
+    assert weights is not None
+    counts = np.bincount(SKEWED, minlength=6)
+    assert weights[5] == 1, "a class without images"
+    assert np.allclose((weights * counts)[:5], 203 / 5)
+    assert weights_of(None) is None
+
+
+def test_file_may_name_classes(tmp_path: Path) -> None:
+    file = tmp_path / "w.txt"
+    file.write_text("red fox\t2\n\nowl 0.5\n# a comment\n")
+    assert weights_of(str(file), names=["owl", "red fox"]).tolist() == [0.5, 2, 1, 1, 1, 1]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("owl 1\nowl 2\n", ":2: the class owl has a weight already"),
+        ("owl\n", ":1: 'owl' is not a class and a weight above 0"),
+        ("owl 0\n", ":1: 'owl 0' is not a class and a weight above 0"),
+        ("owl inf\n", "is not a class and a weight above 0"),
+        ("owl nan\n", "is not a class and a weight above 0"),
+        ("owl 1\nfix 2\n", "the data set has no class 'fix'. Did you mean fox?"),
+        ("owl 1\n", "1 of 2 classes have no weight (the first: fox)"),
+    ],
+)
+def test_bad_file_is_refused(content: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "w.txt"
+    file.write_text(content)
+    with pytest.raises(UserError) as error:
+        weights_of(str(file), names=["owl", "fox"])
+    assert said in str(error.value)
+
+
+def test_stream_without_labels_is_refused() -> None:
+    with pytest.raises(UserError, match=r"TRAIN.CLASS_WEIGHTS: the data set far is read as a stream"):
+        class_weights(TrainConfig.model_validate({"CLASS_WEIGHTS": "balanced"}), 6, None, None, "far")

@@ -32,7 +32,7 @@ class _Terminal(logging.Handler):
                 raise
             discard_output(stream)
             name = "standard error" if stream is sys.stderr else "standard output"
-            log.info("The reader of %s has closed its pipe: the run continues, and its log is in %s.", name, LOG)
+            log.info("The program reading %s has closed its pipe: the run continues and logs to %s.", name, LOG)
 
 
 class _Buffer(logging.Handler):

@@ -90,7 +90,7 @@ def check_decoder(data: DataConfig) -> None:
             f"DATA.DECODER is simplejpeg, but simplejpeg cannot be loaded ({error}). "
             "Run: pip install simplejpeg   or set DATA.DECODER to auto or pil."
         )
-    log.warning("JPEG files are read by PIL, at half the speed: %s. Run: pip install simplejpeg", error)
+    log.warning("PIL decodes JPEG files, at half the speed of simplejpeg (%s). Run: pip install simplejpeg", error)
 
 
 def _simplejpeg_import_error() -> str | None:

@@ -142,7 +142,7 @@ class ShardSet:
                 if sizes.get(shard.name) != shard.size:
                     problem = f"has {sizes[shard.name]:,} bytes" if shard.name in sizes else "is missing"
                     raise UserError(
-                        f"{self.store.root}/{shard.name} {problem}; {MANIFEST} says that it has {shard.size:,}. "
+                        f"{self.store.root}/{shard.name} {problem}; {MANIFEST} lists it with {shard.size:,} bytes. "
                         f"Copy or pack it again."
                     )
         return splits

@@ -107,7 +107,8 @@ def columns_of(files: list[Path], dataset: str) -> Columns:
         return Columns(image, label, _label_names(files, label), names_are_labels=True)
     if not pa.types.is_integer(kind):
         raise UserError(
-            f"DATA.DATASET {dataset}: the column {label} of {files[0]} is {kind}; labels must be numbers or names."
+            f"DATA.DATASET {dataset}: the column {label} of {files[0]} is of type {kind}; labels must "
+            "be whole numbers or names."
         )
     return Columns(image, label, features.get(label, {}).get("names"), names_are_labels=False)
 

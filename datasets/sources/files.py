@@ -180,6 +180,6 @@ def _parse(line: str, where: str) -> tuple[str, int]:
         number = int(label)
     except ValueError:
         raise UserError(
-            f"{where}: {line.strip()!r} is not 'relative/path.JPEG label' with a whole number as label."
+            f"{where}: {line.strip()!r} must be 'relative/path.JPEG label'; the label is a whole number."
         ) from None
     return check_path(path.strip(), where), number

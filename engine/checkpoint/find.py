@@ -50,7 +50,7 @@ def _places(path: Path) -> tuple[Path | None, Path]:
     prefix = path.with_name(f"{path.name}.pdparams")  # PaddleViT names two files by their common prefix
     if path.suffix in PADDLE_ENDINGS or (not path.exists() and prefix.exists()):
         raise UserError(
-            f"-resume {path}: this is a checkpoint of PaddleViT; -resume takes only runs of vitamp. Start a new run "
+            f"-resume {path}: this is a PaddleViT checkpoint; -resume takes only runs of vitamp. Start a new run "
             "from its weights: -pretrained "
             f"{path.with_suffix('.pdparams') if path.suffix in PADDLE_ENDINGS else prefix}."
         )

@@ -108,7 +108,7 @@ def _restore(
     sharding = parts.sharding
     load_weights(parts.model, checkpoint.lazy_tensors(weights), f"{checkpoint.folder / weights}", sharding)
     if weights == EMA:
-        log.info("MODEL.RESUME_EMA: the run resumes with the weights of the EMA.")
+        log.info("MODEL.RESUME_EMA: the model resumes from the EMA weights.")
     moments = checkpoint.lazy_tensors(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
     load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
     match_memory_format(parts.optimizer)

@@ -69,8 +69,8 @@ def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> C
     if total % at_once:
         raise UserError(
             f"{checkpoint.folder}: trained with a global batch of {total} on {saved['processes']} processes; on "
-            f"{processes} processes with DATA.BATCH_SIZE {data.BATCH_SIZE}, no TRAIN.ACCUM_ITER gives that. Choose "
-            "another number of processes, or a batch size that divides it."
+            f"{processes} processes with DATA.BATCH_SIZE {data.BATCH_SIZE}, no TRAIN.ACCUM_ITER gives that global "
+            "batch. Choose another number of processes, or a batch size that divides it."
         )
     log.info(
         "Number of processes: %d instead of %d. TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays "
@@ -183,8 +183,8 @@ def _limit(config: Config, world: World, device: torch.device) -> float:
     free, given = free_memory(device, world.local_size), config.TRAIN.MEMORY_LIMIT
     if free is None and given is None:
         raise UserError(
-            "DATA.BATCH_SIZE auto: the free memory of this machine is unknown. Set TRAIN.MEMORY_LIMIT to the GiB that "
-            "a process may take, or give a -batch_size."
+            "DATA.BATCH_SIZE auto: the free memory of this machine is unknown. Set TRAIN.MEMORY_LIMIT (GiB per "
+            "process), or set -batch_size to a number."
         )
     return min(size for size in (free, given and given * GIB) if size is not None)
 

@@ -176,7 +176,7 @@ def test_training_survives_a_closed_pipe(tiny: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
     log = (run / "log.txt").read_text()
-    assert log.count("The reader of standard output has closed its pipe: the run continues") == 1
+    assert log.count("The program reading standard output has closed its pipe: the run continues") == 1
     assert log.count("Step[") == 88
     assert "Done: best" in log
 

@@ -81,7 +81,7 @@ def test_only_rank_0_hashes(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("vit.pdparams", "this is a checkpoint of PaddleViT; -resume takes only runs of vitamp"),
+        ("vit.pdparams", "this is a PaddleViT checkpoint; -resume takes only runs of vitamp"),
         ("vit", "/vit.pdparams"),
         ("deit.pth", "Start a new run from these weights: -pretrained"),
         ("mine.safetensors", "Start a new run from these weights: -pretrained"),

@@ -190,7 +190,7 @@ def test_onnx_names_missing_packages(tool: Export, run: Path, tmp_path: Path, mo
         (("-to", "onnx", "-out", "m.onnx", "-dtype", "bf16"), "use fp16"),
         (("-to", "onnx", "-out", "m.onnx", "-opset", "12"), "from 18 to 23"),
         (("-to", "torch", "-out", "m.pt2", "-opset", "20"), "only onnx has opsets"),
-        (("-to", "safetensors", "-out", "m.safetensors", "-with_preprocess"), "computes nothing"),
+        (("-to", "safetensors", "-out", "m.safetensors", "-with_preprocess"), "holds only weights"),
         (("-to", "torch", "-out", "m.pt2", "-tolerance", "2"), "between 0 and 1"),
         (("-to", "torch", "-out", "m.pt2", "-check", "0"), "or all"),
         (("-to", "torch"), "-out"),

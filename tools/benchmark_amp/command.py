@@ -82,4 +82,4 @@ def _report(table: Table, results: Results, json_file: Path | None, picture: Pat
         from tools.benchmark_amp.picture import draw
 
         draw(picture, table.charts(results), f"{results.machine()}: {results['command']}")
-        log.info("the picture: %s", picture)
+        log.info("chart written to %s", picture)

@@ -88,7 +88,7 @@ def _benchmark(argv: list[str]) -> int:
         from tools.benchmark_data.picture import draw
 
         draw(picture, results, asked.appetite)
-        log.info("the picture: %s", picture)
+        log.info("chart written to %s", picture)
     return EXIT_DONE
 
 

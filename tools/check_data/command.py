@@ -76,7 +76,7 @@ def _check(argv: list[str]) -> int:
                 "is unknown, so all copies are excluded. Correct the labels to keep one copy.",
                 conflicts,
             )
-        log.info("\n%d images to exclude: DATA.EXCLUDE=%s", len(chosen), out)
+        log.info("\n%d images to exclude; to do so, add DATA.EXCLUDE=%s", len(chosen), out)
     log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED
 

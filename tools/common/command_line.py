@@ -101,7 +101,7 @@ def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
         log.error("%s", error)
         return EXIT_FAILED
     except OutputError as error:
-        log.error("%s; what is there is incomplete.", error)
+        log.error("%s; the output is incomplete.", error)
         discard_output()
         return EXIT_USAGE
     except BrokenPipeError:  # `| head` has seen enough

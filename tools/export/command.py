@@ -116,7 +116,7 @@ def _formats(asked: Namespace) -> list[str]:
     if unknown := [name for name in names if name not in ENDINGS]:
         raise UserError(f"-to {asked.to}: unknown format {unknown[0]!r}; formats are {NAMES}.")
     if asked.with_preprocess and "safetensors" in names:
-        raise UserError("-with_preprocess: a safetensors file has only weights and computes nothing; leave one out.")
+        raise UserError("-with_preprocess: a safetensors file holds only weights; leave out the flag or safetensors.")
     if asked.opset is not None and "onnx" not in names:
         raise UserError(f"-opset {asked.opset}: only onnx has opsets; leave it out.")
     if asked.dtype == "bf16" and "onnx" in names:

@@ -112,7 +112,7 @@ def _compose(name: str) -> yaml.Node | None:
         reason = str(error).splitlines()[0]
         raise UserError(f"{name}: not a YAML text file in UTF-8: {reason}") from None
     except RecursionError:
-        raise UserError(f"{name}: not a settings file: nested too deeply") from None
+        raise UserError(f"{name}: the YAML is nested too deeply for a settings file") from None
 
 
 def _similar_file(path: Path) -> str:

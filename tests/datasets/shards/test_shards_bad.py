@@ -236,7 +236,7 @@ def test_missing_or_changed_packed_shards_are_refused(tmp_path: Path, check: Cal
     manifest(write_set(tmp_path))
     check(tmp_path)
     os.truncate(tmp_path / "train" / "0001.tar", 4096)
-    with pytest.raises(UserError, match=r"train/0001\.tar has 4,096 bytes; dataset\.json says that it has \d+,"):
+    with pytest.raises(UserError, match=r"train/0001\.tar has 4,096 bytes; dataset\.json lists it with \d+,"):
         check(tmp_path)
     (tmp_path / "train" / "0001.tar").unlink()
     with pytest.raises(UserError, match=r"train/0001\.tar is missing"):

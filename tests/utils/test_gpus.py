@@ -48,7 +48,7 @@ def test_gpus_accepts_an_equal_environment(monkeypatch: pytest.MonkeyPatch) -> N
         (["1,1"], "each once"),
         (["0,1", "-device", "cpu"], "-gpus 0,1 with -device cpu"),
         (["0,1", "DEVICE=cpu"], "-gpus 0,1 with -device cpu"),
-        (["0,1", "-ngpus", "4"], "-gpus 0,1 -ngpus 4: one process per GPU"),
+        (["0,1", "-ngpus", "4"], "-gpus 0,1 -ngpus 4: -gpus starts one process per GPU"),
     ],
 )
 def test_gpus_refuses_conflicting_flags(words: list[str], said: str) -> None:

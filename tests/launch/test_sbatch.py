@@ -43,7 +43,7 @@ class Job:
 
     def wait_for_updates(self) -> None:
         lines = self.run / "metrics.jsonl"
-        until(lambda: not self.state() or lines.exists() and lines.read_text().count('"train"') > 3, 240)
+        until(lambda: not self.state() or (lines.exists() and lines.read_text().count('"train"') > 3), 240)
         assert self.state(), f"the job ended early: {self.log.read_text()}"
 
 

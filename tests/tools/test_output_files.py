@@ -12,10 +12,10 @@ import pytest
 
 from tests.program import ROOT, Result, save_image
 from tools.common.command_line import run_tool
+from tools.common.output_file import check_output_file, writing
 from tools.export import command as export
 from utils.errors import EXIT_INTERRUPTED, UserError
 from utils.log import log
-from utils.output_file import check_output_file, writing
 
 TOOLS = {
     "check_data": ("-dataset", "imagefolder", "-data_path", "{tree}", "-num_classes", "1", "-out", "{out}.txt"),
@@ -129,7 +129,7 @@ def test_output_file_accepts_only_regular_files(tmp_path: Path, monkeypatch: pyt
 def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """os.access is replaced, since root may write everywhere."""
     (tmp_path / "old").write_text("old")
-    monkeypatch.setattr("utils.output_file.os.access", lambda _path, mode: mode != os.W_OK)
+    monkeypatch.setattr("tools.common.output_file.os.access", lambda _path, mode: mode != os.W_OK)
     with pytest.raises(UserError, match=r"cannot be written \(this user may not overwrite it\)"):
         check_output_file(tmp_path / "old", "-out")
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from tools.benchmark_amp.results import Metrics, Results
 from tools.benchmark_amp.table import Plan, Table
+from tools.common.output_file import writing
 from tools.common.turns import Budget, alternate
 from utils.cpus import processors
 from utils.errors import TrainingError, UserError
 from utils.log import log
-from utils.output_file import writing
 from utils.run_folder import git_state, versions, write_json
 
 NOT_MEASURED = ("-budget_min", "-json", "-plot", "-out")

@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from tools.benchmark_amp.table import Chart
-from utils.output_file import writing
+from tools.common.output_file import writing
 
 CHARTS_PER_ROW = 3
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from tools.benchmark_data.rates import OURS, TIMM
 from tools.benchmark_data.report import TITLES
-from utils.output_file import writing
+from tools.common.output_file import writing
 
 COLOURS = {OURS: "C0", TIMM: "C1"}
 

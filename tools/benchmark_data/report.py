@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tools.benchmark_data.rates import OURS, TIMM, TORCHVISION
+from tools.common.output_file import writing
 from tools.common.tables import in_columns, in_markdown, source
 from tools.common.turns import Ratio
 from utils.files import write_atomically
 from utils.log import log
-from utils.output_file import writing
 
 Results = dict[str, Any]
 TITLES = {

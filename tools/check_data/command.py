@@ -16,12 +16,12 @@ import json
 from typing import TYPE_CHECKING
 
 from tools.common.command_line import OVERWRITE, Tool, run_tool
+from tools.common.output_file import writing
 from utils.cli import Flag
 from utils.config import Config
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import write_atomically
 from utils.log import log
-from utils.output_file import writing
 
 if TYPE_CHECKING:
     from datasets.base import Samples

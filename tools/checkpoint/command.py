@@ -19,9 +19,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, first_word, run_tool
+from tools.common.output_file import check_output_file
 from utils.errors import UserError
 from utils.flags import Flag, Positional, whole
-from utils.output_file import check_output_file
 
 NAME = "checkpoint.py"
 ONE = Positional("path", "RUN_OR_CHECKPOINT", "a run's folder, one of its checkpoints, or a file in one", kind=Path)

@@ -15,6 +15,7 @@ from tools.choose_precision.measure import Job, Measured, measure
 from tools.choose_precision.picture import draw
 from tools.choose_precision.report import as_json, details, rounded, table
 from tools.choose_precision.verdict import Baseline, Finding, judge, recommend
+from tools.common.output_file import writing
 from tools.common.precisions import REFERENCE, UPDATES_WITHOUT_ARITHMETIC, Mode, Plan, is_emulated, lacks_arithmetic
 from tools.common.processes import KILLED, own_processes
 from tools.common.progress import progress_bar
@@ -22,7 +23,6 @@ from utils.config import Config, to_yaml
 from utils.distributed.world import ALONE
 from utils.errors import TrainingError
 from utils.log import log
-from utils.output_file import writing
 from utils.run_folder import describe_run, make_folder, write_json
 
 MUCH_NOISE = 0.15

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from tools.choose_precision.layers import Layer
 from tools.choose_precision.verdict import Baseline, Finding, smooth_together
-from utils.output_file import writing
+from tools.common.output_file import writing
 
 SHOWN_NAMES = 16
 SMALLEST_DRAWN, MOST_DRAWN = 1e-7, 1e9

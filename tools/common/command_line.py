@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools.common.output_file import check_output_file, describe_written_files, forget_written_files
 from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
 from utils.config.kinds import AUTO
@@ -20,7 +21,6 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, T
 from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.gpus import limit_visible_gpus
 from utils.log import log, start_log
-from utils.output_file import check_output_file, describe_written_files, forget_written_files
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 
 PAGES = {

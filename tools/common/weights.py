@@ -16,11 +16,11 @@ from engine.checkpoint.chosen import checkpoint_of
 from engine.checkpoint.folder import EMA, META, Checkpoint, inspect, raising_os_errors, verify
 from engine.checkpoint.saved import FILES, Saved, find_saved
 from engine.checkpoint.weights_file import MADE_BY
+from tools.common.output_file import writing
 from tools.common.progress import progress
 from utils.better_weights import BOTH, LABELS, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError
 from utils.log import log
-from utils.output_file import writing
 
 COPIED = ("model", "classes", "num_classes", "input", "choices", "epoch", "update", "metrics", "config_hash")
 """Fields of meta.json that the header gets."""

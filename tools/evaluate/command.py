@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from tools.common.command_line import OVERWRITE, Tool, ToolLine, run_tool
+from tools.common.output_file import writing
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
-from utils.output_file import writing
 from utils.run_folder import write_json
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 
 from engine.saved.trained import Trained
 from tools.common.figures import Figures
+from tools.common.output_file import writing
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
-from utils.output_file import writing
 
 ALL_SHOWN, WORST_SHOWN = 20, 10
 MOST_IN_JSON = 1000

@@ -23,10 +23,10 @@ from argparse import Namespace
 from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, run_tool
+from tools.common.output_file import check_output_file
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
-from utils.output_file import check_output_file
 
 ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
 DTYPES = ("fp32", "fp16", "bf16")

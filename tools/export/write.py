@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine.saved.trained import Trained
+from tools.common.output_file import writing
 from tools.common.progress import progress_bar
 from tools.common.weights import needed_by_tools
 from tools.export.check import CheckImages, compare
@@ -20,7 +21,6 @@ from tools.export.formats import Export, Format
 from tools.export.model import ExportModule, Options, TimmModel, metadata
 from utils.errors import TrainingError
 from utils.log import log
-from utils.output_file import writing
 
 
 def write_checked(

@@ -19,9 +19,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, Tool, run_tool
+from tools.common.output_file import check_output_file
 from utils.errors import UserError
 from utils.flags import Flag, Positional
-from utils.output_file import check_output_file
 
 OWN = (
     Flag("out", "file to write", "FILE.safetensors", default_text="same name, with .safetensors", kind=Path),

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import TextIO
 
 from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, run_tool
+from tools.common.output_file import check_output_file, writing
 from tools.predict.show import ENDINGS, FORMATS
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
-from utils.output_file import check_output_file, writing
 
 OWN = (
     Flag("topk", "number of classes per image", "N", default=5, kind=whole(1)),

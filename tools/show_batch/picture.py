@@ -20,9 +20,9 @@ from engine.inputs.mixup import build_batch_transform
 from engine.inputs.normalize import Inputs
 from engine.machine.device import pick_device, set_up_device
 from engine.setup import training_data
+from tools.common.output_file import writing
 from utils.config import Config
 from utils.distributed.world import ALONE
-from utils.output_file import writing
 from utils.seeding import seed_all
 
 SIDE_INCHES = 1.7

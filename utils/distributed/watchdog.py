@@ -49,7 +49,7 @@ DIED = "died without an error message"
 
 @dataclass(frozen=True)
 class _Ending:
-    """Why the run ends, as the ranks tell it to each other through the store."""
+    """Reason why the run ends, shared with the other ranks through the store."""
 
     text: str
     found_by: int | None = None

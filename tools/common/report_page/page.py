@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, short
 from tools.common.report_page.curves import charts, side_by_side, styles_of
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, read_runs, summary
 from utils.files import write_atomically
 from utils.log import log
-from utils.output_file import check_output_file, writing
 
 if TYPE_CHECKING:
     from tools.common.report_page.predictions import Evaluation

@@ -44,8 +44,8 @@ def move_later_checkpoints(folder: Path, checkpoint: Checkpoint, best: Best) -> 
         write_index(place / "checkpoints", later[0].name, before if before in moved else None)
         write_index(root, folder_name(update), best_of(root, best.update))
     log.warning(
-        "Resuming from an older checkpoint: the %d later ones (to %s), their metrics and TensorBoard files are moved "
-        "to %s, which can be resumed, evaluated and reported like any run.",
+        "Resuming from an older checkpoint: the %d later ones (up to %s), their metrics and TensorBoard files are "
+        "moved to %s, which can be resumed, evaluated and reported like any run.",
         len(later),
         later[0].name,
         place,
@@ -72,7 +72,7 @@ def best_to_beat(best: Best, folder: Path, checkpoint: Checkpoint, world: World)
         return best
     elsewhere = checkpoint.folder.parent / name
     where = f"its checkpoint is {elsewhere}" if elsewhere.is_dir() else "its checkpoint no longer exists"
-    log.warning("Best so far: %s, but %s. The best of this run starts anew from here.", best.words(), where)
+    log.warning("Best so far: %s, but %s. The search for the best starts anew here.", best.words(), where)
     return Best(kind=best.kind, stale=best.stale)
 
 

@@ -98,7 +98,8 @@ def _with_preprocessing(loaded: Loaded) -> Loaded:
     taken, notes = {key: value for key, value in theirs.items() if key in unset}, []
     if INTERPOLATION in taken and taken[INTERPOLATION] not in choices(INTERPOLATION):
         mine = loaded.config.DATA.INTERPOLATION
-        notes.append(f"{INTERPOLATION} {mine}: that of {known.where}, {taken.pop(INTERPOLATION)}, is not supported")
+        unsupported = taken.pop(INTERPOLATION)
+        notes.append(f"{INTERPOLATION} {mine} is used; {known.where} has {unsupported}, which is not supported")
     if taken:
         notes.insert(0, f"Preprocessing of {known.where}: {_in_words(taken)}")
     for key in (key for key in theirs if key not in unset):

@@ -121,7 +121,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _is_alive(path: Path, about: dict[str, Any]) -> bool:
     """Whether the holder on another machine still writes heartbeats."""
     log.info(
-        "%s: held by a run on host %s, pid %s; watching for %.0f s whether it is still alive.",
+        "%s: held by a run on host %s, pid %s; waiting %.0f s to see whether it is still alive.",
         *(path, about.get("host"), about.get("pid"), SECONDS_TO_WATCH),
     )
     end = time.monotonic() + SECONDS_TO_WATCH

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How fast do images reach the model, and is that fast enough? Measured beside timm and torchvision, in turns."""
+"""Measure how fast images are loaded, compared with timm and torchvision, and whether that is fast enough."""
 
 import sys
 from pathlib import Path

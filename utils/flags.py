@@ -174,7 +174,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("log_freq", "updates between log lines", "N", ("REPORT_FREQ",)),
         Flag("validate_freq", "epochs between validations", "N", ("VALIDATE_FREQ",)),
         Flag("max_time", "save and exit after this time; -resume continues", "HH:MM:SS", ("MAX_TIME",)),
-        Flag("profile", "write a torch profiler trace of so many updates", "N", ("PROFILE",)),
+        Flag("profile", "write a torch profiler trace of N updates", "N", ("PROFILE",)),
     ),
     "Devices and processes": (
         Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",), default_text="the best available"),

@@ -88,7 +88,7 @@ def check_decoder(data: DataConfig) -> None:
     if data.DECODER == "simplejpeg":
         raise UserError(
             f"DATA.DECODER is simplejpeg, but simplejpeg cannot be loaded ({error}). "
-            "Run: pip install simplejpeg   or set DATA.DECODER to auto or pil."
+            "Run `pip install simplejpeg`, or set DATA.DECODER to auto or pil."
         )
     log.warning("PIL decodes JPEG files, at half the speed of simplejpeg (%s). Run: pip install simplejpeg", error)
 

@@ -142,7 +142,7 @@ def check_first_files(file: Path, paths: PathTable | Sequence[str]) -> None:
         image = file.parent / paths[index]
         if not image.is_file():
             raise UserError(
-                f"{file} names {paths[index]}, but {no_file(image)}. Its paths are relative to the folder it is in."
+                f"{file} names {paths[index]}, but {no_file(image)}. Paths in this file are relative to its folder."
             )
 
 

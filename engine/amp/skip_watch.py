@@ -249,7 +249,7 @@ class OverflowWatch:
         if len(skipped.micro_batches) > 1:
             reasons.append("only the sum of the micro-batches overflowed")
         reasons += ["compiled code rounds differently", "the overflow was on another rank"]
-        return f"the replay did not overflow: {', '.join(reasons[:-1])}, or {reasons[-1]}"
+        return f"the replay did not overflow; possible reasons: {', '.join(reasons[:-1])}, or {reasons[-1]}"
 
     def _device_generator_kept(self) -> AbstractContextManager[None]:
         if self._device.type == "cpu":

@@ -145,7 +145,7 @@ class Saver(RankSaver):
         if self._copy is not None:
             size = self._copy.reserve((snapshot.tensors, snapshot.state))
             log.info(
-                "Checkpoints are copied to %s of host memory and written from there while training continues "
+                "Training continues while checkpoints are written, from a copy that takes %s of host memory "
                 "(SAVE_IN_BACKGROUND).",
                 size_words(size),
             )
@@ -198,7 +198,11 @@ class Saver(RankSaver):
             raise TrainingError(
                 f"the state after update {self._unsaved.update} could not be saved and is lost: "
                 f"{self._failing.get(self._unsaved.update, self._root)}. "
-                + (f"The last checkpoint is {last}; fix this and resume with -resume." if last else "There is none.")
+                + (
+                    f"The last checkpoint is {last}; fix this and resume with -resume."
+                    if last
+                    else "There is no earlier checkpoint."
+                )
             )
 
     def finish_after_failure(self) -> None:

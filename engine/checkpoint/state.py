@@ -159,9 +159,9 @@ def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any
         )
         return
     raise UserError(
-        f"{checkpoint.folder}: saved within epoch {position.epoch}, whose {saved['number']} training samples or their "
-        f"order differ from the {now['number']} of now (SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.VAL_FRACTION, or the "
-        "files). Restore the samples it had, or resume from the end of a saved epoch with -last_epoch."
+        f"{checkpoint.folder}: saved within epoch {position.epoch}, which had {saved['number']} training samples; now "
+        f"there are {now['number']}, or their order differs (SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.VAL_FRACTION, or "
+        "the files). Restore the former samples, or resume from the end of a saved epoch with -last_epoch."
     )
 
 
@@ -173,7 +173,7 @@ def _check_fold(checkpoint: Checkpoint, data: DataConfig) -> None:
         raise UserError(
             f"{checkpoint.folder}: trained with DATA.FOLD {saved or 'null'} and DATA.SPLIT_SEED {seed}; with DATA.FOLD "
             f"{data.FOLD or 'null'} and DATA.SPLIT_SEED {data.SPLIT_SEED} it would be validated on images that it was "
-            "trained on. Give what it had, or start a new run."
+            "trained on. Set both back, or start a new run."
         )
 
 
@@ -190,8 +190,8 @@ def _place_on_schedule(moved: int, before: int | None, now: int) -> int:
     if before is None or before == now:
         return moved
     log.warning(
-        "An epoch has %d updates now, but had %d in the checkpoint. The learning rate follows the epochs; updates are "
-        "counted on. The result will differ from that of an uninterrupted run.",
+        "An epoch has %d updates now, but had %d in the checkpoint. The learning rate follows the epochs, and the "
+        "count of updates continues. The result will differ from that of an uninterrupted run.",
         now,
         before,
     )
@@ -261,7 +261,7 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, positio
     try:
         old = _saved_settings(checkpoint)
     except UserError as error:
-        log.warning("The checkpoint's settings cannot be compared with those of now: %s", error)
+        log.warning("The checkpoint's settings cannot be compared with the current ones: %s", error)
         return
     if old is None:
         return

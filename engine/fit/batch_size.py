@@ -140,7 +140,8 @@ def _with_largest_batch(config: Config, target: int | None, world: World, device
     if each is not None and chosen < each and 2 * chosen <= fitting:
         near = _multiples_near(each, fitting // STEP * STEP or fitting, world.size)
         log.warning(
-            "No divisor of the global batch %d is near what fits; a global batch of %s would use more memory.",
+            "The batch must divide the global batch %d, which leaves half of the memory or more unused; a global batch "
+            "of %s would use it.",
             target,
             near,
         )

@@ -145,7 +145,7 @@ def _log_first_batch(config: Config, ready: ReadyToTrain, batch: Batch) -> None:
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
     loss = reading.epoch.loss
     log.info(
-        "First batch: %s, loss %.4f (mean of these updates of %d images), gradient norm %.4f after the last",
+        "First batch: %s, loss %.4f (mean over the updates tried, of %d images each), gradient norm %.4f in the last",
         tuple(batch.images.shape),
         loss,
         global_batch(config, parts.world),

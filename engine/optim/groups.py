@@ -49,7 +49,7 @@ def _updated_by(group: dict[str, Any], optimizer: Optimizer) -> str:
     if not group[USES_MUON]:
         return "AdamW"
     number = group["matrices"]
-    return "Muon" if number == 1 else f"Muon, {number} matrices in each"
+    return "Muon" if number == 1 else f"Muon, each split into {number} matrices"
 
 
 def _shape(weight: torch.Tensor) -> str:

@@ -164,9 +164,9 @@ def _why_no_hsdp(world: World) -> str | None:
     if not uneven and 1 < world.local_size < world.size:
         return None
     return (
-        "DIST.HSDP shards the weights within each machine and replicates them across machines. It needs at least two "
-        "machines with the same number of processes, at least two, and ranks numbered machine by machine; there are "
-        f"{world.size} processes, {world.local_size} of them on this machine. Leave DIST.HSDP out."
+        "DIST.HSDP shards the weights within each machine and replicates them across machines. It needs two or more "
+        "machines, two or more processes on each, equally many on all, and ranks numbered machine by machine. There "
+        f"are {world.size} processes, {world.local_size} of them on this machine. Leave DIST.HSDP out."
     )
 
 

@@ -61,7 +61,7 @@ def attention_by_rule(
         return Attention(OWN, "")
     on_cpu = device == "cpu" and _packed_on_cpu(wanted, previous, model, precision, listed)
     if wanted not in (*kinds, "auto", *[PACKED] * bool(on_cpu)):
-        raise UserError(f"MODEL.ATTENTION {wanted}: {device} has only {' and '.join(kinds)}; or leave it auto.")
+        raise UserError(f"MODEL.ATTENTION {wanted}: {device} supports only {' and '.join(kinds)}; or leave it auto.")
     inside = INSIDE_FUSED.intersection(listed)
     if inside and wanted not in ("auto", PLAIN):
         raise UserError(
@@ -70,8 +70,9 @@ def attention_by_rule(
         )
     if wanted == PACKED and device == "cuda" and not packed_is_possible(listed):
         raise UserError(
-            f"MODEL.ATTENTION {wanted} needs Triton, and none of {', '.join(sorted(FUSED_OPERATOR))} on AMP's lists, "
-            "which affect torch's operators only; use fused, or leave it auto."
+            f"MODEL.ATTENTION {wanted} needs Triton, and AMP's lists, which affect torch's operators only, "
+            "must not name "
+            f"{' or '.join(sorted(FUSED_OPERATOR))}; use fused, or leave it auto."
         )
     if inside:
         return Attention(PLAIN, "for the operators on AMP's lists")
@@ -110,7 +111,7 @@ def _packed_on_cpu(
     if not why and (named := FUSED_OPERATOR.intersection(listed)):
         why = f"AMP's lists name {', '.join(sorted(named))}, which affect torch's operators only"
     if why and wanted == PACKED:
-        raise UserError(f"MODEL.ATTENTION {PACKED}: {why}; cpu has {' and '.join(KINDS_ELSEWHERE)}; or leave it auto.")
+        raise UserError(f"MODEL.ATTENTION {PACKED}: {why}; use {' or '.join(KINDS_ELSEWHERE)}, or leave it auto.")
     return not why
 
 

@@ -233,7 +233,7 @@ def test_details_name_the_worst_layers() -> None:
     layers = [Layer("calm", "fp16", 100, 0, 0, 2**20), Layer("steep", "fp16", 100, 10, 40, 3.0)]
     finding = judged(run(layers=layers, scale=1024.0))
     text = "\n".join(details([finding]))
-    assert "at scale 1024 most gradient values underflow in steep 40 % (fp16)" in text
+    assert "layers whose gradients underflow most, at scale 1024: steep 40 % (fp16)" in text
     assert "calm" not in text
     assert "steep is closest to overflow: its gradients could be 2^1 times as large" in text
 

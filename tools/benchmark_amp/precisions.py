@@ -25,14 +25,17 @@ ABOUT = """Memory, iterations/s, images/s and speed-up of each precision, on syn
     python scripts/benchmark_amp.py precisions -model vit_base_patch16_224 -batch_size 128
     python scripts/benchmark_amp.py precisions -dataset imagefolder -data_path /data/flowers -modes bf16,O2-bf16
 
-Every turn runs in a process of its own, so that its peak memory is its own. Synthetic images are made on the device.
-The files are JPEGs of 500 x 375 that the tool makes once, unless -dataset and -data_path name others."""
+Every turn runs in a process of its own, so that its peak memory can be measured. Synthetic images are made on the
+device. The files are JPEGs of 500 x 375 that the tool makes once, unless -dataset and -data_path name others."""
 FLAGS = (
     MODEL,
     Flag("iters", "iterations per turn", "N", kind=whole(1), default_text="50; on a CPU 5"),
     ROUNDS,
     Flag(
-        "modes", "compare with fp32: values of -amp such as tf32,bf16,O2-fp16", "A,B", default_text="all of the device"
+        "modes",
+        "compare with fp32: values of -amp such as tf32,bf16,O2-fp16",
+        "A,B",
+        default_text="those useful on this device",
     ),
     Flag("no_files", "measure synthetic images only"),
     Flag("made", "JPEGs to make", "N", kind=whole(1), default_text="8000; on a CPU 200"),

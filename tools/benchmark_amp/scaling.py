@@ -26,10 +26,10 @@ ABOUT = """Speed and memory against batch size, image size, model size and numbe
     python scripts/benchmark_amp.py scaling -axes batch,model -batches 32,64,128,256 -models vit_small_patch16_224
 
 Each axis varies one size and keeps the others at the base size. The prediction is the time that the counted operations
-of the model take at the FLOP/s of the base size. Times below the prediction use the device better than the base size
-does; times above it are limited by something other than arithmetic. Each process trains the base size, so its predicted
-time is that of one process. `exchange` is the fraction of the time saved without the all-reduce of gradients. -threads
-is per process."""
+of the model take at the FLOP/s of the base size. A size that is faster than predicted uses the device better than the
+base size does; one that is slower is limited by something other than arithmetic. On the axis of processes, each process
+trains the base size, so the prediction is the time of one process. `exchange` is the fraction of the time that is saved
+without the all-reduce of gradients. -threads is per process."""
 AXES = ("batch", "image", "model", "processes")
 FLAGS = (
     MODEL,

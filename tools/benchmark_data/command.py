@@ -1,13 +1,14 @@
-"""Measure how fast images reach the model, beside timm and torchvision, and whether that is fast enough.
+"""Measure how fast images are loaded, compared with timm and torchvision, and whether that is fast enough.
 
     python scripts/benchmark_data.py -data_path /data/imagenet -appetite 2500
     python scripts/benchmark_data.py -dataset imagefolder -data_path /data/flowers -num_workers 0,4,16 -json speed.json
     python scripts/benchmark_data.py -made 1500 -size small    # no data at hand: makes JPEGs
 
-Per core: images per second of one core's time, from the stored file to uint8 pixels of the model's image size, by the
-paths of training and of validation; `packed` is the same after scripts/pack_images.py. Through the loaders: batches per
-wall-clock time, as they arrive in the training process. By stage: where our path spends its time. All contenders
-alternate, so that a busy machine slows all of them; the report shows medians, and ratios taken within a round.
+Per core: images per second of one core's time, from the stored file to uint8 pixels of the model's image size, with the
+transforms of training and of validation; `packed` is the same after scripts/pack_images.py. Through the loaders:
+batches per wall-clock time, as they arrive in the training process. By stage: where our path spends its time. All
+contenders alternate, so that a busy machine slows all of them; the report shows medians, and ratios taken within a
+round.
 
 -appetite N is the number of images per second that the model can train (training logs images/s; measure it with
 -dataset synthetic). All flags and settings of main_single_gpu.py are accepted, such as TRAIN.RAND_AUGMENT=true.

@@ -68,7 +68,7 @@ def verdict(results: Results, appetite: float) -> str:
     per_core = results.get("train", {}).get(OURS, {}).get("images_per_second")
     if not rates:
         if per_core is None:
-            return "No verdict on -appetite: it needs the part loader or train."
+            return "No verdict on -appetite: it needs -parts loader or train."
         return f"The model trains {appetite:.0f} images/s: loading needs about {math.ceil(appetite / per_core)} cores."
     workers = max(rates, key=lambda count: rates[count])
     best = rates[workers]
@@ -81,7 +81,7 @@ def verdict(results: Results, appetite: float) -> str:
     if per_core is not None:
         text += f" About {math.ceil(ENOUGH * appetite / per_core)} cores would keep up."
         packed = {name: row for name, row in results["train"].items() if name.startswith(f"{OURS}, ")}
-        text += " With images packed by scripts/pack_images.py:" if packed else ""
+        text += " Cores needed after scripts/pack_images.py:" if packed else ""
         for name, row in packed.items():
             cores = math.ceil(ENOUGH * appetite / row["images_per_second"])
             text += f" {name.removeprefix(f'{OURS}, ')}: {cores}."

@@ -1,7 +1,7 @@
 """Check a data set: read every image once, as training does, and report defects.
 
     python scripts/check_data.py -dataset imagefolder -data_path /data/flowers -num_classes 102
-    python scripts/check_data.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -out broken.txt
+    python scripts/check_data.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -out exclude.txt
 
 Defects: unreadable images, labels out of range, classes without training images, duplicates (equal bytes), images in
 both splits. Notes: images that must be converted, and images smaller than IMAGE_SIZE.

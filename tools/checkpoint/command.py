@@ -7,8 +7,8 @@
     python scripts/checkpoint.py strip   runs/a -out vit_mine.safetensors
 
 A path is a run's folder, one of its checkpoints, or a file in one. `list` reads meta.json and file sizes. `verify`
-reads every byte and compares checksums. `average` is the uniform mean of a run's last K checkpoints, or of several
-checkpoints (a model soup; of a run its best). `strip` writes only the weights (of a run, its best checkpoint). The
+reads every byte and compares checksums. `average` writes the uniform mean of a run's last K checkpoints, or of several
+checkpoints (a model soup). `strip` writes only the weights. Of a run, `strip` and a soup take the best checkpoint. The
 header of the file has class names and input format; -pretrained and timm load it.
 
 Exit codes: 0 done, 1 `verify` found damage, 2 anything wrong with the command, the files, or the disk.

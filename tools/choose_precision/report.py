@@ -61,7 +61,7 @@ def _layer_lines(measured: Measured) -> list[str]:
     lines = []
     if worst:
         fractions = ", ".join(f"{layer.name} {_percent(layer.underflow_share)} ({layer.dtype})" for layer in worst)
-        lines.append(f"at scale {measured.scale:g} most gradient values underflow in {fractions}")
+        lines.append(f"layers whose gradients underflow most, at scale {measured.scale:g}: {fractions}")
     tightest = min(measured.layers, key=lambda layer: layer.headroom, default=None)
     if tightest is not None and tightest.headroom < 2**15:
         lines.append(

@@ -139,7 +139,7 @@ class Tool:
         own = {name: value for name, value in given.items() if name in defaults}
         run = command_line({name: value for name, value in given.items() if name not in own}, words)
         if run.action != "train":
-            raise UserError(f"{self.name} has no -{run.action}; main_single_gpu.py has, with the same flags.")
+            raise UserError(f"{self.name} has no -{run.action}; main_single_gpu.py has it, and takes the same flags.")
         return ToolLine(run, Namespace(**{**defaults, **own}), frozenset(own))
 
 

@@ -36,6 +36,6 @@ class AmpConfig(Section):
     CUSTOM_BLACK_LIST: Names = setting((), "Operators that run in fp32; see docs/amp.md.")
     FP32_MODULES: Names = setting((), "Modules that run in fp32: globs over their names or classes.")
     STOP_AFTER_SKIPS: Positive | None = setting(
-        100, "Save and stop after so many consecutive skipped updates; null: never."
+        100, "Save and stop after this many consecutive skipped updates; null: never."
     )
     AUTO_FP32: bool = setting(False, "Move a module that overflows repeatedly to fp32.")

@@ -49,8 +49,8 @@ class DataConfig(Section):
     IMAGENET_STD: Numbers = setting((0.5, 0.5, 0.5), "Standard deviation for normalisation.")
     SAMPLER: Annotated[Literal["shuffle", "balanced"], BeforeValidator(folded)] = setting(
         "shuffle",
-        "Training: shuffle: each image once per epoch. balanced: each class equally often, at the same length; images "
-        "of rare classes repeat, each time with a new augmentation.",
+        "Training: shuffle: each image once per epoch. balanced: each class equally often, in an epoch of the "
+        "same length; images of rare classes repeat, each time with a new augmentation.",
     )
     DROP_LAST: bool = setting(True, "Drop the last micro-batch of an epoch if it is incomplete.")
     CROP: Literal["random", "pad", "none"] = setting(
@@ -73,8 +73,8 @@ class DataConfig(Section):
     AFFINE_PROB: Fraction = setting(1.0, "Training: probability that SHIFT, ZOOM and ROTATE are applied to a sample.")
     REPEATED_AUGMENT: Positive = setting(
         1,
-        "Repeated augmentation: copies of a sample per epoch, each augmented differently; an epoch has as many "
-        "samples as without.",
+        "Repeated augmentation: copies of a sample per epoch, each augmented differently; the epoch's length "
+        "stays the same.",
     )
     SYNTHETIC_TRAIN: Positive = setting(12800, "Data set 'synthetic': number of training images.")
     SYNTHETIC_VAL: Positive = setting(1280, "Data set 'synthetic': number of validation images.")

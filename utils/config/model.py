@@ -14,7 +14,7 @@ class ModelConfig(Section):
     """The model and its initial weights. Sizes that are null are those of NAME."""
 
     TYPE: Annotated[str, BeforeValidator(folded)] = setting(
-        "vit", "Model family, which chooses defaults: vit, deit or swin. Other words need a timm model as NAME."
+        "vit", "Model family, which chooses defaults: vit, deit or swin. With another word, NAME must be a timm model."
     )
     NAME: str = setting("vit_base_patch16_224", "A timm model, or any label if sizes are given.")
     RESUME: str | None = setting(None, "Run, checkpoint or file to resume; 'auto': the run in -output.")

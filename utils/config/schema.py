@@ -24,11 +24,13 @@ class DistConfig(Section):
         "ddp",
         "ddp: each process holds the whole model. fsdp: the weights are sharded over the processes; see docs/fsdp.md.",
     )
-    HSDP: bool = setting(False, "fsdp: shard within each machine, with a replica per machine; for slow networks.")
+    HSDP: bool = setting(
+        False, "fsdp: shard the weights within each machine, replicate them across machines; for slow networks."
+    )
     BACKEND: Literal["nccl", "gloo"] | None = setting(None, "null: nccl on GPUs, gloo elsewhere.")
     TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank before the run ends.", gt=0)
     STATIC_GRAPH: bool = setting(
-        False, "ddp: static_graph, for a graph that is the same in all updates; only without accumulation."
+        False, "ddp: set static_graph, if every update uses the same weights in the same order; not with accumulation."
     )
     BF16_GRADIENTS: bool = setting(False, "ddp: all-reduce gradients in bf16: half the traffic, less precise.")
     SYNC_BATCHNORM: bool = setting(True, "ddp on GPUs: synchronise batch norm statistics over all processes.")
@@ -51,8 +53,8 @@ class Config(Section):
     OUTPUT: str | None = setting(None, "The run's own folder (-output); null: a new one in SAVE.")
     TAG: str | None = setting(None, "Any text, shown in the banner, run.json and the curves.")
     SAVE_FREQ: Positive = setting(10, "Epochs between checkpoints.")
-    SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every so many updates.")
-    SAVE_EVERY_MINUTES: AboveZero | None = setting(None, "Also save a checkpoint every so many minutes.")
+    SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
+    SAVE_EVERY_MINUTES: AboveZero | None = setting(None, "Also save a checkpoint every N minutes.")
     SAVE_BEST_BY: Literal["acc1", "acc5", "loss"] = setting(
         "acc1", "Validation metric that decides which checkpoint is best."
     )
@@ -64,7 +66,7 @@ class Config(Section):
         False, "Add the time of each stage to log lines: data, copy, forward, backward, optimiser."
     )
     VALIDATE_FREQ: Positive = setting(1, "Epochs between validations.")
-    VALIDATE_EVERY_UPDATES: Positive | None = setting(None, "Also validate every so many updates.")
+    VALIDATE_EVERY_UPDATES: Positive | None = setting(None, "Also validate every N updates.")
     SEED: int = setting(0, "Seed of all random numbers.")
     DETERMINISTIC: bool = setting(False, "Use deterministic kernels only; an operation without one is an error.")
     EVAL: bool = setting(False, "Validate once and exit.")
@@ -82,7 +84,7 @@ class Config(Section):
         "auto", "Library for bf16 matrix products on CPUs, which AMP uses; auto: the fastest known."
     )
     MAX_TIME: str | None = setting(None, "HH:MM:SS after which the run saves and exits, to be resumed.")
-    PROFILE: Count = setting(0, "Write a torch profiler trace of so many updates.")
+    PROFILE: Count = setting(0, "Write a torch profiler trace of this many updates.")
     LOCAL_RANK: int = without_effect(0, "A key of PaddleViT's.", "each process gets its rank from the launcher")
 
     @model_validator(mode="before")

@@ -28,10 +28,10 @@ class MuonConfig(Section):
 
     ADAMW_LR: AboveZero | None = setting(
         None,
-        "Learning rate, instead of BASE_LR, of the parameters that AdamW updates; same schedule and scaling; null: "
-        "BASE_LR.",
+        "Learning rate of the parameters that AdamW updates, with the same schedule and scaling as BASE_LR; "
+        "null: BASE_LR.",
     )
-    NS_STEPS: Positive = setting(5, "Newton-Schulz steps per update, which make the momentum orthogonal.")
+    NS_STEPS: Positive = setting(5, "Newton-Schulz steps per update; they orthogonalise the momentum.")
     NS_DTYPE: Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(folded)] = setting(
         "auto", "dtype of the Newton-Schulz steps; auto: bf16 with AMP, otherwise fp32. AdaMuon's is always bf16."
     )
@@ -65,7 +65,7 @@ class SchedulerConfig(Section):
         (30, 60, 90), "multi-step: epochs after which the learning rate is multiplied by DECAY_RATE."
     )
     DECAY_EPOCHS: Positive = setting(30, "step: epochs between two decays.")
-    DECAY_RATE: AboveZero = setting(0.1, "step, multi-step: factor of a decay.")
+    DECAY_RATE: AboveZero = setting(0.1, "step, multi-step: factor by which each decay multiplies the learning rate.")
 
 
 class TrainConfig(Section):
@@ -78,12 +78,12 @@ class TrainConfig(Section):
     BASE_LR: NonNegative = setting(3e-3, "Learning rate after the warm-up.")
     END_LR: NonNegative = setting(0.0, "Learning rate at the end of the cosine.")
     LINEAR_SCALED_LR: AboveZero | bool | None = setting(
-        None, "Multiply the three learning rates by global batch / this number (true: 512)."
+        None, "Multiply BASE_LR, WARMUP_START_LR and END_LR by the global batch / this number (true: 512)."
     )
     LAYER_DECAY: FractionAboveZero | None = setting(
         None, "Layer-wise decay: each layer's learning rate is this fraction of the next layer's; null: all are equal."
     )
-    HEAD_LR: AboveZero = setting(1.0, "Factor of the classifier's learning rate.")
+    HEAD_LR: AboveZero = setting(1.0, "Factor by which the classifier's learning rate is multiplied.")
     WEIGHT_DECAY: NonNegative = setting(
         0.3, "Weight decay: decoupled in AdamW and Lion, added to the gradient in SGD and Adam."
     )
@@ -130,12 +130,14 @@ class TrainConfig(Section):
     )
     MODEL_EMA: bool = setting(False, "Keep an exponential moving average of the weights, and validate it too.")
     MODEL_EMA_DECAY: FractionBelowOne = setting(0.99996, "Decay of the EMA per update.")
-    MODEL_EMA_WARMUP: bool = setting(True, "Let the EMA's decay grow from 0.1, so that short runs gain too.")
+    MODEL_EMA_WARMUP: bool = setting(
+        True, "Let the EMA's decay grow from 0.1 to MODEL_EMA_DECAY, so that short runs gain too."
+    )
     MODEL_EMA_FORCE_CPU: bool = setting(False, "Keep the EMA in host memory: slower, but saves device memory.")
-    MAX_UPDATES: Positive | None = setting(None, "End the run after so many updates.")
-    PATIENCE: Positive | None = setting(None, "End the run after so many validations without improvement.")
+    MAX_UPDATES: Positive | None = setting(None, "End the run after this many updates.")
+    PATIENCE: Positive | None = setting(None, "End the run after this many validations without improvement.")
     COLOR_JITTER: NonNegative = setting(
-        0.0, "Strength of colour jitter; of the augmentation policies, it can only be combined with THREE_AUGMENT."
+        0.0, "Strength of colour jitter; RAND_AUGMENT, AUTO_AUGMENT and TRIVIAL_AUGMENT override it."
     )
     AUTO_AUGMENT: bool = setting(False, "AutoAugment; RAND_AUGMENT overrides it.")
     RAND_AUGMENT: bool = setting(False, "RandAugment.")
@@ -174,7 +176,7 @@ class TrainConfig(Section):
     DISTILLATION_ALPHA: Fraction = setting(0.5, "Distillation: weight of the teacher's loss.")
     DISTILLATION_TAU: AboveZero = setting(1.0, "Distillation: temperature of soft.")
     TEACHER_MODEL: str | None = setting(
-        None, "Distillation: the teacher: a timm model, a run or checkpoint, or NAME=FILE."
+        None, "Distillation: a timm model, a run or checkpoint, or NAME=FILE, as the teacher."
     )
 
     def size_in(self, epoch: int, full: int) -> int:

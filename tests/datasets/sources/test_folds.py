@@ -62,7 +62,7 @@ def test_more_folds_than_images_are_refused() -> None:
 def test_classes_smaller_than_the_number_of_folds_are_reported(said: pytest.LogCaptureFixture) -> None:
     split_by_fold(np.array([0] * 9 + [1] * 3 + [4] * 2), Fold(1, 7), 0)
     assert "DATA.FOLD 1/7: 2 of 3 classes have fewer images than folds" in said.text
-    assert "Fewest: label 4, with 2." in said.text
+    assert "The smallest is label 4, with 2 images." in said.text
 
 
 def both(data: DataConfig, classes: int) -> tuple[list[str], list[str]]:

@@ -74,7 +74,7 @@ def test_every_class_keeps_an_image_for_training() -> None:
 def test_too_few_images_for_a_split_are_refused(tmp_path: Path, settings: Settings) -> None:
     for name in ("a", "b"):
         image(tmp_path / name / "only.png")
-    with pytest.raises(UserError, match="too few images for a validation split: 2 of 2 classes"):
+    with pytest.raises(UserError, match="too few images for a validation split: 2 in 2 classes"):
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 2)
 
 

@@ -82,7 +82,7 @@ def test_cpu_uses_a_rule_unless_a_kind_is_given(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"MODEL__ATTENTION": "flash"}, "cpu has only fused and plain"),
+        ({"MODEL__ATTENTION": "flash"}, "cpu supports only fused and plain"),
         ({"MODEL__ATTENTION": "fused", "AMP__CUSTOM_BLACK_LIST": "softmax"}, "name softmax"),
     ],
 )
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_refused(tiny: Path, settings: dict[str, str], words: 
 def test_gpu_kinds_are_rejected_on_a_cpu_before_the_run(vitamp, tiny: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tiny.parent / "run", "MODEL.ATTENTION=cudnn")
     assert done.code == 2
-    assert "MODEL.ATTENTION cudnn: cpu has only fused and plain" in done.err
+    assert "MODEL.ATTENTION cudnn: cpu supports only fused and plain" in done.err
 
 
 def test_model_without_timm_attention_has_no_choice() -> None:

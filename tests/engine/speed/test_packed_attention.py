@@ -203,7 +203,7 @@ def test_packed_is_rejected_without_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UserError, match=r"MODEL\.ATTENTION packed does not support this GPU.*use fused, plain"):
         race_attention(PACKED, vit, images, Precision(BF16, CPU))
     assert not any(isinstance(module, PackedAttention) for module in vit.modules())
-    with pytest.raises(UserError, match=r"packed: this CPU has no AMX; cpu has fused and plain; or leave it auto"):
+    with pytest.raises(UserError, match=r"packed: this CPU has no AMX; use fused or plain, or leave it auto"):
         attention_by_rule(PACKED, vit, Precision(BF16, CPU), "mkl", (), None)
 
 

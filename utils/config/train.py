@@ -176,7 +176,7 @@ class TrainConfig(Section):
     DISTILLATION_ALPHA: Fraction = setting(0.5, "Distillation: weight of the teacher's loss.")
     DISTILLATION_TAU: AboveZero = setting(1.0, "Distillation: temperature of soft.")
     TEACHER_MODEL: str | None = setting(
-        None, "Distillation: a timm model, a run or checkpoint, or NAME=FILE, as the teacher."
+        None, "Teacher for distillation: a timm model, a run or checkpoint, or NAME=FILE."
     )
 
     def size_in(self, epoch: int, full: int) -> int:

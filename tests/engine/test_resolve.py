@@ -71,7 +71,8 @@ def test_an_interpolation_that_is_not_supported_is_noted(monkeypatch: pytest.Mon
     monkeypatch.setattr(timm, "get_pretrained_cfg", lambda _: cfg)
     loaded = resolved(MODEL__PRETRAINED=DEIT)
     assert loaded.config.DATA.INTERPOLATION == "bicubic"
-    assert f"DATA.INTERPOLATION bicubic is used; timm's {DEIT} has nearest, which is not supported" in "\n".join(loaded.notes)
+    words = f"DATA.INTERPOLATION bicubic is used; timm's {DEIT} has nearest, which is not supported"
+    assert words in "\n".join(loaded.notes)
 
 
 def test_files_bring_what_is_written_in_them_or_beside_them(tmp_path: Path) -> None:

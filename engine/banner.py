@@ -16,6 +16,7 @@ from engine.optim.build import describe_learning_rate, describe_optimizer, scale
 from engine.optim.class_weights import describe_class_weights
 from engine.optim.groups import describe_muon
 from engine.optim.layer_rates import describe_fine_tuning
+from engine.optim.loss import describe_loss
 from engine.setup import Ready, ReadyToTrain, global_batch, weights_of_classes
 from models import describe as describe_model
 from utils.cli import version_text
@@ -80,7 +81,7 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
     if config.DATA.SAMPLER == "balanced":
         words.append(balanced_order(ready.train_set, config.DATA.DATASET).words())
     if (weights := weights_of_classes(config, ready.train_set)) is not None:
-        words.append(describe_class_weights(str(config.TRAIN.CLASS_WEIGHTS), weights))
+        words.append(describe_class_weights(config.TRAIN, weights))
     return "; ".join(words)
 
 
@@ -109,6 +110,8 @@ def _training(config: Config, optimizer: torch.optim.Optimizer, world: World) ->
     if train.LR_SCHEDULER.NAME.endswith("cosine"):
         text += f" to {end:.3g}"
     text += f"; weight decay {train.WEIGHT_DECAY:g}"
+    if loss := describe_loss(train):
+        text += f"; {loss}"
     if train.GRAD_CLIP is not None:
         text += f"; gradient norm at most {train.GRAD_CLIP:g}"
     return text + (f"; EMA {train.MODEL_EMA_DECAY:g}" if train.MODEL_EMA else "")

@@ -150,7 +150,7 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
     data = config.DATA
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device).augment(config.TRAIN)
     balanced = balanced_order(train_set, data.DATASET) if data.SAMPLER == "balanced" else None
-    weights = weights_of_classes(config, train_set)
+    weights = weights_of_classes(config, train_set) if config.TRAIN.LOSS == "ce" else None
     order = EpochOrder(
         len(train_set),
         data.BATCH_SIZE,
@@ -171,7 +171,7 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
 
 
 def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | None:
-    """Weight of each class in the loss; None without TRAIN.CLASS_WEIGHTS."""
+    """Weight of each class in the loss, or with bce of its positives; None without TRAIN.CLASS_WEIGHTS."""
     labels, classes = train_set.sample_labels(), config.MODEL.NUM_CLASSES
     return class_weights(config.TRAIN, classes, labels, train_set.classes, config.DATA.DATASET)
 

@@ -16,7 +16,7 @@ from engine.amp.precision import Precision
 from engine.distill.teacher import Teacher, load_teacher
 from engine.inputs.mixup import BatchTransform, TransformedBatch
 from engine.measure.stage_times import FORWARD, TEACHER, Stages
-from engine.optim.class_weights import label_loss
+from engine.optim.loss import label_loss
 from engine.speed.replace_forward import mix_in
 from utils.config import Config
 from utils.config.train import TrainConfig
@@ -88,7 +88,7 @@ def distil(
 
     Call it before the model is copied or wrapped: it makes both classifiers learn if the model has two.
     """
-    loss = label_loss(config.TRAIN.SMOOTHING, class_weights).to(precision.device)
+    loss = label_loss(config.TRAIN, class_weights).to(precision.device)
     if config.TRAIN.DISTILLATION_TYPE is None:
         return change, loss
     if hasattr(model, "set_distilled_training"):  # timm's method; in validation, the mean of both is returned as before

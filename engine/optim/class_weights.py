@@ -2,7 +2,8 @@
 
 The loss of an update is the sum of (class weight x loss) over all its images, divided by the sum of their class
 weights: what torch's weighted cross-entropy gives for the whole global batch, however it is cut into micro-batches.
-`WeightedCrossEntropy` gives that mean for a micro-batch, and `Share.weight` weighs the micro-batches.
+`WeightedCrossEntropy` gives that mean for a micro-batch, and `Share.weight` weighs the micro-batches. With TRAIN.LOSS
+bce they weigh the positives of each class instead (`engine/optim/loss.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -45,13 +45,6 @@ class WeightedCrossEntropy(nn.Module):
         total = F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing, reduction="sum")
         # Not a matrix product, which autocast would compute in half precision.
         return total / (targets * self.weights).sum()
-
-
-def label_loss(smoothing: float, weights: np.ndarray | None) -> nn.Module:
-    """The loss for labels and for mixed targets. `weights`: of the classes; None: all are equal."""
-    if weights is None:
-        return nn.CrossEntropyLoss(label_smoothing=smoothing)
-    return WeightedCrossEntropy(torch.tensor(weights, dtype=torch.float32), smoothing)
 
 
 def class_weights(
@@ -125,6 +118,8 @@ def _matched(weights: dict[str, float], names: list[str], classes: int, file: st
     return np.array([weights[name] for name in names] + [1.0] * (classes - len(names)))
 
 
-def describe_class_weights(setting: str, weights: np.ndarray) -> str:
+def describe_class_weights(train: TrainConfig, weights: np.ndarray) -> str:
     """For the banner of a run."""
-    return f"class weights {setting}: {weights.min():.3g} to {weights.max():.3g}, in the training loss only"
+    where = "of positives, " if train.LOSS == "bce" else ""
+    weighed = f"class weights {train.CLASS_WEIGHTS}: {weights.min():.3g} to {weights.max():.3g}"
+    return f"{weighed}, {where}in the training loss only"

@@ -86,6 +86,7 @@ def _train(config: Config) -> Iterator[Problem]:
             f"{train.CLASS_WEIGHTS} is not possible with TRAIN.DISTILLATION_TYPE, because the teacher's loss has no "
             "class weights; use DATA.SAMPLER=balanced instead, or no teacher",
         )
+    yield from _bce(config)
     betas = train.OPTIMIZER.BETAS
     if betas is not None and not all(0 <= beta < 1 for beta in betas):
         yield "TRAIN.OPTIMIZER.BETAS", f"{one_line(betas)} must both be >= 0 and < 1"
@@ -93,6 +94,21 @@ def _train(config: Config) -> Iterator[Problem]:
         yield (
             "TRAIN.OPTIMIZER.MUON.ADAMW_LR",
             f"{train.OPTIMIZER.MUON.ADAMW_LR:g} follows the schedule of TRAIN.BASE_LR, which is 0; set that above 0",
+        )
+
+
+def _bce(config: Config) -> Iterator[Problem]:
+    """A threshold that makes all targets equal, because smoothing comes before it."""
+    train, classes = config.TRAIN, config.MODEL.NUM_CLASSES
+    if train.LOSS == "ce" or train.BCE_TARGET_THRESH is None or not isinstance(classes, int):
+        return
+    low = train.SMOOTHING / classes
+    high = 1 - train.SMOOTHING + low
+    if not low <= train.BCE_TARGET_THRESH < high:
+        yield (
+            "TRAIN.BCE_TARGET_THRESH",
+            f"{train.BCE_TARGET_THRESH:g} makes all targets equal: TRAIN.SMOOTHING {train.SMOOTHING:g} moves them to "
+            f"{low:.4g} and {high:.4g}; set SMOOTHING=0, or a threshold between them",
         )
 
 
@@ -222,6 +238,10 @@ def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
     if unused and not config.AMP.ENABLED and any(value_of(config, key) != default_of(key) for key in unused):
         yield f"AMP is off (-amp turns it on), so these settings have no effect: {', '.join(sorted(unused))}"
     yield from _muon_notes(config, given)
+    if config.TRAIN.LOSS == "ce":
+        for key in ("TRAIN.BCE_TARGET_THRESH", "TRAIN.BCE_SUM"):
+            if key in given and value_of(config, key) != default_of(key):
+                yield f"{given[key]}: {key} has no effect: TRAIN.LOSS is ce, not bce"
     yield from _model_notes(config, given)
     yield from _data_notes(config.DATA, given)
 

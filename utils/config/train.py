@@ -122,11 +122,20 @@ class TrainConfig(Section):
     )
     OPTIMIZER: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimiser.")
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
+    LOSS: Annotated[Literal["ce", "bce"], BeforeValidator(folded)] = setting(
+        "ce",
+        "Loss for the labels: ce: cross-entropy. bce: binary cross-entropy, each class by itself, as in DeiT III.",
+    )
+    BCE_TARGET_THRESH: FractionBelowOne | None = setting(
+        None, "bce: targets above this count as 1, all others as 0; 0 makes all mixed labels whole; null: soft targets."
+    )
+    BCE_SUM: bool = setting(False, "bce: sum over the classes, mean over the samples; false: mean over both.")
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.")
     CLASS_WEIGHTS: str | None = setting(
         None,
-        "Weights of the classes in the training loss. balanced: inversely proportional to their numbers of images. Or "
-        "a file with one line per class, NAME WEIGHT; see docs/training.md.",
+        "Weights of the classes in the training loss; with LOSS bce, of their positives. balanced: inversely "
+        "proportional to their numbers of images. Or a file with one line per class, NAME WEIGHT; see "
+        "docs/training.md.",
     )
     MODEL_EMA: bool = setting(False, "Keep an exponential moving average of the weights, and validate it too.")
     MODEL_EMA_DECAY: FractionBelowOne = setting(0.99996, "Decay of the EMA per update.")

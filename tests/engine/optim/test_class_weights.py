@@ -13,7 +13,8 @@ from torch import Tensor
 
 from datasets import EpochOrder
 from engine.inputs.mixup import Mixing
-from engine.optim.class_weights import WeightedCrossEntropy, class_weights, label_loss
+from engine.optim.class_weights import WeightedCrossEntropy, class_weights
+from engine.optim.loss import label_loss
 from engine.update import accumulate
 from tests.engine.small import build, windows
 from utils.config import TrainConfig
@@ -83,8 +84,9 @@ def test_mixing_keeps_the_sum_of_weights_of_a_micro_batch(mode: str) -> None:
 
 def test_equal_weights_are_the_plain_loss() -> None:
     logits, labels = batch()
-    assert float(label_loss(0.1, np.full(5, 7.0))(logits, labels)) == pytest.approx(
-        float(label_loss(0.1, None)(logits, labels)), rel=1e-6
+    train = TrainConfig(SMOOTHING=0.1)
+    assert float(label_loss(train, np.full(5, 7.0))(logits, labels)) == pytest.approx(
+        float(label_loss(train, None)(logits, labels)), rel=1e-6
     )
 
 

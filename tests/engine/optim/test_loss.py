@@ -1,0 +1,116 @@
+"""TRAIN.LOSS bce: timm's binary cross-entropy, and the same in fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.data.mixup import Mixup
+from timm.loss import BinaryCrossEntropy as TimmsBce
+from torch import Tensor, nn
+
+from engine.inputs.mixup import Mixing
+from engine.optim.loss import label_loss
+from engine.update import accumulate
+from tests.engine.small import build, windows
+from utils.config import TrainConfig, load_config
+from utils.errors import UserError
+from utils.seeding import seed_all
+
+POSITIVE = torch.tensor([0.2, 1.0, 3.0, 0.7, 2.5])
+
+
+def batch(count: int = 24) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, 5, generator=generator) * 3, torch.randint(5, (count,), generator=generator)
+
+
+def value_and_gradient(loss: nn.Module, logits: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+    leaf = logits.clone().requires_grad_()
+    value = loss(leaf, targets)
+    value.backward()
+    assert leaf.grad is not None
+    return float(value), leaf.grad.double()
+
+
+def exact(train: TrainConfig, weights: Tensor | None, logits: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+    """The definition, in fp64."""
+    leaf = logits.double().requires_grad_()
+    soft = targets.double() * (1 - train.SMOOTHING) + train.SMOOTHING / 5
+    if train.BCE_TARGET_THRESH is not None:
+        soft = (soft > train.BCE_TARGET_THRESH).double()
+    positive = torch.ones(5).double() if weights is None else weights.double()
+    rows = -(positive * soft * F.logsigmoid(leaf) + (1 - soft) * F.logsigmoid(-leaf))
+    value = rows.sum(1).mean() if train.BCE_SUM else rows.mean()
+    value.backward()
+    assert leaf.grad is not None
+    return float(value), leaf.grad
+
+
+@pytest.mark.parametrize("weights", [None, POSITIVE])
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize(("smoothing", "threshold"), [(0.0, None), (0.1, None), (0.1, 0.2), (0.0, 0.0)])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_loss_and_gradient_equal_timm_and_fp64(
+    mixed: bool, smoothing: float, threshold: float | None, sums: bool, weights: Tensor | None
+) -> None:
+    logits, labels = batch()
+    train = TrainConfig(LOSS="bce", SMOOTHING=smoothing, BCE_TARGET_THRESH=threshold, BCE_SUM=sums, MIXUP_ALPHA=0.8)
+    ours = label_loss(train, None if weights is None else weights.numpy())
+    theirs = TimmsBce(smoothing, threshold, sum_classes=sums, pos_weight=weights)
+    one_hot = F.one_hot(labels, 5).float()
+    targets = their_targets = labels
+    if mixed:
+        images = torch.zeros(len(labels), 1, 4, 4)
+        seed_all("mixing")
+        targets = Mixing(train, 5).mixed(images, labels).targets
+        one_hot = targets
+        seed_all("mixing")  # timm smooths in its mixup
+        their_targets = Mixup(0.8, label_smoothing=smoothing, num_classes=5)(images.clone(), labels)[1]
+    value, gradient = value_and_gradient(ours, logits, targets)
+    for other, others_gradient in (
+        value_and_gradient(theirs, logits, their_targets),
+        exact(train, weights, logits, one_hot),
+    ):
+        assert value == pytest.approx(other, rel=1e-6)
+        assert torch.allclose(gradient, others_gradient, atol=1e-6 if sums else 1e-7, rtol=1e-5)
+
+
+def gradients(tiny: Path, batch_size: int, accum: int, **words: Any) -> dict[str, Tensor]:
+    """Gradients of the first update, from the program's own loader and loss."""
+    given = {"DATA__BATCH_SIZE": batch_size, "TRAIN__ACCUM_ITER": accum, "TRAIN__LOSS": "bce", **words}
+    ready = build(tiny, **given)
+    accumulate(ready.parts, next(windows(ready)), 1)
+    return {name: p.grad.clone() for name, p in ready.parts.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("words", [{}, {"TRAIN__CLASS_WEIGHTS": "balanced", "TRAIN__BCE_SUM": "true"}])
+def test_accumulated_gradient_is_that_of_one_large_batch(tiny: Path, words: dict[str, Any]) -> None:
+    whole, parts = gradients(tiny, 32, 1, **words), gradients(tiny, 8, 4, **words)
+    for name, gradient in whole.items():
+        assert torch.allclose(gradient, parts[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            {"TRAIN.BCE_TARGET_THRESH": "0", "TRAIN.SMOOTHING": "0.1"},
+            "TRAIN.BCE_TARGET_THRESH: 0 makes all targets equal: TRAIN.SMOOTHING 0.1 moves them to 0.01 and 0.91",
+        ),
+        ({"TRAIN.BCE_TARGET_THRESH": "0.95", "TRAIN.SMOOTHING": "0.1"}, "0.95 makes all targets equal"),
+        ({"TRAIN.BCE_TARGET_THRESH": "1"}, "TRAIN.BCE_TARGET_THRESH: expected a number >= 0 and < 1"),
+    ],
+)
+def test_impossible_thresholds_are_refused(words: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(None, words={"MODEL.NUM_CLASSES": "10", "TRAIN.LOSS": "bce", **words})
+    assert said in str(error.value)
+
+
+def test_settings_of_bce_without_effect_are_noted() -> None:
+    notes = load_config(None, words={"TRAIN.BCE_SUM": "true"}).notes
+    assert any("TRAIN.BCE_SUM has no effect: TRAIN.LOSS is ce, not bce" in note for note in notes)

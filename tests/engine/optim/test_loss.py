@@ -12,6 +12,7 @@ from timm.data.mixup import Mixup
 from timm.loss import BinaryCrossEntropy as TimmsBce
 from torch import Tensor, nn
 
+from engine.distill.targets import DistillationLoss
 from engine.inputs.mixup import Mixing
 from engine.optim.loss import label_loss
 from engine.update import accumulate
@@ -33,7 +34,7 @@ def value_and_gradient(loss: nn.Module, logits: Tensor, targets: Tensor) -> tupl
     value = loss(leaf, targets)
     value.backward()
     assert leaf.grad is not None
-    return float(value), leaf.grad.double()
+    return value.item(), leaf.grad.double()
 
 
 def exact(train: TrainConfig, weights: Tensor | None, logits: Tensor, targets: Tensor) -> tuple[float, Tensor]:
@@ -47,7 +48,7 @@ def exact(train: TrainConfig, weights: Tensor | None, logits: Tensor, targets: T
     value = rows.sum(1).mean() if train.BCE_SUM else rows.mean()
     value.backward()
     assert leaf.grad is not None
-    return float(value), leaf.grad
+    return value.item(), leaf.grad
 
 
 @pytest.mark.parametrize("weights", [None, POSITIVE])
@@ -79,6 +80,25 @@ def test_loss_and_gradient_equal_timm_and_fp64(
         assert torch.allclose(gradient, others_gradient, atol=1e-6 if sums else 1e-7, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+def test_teacher_is_added_to_it(kind: str) -> None:
+    """As in DeiT, whose teacher's loss stays a cross-entropy."""
+    logits, labels = batch()
+    teacher = torch.randn(len(labels), 5, generator=torch.Generator().manual_seed(1))
+    train = TrainConfig.model_validate(
+        {"LOSS": "bce", "DISTILLATION_TYPE": kind, "DISTILLATION_ALPHA": 0.3, "BCE_TARGET_THRESH": 0}
+    )
+    both = torch.stack((F.one_hot(labels, 5).float(), teacher), dim=1)
+    of_teacher = (
+        F.cross_entropy(logits, teacher.argmax(1))
+        if kind == "hard"
+        else F.kl_div(logits.log_softmax(1), teacher.log_softmax(1), reduction="batchmean", log_target=True)
+    )
+    expected = 0.7 * TimmsBce(0.0, 0.0)(logits, labels) + 0.3 * of_teacher
+    found = DistillationLoss(label_loss(train, None), train)(logits, both)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def gradients(tiny: Path, batch_size: int, accum: int, **words: Any) -> dict[str, Tensor]:
     """Gradients of the first update, from the program's own loader and loss."""
     given = {"DATA__BATCH_SIZE": batch_size, "TRAIN__ACCUM_ITER": accum, "TRAIN__LOSS": "bce", **words}
@@ -102,7 +122,7 @@ def test_accumulated_gradient_is_that_of_one_large_batch(tiny: Path, words: dict
             "TRAIN.BCE_TARGET_THRESH: 0 makes all targets equal: TRAIN.SMOOTHING 0.1 moves them to 0.01 and 0.91",
         ),
         ({"TRAIN.BCE_TARGET_THRESH": "0.95", "TRAIN.SMOOTHING": "0.1"}, "0.95 makes all targets equal"),
-        ({"TRAIN.BCE_TARGET_THRESH": "1"}, "TRAIN.BCE_TARGET_THRESH: expected a number >= 0 and < 1"),
+        ({"TRAIN.BCE_TARGET_THRESH": "1"}, "TRAIN.BCE_TARGET_THRESH: expected number >= 0 and < 1 or null, got 1"),
     ],
 )
 def test_impossible_thresholds_are_refused(words: dict[str, str], said: str) -> None:

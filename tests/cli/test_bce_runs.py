@@ -57,7 +57,7 @@ def test_two_processes_equal_one(vitamp: Vitamp, tiny: Path, tmp_path: Path, who
     "words",
     [
         ("-amp", "bf16"),
-        ("-amp", "fp16", "AMP.INIT_LOSS_SCALING=1e38"),
+        ("-amp", "fp16", "AMP.INIT_LOSS_SCALING=1e8"),
         ("-amp", "O2"),
         ("TRAIN.COMPILE=whole",),
         ("TRAIN.COMPILE=blocks", "-amp", "bf16"),

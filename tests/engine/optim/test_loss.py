@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from timm.data.mixup import Mixup
-from timm.loss import BinaryCrossEntropy as TimmsBce
+from timm.loss.binary_cross_entropy import BinaryCrossEntropy as TimmsBce
 from torch import Tensor, nn
 
 from engine.distill.targets import DistillationLoss

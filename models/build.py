@@ -210,5 +210,7 @@ def _notes(
             f"{differing}"
         )
     if model.DROPOUT and "proj_drop_rate" in rates and "pos_drop_rate" not in rates:
-        notes.append("MODEL.DROPOUT applies inside the blocks; timm's model has none after the patch embedding")
+        notes.append(
+            "MODEL.DROPOUT applies inside the blocks only: timm's model has no dropout after the patch embedding"
+        )
     return notes

@@ -110,7 +110,7 @@ def heads_problems(sizes: dict[str, Any]) -> list[str]:
         return [f"MODEL.NUM_HEADS {list(heads)} and MODEL.STAGE_DEPTHS {list(depths)} differ in length"]
     if not width:
         return []
-    where = f"MODEL.EMBED_DIM {width} makes stage {{}} as wide as"  # each stage doubles it
+    where = f"MODEL.EMBED_DIM {width}: in stage {{}}, the width"  # each stage doubles it
     return [
         _heads_problem(where.format(stage + 1), width << stage, f"MODEL.NUM_HEADS[{stage}]", count)
         for stage, count in enumerate(heads)

@@ -28,7 +28,7 @@ def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> Non
         convert_to_half(model, precision.choice.dtype)
         log.warning(
             "AMP.LEVEL O3 keeps no fp32 masters: updates smaller than a weight's last bit are lost, and weights near "
-            "1, such as norms', may never change. O2 avoids this and takes more memory."
+            "1, such as those of norms, may never change. O2 avoids this and takes more memory."
         )
 
 

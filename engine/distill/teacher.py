@@ -204,7 +204,9 @@ def _parse(setting: str) -> tuple[str | None, str]:
         candidates = [str(header.get("model", "")), path.name.partition(".")[0], path.stem]
         model = next(filter(is_timm_name, filter(None, candidates)), None)
         if model is None:
-            raise UserError(f"{KEY} {setting}: neither the file's header nor its name has a timm model. {FORMS}")
+            raise UserError(
+                f"{KEY} {setting}: neither the file's header nor its name says which timm model it is. {FORMS}"
+            )
         return model, str(path)
     if path.exists():
         return None, str(path)

@@ -257,7 +257,7 @@ def test_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch, error: Runti
 def test_variants_without_our_loop_are_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timm", "-cfg", str(tiny), "-loops", "plain", "-variants", "MODEL.ATTENTION=plain"]) == EXIT_USAGE
     assert (
-        "-variants MODEL.ATTENTION=plain: variants are of our loop; add ours to -loops plain."
+        "-variants MODEL.ATTENTION=plain: variants change settings of the loop ours; add it to -loops plain."
         in capsys.readouterr().err
     )
 

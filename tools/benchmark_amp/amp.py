@@ -22,7 +22,7 @@ of AMP.DTYPE auto on this device)."""
 FLAGS = (
     MODEL,
     Flag("iters", "iterations per window", "N", kind=whole(1), default_text="100; on a CPU 10"),
-    Flag("windows", "windows of each", "N", default=7, kind=whole(1)),
+    Flag("windows", "windows per contender", "N", default=7, kind=whole(1)),
 )
 OFF, ON = "AMP off", "AMP on"
 

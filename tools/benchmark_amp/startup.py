@@ -31,7 +31,7 @@ Every turn starts main_single_gpu.py as a shell does, and ends it after a few up
 for the innermost: an import by the model counts as import. `compiling` is how much longer the first update takes than
 later ones. The time that Python takes to import torch and timm alone is shown for comparison. After the first turn,
 files are cached."""
-FLAGS = (Flag("rounds", "turns of each", "N", default=5, kind=whole(1)),)
+FLAGS = (Flag("rounds", "turns per contender", "N", default=5, kind=whole(1)),)
 COMMAND, FLOOR = "vitamp", "import torch, timm"
 DIGITS = "configs/vit_digits.yaml"
 TIMEOUT_SECONDS = 600

@@ -37,11 +37,23 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 FLAGS = (
     MODEL,
     Flag("updates", "updates per turn", "N", kind=whole(1), default_text="50; on a CPU 5"),
-    Flag("rounds", "turns of each", "N", default=7, kind=whole(1)),
-    Flag("precisions", f"of {','.join(PRECISIONS)}", "A,B", kind=some_of(*PRECISIONS), default_text="fp32,bf16"),
-    Flag("loops", f"beside timm's: of {','.join(LOOPS)}", "A,B", kind=some_of(*LOOPS), default_text="all"),
-    Flag("variants", "also vitamp with other settings: A=1,B=2 one by one, A=1+B=2 together", "A=1,B=2"),
-    Flag("compile", "also vitamp's update and timm's compiled"),
+    Flag("rounds", "turns per contender", "N", default=7, kind=whole(1)),
+    Flag(
+        "precisions",
+        f"precisions to measure, from {','.join(PRECISIONS)}",
+        "A,B",
+        kind=some_of(*PRECISIONS),
+        default_text="fp32,bf16",
+    ),
+    Flag(
+        "loops",
+        f"loops to measure beside timm's, from {','.join(LOOPS)}",
+        "A,B",
+        kind=some_of(*LOOPS),
+        default_text="all",
+    ),
+    Flag("variants", "also measure vitamp with other settings: A=1,B=2 separately, A=1+B=2 together", "A=1,B=2"),
+    Flag("compile", "also measure vitamp's update and timm's, both compiled"),
     Flag("timm_train", "train.py of timm's repository, to run its own loop", "FILE", kind=Path),
 )
 FIXED: dict[str, Any] = {
@@ -116,7 +128,9 @@ def _variants(line: ToolLine, loops: tuple[str, ...]) -> dict[str, Config]:
     """Settings of each variant, by its text on the command line."""
     text = line.asked.variants or ""
     if text and "ours" not in loops:
-        raise UserError(f"-variants {text}: variants are of our loop; add ours to -loops {','.join(loops)}.")
+        raise UserError(
+            f"-variants {text}: variants change settings of the loop ours; add it to -loops {','.join(loops)}."
+        )
     variants: dict[str, Config] = {}
     for words in filter(None, text.split(",")):
         pairs = {key: value for key, _, value in (word.partition("=") for word in words.split("+"))}

@@ -56,7 +56,7 @@ def _available_decoder(data: DataConfig) -> str:
     try:
         check_decoder(data)
     except UserError as error:
-        log.warning("%s PIL reads them here, so pixels differ slightly from those of training.", error)
+        log.warning("%s PIL decodes JPEG files here, so pixels differ slightly from those of training.", error)
         return "auto"
     return data.DECODER
 

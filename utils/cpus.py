@@ -63,7 +63,8 @@ def _quota_of(folder: Path, version: int) -> Quota | None:
 @functools.cache
 def _log_quota(quota: Quota, visible: int) -> None:
     log.info(
-        "CPU quota: this process may use %g of the %d visible cores (%s). Threads and loading workers follow it.",
+        "CPU quota: this process may use %g of the %d visible cores (%s). The numbers of threads and loading "
+        "processes are based on it.",
         quota.cores,
         visible,
         quota.file,

@@ -122,7 +122,7 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
         ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    log.info("%s: copied %d images; from now on they are read from there.", data.DATASET, samples)
+    log.info("%s: copied %d images; from now on, this copy is read.", data.DATASET, samples)
 
 
 def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:

@@ -167,7 +167,7 @@ def _image_bytes(column: Any, where: str) -> list[bytes | None]:
     if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
         column = column.flatten()[column.type.get_field_index("bytes")]
     if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
-        raise UserError(f"{where}: the image column is {column.type}; it must hold the bytes of image files.")
+        raise UserError(f"{where}: the image column is of type {column.type}; it must hold the bytes of image files.")
     return column.to_pylist()
 
 

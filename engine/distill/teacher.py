@@ -137,7 +137,9 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
             "the changed teacher, copy it to another path and name that."
         )
     pairs = enumerate(zip(source.names or (), names or (), strict=False))
-    difference = next((f"class {n} is '{a}' there and '{b}' in the data" for n, (a, b) in pairs if a != b), None)
+    difference = next(
+        (f"class {n} is '{a}' in the teacher and '{b}' in the data" for n, (a, b) in pairs if a != b), None
+    )
     if difference:
         raise UserError(f"{KEY} {source.where}: {difference}; both must have the same classes in the same order.")
 

@@ -44,7 +44,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, int]:
     if not any(model.get_parameter(name).requires_grad for name in found):
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: Muon finds no matrix to train in {type(model).__name__}: it updates linear layers "
-            "in blocks only, and none is there or all are frozen (MODEL.FREEZE). Use AdamW."
+            "in blocks only, and there are none, or all are frozen (MODEL.FREEZE). Use AdamW."
         )
     return found
 

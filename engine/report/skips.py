@@ -84,7 +84,7 @@ class Health:
         return AllRanksError(
             f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update} "
             f"(AMP.STOP_AFTER_SKIPS {self.amp.STOP_AFTER_SKIPS}); the loss scale is {reading.scale:g}.{last} The "
-            f"weights from before them are saved. {self._advice()}"
+            f"weights from before these updates are saved. {self._advice()}"
         )
 
     def stop_on_nan(self, reading: Reading, position: Position, folder: Path) -> None:

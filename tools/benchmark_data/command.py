@@ -49,7 +49,7 @@ OWN = (
     ),
     Flag("parts", "what to measure", "A,B", kind=some_of(*PARTS), default_text=",".join(PARTS)),
     Flag("appetite", "images per second that the model can train", "N", kind=above_zero),
-    Flag("budget_min", "time limit in minutes; ends in time with what it has", "M", default=10, kind=above_zero),
+    Flag("budget_min", "time limit in minutes; reports what was measured until then", "M", default=10, kind=above_zero),
     Flag("json", "write all measurements, with machine, versions and command", "FILE"),
     Flag("plot", "draw the results", "FILE.png", old=("out",)),
     OVERWRITE,

@@ -33,7 +33,9 @@ from utils.log import log
 
 FEWEST_UPDATES = 5
 OWN = (
-    Flag("updates", "updates of each measurement; hundreds are better", "N", default=300, kind=whole(FEWEST_UPDATES)),
+    Flag(
+        "updates", "updates per measurement; use at least a few hundred", "N", default=300, kind=whole(FEWEST_UPDATES)
+    ),
     Flag("budget_min", "time limit in minutes; measurements are cut short to fit", "M", default=10, kind=above_zero),
     Flag("modes", "compare with fp32: tf32 fp16 bf16 O2-fp16 ...", "A,B", default_text="those useful on this device"),
     OVERWRITE,

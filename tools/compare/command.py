@@ -45,7 +45,7 @@ def _number_of_folds(text: str) -> int:
 
 OWN = (
     Flag("modes", "modes to compare, the baseline first", "A,B", default="fp32,auto"),
-    Flag("seeds", "how many, such as 3, or which, such as 0,1,5", "N", default="3"),
+    Flag("seeds", "number of seeds, such as 3, or a list of seeds, such as 0,1,5", "N", default="3"),
     Flag("folds", "cross-validation with N folds of the data, instead of seeds", "N", kind=_number_of_folds),
     Flag("output", "folder of all runs", "DIR", default="output/compare", kind=Path, old=("out",)),
 )
@@ -143,7 +143,7 @@ def _report(about: dict[str, Any], out: Path) -> None:
     if "unwritten" not in about:
         log.info("all metrics: %s", out / "compare.json")
     if page is not None:
-        log.info("the page: %s", page)
+        log.info("report: %s", page)
 
 
 def _page(about: dict[str, Any], verdict: list[str], out: Path) -> Path | None:

@@ -47,7 +47,7 @@ class OptimizerConfig(Section):
         None, "Momentum of SGD and its relatives; null: the optimiser's own, or 0.9 if that is 0."
     )
     LIST: bool = setting(
-        False, "Log which parameters are in which group, with its optimiser, weight decay and learning-rate factor."
+        False, "Log the parameters of each group, with the group's optimiser, weight decay and learning-rate factor."
     )
     MUON: MuonConfig = Field(default_factory=MuonConfig, description="Muon and its relatives.")
 
@@ -127,7 +127,9 @@ class TrainConfig(Section):
         "Loss for the labels: ce: cross-entropy. bce: binary cross-entropy, each class by itself, as in DeiT III.",
     )
     BCE_TARGET_THRESH: FractionBelowOne | None = setting(
-        None, "bce: targets above this count as 1, all others as 0; 0 makes all mixed labels whole; null: soft targets."
+        None,
+        "bce: targets above this count as 1, all others as 0; 0: both labels of a mixed image count as 1; null: soft "
+        "targets.",
     )
     BCE_SUM: bool = setting(False, "bce: sum over the classes, mean over the samples; false: mean over both.")
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.")

@@ -81,7 +81,7 @@ def several(root: Path) -> None:
         (lambda _: None, "there is no parquet file in .*Expected layout"),
         (no_images, "has no column of images; its columns are text, label"),
         (no_labels, "has no column of labels; its columns are image, caption"),
-        (paths_only, "the image column is string; it must hold the bytes of image files"),
+        (paths_only, "the image column is of type string; it must hold the bytes of image files"),
         (float_labels, "the column label of .* is of type double; labels must be whole numbers or names"),
         (missing_label, r"train\.parquet, row 1: the column label has no label"),
         (large_label, "label of 00000/00000001.png is 3, which does not fit"),

@@ -46,7 +46,7 @@ from engine.optim.schedule import Schedule, build_scheduler
 from engine.parallel.fsdp import Sharding
 from engine.speed.tuning import Tuning, tune
 from engine.update import Parts
-from models import build_model, frozen_weights, load_pretrained
+from models import build_model, frozen_weights, load_pretrained, unfreeze
 from utils.config import Config, config_hash
 from utils.config.keys import values_to_keep
 from utils.config.kinds import AUTO
@@ -119,6 +119,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     """Build all that training needs, and restore `checkpoint` if there is one. A collective call."""
     config, world, device = run.config, run.world, run.device
     ready = build_for_evaluation(run, checkpoint)
+    if not config.MODEL.frozen_in(_next_epoch(config, checkpoint)):
+        unfreeze(ready.model)
     log.info(describe_parameters(ready.model))
     train_set, loader = training_data(config, world, device)
     warn_unmatched(config.DATA, [part.single_images() for part in (train_set, ready.val_set)])
@@ -143,6 +145,13 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     return ReadyToTrain(
         **vars(ready), train_set=train_set, train_loader=loader, parts=parts, position=position, best=best
     )
+
+
+def _next_epoch(config: Config, checkpoint: Checkpoint | None) -> int:
+    """Epoch that training starts in."""
+    if checkpoint is None:
+        return config.TRAIN.LAST_EPOCH + 1
+    return checkpoint.meta["epoch"] + checkpoint.meta.get("epoch_finished", False)
 
 
 def training_data(config: Config, world: World, device: torch.device) -> tuple[ImageDataset, TrainLoader]:

@@ -27,6 +27,7 @@ from engine.report.curves import Curves, title_of
 from engine.report.reporter import Reporter
 from engine.report.skips import Health
 from engine.setup import ReadyToTrain, checkpoint_meta, global_batch, setting_of
+from engine.unfreeze import unfreeze_if_due
 from engine.update import train_update
 from utils.distributed.world import broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
@@ -114,6 +115,9 @@ class Trainer:
     def _epoch(self) -> None:
         """Train from the current position to the end of the epoch, or to TRAIN.MAX_UPDATES."""
         position, began = self.position, perf_counter()
+        if unfreeze_if_due(self.parts, self.config, position.epoch):
+            self._meta = checkpoint_meta(self.run, self.ready)
+            self._restart_clocks()
         self.parts.start_epoch(position.epoch)
         for window in self.train_loader.epoch(position.epoch, start=position.step):
             train_update(self.parts, window, position.update + 1)

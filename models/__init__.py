@@ -9,7 +9,7 @@ from models.build import (
     list_models,
     timm_call,
 )
-from models.freeze import classifiers, frozen_weights, is_inside
+from models.freeze import classifiers, frozen_weights, is_inside, unfreeze, weights_to_train
 from models.shortcuts import Shortcuts
 from models.weights.find import check_pretrained, local_weights
 from models.weights.fit import load_pretrained
@@ -29,4 +29,6 @@ __all__ = [
     "load_pretrained",
     "local_weights",
     "timm_call",
+    "unfreeze",
+    "weights_to_train",
 ]

@@ -45,7 +45,7 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
     module = timm.create_model(plan.timm_name, **plan.arguments)
     vars(module)[LABEL] = model.NAME.strip()
     shortcuts.finish(module)
-    freeze(module, model.FREEZE)
+    freeze(module, model.FREEZE, for_now=model.UNFREEZE_EPOCH is not None)
     log.info("Model %s: timm's %s", model.NAME, type(module).__name__)
     return module
 
@@ -55,7 +55,7 @@ def build_without_weights(model: ModelConfig, image_size: int, channels: int, sh
     plan = _plan(model, image_size, channels, shortcuts)
     module = _without_weights(plan.timm_name, plan.arguments)
     shortcuts.finish(module)
-    freeze(module, model.FREEZE)
+    freeze(module, model.FREEZE, for_now=model.UNFREEZE_EPOCH is not None)
     return module
 
 

@@ -1,4 +1,4 @@
-"""MODEL.FREEZE: parts of a model that are not trained."""
+"""MODEL.FREEZE: parts of a model that are not trained, or only from MODEL.UNFREEZE_EPOCH on."""
 
 from __future__ import annotations
 
@@ -13,28 +13,52 @@ from torch import nn
 from utils.errors import UserError, nearest
 
 BACKBONE = "backbone"
+FROZEN_FOR_NOW = "frozen_for_now"
+"""Attribute of a model with the names of the weights that `unfreeze` will train."""
 
 
-def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
+def freeze(model: nn.Module, patterns: Iterable[str], for_now: bool = False) -> None:
     """Disable gradients of the weights that match `patterns`, and keep fully frozen modules in eval mode.
 
     A pattern is `backbone` or a glob over names of weights and modules (`pos_embed`, `blocks.[0-5].*`) or over class
     names (`*Norm*`). A fully frozen module stays in eval mode also when the model is set to training: its running
     statistics do not change, and its dropout and stochastic depth are off.
+
+    `for_now`: `unfreeze` will be called.
     """
     patterns = tuple(patterns)
     if not patterns:
         return
     matching = {name for pattern in patterns for name in _matching(pattern, model)}
-    for name, weight in model.named_parameters():
-        if name in matching:
-            weight.requires_grad_(False)
+    # A weight that the model itself never trains, such as a fixed position embedding, stays as it is.
+    found = {name: weight for name, weight in model.named_parameters() if name in matching and weight.requires_grad}
+    for weight in found.values():
+        weight.requires_grad_(False)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserError(f"MODEL.FREEZE: {', '.join(patterns)} leaves no weights of {type(model).__name__} to train.")
     # Plain attributes with names, not modules: they survive copying the model and replacing its modules.
     model.frozen_parts = _frozen_parts(model)  # pyright: ignore[reportArgumentType]
     model.train = MethodType(_train_unfrozen, model)
     model.train(model.training)
+    vars(model)[FROZEN_FOR_NOW] = tuple(found) if for_now else ()
+
+
+def unfreeze(model: nn.Module) -> list[str]:
+    """Train what `freeze` froze for now. Returns the names of these weights; there are none the second time."""
+    names = vars(model).pop(FROZEN_FOR_NOW, ())
+    if not names:
+        return []
+    for name in names:
+        model.get_parameter(name).requires_grad_(True)
+    del model.frozen_parts, model.train  # the class's own `train` is visible again
+    model.train(model.training)
+    return list(names)
+
+
+def weights_to_train(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights that are trained now, or will be from MODEL.UNFREEZE_EPOCH on."""
+    later = vars(model).get(FROZEN_FOR_NOW, ())
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad or name in later}
 
 
 def frozen_weights(model: nn.Module) -> list[str]:

@@ -19,6 +19,7 @@ from engine.machine.device import synchronize
 from engine.machine.memory import is_out_of_memory
 from engine.setup import model_in_precision, update_parts
 from engine.update import Parts, train_update
+from models import unfreeze
 from utils.config import Config
 from utils.distributed.world import ALONE, World
 
@@ -93,6 +94,7 @@ class Trial:
 
     def _build_parts(self) -> Parts:
         numbered = self._config.model_copy(update={"DATA": self._config.DATA.model_copy(update={"BATCH_SIZE": STEP})})
+        unfreeze(self._model[0])  # MODEL.UNFREEZE_EPOCH: the batch must fit in every epoch
         parts = update_parts(numbered, ALONE, self._device, self._model, per_epoch=1000)
         parts.set_up_forward()
         self._keeps_images = parts.watch is not None

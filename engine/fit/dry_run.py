@@ -29,6 +29,7 @@ from engine.measure.bottleneck import advise_faster_loading
 from engine.optim.ema import on_device
 from engine.parallel.fsdp import local_shard
 from engine.setup import ReadyToTrain, global_batch, setting_of
+from engine.unfreeze import unfreeze_if_due
 from utils.config import Config
 from utils.distributed.world import World, all_gather, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
@@ -43,6 +44,8 @@ UNLIMITED = 2**62
 def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     """Make a few updates and report what a run would cost. A collective call."""
     config, world = run.config, run.world
+    if unfreeze_if_due(ready.parts, config, config.MODEL.UNFREEZE_EPOCH or ready.position.epoch):
+        log.info("The dry run trains these weights too; epochs before take less memory and time.")
     try:
         windows = _windows(ready)
         window, batch = on_every_rank(world, lambda: _first(windows))

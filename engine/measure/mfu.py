@@ -143,9 +143,11 @@ class Utilisation:
     """Computes MFU from images per second."""
 
     def __init__(self, config: Config, peak: Peak, devices: int, position: Position) -> None:
-        """`position`: that of the run; with TRAIN.SIZE_SCHEDULE or TOKEN_DROP, FLOPs per image depend on the epoch."""
+        """`position`: that of the run. With TRAIN.SIZE_SCHEDULE, TRAIN.TOKEN_DROP or MODEL.UNFREEZE_EPOCH, FLOPs per
+        image depend on the epoch.
+        """
         self._config, self._tflops, self._position = config, peak.tflops * devices, position
-        self._flops: dict[tuple[int, bool], float | None] = {}
+        self._flops: dict[tuple[int, bool, bool], float | None] = {}
 
     @property
     def counted(self) -> bool:
@@ -162,17 +164,19 @@ class Utilisation:
         flops = self._flops[kind]
         return None if flops is None else 100 * images_per_second * flops / 1e12 / self._tflops
 
-    def _image_kind(self) -> tuple[int, bool]:
-        """Size of this epoch's images, and whether tokens are dropped."""
+    def _image_kind(self) -> tuple[int, bool, bool]:
+        """Size of this epoch's images, whether tokens are dropped, and whether weights are frozen."""
         train, epoch = self._config.TRAIN, self._position.epoch
         drops = train.TOKEN_DROP > 0 and epoch <= train.NUM_EPOCHS - train.TOKEN_DROP_TAIL
-        return train.size_in(epoch, self._config.DATA.IMAGE_SIZE), drops
+        return train.size_in(epoch, self._config.DATA.IMAGE_SIZE), drops, bool(self._config.MODEL.frozen_in(epoch))
 
     def _count(self, size: int) -> float | None:
         config, data, drop = self._config, self._config.DATA, token_drop_of(self._config.TRAIN)
-        model = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS, shortcuts_of(config))
+        epoch = self._position.epoch
+        settings = config.MODEL.model_copy(update={"FREEZE": config.MODEL.frozen_in(epoch)})
+        model = build_without_weights(settings, data.IMAGE_SIZE, data.IMAGE_CHANNELS, shortcuts_of(config))
         if drop is not None:
-            drop.set(self._position.epoch, model)
+            drop.set(epoch, model)
         return training_flops(model, data.IMAGE_CHANNELS, size)
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from engine.optim.groups import USES_MUON
 from engine.optim.layer_rates import SCALE, rate_scales
 from engine.parallel.fsdp import is_sharded
+from models import weights_to_train
 from utils.config.kinds import AUTO
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
@@ -103,7 +104,7 @@ def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[s
 
     Biases, norms and the weights in the model's `no_weight_decay` do not decay, unless WEIGHT_DECAY_ALL says so.
     """
-    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    trained = weights_to_train(model)
     no_decay: Any = getattr(model, "no_weight_decay", set)()
 
     def decays(name: str, weight: torch.Tensor) -> bool:
@@ -114,9 +115,9 @@ def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[s
     scales = rate_scales(model, train)
     if matrices and train.OPTIMIZER.MUON.ADAMW_LR is not None:
         adamw = train.OPTIMIZER.MUON.ADAMW_LR / train.BASE_LR
-        scales = {name: scales.get(name, 1.0) * (1.0 if name in matrices else adamw) for name, _ in trained}
+        scales = {name: scales.get(name, 1.0) * (1.0 if name in matrices else adamw) for name in trained}
     groups: dict[tuple[float, float, int], list[torch.Tensor]] = {}
-    for name, weight in trained:
+    for name, weight in trained.items():
         decay = train.WEIGHT_DECAY if decays(name, weight) else 0.0
         groups.setdefault((scales.get(name, 1.0), decay, matrices.get(name, 0)), []).append(weight)
     return [

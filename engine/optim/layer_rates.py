@@ -58,7 +58,9 @@ def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer,
     parts = []
     if frozen:
         by = f" ({', '.join(config.MODEL.FREEZE)})" if config.MODEL.FREEZE else ""
-        parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{by}")
+        until = config.MODEL.UNFREEZE_EPOCH
+        later = "" if until is None else f", trained from epoch {until} on"
+        parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{by}{later}")
     scales = [group[SCALE] for group in optimizer.param_groups if SCALE in group]
     if scales and (train.LAYER_DECAY is not None or train.HEAD_LR != 1):
         why = [f"layer decay {train.LAYER_DECAY:g}"] if train.LAYER_DECAY is not None else []

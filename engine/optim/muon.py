@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from models import classifiers, is_inside
+from models import classifiers, is_inside, weights_to_train
 from models.blocks import blocks_of
 from utils.errors import UserError
 
@@ -41,7 +41,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, int]:
         # A vector has no directions to make orthogonal.
         if min(module.weight.shape) > 1
     }
-    if not any(model.get_parameter(name).requires_grad for name in found):
+    if not found.keys() & weights_to_train(model).keys():
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: Muon finds no matrix to train in {type(model).__name__}: it updates linear layers "
             "in blocks only, and there are none, or all are frozen (MODEL.FREEZE). Use AdamW."

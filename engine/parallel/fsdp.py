@@ -158,6 +158,16 @@ def set_gradient_sync(model: nn.Module, now: bool) -> None:
         cast(Any, model).set_requires_gradient_sync(now)
 
 
+def read_trained_weights(model: nn.Module) -> None:
+    """Let FSDP notice which weights have gradients now: it reads their dtypes once. A collective call."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
+
+
 def _why_no_hsdp(world: World) -> str | None:
     """Why weights cannot be sharded within machines and replicated across them; None if they can."""
     uneven = world.size % world.local_size or world.rank % world.local_size != world.local_rank

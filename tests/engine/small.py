@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from datasets import Batch, Share, Window
 from engine.amp.precision import Precision
+from engine.checkpoint.folder import Checkpoint
 from engine.machine.context import Run
 from engine.measure.meters import TrainMeters
 from engine.optim.schedule import Schedule, build_scheduler
@@ -24,13 +25,15 @@ BF16 = AmpConfig(ENABLED=True, DTYPE="bf16")
 OFF = AmpConfig()
 
 
-def build(tiny: Path, device: torch.device = CPU, /, **words: object) -> ReadyToTrain:
-    """The tiny recipe, ready for its first update. `AMP__DTYPE="fp16"` is AMP.DTYPE=fp16."""
+def build(
+    tiny: Path, device: torch.device = CPU, checkpoint: Checkpoint | None = None, /, **words: object
+) -> ReadyToTrain:
+    """The tiny recipe, ready for its first update, or for the next of `checkpoint`. AMP__DTYPE is AMP.DTYPE."""
     torch.set_num_threads(1)
     settings = {key.replace("__", "."): str(value) for key, value in words.items()}
     if device.type != "cpu":
         settings["DEVICE"] = device.type
-    return build_for_training(Run(load_config(str(tiny), words=settings).config, ALONE, device, threads=1), None)
+    return build_for_training(Run(load_config(str(tiny), words=settings).config, ALONE, device, threads=1), checkpoint)
 
 
 def windows(ready: ReadyToTrain) -> Iterator[Window]:

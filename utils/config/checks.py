@@ -72,8 +72,20 @@ def _model(config: Config) -> Iterator[Problem]:
         divisors = [n for n in range(1, width + 1) if width % n == 0]
         near = either(sorted(sorted(divisors, key=lambda n: abs(n - heads))[:2]))
         yield "MODEL.NUM_HEADS", f"{heads} does not divide MODEL.EMBED_DIM {width}; nearest: {near}"
+    if model.UNFREEZE_EPOCH is not None and not config.EVAL:
+        yield from _unfreezing(model.UNFREEZE_EPOCH, model.FREEZE, config.TRAIN.NUM_EPOCHS)
     if model.RESUME == AUTO and config.OUTPUT is None:
         yield "MODEL.RESUME", "auto looks in the run's own folder; name it with -output"
+
+
+def _unfreezing(epoch: int, frozen: tuple[str, ...], epochs: int) -> Iterator[Problem]:
+    key = "MODEL.UNFREEZE_EPOCH"
+    if not frozen:
+        yield key, f"{epoch} has nothing to unfreeze; set MODEL.FREEZE too, for example to backbone, or leave it out"
+    if epoch == 1:
+        yield key, "1 leaves no epoch in which MODEL.FREEZE has an effect; give 2 or more, or leave both out"
+    if epoch > epochs:
+        yield key, f"{epoch} is after the last epoch, TRAIN.NUM_EPOCHS {epochs}; give {epochs} or less, or leave it out"
 
 
 def _train(config: Config) -> Iterator[Problem]:

@@ -32,6 +32,9 @@ class ModelConfig(Section):
     FREEZE: Names = setting(
         (), "Weights that are not trained: backbone (all but the classifier), or globs of weights or modules."
     )
+    UNFREEZE_EPOCH: Positive | None = setting(
+        None, "First epoch in which the weights of FREEZE are trained too, from 2 to NUM_EPOCHS; null: never."
+    )
     NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: that of the data set.")
     DROPOUT: FractionBelowOne = setting(0.0, "Dropout after position embedding, projections and MLPs.")
     ATTENTION_DROPOUT: FractionBelowOne = setting(0.0, "Dropout of attention weights.")
@@ -61,3 +64,7 @@ class ModelConfig(Section):
     FUSED_MLP: Literal["auto"] | bool = setting(
         "auto", "Bias and GELU of MLPs in one kernel, forward and backward; auto: where it is faster."
     )
+
+    def frozen_in(self, epoch: int) -> tuple[str, ...]:
+        """What FREEZE freezes in an epoch."""
+        return self.FREEZE if self.UNFREEZE_EPOCH is None or epoch < self.UNFREEZE_EPOCH else ()

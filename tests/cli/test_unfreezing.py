@@ -1,0 +1,167 @@
+"""MODEL.UNFREEZE_EPOCH through the command line: log, refusals, resumes on both sides of the epoch, processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+from tests.program import ROOT, Result, metrics
+from tests.waiting import until
+
+Vitamp = Callable[..., Result]
+FROZEN = ("MODEL.FREEZE=backbone", "MODEL.UNFREEZE_EPOCH=2", "TRAIN.NUM_EPOCHS=3", "TRAIN.LAYER_DECAY=0.6")
+RICH = (*FROZEN, "TRAIN.MODEL_EMA=true", "MODEL.DEPTH=2", "MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.2")
+O2 = ("-amp", "bf16", "AMP.LEVEL=O2")
+PER_EPOCH, UPDATES = 44, 132
+UNFROZEN = "MODEL.UNFREEZE_EPOCH: from epoch 2 on, "
+
+
+def files(run: Path, update: int = UPDATES) -> dict[str, Any]:
+    """Weights, EMA and training state, in a form that `==` compares bit for bit."""
+    folder = run / "checkpoints" / f"step-{update:09d}"
+    leaves, tree = tree_flatten(torch.load(folder / "state.pt", weights_only=True))
+    state = [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} | {"state": (tree, state)}
+
+
+def frozen_in(run: Path, update: int) -> list[str]:
+    return json.loads((run / "checkpoints" / f"step-{update:09d}" / "meta.json").read_text()).get("frozen", [])
+
+
+@pytest.mark.parametrize("amp", [(), pytest.param((*O2, "-accum_iter", 2), marks=pytest.mark.slow)], ids=["fp32", "O2"])
+def test_run_resumed_before_at_and_after_the_epoch_equals_an_uninterrupted_one(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, amp: tuple[object, ...]
+) -> None:
+    per_epoch = PER_EPOCH // (2 if amp else 1)
+    last, whole = 3 * per_epoch, tmp_path / "whole"
+    done = vitamp("-cfg", tiny, "-output", whole, *RICH, *amp, "KEEP_LAST=0", "SAVE_EVERY_UPDATES=10")
+    assert done.code == 0, done.text
+    assert "30 of 32 tensors frozen (backbone), trained from epoch 2 on; learning rates from" in done.out
+    assert "trainable 170 (2.4 %)" in done.out
+    assert done.out.count(UNFROZEN) == 1
+    for update in (per_epoch // 10 * 10, per_epoch, per_epoch // 10 * 10 + 10):
+        run = tmp_path / str(update)
+        done = vitamp("-resume", whole / "checkpoints" / f"step-{update:09d}", "-output", run)
+        assert done.code == 0, done.text
+        assert done.out.count(UNFROZEN) == int(update < per_epoch)
+        assert bool(frozen_in(whole, update)) is (update <= per_epoch)
+        assert files(run, last) == files(whole, last)
+        assert metrics(run, "train") == [line for line in metrics(whole, "train") if line["update"] > update]
+    assert not frozen_in(whole, last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [PER_EPOCH - 10, PER_EPOCH + 10])
+def test_killed_run_equals_an_uninterrupted_one(vitamp: Vitamp, tiny: Path, tmp_path: Path, at: int) -> None:
+    words = ("-cfg", tiny, *RICH, *O2, "SAVE_EVERY_UPDATES=5", "KEEP_LAST=0")
+    assert vitamp("-output", tmp_path / "whole", *words).code == 0
+    command = [sys.executable, ROOT / "main_single_gpu.py", "-output", tmp_path / "run", *map(str, words)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        until(lambda: any(int(f.name[5:]) >= at for f in (tmp_path / "run" / "checkpoints").glob("step-*")))
+        process.kill()
+    assert not (tmp_path / "run" / "checkpoints" / f"step-{UPDATES:09d}").exists()
+    done = vitamp("-output", tmp_path / "run", *words, "-resume", "auto")
+    assert done.code == 0, done.text
+    assert files(tmp_path / "run") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("amp", [(), pytest.param(O2, marks=pytest.mark.slow)], ids=["DDP", "O2"])
+def test_two_processes_equal_one_that_accumulates(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, amp: tuple[object, ...]
+) -> None:
+    words = ("-cfg", tiny, *RICH, *amp)
+    done = vitamp("-output", tmp_path / "one", *words, "-accum_iter", 2)
+    assert done.code == 0, done.text
+    done = vitamp("-output", tmp_path / "two", *words, "-ngpus", 2, script="main_multi_gpu.py")
+    assert done.code == 0, done.text
+    assert done.out.count(UNFROZEN) == 1
+    one, two = (files(tmp_path / name, UPDATES // 2) for name in ("one", "two"))
+    assert [two[name] == one[name] for name in ("model.safetensors", "ema.safetensors")] == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("amp", [(), O2, ("-amp", "bf16")], ids=["fp32", "O2", "O1"])
+def test_sharded_run_agrees_with_ddp_and_resumes(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, amp: tuple[object, ...]
+) -> None:
+    words = ("-cfg", tiny, *RICH, *amp, "-ngpus", 2, "KEEP_LAST=0")
+    for name, how in (("ddp", ()), ("fsdp", ("DIST.STRATEGY=fsdp",))):
+        done = vitamp("-output", tmp_path / name, *words, *how, script="main_multi_gpu.py")
+        assert done.code == 0, done.text
+    ddp, fsdp = (
+        [(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / name, "train")] for name in ("ddp", "fsdp")
+    )
+    close = 1e-2 if amp else 1e-4
+    for ours, theirs in zip(fsdp, ddp, strict=True):
+        assert ours == pytest.approx(theirs, rel=close)
+    again = (*words, "DIST.STRATEGY=fsdp", "-output", tmp_path / "again", "-resume", "auto")
+    for limit in (("TRAIN.MAX_UPDATES=22",), ("TRAIN.MAX_UPDATES=30",), ()):
+        done = vitamp(*again, *limit, script="main_multi_gpu.py")
+        assert done.code == 0, done.text
+    assert metrics(tmp_path / "again", "train") == metrics(tmp_path / "fsdp", "train")
+
+
+@pytest.mark.slow
+def test_compiled_run_compiles_again_and_resumes(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    words = ("-cfg", tiny, *FROZEN, "TRAIN.COMPILE=blocks")
+    done = vitamp("-output", tmp_path / "whole", *words, timeout=600)
+    assert done.code == 0, done.text
+    assert done.out.count("Compiling each block") == 2
+    for limit in ("TRAIN.MAX_UPDATES=44",), ():
+        done = vitamp("-output", tmp_path / "run", "-resume", "auto", *words, *limit, timeout=600)
+        assert done.code == 0, done.text
+    assert metrics(tmp_path / "run", "train") == metrics(tmp_path / "whole", "train")
+    eager = vitamp("-output", tmp_path / "eager", "-cfg", tiny, *FROZEN)
+    assert eager.code == 0
+    losses = [[line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("whole", "eager")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ("MODEL.UNFREEZE_EPOCH=2",),
+            ["MODEL.UNFREEZE_EPOCH: 2 has nothing to unfreeze; set MODEL.FREEZE too, for example to backbone"],
+        ),
+        (
+            ("MODEL.FREEZE=backbone", "MODEL.UNFREEZE_EPOCH=3"),
+            ["MODEL.UNFREEZE_EPOCH: 3 is after the last epoch, TRAIN.NUM_EPOCHS 2; give 2 or less"],
+        ),
+        (
+            ("MODEL.UNFREEZE_EPOCH=1",),
+            ["1 has nothing to unfreeze", "1 leaves no epoch in which MODEL.FREEZE has an effect; give 2 or more"],
+        ),
+        (("MODEL.FREEZE=backbone", "MODEL.UNFREEZE_EPOCH=0"), ["MODEL.UNFREEZE_EPOCH", "whole number >= 1"]),
+    ],
+)
+def test_refusals_come_before_training(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, words: tuple[str, ...], expected: list[str]
+) -> None:
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
+    assert done.code == 2, done.text
+    for text in expected:
+        assert text in done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_trains_all_weights(vitamp: Vitamp, tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, "-dry_run", *FROZEN)
+    assert done.code == 0, done.text
+    assert UNFROZEN in done.out
+    assert "The dry run trains these weights too" in done.out
+    frozen = vitamp("-cfg", tiny, "-dry_run", "MODEL.FREEZE=backbone")
+    assert gradients(done.out) > 10 * gradients(frozen.out)
+
+
+def gradients(text: str) -> float:
+    """MiB of gradients, as a dry run reports them."""
+    return float(text.partition("gradients ")[2].split()[0])

@@ -1,4 +1,4 @@
-"""Which tests a run selects and what it must show: slices of the slow tests, a full run on record, no unknown skips.
+"""Which tests a run selects and what it must show: slices, tests of a GPU, a full run on record, no unknown skips.
 
 A plugin of pytest, loaded by tests/conftest.py; tests/README.md explains the options.
 """
@@ -26,10 +26,12 @@ SLICES = 16
 SLOW_SECONDS = 1800
 """A slow test may take this long; pyproject.toml limits the others."""
 SECONDS_BETWEEN_LINES = 60
+GPU_TESTS_ON = os.environ.get("VITAMP_GPU_TESTS_ON", "cuda")
+"""The device of the tests that need a GPU. `cpu` shows mistakes in the tests, and nothing of what a GPU does."""
 
 # What a machine may lack and still pass the gate. Any other skip is a test that nobody runs.
 ALLOWED_SKIPS = {
-    r"\bGPUs?\b|\bTF32\b": "CI has no GPU; the opposite case is tested where there is one",
+    r"\bGPUs?\b|\bTF32\b": "CI has no GPU; others have one, or an older one; the opposite case is tested there",
     r"\broot\b": "either root runs the tests or somebody else: no machine runs both kinds at once",
     r"\bno AMX\b": "the same sources are tested by emulated tiles",
     r"\bno (network|mount) namespaces\b|\btmpfs\b": "containers may forbid namespaces and mounts",
@@ -39,6 +41,8 @@ ALLOWED_SKIPS = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("vitamp")
     group.addoption("--slice", type=int, metavar="N", help=f"leave out the slow tests but slice N modulo {SLICES}")
+    group.addoption("--gpu", action="store_true", help="run only the tests that need a GPU")
+    group.addoption("--timing", choices=("only", "none"), help="run only the tests that judge by the clock, or none")
     group.addoption("--all", action="store_true", help=f"run every test; write {RECORD.relative_to(ROOT)}")
     group.addoption("--forbid-skips", action="store_true", help="fail on a skip that tests/gate.py does not allow")
 
@@ -46,6 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist; its controller reports
         return
+    if config.getoption("--gpu") and GPU_TESTS_ON == "cuda" and not _sees_gpu():
+        raise pytest.UsageError("--gpu: torch sees no GPU here. VITAMP_GPU_TESTS_ON=cpu runs what can run on a CPU.")
     if config.getoption("--all"):
         config.pluginmanager.register(FullRun(config), "vitamp-full-run")
     if config.getoption("--forbid-skips"):
@@ -59,16 +65,32 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"slow tests: slice {number % SLICES} of {SLICES} (again: bash scripts/test.sh --slice {number % SLICES})"
 
 
+@pytest.hookimpl(trylast=True)  # after the folders' own hooks, which mark tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    number = config.getoption("--slice")
-    if number is not None:
-        left_out = [item for item in items if not in_slice(item, number)]
+    left_out = [item for item in items if not is_selected(item, config)]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if in_slice(item, number)]
+        items[:] = [item for item in items if is_selected(item, config)]
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
             if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
+
+
+def is_selected(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether the options of this plugin leave a test in."""
+    number, timing = config.getoption("--slice"), config.getoption("--timing")
+    if config.getoption("--gpu") and item.get_closest_marker("gpu") is None:
+        return False
+    if timing is not None and (timing == "only") != (item.get_closest_marker("timing") is not None):
+        return False
+    return number is None or in_slice(item, number)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With other options, such as -k, no test may be left of those that judge by the clock, or only those."""
+    if session.config.getoption("--timing") and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def in_slice(item: pytest.Item, number: int) -> bool:
@@ -167,6 +189,12 @@ class FullRun:
         if terminal is not None:
             terminal.ensure_newline()
             terminal.write_line(f"tests: {text}; {outcomes}")
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _circumstances(config: pytest.Config) -> dict[str, Any]:

@@ -1,13 +1,20 @@
-"""The options of tests/gate.py: slices of the slow tests, and skips that fail a run."""
+"""The gate: slices of the slow tests, tests of a GPU, skips that fail a run, and packages that cannot be installed."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
-from tests.gate import SLICES, NoUnknownSkips, in_slice, is_allowed
+from tests.gate import SLICES, NoUnknownSkips, in_slice, is_allowed, is_selected
+from tests.gpu import runs
+from tests.program import ROOT
 
 
 def item(name: str, *marks: str) -> pytest.Item:
@@ -25,9 +32,63 @@ def test_a_slow_test_is_in_one_slice_and_other_tests_in_all() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, "a gpu timing both"),
+        ({"--gpu": True}, "gpu both"),
+        ({"--gpu": True, "--timing": "none"}, "gpu"),
+        ({"--gpu": True, "--timing": "only"}, "both"),
+        ({"--timing": "none"}, "a gpu"),
+    ],
+)
+def test_gpu_and_timing_select_by_marker(options: dict[str, object], left: str) -> None:
+    config = cast(pytest.Config, SimpleNamespace(getoption=options.get))
+    tests = [item("a"), item("gpu", "gpu"), item("timing", "timing"), item("both", "gpu", "timing")]
+    assert [test.nodeid for test in tests if is_selected(test, config)] == left.split()
+
+
+@pytest.mark.parametrize(
+    ("capability", "word", "missing"),
+    [
+        ((7, 5), "bf16", "bf16"),
+        ((7, 0), torch.bfloat16, "bf16"),
+        ((7, 0), "MODEL.ATTENTION=flash", "flash"),
+        ((7, 5), "fp16", None),
+        ((8, 0), "bf16", None),
+    ],
+)
+def test_an_older_gpu_skips_what_it_lacks(
+    capability: tuple[int, int], word: object, missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "KIND", "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if missing is None:
+        runs.skip_if_missing("-amp", word)
+        return
+    with pytest.raises(pytest.skip.Exception, match=f"this GPU has no {missing}: compute capability 7"):
+        runs.skip_if_missing("-amp", word)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_gpu_without_one_is_an_error_unless_a_cpu_is_named() -> None:
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--gpu", "--timing=only", "tests/gpu"]
+
+    def run(**env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(collect, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
+
+    refused = run(VITAMP_GPU_TESTS_ON="cuda")
+    assert (refused.returncode, "torch sees no GPU here. VITAMP_GPU_TESTS_ON=cpu" in refused.stderr) == (4, True)
+    found = run(VITAMP_GPU_TESTS_ON="cpu")
+    assert (found.returncode, found.stdout.count("::")) == (0, 1), found.stdout
+
+
+@pytest.mark.parametrize(
     ("reason", "allowed"),
     [
         ("there is no GPU here", True),
+        ("needs 2 GPUs; this machine has 1", True),
+        ("this GPU has no bf16: compute capability 7.5, not 8.0", True),
+        ("only root installs packages", True),
         ("root may write everywhere", True),
         ("this CPU has no AMX (Intel Xeon has it from Sapphire Rapids on)", True),
         ("no network namespaces here: Operation not permitted", True),
@@ -48,3 +109,51 @@ def test_an_unknown_skip_fails_the_run(reason: str, code: int) -> None:
     rule.pytest_runtest_logreport(cast(Any, skipped))
     rule.pytest_sessionfinish(session)
     assert session.exitstatus == code
+
+
+APT = """\
+#!/usr/bin/env bash
+echo "$1" >>"{place}/asked"
+if (($(grep -c update "{place}/asked") <= {failures})) || [[ $1 == "{failing}" ]]; then
+    echo "E: Unable to locate package zsh" >&2
+    exit 100
+fi
+"""
+STAND_INS = {"sleep": "exit 0", "git": "touch '{place}/went_on'; exit 7"}
+"""No test waits between attempts, and the suite does not begin again inside a test."""
+
+
+def run_ci(place: Path, failures: int, failing: str = "") -> subprocess.CompletedProcess[str]:
+    """`.ci/run` with an apt-get of which the first `failures` attempts fail, or the subcommand `failing` always."""
+    programs = {name: f"#!/bin/sh\n{text.format(place=place)}\n" for name, text in STAND_INS.items()}
+    programs["apt-get"] = APT.format(place=place, failures=failures, failing=failing)
+    for name, text in programs.items():
+        (place / name).write_text(text, encoding="utf-8")
+        (place / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{place}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash", str(ROOT / ".ci" / "run")], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root installs packages")
+
+
+@only_root
+@pytest.mark.parametrize(("failures", "failing"), [(9, ""), (0, "install")], ids=["update", "install"])
+def test_packages_that_cannot_be_installed_fail_the_gate(tmp_path: Path, failures: int, failing: str) -> None:
+    """They would be skipped otherwise, and nobody would know."""
+    done = run_ci(tmp_path, failures, failing)
+    assert done.returncode == 1
+    assert "E: Unable to locate package zsh" in done.stderr, "apt-get's own reason"
+    assert "ci: apt-get failed 3 times to install slurmd " in done.stderr
+    assert (tmp_path / "asked").read_text().split() == (["update"] if failures else ["update", "install"]) * 3
+    assert not (tmp_path / "went_on").exists()
+
+
+@only_root
+def test_packages_are_installed_by_the_third_attempt(tmp_path: Path) -> None:
+    done = run_ci(tmp_path, failures=2)
+    assert (tmp_path / "asked").read_text().split() == ["update"] * 3 + ["install"]
+    assert (tmp_path / "went_on").exists()
+    assert (done.returncode, done.stderr) == (7, "")

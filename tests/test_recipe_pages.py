@@ -98,11 +98,10 @@ def stood_still(run: Path, before: Path) -> None:
 
 
 @for_each(NAMES)
-def test_a_page_is_linked_has_commands_and_a_result(page: str) -> None:
+def test_a_page_is_linked_and_has_commands(page: str) -> None:
     assert f"(recipes/{page}.md)" in (PAGES.parent / "recipes.md").read_text(encoding="utf-8")
     assert commands(page)
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
-    assert "unmeasured" in text.casefold()
     for link in re.findall(r"\]\(([^)#]+\.(?:md|yaml))", text):
         assert (PAGES / link).is_file(), link
 

@@ -91,6 +91,7 @@ def test_host_copy_would_be_noticed(tiny: Path) -> None:
     assert "aten::_local_scalar_dense" in read_backs(ready)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here to wait for")
 @pytest.mark.parametrize(("enabled", "dtype"), PRECISIONS)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])

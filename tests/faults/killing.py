@@ -37,8 +37,9 @@ class Run:
         )
 
     def wait_for_updates(self, update: int = 3, seconds: float = 90) -> None:
-        """Until so many updates have been reported."""
+        """Until so many updates have been reported; a run that ends before fails the test."""
         until(lambda: self.process.poll() is not None or reported(self.folder) >= update, seconds)
+        assert self.process.poll() is None, f"the run ended before update {update}:\n{self.end(5).text}"
 
     def end(self, seconds: float) -> Result:
         out, err = self.process.communicate(timeout=seconds)

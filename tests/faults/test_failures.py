@@ -19,6 +19,7 @@ SMALL = [
     *("DATA.IMAGE_CHANNELS=3", "DATA.DATASET=imagenet2012", "DATA.NUM_WORKERS=1", "DATA.BATCH_SIZE=4"),
 ]
 ENDLESS = ["TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1"]
+ALL_THERE = "a launcher, two ranks, a loading process each"
 # Loaded by every Python that has its folder in PYTHONPATH: rank 1's fifth update finds a bug.
 BROKEN_RANK = """
 import os
@@ -76,7 +77,7 @@ def test_an_unreadable_image_is_named(
 def test_ctrl_c_ends_all(start: Callable[..., Run], imagenet: Path, to_all: bool) -> None:
     run = start(*SMALL, *ENDLESS, f"DATA.DATA_PATH={imagenet}")
     run.wait_for_updates()
-    assert len(run.alive()) >= 5, "a launcher, two ranks, a loading process each"
+    assert len(run.alive()) >= 5, ALL_THERE
     if to_all:
         os.killpg(run.process.pid, signal.SIGINT)
     else:
@@ -90,6 +91,7 @@ def test_ctrl_c_ends_all(start: Callable[..., Run], imagenet: Path, to_all: bool
 def test_ctrl_c_ends_a_single_process_and_its_loaders(start: Callable[..., Run], imagenet: Path) -> None:
     run = start(*SMALL, *ENDLESS, f"DATA.DATA_PATH={imagenet}", ngpus=0)
     run.wait_for_updates()
+    assert len(run.alive()) >= 2, "the run and its loading process"
     os.killpg(run.process.pid, signal.SIGINT)
     done = run.end(15)
     assert done.code == 130, done.text
@@ -101,5 +103,6 @@ def test_ctrl_c_ends_a_single_process_and_its_loaders(start: Callable[..., Run],
 def test_a_killed_launcher_leaves_no_orphans(start: Callable[..., Run], imagenet: Path) -> None:
     run = start(*SMALL, *ENDLESS, f"DATA.DATA_PATH={imagenet}")
     run.wait_for_updates()
+    assert len(run.alive()) >= 5, ALL_THERE
     run.process.kill()
     until(lambda: not run.alive(), 10)

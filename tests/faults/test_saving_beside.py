@@ -96,16 +96,30 @@ def test_the_same_bytes_with_and_without_the_background(
         assert ours.read_bytes() == theirs.read_bytes(), file
 
 
-def test_one_at_a_time_and_the_wait_is_counted(tmp_path: Path, gate: Gate) -> None:
-    saver = Saver(tmp_path, Config(), pinned=False)
+def test_one_at_a_time_and_the_wait_is_counted(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that stands still but for the wait."""
+    now = [0.0]
+    monkeypatch.setattr(saving.time, "perf_counter", lambda: now[0])
+
+    def let_it_write() -> None:
+        assert waiting.wait(60)
+        now[0] += 7
+        gate.open()
+
+    saver, waiting = Saver(tmp_path, Config(), pinned=False), threading.Event()
+    wait_for_writer = saver.wait_for_writer
+    monkeypatch.setattr(saver, "wait_for_writer", lambda: waiting.set() or wait_for_writer())
+    opener = threading.Thread(target=let_it_write)
     weight = torch.ones(4)
-    saver.save(Snapshot({MODEL: {"weight": weight}}, {}, meta(1), None))
+    saver.save(Snapshot({MODEL: {"weight": weight}}, {}, meta(1), None, 0.0))
     assert gate.writing.wait(10)
-    assert saver.seconds_paused < 0.5
-    threading.Timer(0.6, gate.open).start()
+    assert saver.seconds_paused == 0, "the first is not written yet"
+    waiting.clear()
+    opener.start()
     weight.fill_(2)
-    saver.save(Snapshot({MODEL: {"weight": weight}}, {}, meta(2), None))
-    assert saver.seconds_paused > 0.5, "the second waited for the first"
+    saver.save(Snapshot({MODEL: {"weight": weight}}, {}, meta(2), None, 0.0))
+    assert saver.seconds_paused == 7, "the second waited for the first"
+    opener.join()
     saver.finish()
     for update in (1, 2):
         found = verify(inspect(tmp_path / folder_name(update)))

@@ -1,4 +1,4 @@
-"""All tests here are skipped where there is no GPU."""
+"""All tests here are marked `gpu`. They are skipped without a GPU, and where an older one lacks what they use."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.runs import KIND, SMALL, Run, Train
+from tests.gpu.runs import KIND, SMALL, Run, Train, skip_if_missing
 from tests.program import Result
 
+HERE = Path(__file__).parent
 
-@pytest.fixture(scope="session", autouse=True)
-def _gpu() -> None:
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def _gpu(request: pytest.FixtureRequest) -> None:
+    """Skips by the parameters of a test; `train` does so by the words of a run."""
     if KIND == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no GPU here")
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    skip_if_missing(*parameters.values())
 
 
 @pytest.fixture
@@ -28,6 +39,7 @@ def small(tmp_path: Path) -> Path:
 @pytest.fixture
 def train(vitamp: Callable[..., Result], small: Path, tmp_path: Path) -> Train:
     def call(name: str, *words: object, updates: int | None = 12, code: int = 0, **options: object) -> Run:
+        skip_if_missing(*words)
         limit = [] if updates is None else [f"TRAIN.MAX_UPDATES={updates}"]
         done = vitamp("-cfg", small, "-output", tmp_path / name, *limit, *words, **{"timeout": 240, **options})
         assert done.code == code, done.text

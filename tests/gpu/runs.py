@@ -7,7 +7,6 @@ mistakes of the tests themselves, and nothing of what a GPU does.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,31 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.gate import GPU_TESTS_ON
 from tests.program import Result, metrics
 
-KIND = os.environ.get("VITAMP_GPU_TESTS_ON", "cuda")
+KIND = GPU_TESTS_ON
 PLACE = torch.device("cuda", 0) if KIND == "cuda" else torch.device(KIND)
 on_a_gpu_alone = pytest.mark.skipif(KIND != "cuda", reason=f"asks what only a GPU has, and this is {KIND}")
+
+AMPERE = (8, 0)
+"""The first compute capability with bf16 and with kernels for flash attention; a T4 has 7.5, a V100 7.0."""
+NEED_AMPERE = ("bf16", "flash", "cudnn")
+
+
+def skip_if_missing(*words: object) -> None:
+    """Skip a test on a GPU that lacks what is named in these words of a command line, or parameters of a test."""
+    text = " ".join(map(str, words)).replace("bfloat16", "bf16")
+    needed = [need for need in NEED_AMPERE if need in text]
+    if needed and KIND == "cuda" and (capability := torch.cuda.get_device_capability()) < AMPERE:
+        pytest.skip(f"this GPU has no {needed[0]}: compute capability {capability[0]}.{capability[1]}, not 8.0")
+
+
+def needs(count: int) -> pytest.MarkDecorator:
+    """Mark a test that needs several GPUs; on a CPU as many processes run it."""
+    there = torch.cuda.device_count() if KIND == "cuda" else count
+    return pytest.mark.skipif(there < count, reason=f"needs {count} GPUs; this machine has {there}")
+
 
 SMALL = f"""\
 DATA:

@@ -17,7 +17,7 @@ from engine.speed.attention import PACKED, apply_attention
 from engine.speed.kernels.attention import packed_attention
 from engine.speed.packed_attention import PackedAttention
 from tests.engine.speed.exact_attention import apart, exact_attention
-from tests.gpu.runs import Train, on_a_gpu_alone
+from tests.gpu.runs import Train, on_a_gpu_alone, skip_if_missing
 
 pytestmark = on_a_gpu_alone
 BOUNDS = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -25,6 +25,7 @@ HEADS = 3
 
 
 def sample(tokens: int, width: int, dtype: torch.dtype, batch: int = 4) -> tuple[Tensor, Tensor]:
+    skip_if_missing(dtype)
     torch.manual_seed(0)
     qkv = torch.randn(batch, tokens, 3 * HEADS * width, device="cuda", dtype=dtype, requires_grad=True)
     return qkv, torch.randn(batch, tokens, HEADS * width, device="cuda", dtype=dtype)

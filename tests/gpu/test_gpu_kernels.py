@@ -11,7 +11,7 @@ from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 
 from engine.speed.fused_mlp import fuse_mlps
-from tests.gpu.runs import PLACE, Train, apart, on_a_gpu_alone
+from tests.gpu.runs import PLACE, Train, apart, on_a_gpu_alone, skip_if_missing
 
 pytestmark = on_a_gpu_alone
 
@@ -76,6 +76,7 @@ def gradients(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> 
 
 @pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
 def test_an_mlp_under_autocast_is_as_near_to_float64_as_timms(mode: str | None) -> None:
+    skip_if_missing(torch.bfloat16)
     torch.manual_seed(0)
     theirs = Mlp(96, 384).to(PLACE)
     fused, exact = Mlp(96, 384).to(PLACE), Mlp(96, 384).to(PLACE).double()

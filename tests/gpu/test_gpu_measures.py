@@ -17,6 +17,7 @@ pytestmark = on_a_gpu_alone
 LARGER = ("MODEL.EMBED_DIM=256", "MODEL.DEPTH=6", "MODEL.NUM_HEADS=4", "DATA.BATCH_SIZE=96")
 
 
+@pytest.mark.timing
 def test_the_stages_make_up_an_update(train: Train) -> None:
     """Work enough for the GPU to be the slower one, so that its time is the update's."""
     words = ("-amp", "bf16", "REPORT_STAGES=true", "REPORT_FREQ=5", "TRAIN.NUM_EPOCHS=5", "VALIDATE_FREQ=5")

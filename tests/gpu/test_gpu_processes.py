@@ -1,4 +1,4 @@
-"""One process on one GPU, whoever starts it."""
+"""One process on one GPU, whoever starts it; and two processes on two."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.runs import KIND, Run, Train
+from tests.gpu.runs import KIND, Run, Train, apart, far, needs
 from tests.launch.clusters import MULTI, Command, torchrun
 from tests.program import Result
 from tests.waiting import free_port
@@ -28,6 +28,16 @@ def test_main_multi_gpu_with_one(train: Train, alone: Run) -> None:
     if KIND == "cuda" and torch.cuda.device_count() == 1:
         one = train("all", *WORDS, script="main_multi_gpu.py")
         assert "One process: one GPU is visible." in one.text
+
+
+@needs(2)
+def test_two_train_as_one_does_with_twice_the_micro_batches(train: Train) -> None:
+    words = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.1", "MODEL.ATTENTION=fused", "MODEL.DROPOUT=0.1")
+    one = train("one", *words, "-batch_size", 16, "-accum_iter", 2)
+    two = train("two", *words, "-batch_size", 16, "-ngpus", 2, script="main_multi_gpu.py")
+    assert sorted(path.name for path in (two.folder / "ranks").iterdir()) == ["0.log", "1.log"]
+    assert apart(two.losses, one.losses) < 1e-4
+    assert far(two.weights(), one.weights()) < 1e-4
 
 
 def test_more_than_there_are_is_refused(vitamp: Callable[..., Result], small: Path) -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from engine.saved.predictions import validation_part
 from engine.saved.trained import load_trained
-from tests.gpu.runs import KIND, SMALL, Run
+from tests.gpu.runs import KIND, SMALL, Run, skip_if_missing
 from tests.program import Result, run_program
 
 ALL = ("-topk", 10)
@@ -21,6 +21,7 @@ ALL = ("-topk", 10)
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     place = tmp_path_factory.mktemp("trained")
     (place / "small.yaml").write_text(SMALL, encoding="utf-8")
+    skip_if_missing("bf16")
     words = ("-amp", "bf16", "TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.9", "SAVE_FREQ=1")
     done = run_program("-cfg", place / "small.yaml", "-output", place / "run", *words, streams=place, timeout=240)
     assert done.code == 0, done.text

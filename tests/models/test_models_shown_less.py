@@ -114,7 +114,7 @@ def test_size_schedule_model_accepts_smaller_images() -> None:
 
 
 def test_other_image_size_without_a_schedule_is_refused() -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"Input height \(16\) doesn't match model \(32\)"):
         tiny(Shortcuts())(images(side=16))
 
 

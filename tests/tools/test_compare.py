@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from tests.program import ROOT, Started, metrics
+from tests.waiting import until
 from tools.compare import plan, train
 from tools.compare.command import main
 from tools.compare.plan import read_modes, read_seeds
@@ -332,10 +332,8 @@ def test_interrupted_comparison_resumes(
         str(out),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
-        end = time.monotonic() + 300
-        while not (out / "bf16-0" / "metrics.jsonl").exists() or not metrics(out / "bf16-0", "epoch"):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        file = out / "bf16-0" / "metrics.jsonl"
+        until(lambda: file.exists() and metrics(out / "bf16-0", "epoch"), 300)
         first.send_signal(number)
         said, _ = first.communicate(timeout=180)
     assert first.returncode == code, said

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from PIL import Image
 
 from datasets import check_dataset, open_dataset
 from tests.tools.packing import Pack, all_bytes, members, photograph
+from tests.waiting import until
 from tools.pack_images.command import main
 from utils.config.data import DataConfig
 
@@ -141,10 +141,9 @@ def test_killed_packing_resumes(many: Path, tmp_path: Path, pack: Pack, how: sig
     ]
     process = multiprocessing.get_context("fork").Process(target=_become, args=(words, tmp_path / "out"))
     process.start()
-    deadline = time.monotonic() + 60
-    while not (shards := sorted((tmp_path / "packed" / "train").glob("*.tar"))) and time.monotonic() < deadline:
-        assert process.is_alive(), (tmp_path / "out").read_text()
-        time.sleep(0.005)
+    until(lambda: any((tmp_path / "packed" / "train").glob("*.tar")) or not process.is_alive())
+    assert process.is_alive(), (tmp_path / "out").read_text()
+    shards = sorted((tmp_path / "packed" / "train").glob("*.tar"))
     os.kill(process.pid or 0, how)
     process.join(60)
     assert process.exitcode == (130 if how == signal.SIGINT else -9)

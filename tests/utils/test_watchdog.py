@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-import time
 from typing import Any
 
 import pytest
 from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
 
+from tests.waiting import until
 from utils.distributed import group
 from utils.distributed.processes import Process, start_time_of
-from utils.distributed.watchdog import HEARTBEAT, Watchdog
+from utils.distributed.watchdog import Watchdog
 from utils.distributed.world import TORCHRUN, World
 
 WAITS = {"number": 9, "in_collective": True, "place": "torch/distributed/distributed_c10d.py:1 (all_reduce)"}
@@ -103,11 +103,13 @@ def test_watchdog_notices_a_killed_process_at_once(left: bool, monkeypatch: pyte
     store = LocalStore()
     watchdog = Watchdog(store, World(0, 2, 0, 2, TORCHRUN), ["a", "b"], 600, {1: process})  # pyright: ignore[reportArgumentType]
     try:
-        assert not decided
+        until(lambda: watchdog._sent > 1)
+        assert not decided, "while it lives"
         if left:
             store.set("heartbeat/1", '{"left": true}')
         child.kill()  # and not waited for: a zombie has died, too
-        time.sleep(3 * HEARTBEAT)
+        checked = watchdog._sent + 2  # one check may have begun before
+        until(lambda: watchdog._sent > checked)
         assert ("b died without an error message" in " ".join(decided)) is not left
     finally:
         watchdog._stop()

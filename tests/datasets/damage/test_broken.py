@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import shutil
 import struct
 import zlib
@@ -72,21 +71,6 @@ def loaders(listed: Path, settings: Settings) -> Iterator[Loaders]:
         loader.close()
 
 
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """Logged messages."""
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Keep()
-    logging.getLogger("vitamp").addHandler(handler)
-    yield lines
-    logging.getLogger("vitamp").removeHandler(handler)
-
-
 def epoch(loader: TrainLoader, number: int = 1) -> list[Batch]:
     return [batch for window in loader.epoch(number) for _, batch in window]
 
@@ -100,11 +84,11 @@ def same(one: list[Batch], other: list[Batch]) -> bool:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_broken_image_is_replaced_by_the_next_and_other_samples_are_unchanged(
-    loaders: Loaders, said: list[str], spoil: str, workers: int
+    loaders: Loaders, said: pytest.LogCaptureFixture, spoil: str, workers: int
 ) -> None:
     shutil.copy(loaders.image(5), loaders.image(4))
     expected = epoch(loaders())
-    assert not said
+    assert not said.messages
     SPOILS[spoil](loaders.image(4))
     found = epoch(loaders(workers))
     for batch, wanted in zip(found, expected, strict=True):
@@ -112,10 +96,10 @@ def test_broken_image_is_replaced_by_the_next_and_other_samples_are_unchanged(
         assert torch.equal(batch.images, wanted.images)
         assert torch.equal(batch.indices, wanted.indices)
         assert batch.labels.tolist() == [(5 if i == 4 else i) % 3 for i in batch.indices.tolist()]
-    assert len(said) == 1
-    assert str(loaders.image(4)) in said[0]
+    assert len(said.messages) == 1
+    assert str(loaders.image(4)) in said.messages[0]
     reasons = {"missing": "it does not exist", "empty": "the file is empty", "bomb": "would fill the memory"}
-    assert reasons.get(spoil, "cannot be read") in said[0]
+    assert reasons.get(spoil, "cannot be read") in said.messages[0]
 
 
 def test_replacement_search_wraps_around_the_end(loaders: Loaders) -> None:
@@ -126,13 +110,13 @@ def test_replacement_search_wraps_around_the_end(loaders: Loaders) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_broken_image_is_logged_once(loaders: Loaders, said: list[str], workers: int) -> None:
+def test_broken_image_is_logged_once(loaders: Loaders, said: pytest.LogCaptureFixture, workers: int) -> None:
     loaders.image(5).write_bytes(b"")
     loaders.image(7).write_bytes(b"")
     loader = loaders(workers, copies=3)
     for number in (1, 2, 3):  # each reads a third of the images, including these two
         epoch(loader, number)
-    assert sorted(line.split("/")[-1].split(" ")[0] for line in said) == ["5.png", "7.png"]
+    assert sorted(line.split("/")[-1].split(" ")[0] for line in said.messages) == ["5.png", "7.png"]
     assert "2 training images could not be read" in loader.broken.summary()
 
 
@@ -211,7 +195,11 @@ EIO, STALE = OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "St
 
 @pytest.mark.parametrize(("error", "times"), [(EIO, 3), (STALE, 1), (b"garbage", 1)])
 def test_temporary_failure_changes_no_pixels(
-    loaders: Loaders, monkeypatch: pytest.MonkeyPatch, said: list[str], error: Exception | bytes, times: int
+    loaders: Loaders,
+    monkeypatch: pytest.MonkeyPatch,
+    said: pytest.LogCaptureFixture,
+    error: Exception | bytes,
+    times: int,
 ) -> None:
     monkeypatch.setattr(retry, "PAUSES", (0.0, 0.0, 0.0))
     expected = epoch(loaders())
@@ -221,7 +209,7 @@ def test_temporary_failure_changes_no_pixels(
     images.samples = Flaky(images.samples, {4: times, 9: times}, error)
     assert same(epoch(loader), expected)
     assert images.samples.tries == 2 * times
-    assert not said
+    assert not said.messages
 
 
 @pytest.mark.parametrize(

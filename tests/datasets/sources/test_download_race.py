@@ -10,7 +10,6 @@ import os
 import sys
 import tarfile
 import threading
-import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torchvision.datasets.caltech as theirs
 from datasets import check_dataset
 from tests.datasets.shards.serving import serving
 from tests.datasets.sources.published import MAKERS
+from tests.waiting import until
 from utils.config.data import DataConfig
 from utils.log import start_log
 
@@ -86,11 +86,8 @@ def test_four_processes_download_once(tmp_path: Path, monkeypatch: pytest.Monkey
         racers = [FORK.Process(target=race, args=(tmp_path, number), daemon=True) for number in range(RACERS)]
         for racer in racers:
             racer.start()
-        end = time.monotonic() + 50
-        while waiting(tmp_path) < RACERS - 1 and time.monotonic() < end:
-            time.sleep(0.05)
         # Three processes wait for the complete data set and do not use the half that exists.
-        assert waiting(tmp_path) == RACERS - 1
+        until(lambda: waiting(tmp_path) == RACERS - 1)
         assert not (tmp_path / "data" / "caltech256").exists()
         all_here.set()
         for racer in racers:

@@ -150,7 +150,7 @@ def test_late_skip_is_replayed_with_its_own_batch_and_scale() -> None:
     assert watch.take() == []
 
 
-def test_memory_of_pending_updates_is_limited(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_memory_of_pending_updates_is_limited(monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture) -> None:
     """Two updates of two micro-batches fit; the newest two keep their images."""
     size = micro_batch(0)[1].images.nbytes
     monkeypatch.setattr(skip_watch, "MAX_BYTES", 4 * size)
@@ -168,12 +168,12 @@ def test_memory_of_pending_updates_is_limited(monkeypatch: pytest.MonkeyPatch, s
     assert [image() is None for image in images] == [True, True, False, False]
     late.arrived = 4
     assert [(blame.update, blame.passed_over) for blame in watch.take()] == [(3, 2), (4, 0)]
-    assert [line for line in said if "cannot be replayed" in line] == [said[0]]
-    assert said[0].startswith("update 1 was skipped and cannot be replayed: its images exceed the limit of ")
+    assert [line for line in said.messages if "cannot be replayed" in line] == [said.messages[0]]
+    assert said.messages[0].startswith("update 1 was skipped and cannot be replayed: its images exceed the limit of ")
 
 
 def test_update_larger_than_the_limit_is_dropped_while_it_is_computed(
-    monkeypatch: pytest.MonkeyPatch, said: list[str]
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(skip_watch, "MAX_BYTES", 2 * micro_batch(0)[1].images.nbytes)
     watch = watch_of(with_huge_bias())
@@ -190,12 +190,4 @@ def test_update_larger_than_the_limit_is_dropped_while_it_is_computed(
         watch.remember(update, micro_batches, torch.tensor(1.0))
         watch.record(update, False)
     assert watch.take() == []
-    assert sum("cannot be replayed" in line for line in said) == 1
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lines of the log."""
-    lines: list[str] = []
-    monkeypatch.setattr(skip_watch.log, "info", lambda text, *words: lines.append(text % words))
-    return lines
+    assert sum("cannot be replayed" in line for line in said.messages) == 1

@@ -201,6 +201,7 @@ def test_mixing_and_erasing_copy_nothing_to_the_host(tiny: Path, mode: str) -> N
     assert read_backs(build(tiny, TRAIN__MIXUP_MODE=mode, **ALL_ON)) == set()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here to wait for")
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_mixing_and_erasing_never_wait_for_the_gpu(tiny: Path, mode: str) -> None:

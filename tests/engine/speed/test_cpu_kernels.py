@@ -167,7 +167,7 @@ def test_bits_do_not_depend_on_threads() -> None:
 
 @needs_tiles
 def test_torch_finds_the_operators_well_made() -> None:
-    *leaves, grad = layers_of(40, 33, 50, 20)
+    *leaves, _ = layers_of(40, 33, 50, 20)
     x, w1, b1, *_ = leaves
     ops = torch.ops.vitamp
     torch.library.opcheck(ops.cpu_linear.default, (x, w1, b1))
@@ -175,7 +175,6 @@ def test_torch_finds_the_operators_well_made() -> None:
     torch.library.opcheck(ops.cpu_mlp.default, tuple(leaves))
     qkv = numbers((2, 17, 96))[0].requires_grad_()
     torch.library.opcheck(ops.packed_attention.default, (qkv, 2))
-    assert grad.shape == (40, 20)
 
 
 @needs_tiles
@@ -192,7 +191,7 @@ def test_only_trained_inputs_get_gradients() -> None:
 
 @needs_tiles
 def test_matrices_may_have_any_strides() -> None:
-    x, weight, bias, grad = layers_of(40, 30, 20)
+    x, weight, bias, _ = layers_of(40, 30, 20)
     expected = cpu_linear(x, weight, bias)
     turned = x.detach().t().contiguous().t().requires_grad_()
     wide = torch.cat([x.detach(), x.detach()], dim=1)[:, :30].requires_grad_()
@@ -203,7 +202,6 @@ def test_matrices_may_have_any_strides() -> None:
     one = torch.tensor(1.0).expand(40, 20)  # as the gradient of a sum is
     (spread,) = torch.autograd.grad(expected, x, one, retain_graph=True)
     assert torch.equal(spread, torch.autograd.grad(expected, x, one.contiguous())[0])
-    assert grad.shape == (40, 20)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from tests import gate
 from tests.gate import SLICES, NoUnknownSkips, in_slice, is_allowed, is_selected
 from tests.gpu import runs
 from tests.program import ROOT
@@ -69,17 +70,28 @@ def test_an_older_gpu_skips_what_it_lacks(
         runs.skip_if_missing("-amp", word)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_gpu_without_one_is_an_error_unless_a_cpu_is_named() -> None:
-    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--gpu", "--timing=only", "tests/gpu"]
+def test_gpu_without_one_is_an_error_unless_a_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = cast(pytest.Config, SimpleNamespace(getoption={"--gpu": True}.get))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gate, "GPU_TESTS_ON", "cuda")
+    with pytest.raises(pytest.UsageError, match=r"torch sees no GPU here\. VITAMP_GPU_TESTS_ON=cpu"):
+        gate.pytest_configure(config)
+    monkeypatch.setattr(gate, "GPU_TESTS_ON", "cpu")
+    gate.pytest_configure(config)
 
-    def run(**env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(collect, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
 
-    refused = run(VITAMP_GPU_TESTS_ON="cuda")
-    assert (refused.returncode, "torch sees no GPU here. VITAMP_GPU_TESTS_ON=cpu" in refused.stderr) == (4, True)
-    found = run(VITAMP_GPU_TESTS_ON="cpu")
-    assert (found.returncode, found.stdout.count("::")) == (0, 1), found.stdout
+@pytest.mark.slow  # another pytest; the rule is tested above
+def test_all_tests_in_the_folder_of_the_gpu_are_marked() -> None:
+    def collected(*words: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    marked = collected("--gpu", "tests/gpu", "tests/engine/test_no_host_copies.py")
+    there = collected("tests/gpu")
+    assert set(there) < set(marked)
+    assert all("waits_for_the_gpu" in test for test in set(marked) - set(there))
+    assert collected("--gpu", "--timing=none", "tests/gpu") == [test for test in there if "stages_make_up" not in test]
 
 
 @pytest.mark.parametrize(

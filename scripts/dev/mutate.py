@@ -13,11 +13,12 @@ are extracted to a temporary folder and run in this Python environment; the JSON
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,12 +28,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.dev.equality import checked_out  # noqa: E402
-from scripts.dev.mutants import Mutant, choose, find_line, mutated, product_lines  # noqa: E402
+from scripts.dev.mutants import ROOMS, Mutant, choose, find_line, mutated, product_lines  # noqa: E402
 
+FORK = multiprocessing.get_context("fork")
+for library in ("timm", "torch.distributed", "torchvision.transforms.v2", "pydantic", "safetensors.torch"):
+    importlib.import_module(library)  # once for all mutants: it takes seconds
+
+OURS = {"scripts", "tests", *ROOMS}
+OUTPUT = "output"
 CAUGHT, SURVIVED, UNFINISHED, MISSING = "caught", "survived", "unfinished", "missing"
 TEST_SECONDS = 100
 """A test that takes longer hangs."""
@@ -106,23 +115,39 @@ class Judge:
     def _run(self, tests: list[str], seconds: float) -> str | None:
         """The test that fails or hangs, "" if all pass, None if time is up."""
         with tempfile.TemporaryDirectory() as place:
-            output = Path(place) / "output"
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-n", "0", "-m", "not slow", *tests]
-            command += ["-p", "no:cacheprovider", f"--timeout={TEST_SECONDS}", "--tb=no", f"--basetemp={place}/t"]
-            command += [word for test in sorted(self._failing) for word in ("--deselect", test)]
-            more = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": place, MARK: place, "COLUMNS": "400"}
-            with output.open("wb") as stream:
-                process = subprocess.Popen(
-                    command, cwd=self._code, env=os.environ | more, stdout=stream, stderr=subprocess.STDOUT
-                )
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(seconds, 1))
-            ended = process.poll() is not None
+            words = ["-x", "-q", "-rfE", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", "--tb=no"]
+            words += [f"--timeout={TEST_SECONDS}", f"--basetemp={place}/t", *tests]
+            words += [word for test in sorted(self._failing) for word in ("--deselect", test)]
+            process = FORK.Process(target=be_pytest, args=(words, self._code, place))
+            process.start()
+            process.join(max(seconds, 1))
+            code = process.exitcode
+            process.kill()
             end_processes(place)
-            process.wait()
-            if not ended:
+            process.join()
+            if code is None:
                 return None
-            return failed_test(output.read_text(encoding="utf-8", errors="replace"), process.returncode)
+            return failed_test((Path(place) / OUTPUT).read_text(encoding="utf-8", errors="replace"), code)
+
+
+def be_pytest(words: list[str], code: Path, place: str) -> None:
+    """In a forked process: be `python -m pytest words...` in the folder `code`; libraries are imported already."""
+    os.setsid()
+    output = os.open(f"{place}/{OUTPUT}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+    os.chdir(code)
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": place, MARK: place, "COLUMNS": "400"}
+    tempfile.tempdir = None
+    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+        del sys.modules[name]
+    sys.path = [str(code), *(path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT / "scripts"))]
+    sys.path = [path for path in sys.path if Path(path).resolve() != ROOT]
+    sys.argv = ["pytest"]
+    code_of_exit = pytest.main(words)
+    sys.stdout.flush()
+    os._exit(code_of_exit)
 
 
 def failed_test(output: str, code: int) -> str:

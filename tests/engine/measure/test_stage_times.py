@@ -275,9 +275,15 @@ def slow_meters(ready: ReadyToTrain) -> None:
         (slow_meters, OTHER),
     ],
 )
-def test_slow_stage_is_found(tiny: Path, naps: Naps, slow: Callable[[ReadyToTrain], None], stage: str) -> None:
+def test_slow_stage_is_found(
+    tiny: Path,
+    naps: Naps,
+    monkeypatch: pytest.MonkeyPatch,
+    slow: Callable[[ReadyToTrain], None],
+    stage: str,
+) -> None:
     ready = build(tiny, REPORT_STAGES="true", TRAIN__ACCUM_ITER=2)
-    ready.parts.stages = HostStages(naps.perf_counter)
+    monkeypatch.setattr(ready.parts.stages, "_clock", naps.perf_counter)
     slow(ready)
     train(ready, 2)
     ready.parts.stages.take()

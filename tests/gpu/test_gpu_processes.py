@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.runs import KIND, Run, Train, apart, far, needs
+from tests.gpu.runs import KIND, Run, Train, apart, far, needs, on_a_gpu_alone
 from tests.launch.clusters import MULTI, Command, torchrun
 from tests.program import Result
 from tests.waiting import free_port
@@ -40,9 +40,8 @@ def test_two_train_as_one_does_with_twice_the_micro_batches(train: Train) -> Non
     assert far(two.weights(), one.weights()) < 1e-4
 
 
+@on_a_gpu_alone
 def test_more_than_there_are_is_refused(vitamp: Callable[..., Result], small: Path) -> None:
-    if KIND != "cuda":
-        pytest.skip("a CPU takes any number of processes")
     number = torch.cuda.device_count() + 1
     done = vitamp("-cfg", small, "-ngpus", number, script="main_multi_gpu.py")
     assert (done.code, f"only {number - 1} GPU(s) are visible" in done.err) == (2, True), done.text

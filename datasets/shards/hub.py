@@ -38,7 +38,7 @@ def _copied_folder(data: DataConfig) -> Path:
     place = data.DATASET.removeprefix(PREFIX)
     if not place:
         raise UserError("DATA.DATASET hf: lacks a name or a folder; give one, as in hf:ylecun/mnist or hf:/data/mnist.")
-    local = _is_path(place)
+    local = is_path(place)
     if local and not Path(place).expanduser().is_dir():
         raise UserError(f"DATA.DATASET {data.DATASET}: there is no folder {place}.")
     folder = cache_folder(data, "hf") / _copy_name(place, local)
@@ -52,7 +52,8 @@ def _copied_folder(data: DataConfig) -> Path:
     return folder
 
 
-def _is_path(place: str) -> bool:
+def is_path(place: str) -> bool:
+    """Whether the text after `hf:` names a folder of this machine, not a data set of the hub."""
     return place.startswith(("/", ".", "~")) or Path(place).is_dir()
 
 

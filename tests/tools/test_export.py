@@ -180,7 +180,7 @@ def test_onnx_names_missing_packages(tool: Export, run: Path, tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("-to", "onxn", "-out", "m.onnx"), "unknown format 'onxn'; formats are onnx, torch and safetensors"),
+        (("-to", "onxn", "-out", "m.onnx"), "unknown format 'onxn'; formats are onnx, torch, safetensors and hub"),
         (("-to", "onnx", "-out", "m.pt"), "onnx files end in .onnx; name it m.onnx"),
         (("-to", "onnx,torch", "-out", "m.onnx"), "give the name without ending, m"),
         (("-to", "onnx", "-out", "there/m.onnx"), "does not exist"),

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
 import sys
-from importlib.metadata import packages_distributions
+from importlib.metadata import Distribution, distribution, packages_distributions
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("utils", "models", "datasets", "engine", "tools", "scripts")
@@ -43,3 +48,40 @@ def test_every_package_that_is_imported_is_in_the_requirements() -> None:
         if not asked_for() & {dist.lower().replace("_", "-") for dist in distributions.get(name, [name])}
     }
     assert not missing
+
+
+def needed_by(names: set[str]) -> dict[str, Distribution]:
+    """Installed packages of these names, and those that they need in turn, without extras."""
+    found: dict[str, Distribution] = {}
+    waiting = sorted(names)
+    while waiting:
+        name = waiting.pop().lower().replace("_", "-")
+        if name in found:
+            continue
+        found[name] = distribution(name)
+        needed = map(Requirement, found[name].requires or ())
+        waiting += [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.mark.slow
+def test_requirements_alone_train_the_digits_with_amp(tmp_path: Path) -> None:
+    """With the packages of requirements.txt and those that they need, and no others of this environment."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    names = {word[0] for line in lines if (word := re.match(r"[A-Za-z0-9_.-]+", line))}
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for installed in needed_by(names).values():
+        for top in {file.parts[0] for file in installed.files or ()}:
+            link, place = packages / top, Path(str(installed.locate_file(top)))
+            if top not in ("..", "__pycache__") and not top.endswith(".pth") and not link.exists():
+                link.symlink_to(place)
+    env = {**os.environ, "PYTHONPATH": str(packages)}
+    # -S: without site, so that the environment's own folder of packages is not searched.
+    absent = "import importlib.util as i, sys; sys.exit(any(map(i.find_spec, ['pytest', 'onnx', 'torchao', 'wandb'])))"
+    subprocess.run([sys.executable, "-S", "-c", absent], env=env, check=True, timeout=60)
+    words = ("main_single_gpu.py", "-cfg", "configs/vit_digits.yaml", "-amp", "-device", "cpu", "TRAIN.NUM_EPOCHS=1")
+    command = [sys.executable, "-S", *words, "-output", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Done: best top-1" in done.stdout

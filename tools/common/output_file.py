@@ -1,4 +1,4 @@
-"""Checks a tool's output file before the work begins, and remembers which files were written."""
+"""Checks a tool's output file or folder before the work begins, and remembers which files were written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from utils.errors import UserError
 from utils.files import kind_of_path
+from utils.run_folder import is_run_folder
 
 _written: list[Path] = []
 
@@ -32,6 +33,29 @@ def check_output_file(path: Path, flag: str, fresh: bool = False) -> Path:
         _try_to_write(path)
     except OSError as error:
         raise UserError(f"{where}: cannot be written ({error.strerror}); name another file.") from None
+    return path
+
+
+def check_output_folder(path: Path, flag: str, files: tuple[str, ...], fresh: bool) -> Path:
+    """Expand `path`, the value of `flag`, and check that it can become a folder with these files.
+
+    `fresh`: an existing folder must be empty; otherwise only `files` in it are replaced.
+    """
+    path = path.expanduser()
+    path = path if path.name not in ("", "..") else path.resolve()
+    where, kind = f"{flag} {path}", kind_of_path(path)
+    if kind not in (None, "a folder"):
+        raise UserError(f"{where}: is {kind}; name a folder.")
+    if kind is None:
+        return check_output_file(path, flag)
+    if is_run_folder(path):
+        raise UserError(f"{where}: is the folder of a run; name another, such as {path / 'hub'}.")
+    if fresh and any(path.iterdir()):
+        raise UserError(
+            f"{where}: is not empty; name another folder, or give -overwrite to replace {', '.join(files)} in it."
+        )
+    for name in files:
+        check_output_file(path / name, flag)
     return path
 
 

@@ -1,39 +1,46 @@
-"""Export a trained model to ONNX, torch.export or safetensors, and check the file on real images.
+"""Export a trained model to ONNX, torch.export, safetensors or the Hugging Face Hub, and check it on real images.
 
     python scripts/export.py runs/a -to onnx        -out vit.onnx
     python scripts/export.py runs/a -to torch       -out vit.pt2
     python scripts/export.py runs/a -to safetensors -out vit.safetensors
     python scripts/export.py runs/a -to onnx,torch,safetensors -out vit       (vit.onnx, vit.pt2, vit.safetensors)
+    python scripts/export.py runs/a -to hub         -output vit -push me/vit
 
 The path is a run's folder (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py strip.
 onnx is for ONNX Runtime and other programs that read ONNX; torch is a torch.export program; safetensors has weights for
-timm.create_model(..., checkpoint_path=...). Each takes any batch size and contains class names, mean, standard
-deviation, image size and crop. docs/export.md has code that uses them.
+timm.create_model(..., checkpoint_path=...). hub is a folder for timm.create_model("local-dir:..."), with a model card;
+-push uploads it to the Hugging Face Hub. Each takes any batch size and contains class names, mean, standard deviation,
+image size and crop. docs/export.md has code that uses them.
 
-Every file is run by onnxruntime, torch or timm on validation images of the run, and its outputs are compared with the
+Every export is run by onnxruntime, torch or timm on validation images of the run, and its outputs are compared with the
 model's. If they differ, no file is left.
 
-Exit codes: 0 done, 1 the model cannot be exported, or the check failed, 2 anything wrong with the command, the files,
-or the disk.
+Exit codes: 0 done, 1 the model cannot be exported, or the check or the upload failed, 2 anything wrong with the
+command, the files, or the disk.
 """
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, run_tool
-from tools.common.output_file import check_output_file
+from tools.common.output_file import check_output_file, check_output_folder
+from tools.export.hub_files import HUB_FILES
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
 
 ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
+"""Formats that are one file each"""
+HUB = "hub"
+KNOWN = (*ENDINGS, HUB)
 DTYPES = ("fp32", "fp16", "bf16")
 OPSETS = range(18, 24)
 IMAGES_CHECKED = 256
 
-NAMES = f"{', '.join(list(ENDINGS)[:-1])} and {list(ENDINGS)[-1]}"
+NAMES = f"{', '.join(KNOWN[:-1])} and {KNOWN[-1]}"
 
 
 def _image_count(text: str) -> int | None:
@@ -42,6 +49,12 @@ def _image_count(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError("takes a whole number from 1 on, or all")
     return int(text)
+
+
+def _repository(text: str) -> str:
+    if not re.fullmatch(r"[^/\s]+/[^/\s]+", text):
+        raise ValueError("takes OWNER/NAME, such as me/vit-flowers")
+    return text
 
 
 def _fraction(text: str) -> float:
@@ -56,7 +69,11 @@ def _fraction(text: str) -> float:
 
 OWN = (
     Flag("to", f"{NAMES}, or several, separated by commas", "FORMAT[,FORMAT]", required=True),
-    Flag("out", "file to write; for several formats, its name without ending", "FILE", kind=Path, required=True),
+    Flag("out", "file to write; for several formats, its name without ending", "FILE", kind=Path),
+    Flag("output", "hub: folder to write", "DIR", kind=Path),
+    Flag("push", "hub: upload the folder to this repository of the Hugging Face Hub", "OWNER/NAME", kind=_repository),
+    Flag("public", "-push: everyone may see the new repository; without this flag it is private"),
+    Flag("license", "hub: license in the model card, such as mit or cc-by-4.0", "ID", default_text="none"),
     OVERWRITE,
     WEIGHTS,
     Flag(
@@ -89,17 +106,21 @@ def main(argv: list[str]) -> int:
 def _export(argv: list[str]) -> int:
     asked = TOOL.read(argv).asked
     formats = _formats(asked)
-    files = _files(asked.out, formats, asked.overwrite)
+    files = _files(asked, formats)
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.saved.trained import load_trained
     from tools.export.check import TOLERANCES, images_for_check, reference_logits
     from tools.export.formats import FORMATS
+    from tools.export.hub import Hub
     from tools.export.model import Options
+    from tools.export.push import check_push
     from tools.export.write import write_checked
 
+    kinds = FORMATS | {HUB: Hub(asked.push, asked.license)}
     for name in formats:
-        FORMATS[name].check_packages()
+        kinds[name].check_packages()
+    repository = check_push(asked.push, bool(asked.public), bool(asked.overwrite)) if asked.push else None
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off")
     log.info("%s: %s", asked.path, trained.choice)
     images = images_for_check(trained, asked.images, asked.check)
@@ -107,16 +128,20 @@ def _export(argv: list[str]) -> int:
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
     options = Options(asked.dtype, asked.with_preprocess, asked.opset, tolerance)
     for name in formats:
-        write_checked(FORMATS[name], trained, images, expected, options, files[name])
+        write_checked(kinds[name], trained, images, expected, options, files[name])
+    if HUB in formats and asked.license is None:
+        log.info("  no license is in README.md: add one before others use the model (-license ID)")
+    if repository is not None:
+        repository.push(files[HUB])
     return EXIT_DONE
 
 
 def _formats(asked: Namespace) -> list[str]:
     names = list(dict.fromkeys(asked.to.split(",")))
-    if unknown := [name for name in names if name not in ENDINGS]:
+    if unknown := [name for name in names if name not in KNOWN]:
         raise UserError(f"-to {asked.to}: unknown format {unknown[0]!r}; formats are {NAMES}.")
-    if asked.with_preprocess and "safetensors" in names:
-        raise UserError("-with_preprocess: a safetensors file holds only weights; leave out the flag or safetensors.")
+    if asked.with_preprocess and (weights := [name for name in names if name in ("safetensors", HUB)]):
+        raise UserError(f"-with_preprocess: {weights[0]} holds only weights; leave out the flag or {weights[0]}.")
     if asked.opset is not None and "onnx" not in names:
         raise UserError(f"-opset {asked.opset}: only onnx has opsets; leave it out.")
     if asked.dtype == "bf16" and "onnx" in names:
@@ -124,8 +149,29 @@ def _formats(asked: Namespace) -> list[str]:
     return names
 
 
-def _files(out: Path, formats: list[str], overwrite: bool) -> dict[str, Path]:
-    """File of each format: `out` itself, or for several formats `out` with their endings."""
+def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
+    """File or folder of each format, checked."""
+    singles = [name for name in formats if name != HUB]
+    problems = [] if not singles or asked.out else ["-out is missing: name the file to write, such as vit.onnx"]
+    if asked.out and not singles:
+        problems.append(f"-out {asked.out}: -to hub writes a folder; name it with -output {asked.out}")
+    if HUB in formats and not asked.output:
+        problems.append("-output is missing: name the folder that -to hub writes")
+    only_hub = [name for name in ("output", "push", "license") if getattr(asked, name) is not None]
+    if HUB not in formats:
+        problems += [f"-{name} {getattr(asked, name)}: is for -to hub; add hub, or leave it out" for name in only_hub]
+    if asked.public and not asked.push:
+        problems.append("-public: is for -push OWNER/NAME; add it, or leave -public out")
+    if problems:
+        raise UserError(f"{'; '.join(problems)}.")
+    files = _single_files(asked.out, singles, asked.overwrite) if singles else {}
+    if HUB in formats:
+        files[HUB] = check_output_folder(asked.output, "-output", HUB_FILES, fresh=not asked.overwrite)
+    return files
+
+
+def _single_files(out: Path, formats: list[str], overwrite: bool) -> dict[str, Path]:
+    """`out` itself, or for several formats `out` with their endings."""
     if len(formats) == 1:
         ending = ENDINGS[formats[0]]
         if out.suffix != ending:

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.folder import raising_os_errors
+from engine.checkpoint.saved import Saved
 from engine.checkpoint.weights_file import EXPORTED
+from engine.saved.trained import Trained
+from tools.common.weights import needed_by_tools
 from tools.export.model import DTYPES, ExportModule, Options, TimmModel
 from utils.errors import TrainingError, UserError
 
@@ -35,8 +38,7 @@ class Export:
     example: Tensor
     """Two input images: with one, torch would fix the batch size at 1"""
     metadata: dict[str, Any]
-    tool_metadata: dict[str, Any]
-    """Settings for vitamp's own tools, in a file of weights"""
+    trained: Trained
     options: Options
 
     @property
@@ -49,6 +51,8 @@ class Export:
 
 class Format(ABC):
     name: str
+    flag = "-out"
+    """The flag that names the file"""
     packages: tuple[str, ...] = ()
     """Packages besides vitamp's requirements"""
 
@@ -65,6 +69,10 @@ class Format(ABC):
     @abstractmethod
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
         """Logits of the written file."""
+
+    def how_to_load(self, export: Export, out: Path) -> str:  # noqa: ARG002
+        """Line of Python that loads the file, for the log; '' if it takes more than a line."""
+        return ""
 
 
 class Onnx(Format):
@@ -106,7 +114,7 @@ class Onnx(Format):
             session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
             outputs = [session.run([OUTPUT], {INPUT: batch.numpy()})[0] for batch in batches]
         except Exception as error:  # onnxruntime's exceptions have no common base class
-            raise TrainingError(f"{file.name}: onnxruntime cannot run the file: {_first_line(error)}") from None
+            raise TrainingError(f"{file.name}: onnxruntime cannot run the file: {first_line(error)}") from None
         return torch.cat([torch.from_numpy(output) for output in outputs])
 
 
@@ -141,7 +149,7 @@ class Safetensors(Format):
         tensors = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
         with raising_os_errors(file):
             # One key: safetensors writes several in a different order each time.
-            header = {EXPORTED: json.dumps({**export.metadata, **export.tool_metadata})}
+            header = {EXPORTED: json.dumps({**export.metadata, **_tool_metadata(export.trained.saved)})}
             safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata=header)
         return "weights under timm's names"
 
@@ -153,8 +161,16 @@ class Safetensors(Format):
         module.eval()
         return torch.cat([module(batch) for batch in batches])
 
+    def how_to_load(self, export: Export, out: Path) -> str:
+        return export.model.create_call(str(out))
+
 
 FORMATS: dict[str, Format] = {format.name: format for format in (Onnx(), Torch(), Safetensors())}
+
+
+def _tool_metadata(saved: Saved) -> dict[str, Any]:
+    """What vitamp's own tools need besides the metadata."""
+    return {key: saved.meta[key] for key in ("choices", "metrics") if key in saved.meta} | needed_by_tools(saved)
 
 
 @contextlib.contextmanager
@@ -165,7 +181,7 @@ def _torch_exporter(what: str, model: str) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # torch raises many types of its own, and those of the model
-        reason = _first_line(error.__cause__ or error)
+        reason = first_line(error.__cause__ or error)
         raise TrainingError(f"-to {what}: torch cannot export the model {model}: {reason}") from None
 
 
@@ -176,6 +192,7 @@ def _values(graph: Any) -> Iterator[Any]:
         yield from node.outputs
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """First line of an exception's text, or its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Export to one file: written and checked in a temporary folder, and moved into place only if the check passes."""
+"""Export to a file or folder: written and checked in a temporary one, and moved into place only if the check passes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tqdm import tqdm
 from engine.saved.trained import Trained
 from tools.common.output_file import writing
 from tools.common.progress import progress_bar
-from tools.common.weights import needed_by_tools
 from tools.export.check import CheckImages, compare
 from tools.export.formats import Export, Format
+from tools.export.hub_files import CONFIG, HUB_FILES
 from tools.export.model import ExportModule, Options, TimmModel, metadata
 from utils.errors import TrainingError
 from utils.log import log
@@ -30,12 +30,9 @@ def write_checked(
     model = TimmModel.of(trained)
     first = next(images.batches(trained, options.with_preprocess))
     example = torch.cat([first, first])
-    saved = trained.saved
-    tool_metadata = {key: saved.meta[key] for key in ("choices", "metrics") if key in saved.meta}
-    tool_metadata |= needed_by_tools(saved)
     module = ExportModule(trained, model.module, options)
-    export = Export(model, module, example, metadata(trained, model, options), tool_metadata, options)
-    with writing(out, "-out"):
+    export = Export(model, module, example, metadata(trained, model, options), trained, options)
+    with writing(out, kind.flag):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
             with progress_bar(len(images.pixels), "images", f"{out.name}: exporting") as bar:
@@ -45,7 +42,7 @@ def write_checked(
                 with torch.no_grad():
                     logits = kind.run(export, folder / out.name, batches)
             agreement = compare(trained, images, expected, logits, options.tolerance)
-            size = sum(file.stat().st_size for file in folder.iterdir())
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)
         except TrainingError as error:
             raise TrainingError(f"{out} was not written: {error}") from None
@@ -53,8 +50,8 @@ def write_checked(
             shutil.rmtree(folder, ignore_errors=True)
     log.info("%s: %.1f MB, %s, %s", out, size / 1e6, options.dtype, summary)
     log.info("  %s", agreement)
-    if kind.name == "safetensors":
-        log.info("  %s", model.create_call(str(out)))
+    if how := kind.how_to_load(export, out):
+        log.info("  %s", how)
 
 
 def _with_progress(batches: Iterable[Tensor], bar: tqdm) -> Iterator[Tensor]:
@@ -64,11 +61,20 @@ def _with_progress(batches: Iterable[Tensor], bar: tqdm) -> Iterator[Tensor]:
 
 
 def _move_into_place(folder: Path, out: Path) -> None:
-    """Move the file last: its data file (the weights of an ONNX model beyond 2 GB) must be there before it."""
+    """Move what makes the export valid last: it must not be there before the files that it needs.
+
+    That is the file itself, which may have a data file (weights of an ONNX model beyond 2 GB), or a folder's config.
+    """
+    source, target, last = folder, out.parent, out.name
+    if (folder / out.name).is_dir():
+        source, target, last = folder / out.name, out, CONFIG
+        target.mkdir(exist_ok=True)
+        for old in (target / name for name in HUB_FILES if not (source / name).exists()):
+            old.unlink(missing_ok=True)  # of an earlier export
     mask = os.umask(0)
     os.umask(mask)
-    for file in sorted(folder.iterdir(), key=lambda path: path.name == out.name):
+    for file in sorted(source.iterdir(), key=lambda path: path.name == last):
         file.chmod(0o666 & ~mask)  # safetensors makes its files readable by their owner only
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
-        file.replace(out.with_name(file.name))
+        file.replace(target / file.name)

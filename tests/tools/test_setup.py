@@ -1,0 +1,122 @@
+"""scripts/setup.sh in an empty copy of the project: it makes an environment, with or without uv, and installs once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.program import ROOT
+
+UV = """\
+#!/usr/bin/env bash
+# Stands in for uv: records its arguments and lets venv and pip do the work.
+echo "$*" >>"$UV_LOG"
+case "$1" in
+venv) exec python3 -m venv "${@: -1}" ;;
+pip) exec "$4" -m pip install --no-input -r "$6" ;;
+esac
+"""
+SOURCED = 'source scripts/setup.sh small.txt; echo "PYTHON=$PYTHON"; "$PYTHON" -c "import small; print(small.__file__)"'
+
+
+def wheel(folder: Path, name: str) -> str:
+    """A wheel with one empty module, so that pip needs no network."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", "")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return str(path)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A copy with setup.sh and a small requirements file alone, and a folder of programs for PATH without uv."""
+    root = tmp_path / "a clone"
+    (root / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup.sh", root / "scripts")
+    (root / "small.txt").write_text(f"{wheel(tmp_path, 'small')}\n", encoding="utf-8")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "cat", "dirname", "mktemp", "rm", "sed"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    (programs / "python3").symlink_to(Path(sys.base_prefix) / "bin" / "python3")
+    return root
+
+
+def setup(clone: Path, script: str = SOURCED, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
+    env = {**kept, "PATH": str(clone.parent / "bin"), "UV_LOG": str(clone.parent / "uv.log"), **env}
+    words = ["bash", "-euo", "pipefail", "-c", script]
+    return subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_uv", [False, True], ids=["venv and pip", "uv"])
+def test_environment_is_made_and_filled_once(clone: Path, with_uv: bool) -> None:
+    log = clone.parent / "uv.log"
+    if with_uv:
+        (clone.parent / "bin" / "uv").write_text(UV, encoding="utf-8")
+        (clone.parent / "bin" / "uv").chmod(0o755)
+    first = setup(clone)
+    assert first.returncode == 0, first.stderr
+    python = clone / ".venv" / "bin" / "python"
+    created, installing, chosen, imported = first.stdout.splitlines()
+    assert created == f"setup: creating {clone}/.venv"
+    assert installing.startswith(f"setup: installing small.txt into {clone}/.venv (")
+    assert chosen == f"PYTHON={python}"
+    assert Path(imported).is_relative_to(clone / ".venv")
+    assert log.exists() == with_uv
+    if with_uv:
+        assert log.read_text().splitlines() == [
+            f"venv --seed --clear --python >=3.11 {clone}/.venv",
+            f"pip install --python {python} -r {clone}/small.txt",
+        ]
+
+    again = setup(clone)
+    assert again.stdout.splitlines() == [chosen, imported], "nothing is installed twice"
+    with (clone / "small.txt").open("a", encoding="utf-8") as file:
+        file.write(f"{wheel(clone.parent, 'other')}\n")
+    changed = setup(clone, f"{SOURCED}; \"$PYTHON\" -c 'import other'")
+    assert changed.returncode == 0, changed.stderr
+    assert "setup: installing small.txt" in changed.stdout
+    assert "setup: creating" not in changed.stdout
+
+
+@pytest.mark.slow
+def test_failed_installation_shows_why_and_is_repeated(clone: Path) -> None:
+    right = (clone / "small.txt").read_text(encoding="utf-8")
+    (clone / "small.txt").write_text(f"{right}{clone.parent}/gone-1.0-py3-none-any.whl\n", encoding="utf-8")
+    failed = setup(clone)
+    assert failed.returncode == 2
+    assert "gone-1.0-py3-none-any.whl" in failed.stderr
+    assert failed.stderr.splitlines()[-1] == "setup: installing small.txt failed; see the reason above."
+    (clone / "small.txt").write_text(right, encoding="utf-8")
+    repeated = setup(clone)
+    assert repeated.returncode == 0, repeated.stderr
+
+
+def test_too_old_a_python_is_refused(clone: Path) -> None:
+    (clone.parent / "bin" / "python3").unlink()
+    (clone.parent / "bin" / "python3").write_text("#!/usr/bin/env bash\necho Python 3.9.1; [[ $1 == --version ]]\n")
+    (clone.parent / "bin" / "python3").chmod(0o755)
+    (clone.parent / "bin" / "env").symlink_to(str(shutil.which("env")))
+    done = setup(clone)
+    assert done.returncode == 2
+    assert "Python 3.11 or newer is needed; this machine has Python 3.9.1." in done.stderr
+    assert "https://docs.astral.sh/uv" in done.stderr
+    assert not (clone / ".venv").exists()
+    active = clone.parent / "old"
+    (active / "bin").mkdir(parents=True)
+    (active / "bin" / "python").symlink_to(clone.parent / "bin" / "python3")
+    done = setup(clone, VIRTUAL_ENV=str(active))
+    assert done.returncode == 2
+    assert f"the active environment {active} has no Python 3.11 or newer" in done.stderr

@@ -1,0 +1,217 @@
+"""The model card: README.md of a shared model, with the metadata that the Hugging Face Hub reads at its top."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+from huggingface_hub import EvalResult, ModelCardData
+
+from datasets.shards import hub as hub_data
+from models import count_parameters
+from models.names import is_timm_name
+from tools.common.report_page.runs import Run
+from tools.common.weights import needed_by_tools
+from tools.export.formats import Export
+from tools.export.hub_files import CURVES
+from utils.better_weights import LABELS, PREFIX, metric_words
+from utils.config.keys import default_of
+from utils.config.write import one_line
+
+TASK = "image-classification"
+HUB_IDS = {
+    "cifar10": "uoft-cs/cifar10",
+    "cifar100": "uoft-cs/cifar100",
+    "food101": "ethz/food101",
+    "pets": "timm/oxford-iiit-pet",
+}
+"""DATA.DATASET -> its name on the Hub, where that differs"""
+IMAGENET = "ILSVRC/imagenet-1k"
+SHOWN_SECTIONS = ("MODEL.", "DATA.", "TRAIN.", "AMP.", "SEED")
+MOST_CLASSES = 50
+"""Class names in the card; all are in config.json"""
+METRICS = {"acc1": "top-1", "acc5": "top-5", "loss": "loss"}
+
+
+@dataclass(frozen=True)
+class Card:
+    export: Export
+    title: str
+    repository: str | None
+    license: str | None
+    run: Run | None
+    has_curves: bool
+
+    def text(self) -> str:
+        parts = [
+            f"---\n{self._metadata().to_yaml()}\n---",
+            f"# {self.title}",
+            self._summary(),
+            f"## Load it\n\n{self._loading()}",
+            f"## Data\n\n{self._data()}",
+            f"## Results\n\n{self._results()}",
+            f"## Settings\n\n{self._settings()}",
+        ]
+        return "\n\n".join(parts) + "\n"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Validation metrics of the exported weights, as far as they are known."""
+        trained = self.export.trained
+        metrics, prefix = trained.saved.meta.get("metrics") or {}, PREFIX[trained.weights]
+        values = {name: metrics.get(prefix + name) for name in METRICS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def public_settings(self) -> dict[str, Any]:
+        """The run's settings without those that hold paths of its machine."""
+        return needed_by_tools(self.export.trained.saved).get("settings", {})
+
+    @property
+    def dataset(self) -> str:
+        """Name of the data set, on the Hub where it has one; never a path."""
+        data = self.export.trained.config.DATA
+        if data.DATASET.startswith(hub_data.PREFIX):
+            place = data.DATASET.removeprefix(hub_data.PREFIX)
+            return "parquet" if hub_data.is_path(place) else "/".join(place.split("/")[:2])
+        if data.DATASET == "imagenet2012" and self.export.metadata["num_classes"] == 1000:
+            return IMAGENET
+        return HUB_IDS.get(data.DATASET, data.DATASET)
+
+    @property
+    def base_model(self) -> str | None:
+        """Name on the Hub of the timm weights that training began with; None if it began without, or with a file."""
+        settings = self.export.trained.saved.settings() or {}
+        name = settings.get("MODEL.PRETRAINED")
+        if not isinstance(name, str) or not is_timm_name(name):
+            return None
+        config = timm.get_pretrained_cfg(name)
+        return config.hf_hub_id if config is not None else None
+
+    def _metadata(self) -> ModelCardData:
+        results = [
+            EvalResult(
+                task_type=TASK,
+                dataset_type=self.dataset,
+                dataset_name=self.dataset,
+                dataset_split="validation",
+                metric_type="accuracy",
+                metric_name=f"{METRICS[name]} (%)",
+                metric_value=round(value, 4),
+            )
+            for name, value in self.metrics.items()
+            if name != "loss"
+        ]
+        return ModelCardData(
+            tags=[TASK, "timm", "vitamp"],
+            library_name="timm",
+            pipeline_tag=TASK,
+            license=self.license,
+            base_model=self.base_model,
+            datasets=[self.dataset],
+            metrics=["accuracy"],
+            model_name=self.title,
+            eval_results=results or None,
+        )
+
+    def _summary(self) -> str:
+        about, module = self.export.metadata, self.export.model.module
+        parameters, _ = count_parameters(module)
+        base = f", fine-tuned from {_code(self.base_model)}" if self.base_model else ""
+        return (
+            f"An image classifier: timm's {type(module).__name__} ({_code(about['model'])}) with {parameters:,} "
+            f"parameters and {about['num_classes']:,} classes, trained with vitamp on {_code(self.dataset)}{base}."
+        )
+
+    def _loading(self) -> str:
+        names = 'model.pretrained_cfg["label_names"]' if self.export.trained.classes else None
+        colours = "L" if self.export.metadata["channels"] == 1 else "RGB"
+        rotated = self.export.trained.config.DATA.EXIF_ROTATE
+        opened = "ImageOps.exif_transpose(Image.open(path))" if rotated else "Image.open(path)"
+        source = f"hf-hub:{self.repository}" if self.repository else f"local-dir:{self.title}"
+        return "\n".join(
+            (
+                "```python",
+                "import sys",
+                "",
+                "import timm",
+                "import torch",
+                f"from PIL import Image{', ImageOps' if rotated else ''}",
+                "",
+                f'model = timm.create_model("{source}", pretrained=True).eval()'
+                + ("" if self.repository else "  # the path of this folder"),
+                "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
+                f"names = {names}" if names else f"names = range({self.export.metadata['num_classes']})",
+                "for path in sys.argv[1:]:",
+                f'    image = transform({opened}.convert("{colours}"))',
+                "    with torch.no_grad():",
+                "        probabilities = model(image[None]).softmax(1)[0]",
+                "    label = int(probabilities.argmax())",
+                '    print(path, names[label], f"{probabilities[label]:.3f}")',
+                "```",
+            )
+        )
+
+    def _data(self) -> str:
+        about, samples = self.export.metadata, self.run.about.get("samples", {}) if self.run else {}
+        size, names = about["image_size"], self.export.trained.classes
+        colours = "grey" if about["channels"] == 1 else "RGB"
+        if about["crop"] == "none":
+            how = f"resized to {size} x {size} without keeping the aspect ratio"
+        else:
+            how = f"resized, then the centre cropped to {size} x {size} (`crop_pct` {about['crop_pct']:g})"
+        listed = ", ".join(_code(name) for name in (names or [])[:MOST_CLASSES])
+        more = f", and {len(names) - MOST_CLASSES:,} more in config.json" if names and len(names) > MOST_CLASSES else ""
+        rows = {
+            "data set": _code(self.dataset),
+            "training images": f"{samples['train']:,}" if "train" in samples else "",
+            "validation images": f"{samples['val']:,}" if "val" in samples else "",
+            "classes": f"{about['num_classes']:,}{': ' if listed else ''}{listed}{more}",
+            "input": f"{colours}, {how}, {about['interpolation']}",
+            "mean": ", ".join(f"{value:g}" for value in about["mean"]),
+            "standard deviation": ", ".join(f"{value:g}" for value in about["std"]),
+        }
+        return _table(("", ""), rows)
+
+    def _results(self) -> str:
+        if not self.metrics:
+            return "These weights were not validated by their run: their accuracy is unknown."
+        trained = self.export.trained
+        epoch, update = (trained.saved.meta.get(key) for key in ("epoch", "update"))
+        when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update is not None else ""
+        rows = {METRICS[by]: metric_words(by, value, named=False) for by, value in self.metrics.items()}
+        about = f"Measured in training, on the validation split, with the {LABELS[trained.weights]} weights{when}."
+        curves = f"\n\n![Loss and accuracy by epoch]({CURVES})" if self.has_curves else ""
+        return f"{about}\n\n{_table(('metric', 'value'), rows)}{curves}"
+
+    def _settings(self) -> str:
+        differing = {
+            key: value
+            for key, value in self.public_settings.items()
+            if key.startswith(SHOWN_SECTIONS) and one_line(value) != one_line(_listed(default_of(key)))
+        }
+        differing |= {"DATA.DATASET": self.dataset} if hub_data.PREFIX in str(differing.get("DATA.DATASET")) else {}
+        lines = "\n".join(f"{key}={one_line(value)}" for key, value in differing.items())
+        versions = self.run.about.get("versions", {}) if self.run else {}
+        trained_in = f"Precision: {self.run.precision}. " if self.run else ""
+        installed = ", ".join(f"{name} {number}" for name, number in versions.items())
+        return (
+            f"{trained_in}{f'Trained with {installed}. ' if installed else ''}Settings that differ from vitamp's "
+            f"defaults:\n\n```text\n{lines}\n```"
+        )
+
+
+def _listed(value: Any) -> Any:
+    """As JSON returns it: one_line writes tuples and lists alike only in this form."""
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _code(text: str) -> str:
+    """As code, so that no character of a class name is read as Markdown or ends a table's cell."""
+    return f"`{' '.join(text.split()).replace('`', chr(39)).replace('|', chr(92) + '|')}`"
+
+
+def _table(header: tuple[str, str], rows: dict[str, str]) -> str:
+    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
+    return "\n".join((f"| {header[0]} | {header[1]} |", "|---|---|", *lines))

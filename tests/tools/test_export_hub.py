@@ -18,6 +18,7 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
+from datasets.given import open_given
 from engine.saved.predictions import Predictions, validation_predictions
 from engine.saved.trained import load_trained
 from tests.program import Result, metrics, save_image, train_tiny
@@ -25,6 +26,7 @@ from tests.tools.hub_server import TOKEN, FakeHub, serving_hub
 from tools.export import command as export
 
 Tool = Callable[..., tuple[int, str]]
+NAMES = ["a cat", "dog|wolf", "élan"]
 
 CONSUMER = """\
 import sys
@@ -60,14 +62,15 @@ def tool(capfd: pytest.CaptureFixture[str]) -> Iterator[Tool]:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """JPEG files in class folders, of several sizes, which must be resized and cropped."""
+    """JPEG files in class folders, of several sizes, which must be resized and cropped. A class has a colour."""
     root = tmp_path_factory.mktemp("photos")
     for part, count in (("train", 12), ("val", 9)):
         for number in range(count):
-            path = root / part / ("a cat", "dog|wolf", "élan")[number % 3] / f"{number}.jpg"
-            save_image(path, seed=number, size=(40 + 7 * number, 61 + 3 * (number % 4)))
-            if number == 4:
-                Image.open(path).convert("L").save(path)
+            path = root / part / NAMES[number % 3] / f"{number}.jpg"
+            save_image(path, seed=number, size=(68 + 7 * number, 61 + 3 * (number % 2)))
+            image, tint = Image.open(path), ((250, 30, 30), (30, 250, 30), (30, 30, 250))[number % 3]
+            image = Image.blend(image, Image.new("RGB", image.size, tint), 0.4)
+            (image.convert("L") if number == 4 else image).save(path)
     return root
 
 
@@ -75,7 +78,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def photo_run(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ("-dataset", "imagefolder", "-data_path", photos, "-image_size", 32, "DATA.IMAGE_CHANNELS=3")
     more = ("MODEL.NUM_CLASSES=3", "DATA.IMAGENET_MEAN=[0.4,0.5,0.6]", "DATA.BATCH_SIZE=4", "DATA.CROP_PCT=0.9")
-    return train_tiny(tmp_path_factory.mktemp("photo_run"), *words, *more, "DATA.NUM_WORKERS=0")
+    more += ("DATA.NUM_WORKERS=0", "TRAIN.NUM_EPOCHS=12", "DATA.CROP_SCALE=[0.5,1]", "TRAIN.BASE_LR=5e-3")
+    return train_tiny(tmp_path_factory.mktemp("photo_run"), *words, *more)
 
 
 def in_timm_alone(
@@ -90,10 +94,6 @@ def in_timm_alone(
     return torch.load(place / "logits.pt", weights_only=True)
 
 
-def predicted(run: Path) -> Predictions:
-    return validation_predictions(load_trained(run, device="cpu", amp="off"))
-
-
 def pictures_of(found: Predictions, place: Path) -> list[Path]:
     paths = [place / f"{row:03d}.png" for row in range(len(found))]
     for row, path in enumerate(paths):
@@ -101,8 +101,8 @@ def pictures_of(found: Predictions, place: Path) -> list[Path]:
     return paths
 
 
-def check_equal(found: Predictions, logits: torch.Tensor) -> None:
-    torch.testing.assert_close(logits, found.logits, rtol=0, atol=1e-5)
+def check_equal(found: Predictions, logits: torch.Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(logits, found.logits, rtol=0, atol=tolerance)
     assert torch.equal(logits.argmax(1), found.logits.argmax(1))
     assert len(set(logits.argmax(1).tolist())) > 1, "a model that always says the same proves nothing"
 
@@ -141,11 +141,17 @@ def test_jpeg_files_are_prepared_and_classified_alike_by_timm_alone(
     code, said = tool(photo_run, "-to", "hub", "-output", tmp_path / "photos", "-license", "cc-by-4.0")
     assert code == 0, said
     assert "no license" not in said
-    found = predicted(photo_run)
-    paths = [path if path.is_absolute() else photos / "val" / path for path in map(Path, map(found.name, range(9)))]
+    paths = sorted((photos / "val").rglob("*.jpg"))
     logits, names = in_timm_alone(f"local-dir:{tmp_path / 'photos'}", "RGB", paths, tmp_path)
-    check_equal(found, logits)
-    assert names == ["a cat", "dog|wolf", "élan"]
+    assert names == NAMES
+    trained = load_trained(photo_run, device="cpu", amp="off")
+    # torch's kernel, which resizes by default, rounds a few pixels differently than PIL's, which timm uses.
+    for decoder, tolerance in (("pil", 1e-5), ("auto", 2e-3)):
+        data = trained.config.DATA.model_copy(update={"DECODER": decoder})
+        given = open_given([str(path) for path in paths], data)
+        check_equal(validation_predictions(trained, given, workers=0), logits, tolerance)
+    right = [path.parent.name == NAMES[label] for path, label in zip(paths, logits.argmax(1).tolist(), strict=True)]
+    assert sum(right) >= 7, "the model must have learned something"
 
 
 def test_card_has_metadata_results_settings_and_no_path(
@@ -169,7 +175,7 @@ def test_card_has_metadata_results_settings_and_no_path(
         "| training images | 12 |",
         "`a cat`, `dog\\|wolf`, `élan`",
         "centre cropped to 32 x 32 (`crop_pct` 0.9)",
-        "TRAIN.NUM_EPOCHS=2",
+        "TRAIN.NUM_EPOCHS=12",
         "DATA.IMAGENET_MEAN=[0.4, 0.5, 0.6]",
         "![Loss and accuracy by epoch](curves.png)",
         'timm.create_model("local-dir:photos", pretrained=True)',
@@ -178,6 +184,12 @@ def test_card_has_metadata_results_settings_and_no_path(
     held = text.encode() + (tmp_path / "photos" / "config.json").read_bytes()
     assert not [place for place in (photos, photo_run, tmp_path, sys.prefix) if str(place).encode() in held]
 
+
+@pytest.mark.slow
+def test_code_in_the_card_classifies_images(tool: Tool, photo_run: Path, photos: Path, tmp_path: Path) -> None:
+    code, said = tool(photo_run, "-to", "hub", "-output", tmp_path / "photos", "-check", 2)
+    assert code == 0, said
+    text = (tmp_path / "photos" / "README.md").read_text(encoding="utf-8")
     (code_block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     image = next(photos.rglob("val/*/*.jpg"))
     words = [sys.executable, "-I", "-c", code_block, str(image)]
@@ -207,9 +219,11 @@ def test_other_models_are_loaded_by_timm_alone(
     assert done.code == 0, done.text
     code, said = tool(tmp_path / "run", "-to", "hub", "-output", tmp_path / "hub")
     assert code == 0, said
-    found = predicted(tmp_path / "run")
-    paths = [path if path.is_absolute() else photos / "val" / path for path in map(Path, map(found.name, range(9)))]
+    paths = sorted((photos / "val").rglob("*.jpg"))
     logits, _ = in_timm_alone(f"local-dir:{tmp_path / 'hub'}", "RGB", paths, tmp_path)
+    trained = load_trained(tmp_path / "run", device="cpu", amp="off")
+    data = trained.config.DATA.model_copy(update={"DECODER": "pil"})
+    found = validation_predictions(trained, open_given([str(path) for path in paths], data), workers=0)
     torch.testing.assert_close(logits, found.logits, rtol=0, atol=1e-5)
 
 
@@ -355,7 +369,7 @@ def test_public_and_existing_repositories(tool: Tool, digits_run: Path, fake_hub
         ("me/vit", {"HF_TOKEN": "hf_wrong"}, "write", "does not accept the request"),
         ("me/vit", {}, "read", "the token of me can only read"),
         ("you/vit", {}, "write", "the token cannot write to you; it can write to me, museum"),
-        ("me/vit--", {}, "write", "Cannot have -- or .. in repo_id"),
+        ("me/a--b", {}, "write", "Cannot have -- or .. in repo_id"),
     ],
 )
 def test_push_that_cannot_succeed_is_refused_before_any_work(

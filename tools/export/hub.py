@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import timm.data
 import timm.models
 import torch
+from timm.data.config import resolve_model_data_config
 from torch import Tensor
 
 from engine.checkpoint.folder import raising_os_errors
@@ -58,7 +58,7 @@ class Hub(Format):
             model = timm.create_model(f"local-dir:{file}", pretrained=True).eval()
         except Exception as error:  # timm and its models raise many types
             raise TrainingError(f"timm cannot load {export.metadata['model']}: {first_line(error)}") from None
-        found, wanted = timm.data.resolve_model_data_config(model), _data_config(export)
+        found, wanted = resolve_model_data_config(model), _data_config(export)
         found |= {key: tuple(value) for key, value in found.items() if isinstance(value, list)}  # JSON has no tuples
         if wrong := [f"{key} {found[key]} instead of {value}" for key, value in wanted.items() if found[key] != value]:
             raise TrainingError(f"timm would prepare images differently: {'; '.join(wrong)}")

@@ -17,6 +17,7 @@ from engine.optim.class_weights import describe_class_weights
 from engine.optim.groups import describe_muon
 from engine.optim.layer_rates import describe_fine_tuning
 from engine.optim.loss import describe_loss
+from engine.optim.schedule import describe_schedule
 from engine.setup import Ready, ReadyToTrain, global_batch, weights_of_classes
 from models import describe as describe_model
 from utils.cli import version_text
@@ -105,10 +106,8 @@ def _training(config: Config, optimizer: torch.optim.Optimizer, world: World) ->
     text = (
         f"{train.NUM_EPOCHS} epochs, {describe_optimizer(optimizer, train.OPTIMIZER.NAME)}, "
         f"learning rate {describe_learning_rate(train, images)} after {warmup:g} "
-        f"epoch{'s' * (warmup != 1)} of warm-up, then {train.LR_SCHEDULER.NAME.removeprefix('warmup')}"
+        f"epoch{'s' * (warmup != 1)} of warm-up, then {describe_schedule(train, end)}"
     )
-    if train.LR_SCHEDULER.NAME.endswith("cosine"):
-        text += f" to {end:.3g}"
     text += f"; weight decay {train.WEIGHT_DECAY:g}"
     if loss := describe_loss(train):
         text += f"; {loss}"

@@ -10,6 +10,7 @@ host does not wait for them.
 
 from __future__ import annotations
 
+import math
 from typing import assert_never
 
 import torch
@@ -37,10 +38,45 @@ def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float
         # timm applies a milestone one step early, which in updates would be before the end of the epoch.
         milestones = sorted(epoch * per_epoch + 1 for epoch in shape.MILESTONES)
         return MultiStepLRScheduler(optimizer, milestones, decay_rate=shape.DECAY_RATE, warmup_prefix=False, **common)
+    if shape.NAME == "wsd":
+        begin = round(train.epochs_before_decay * per_epoch)
+        return WarmupStableDecay(optimizer, warmup, begin, total, start_lr, end_lr)
     if shape.NAME == "cosine" or shape.NAME == "warmupcosine":
         # timm warns about a length of 1. A cosine of one update only uses its first value.
         return CosineLRScheduler(optimizer, max(2, total - warmup), lr_min=end_lr, warmup_prefix=True, **common)
     assert_never(shape.NAME)
+
+
+def describe_schedule(train: TrainConfig, end_lr: float) -> str:
+    """Shape after the warm-up, for the banner: 'cosine to 0'."""
+    name = train.LR_SCHEDULER.NAME.removeprefix("warmup")
+    if name == "wsd":
+        return f"wsd: constant, and 1 - sqrt to {end_lr:.3g} after epoch {train.epochs_before_decay:g}"
+    return f"cosine to {end_lr:.3g}" if name == "cosine" else name
+
+
+class WarmupStableDecay(Scheduler):
+    """Linear warm-up, a constant learning rate, and a decay by 1 - sqrt from update `begin` to update `total`.
+
+    It needs `total` only to decay, so that a run made longer before that goes on as if it had been so from the start.
+    The shape is the best of those compared in https://arxiv.org/abs/2405.18392. timm's WSDLRScheduler has the same, but
+    only in its latest releases.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, warmup: int, begin: int, total: int, start_lr: float, end_lr: float
+    ) -> None:
+        super().__init__(optimizer, "lr", t_in_epochs=False)
+        self._warmup, self._begin, self._total = warmup, begin, total
+        self._start_lr, self._end_lr = start_lr, end_lr
+
+    def _get_lr(self, t: int) -> list[float]:
+        if t < self._warmup:
+            return [self._start_lr + t * ((base - self._start_lr) / self._warmup) for base in self.base_values]
+        if t <= self._begin:
+            return list(self.base_values)
+        left = 1 - math.sqrt(min(1.0, (t - self._begin) / (self._total - self._begin)))
+        return [self._end_lr + (base - self._end_lr) * left for base in self.base_values]
 
 
 TABLE_UPDATES = 10_000

@@ -254,6 +254,9 @@ def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
         for key in ("TRAIN.BCE_TARGET_THRESH", "TRAIN.BCE_SUM"):
             if key in given and value_of(config, key) != default_of(key):
                 yield f"{given[key]}: {key} has no effect: TRAIN.LOSS is ce, not bce"
+    name, fraction = config.TRAIN.LR_SCHEDULER.NAME, "TRAIN.LR_SCHEDULER.DECAY_FRACTION"
+    if fraction in given and name != "wsd" and value_of(config, fraction) != default_of(fraction):
+        yield f"{given[fraction]}: {fraction} has no effect: TRAIN.LR_SCHEDULER.NAME is {name}, not wsd"
     yield from _model_notes(config, given)
     yield from _data_notes(config.DATA, given)
 
@@ -265,6 +268,11 @@ def _warmup(config: Config) -> Iterator[str]:
         yield (
             f"TRAIN.WARMUP_EPOCHS {train.WARMUP_EPOCHS:g} is more than TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}: "
             f"clipped to {train.NUM_EPOCHS}, so the learning rate rises until the end"
+        )
+    elif train.LR_SCHEDULER.NAME == "wsd" and train.epochs_before_decay == train.WARMUP_EPOCHS > 0:
+        yield (
+            f"TRAIN.WARMUP_EPOCHS {train.WARMUP_EPOCHS:g} leaves {train.NUM_EPOCHS - train.WARMUP_EPOCHS:g} of "
+            f"TRAIN.NUM_EPOCHS {train.NUM_EPOCHS} for the decay of wsd, and none for a constant learning rate"
         )
 
 

@@ -58,8 +58,11 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    NAME: Annotated[Literal["warmupcosine", "cosine", "step", "multi-step"], BeforeValidator(folded)] = setting(
-        "warmupcosine", "Shape after the warm-up."
+    NAME: Annotated[Literal["warmupcosine", "cosine", "step", "multi-step", "wsd"], BeforeValidator(folded)] = setting(
+        "warmupcosine", "Shape after the warm-up; wsd (warmup-stable-decay): constant, with a decay at the end."
+    )
+    DECAY_FRACTION: FractionAboveZero = setting(
+        0.2, "wsd: fraction of the run, at its end, in which the learning rate decays to END_LR."
     )
     MILESTONES: Integers = setting(
         (30, 60, 90), "multi-step: epochs after which the learning rate is multiplied by DECAY_RATE."
@@ -76,7 +79,7 @@ class TrainConfig(Section):
     WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS.")
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")
     BASE_LR: NonNegative = setting(3e-3, "Learning rate after the warm-up.")
-    END_LR: NonNegative = setting(0.0, "Learning rate at the end of the cosine.")
+    END_LR: NonNegative = setting(0.0, "Learning rate at the end of the cosine, or of the decay of wsd.")
     LINEAR_SCALED_LR: AboveZero | bool | None = setting(
         None, "Multiply BASE_LR, WARMUP_START_LR and END_LR by the global batch / this number (true: 512)."
     )
@@ -198,6 +201,12 @@ class TrainConfig(Section):
     def epochs_before(self, start: float) -> float:
         """A start in SIZE_SCHEDULE as a number of epochs; below 1 it is a fraction of NUM_EPOCHS."""
         return round(start * self.NUM_EPOCHS, 6) if start < 1 else start
+
+    @property
+    def epochs_before_decay(self) -> float:
+        """Schedule wsd: epochs before the learning rate decays. A long warm-up makes the decay shorter."""
+        stable = round(self.NUM_EPOCHS * (1 - self.LR_SCHEDULER.DECAY_FRACTION), 6)
+        return max(min(self.WARMUP_EPOCHS, self.NUM_EPOCHS), stable)
 
     @property
     def scale_reference(self) -> float | None:

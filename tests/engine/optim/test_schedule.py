@@ -161,3 +161,41 @@ def test_table_of_rates_is_refilled_before_it_ends(monkeypatch: pytest.MonkeyPat
         rates.append(seen)
     assert rates[0] == [pytest.approx(pair, rel=1e-6, abs=1e-9) for pair in rates[1]]
     assert schedule.moved == 20
+
+
+WSD = {**COSINE, "NUM_EPOCHS": 10, "LR_SCHEDULER": SchedulerConfig(NAME="wsd")}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_wsd_is_constant_and_decays_at_the_end(on_device: bool) -> None:
+    seen = rates_of(*schedule(on_device, **WSD), updates=51, on_device=on_device)
+    assert seen[:10] == pytest.approx([0.1 + 0.09 * n for n in range(10)])
+    assert seen[10:41] == [1.0] * 31
+    assert seen[40:] == pytest.approx([0.01 + 0.99 * (1 - math.sqrt(n / 10)) for n in range(11)])
+
+
+@pytest.mark.parametrize(("warmup", "fraction"), [(2, 0.2), (0, 0.5), (3, 1.0), (9, 0.3), (10, 0.2), (12, 0.2)])
+def test_wsd_equals_timms(warmup: float, fraction: float) -> None:
+    timms = pytest.importorskip("timm.scheduler.wsd_lr", reason="only the latest releases of timm have it")
+    shape = SchedulerConfig(NAME="wsd", DECAY_FRACTION=fraction)
+    seen = rates_of(*schedule(**{**WSD, "WARMUP_EPOCHS": warmup, "LR_SCHEDULER": shape}), updates=50)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0)
+    first = min(round(warmup * PER_EPOCH), 50)
+    decay = min(round(fraction * 50), 50 - first) or 1
+    reference = timms.WSDLRScheduler(
+        optimizer, max(50 - first, 1), decay, 0.01, warmup_t=first, warmup_lr_init=0.1, t_in_epochs=False
+    )
+    expected = []
+    for update in range(50):
+        reference.step_update(update)
+        expected.append(optimizer.param_groups[0]["lr"])
+    assert seen == pytest.approx(expected)
+
+
+def test_wsd_made_longer_goes_on_at_the_same_rate() -> None:
+    short, long = ({**WSD, "NUM_EPOCHS": epochs} for epochs in (10, 20))
+    seen = [rates_of(*schedule(**settings), updates=50) for settings in (short, long)]
+    assert seen[0][:41] == seen[1][:41]
+    made, optimizer = schedule(**long)
+    made.restore(40)
+    assert rates_of(made, optimizer, 60)[:41] == [1.0] * 41

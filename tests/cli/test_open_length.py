@@ -1,0 +1,38 @@
+"""Schedule wsd: a run that is made longer before its decay equals one that was as long from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.program import Result, metrics
+
+Vitamp = Callable[..., Result]
+WSD = ("TRAIN.LR_SCHEDULER.NAME=wsd", "TRAIN.LR_SCHEDULER.DECAY_FRACTION=0.5", "TRAIN.MODEL_EMA=true")
+PER_EPOCH = 44
+
+
+def test_run_made_longer_before_its_decay_equals_a_long_one(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    short, long, longer = tmp_path / "short", tmp_path / "long", tmp_path / "longer"
+    done = vitamp("-cfg", tiny, "-output", short, *WSD, "TRAIN.NUM_EPOCHS=4", "KEEP_EVERY=2", "KEEP_LAST=1")
+    assert done.code == 0, done.text
+    assert "warm-up, then wsd: constant, and 1 - sqrt to 0 after epoch 2; weight decay" in done.out
+    assert "-resume" in done.out
+    assert vitamp("-cfg", tiny, "-output", long, *WSD, "TRAIN.NUM_EPOCHS=6").code == 0
+    checkpoint = short / "checkpoints" / f"step-{2 * PER_EPOCH:09d}"
+    done = vitamp("-resume", checkpoint, "-output", longer, "TRAIN.NUM_EPOCHS=6")
+    assert done.code == 0, done.text
+    assert "epoch 3, 88 updates done; the next update's learning rate is 2.000e-03" in done.out
+    assert "the schedule now spans 6 epochs instead of 4" in done.out
+    model = Path("checkpoints") / f"step-{6 * PER_EPOCH:09d}" / "model.safetensors"
+    assert (longer / model).read_bytes() == (long / model).read_bytes()
+    rates = [line["lr"] for line in metrics(long, "train")]
+    assert rates.count(max(rates)) == 10, "two epochs of five reports, between warm-up and decay"
+    assert rates[-1] < max(rates) / 20
+
+
+def test_wsd_settings_with_another_effect_are_logged(vitamp: Vitamp, tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, "-dry_run", WSD[0], "TRAIN.WARMUP_EPOCHS=1.75")
+    assert "TRAIN.WARMUP_EPOCHS 1.75 leaves 0.25 of TRAIN.NUM_EPOCHS 2 for the decay of wsd" in done.text
+    done = vitamp("-cfg", tiny, "-dry_run", WSD[1])
+    assert "DECAY_FRACTION has no effect: TRAIN.LR_SCHEDULER.NAME is warmupcosine, not wsd" in done.text

@@ -8,17 +8,18 @@ from pathlib import Path
 
 from engine.checkpoint.folder import Checkpoint, best_of, folder_name, write_index
 from engine.measure.progress import Best
+from engine.report.mlflow import STORE
 from engine.report.reporter import METRICS
-from engine.report.wandb import NOTE
+from engine.report.tracking import TRACKERS
 from utils.distributed.world import World, broadcast, on_rank_0
 from utils.log import log
 from utils.run_folder import os_errors_as_user_errors
 
 ABANDONED = "before-resume-{}"
-COPIED = ("config.yaml", "run.json", METRICS, "curves.png", "broken.txt")
+COPIED = ("config.yaml", "run.json", METRICS, "curves.png", "broken.txt", STORE)
 """Files that make a folder a run's. The resumed run truncates its metrics and rewrites the others."""
-MOVED = ("tensorboard", NOTE)
-"""TensorBoard's files are rewritten from the metrics; Weights & Biases gets a new run."""
+MOVED = ("tensorboard", *(tracker.note for tracker in TRACKERS.values()))
+"""TensorBoard's files are rewritten from the metrics; trackers get a new run."""
 
 
 def move_later_checkpoints(folder: Path, checkpoint: Checkpoint, best: Best) -> Path | None:

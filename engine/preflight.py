@@ -12,7 +12,7 @@ from engine.inputs.token_drop import shortcuts_of
 from engine.optim.build import optimizer_name
 from engine.optim.class_weights import check_class_weights
 from engine.parallel.fsdp import check_sharding
-from engine.report.wandb import check_wandb
+from engine.report.tracking import check_trackers
 from models import check_model, check_pretrained
 from utils.config import Config
 from utils.config.kinds import AUTO
@@ -30,7 +30,7 @@ def check(config: Config) -> None:
     check_sharding(config)
     if not config.EVAL:
         check_class_weights(config.TRAIN)
-        check_wandb(config.WANDB)
+        check_trackers(config)
     check_amp(config.AMP, config.TRAIN)
     check_teacher(config)
     starts_new_run = config.MODEL.RESUME is None or (config.MODEL.RESUME == AUTO and resumed_run(config) is None)

@@ -34,7 +34,7 @@ from engine.measure.throughput import Throughput
 from engine.parallel.fsdp import build_sharding
 from engine.report.next_commands import next_commands
 from engine.report.reporter import METRICS, Reporter
-from engine.report.wandb import open_board
+from engine.report.tracking import open_trackers
 from engine.run_evaluation import evaluate_only
 from engine.run_folder import lock_existing_folder, make_run_folder, write_run_files
 from engine.run_lock import FolderLock
@@ -148,9 +148,9 @@ def _open_folder(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, f
 def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: OpLists) -> int:
     """Train, close what was opened, and log how it ended."""
     config, world = run.config, run.world
-    wandb = open_board(config, folder, ready.precision.name, folder / METRICS) if world.first else None
+    trackers = open_trackers(config, folder, ready.precision.name, folder / METRICS) if world.first else ()
     reporter = Reporter(
-        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position, wandb
+        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position, trackers
     )
     utilisation = peak and Utilisation(config, peak, world.size, ready.position)
     pace = Throughput(ready.precision.device, ready.parts.stages, utilisation)
@@ -158,8 +158,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
     trainer = Trainer(run, ready, folder, reporter, pace, lists if ready.precision.level != "O0" else None)
     try:
         code = trainer.fit()
-        if wandb is not None:
-            wandb.ended(trainer.best)
+        reporter.ended(trainer.best)
     except Exception as error:
         if is_out_of_memory(error):
             raise while_training(error, trainer) from None

@@ -9,6 +9,7 @@ from datasets import decoder_of
 from engine.machine.context import Run
 from engine.machine.device import describe_devices
 from engine.measure.mfu import Peak, as_noted, peak_of
+from engine.report.tracking import TRACKERS
 from engine.run_lock import FolderLock
 from engine.setup import Ready
 from models import count_parameters
@@ -27,7 +28,8 @@ from utils.run_folder import (
     write_json,
 )
 
-WRITTEN_WHOLE = ("broken.txt", "config.yaml", "curves.png", "index.json", "metrics.jsonl", "run.json", "wandb.json")
+NOTES = tuple(tracker.note for tracker in TRACKERS.values())
+WRITTEN_WHOLE = ("broken.txt", "config.yaml", "curves.png", "index.json", "metrics.jsonl", "run.json", *NOTES)
 """Files of a run that are named .NAME.PID until they are complete."""
 
 

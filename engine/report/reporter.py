@@ -1,10 +1,11 @@
-"""Reports of a run: log lines, metrics.jsonl, TensorBoard, Weights & Biases, the progress bar."""
+"""Reports of a run: log lines, metrics.jsonl, TensorBoard, experiment trackers, the progress bar."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from tqdm import tqdm
 from engine.amp.skip_watch import Blame
 from engine.measure.bottleneck import Bottleneck
 from engine.measure.meters import Means, Reading
-from engine.measure.progress import Position, clock, updates_left
+from engine.measure.progress import Best, Position, clock, updates_left
 from engine.measure.stage_times import STAGES, TEACHER
 from engine.measure.throughput import Perf
 from engine.report.tensorboard import Board
-from engine.report.wandb import WandbBoard
+from engine.report.tracker import TrackedRun
 from utils.config.schema import Config
 from utils.files import write_atomically
 from utils.line_file import LineFile
@@ -51,7 +52,7 @@ class Reporter:
         folder: Path | None,
         prints: bool,
         start: Position,
-        wandb: WandbBoard | None = None,
+        trackers: Sequence[TrackedRun] = (),
     ) -> None:
         """`folder` None: write no files. `prints`: show a progress bar. `start`: position to start at."""
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
@@ -62,7 +63,7 @@ class Reporter:
             )
         self._metrics: LineFile | None = None
         self._board: Board | None = None
-        self._wandb = wandb
+        self._trackers = trackers
         self._last_verdict: Bottleneck | None = None
         self._first_update = start.update
         if folder:
@@ -189,8 +190,13 @@ class Reporter:
             for name, value in values.items():
                 # NaN for infinity, too: metrics.jsonl, from which a resumed run redraws, does not tell them apart.
                 self._board.add(f"{group}/{name}", value if math.isfinite(value) else math.nan, update)
-        if self._wandb:
-            self._wandb.add(group, values, update)
+        for tracker in self._trackers:
+            tracker.add(group, values, update)
+
+    def ended(self, best: Best) -> None:
+        """Report success to the trackers, at the end of training or when it is paused."""
+        for tracker in self._trackers:
+            tracker.ended(best)
 
     def close(self) -> None:
         self._bar.close()
@@ -198,8 +204,8 @@ class Reporter:
             self._metrics.close()
         if self._board:
             self._board.close()
-        if self._wandb:
-            self._wandb.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _fleet_line(position: Position, reading: Reading) -> str:

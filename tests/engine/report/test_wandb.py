@@ -19,8 +19,9 @@ import pytest
 
 from engine import preflight
 from engine.measure.progress import Best
-from engine.report import wandb
-from engine.report.wandb import WandbBoard, open_board
+from engine.report import tracker
+from engine.report.tracker import TrackedRun
+from engine.report.tracking import open_trackers
 from tests.program import ROOT, Result, metrics
 from utils.config import Config, load_config
 from utils.errors import UserError
@@ -150,19 +151,18 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
-def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Service], WandbBoard]:
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Service], TrackedRun]:
     monkeypatch.delenv("WANDB_MODE", raising=False)
 
-    def make(service: Service) -> WandbBoard:
+    def make(service: Service) -> TrackedRun:
         monkeypatch.setitem(sys.modules, "wandb", service)
-        found = open_board(Config(WANDB="mine"), tmp_path, "fp32", tmp_path / "metrics.jsonl")
-        assert found is not None
+        (found,) = open_trackers(Config(WANDB="mine"), tmp_path, "fp32", tmp_path / "metrics.jsonl")
         return found
 
     return make
 
 
-def test_lost_connection_is_logged_once(board: Callable[[Service], WandbBoard], said: pytest.LogCaptureFixture) -> None:
+def test_lost_connection_is_logged_once(board: Callable[[Service], TrackedRun], said: pytest.LogCaptureFixture) -> None:
     service = Service("log")
     run = board(service)
     for update in (1, 2, 3):
@@ -176,7 +176,7 @@ def test_lost_connection_is_logged_once(board: Callable[[Service], WandbBoard], 
 
 
 def test_metrics_are_kept_offline_when_wandb_is_unreachable(
-    board: Callable[[Service], WandbBoard], said: pytest.LogCaptureFixture
+    board: Callable[[Service], TrackedRun], said: pytest.LogCaptureFixture
 ) -> None:
     service = Service("init online")
     run = board(service)
@@ -188,7 +188,7 @@ def test_metrics_are_kept_offline_when_wandb_is_unreachable(
 
 
 def test_training_continues_without_wandb(
-    board: Callable[[Service], WandbBoard], said: pytest.LogCaptureFixture
+    board: Callable[[Service], TrackedRun], said: pytest.LogCaptureFixture
 ) -> None:
     run = board(Service("init online", "init offline"))
     run.add("train", {"loss": 1.0}, 1)
@@ -197,7 +197,7 @@ def test_training_continues_without_wandb(
     assert len(said.records) == 2
 
 
-def test_failed_run_is_reported_as_failed(board: Callable[[Service], WandbBoard]) -> None:
+def test_failed_run_is_reported_as_failed(board: Callable[[Service], TrackedRun]) -> None:
     service = Service()
     run = board(service)
     run.close()
@@ -210,7 +210,7 @@ def test_failed_run_is_reported_as_failed(board: Callable[[Service], WandbBoard]
 
 
 def test_wandb_mode_variable_is_respected(
-    board: Callable[[Service], WandbBoard], monkeypatch: pytest.MonkeyPatch
+    board: Callable[[Service], TrackedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = Service()
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -220,8 +220,8 @@ def test_wandb_mode_variable_is_respected(
 
 def test_wandb_is_not_imported_when_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
-    module = runpy.run_path(str(ROOT / "engine" / "report" / "wandb.py"))
-    assert module["open_board"](Config(), tmp_path, "fp32", tmp_path / "metrics.jsonl") is None
+    runpy.run_path(str(ROOT / "engine" / "report" / "wandb.py"))
+    assert open_trackers(Config(), tmp_path, "fp32", tmp_path / "metrics.jsonl") == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -229,7 +229,7 @@ def test_missing_wandb_package_is_an_error(tiny: Path, monkeypatch: pytest.Monke
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(wandb, "version", missing)
+    monkeypatch.setattr(tracker, "version", missing)
     preflight.check(load_config(str(tiny)).config)
     preflight.check(load_config(str(tiny), words={"WANDB": "mine", "EVAL": "true"}).config)
     with pytest.raises(UserError, match=r"WANDB mine: the package wandb is not installed\. Run: pip install wandb"):

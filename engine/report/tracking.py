@@ -1,0 +1,53 @@
+"""The experiment trackers there are, by the setting that names their project (docs/trackers.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from engine.report.mlflow import Mlflow
+from engine.report.tracker import About, TrackedRun, Tracker
+from engine.report.wandb import Wandb
+from utils.config import Config
+from utils.errors import UserError
+
+TRACKERS: dict[str, type[Tracker]] = {"WANDB": Wandb, "MLFLOW": Mlflow}
+
+
+def check_trackers(config: Config) -> None:
+    """Check that the packages of the trackers in use are installed."""
+    missing = {setting: TRACKERS[setting]().missing() for setting in _projects(config)}
+    lines = [
+        f"{setting} {getattr(config, setting)}: {what}   or leave {setting} out."
+        for setting, what in missing.items()
+        if what is not None
+    ]
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def open_trackers(config: Config, folder: Path, precision: str, metrics: Path) -> list[TrackedRun]:
+    """Start or resume the run at each tracker in use. `metrics`: what earlier starts of this run have sent."""
+    projects = _projects(config)
+    sent = _last_sent(metrics) if projects else {}
+    settings = config.model_dump(mode="json")
+    return [
+        TrackedRun(TRACKERS[setting](), About(project, folder, settings, precision, config.TAG), sent)
+        for setting, project in projects.items()
+    ]
+
+
+def _projects(config: Config) -> dict[str, str]:
+    """Setting -> project of the trackers in use."""
+    return {setting: project for setting in TRACKERS if (project := getattr(config, setting)) is not None}
+
+
+def _last_sent(metrics: Path) -> dict[str, int]:
+    """Event -> the last update in metrics.jsonl."""
+    last: dict[str, int] = {}
+    try:
+        for line in map(json.loads, metrics.read_text(encoding="utf-8", errors="replace").splitlines()):
+            last[line["event"]] = max(line["update"], last.get(line["event"], -1))
+    except (OSError, ValueError, KeyError, TypeError):  # no file yet, or the last line was cut short
+        return last
+    return last

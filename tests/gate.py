@@ -87,12 +87,6 @@ def is_selected(item: pytest.Item, config: pytest.Config) -> bool:
     return number is None or in_slice(item, number)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With other options, such as -k, no test may be left of those that judge by the clock, or only those."""
-    if session.config.getoption("--timing") and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-        session.exitstatus = pytest.ExitCode.OK
-
-
 def in_slice(item: pytest.Item, number: int) -> bool:
     """Whether a slice runs this test: by its name, so that a new test moves no other one to another slice."""
     if item.get_closest_marker("slow") is None or item.get_closest_marker("every_slice") is not None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from engine.checkpoint import folder as disk
+from engine.checkpoint import host_copy
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import EMA, MODEL, STATE, bring_back, folder_name, inspect, verify
@@ -160,6 +161,19 @@ def test_standing_memory_is_used_again_and_follows_what_is_saved() -> None:
     assert [tensor.sum().item() for tensor in first] == [0, 10]
     (other,) = copy.take([torch.full((2000,), 2.0)])
     assert other.sum().item() == 4000
+
+
+def test_host_memory_comes_in_chunks_that_no_tensor_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "CHUNK", 4096)
+    tensors = [torch.full((size,), float(size)) for size in (300, 300, 300, 300, 700, 400, 3000, 1)]
+    sizes = host_copy._chunks(host_copy._layout(tensors))
+    # In bytes, after alignment: three times 1,200, then 1,200 + 2,800, then 1,600, a tensor larger than a chunk, and 4.
+    held = [4 * 3 * 300, 4 * (300 + 700), 4 * 400, 4 * 3000, 4]
+    assert len(sizes) == len(held)
+    assert all(bytes_ <= size < bytes_ + 4 * host_copy.ALIGNED for bytes_, size in zip(held, sizes, strict=True))
+    copy = HostCopy(pinned=False)
+    assert copy.reserve(tensors) == sum(sizes)
+    assert all(map(torch.equal, copy.take(tensors), tensors))
 
 
 def test_killed_between_two_renames_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from engine.report.tracking import open_trackers
 from tests.program import ROOT, Result, metrics
 from utils.config import Config, load_config
 from utils.errors import UserError
-from utils.log import log
 
 
 def records(file: Path) -> Iterator[Any]:
@@ -118,6 +117,7 @@ class Service:
 
     def __init__(self, *troubles: str) -> None:
         self.troubles, self.calls, self.modes = troubles, list[str](), list[Any]()
+        self.defined: dict[str, dict[str, str]] = {}
         self.summary, self.url, self.disabled = {}, "there", False
         self.Settings = SimpleNamespace
 
@@ -134,7 +134,8 @@ class Service:
     def teardown(self) -> None:
         self._do("teardown")
 
-    def define_metric(self, *_: Any, **__: Any) -> None: ...
+    def define_metric(self, name: str, **how: str) -> None:
+        self.defined[name] = how
 
     def log(self, _: dict[str, Any]) -> None:
         self._do("log")
@@ -143,11 +144,8 @@ class Service:
         self._do(f"finish {exit_code}")
 
 
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(log, "propagate", True)
-    with caplog.at_level(logging.WARNING, "vitamp"):
-        yield caplog
+def warnings_in(said: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in said.records if record.levelno >= logging.WARNING]
 
 
 @pytest.fixture
@@ -170,7 +168,7 @@ def test_lost_connection_is_logged_once(board: Callable[[Service], TrackedRun], 
     run.ended(Best())
     run.close()
     assert service.calls == ["init online", "log"]
-    assert [record.getMessage() for record in said.records] == [
+    assert warnings_in(said) == [
         "Weights & Biases does not answer any more (Connection lost); training continues without it."
     ]
 
@@ -182,7 +180,7 @@ def test_metrics_are_kept_offline_when_wandb_is_unreachable(
     run = board(service)
     run.add("train", {"loss": 1.0}, 1)
     assert service.calls == ["init online", "teardown", "init offline", "log"]
-    (warning,) = (record.getMessage() for record in said.records)
+    (warning,) = warnings_in(said)
     assert "cannot be reached (Connection lost)" in warning
     assert "`wandb sync`" in warning
 
@@ -193,8 +191,8 @@ def test_training_continues_without_wandb(
     run = board(Service("init online", "init offline"))
     run.add("train", {"loss": 1.0}, 1)
     run.close()
-    assert "training continues without it" in said.records[-1].getMessage()
-    assert len(said.records) == 2
+    assert "training continues without it" in warnings_in(said)[-1]
+    assert len(warnings_in(said)) == 2
 
 
 def test_failed_run_is_reported_as_failed(board: Callable[[Service], TrackedRun]) -> None:
@@ -234,3 +232,12 @@ def test_missing_wandb_package_is_an_error(tiny: Path, monkeypatch: pytest.Monke
     preflight.check(load_config(str(tiny), words={"WANDB": "mine", "EVAL": "true"}).config)
     with pytest.raises(UserError, match=r"WANDB mine: the package wandb is not installed\. Run: pip install wandb"):
         preflight.check(load_config(str(tiny), words={"WANDB": "mine"}).config)
+
+
+def test_the_summary_of_a_run_is_its_best_accuracy(board: Callable[[Service], Any]) -> None:
+    """Otherwise wandb sorts runs by the last one."""
+    service = Service()
+    board(service)
+    assert {name: how for name, how in service.defined.items() if "acc1" in name} == {
+        name: {"step_metric": "update", "summary": "max"} for name in ("val/acc1", "val/ema_acc1")
+    }

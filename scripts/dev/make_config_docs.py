@@ -87,7 +87,7 @@ def reference() -> str:
     """docs/config.md"""
     lines = [INTRODUCTION.rstrip("\n"), "", "| older name | name today |", "| --- | --- |"]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
-    lines += ["| `MODEL.MLP_DIM`, beside the width | `MODEL.MLP_RATIO` |"]
+    lines += ["| `MODEL.MLP_DIM`, with `MODEL.EMBED_DIM` set too | `MODEL.MLP_RATIO` |"]
     lines += [FAMILY.rstrip("\n"), "", *_families(), EDITORS.rstrip("\n")]
     for section, about in [*sections().items(), ("", "Keys outside the sections.")]:
         lines += [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -183,6 +184,30 @@ def test_card_has_metadata_results_settings_and_no_path(
         assert expected in text
     held = text.encode() + (tmp_path / "photos" / "config.json").read_bytes()
     assert not [place for place in (photos, photo_run, tmp_path, sys.prefix) if str(place).encode() in held]
+
+
+def test_card_names_public_sources_alone(tool: Tool, digits_run: Path, tmp_path: Path) -> None:
+    """A data set of the Hub and timm's pretrained weights are named; folders of this machine are not."""
+    save_image(tmp_path / "pictures" / "a.jpg", seed=0)
+    for data, weights, named in (
+        ("hf:ylecun/mnist", "vit_tiny_patch16_224", ("ylecun/mnist", "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")),
+        ("hf:/secret/images", "/secret/weights.pth", ("parquet", None)),
+        ("cifar10", None, ("uoft-cs/cifar10", None)),
+    ):
+        moved = tmp_path / "moved"
+        shutil.copytree(digits_run, moved, dirs_exist_ok=True)
+        for meta in moved.glob("checkpoints/*/meta.json"):
+            held = json.loads(meta.read_text())
+            held["settings"] |= {"DATA.DATASET": data, "MODEL.PRETRAINED": weights}
+            meta.write_text(json.dumps(held))
+        words = ("-to", "hub", "-output", tmp_path / "hub", "-overwrite", "-dtype", "bf16")
+        code, said = tool(moved, *words, "-images", tmp_path / "pictures")
+        assert code == 0, said
+        text = (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
+        card = ModelCard(text).data
+        assert (card.get("datasets"), card.get("base_model")) == ([named[0]], named[1])
+        assert "They are stored in bf16 here." in text
+        assert "secret" not in text
 
 
 @pytest.mark.slow

@@ -22,6 +22,15 @@ venv) exec python3 -m venv "${@: -1}" ;;
 pip) exec "$4" -m pip install --no-input -r "$6" ;;
 esac
 """
+OLD_PYTHON = """\
+#!/usr/bin/env bash
+# Says that it is Python 3.10.
+if [[ $1 == --version ]]; then
+    echo Python 3.10.9
+else
+    exec REAL -c "import sys; sys.version_info = (3, 10, 9); $2"
+fi
+"""
 SOURCED = 'source scripts/setup.sh small.txt; echo "PYTHON=$PYTHON"; "$PYTHON" -c "import small; print(small.__file__)"'
 
 
@@ -106,12 +115,12 @@ def test_failed_installation_shows_why_and_is_repeated(clone: Path) -> None:
 
 def test_too_old_a_python_is_refused(clone: Path) -> None:
     (clone.parent / "bin" / "python3").unlink()
-    (clone.parent / "bin" / "python3").write_text("#!/usr/bin/env bash\necho Python 3.9.1; [[ $1 == --version ]]\n")
+    (clone.parent / "bin" / "python3").write_text(OLD_PYTHON.replace("REAL", sys.executable))
     (clone.parent / "bin" / "python3").chmod(0o755)
     (clone.parent / "bin" / "env").symlink_to(str(shutil.which("env")))
     done = setup(clone)
     assert done.returncode == 2
-    assert "Python 3.11 or newer is needed; this machine has Python 3.9.1." in done.stderr
+    assert "Python 3.11 or newer is needed; this machine has Python 3.10.9." in done.stderr
     assert "https://docs.astral.sh/uv" in done.stderr
     assert not (clone / ".venv").exists()
     active = clone.parent / "old"

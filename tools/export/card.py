@@ -180,8 +180,12 @@ class Card:
         trained = self.export.trained
         epoch, update = (trained.saved.meta.get(key) for key in ("epoch", "update"))
         when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update is not None else ""
+        dtype = self.export.options.dtype
+        stored = "" if dtype == "fp32" else f" They are stored in {dtype} here."
         rows = {METRICS[by]: metric_words(by, value, named=False) for by, value in self.metrics.items()}
-        about = f"Measured in training, on the validation split, with the {LABELS[trained.weights]} weights{when}."
+        about = (
+            f"Measured in training, on the validation split, with the {LABELS[trained.weights]} weights{when}.{stored}"
+        )
         curves = f"\n\n![Loss and accuracy by epoch]({CURVES})" if self.has_curves else ""
         return f"{about}\n\n{_table(('metric', 'value'), rows)}{curves}"
 

@@ -70,14 +70,15 @@ class Judge:
 
     def chosen(self, file: str) -> list[str]:
         """The test files for a file of the product: first those of its name or that import it, here and elsewhere."""
-        folder = self._code / "tests" / Path(file).parent
-        while not list(folder.glob("test_*.py")):
+        tests = self._code / "tests"
+        folder = tests / Path(file).parent
+        while folder != tests and not list(folder.glob("test_*.py")):
             folder = folder.parent
         room = sorted(folder.glob("test_*.py"))
         module = ".".join(Path(file).with_suffix("").parts)
         package, _, name = module.rpartition(".")
         imports = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(package)} import .*\b{name}\b")
-        every = sorted(path for path in (self._code / "tests").glob("*/**/test_*.py") if self._is_of_a_room(path))
+        every = sorted(path for path in tests.glob("*/**/test_*.py") if self._is_of_a_room(path))
         importing = [
             path
             for path in every
@@ -104,9 +105,11 @@ class Judge:
                     return Outcome(mutant, UNFINISHED, time.monotonic() - began, "no test failed in the time it has")
                 if not failed:
                     return Outcome(mutant, SURVIVED, time.monotonic() - began)
+                if failed in self._failing:  # a file that cannot be imported, which --deselect does not leave out
+                    return Outcome(mutant, UNFINISHED, time.monotonic() - began, f"{failed} fails without it")
                 path.write_text(before, encoding="utf-8")
                 took = time.monotonic() - began
-                if self._run([failed], 3 * TEST_SECONDS) == "":
+                if self._run([failed], max(self._seconds, 3 * TEST_SECONDS)) == "":
                     return Outcome(mutant, CAUGHT, took, failed)
                 self._failing.add(failed)
         finally:
@@ -120,11 +123,13 @@ class Judge:
             words += [word for test in sorted(self._failing) for word in ("--deselect", test)]
             process = FORK.Process(target=be_pytest, args=(words, self._code, place))
             process.start()
-            process.join(max(seconds, 1))
-            code = process.exitcode
-            process.kill()
-            end_processes(place)
-            process.join()
+            try:
+                process.join(max(seconds, 1))
+                code = process.exitcode
+            finally:  # after Ctrl-C, too
+                process.kill()
+                end_processes(place)
+                process.join()
             if code is None:
                 return None
             return failed_test((Path(place) / OUTPUT).read_text(encoding="utf-8", errors="replace"), code)

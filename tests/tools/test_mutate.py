@@ -112,7 +112,7 @@ def test_a_mutant_is_caught_by_a_test_that_passes_without_it(code: Path, monkeyp
     assert (code / "engine" / "shop.py").read_text(encoding="utf-8") == SOURCE
 
 
-@pytest.mark.parametrize(("test_seconds", "seconds", "state"), [(1, 60, CAUGHT), (30, 2, UNFINISHED)])
+@pytest.mark.parametrize(("test_seconds", "seconds", "state"), [(3, 100, CAUGHT), (30, 2, UNFINISHED)])
 def test_a_test_that_hangs_catches_a_mutant_and_too_many_tests_do_not(
     code: Path, monkeypatch: pytest.MonkeyPatch, test_seconds: int, seconds: float, state: str
 ) -> None:

@@ -53,6 +53,7 @@ def one_run(folder: Path) -> Row:
         "model": config.MODEL.NAME,
         "data": config.DATA.DATASET,
         "precision": about["choices"]["precision"],
+        "optimizer": f"{config.TRAIN.OPTIMIZER.NAME}, learning rate {config.TRAIN.BASE_LR:g}",
         "processes": about["choices"]["world_size"],
         "seed": config.SEED,
         "epochs": config.TRAIN.NUM_EPOCHS,
@@ -77,7 +78,8 @@ def _portable(command: str) -> str:
 
 def collect(name: str, folders: Iterable[Path]) -> Path:
     rows = sorted(
-        (one_run(folder) for folder in folders), key=lambda row: (row["model"], row["precision"], row["seed"])
+        (one_run(folder) for folder in folders),
+        key=lambda row: (row["model"], row["precision"], row["optimizer"], row["seed"]),
     )
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,16 +100,20 @@ def table(name: str) -> str:
         return comparison_as_markdown(fields, link)
     if "runs" not in fields:
         return markdown(fields, link)
+    if "timm_train" in fields:
+        return against_timm_train(fields, name)
     if "update" in fields:
         return by_recipe(fields, name)
     return by_model(fields["runs"], name)
 
 
 def by_model(runs: list[Row], name: str) -> str:
-    """One row per model and precision: mean and standard deviation over the seeds. Below: how it was measured."""
+    """One row per model, optimiser and precision: mean and standard deviation over the seeds."""
+    several = len({run.get("optimizer") for run in runs}) > 1
     groups: dict[tuple[str, str], list[Row]] = {}
     for run in runs:
-        groups.setdefault((run["model"], run["precision"]), []).append(run)
+        model = f"{run['model']}, {run['optimizer']}" if several else run["model"]
+        groups.setdefault((model, run["precision"]), []).append(run)
     lines = [
         "| model | precision | seeds | best top-1 (%) | last top-1 (%) | skipped |",
         "|---|---|---|---|---|---|",
@@ -127,6 +133,22 @@ def _measured(runs: list[Row], name: str) -> str:
         f"Measured on {first['device']}, torch {versions['torch']}, timm {versions['timm']}, {first['date']}; "
         f"the first command: `{first['command']}`. All runs: [{name}.json](LINK/{name}.json)."
     )
+
+
+def against_timm_train(fields: Row, name: str) -> str:
+    """One row per program: last top-1 of each seed, mean and standard deviation."""
+    runs, versions = fields["runs"], fields["versions"]
+    seeds = sorted({run["seed"] for run in runs})
+    lines = [
+        f"| program | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |",
+        f"| --- |{' --- |' * (len(seeds) + 1)}",
+    ]
+    for program in dict.fromkeys(run["program"] for run in runs):
+        found = [run["acc1"] for run in sorted(runs, key=lambda run: run["seed"]) if run["program"] == program]
+        lines.append(f"| {program} | {' | '.join(f'{value:.2f}' for value in found)} | {_spread(found)} |")
+    how = f"Measured on {fields['device']}, torch {versions['torch']}, timm {versions['timm']}, {fields['date']}"
+    settings = f"train.py of timm {fields['timm_train']} had `{fields['settings']}`"
+    return "\n".join([*lines, "", f"{how}; {settings}. All runs: [{name}.json](LINK/{name}.json)."]) + "\n"
 
 
 def by_recipe(fields: Row, name: str) -> str:

@@ -79,12 +79,14 @@ class Shape:
     processes: int
     accumulated: int
     strategy: str = "ddp"
+    optimizer: str = "AdamW"
 
     def words(self, workers: int) -> list[object]:
         batch = WINDOW // self.processes // self.accumulated
         spread = f"DATA.NUM_WORKERS={workers}", f"DIST.STRATEGY={self.strategy}"
+        flags = "-batch_size", batch, "-accum_iter", self.accumulated, f"TRAIN.OPTIMIZER.NAME={self.optimizer}"
         # Shorter than what is waited for here: a run that hangs is to say itself where.
-        return ["-batch_size", batch, "-accum_iter", self.accumulated, "DIST.TIMEOUT=1.0", *spread]
+        return [*flags, "DIST.TIMEOUT=1.0", *spread]
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +242,11 @@ def test_killed_anywhere_it_is_the_run_that_was_never_killed(begin: Callable[...
 @pytest.mark.slow
 def test_killed_twenty_times(begin: Callable[..., Run], tmp_path: Path) -> None:
     compared(begin, tmp_path, [Shape(2, 2)], WAYS, 20)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_with_muon(begin: Callable[..., Run], tmp_path: Path) -> None:
+    compared(begin, tmp_path, [Shape(2, 2, optimizer="Muon")], WAYS, 20)
 
 
 @pytest.mark.slow

@@ -39,8 +39,7 @@ def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split"
     if not counts.any():
         raise UserError(
             f"There are too few images for a validation split: {len(labels)} in {len(sizes)} classes, of which "
-            "each keeps "
-            "one image for training. Add images, or a validation split of your own."
+            "each keeps one image for training. Add images, or a validation split of your own."
         )
     validation = np.concatenate([of_class[:count] for of_class, count in zip(members, counts, strict=True)])
     return np.setdiff1d(np.arange(len(labels)), validation), np.sort(validation)

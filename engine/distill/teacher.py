@@ -33,7 +33,7 @@ KEY = "TRAIN.TEACHER_MODEL"
 EXAMPLE = "regnety_160.deit_in1k"
 FORMS = (
     f"Give a model of timm that has pretrained weights (for example {EXAMPLE}), a run or checkpoint, or "
-    "NAME=FILE, with timm's name of the model in that file."
+    "NAME=FILE: timm's name of the model, and the file of its weights."
 )
 
 

@@ -45,7 +45,7 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     """Make a few updates and report what a run would cost. A collective call."""
     config, world = run.config, run.world
     if unfreeze_if_due(ready.parts, config, config.MODEL.UNFREEZE_EPOCH or ready.position.epoch):
-        log.info("The dry run trains these weights too; epochs before take less memory and time.")
+        log.info("The dry run trains these weights too; epochs before MODEL.UNFREEZE_EPOCH need less memory and time.")
     try:
         windows = _windows(ready)
         window, batch = on_every_rank(world, lambda: _first(windows))

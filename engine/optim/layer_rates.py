@@ -27,7 +27,8 @@ def rate_scales(model: nn.Module, train: TrainConfig) -> dict[str, float]:
         heads = classifiers(model)
         if not heads:
             raise UserError(
-                f"TRAIN.HEAD_LR {train.HEAD_LR:g}: {type(model).__name__} does not name its classifier; leave it out."
+                f"TRAIN.HEAD_LR {train.HEAD_LR:g}: {type(model).__name__} does not name its classifier; "
+                "remove the setting."
             )
         scales |= {
             name: scales.get(name, 1.0) * (train.HEAD_LR if is_inside(name, heads) else 1.0)

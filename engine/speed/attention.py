@@ -71,8 +71,7 @@ def attention_by_rule(
     if wanted == PACKED and device == "cuda" and not packed_is_possible(listed):
         raise UserError(
             f"MODEL.ATTENTION {wanted} needs Triton, and AMP's lists, which affect torch's operators only, "
-            "must not name "
-            f"{' or '.join(sorted(FUSED_OPERATOR))}; use fused, or leave it auto."
+            f"must not name {' or '.join(sorted(FUSED_OPERATOR))}; use fused, or leave it auto."
         )
     if inside:
         return Attention(PLAIN, "for the operators on AMP's lists")

@@ -145,7 +145,7 @@ def _make_shards(work: Work, shards: list[Shard], jobs: int) -> list[Record]:
         for record in _finished_shards(futures, work, sum(len(shard.indices) for shard in shards)):
             for name, reason in record.left_out:
                 bad += 1
-                log.warning("unreadable, left out: %s: %s (%d; DATA.MAX_BAD: %d)", name, reason, bad, limit)
+                log.warning("left out: %s: %s (%d so far; DATA.MAX_BAD allows %d)", name, reason, bad, limit)
             if bad > limit:
                 raise TrainingError(
                     f"{bad} images cannot be read, and DATA.MAX_BAD allows {limit}. Repair them, exclude them with "

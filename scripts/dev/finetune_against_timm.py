@@ -96,7 +96,7 @@ class Bench:
         words = f"{size} --epochs 15 -b 32 --opt adamw --lr 1e-3 --weight-decay 0.05 --clip-grad 1 --hflip 0"
         run = self._run_timm(images, "pretrain", 0, *words.split())
         # As many outputs as ImageNet has classes: timm would keep a classifier of as many as the new images have.
-        model = timm.create_model(MODEL, img_size=SIDE)
+        model: Any = timm.create_model(MODEL, img_size=SIDE)
         state = torch.load(run / "last.pth.tar", map_location="cpu", weights_only=False)["state_dict"]
         model.load_state_dict(state)
         weights = self._folder / "weights"
@@ -109,8 +109,8 @@ class Bench:
         }
         timm.models.save_for_hf(
             model,
-            weights,
-            model_config={"pretrained_cfg": {**model.pretrained_cfg, **given}},
+            str(weights),
+            model_config={"pretrained_cfg": model.pretrained_cfg | given},
             model_args={"img_size": SIDE},
         )
         return weights

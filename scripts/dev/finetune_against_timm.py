@@ -97,7 +97,8 @@ class Bench:
         run = self._run_timm(images, "pretrain", 0, *words.split())
         # As many outputs as ImageNet has classes: timm would keep a classifier of as many as the new images have.
         model: Any = timm.create_model(MODEL, img_size=SIDE)
-        state = torch.load(run / "last.pth.tar", map_location="cpu", weights_only=False)["state_dict"]
+        with torch.serialization.safe_globals([argparse.Namespace]):  # train.py stores its arguments, too
+            state = torch.load(run / "last.pth.tar", map_location="cpu", weights_only=True)["state_dict"]
         model.load_state_dict(state)
         weights = self._folder / "weights"
         given = {

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     images: torch.Tensor
     """uint8, B x C x H x W"""
     labels: torch.Tensor
-    """int64, B"""
+    """int64, B; with several labels per sample (DATA.MULTI_LABEL) float32, B x C, of zeros and ones"""
     indices: torch.Tensor
     """int64, B"""
 
@@ -47,7 +47,7 @@ class Samples(ABC):
     """
 
     labels: np.ndarray
-    """int64, one per sample"""
+    """int64, one per sample; with DATA.MULTI_LABEL uint8, samples x classes, of zeros and ones"""
     classes: list[str] | None = None
     """Class names in the order of their labels, if known."""
     stored: Stored = "files"
@@ -117,7 +117,7 @@ class ImageDataset(Dataset[Batch]):
         return generator.permutation(len(self))
 
     def sample_labels(self) -> np.ndarray | None:
-        """Label of each sample, int64; None if labels are known only once the samples are read."""
+        """Labels of all samples, as in `Samples.labels`; None if labels are known only once the samples are read."""
         return None
 
     def single_images(self) -> Samples | None:
@@ -157,6 +157,8 @@ class Source:
     """Whether the data comes without a validation split, so that the program makes one. Only then has it folds."""
     fetches: bool = False
     """`check` downloads the data set if DATA.DOWNLOAD is set"""
+    multi_label: bool = False
+    """Whether a sample may have several labels (DATA.MULTI_LABEL)"""
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:

@@ -83,19 +83,23 @@ class Images(ImageDataset):
         size = self.data.IMAGE_SIZE
         # Channels last, as decoders and resizing work; the device makes planes of it when it converts to float.
         images = torch.zeros(len(keys), size, size, self.data.IMAGE_CHANNELS, dtype=torch.uint8).permute(0, 3, 1, 2)
-        labels = torch.zeros(len(keys), dtype=torch.int64)
+        labels = self._no_labels(len(keys))
         indices = torch.tensor([index for _, index in keys])
         self.samples.prefetch([index for _, index in keys if index != PADDING])
         for row, key in enumerate(keys):
             if key[1] == PADDING:
                 continue
             if self.train:
-                labels[row] = int(self.samples.labels[self._fill(images[row], key)])
+                labels[row] = torch.as_tensor(self.samples.labels[self._fill(images[row], key)])
             elif self._fill_strictly(images[row], key):
-                labels[row] = int(self.samples.labels[key[1]])
+                labels[row] = torch.as_tensor(self.samples.labels[key[1]])
             else:
                 indices[row] = PADDING
         return Batch(images, labels, indices)
+
+    def _no_labels(self, count: int) -> torch.Tensor:
+        several = self.samples.labels.shape[1:]
+        return torch.zeros(count, *several, dtype=torch.float32 if several else torch.int64)
 
     def _fill_strictly(self, out: torch.Tensor, key: Key) -> bool:
         """Write a validation sample to `out`. A broken one is left black, is not counted, and is reported later.
@@ -150,13 +154,14 @@ def image_source(
     fetches: bool = False,
     count: Callable[[DataConfig, bool], int] | None = None,
     is_unsplit: Callable[[DataConfig], bool] = comes_split,
+    multi_label: bool = False,
 ) -> Source:
     """A source whose images are read one by one. `samples`: (data, train, num_classes) -> the samples of a split."""
 
     def open_split(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - images are read on the host
         return Images(samples(data, train, num_classes), data, train, seed)
 
-    return Source(open_split, check, fetches=fetches, count=count, is_unsplit=is_unsplit)
+    return Source(open_split, check, fetches=fetches, count=count, is_unsplit=is_unsplit, multi_label=multi_label)
 
 
 def _storage_gone(name: str, reason: str) -> str:

@@ -19,6 +19,13 @@ def members_of_classes(labels: np.ndarray) -> list[np.ndarray]:
     return np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])[: len(sizes)]
 
 
+def images_of_classes(labels: np.ndarray, classes: int) -> np.ndarray:
+    """Number of images of each class. `labels`: see `Samples.labels`."""
+    if labels.ndim == 2:
+        return labels.sum(0, dtype=np.int64)[:classes]
+    return np.bincount(labels, minlength=classes)[:classes]
+
+
 def check_label(label: int, num_classes: int, where: str) -> None:
     """Raise UserError for a label outside the classes. `where` begins the message."""
     least = -ANY_LABEL if num_classes == ANY_LABEL else 0
@@ -45,7 +52,7 @@ def log_unused_outputs(classes: int, num_classes: int, owner: str) -> None:
 
 def warn_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str) -> None:
     """Warn of classes without an image: they are never learned, and often mean that images are missing."""
-    empty = np.flatnonzero(np.bincount(labels, minlength=len(classes))[: len(classes)] == 0)
+    empty = np.flatnonzero(images_of_classes(labels, len(classes)) == 0)
     if len(empty):
         first = classes[empty[0]]
         log.warning("%s has no image for %d of its %d classes (the first: %s).", owner, len(empty), len(classes), first)

@@ -67,7 +67,7 @@ def count_classes(data: DataConfig, train: bool) -> int:
     split = source.open(data, train, ANY_LABEL, 0, torch.device("cpu"))
     samples = split.single_images()
     if split.classes is None and samples is not None:
-        return int(samples.labels.max()) + 1
+        return samples.labels.shape[1] if data.MULTI_LABEL else int(samples.labels.max()) + 1
     return len(split.classes or ())
 
 
@@ -97,6 +97,17 @@ def _check_fold(source: Source, data: DataConfig) -> None:
 
 
 def _source(data: DataConfig) -> Source:
+    source = _named(data)
+    if data.MULTI_LABEL and not source.multi_label:
+        able = ", ".join(name for name in names() if SOURCES[name].multi_label)
+        raise UserError(
+            f"DATA.MULTI_LABEL: the data set {data.DATASET} has one label per image. Use a data set with several: "
+            f"{able}; see docs/data.md."
+        )
+    return source
+
+
+def _named(data: DataConfig) -> Source:
     if data.DATASET.startswith(hub.PREFIX):
         return hub.SOURCE
     if data.DATASET not in SOURCES:

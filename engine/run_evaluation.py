@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 
 from engine.amp.fp32_modules import force_fp32
 from engine.banner import banner
@@ -13,8 +12,8 @@ from engine.checkpoint.state import load_weights
 from engine.evaluate import evaluate
 from engine.fit.batch_size import settle_batch
 from engine.machine.context import Run
-from engine.measure.meters import Means
 from engine.measure.progress import Position
+from engine.measure.task import Metrics, task_of
 from engine.report.reporter import Reporter
 from engine.run_folder import make_run_folder, write_run_files
 from engine.setup import build_for_evaluation
@@ -43,7 +42,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
         log.info("Dry run: the weights match the model. Nothing was validated or written.")
         return
     write_run_files(run, ready, folder)
-    metrics: dict[str, Means] = {}
+    metrics: dict[str, Metrics] = {}
     files = {"": "model.safetensors", "ema_": EMA} if checkpoint else {"": None}
     for prefix, name in files.items():
         if checkpoint and name:
@@ -51,7 +50,13 @@ def evaluate_only(given: Run, dry: bool) -> None:
                 continue
             load_weights(ready.model, checkpoint.tensors(name), str(checkpoint.folder / name))
         metrics[prefix] = evaluate(
-            ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, world
+            ready.model,
+            ready.val_loader,
+            len(ready.val_set),
+            ready.inputs,
+            ready.precision,
+            world,
+            task=task_of(config),
         )
     # The epoch that the weights come from; the saved position may already be the start of the next one.
     position = Position(epoch=checkpoint.meta["epoch"], update=checkpoint.meta["update"]) if checkpoint else Position()
@@ -62,10 +67,10 @@ def evaluate_only(given: Run, dry: bool) -> None:
     log.info("Done: %s%s; everything is in %s", name, _in_words(metrics, config.SAVE_BEST_BY), folder)
 
 
-def _in_words(metrics: dict[str, Means], by: str) -> str:
+def _in_words(metrics: dict[str, Metrics], by: str) -> str:
     """All metrics of the better weights; of the other weights, the metric `by` that they are compared by."""
     prefix = best_prefix({f"{name}{by}": getattr(means, by) for name, means in metrics.items()}, by) or ""
-    text = ", ".join(f"{name} {value:.4f}" for name, value in asdict(metrics[prefix]).items())
+    text = ", ".join(f"{name} {value:.4f}" for name, value in metrics[prefix].fields().items() if value is not None)
     if len(metrics) == 1:
         return text
     other = "" if prefix else "ema_"

@@ -37,6 +37,7 @@ from engine.measure.bottleneck import Setting
 from engine.measure.meters import TrainMeters
 from engine.measure.progress import Best, Position
 from engine.measure.stage_times import DATA, stages_of
+from engine.measure.task import task_of
 from engine.optim.build import build_optimizer, scaled_learning_rates
 from engine.optim.class_weights import class_weights
 from engine.optim.ema import Ema
@@ -244,7 +245,7 @@ def update_parts(
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
-        meters=TrainMeters(device, world),
+        meters=TrainMeters(device, world, task_of(config)),
         ema=ema,
         grad_clip=train.GRAD_CLIP,
         seed=config.SEED,

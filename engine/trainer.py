@@ -18,9 +18,10 @@ from engine.evaluate import evaluate
 from engine.machine.context import Run
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.measure.bottleneck import BottleneckMonitor
-from engine.measure.meters import Means, Reading
+from engine.measure.meters import Reading
 from engine.measure.profile import UpdateProfiler
 from engine.measure.progress import best_of_validation, resumed_best, seconds_of
+from engine.measure.task import Metrics, task_of
 from engine.measure.throughput import Throughput
 from engine.optim.ema import on_device
 from engine.report.curves import Curves, title_of
@@ -55,14 +56,14 @@ class Trainer:
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
         self._judge = BottleneckMonitor(setting_of(ready), world)
-        self._meta = checkpoint_meta(run, ready)
+        self._meta, self._task = checkpoint_meta(run, ready), task_of(config)
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
         self._curves = Curves(folder)
         self._health = Health(config.AMP, self.parts, world, reporter, op_lists)
         self._saver = saver_of(folder, config, self.parts, world)
         self._saved_at = self.position.update
         self._saved_when = perf_counter()
-        self._last_metrics: dict[str, Means] = {}
+        self._last_metrics: dict[str, Metrics] = {}
         limit = config.MAX_TIME
         deadline = Deadline(
             seconds_of(limit) if limit else None, lambda: self._saver.longest or estimate_seconds(self.parts)
@@ -259,12 +260,14 @@ class Trainer:
         self.best.stale += 1
         return False
 
-    def _evaluate(self, model: nn.Module) -> Means:
+    def _evaluate(self, model: nn.Module) -> Metrics:
         ready, check = self.ready, partial(self._stopping.check, what="batches")
         model = on_device(model, ready.precision.device)
         broadcast_buffers(model, self.world)
         samples, precision = len(ready.val_set), ready.precision
-        return evaluate(model, ready.val_loader, samples, ready.inputs, precision, self.world, between=check)
+        return evaluate(
+            model, ready.val_loader, samples, ready.inputs, precision, self.world, between=check, task=self._task
+        )
 
     def _save(self, finished_epoch: int | None = None) -> None:
         """Save a checkpoint. `finished_epoch`: the epoch that has just ended, if one has."""

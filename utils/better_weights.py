@@ -12,6 +12,8 @@ Wanted = Literal["auto", "model", "ema"]
 BOTH: tuple[Which, ...] = ("model", "ema")
 PREFIX: dict[Which, str] = {"model": "", "ema": "ema_"}
 """Prefix of their metrics in metrics.jsonl and meta.json."""
+NAMES = {"acc1": "top-1", "acc5": "top-5", "map": "mAP"}
+"""Names of the metrics in percent that SAVE_BEST_BY can decide by."""
 LABELS: dict[Which, str] = {"model": "plain", "ema": "EMA"}
 
 
@@ -43,7 +45,7 @@ def choose_weights(meta: Mapping[str, Any], available: Collection[Which], wanted
 
 
 def metric_words(by: str, value: float, named: bool = True) -> str:
-    name, number = ("loss", f"{value:.4f}") if by == "loss" else (f"top-{by[3:]}", f"{value:.2f} %")
+    name, number = ("loss", f"{value:.4f}") if by == "loss" else (NAMES[by], f"{value:.2f} %")
     return f"{name} {number}" if named else number
 
 
@@ -75,7 +77,7 @@ def _deciding_metric(meta: Mapping[str, Any]) -> str:
     """The run's SAVE_BEST_BY; acc1 for older checkpoints without it."""
     settings = meta.get("settings")
     by = settings.get("SAVE_BEST_BY") if isinstance(settings, Mapping) else None
-    return by if by in ("acc1", "acc5", "loss") else "acc1"
+    return by if by in ("loss", *NAMES) else "acc1"
 
 
 def _is_number(value: Any) -> bool:

@@ -1,24 +1,35 @@
-"""`csv`: a table with one image per line, as a path and a target."""
+"""`csv`: a table with one image per line, as a path and a target; with DATA.MULTI_LABEL, several of them or none."""
 
 from __future__ import annotations
 
 import csv
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from datasets.images import image_source
-from datasets.labels import check_class_count, check_label, log_unused_outputs, warn_empty_classes
+from datasets.labels import (
+    check_class_count,
+    check_label,
+    images_of_classes,
+    log_unused_outputs,
+    warn_empty_classes,
+)
 from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file
+from datasets.sources.label_sets import SEPARATOR, LabelSet, classes_in, labels_in, labels_marked, rows_of
 from datasets.sources.split import split_files
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.files import kind_of_path, only_regular
+from utils.log import log
 
 PATHS = ("path", "image_path", "image", "file", "filename")
 TARGETS = ("target", "label", "class")
+PLURALS = ("targets", "labels", "classes")
+"""Names of the column that may hold several labels, besides TARGETS"""
 NAMES = "class_name"
 """Column with the class names of numbered targets"""
 SPLITS = ("train.csv", "val.csv")
@@ -26,7 +37,8 @@ LAYOUT = """Expected layout:
   {root}/train.csv    a header, as in path,target and lines like: images/cat 1.jpg,cat
   {root}/val.csv
 or one file, as in DATA_PATH: {root}/all.csv, which DATA.VAL_FRACTION splits.
-Paths are relative to the file; a target is a name or a whole number from 0."""
+Paths are relative to the file; a target is a name or a whole number from 0. With DATA.MULTI_LABEL=true it is several,
+as in cat;dog, or none; or every column but the path is a class and holds 0 or 1."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,10 @@ class _Table:
     """Class names of the targets; empty without such a column"""
     numbers: list[int]
     """Line numbers in the file"""
+    sets: list[LabelSet] = field(default_factory=list)
+    """With DATA.MULTI_LABEL: the labels of each line"""
+    columns: list[str] | None = None
+    """With DATA.MULTI_LABEL: the classes, if each has a column"""
 
     def where(self, row: int) -> str:
         return f"{self.file}:{self.numbers[row]}"
@@ -51,24 +67,51 @@ class _Table:
 
 
 def _samples(data: DataConfig, train: bool, num_classes: int) -> FileSamples:
-    tables = _table_files(data)
-    table = _read(tables[0 if train else -1])
-    files = table.labelled(table if train else _read(tables[0]), num_classes)
+    tables, several = _table_files(data), data.MULTI_LABEL
+    table = _read(tables[0 if train else -1], several)
+    files = table.labelled(table if train else _read(tables[0], several), num_classes)
     return split_files(files, data, train) if len(tables) == 1 else files.samples()
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    tables = [_read(file) for file in _table_files(data)]
+    tables = [_read(file, data.MULTI_LABEL) for file in _table_files(data)]
     first = tables[0]
     files = first.labelled(first, num_classes)
     log_unused_outputs(len(files.classes), num_classes, f"The table {first.file}")
     warn_empty_classes(files.labels, files.classes, f"The table {first.file}")
     if len(tables) == 1:
-        split_files(files, data, train)
+        validation = split_files(files, data, train=False).labels
     else:
-        tables[1].labelled(first, num_classes)
+        validation = tables[1].labelled(first, num_classes).labels
+    if data.MULTI_LABEL:
+        _warn_unmeasured(validation, files.classes)
+    else:
+        _warn_unsplit_labels(first)
     for table in tables if train else tables[-1:]:
         check_first_files(table.file, table.paths)
+
+
+def _warn_unmeasured(validation: np.ndarray, classes: list[str] | range) -> None:
+    unmeasured = np.flatnonzero(images_of_classes(validation, len(classes)) == 0)
+    if len(unmeasured):
+        log.warning(
+            "The validation split has no image of %d of %d classes (the first: %s): mAP and macro F1 leave them "
+            "out, and their threshold is 0.5.",
+            len(unmeasured),
+            len(classes),
+            classes[unmeasured[0]],
+        )
+
+
+def _warn_unsplit_labels(table: _Table) -> None:
+    row = next((row for row, text in enumerate(table.targets) if SEPARATOR in text), None)
+    if row is not None:
+        log.warning(
+            "%s: the target %r is taken as the name of one class. If these are several labels, set "
+            "DATA.MULTI_LABEL=true.",
+            table.where(row),
+            table.targets[row],
+        )
 
 
 def _table_files(data: DataConfig) -> list[Path]:
@@ -89,30 +132,71 @@ def _table_files(data: DataConfig) -> list[Path]:
     return files
 
 
-def _read(file: Path) -> _Table:
-    table = _Table(file, [], [], [], [])
+class _Head(NamedTuple):
+    """Places of the columns in a file."""
+
+    path: int
+    targets: list[int]
+    """One column, or one per class"""
+    name: int | None
+    last: int
+
+
+def _read(file: Path, several: bool) -> _Table:
+    """`several`: DATA.MULTI_LABEL."""
     try:
         with open(file, encoding="utf-8-sig", newline="", opener=only_regular) as opened:
             rows = csv.reader(opened, strict=True)
             header = next(rows, [])
-            path, target = _column(file, header, PATHS), _column(file, header, TARGETS)
-            name = next((place for place, text in enumerate(header) if text.strip().casefold() == NAMES), None)
+            head = _read_sets_head(file, header) if several else _read_head(file, header)
+            columns = [header[place].strip() for place in head.targets]
+            table = _Table(file, [], [], [], [], columns=columns if len(columns) > 1 else None)
             for row in rows:
                 if not any(field.strip() for field in row):
                     continue
                 where = f"{file}:{rows.line_num}"
-                if len(row) <= max(path, target, name or 0):
+                if len(row) <= head.last:
                     raise UserError(f"{where} has {len(row)} fields; the header has {len(header)}.")
-                table.paths.append(check_path(row[path].strip(), where))
-                table.targets.append(row[target].strip())
-                if name is not None:
-                    table.names.append(row[name].strip())
+                table.paths.append(check_path(row[head.path].strip(), where))
+                targets = [row[place] for place in head.targets]
+                if not several:
+                    table.targets.append(targets[0].strip())
+                elif table.columns is None:
+                    table.sets.append(labels_in(targets[0], where))
+                else:
+                    table.sets.append(labels_marked(targets, table.columns, where))
+                if head.name is not None:
+                    table.names.append(row[head.name].strip())
                 table.numbers.append(rows.line_num)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"The table {file} cannot be read: {error}.") from None
     if not table.paths:
         raise UserError(f"{file} has no lines below its header. {LAYOUT.format(root=file.parent)}")
     return table
+
+
+def _read_head(file: Path, header: list[str]) -> _Head:
+    path, target = _column(file, header, PATHS), _column(file, header, TARGETS)
+    name = next((place for place, text in enumerate(header) if text.strip().casefold() == NAMES), None)
+    return _Head(path, [target], name, max(path, target, name or 0))
+
+
+def _read_sets_head(file: Path, header: list[str]) -> _Head:
+    """With DATA.MULTI_LABEL: a column of labels; without one, all columns but the path are classes."""
+    path = _column(file, header, PATHS)
+    names = [text.strip() for text in header]
+    target = next((place for place, name in enumerate(names) if name.casefold() in (*TARGETS, *PLURALS)), None)
+    if target is not None:
+        return _Head(path, [target], None, max(path, target))
+    classes = [place for place in range(len(header)) if place != path]
+    if len(classes) < 2:
+        raise UserError(
+            f"{file} has neither a column {' or '.join((*TARGETS, *PLURALS))} nor one per class. "
+            f"{LAYOUT.format(root=file.parent)}"
+        )
+    if repeated := next((names[place] for place in classes if names.count(names[place]) > 1), None):
+        raise UserError(f"{file}: two columns are called {repeated!r}; give each class one.")
+    return _Head(path, classes, None, len(header) - 1)
 
 
 def _column(file: Path, header: list[str], names: tuple[str, ...]) -> int:
@@ -129,6 +213,8 @@ def _column(file: Path, header: list[str], names: tuple[str, ...]) -> int:
 
 def _labels(table: _Table, training: _Table, num_classes: int) -> tuple[list[str] | range, np.ndarray]:
     """Classes of the training table, and labels of `table`."""
+    if training.sets:
+        return _label_rows(table, training, num_classes)
     if _whole_number(training.targets[0]) is not None:
         return _numbered_classes(training, num_classes), _numbers(table, num_classes)
     classes = sorted(set(training.targets))
@@ -148,6 +234,15 @@ def _labels(table: _Table, training: _Table, num_classes: int) -> tuple[list[str
                 f"{training.where(0)} is a name. Give all targets as names, or all as whole numbers."
             )
     return classes, np.array([numbers[name] for name in table.targets], dtype=np.int64)
+
+
+def _label_rows(table: _Table, training: _Table, num_classes: int) -> tuple[list[str] | range, np.ndarray]:
+    """`_labels` with DATA.MULTI_LABEL."""
+    classes = training.columns or classes_in(training.sets, _whole_number, f"The table {training.file}")
+    if table.columns is not None and set(table.columns) != set(classes):
+        missing = sorted({*table.columns} ^ {*map(str, classes)})
+        raise UserError(f"{table.file} and {training.file} need the same columns; only one of them has {missing[0]}.")
+    return classes, rows_of(table.sets, classes, num_classes, _whole_number, table.where, str(training.file))
 
 
 def _numbers(table: _Table, num_classes: int) -> np.ndarray:
@@ -184,4 +279,4 @@ def _is_unsplit(data: DataConfig) -> bool:
     return len(_table_files(data)) == 1
 
 
-SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit)
+SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit, multi_label=True)

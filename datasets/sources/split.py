@@ -73,9 +73,34 @@ def _shuffled_classes(labels: np.ndarray, seed: int, purpose: str) -> list[np.nd
     return [generator.permutation(of_class) for of_class in members_of_classes(labels)]
 
 
+def split_label_sets(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The same two splits where samples have several labels (samples x classes), by DATA.FOLD or DATA.VAL_FRACTION.
+
+    Samples with the same labels are spread evenly. Many sets of labels occur once, so classes are split evenly only
+    as far as their samples have sets in common.
+    """
+    _, sets = np.unique(labels, axis=0, return_inverse=True)
+    fold, number = data.fold, np.arange(len(labels))
+    order = np.concatenate(_shuffled_classes(sets.reshape(-1), data.SPLIT_SEED, "folds" if fold else "split"))
+    if fold is not None:
+        if fold.folds > len(labels):
+            raise UserError(f"DATA.FOLD {fold}: {len(labels)} images cannot fill {fold.folds} folds; use fewer folds.")
+        chosen = number % fold.folds == fold.number - 1
+    else:
+        count = min(math.ceil(round(len(labels) * data.VAL_FRACTION, 6)), len(labels) - 1)
+        if not count:
+            raise UserError("There is one image only, too few for a validation split. Add images, or such a split.")
+        chosen = np.diff(number * count // len(labels), append=count) > 0
+    validates = np.zeros(len(labels), dtype=bool)
+    validates[order] = chosen
+    return np.flatnonzero(~validates), np.flatnonzero(validates)
+
+
 def split_rows(labels: np.ndarray, data: DataConfig, train: bool) -> np.ndarray:
     """Indices of one split of samples with these labels, by DATA.FOLD or else DATA.VAL_FRACTION."""
-    if data.fold is not None:
+    if labels.ndim == 2:
+        splits = split_label_sets(labels, data)
+    elif data.fold is not None:
         splits = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:
         splits = split(labels, data.VAL_FRACTION, data.SPLIT_SEED)

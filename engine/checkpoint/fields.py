@@ -64,13 +64,15 @@ class WeightsMeta(_Fields):
     metrics: dict[str, float | None] = {}
     settings: dict[str, Any] = {}
     """By dotted key; checked when they are loaded."""
+    thresholds: dict[Literal["model", "ema"], list[float]] = {}
+    """Several labels per sample: the probability from which on each class is predicted, by weights."""
 
 
 class BestState(_Fields):
     figure: float | None = None
     acc1: float = 0.0
     """Older name of `figure`, from when the best was always by acc1."""
-    kind: Literal["acc1", "acc5", "loss", "ema_acc1", "ema_acc5", "ema_loss"] = "acc1"
+    kind: Literal["acc1", "acc5", "map", "loss", "ema_acc1", "ema_acc5", "ema_map", "ema_loss"] = "acc1"
     update: Count = 0
     epoch: Count = 0
     stale: Count = 0

@@ -27,9 +27,10 @@ from engine.checkpoint.folder import (
     write_index,
 )
 from engine.checkpoint.host_copy import HostCopy, on_host, size_words
-from engine.measure.meters import Means
 from engine.measure.progress import Best, Position
+from engine.measure.task import Metrics
 from engine.update import Parts
+from utils.better_weights import PREFIX
 from utils.config.schema import Config
 from utils.errors import TrainingError
 from utils.log import log
@@ -74,16 +75,19 @@ class _Failed:
     error: Exception
 
 
-def progress(position: Position, finished_epoch: int | None, metrics: dict[str, Means], best: Best) -> dict[str, Any]:
+def progress(position: Position, finished_epoch: int | None, metrics: dict[str, Metrics], best: Best) -> dict[str, Any]:
     """Position and metrics of a checkpoint, for its meta.json. `metrics`: of a validation after this very update."""
+    chosen = {which: metrics[prefix].thresholds for which, prefix in PREFIX.items() if prefix in metrics}
+    thresholds = {which: list(values) for which, values in chosen.items() if values}
     return {
         "epoch": finished_epoch or position.epoch,
         "epoch_finished": finished_epoch is not None,
         "update": position.update,
         "metrics": {
-            f"{prefix}{name}": value for prefix, means in metrics.items() for name, value in vars(means).items()
+            f"{prefix}{name}": value for prefix, means in metrics.items() for name, value in means.fields().items()
         },
         "best": best.record(),
+        **({"thresholds": thresholds} if thresholds else {}),
     }
 
 

@@ -88,7 +88,7 @@ def distil(
 
     Call it before the model is copied or wrapped: it makes both classifiers learn if the model has two.
     """
-    loss = label_loss(config.TRAIN, class_weights).to(precision.device)
+    loss = label_loss(config.TRAIN, class_weights, config.DATA.MULTI_LABEL).to(precision.device)
     if config.TRAIN.DISTILLATION_TYPE is None:
         return change, loss
     if hasattr(model, "set_distilled_training"):  # timm's method; in validation, the mean of both is returned as before

@@ -28,7 +28,7 @@ class TransformedBatch(NamedTuple):
     targets: Tensor
     """Labels; for mixed images one row of class weights per image."""
     labels: Tensor
-    """One label per image; for a mixed image that of the larger weight."""
+    """As in the batch; for a mixed image those of the image with the larger weight."""
 
 
 BatchTransform = Callable[[Tensor, Tensor], TransformedBatch]
@@ -116,6 +116,9 @@ class Mixing(Mixup):
         own = torch.where(is_mixup > 0, lam, 1.0).masked_fill(in_box, 0.0)
         mixed = torch.lerp(images.flip(0), images, own.to(images.dtype))
         lam = lam.reshape(count, 1)
+        if labels.is_floating_point():  # several labels per image
+            partners = labels.flip(0)
+            return TransformedBatch(mixed, torch.lerp(partners, labels, lam), labels.where(lam >= 0.5, partners))
         targets = mixup_target(labels, self.num_classes, lam)  # pyright: ignore[reportArgumentType]  # a row per image
         return TransformedBatch(mixed, targets, torch.where(lam[:, 0] >= 0.5, labels, labels.flip(0)))
 

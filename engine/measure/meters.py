@@ -11,41 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.measure.task import SINGLE_LABEL, Metrics, Task, sum_type_of
 from utils.distributed.world import World, sum_over_ranks
 
-# Indices into the rows of sums.
-LOSS, TOP1, TOP5, SAMPLES = range(4)
+# Indices into the rows of sums; between them are the two counts of the task.
+LOSS, SAMPLES = 0, 3
 NEVER = -1
 MOST_FACTORS = 64
-
-
-def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the label is the top-1 prediction, and whether it is in the top 5; one value per sample."""
-    hits = _hits(logits, labels)
-    return hits[:, 0], hits.any(dim=-1)
-
-
-def _hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Which of a sample's top 5 predictions is its label, at most one of them. Two classifiers are averaged."""
-    logits = logits.mean(1) if logits.ndim == 3 else logits
-    return logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
-
-
-@dataclass(frozen=True)
-class Means:
-    """Mean loss and accuracies in percent."""
-
-    loss: float
-    acc1: float
-    acc5: float
 
 
 @dataclass(frozen=True)
 class Reading:
     """Metrics of one report."""
 
-    update: Means
-    epoch: Means
+    update: Metrics
+    epoch: Metrics
     grad_norm: float
     scale: float
     lr: float
@@ -55,9 +35,9 @@ class Reading:
 
 
 class TrainMeters:
-    def __init__(self, device: torch.device, world: World) -> None:
-        self._world = world
-        self._sum_type = torch.float32 if device.type == "mps" else torch.float64
+    def __init__(self, device: torch.device, world: World, task: Task = SINGLE_LABEL) -> None:
+        self._world, self._task = world, task
+        self._sum_type = sum_type_of(device)
         self._update, self._epoch = (torch.zeros(4, dtype=self._sum_type, device=device) for _ in range(2))
         self._finished_update = torch.zeros_like(self._update)
         self._one = torch.ones((), dtype=self._sum_type, device=device)
@@ -73,9 +53,9 @@ class TrainMeters:
         if weight == 0.0:
             return
         n = float(len(labels))
-        hits = _hits(logits, labels).sum(0).to(self._sum_type)
+        first, second = self._task.counts(logits, labels, self._sum_type)
         loss = loss.to(self._sum_type)
-        row = torch.stack((loss, hits[0], hits.sum(), self._one))
+        row = torch.stack((loss, first, second, self._one))
         self._update += row * self._factors(weight, n)
         # One forward pass that overflows must not turn the epoch's mean into NaN.
         self._epoch += (row * self._factors(n, n)).where(torch.isfinite(loss), 0.0)
@@ -118,8 +98,8 @@ class TrainMeters:
         numbers = torch.cat((sums, *(x.to(sums.device, self._sum_type).reshape(1) for x in same_on_all_ranks))).tolist()
         norm, scale_value, rate, skipped, in_a_row, first_bad = numbers[8:]
         return Reading(
-            _means(numbers[:4], 1.0),
-            _means(numbers[4:8], numbers[4 + SAMPLES]),
+            self._metrics(numbers[:4], 1.0),
+            self._metrics(numbers[4:8], numbers[4 + SAMPLES]),
             norm,
             scale_value,
             rate,
@@ -142,7 +122,6 @@ class TrainMeters:
     def start_epoch(self) -> None:
         self._epoch.zero_()
 
-
-def _means(sums: list[float], loss_divisor: float) -> Means:
-    samples = max(sums[SAMPLES], 1.0)
-    return Means(sums[LOSS] / max(loss_divisor, 1.0), 100 * sums[TOP1] / samples, 100 * sums[TOP5] / samples)
+    def _metrics(self, sums: list[float], loss_divisor: float) -> Metrics:
+        loss, first, second, samples = sums
+        return self._task.training_metrics(loss / max(loss_divisor, 1.0), (first, second), max(samples, 1.0))

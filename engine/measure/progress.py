@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from engine.measure.meters import Means
+from engine.measure.task import Metrics
 from utils.better_weights import best_prefix, metric_words
 from utils.config import Config
 from utils.log import log
@@ -40,7 +40,7 @@ class Best:
     figure: float | None = None
     """Value of the metric."""
     kind: str = "acc1"
-    """Metric: acc1, acc5 or loss; ema_acc1 and so on if the EMA was better."""
+    """Metric: acc1, acc5, map or loss; ema_acc1 and so on if the EMA was better."""
     update: int = 0
     epoch: int = 0
     stale: int = 0
@@ -68,7 +68,7 @@ class Best:
         return {"kind": self.kind, "figure": self.figure, "update": self.update, "epoch": self.epoch}
 
 
-def best_of_validation(figures: dict[str, Means], by: str, position: Position) -> Best:
+def best_of_validation(figures: dict[str, Metrics], by: str, position: Position) -> Best:
     """The better one of the model and its EMA in one validation."""
     prefix = best_prefix({f"{name}{by}": getattr(means, by) for name, means in figures.items()}, by) or ""
     return Best(getattr(figures[prefix], by), f"{prefix}{by}", position.update, position.epoch)

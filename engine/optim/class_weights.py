@@ -16,6 +16,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from datasets.labels import images_of_classes
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
 from utils.files import read_regular_text
@@ -62,9 +63,9 @@ def class_weights(
             f"epoch begins. Use {KEY}=null."
         )
     if train.CLASS_WEIGHTS == BALANCED:
-        counts = np.bincount(labels, minlength=classes)
+        counts = images_of_classes(labels, classes)
         # Classes without images get 1: label smoothing alone ever asks for their weight.
-        return np.where(counts > 0, len(labels) / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
+        return np.where(counts > 0, counts.sum() / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
     names = [str(name) for name in (range(classes) if names is None else names)]
     return _matched(read_weights(train.CLASS_WEIGHTS), names, classes, train.CLASS_WEIGHTS)
 

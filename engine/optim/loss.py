@@ -15,13 +15,14 @@ class BinaryCrossEntropy(nn.Module):
     """Binary cross-entropy of each class, as timm's `BinaryCrossEntropy` computes it.
 
     Labels are made one-hot. Smoothing mixes targets with 1 / classes. timm does that in its mixup; here the loss does
-    it, with the same result.
+    it, with the same result. Several labels per sample are moved towards 0.5 instead, as timm's `smooth_dense` does.
     """
 
     positive_weights: Tensor | None
 
-    def __init__(self, train: TrainConfig, positive_weights: Tensor | None = None) -> None:
+    def __init__(self, train: TrainConfig, multi_label: bool, positive_weights: Tensor | None = None) -> None:
         super().__init__()
+        self.multi_label = multi_label
         self.smoothing, self.threshold, self.sums = train.SMOOTHING, train.BCE_TARGET_THRESH, train.BCE_SUM
         self.register_buffer("positive_weights", positive_weights)
 
@@ -36,20 +37,18 @@ class BinaryCrossEntropy(nn.Module):
         if not targets.is_floating_point():
             targets = (targets.unsqueeze(1) == torch.arange(classes, device=logits.device)).to(logits.dtype)
         if self.smoothing:
-            targets = targets * (1 - self.smoothing) + self.smoothing / classes
+            targets = targets * (1 - self.smoothing) + self.smoothing / (2 if self.multi_label else classes)
         return targets if self.threshold is None else (targets > self.threshold).to(targets.dtype)
 
 
-def label_loss(train: TrainConfig, weights: np.ndarray | None) -> nn.Module:
+def label_loss(train: TrainConfig, weights: np.ndarray | None, multi_label: bool = False) -> nn.Module:
     """The loss for labels and for mixed targets. `weights`: of the classes; None: all are equal."""
     tensor = None if weights is None else torch.tensor(weights, dtype=torch.float32)
     if train.LOSS == "bce":
-        return BinaryCrossEntropy(train, tensor)
-    return (
-        nn.CrossEntropyLoss(label_smoothing=train.SMOOTHING)
-        if tensor is None
-        else WeightedCrossEntropy(tensor, train.SMOOTHING)
-    )
+        return BinaryCrossEntropy(train, multi_label, tensor)
+    if tensor is None:
+        return nn.CrossEntropyLoss(label_smoothing=train.SMOOTHING)
+    return WeightedCrossEntropy(tensor, train.SMOOTHING)
 
 
 def describe_loss(train: TrainConfig) -> str:

@@ -48,13 +48,19 @@ class Course:
         """Training metric: means of epochs, comparable with validations; single updates until the first epoch ends."""
         return self.points("epoch" if (self.by_epoch if by_epoch is None else by_epoch) else "train", key, by_epoch)
 
+    @property
+    def metric(self) -> str:
+        """Metric in percent that curves show and the best validation is found by; `map` without top-1."""
+        return "map" if any(line.get("map") is not None for line in self.of("val")) else "acc1"
+
     def best(self, key: str, by_epoch: bool | None = None) -> Points:
-        """Validation with the highest top-1, of the model or its EMA: one point, or none."""
+        """Validation with the highest top-1 or mAP, of the model or its EMA: one point, or none."""
+        metric = self.metric
         candidates = [
-            (line[f"{prefix}acc1"], line["update"], line.get(f"{prefix}{key}"))
+            (line[f"{prefix}{metric}"], line["update"], line.get(f"{prefix}{key}"))
             for line in self.of("val")
             for prefix in ("", EMA_PREFIX)
-            if line.get(f"{prefix}acc1") is not None
+            if line.get(f"{prefix}{metric}") is not None
         ]
         _, update, value = max(candidates, key=lambda one: one[0], default=(None, 0, None))
         return [] if value is None else [(self.place(update, by_epoch), float(value))]

@@ -68,8 +68,8 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     (loss, accuracy, rate), (norm, scale, speed) = axes
     _train_and_validation(loss, course, "loss")
     _finish(loss, course, "loss")
-    _train_and_validation(accuracy, course, "acc1")
-    _finish(accuracy, course, "top-1 accuracy (%)")
+    _train_and_validation(accuracy, course, course.metric)
+    _finish(accuracy, course, "top-1 accuracy (%)" if course.metric == "acc1" else "mAP (%)")
     _curve(rate, course.points("train", "lr"), "learning rate")
     _finish(rate, course, "learning rate")
     _curve(norm, course.points("train", "grad_norm"), "gradient norm, unscaled")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from engine.amp.skip_watch import Blame
 from engine.measure.bottleneck import Bottleneck
-from engine.measure.meters import Means, Reading
+from engine.measure.meters import Reading
 from engine.measure.progress import Best, Position, clock, updates_left
 from engine.measure.stage_times import STAGES, TEACHER
+from engine.measure.task import Metrics
 from engine.measure.throughput import Perf
 from engine.report.tensorboard import Board
 from engine.report.tracker import TrackedRun
@@ -27,7 +28,8 @@ from utils.log import log
 from utils.run_folder import os_errors_as_user_errors
 
 METRICS = "metrics.jsonl"
-METRIC_NAMES = ("loss", "acc1", "acc5")
+OF_MULTI_LABEL = ("map", "f1_micro", "f1_macro", "f1_micro_best", "f1_macro_best", "exact_match")
+METRIC_NAMES = ("loss", "acc1", "acc5", *OF_MULTI_LABEL)
 DRAWN = (
     *(
         *METRIC_NAMES,
@@ -117,9 +119,7 @@ class Reporter:
             log.info("%s, %s", self._paddlevit_line(position, reading), self._health(position, reading, perf))
         self._bar.set_postfix_str(f"loss {now.loss:.4f}, {perf.images_per_second:,.0f} img/s", refresh=False)
         metrics = {
-            "loss": now.loss,
-            "acc1": now.acc1,
-            "acc5": now.acc5,
+            **now.fields(),
             "lr": reading.lr,
             "grad_norm": reading.grad_norm,
             "scale": reading.scale,
@@ -134,7 +134,7 @@ class Reporter:
         return (
             f"Epoch[{position.epoch:03d}/{epochs:03d}], Step[{position.step:04d}/{self.per_epoch:04d}], "
             f"Lr: {reading.lr:.6e}, Loss: {reading.update.loss:.4f} ({reading.epoch.loss:.4f}), "
-            f"Avg Acc: {reading.epoch.acc1:.4f}"
+            f"{reading.epoch.average()}"
         )
 
     def _health(self, position: Position, reading: Reading, perf: Perf) -> str:
@@ -147,26 +147,26 @@ class Reporter:
             f"Time: {clock(perf.seconds)}, Left: {clock(left)}{perf.words()}"
         )
 
-    def epoch(self, position: Position, means: Means, seconds: float, verdict: Bottleneck | None = None) -> None:
+    def epoch(self, position: Position, means: Metrics, seconds: float, verdict: Bottleneck | None = None) -> None:
         self._summary("Train", position, means, seconds)
-        fields = {"update": position.update, **vars(means)}
+        fields = {"update": position.update, **means.fields()}
         self.event("epoch", position, _perf(seconds, verdict), **fields)
         self._log_verdict(verdict)
 
-    def validation(self, position: Position, metrics: dict[str, Means], seconds: float) -> None:
+    def validation(self, position: Position, metrics: dict[str, Metrics], seconds: float) -> None:
         """`metrics`: '' for the model, 'ema_' for its EMA."""
-        fields: dict[str, float] = {}
+        fields: dict[str, float | None] = {}
         for prefix, means in metrics.items():
-            fields |= {f"{prefix}{name}": value for name, value in vars(means).items()}
+            fields |= {f"{prefix}{name}": value for name, value in means.fields().items()}
             self._summary("Validation", position, means, seconds, " (EMA)" if prefix else "")
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
 
-    def _summary(self, what: str, position: Position, means: Means, seconds: float, whose: str = "") -> None:
+    def _summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
         epoch = f"----- Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}]"
         log.info(
-            f"{f'----- Epoch {position.epoch - 1}' if self._fleet else epoch}, {what} Loss: {means.loss:.4f}, "
-            f"{what} Acc@1: {means.acc1:.4f}, {what} Acc@5: {means.acc5:.4f}, time: {seconds:.2f}{whose}"
+            f"{f'----- Epoch {position.epoch - 1}' if self._fleet else epoch}, {means.summary(what)}, "
+            f"time: {seconds:.2f}{whose}"
         )
 
     def _redraw(self, metrics: Path, since: int) -> None:
@@ -176,6 +176,8 @@ class Reporter:
             if line["update"] >= since and line["event"] in ("train", "val"):
                 values = {**line, **line["perf"]}
                 drawn = {name: values[name] for name in DRAWN if name in values}
+                if "f1_micro" in line:  # several labels per sample: there is no top-1
+                    drawn = {name: value for name, value in drawn.items() if "acc" not in name}
                 self._plot(line["event"], {k: math.nan if v is None else v for k, v in drawn.items()}, line["update"])
 
     def flush(self) -> None:
@@ -185,7 +187,8 @@ class Reporter:
         if self._board:
             self._board.flush()
 
-    def _plot(self, group: str, values: dict[str, float], update: int) -> None:
+    def _plot(self, group: str, metrics: Mapping[str, float | None], update: int) -> None:
+        values = {name: value for name, value in metrics.items() if value is not None}  # a task may lack some
         if self._board:
             for name, value in values.items():
                 # NaN for infinity, too: metrics.jsonl, from which a resumed run redraws, does not tell them apart.
@@ -210,10 +213,7 @@ class Reporter:
 
 def _fleet_line(position: Position, reading: Reading) -> str:
     now = reading.update
-    return (
-        f"[Epoch {position.epoch - 1}, batch {position.step - 1}] "
-        f"loss: {now.loss:.5f}, acc1: {now.acc1:.5f}, acc5: {now.acc5:.5f}"
-    )
+    return f"[Epoch {position.epoch - 1}, batch {position.step - 1}] {now.fleet()}"
 
 
 def _perf(seconds: float, verdict: Bottleneck | None) -> dict[str, Any]:

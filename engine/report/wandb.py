@@ -62,7 +62,7 @@ class Wandb:
         self._run.define_metric("update")
         self._run.define_metric("train/*", step_metric="update")
         self._run.define_metric("val/*", step_metric="update")
-        for figure in ("val/acc1", "val/ema_acc1"):
+        for figure in ("val/acc1", "val/ema_acc1", "val/map", "val/ema_map"):
             self._run.define_metric(figure, step_metric="update", summary="max")
 
     def add(self, values: dict[str, float], update: int) -> None:

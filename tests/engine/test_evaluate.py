@@ -13,7 +13,7 @@ from datasets import PADDING, Batch, validation_batches
 from datasets.damage.broken import BrokenInValidation
 from engine.amp.precision import Precision
 from engine.evaluate import evaluate
-from engine.measure.meters import Means
+from engine.measure.task import Means
 from tests.engine.small import BF16, CPU, OFF
 from utils.config import AmpConfig
 from utils.distributed.world import ALONE
@@ -50,7 +50,9 @@ def model() -> nn.Module:
 
 
 def figures(net: nn.Module, loader: Loader, amp: AmpConfig = OFF, samples: int = SAMPLES) -> Means:
-    return evaluate(net, loader, samples, Floats(), Precision(amp, CPU), ALONE)  # pyright: ignore[reportArgumentType]
+    found = evaluate(net, loader, samples, Floats(), Precision(amp, CPU), ALONE)  # pyright: ignore[reportArgumentType]
+    assert isinstance(found, Means)
+    return found
 
 
 def plain(net: nn.Module) -> Means:

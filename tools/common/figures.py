@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.measure.meters import correct
+from engine.measure.task import correct
 from engine.saved.predictions import batches_of, guesses
 from engine.saved.trained import Trained
 from tools.common.parts import Part

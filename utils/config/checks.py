@@ -35,6 +35,7 @@ def conflicts(config: Config) -> list[Problem]:
         *_data(config.DATA),
         *_model(config),
         *_train(config),
+        *_labels(config),
         *_shortcuts(config),
         *_augmentation(config),
         *_dist(config),
@@ -109,12 +110,37 @@ def _train(config: Config) -> Iterator[Problem]:
         )
 
 
+def _labels(config: Config) -> Iterator[Problem]:
+    """Settings that cannot have several labels per image, or need them."""
+    train, data, by = config.TRAIN, config.DATA, config.SAVE_BEST_BY
+    if not data.MULTI_LABEL:
+        if by == "map":
+            yield "SAVE_BEST_BY", "map needs DATA.MULTI_LABEL true; with one label per image use acc1, acc5 or loss"
+        return
+    why = "is not possible with DATA.MULTI_LABEL"
+    if train.LOSS == "ce":
+        yield "TRAIN.LOSS", f"ce {why}: cross-entropy has one class per image; leave it out, or use bce"
+    if by in ("acc1", "acc5"):
+        yield "SAVE_BEST_BY", f"{by} {why}: accuracy has one class per image; leave it out, or use map or loss"
+    if data.SAMPLER == "balanced":
+        yield (
+            "DATA.SAMPLER",
+            f"balanced {why}: drawing an image for one of its labels draws the others too; use "
+            "TRAIN.CLASS_WEIGHTS=balanced instead",
+        )
+    if train.DISTILLATION_TYPE is not None and not config.EVAL:
+        yield (
+            "TRAIN.DISTILLATION_TYPE",
+            f"{train.DISTILLATION_TYPE} {why}: the teacher's loss is a softmax over the classes; leave it out",
+        )
+
+
 def _bce(config: Config) -> Iterator[Problem]:
     """A threshold that makes all targets equal, because smoothing comes before it."""
     train, classes = config.TRAIN, config.MODEL.NUM_CLASSES
     if train.LOSS == "ce" or train.BCE_TARGET_THRESH is None or not isinstance(classes, int):
         return
-    low = train.SMOOTHING / classes
+    low = train.SMOOTHING / (2 if config.DATA.MULTI_LABEL else classes)
     high = 1 - train.SMOOTHING + low
     if not low <= train.BCE_TARGET_THRESH < high:
         yield (

@@ -12,11 +12,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from utils.config.fields import parse_text
 from utils.config.keys import default_of
 from utils.config.read import Entry
 from utils.config.write import one_line
 
-TYPE, NAME = "MODEL.TYPE", "MODEL.NAME"
+TYPE, NAME, MULTI_LABEL = "MODEL.TYPE", "MODEL.NAME", "DATA.MULTI_LABEL"
+OF_MULTI_LABEL: dict[str, Any] = {"TRAIN.LOSS": "bce", "SAVE_BEST_BY": "map"}
 _DEIT_AND_SWIN: dict[str, Any] = {
     "DATA.IMAGENET_MEAN": (0.485, 0.456, 0.406),
     "DATA.IMAGENET_STD": (0.229, 0.224, 0.225),
@@ -66,6 +68,18 @@ def defaults_of(family: str, given: Mapping[str, Entry]) -> dict[str, Any]:
     channels = given.get("DATA.IMAGE_CHANNELS")
     left_out = RGB_ONLY if channels is not None and str(channels.value).strip() == "1" else ()
     return {key: value for key, value in FAMILIES[family].items() if key not in left_out}
+
+
+def implied_by(given: Mapping[str, Entry]) -> dict[str, Any]:
+    """Defaults that DATA.MULTI_LABEL changes."""
+    value = parse_text(given[MULTI_LABEL].value) if MULTI_LABEL in given else False
+    return dict(OF_MULTI_LABEL) if value is True else {}
+
+
+def implied_note(implied: Mapping[str, Any], given: Mapping[str, Entry]) -> list[str]:
+    """A line for the log about the defaults that DATA.MULTI_LABEL changed."""
+    taken = [f"{key} {one_line(value)}" for key, value in implied.items() if key not in given]
+    return [f"{MULTI_LABEL} true ({given[MULTI_LABEL].source}): {', '.join(taken)}"] if taken else []
 
 
 def family_note(family: str, defaults: Mapping[str, Any], given: Mapping[str, Entry]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from utils.config.checks import conflicts, notes, scaled_learning_rates
-from utils.config.families import defaults_of, family_note, family_of
+from utils.config.families import defaults_of, family_note, family_of, implied_by, implied_note
 from utils.config.fields import is_no_value, retired_values
 from utils.config.keys import allowed, choices, default_of, nested, settings, value_of
 from utils.config.kinds import folded
@@ -62,9 +62,11 @@ def load_config(
     family = family_of(given)
     defaults = defaults_of(family, given)
     resolved = resolved_by_run(given)
-    former, former_note = former_defaults({**given, **resolved}, defaults)
+    implied = implied_by(given)
+    former, former_note = former_defaults({**given, **resolved}, {**defaults, **implied})
     family_entries = {key: Entry(value, f"{DEFAULT} ({family})") for key, value in defaults.items()}
-    entries = {**family_entries, **former, **given, **resolved}
+    implied_entries = {key: Entry(value, f"{DEFAULT} (DATA.MULTI_LABEL)") for key, value in implied.items()}
+    entries = {**family_entries, **implied_entries, **former, **given, **resolved}
 
     problems = [problem for layer in [*files, word_layer] for problem in layer.problems]
     config, invalid = _validate(entries)
@@ -73,7 +75,9 @@ def load_config(
     if config is None or problems:
         raise UserError(_report(problems))
     _raise_conflicts(config, sources)
-    lines = family_note(family, defaults, {**former, **given, **resolved}) + former_note + [*_retired(given)]
+    set_before = {**former, **given, **resolved}
+    lines = family_note(family, defaults, set_before) + implied_note(implied, set_before) + former_note
+    lines += _retired(given)
     sources_given = {key: entry.source for key, entry in given.items()}
     lines += [f"{note}{_of_family(sources, note)}" for note in notes(config, sources_given)]
     return Loaded(config, sources, tuple(lines), tuple(scaled_learning_rates(config, layers, sources)))

@@ -55,8 +55,8 @@ class Config(Section):
     SAVE_FREQ: Positive = setting(10, "Epochs between checkpoints.")
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
     SAVE_EVERY_MINUTES: AboveZero | None = setting(None, "Also save a checkpoint every N minutes.")
-    SAVE_BEST_BY: Literal["acc1", "acc5", "loss"] = setting(
-        "acc1", "Validation metric that decides which checkpoint is best."
+    SAVE_BEST_BY: Literal["acc1", "acc5", "map", "loss"] = setting(
+        "acc1", "Validation metric that decides which checkpoint is best; map by default with DATA.MULTI_LABEL."
     )
     SAVE_IN_BACKGROUND: bool = setting(True, "Write checkpoints from a copy in host memory while training continues.")
     KEEP_LAST: Count = setting(3, "Checkpoints kept besides the best one; 0: all.")

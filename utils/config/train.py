@@ -127,7 +127,8 @@ class TrainConfig(Section):
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
     LOSS: Annotated[Literal["ce", "bce"], BeforeValidator(folded)] = setting(
         "ce",
-        "Loss for the labels: ce: cross-entropy. bce: binary cross-entropy, each class by itself, as in DeiT III.",
+        "Loss for the labels: ce: cross-entropy. bce: binary cross-entropy, each class by itself, as in DeiT III; the "
+        "default with DATA.MULTI_LABEL.",
     )
     BCE_TARGET_THRESH: FractionBelowOne | None = setting(
         None,

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from engine.measure.meters import NEVER, Reading, TrainMeters, correct
+from engine.measure.meters import NEVER, Reading, TrainMeters
+from engine.measure.task import correct
 from tests.engine.small import CPU
 from utils.distributed.world import ALONE, World
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import trainer
-from engine.measure.meters import Means
+from engine.measure.task import SINGLE_LABEL, Means
 from engine.optim.ema import Ema
 from engine.trainer import Trainer
 from tests.engine.small import CPU
@@ -167,8 +167,9 @@ def test_ema_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) -> None
     """
     seen = []
 
-    def look(model: nn.Module, *_: object, between: object) -> Means:
+    def look(model: nn.Module, *_: object, between: object, task: object) -> Means:
         assert callable(between)
+        assert task is SINGLE_LABEL
         seen.append({p.device.type for p in model.parameters()})
         return Means(0.0, 0.0, 0.0)
 
@@ -176,7 +177,7 @@ def test_ema_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) -> None
     ema, model = averaged(0.5, False, [True], as_tensor=False)
     precision = SimpleNamespace(device=torch.device("meta"))
     ready = SimpleNamespace(precision=precision, inputs=None, val_set=[0], val_loader=None)
-    loop = SimpleNamespace(ready=ready, world=ALONE)
+    loop = SimpleNamespace(ready=ready, world=ALONE, _task=SINGLE_LABEL)
     loop._stopping = SimpleNamespace(check=print)
     Trainer._evaluate(loop, ema.module)  # pyright: ignore[reportArgumentType]
     assert seen == [{"meta"}]

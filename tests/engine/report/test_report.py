@@ -13,8 +13,9 @@ import pytest
 
 from engine.amp.skip_watch import Blame
 from engine.measure import throughput
-from engine.measure.meters import Means, Reading
+from engine.measure.meters import Reading
 from engine.measure.progress import Position, clock, seconds_of
+from engine.measure.task import Means
 from engine.measure.throughput import Perf, Throughput
 from engine.report.reporter import Reporter
 from tests.engine.small import CPU

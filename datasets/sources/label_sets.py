@@ -1,0 +1,90 @@
+"""Several labels per image (DATA.MULTI_LABEL): reading them from a table, and their rows of zeros and ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from datasets.labels import ANY_LABEL, check_class_count, check_label
+from utils.errors import UserError, nearest
+
+SEPARATOR = ";"
+LabelSet = tuple[str, ...]
+"""The labels of one image as its table has them; empty for an image of no class."""
+
+
+def labels_in(text: str, where: str) -> LabelSet:
+    """The labels of a field such as `cat;dog`; none in an empty one."""
+    if not text.strip():
+        return ()
+    labels = tuple(label.strip() for label in text.split(SEPARATOR))
+    if "" in labels:
+        raise UserError(f"{where}: {text!r} has an empty label; separate labels by one {SEPARATOR}, as in cat;dog.")
+    return _without_repeats(labels, where)
+
+
+def labels_marked(fields: Sequence[str], columns: Sequence[str], where: str) -> LabelSet:
+    """The names of the columns that hold a 1; all others hold a 0."""
+    for name, field in zip(columns, fields, strict=True):
+        if field.strip() not in ("0", "1", "0.0", "1.0"):
+            raise UserError(
+                f"{where}: the column {name} holds {field!r}. Without a column of labels, every column but the path "
+                "is a class and holds 0 or 1."
+            )
+    return tuple(name for name, field in zip(columns, fields, strict=True) if field.strip().startswith("1"))
+
+
+def classes_in(sets: Sequence[LabelSet], number_of: Callable[[str], int | None], owner: str) -> list[str] | range:
+    """Classes of the training table: names in alphabetical order, or numbers if the first label is one."""
+    names = sorted({label for of_image in sets for label in of_image})
+    if not names:
+        raise UserError(f"{owner}: no image has a label.")
+    first = next(of_image[0] for of_image in sets if of_image)
+    if number_of(first) is None:
+        return names
+    numbers = [number_of(name) for name in names]
+    return range(max(number for number in numbers if number is not None) + 1)
+
+
+def rows_of(
+    sets: Sequence[LabelSet],
+    classes: list[str] | range,
+    num_classes: int,
+    number_of: Callable[[str], int | None],
+    where: Callable[[int], str],
+    training: str,
+) -> np.ndarray:
+    """Zeros and ones, images x classes, uint8. `training`: the table that defines the classes."""
+    if isinstance(classes, list):
+        check_class_count(len(classes), num_classes, f"The table {training}")
+        index = {name: label for label, name in enumerate(classes)}
+    width = len(classes) if num_classes == ANY_LABEL else num_classes
+    rows = np.zeros((len(sets), width), dtype=np.uint8)
+    for row, of_image in enumerate(sets):
+        for text in of_image:
+            if isinstance(classes, list):
+                if text not in index:
+                    raise UserError(
+                        f"{where(row)}: {training} has no class {text!r}.{nearest(text, classes)} "
+                        "Both splits need the same classes."
+                    )
+                label = index[text]
+            else:
+                label = _checked(number_of(text), text, width, where(row))
+            rows[row, label] = 1
+    return rows
+
+
+def _checked(number: int | None, text: str, width: int, where: str) -> int:
+    if number is None:
+        raise UserError(f"{where}: the label {text!r} is not a whole number, but the first one is.")
+    check_label(number, width, where)
+    return number
+
+
+def _without_repeats(labels: LabelSet, where: str) -> LabelSet:
+    repeated = next((label for place, label in enumerate(labels) if label in labels[:place]), None)
+    if repeated is not None:
+        raise UserError(f"{where}: the label {repeated!r} is there twice; give each label once.")
+    return labels

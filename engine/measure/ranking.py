@@ -1,0 +1,76 @@
+"""Metrics of several labels per sample, from the scores of a whole split: mAP, F1 and exact match.
+
+Classes without a positive sample have no average precision, and no threshold can be found for them: means over classes
+leave them out, and their threshold is 0.5.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+HALF = 0.5
+"""Threshold of a class without one of its own."""
+
+
+class Scores(NamedTuple):
+    """Metrics as fractions."""
+
+    map: float
+    """Mean average precision over the classes with positives."""
+    f1_micro: float
+    """F1 of all decisions together, at a threshold of 0.5."""
+    f1_macro: float
+    """Mean F1 over the classes with positives, at a threshold of 0.5."""
+    exact_match: float
+    """Fraction of samples with exactly the right labels, at a threshold of 0.5."""
+    f1_micro_best: float
+    """At the thresholds of the classes, as the two that follow."""
+    f1_macro_best: float
+    thresholds: np.ndarray
+    """Of each class: the probability from which on it is predicted, with the highest F1 on these samples."""
+    average_precision: np.ndarray
+    """Of each class; NaN without positives."""
+
+
+def scores_of(probabilities: np.ndarray, truth: np.ndarray) -> Scores:
+    """`probabilities`: float64, N x C. `truth`: bool, N x C."""
+    ranked = [rank(probabilities[:, label], truth[:, label]) for label in range(truth.shape[1])]
+    precision, thresholds = (np.array(column, dtype=np.float64) for column in zip(*ranked, strict=True))
+    chosen = probabilities >= HALF
+    _, micro, macro = f1(chosen, truth)
+    _, best_micro, best_macro = f1(probabilities >= thresholds, truth)
+    exact = float((chosen == truth).all(1).mean())
+    return Scores(_mean(precision, truth), micro, macro, exact, best_micro, best_macro, thresholds, precision)
+
+
+def rank(scores: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
+    """Average precision of one class, as scikit-learn defines it, and the threshold with the highest F1."""
+    positives = int(truth.sum())
+    if not positives or np.isnan(scores).any():
+        return np.nan, HALF
+    order = np.argsort(-scores, kind="stable")
+    scores, hits = scores[order], np.cumsum(truth[order])
+    last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))  # equal scores are predicted together
+    scores, hits, predicted = scores[last], hits[last], last + 1
+    average = float((np.diff(hits, prepend=0) * (hits / predicted)).sum() / positives)
+    best = int(np.argmax(2 * hits / (predicted + positives)))
+    below = float(scores[best + 1]) if best + 1 < len(scores) else 0.0
+    between = (float(scores[best]) + below) / 2  # halfway, because other samples score a little lower or higher
+    return average, between if between > below else float(scores[best])
+
+
+def f1(chosen: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, float, float]:
+    """F1 of each class, 0 for one that is neither there nor predicted; micro and macro F1."""
+    both = (chosen & truth).sum(0)
+    of_either = chosen.sum(0) + truth.sum(0)
+    of_class = 2 * both / np.maximum(of_either, 1)
+    micro = float(2 * both.sum() / of_either.sum()) if of_either.any() else np.nan
+    return of_class, micro, _mean(of_class, truth)
+
+
+def _mean(of_class: np.ndarray, truth: np.ndarray) -> float:
+    """Mean over the classes with positives; NaN if there are none."""
+    present = truth.any(0)
+    return float(of_class[present].mean()) if present.any() else np.nan

@@ -1,0 +1,230 @@
+"""What the labels of a run are, and so what is measured: one class per sample, or several (DATA.MULTI_LABEL).
+
+A `Task` counts in training and makes a `Tally` of each validation. Its loss is in `engine/optim/loss.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from datasets import Batch
+from engine.measure.ranking import scores_of
+from utils.config import Config
+from utils.distributed.world import World, broadcast, sum_over_ranks
+from utils.errors import AllRanksError
+
+
+class Metrics:
+    """Metrics of an update, an epoch or a validation. All but the loss are in percent."""
+
+    loss: float
+    thresholds: tuple[float, ...] = ()
+    """The probability from which on each class is predicted, if the validation chose it."""
+
+    def fields(self) -> dict[str, float | None]:
+        """Fields for metrics.jsonl and meta.json. A task without top-1 has it as null."""
+        own = {name: value for name, value in vars(self).items() if name not in ("loss", "thresholds")}
+        return {"loss": self.loss, "acc1": None, "acc5": None, **own}
+
+    def average(self) -> str:
+        """The mean of the epoch so far, for a training log line."""
+        raise NotImplementedError
+
+    def summary(self, what: str) -> str:
+        """For the log line of a whole epoch or validation. `what`: Train or Validation."""
+        raise NotImplementedError
+
+    def fleet(self) -> str:
+        """For LOG_STYLE fleet."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Means(Metrics):
+    """Mean loss and accuracies in percent."""
+
+    loss: float
+    acc1: float
+    acc5: float
+
+    def average(self) -> str:
+        return f"Avg Acc: {self.acc1:.4f}"
+
+    def summary(self, what: str) -> str:
+        return f"{what} Loss: {self.loss:.4f}, {what} Acc@1: {self.acc1:.4f}, {what} Acc@5: {self.acc5:.4f}"
+
+    def fleet(self) -> str:
+        return f"loss: {self.loss:.5f}, acc1: {self.acc1:.5f}, acc5: {self.acc5:.5f}"
+
+
+@dataclass(frozen=True)
+class F1Means(Metrics):
+    """Training metrics of several labels per sample."""
+
+    loss: float
+    f1_micro: float
+
+    def average(self) -> str:
+        return f"Avg F1: {self.f1_micro:.4f}"
+
+    def summary(self, what: str) -> str:
+        return f"{what} Loss: {self.loss:.4f}, {what} F1: {self.f1_micro:.4f}"
+
+    def fleet(self) -> str:
+        return f"loss: {self.loss:.5f}, f1: {self.f1_micro:.5f}"
+
+
+@dataclass(frozen=True)
+class MultiLabelMetrics(F1Means):
+    """Validation metrics of several labels per sample, as `ranking.Scores` explains them."""
+
+    f1_macro: float
+    map: float
+    exact_match: float
+    f1_micro_best: float
+    f1_macro_best: float
+    thresholds: tuple[float, ...] = ()
+
+    def summary(self, what: str) -> str:
+        return (
+            f"{what} Loss: {self.loss:.4f}, {what} mAP: {self.map:.4f}, {what} F1: micro {self.f1_micro:.4f}, "
+            f"macro {self.f1_macro:.4f} (at the best thresholds {self.f1_micro_best:.4f}, {self.f1_macro_best:.4f}), "
+            f"{what} Exact match: {self.exact_match:.4f}"
+        )
+
+
+class Tally(ABC):
+    """Sums of one validation."""
+
+    @abstractmethod
+    def add(self, logits: Tensor, batch: Batch) -> None:
+        """Count the samples of a batch. `logits`: float32."""
+
+    @abstractmethod
+    def metrics(self, world: World) -> Metrics:
+        """The metrics of all ranks together. A collective call."""
+
+
+class Task(ABC):
+    @abstractmethod
+    def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The two counts of a micro-batch that `TrainMeters` adds up beside the loss."""
+
+    @abstractmethod
+    def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> Metrics:
+        """Metrics of these sums."""
+
+    @abstractmethod
+    def tally(self, samples: int, device: torch.device) -> Tally:
+        """For a validation of so many samples."""
+
+
+def task_of(config: Config) -> Task:
+    return MultiLabel(int(config.MODEL.NUM_CLASSES)) if config.DATA.MULTI_LABEL else SINGLE_LABEL
+
+
+def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether the label is the top-1 prediction, and whether it is in the top 5; one value per sample."""
+    hits = _hits(logits, labels)
+    return hits[:, 0], hits.any(dim=-1)
+
+
+def _hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Which of a sample's top 5 predictions is its label, at most one of them. Two classifiers are averaged."""
+    logits = logits.mean(1) if logits.ndim == 3 else logits
+    return logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
+
+
+def sum_type_of(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class SingleLabel(Task):
+    """One class per sample: top-1 and top-5 accuracy."""
+
+    def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
+        hits = _hits(logits, labels).sum(0).to(sum_type)
+        return hits[0], hits.sum()
+
+    def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> Means:
+        return Means(loss, 100 * counts[0] / samples, 100 * counts[1] / samples)
+
+    def tally(self, samples: int, device: torch.device) -> Tally:
+        return _Accuracy(samples, device)
+
+
+class _Accuracy(Tally):
+    def __init__(self, samples: int, device: torch.device) -> None:
+        self._samples = samples
+        self._sums = torch.zeros(4, dtype=sum_type_of(device), device=device)
+
+    def add(self, logits: Tensor, batch: Batch) -> None:
+        first, five = correct(logits, batch.labels)
+        real = batch.indices >= 0  # False for samples that only pad the batch
+        losses = F.cross_entropy(logits, batch.labels, reduction="none").to(self._sums.dtype)
+        losses = losses.where(real, 0.0)  # not a product: 0 times an infinite loss is NaN
+        self._sums += torch.stack((losses.sum(), (first & real).sum(), (five & real).sum(), real.sum()))
+
+    def metrics(self, world: World) -> Means:
+        loss, top1, top5, counted = sum_over_ranks(self._sums, world).tolist()
+        _check_count(counted, self._samples)
+        return Means(loss / self._samples, 100 * top1 / self._samples, 100 * top5 / self._samples)
+
+
+SINGLE_LABEL = SingleLabel()
+
+
+@dataclass(frozen=True)
+class MultiLabel(Task):
+    """Several classes per sample, or none. `labels` are rows of zeros and ones, B x C."""
+
+    classes: int
+
+    def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Numerator and denominator of micro F1 at a probability of 0.5. Mixed samples count as for top-1."""
+        chosen, truth = logits >= 0, labels > 0
+        return 2 * (chosen & truth).sum().to(sum_type), (chosen.sum() + truth.sum()).to(sum_type)
+
+    def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> F1Means:  # noqa: ARG002
+        return F1Means(loss, 100 * counts[0] / max(counts[1], 1.0))
+
+    def tally(self, samples: int, device: torch.device) -> Tally:
+        return _ScoreTable(samples, self.classes, device)
+
+
+class _ScoreTable(Tally):
+    """Logits and labels of every sample, in the order of the split: the ranks' rows are added up, with zeros."""
+
+    def __init__(self, samples: int, classes: int, device: torch.device) -> None:
+        self._samples, self._classes = samples, classes
+        # The last column counts how often a sample was seen; the last row takes those that only pad a batch.
+        self._rows = torch.zeros(samples + 1, 2 * classes + 1, device=device)
+
+    def add(self, logits: Tensor, batch: Batch) -> None:
+        rows = torch.cat((logits, batch.labels, torch.ones_like(logits[:, :1])), dim=1)
+        self._rows.index_add_(0, batch.indices.where(batch.indices >= 0, self._samples), rows)
+
+    def metrics(self, world: World) -> MultiLabelMetrics:
+        rows = sum_over_ranks(self._rows[:-1], world).cpu()
+        _check_count(int((rows[:, -1] == 1).sum()), self._samples)
+        # One rank computes, so that the last digits are the same on all and they agree on the best validation.
+        return MultiLabelMetrics(**broadcast(self._computed(rows) if world.first else None, world))
+
+    def _computed(self, rows: Tensor) -> dict[str, Any]:
+        logits, labels = rows[:, : self._classes].double(), rows[:, self._classes : -1].double()
+        found = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0)._asdict()
+        del found["average_precision"]
+        thresholds = tuple(found.pop("thresholds").tolist())
+        loss = float(F.binary_cross_entropy_with_logits(logits, labels))
+        return {"loss": loss, **{name: 100 * value for name, value in found.items()}, "thresholds": thresholds}
+
+
+def _check_count(counted: float, samples: int) -> None:
+    if counted != samples:
+        raise AllRanksError(f"validation counted {counted:.0f} samples, not {samples}; its metrics are not usable.")

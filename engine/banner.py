@@ -64,7 +64,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
 
 
 def _data(config: Config, ready: Ready) -> str:
-    classes = f"{config.MODEL.NUM_CLASSES} classes"
+    classes = f"{config.MODEL.NUM_CLASSES} classes{', several labels per image' * config.DATA.MULTI_LABEL}"
     size = f"{config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_CHANNELS}"
     if not isinstance(ready, ReadyToTrain):
         text = f"{config.DATA.DATASET}: {len(ready.val_set):,} validation images of {size}, {classes}"

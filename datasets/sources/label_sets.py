@@ -56,23 +56,22 @@ def rows_of(
     training: str,
 ) -> np.ndarray:
     """Zeros and ones, images x classes, uint8. `training`: the table that defines the classes."""
-    if isinstance(classes, list):
+    index = {name: label for label, name in enumerate(classes)} if isinstance(classes, list) else None
+    if index is not None:
         check_class_count(len(classes), num_classes, f"The table {training}")
-        index = {name: label for label, name in enumerate(classes)}
     width = len(classes) if num_classes == ANY_LABEL else num_classes
     rows = np.zeros((len(sets), width), dtype=np.uint8)
     for row, of_image in enumerate(sets):
         for text in of_image:
-            if isinstance(classes, list):
-                if text not in index:
-                    raise UserError(
-                        f"{where(row)}: {training} has no class {text!r}.{nearest(text, classes)} "
-                        "Both splits need the same classes."
-                    )
-                label = index[text]
+            if index is None:
+                rows[row, _checked(number_of(text), text, width, where(row))] = 1
+            elif text in index:
+                rows[row, index[text]] = 1
             else:
-                label = _checked(number_of(text), text, width, where(row))
-            rows[row, label] = 1
+                raise UserError(
+                    f"{where(row)}: {training} has no class {text!r}.{nearest(text, index)} "
+                    "Both splits need the same classes."
+                )
     return rows
 
 

@@ -178,4 +178,6 @@ class Trial:
         shape = (size, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
         labels = torch.randint(0, self._config.MODEL.NUM_CLASSES, (size,), device=device)
+        if self._config.DATA.MULTI_LABEL:
+            labels = torch.nn.functional.one_hot(labels, self._config.MODEL.NUM_CLASSES).float()
         return Batch(images, labels, torch.arange(size))

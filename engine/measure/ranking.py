@@ -25,11 +25,11 @@ class Scores(NamedTuple):
     """Mean F1 over the classes with positives, at a threshold of 0.5."""
     exact_match: float
     """Fraction of samples with exactly the right labels, at a threshold of 0.5."""
-    f1_micro_best: float
-    """At the thresholds of the classes, as the two that follow."""
-    f1_macro_best: float
+    f1_micro_tuned: float
+    """At a threshold for each class, with the highest F1 on these samples."""
+    f1_macro_tuned: float
     thresholds: np.ndarray
-    """Of each class: the probability from which on it is predicted, with the highest F1 on these samples."""
+    """Of each class: the probability from which on it is predicted."""
     average_precision: np.ndarray
     """Of each class; NaN without positives."""
 

@@ -24,13 +24,16 @@ class Metrics:
     """Metrics of an update, an epoch or a validation. All but the loss are in percent."""
 
     loss: float
+    acc1: Any = None
+    """Top-1; None for a task without it, as is top-5"""
+    acc5: Any = None
     thresholds: tuple[float, ...] = ()
     """The probability from which on each class is predicted, if the validation chose it."""
 
     def fields(self) -> dict[str, float | None]:
-        """Fields for metrics.jsonl and meta.json. A task without top-1 has it as null."""
-        own = {name: value for name, value in vars(self).items() if name not in ("loss", "thresholds")}
-        return {"loss": self.loss, "acc1": None, "acc5": None, **own}
+        """Fields for metrics.jsonl and meta.json."""
+        own = {name: value for name, value in vars(self).items() if name != "thresholds"}
+        return {"loss": self.loss, "acc1": self.acc1, "acc5": self.acc5, **own}
 
     def average(self) -> str:
         """The mean of the epoch so far, for a training log line."""
@@ -87,14 +90,14 @@ class MultiLabelMetrics(F1Means):
     f1_macro: float
     map: float
     exact_match: float
-    f1_micro_best: float
-    f1_macro_best: float
+    f1_micro_tuned: float
+    f1_macro_tuned: float
     thresholds: tuple[float, ...] = ()
 
     def summary(self, what: str) -> str:
         return (
             f"{what} Loss: {self.loss:.4f}, {what} mAP: {self.map:.4f}, {what} F1: micro {self.f1_micro:.4f}, "
-            f"macro {self.f1_macro:.4f} (at the best thresholds {self.f1_micro_best:.4f}, {self.f1_macro_best:.4f}), "
+            f"macro {self.f1_macro:.4f} (at tuned thresholds {self.f1_micro_tuned:.4f}, {self.f1_macro_tuned:.4f}), "
             f"{what} Exact match: {self.exact_match:.4f}"
         )
 

@@ -28,7 +28,7 @@ from utils.log import log
 from utils.run_folder import os_errors_as_user_errors
 
 METRICS = "metrics.jsonl"
-OF_MULTI_LABEL = ("map", "f1_micro", "f1_macro", "f1_micro_best", "f1_macro_best", "exact_match")
+OF_MULTI_LABEL = ("map", "f1_micro", "f1_macro", "f1_micro_tuned", "f1_macro_tuned", "exact_match")
 METRIC_NAMES = ("loss", "acc1", "acc5", *OF_MULTI_LABEL)
 DRAWN = (
     *(

@@ -12,12 +12,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from utils.config.fields import parse_text
 from utils.config.keys import default_of
 from utils.config.read import Entry
 from utils.config.write import one_line
 
 TYPE, NAME, MULTI_LABEL = "MODEL.TYPE", "MODEL.NAME", "DATA.MULTI_LABEL"
+TRUE_WORDS = ("true", "yes", "on", "1", "t", "y")
+"""Words that pydantic reads as true"""
 OF_MULTI_LABEL: dict[str, Any] = {"TRAIN.LOSS": "bce", "SAVE_BEST_BY": "map"}
 _DEIT_AND_SWIN: dict[str, Any] = {
     "DATA.IMAGENET_MEAN": (0.485, 0.456, 0.406),
@@ -72,8 +73,8 @@ def defaults_of(family: str, given: Mapping[str, Entry]) -> dict[str, Any]:
 
 def implied_by(given: Mapping[str, Entry]) -> dict[str, Any]:
     """Defaults that DATA.MULTI_LABEL changes."""
-    value = parse_text(given[MULTI_LABEL].value) if MULTI_LABEL in given else False
-    return dict(OF_MULTI_LABEL) if value is True else {}
+    value = str(given[MULTI_LABEL].value) if MULTI_LABEL in given else ""
+    return dict(OF_MULTI_LABEL) if value.strip().casefold() in TRUE_WORDS else {}
 
 
 def implied_note(implied: Mapping[str, Any], given: Mapping[str, Entry]) -> list[str]:

@@ -1,0 +1,183 @@
+"""DATA.MULTI_LABEL, as a user meets it: training, metrics, resuming, processes, precisions, refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.label_sets import CLASSES, write_recipe, write_set
+from tests.program import ROOT, Result, metrics, run_program
+from tests.waiting import until
+
+Vitamp = Callable[..., Result]
+SHORT = ("TRAIN.MIXUP_ALPHA=0.2", "TRAIN.SMOOTHING=0.02", "MODEL.DROPOUT=0.1", "DATA.BATCH_SIZE=8", "-accum_iter", "2")
+LAST = "checkpoints/step-000000030"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("set")
+    write_set(root)
+    return write_recipe(root)
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of one process."""
+    place = tmp_path_factory.mktemp("whole")
+    done = run_program("-cfg", recipe, "-output", place / "run", *SHORT, streams=place)
+    assert done.code == 0, done.text
+    return place / "run"
+
+
+def saved(run: Path) -> tuple[bytes, dict[str, object]]:
+    meta = json.loads((run / LAST / "meta.json").read_text())
+    return (run / LAST / "model.safetensors").read_bytes(), {k: meta[k] for k in ("metrics", "thresholds", "best")}
+
+
+def assert_equal(run: Path, whole: Path) -> None:
+    assert saved(run) == saved(whole)
+    for event in ("train", "val", "epoch"):
+        assert metrics(run, event) == metrics(whole, event)
+
+
+def test_log_metrics_and_checkpoint(whole: Path) -> None:
+    log = (whole / "log.txt").read_text()
+    assert ": TRAIN.LOSS bce, SAVE_BEST_BY map" in log
+    assert "csv: 160 training and 61 validation images of 16 x 16 x 1, 4 classes, several labels per image" in log
+    assert "Avg F1: " in log
+    assert "Avg Acc" not in log
+    assert "Done: best mAP " in log
+    val = metrics(whole, "val")
+    assert f"Validation mAP: {val[-1]['map']:.4f}, Validation F1: micro {val[-1]['f1_micro']:.4f}, macro " in log
+    assert {"map", "f1_micro", "f1_macro", "f1_micro_tuned", "f1_macro_tuned", "exact_match"} <= val[-1].keys()
+    assert all(line["acc1"] is None and line["acc5"] is None for line in (*val, *metrics(whole, "train")))
+    assert val[-1]["loss"] < val[0]["loss"]
+    meta = json.loads((whole / LAST / "meta.json").read_text())
+    assert meta["classes"] == list(CLASSES)
+    assert meta["best"]["kind"] == "map"
+    assert meta["best"]["figure"] == max(line["map"] for line in val)
+    assert len(meta["thresholds"]["model"]) == len(CLASSES)
+    assert all(0 < threshold < 1 for threshold in meta["thresholds"]["model"])
+
+
+def test_evaluation_repeats_the_metrics_of_the_run(vitamp: Vitamp, whole: Path, tmp_path: Path) -> None:
+    done = vitamp("-eval", "-resume", whole / LAST, "-output", tmp_path / "eval")
+    assert done.code == 0, done.text
+    (line,) = metrics(tmp_path / "eval", "val")
+    last = metrics(whole, "val")[-1]
+    assert {k: line[k] for k in ("map", "f1_macro_tuned", "loss")} == {
+        k: last[k] for k in ("map", "f1_macro_tuned", "loss")
+    }
+
+
+def test_stopped_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, recipe: Path, tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    words = ("-cfg", recipe, "-output", run, *SHORT)
+    assert vitamp(*words, "TRAIN.MAX_UPDATES=16").code == 0
+    again = vitamp("-resume", run, "TRAIN.MAX_UPDATES=null")
+    assert again.code == 0, again.text
+    assert saved(run) == saved(whole)
+    assert metrics(run, "train") == metrics(whole, "train")
+
+
+def test_killed_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, recipe: Path, tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    words = ["-cfg", recipe, "-output", run, *SHORT]
+    command = [sys.executable, ROOT / "main_single_gpu.py", *words, "SAVE_EVERY_UPDATES=2"]
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL) as process:
+        until(lambda: any((run / "checkpoints").glob("step-*")))
+        process.kill()
+    again = vitamp(*words, "-resume", "auto")
+    assert again.code == 0, again.text
+    assert "resuming from" in again.out
+    assert_equal(run, whole)
+
+
+def test_two_processes_equal_one(vitamp: Vitamp, recipe: Path, tmp_path: Path, whole: Path) -> None:
+    """Training bit for bit; validation, whose batches have other shapes on two processes, to rounding."""
+    run = tmp_path / "run"
+    words = ("-cfg", recipe, "-output", run, *SHORT, "-accum_iter", 1, "-ngpus", 2)
+    done = vitamp(*words, script="main_multi_gpu.py")
+    assert done.code == 0, done.text
+    assert saved(run)[0] == saved(whole)[0]
+    assert metrics(run, "train") == metrics(whole, "train")
+    for ours, theirs in zip(metrics(run, "val"), metrics(whole, "val"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-amp", "bf16"),
+        ("-amp", "fp16", "AMP.INIT_LOSS_SCALING=1e8"),
+        ("-amp", "O2", "TRAIN.MODEL_EMA=true"),
+        ("TRAIN.COMPILE=whole",),
+        ("TRAIN.COMPILE=blocks", "-amp", "bf16"),
+        ("DATA.BATCH_SIZE=auto", "TRAIN.MEMORY_LIMIT=2"),
+    ],
+)
+def test_every_precision_learns(vitamp: Vitamp, recipe: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    run = tmp_path / "run"
+    done = vitamp("-cfg", recipe, "-output", run, "TRAIN.CLASS_WEIGHTS=balanced", *words, timeout=300)
+    assert done.code == 0, done.text
+    val = metrics(run, "val")
+    assert val[-1]["loss"] < val[0]["loss"]
+    if "fp16" in words:
+        assert metrics(run, "train")[-1]["skipped"] > 0
+
+
+@pytest.mark.slow
+def test_fsdp_learns_as_ddp(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
+    runs = [tmp_path / strategy for strategy in ("ddp", "fsdp")]
+    for run in runs:
+        words = ("-cfg", recipe, "-output", run, f"DIST.STRATEGY={run.name}", "-ngpus", 2, "TRAIN.MODEL_EMA=true")
+        done = vitamp(*words, script="main_multi_gpu.py")
+        assert done.code == 0, done.text
+    ddp, fsdp = (metrics(run, "val")[-1] for run in runs)
+    assert ddp == pytest.approx(fsdp, rel=1e-3)
+
+
+def test_one_table_is_split_into_folds(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
+    words = ("-data_path", recipe.parent / "train.csv", "DATA.FOLD=2/4", "TRAIN.NUM_EPOCHS=1")
+    done = vitamp("-cfg", recipe, "-output", tmp_path / "run", *words, "LOG_STYLE=fleet")
+    assert done.code == 0, done.text
+    assert "csv: 120 training and 40 validation images" in done.out
+    assert "[Epoch 0, batch 0] loss: " in done.out
+    assert ", f1: " in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["TRAIN.LOSS=ce", "SAVE_BEST_BY=acc1"],
+            ["2 settings are wrong", "TRAIN.LOSS: ce is not possible", "SAVE_BEST_BY: acc1 is not possible"],
+        ),
+        (["DATA.SAMPLER=balanced"], ["DATA.SAMPLER: balanced is not possible", "TRAIN.CLASS_WEIGHTS=balanced instead"]),
+        (
+            ["TRAIN.DISTILLATION_TYPE=hard", "TRAIN.TEACHER_MODEL=deit_tiny"],
+            ["TRAIN.DISTILLATION_TYPE: hard is not possible", "softmax over the classes"],
+        ),
+        (["DATA.MULTI_LABEL=false", "SAVE_BEST_BY=map"], ["SAVE_BEST_BY: map needs DATA.MULTI_LABEL true"]),
+        (["-dataset", "digits"], ["DATA.MULTI_LABEL: the data set digits has one label per image", "csv"]),
+        (
+            ["TRAIN.SMOOTHING=0.1", "TRAIN.BCE_TARGET_THRESH=0.01"],
+            ["TRAIN.BCE_TARGET_THRESH: 0.01 makes all targets equal: TRAIN.SMOOTHING 0.1 moves them to 0.05 and 0.95"],
+        ),
+    ],
+)
+def test_impossible_settings_are_refused(
+    vitamp: Vitamp, recipe: Path, tmp_path: Path, words: list[str], said: list[str]
+) -> None:
+    done = vitamp("-cfg", recipe, "-num_classes", 4, *words, cwd=tmp_path)
+    assert done.code == 2, done.text
+    assert done.err.count("error:") == 1
+    for part in said:
+        assert part in done.err

@@ -1,0 +1,182 @@
+"""DATA.MULTI_LABEL: tables with several labels per image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from datasets import check_dataset, open_dataset
+from datasets.registry import count_classes
+from datasets.sources.split import split_label_sets
+from engine.inputs.mixup import Mixing
+from tests.datasets.sources.published import image
+from utils.config import TrainConfig
+from utils.config.data import DataConfig
+from utils.errors import UserError
+from utils.seeding import seed_all
+
+Settings = Callable[..., DataConfig]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Callable[..., Path]:
+    for number in range(12):
+        image(tmp_path / f"{number}.png", 20 * number)
+
+    def write(lines: list[str], header: str = "path,labels", name: str = "all.csv") -> Path:
+        (tmp_path / name).write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
+        return tmp_path / name
+
+    return write
+
+
+def two(table: Callable[..., Path], train: list[str], val: list[str], header: str = "path,labels") -> Path:
+    table([f"{number}.png,{labels}" for number, labels in enumerate(train)], header, "train.csv")
+    return table([f"{number + 6}.png,{labels}" for number, labels in enumerate(val)], header, "val.csv").parent
+
+
+def rows(data: DataConfig, train: bool, classes: int = 3) -> list[list[int]]:
+    check_dataset(data, classes)
+    dataset = open_dataset(data, train, classes, 0, CPU)
+    batch = dataset.__getitems__([(1, index) for index in range(len(dataset))])
+    assert batch.labels.dtype == torch.float32
+    return batch.labels.int().tolist()
+
+
+TRAIN = [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+VAL = [[0, 1, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "header", "names"),
+    [
+        (["ant;cow", "", "bee"], ["cow; bee", "ant"], "path,labels", ["ant", "bee", "cow"]),
+        (["0;2", "", "1"], ["2;1.0", "0"], "image_path,target", None),
+        (["1,0,1", "0,0,0", "0.0,1.0,0"], ["0,1,1", "1,0,0"], "path,cow,ant,bee", ["cow", "ant", "bee"]),
+    ],
+)
+def test_labels_become_rows_of_zeros_and_ones(
+    table: Callable[..., Path], settings: Settings, train: list[str], val: list[str], header: str, names: list[str]
+) -> None:
+    data = settings(DATASET="csv", DATA_PATH=str(two(table, train, val, header)), MULTI_LABEL=True)
+    assert rows(data, True) == TRAIN
+    assert rows(data, False) == VAL
+    assert open_dataset(data, False, 3, 0, CPU).classes == names
+    assert count_classes(data, True) == 3
+    assert [row[3:] for row in rows(data, True, classes=5)] == [[0, 0]] * 3, "outputs that no class has"
+
+
+def test_columns_of_the_validation_table_may_have_another_order(table: Callable[..., Path], settings: Settings) -> None:
+    root = two(table, ["1,0", "0,1"], ["1,0"], "path,ant,bee")
+    table(["6.png,0,1"], "path,bee,ant", "val.csv")
+    assert rows(settings(DATASET="csv", DATA_PATH=str(root), MULTI_LABEL=True), False, 2) == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "header", "said"),
+    [
+        (["0.png,ant;;bee"], "path,labels", "all.csv:2: 'ant;;bee' has an empty label; separate labels by one ;"),
+        (["0.png,ant;ant"], "path,labels", "all.csv:2: the label 'ant' is there twice"),
+        (["0.png,", "1.png, "], "path,labels", "all.csv: no image has a label"),
+        (["0.png,0;two"], "path,labels", "all.csv:2: the label 'two' is not a whole number, but the first one is"),
+        (["0.png,0;-1"], "path,labels", "all.csv:2: label -1 does not fit MODEL.NUM_CLASSES 3"),
+        (["0.png,0;3"], "path,labels", "all.csv:2: label 3 does not fit MODEL.NUM_CLASSES 3"),
+        (["0.png,a;b;c;d"], "path,labels", "has 4 classes, but MODEL.NUM_CLASSES is 3"),
+        (["0.png,1,2"], "path,ant,bee", "all.csv:2: the column bee holds '2'. Without a column of labels, every"),
+        (["0.png,1,0"], "path,ant,ant", "two columns are called 'ant'"),
+        (["0.png,1"], "path,ant", "has neither a column target or label or class or targets or labels or classes nor"),
+    ],
+)
+def test_bad_tables_are_refused(
+    table: Callable[..., Path], settings: Settings, lines: list[str], header: str, said: str
+) -> None:
+    data = settings(DATASET="csv", DATA_PATH=str(table(lines, header)), MULTI_LABEL=True)
+    with pytest.raises(UserError) as error:
+        check_dataset(data, 3)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "val", "said"),
+    [
+        ("path,labels", "6.png,fox", "val.csv:2: "),
+        ("path,ant,cow", "6.png,1,0", "need the same columns; only one of them has bee"),
+    ],
+)
+def test_splits_need_the_same_classes(
+    table: Callable[..., Path], settings: Settings, header: str, val: str, said: str
+) -> None:
+    columns = "cow" in header
+    root = two(table, ["1,0", "0,1"] if columns else ["ant", "bee"], ["x"], "path,ant,bee" if columns else header)
+    table([val], header, "val.csv")
+    with pytest.raises(UserError) as error:
+        check_dataset(settings(DATASET="csv", DATA_PATH=str(root), MULTI_LABEL=True), 3)
+    assert said in str(error.value)
+
+
+def test_other_data_sets_are_refused(settings: Settings) -> None:
+    with pytest.raises(UserError, match="the data set digits has one label per image"):
+        check_dataset(settings(DATASET="digits", MULTI_LABEL=True), 10)
+
+
+def test_a_target_with_separators_is_warned_of(
+    table: Callable[..., Path], settings: Settings, said: pytest.LogCaptureFixture
+) -> None:
+    root = two(table, ["ant;bee", "cow"], ["cow"], "path,target")
+    check_dataset(settings(DATASET="csv", DATA_PATH=str(root)), 3)
+    assert "train.csv:2: the target 'ant;bee' is taken as the name of one class" in said.text
+
+
+def test_classes_that_validation_lacks_are_named(
+    table: Callable[..., Path], settings: Settings, said: pytest.LogCaptureFixture
+) -> None:
+    root = two(table, ["ant;bee", "cow"], ["cow"])
+    check_dataset(settings(DATASET="csv", DATA_PATH=str(root), MULTI_LABEL=True), 3)
+    assert "The validation split has no image of 2 of 3 classes (the first: ant): mAP and macro F1" in said.text
+
+
+def label_rows() -> np.ndarray:
+    generator = np.random.default_rng(0)
+    return (generator.random((400, 7)) < np.linspace(0.02, 0.6, 7)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25])
+def test_split_has_the_right_size_and_all_classes_in_proportion(fraction: float) -> None:
+    labels = label_rows()
+    train, val = split_label_sets(labels, DataConfig(VAL_FRACTION=fraction))
+    assert len(val) == round(400 * fraction)
+    assert sorted([*train, *val]) == list(range(400))
+    shares = labels[val].sum(0) / labels.sum(0)
+    assert np.abs(shares[2:] - fraction).max() < 0.08
+    again = split_label_sets(labels, DataConfig(VAL_FRACTION=fraction, SPLIT_SEED=1))[1]
+    assert not np.array_equal(val, again)
+
+
+def test_folds_are_disjoint_and_cover_all_samples() -> None:
+    labels = label_rows()
+    folds = [split_label_sets(labels, DataConfig.model_validate({"FOLD": f"{k}/5"}))[1] for k in range(1, 6)]
+    assert [len(fold) for fold in folds] == [80] * 5
+    assert sorted(np.concatenate(folds)) == list(range(400))
+    frequent = np.array([labels[fold].sum(0)[3:] for fold in folds])
+    assert np.ptp(frequent, axis=0).max() <= 12
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_mixup_mixes_rows(mode: str) -> None:
+    seed_all("mixing")
+    labels = torch.tensor(label_rows()[:24]).float()
+    train: Any = TrainConfig.model_validate({"MIXUP_ALPHA": 0.8, "MIXUP_MODE": mode, "LOSS": "bce"})
+    images = torch.rand(24, 1, 1, 1).expand(24, 1, 4, 4).clone()
+    mixed = Mixing(train, 7).mixed(images, labels)
+    for row in range(24):
+        own, partner = images[row, 0, 0, 0], images[23 - row, 0, 0, 0]
+        lam = (mixed.images[row, 0, 0, 0] - partner) / (own - partner)
+        expected = lam * labels[row] + (1 - lam) * labels[23 - row]
+        assert torch.allclose(mixed.targets[row], expected, atol=1e-3)
+        assert torch.equal(mixed.labels[row], labels[row] if lam >= 0.5 else labels[23 - row])

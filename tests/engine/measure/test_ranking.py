@@ -1,0 +1,142 @@
+"""Metrics of several labels per sample equal scikit-learn's, on one process and on several."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import average_precision_score, f1_score
+from torch import Tensor
+
+from datasets import PADDING, Batch, validation_batches
+from engine.measure.meters import TrainMeters
+from engine.measure.ranking import HALF, rank, scores_of
+from engine.measure.task import F1Means, MultiLabel, MultiLabelMetrics, SingleLabel
+from tests.engine.small import CPU
+from utils.distributed.world import ALONE
+from utils.errors import AllRanksError
+
+SAMPLES, CLASSES = 103, 6
+NO_POSITIVE = 4
+
+
+def made(coarse: bool = False) -> tuple[Tensor, Tensor]:
+    """Logits that know something of their labels. One class has no positive; `coarse` logits are often equal."""
+    generator = torch.Generator().manual_seed(0)
+    labels = (torch.rand(SAMPLES, CLASSES, generator=generator) < 0.3).float()
+    labels[:, NO_POSITIVE] = 0
+    logits = torch.randn(SAMPLES, CLASSES, generator=generator) + 2 * labels - 1
+    return (logits.round() if coarse else logits), labels
+
+
+def by_sklearn(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    scores, truth = logits.double().sigmoid().numpy(), labels.numpy().astype(int)
+    present = np.flatnonzero(truth.any(0))
+    chosen = (scores >= 0.5).astype(int)
+    return {
+        "map": 100 * float(average_precision_score(truth[:, present], scores[:, present], average="macro")),
+        "f1_micro": 100 * float(f1_score(truth, chosen, average="micro")),
+        "f1_macro": 100 * float(f1_score(truth[:, present], chosen[:, present], average="macro")),
+        "exact_match": 100 * float((chosen == truth).all(1).mean()),
+        "loss": float(F.binary_cross_entropy_with_logits(logits.double(), labels.double())),
+    }
+
+
+def tallied(logits: Tensor, labels: Tensor, batch_size: int, ranks: int) -> MultiLabelMetrics:
+    """Metrics of a validation on so many ranks, with padded batches, as the ranks' sums give them."""
+    tables = []
+    for rank_number in range(ranks):
+        tally = MultiLabel(CLASSES).tally(SAMPLES, CPU)
+        for plan in validation_batches(SAMPLES, batch_size, rank_number, ranks):
+            indices = torch.from_numpy(plan)
+            real = (indices != PADDING).float().unsqueeze(1)
+            # A padded row has the logits of a black image, and no label.
+            rows = logits[indices] * real + 3.0 * (1 - real)
+            tally.add(rows, Batch(torch.empty(0), labels[indices] * real, indices))
+        tables.append(tally._rows)  # pyright: ignore[reportAttributeAccessIssue]
+    tally._rows = torch.stack(tables).sum(0)  # pyright: ignore[reportPossiblyUnboundVariable,reportAttributeAccessIssue]
+    found = tally.metrics(ALONE)  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert isinstance(found, MultiLabelMetrics)
+    return found
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize(("batch_size", "ranks"), [(103, 1), (10, 1), (10, 2), (7, 3)])
+def test_metrics_equal_scikit_learn(batch_size: int, ranks: int, coarse: bool) -> None:
+    logits, labels = made(coarse)
+    found = tallied(logits, labels, batch_size, ranks)
+    for name, value in by_sklearn(logits, labels).items():
+        assert getattr(found, name) == pytest.approx(value, abs=1e-9), name
+
+
+def test_several_ranks_give_the_same_bits_as_one() -> None:
+    one = tallied(*made(), 10, 1)
+    assert one == tallied(*made(), 10, 2) == tallied(*made(), 7, 3)
+    assert set(one.fields()) >= {"loss", "acc1", "acc5", "map", "f1_micro_tuned", "exact_match"}
+    assert one.fields()["acc1"] is None
+    assert "thresholds" not in one.fields()
+
+
+def test_a_sample_counted_twice_or_never_is_an_error() -> None:
+    logits, labels = made()
+    for indices in (torch.arange(SAMPLES - 1), torch.tensor([*range(SAMPLES), 0])):
+        tally = MultiLabel(CLASSES).tally(SAMPLES, CPU)
+        tally.add(logits[indices], Batch(torch.empty(0), labels[indices], indices))
+        with pytest.raises(AllRanksError, match="validation counted 102 samples, not 103"):
+            tally.metrics(ALONE)
+
+
+def best_f1(scores: np.ndarray, truth: np.ndarray) -> float:
+    """By trying every threshold."""
+    return max(float(f1_score(truth, scores >= score)) for score in scores)
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_thresholds_have_the_highest_f1(coarse: bool) -> None:
+    logits, labels = made(coarse)
+    scores, truth = logits.double().sigmoid().numpy(), labels.numpy() > 0
+    found = scores_of(scores, truth)
+    expected = []
+    for label in range(CLASSES):
+        if label == NO_POSITIVE:
+            assert found.thresholds[label] == HALF
+            assert np.isnan(found.average_precision[label])
+            continue
+        chosen = scores[:, label] >= found.thresholds[label]
+        expected.append(best_f1(scores[:, label], truth[:, label]))
+        assert float(f1_score(truth[:, label], chosen)) == pytest.approx(expected[-1], abs=1e-12)
+        assert found.thresholds[label] not in scores[:, label], "halfway between two scores"
+    assert found.f1_macro_tuned == pytest.approx(float(np.mean(expected)), abs=1e-12)
+    assert found.f1_macro_tuned >= found.f1_macro
+
+
+def test_rank_of_odd_scores() -> None:
+    yes, no = np.array([True, True]), np.array([False, False])
+    assert rank(np.array([0.2, 0.9]), no)[1] == HALF
+    assert rank(np.array([0.2, 0.9]), yes) == (1.0, 0.1)
+    assert rank(np.array([0.7, 0.7]), np.array([True, False]))[0] == 0.5
+    assert np.isnan(rank(np.array([np.nan, 0.9]), yes)[0])
+    near = np.nextafter(0.5, 1)
+    assert rank(np.array([near, 0.5]), np.array([True, False])) == (1.0, near), "no number is between them"
+
+
+def test_split_without_any_label_has_no_map() -> None:
+    found = scores_of(np.full((3, 2), 0.1), np.zeros((3, 2), dtype=bool))
+    assert np.isnan(found.map)
+    assert np.isnan(found.f1_micro)
+    assert found.exact_match == 1
+
+
+def test_training_f1_counts_all_decisions() -> None:
+    logits, labels = made()
+    meters = TrainMeters(CPU, ALONE, MultiLabel(CLASSES))
+    for rows in torch.arange(SAMPLES).split(25):
+        meters.add(torch.ones(()), logits[rows], labels[rows], 0.2)
+    meters.close_update(1, torch.zeros(()), True, False)
+    read = meters.read(torch.ones(()), 0.1)
+    assert isinstance(read.epoch, F1Means)
+    expected = 100 * float(f1_score(labels.numpy().astype(int), (logits >= 0).numpy().astype(int), average="micro"))
+    assert read.epoch.f1_micro == pytest.approx(expected, abs=1e-9)
+    assert read.epoch.loss == pytest.approx(1.0)
+    assert isinstance(SingleLabel().training_metrics(1.0, (1.0, 2.0), 2.0).fields()["acc1"], float)

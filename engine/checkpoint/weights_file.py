@@ -53,7 +53,7 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], Which]:
             "run with python scripts/checkpoint.py strip RUN -out new.safetensors, or validate it with the settings of "
             f"its run: {_validate(file)}"
         )
-    meta = {key: header[key] for key in (*NEEDED, "metrics") if key in header}
+    meta = {key: header[key] for key in (*NEEDED, "metrics", "thresholds") if key in header}
     check_fields(WeightsMeta, meta, file)
     which = str(header.get("weights"))
     return meta, "ema" if which == "ema" or "moving average" in which else "model"

@@ -22,6 +22,7 @@ from engine.checkpoint.saved import Saved, config_of, find_saved
 from engine.checkpoint.state import load_weights
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
+from engine.measure.ranking import HALF
 from engine.setup import model_in_precision
 from utils.better_weights import Wanted, Which
 from utils.cli import CommandLine, amp_settings
@@ -75,6 +76,19 @@ class Trained:
     def names(self) -> list[str]:
         """Names of all the model's classes."""
         return [self.name_of(label) for label in range(self.config.MODEL.NUM_CLASSES)]
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image has several labels, each with a probability of its own."""
+        return self.config.DATA.MULTI_LABEL
+
+    def thresholds(self) -> tuple[list[float], str]:
+        """With several labels: the probability from which on each class is predicted, and its origin for the log."""
+        found = self.saved.meta.get("thresholds", {}).get(self.weights)
+        classes = int(self.config.MODEL.NUM_CLASSES)
+        if found is not None and len(found) == classes:
+            return list(found), "a class is predicted from its own threshold on, found in the model's validation"
+        return [HALF] * classes, f"a class is predicted from {HALF} on, because these weights have no thresholds"
 
     def has(self, which: Which) -> bool:
         return self.saved.has(which)

@@ -46,6 +46,10 @@ def assert_equal(run: Path, whole: Path) -> None:
         assert metrics(run, event) == metrics(whole, event)
 
 
+def numbers(line: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in line.items() if isinstance(value, float)}
+
+
 def test_log_metrics_and_checkpoint(whole: Path) -> None:
     log = (whole / "log.txt").read_text()
     assert ": TRAIN.LOSS bce, SAVE_BEST_BY map" in log
@@ -108,7 +112,7 @@ def test_two_processes_equal_one(vitamp: Vitamp, recipe: Path, tmp_path: Path, w
     assert saved(run)[0] == saved(whole)[0]
     assert metrics(run, "train") == metrics(whole, "train")
     for ours, theirs in zip(metrics(run, "val"), metrics(whole, "val"), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert numbers(ours) == pytest.approx(numbers(theirs), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -140,7 +144,7 @@ def test_fsdp_learns_as_ddp(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> Non
         words = ("-cfg", recipe, "-output", run, f"DIST.STRATEGY={run.name}", "-ngpus", 2, "TRAIN.MODEL_EMA=true")
         done = vitamp(*words, script="main_multi_gpu.py")
         assert done.code == 0, done.text
-    ddp, fsdp = (metrics(run, "val")[-1] for run in runs)
+    ddp, fsdp = (numbers(metrics(run, "val")[-1]) for run in runs)
     assert ddp == pytest.approx(fsdp, rel=1e-3)
 
 

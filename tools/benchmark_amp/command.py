@@ -33,7 +33,11 @@ OWN = (
     OVERWRITE,
 )
 NAME = "benchmark_amp.py"
-COMMANDS = {name: Tool(NAME, table.about, (*table.flags, *OWN), command=name) for name, table in TABLES.items()}
+ONE_LABEL = "the made images have one label each; leave it out"
+COMMANDS = {
+    name: Tool(NAME, table.about, (*table.flags, *OWN), command=name, one_label=ONE_LABEL)
+    for name, table in TABLES.items()
+}
 LOOP = (
     "for table in amp precisions scaling timm; do "
     "python scripts/benchmark_amp.py $table -json $table.json -plot $table.png -budget_min 9; done"

@@ -54,7 +54,9 @@ OWN = (
     Flag("plot", "draw the results", "FILE.png", old=("out",)),
     OVERWRITE,
 )
-TOOL = Tool("benchmark_data.py", __doc__, OWN)
+TOOL = Tool(
+    "benchmark_data.py", __doc__, OWN, one_label="the loaders that it compares have one label per image; leave it out"
+)
 
 
 def main(argv: list[str]) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from datasets.labels import images_of_classes
 from tools.check_data.scan import Split
 
 
@@ -30,6 +31,9 @@ class Classes:
 
     split: str
     counts: dict[str, int]
+    images: int
+    unlabelled: int | None = None
+    """Images without a label; None where every image has exactly one"""
 
     @property
     def empty(self) -> list[str]:
@@ -59,14 +63,14 @@ SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
 def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Findings:
     """Findings of all splits, of which training comes first."""
     names = _class_names(splits, num_classes)
-    findings = Findings([Classes(split.title, _counts(split, names)) for split in splits])
+    findings = Findings([_classes_of(split, names) for split in splits])
     findings.empty = findings.classes[0].empty if splits[0].title == "training" else []
     for split in splits:
         for index, scan in enumerate(split.scans):
-            label = int(split.samples.labels[index])
             if scan.problem:
                 findings.defects[UNREADABLE].append(_found(split, index, scan.reason, scan.problem))
-            if not 0 <= label < num_classes:
+            label = split.samples.labels[index]
+            if np.ndim(label) == 0 and not 0 <= label < num_classes:
                 about = f"label {label}; MODEL.NUM_CLASSES {num_classes} allows 0 to {num_classes - 1}"
                 findings.defects[LABELS].append(_found(split, index, about))
             if scan.mode:
@@ -78,6 +82,12 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
     return findings
 
 
+def _classes_of(split: Split, names: list[str]) -> Classes:
+    labels = split.samples.labels
+    unlabelled = int((labels.sum(1) == 0).sum()) if labels.ndim == 2 else None
+    return Classes(split.title, _counts(split, names), len(labels), unlabelled)
+
+
 def _found(split: Split, index: int, about: str, kind: str = "") -> Found:
     return Found(split.title, index, split.samples.name(index), about, kind)
 
@@ -86,6 +96,8 @@ def _class_names(splits: list[Split], num_classes: int) -> list[str]:
     """Class names of the data set, or else its labels from 0 to the largest valid one."""
     if splits[0].samples.classes is not None:
         return splits[0].samples.classes
+    if splits[0].samples.labels.ndim == 2:
+        return [str(label) for label in range(splits[0].samples.labels.shape[1])]
     labels = [label for split in splits for label in np.unique(split.samples.labels).tolist()]
     return [str(label) for label in range(max((label for label in labels if 0 <= label < num_classes), default=-1) + 1)]
 
@@ -95,6 +107,8 @@ def _counts(split: Split, names: list[str]) -> dict[str, int]:
     times = Counter(names)
     titles = [name if times[name] == 1 else f"{name} (label {label})" for label, name in enumerate(names)]
     counts = dict.fromkeys(titles, 0)
+    if split.samples.labels.ndim == 2:
+        return dict(zip(titles, images_of_classes(split.samples.labels, len(names)).tolist(), strict=True))
     for label, count in zip(*np.unique(split.samples.labels, return_counts=True), strict=True):
         counts[titles[label] if 0 <= label < len(names) else f"label {label}"] = int(count)
     return counts
@@ -105,8 +119,10 @@ class _Copy(NamedTuple):
     number: int
 
     @property
-    def label(self) -> int:
-        return int(self.split.samples.labels[self.number])
+    def label(self) -> str:
+        """The label, or all of them, as in 0;2."""
+        label = self.split.samples.labels[self.number]
+        return str(label) if np.ndim(label) == 0 else ";".join(map(str, np.flatnonzero(label))) or "none"
 
     @property
     def name(self) -> str:

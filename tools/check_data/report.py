@@ -48,7 +48,9 @@ def text(findings: Findings) -> str:
 
 def _table(classes: Classes) -> str:
     counts = classes.counts
-    lines = [f"{classes.split} split: {sum(counts.values()):,} images in {len(counts):,} classes"]
+    lines = [f"{classes.split} split: {classes.images:,} images in {len(counts):,} classes"]
+    if classes.unlabelled is not None:
+        lines[0] += f", with {sum(counts.values()):,} labels; {classes.unlabelled:,} images without a label"
     lines[0] = lines[0][:1].upper() + lines[0][1:]
     shown = sorted(counts.items(), key=lambda item: item[1])
     if len(shown) > TABLE:
@@ -85,9 +87,15 @@ def as_json(findings: Findings) -> dict[str, Any]:
     return {
         "clean": findings.clean,
         "classes": {classes.split: classes.counts for classes in findings.classes},
+        **({"images_without_label": unlabelled} if (unlabelled := _unlabelled(findings)) else {}),
         "defects": {"empty_classes": findings.empty, **listed(findings.defects)},
         "notes": listed(findings.notes),
     }
+
+
+def _unlabelled(findings: Findings) -> dict[str, int]:
+    """By split; empty where every image has one label."""
+    return {one.split: one.unlabelled for one in findings.classes if one.unlabelled is not None}
 
 
 def to_exclude(findings: Findings, duplicates: bool, small: bool) -> list[Found]:

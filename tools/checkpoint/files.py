@@ -16,21 +16,35 @@ from utils.text_table import aligned
 
 COLUMNS = ("checkpoint", "epoch", "update", "loss", "top-1", "EMA top-1", "size", "written", "")
 METRICS = (("loss", ".4f"), ("acc1", ".2f"), ("ema_acc1", ".2f"))
+WITHOUT_TOP1 = (("loss", ".4f"), ("map", ".2f"), ("ema_map", ".2f"))
+"""With several labels per image"""
 
 
 def list_checkpoints(path: Path) -> int:
     """Log a table of the checkpoints in `path`."""
     folders = folders_of(path)
     index = read_index(folders[0].parent)
-    rows = [_row(folder, [name for name in ("last", "best") if index.get(name) == folder.name]) for folder in folders]
-    for line in aligned([COLUMNS, *rows]):
+    several = any("map" in (_metrics(folder) or {}) for folder in folders)
+    columns = [name.replace("top-1", "mAP") for name in COLUMNS] if several else COLUMNS
+    shown = WITHOUT_TOP1 if several else METRICS
+    rows = [
+        _row(folder, shown, [name for name in ("last", "best") if index.get(name) == folder.name]) for folder in folders
+    ]
+    for line in aligned([columns, *rows]):
         log.info("%s", line)
     total = sum(_size(folder) for folder in folders)
     log.info("%d checkpoint%s, %s", len(folders), "s" if len(folders) > 1 else "", size_words(total))
     return EXIT_DONE
 
 
-def _row(folder: Path, marks: list[str]) -> tuple[str, ...]:
+def _metrics(folder: Path) -> dict[str, float | None] | None:
+    try:
+        return inspect(folder).meta.get("metrics")
+    except UserError:  # its row says why
+        return None
+
+
+def _row(folder: Path, shown: tuple[tuple[str, str], ...], marks: list[str]) -> tuple[str, ...]:
     try:
         meta = inspect(folder).meta
     except UserError as error:
@@ -43,7 +57,7 @@ def _row(folder: Path, marks: list[str]) -> tuple[str, ...]:
         folder.name,
         epoch,
         f"{meta.get('update', '-')}",
-        *(f"{metrics[key]:{form}}" if key in metrics else "-" for key, form in METRICS),
+        *(f"{metrics[key]:{form}}" if metrics.get(key) is not None else "-" for key, form in shown),
         size_words(_size(folder)),
         written,
         ", ".join(marks),

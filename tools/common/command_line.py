@@ -124,6 +124,8 @@ class Tool:
     """Whether the flags and settings of the entry scripts are accepted too."""
     command: str = ""
     """Name of the subcommand, if the tool has several; `read` gets the words behind it."""
+    one_label: str = ""
+    """Why it needs one label per image; empty if it can have several (DATA.MULTI_LABEL)."""
 
     def read(self, argv: Sequence[str]) -> ToolLine:
         parser = Parser(
@@ -140,7 +142,7 @@ class Tool:
         run = command_line({name: value for name, value in given.items() if name not in own}, words)
         if run.action != "train":
             raise UserError(f"{self.name} has no -{run.action}; main_single_gpu.py has it, and takes the same flags.")
-        return ToolLine(run, Namespace(**{**defaults, **own}), frozenset(own))
+        return ToolLine(run, Namespace(**{**defaults, **own}), frozenset(own), self.one_label)
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,8 @@ class ToolLine:
     """Values of the tool's own flags and positional arguments, by name; defaults for those not given."""
     given: frozenset[str] = frozenset()
     """Names of the own flags and positional arguments that are on the command line."""
+    one_label: str = ""
+    """As in `Tool`."""
 
     def load(self, more: dict[str, tuple[Any, str]] | None = None, resolved: bool = True) -> Loaded:
         """Checked settings. `more`: further settings, by key, with their source. Does not initialise CUDA.
@@ -164,6 +168,8 @@ class ToolLine:
         if loaded.config.DATA.BATCH_SIZE == AUTO:
             where = loaded.sources["DATA.BATCH_SIZE"]
             raise UserError(f"{where}: DATA.BATCH_SIZE auto is for training; give a tool a number, say -batch_size 64.")
+        if loaded.config.DATA.MULTI_LABEL and self.one_label:
+            raise UserError(f"{loaded.sources['DATA.MULTI_LABEL']}: DATA.MULTI_LABEL true: {self.one_label}.")
         if resolved:
             from engine.resolve import resolve  # imports torch, which takes seconds, so only for valid settings
 

@@ -27,9 +27,19 @@ class Part:
     title: str
     to_models: Tensor | None
     """Model label of each data-set label; None if they are equal."""
+    classes: int = 0
+    """Number of the model's classes"""
 
     def labels(self, labels: Tensor) -> Tensor:
-        return labels if self.to_models is None else self.to_models.to(labels.device)[labels]
+        """The model's labels for those of the data set: one per image, or rows of zeros and ones."""
+        if self.to_models is None:
+            return labels
+        places = self.to_models.to(labels.device)
+        if labels.ndim == 1:
+            return places[labels]
+        rows = labels.new_zeros(len(labels), self.classes)
+        rows[:, places] = labels[:, : len(places)]
+        return rows
 
 
 def open_part(trained: Trained, train: bool) -> Part:
@@ -41,7 +51,7 @@ def open_part(trained: Trained, train: bool) -> Part:
     )
     if not len(dataset):
         raise UserError(f"{title}: the split has no images.")
-    return Part(dataset, title, _to_models(trained, dataset, title))
+    return Part(dataset, title, _to_models(trained, dataset, title), int(trained.config.MODEL.NUM_CLASSES))
 
 
 def _open(trained: Trained, train: bool) -> ImageDataset:

@@ -42,7 +42,9 @@ def is_start(line: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class BestTop1:
+class BestMetric:
+    """The best validation by one metric."""
+
     percent: float
     epoch: int
     weights: str
@@ -105,13 +107,17 @@ class RunMetrics:
         )
 
     @property
-    def best_top1(self) -> BestTop1 | None:
+    def best_top1(self) -> BestMetric | None:
         """Best top-1 of all validations, of the plain weights and of their EMA, as the run itself computes it."""
+        return self.best("acc1")
+
+    def best(self, metric: str) -> BestMetric | None:
+        """The same by any metric in percent."""
         validations = [
-            BestTop1(line[f"{prefix}acc1"], line["epoch"], LABELS[which] if prefix else "")
+            BestMetric(line[f"{prefix}{metric}"], line["epoch"], LABELS[which] if prefix else "")
             for line in self.of("val")
             for which, prefix in PREFIX.items()
-            if line.get(f"{prefix}acc1") is not None
+            if line.get(f"{prefix}{metric}") is not None
         ]
         return max(validations, key=lambda best: best.percent, default=None)
 

@@ -22,8 +22,21 @@ from utils.better_weights import BOTH, LABELS, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError
 from utils.log import log
 
-COPIED = ("model", "classes", "num_classes", "input", "choices", "epoch", "update", "metrics", "config_hash")
+COPIED = (
+    "model",
+    "classes",
+    "num_classes",
+    "input",
+    "choices",
+    "epoch",
+    "update",
+    "metrics",
+    "thresholds",
+    "config_hash",
+)
 """Fields of meta.json that the header gets."""
+OF_VALIDATION = ("metrics", "thresholds")
+"""Fields that hold for the validated weights alone, not for an average"""
 SECTIONS = (
     "MODEL.",
     "DATA.",
@@ -137,7 +150,7 @@ def _mean_of(tensors: list[Tensor]) -> Tensor:
 
 def _header(source: Checkpoint, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
     """Header of the file. safetensors stores strings only; other values are JSON."""
-    known = {key: source.meta[key] for key in COPIED if key in source.meta and not (averaged and key == "metrics")}
+    known = {key: source.meta[key] for key in COPIED if key in source.meta and not (averaged and key in OF_VALIDATION)}
     known |= needed_by_tools(Saved(source.folder, source.meta, source))
     content = {**known, **origin, "made_by": MADE_BY}
     plain = {key: value if isinstance(value, str) else json.dumps(value) for key, value in content.items()}

@@ -49,7 +49,7 @@ OWN = (
     Flag("folds", "cross-validation with N folds of the data, instead of seeds", "N", kind=_number_of_folds),
     Flag("output", "folder of all runs", "DIR", default="output/compare", kind=Path, old=("out",)),
 )
-TOOL = Tool("compare.py", __doc__, OWN)
+TOOL = Tool("compare.py", __doc__, OWN, one_label="compare.py compares top-1, which needs one label per image")
 
 
 def main(argv: list[str]) -> int:

@@ -9,13 +9,14 @@ of the run; all flags and settings of main_single_gpu.py override them, such as 
 data set are matched by name to those of the model.
 
 Precision, recall and F1 are means over the classes that have images. The calibration error is ECE: the mean distance
-between confidence and accuracy, over bins of equal width.
+between confidence and accuracy, over bins of equal width. A model with several labels per image gets mAP, F1 and exact
+match, and average precision for each class.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tools.common.command_line import OVERWRITE, Tool, ToolLine, run_tool
 from tools.common.output_file import writing
@@ -25,7 +26,6 @@ from utils.log import log
 from utils.run_folder import write_json
 
 if TYPE_CHECKING:
-    from tools.common.figures import Figures
     from utils.better_weights import Which
 
 OWN = (
@@ -60,8 +60,9 @@ def _evaluate(argv: list[str]) -> int:
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.saved.trained import load_trained
     from tools.common.figures import figures_of
+    from tools.common.label_figures import label_figures_of
     from tools.common.parts import open_part
-    from tools.evaluate.show import as_json, text, write_matrix
+    from tools.evaluate import show, show_labels
     from utils.better_weights import BOTH, Wanted
 
     log.setLevel("WARNING")  # building the model logs what the training has logged already
@@ -70,24 +71,27 @@ def _evaluate(argv: list[str]) -> int:
     trained = load_trained(model, "auto" if both else cast(Wanted, weights), given=given)
     for which in BOTH if both else ():
         trained.saved.require(which)
+    if trained.multi_label and matrix is not None:
+        raise UserError("-confusion: a confusion matrix needs one label per image; -json has each class's metrics.")
     data = open_part(trained, part == "train")
     log.setLevel("INFO")
     if not both:
         log.info("%s: %s", model, trained.choice)
-    found: dict[Which, Figures] = {}
+    found: dict[Which, Any] = {}
     for which in BOTH if both else (trained.weights,):
         if which != trained.weights:
             trained.take(which)
-        found[which] = figures_of(trained, data, bins)
-    log.info("%s", text(trained, data, found))
+        found[which] = label_figures_of(trained, data) if trained.multi_label else figures_of(trained, data, bins)
+    shown = show_labels if trained.multi_label else show
+    log.info("%s", shown.text(trained, data, found))
     if matrix is not None:
         for which, figures in found.items():
             path = matrix if len(found) == 1 else matrix.with_stem(f"{matrix.stem}_{which}")
-            write_matrix(path, figures, trained.names())
+            show.write_matrix(path, figures, trained.names())
             log.info("Confusion matrix: %s", path)
     if out is not None:
         with writing(out, "-json"):
-            write_json(out, as_json(trained, data, found))
+            write_json(out, shown.as_json(trained, data, found))
         log.info("All metrics: %s", out)
     return EXIT_DONE
 

@@ -90,4 +90,10 @@ def metadata(trained: Trained, model: TimmModel, options: Options) -> dict[str, 
         "crop": "none" if squeezes(data) else "middle",
         "crop_pct": data.CROP_PCT,
         "interpolation": data.INTERPOLATION,
+        **(_of_multi_label(trained) if trained.multi_label else {}),
     }
+
+
+def _of_multi_label(trained: Trained) -> dict[str, Any]:
+    """How to read the logits of a model with several labels per image."""
+    return {"multi_label": True, "activation": "sigmoid", "class_thresholds": trained.thresholds()[0]}

@@ -39,7 +39,9 @@ OWN = (
     Flag("verify", "only compare a packed folder with its checksums", "DST"),
 )
 PLACES = (Positional("places", "SRC DST", "what to pack, and the folder to write", "*"),)
-TOOL = Tool("pack_images.py", __doc__, OWN, PLACES)
+TOOL = Tool(
+    "pack_images.py", __doc__, OWN, PLACES, one_label="packed tar files hold one label per image; train from the table"
+)
 
 
 def main(argv: list[str]) -> int:

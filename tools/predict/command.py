@@ -23,7 +23,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, writing
@@ -32,8 +32,35 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
 
+if TYPE_CHECKING:
+    from engine.saved.trained import Trained
+
+
+def _probability(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ValueError("takes a number from 0 to 1, such as 0.5")
+    return value
+
+
 OWN = (
-    Flag("topk", "number of classes per image", "N", default=5, kind=whole(1)),
+    Flag(
+        "topk",
+        "number of classes per image",
+        "N",
+        default_text="5; with several labels per image, all that are predicted",
+        kind=whole(1),
+    ),
+    Flag(
+        "threshold",
+        "several labels per image: predict a class from this probability on",
+        "P",
+        default_text="each class its own, from validation",
+        kind=_probability,
+    ),
     Flag(
         "format",
         "output format",
@@ -74,16 +101,19 @@ def _predict(argv: list[str]) -> int:
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.saved.trained import load_trained
     from tools.predict.find import find_images
-    from tools.predict.images import predict_images
+    from tools.predict.images import TOP, predict_images
 
     paths = find_images(asked.images)
     trained = load_trained(asked.path, asked.weights, asked.device, asked.amp)
-    print(f"{asked.path}: {trained.choice}", file=sys.stderr)
+    print(f"{asked.path}: {trained.choice}{_how(trained, asked.threshold)}", file=sys.stderr)
+    shown = asked.topk or (len(trained.names()) if trained.multi_label else TOP)
     with _opened(asked.out) as stream:
-        form = FORMATS[_format(asked)](stream, trained.names(), asked.topk, paths)
+        form = FORMATS[_format(asked)](stream, trained.names(), shown, paths)
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
         try:
-            unreadable = predict_images(trained, paths, form, asked.topk, asked.batch_size, asked.num_workers, progress)
+            unreadable = predict_images(
+                trained, paths, form, asked.topk, asked.batch_size, asked.num_workers, progress, asked.threshold
+            )
             stream.flush()
         except KeyboardInterrupt:
             if asked.out is not None:
@@ -91,6 +121,15 @@ def _predict(argv: list[str]) -> int:
             log.warning("interrupted")  # the rows written so far are valid
             return EXIT_INTERRUPTED
     return EXIT_FAILED if unreadable else EXIT_DONE
+
+
+def _how(trained: Trained, threshold: float | None) -> str:
+    """For the log: from which probability on a class is predicted, if an image has several labels."""
+    if not trained.multi_label:
+        if threshold is not None:
+            raise UserError(f"-threshold {threshold:g}: this model has one label per image, so it needs no threshold.")
+        return ""
+    return f"; {trained.thresholds()[1] if threshold is None else f'a class is predicted from {threshold:g} on'}"
 
 
 def _check(asked: Namespace) -> None:

@@ -41,7 +41,7 @@ class Form(ABC):
 
 
 class Csv(Form):
-    """One line per guess. Unreadable images are only named on standard error."""
+    """One line per guess, or one without a class. Unreadable images are only named on standard error."""
 
     def begin(self) -> None:
         self.writer = csv.writer(self.stream, lineterminator="\n")
@@ -50,6 +50,8 @@ class Csv(Form):
     def image(self, path: str, best: list[Guess]) -> None:
         for rank, guess in enumerate(best, start=1):
             self.writer.writerow((path, rank, guess.label, guess.name, f"{guess.probability:.6f}"))
+        if not best:
+            self.writer.writerow((path, "", "", "", ""))
 
     def failure(self, path: str, reason: str) -> None: ...
 
@@ -106,8 +108,10 @@ class Table(Form):
     def image(self, path: str, best: list[Guess]) -> None:
         cells = [f"{_fit(shown(one.name), self.class_width)} {100 * one.probability:5.1f} %" for one in best]
         if self.one_line:
-            self._line(path, "  ".join(cells))
+            self._line(path, "  ".join(cells) or "-")
             return
+        if not cells:
+            self._line(path, "-")
         for cell, first in zip(cells, (path, *[""] * len(cells)), strict=False):
             self._line(first, cell)
 

@@ -93,7 +93,7 @@ def _bytes(images: Tensor, inputs: Inputs) -> Tensor:
 
 def _fractions(target: Tensor) -> dict[int, float]:
     """Fraction of each class in the image, the larger first."""
-    values, labels = target.topk(min(2, len(target)))
+    values, labels = target.sort(descending=True, stable=True)
     pairs = zip(labels.tolist(), values.tolist(), strict=True)
     return {label: value for label, value in pairs if value >= SMALLEST_FRACTION}
 

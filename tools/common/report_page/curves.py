@@ -31,6 +31,8 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     found = [
         _training_and_validation("Loss", axis, "loss"),
         _training_and_validation("Accuracy, top-1 (%)", axis, "acc1"),
+        _training_and_validation("Mean average precision (%)", axis, "map"),
+        _training_and_validation("F1 at 0.5, micro (%)", axis, "f1_micro"),
         _training("Speed (images/s)", axis, "images_per_second"),
         _training("Learning rate", axis, "lr"),
         _training("Gradient norm, unscaled", axis, "grad_norm"),
@@ -45,7 +47,7 @@ def side_by_side(runs: Sequence[Run]) -> list[list[Chart]]:
         return []
     together = _Axis.of(runs)
     rows = []
-    for title, key in (("loss", "loss"), ("top-1 (%)", "acc1")):
+    for title, key in (("loss", "loss"), ("top-1 (%)", "acc1"), ("mAP (%)", "map")):
         row = []
         for run, style in together.runs:
             alone = _Axis([(run, style)], together.by_epoch)

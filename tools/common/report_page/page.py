@@ -18,10 +18,11 @@ from utils.files import write_atomically
 from utils.log import log
 
 if TYPE_CHECKING:
+    from tools.common.report_page.labels import LabelEvaluation
     from tools.common.report_page.predictions import Evaluation
 
 TEMPLATE = "page.html"
-MAIN_FIGURES = ("best top-1", "precision", "images/s", "peak memory", "training time", "updates skipped")
+MAIN_FIGURES = ("best top-1", "best mAP", "precision", "images/s", "peak memory", "training time", "updates skipped")
 MOST_SKIPS = 20
 
 
@@ -57,7 +58,7 @@ def write_report(
     out = check_output_file(
         out or _common_folder(read) / "report.html", "-out", fresh=out is not None and not overwrite
     )
-    evaluations: list[Evaluation | str] = []
+    evaluations: list[Evaluation | LabelEvaluation | str] = []
     if predictions:
         from tools.common.report_page.predictions import (
             evaluate,
@@ -82,7 +83,7 @@ def _common_folder(runs: Sequence[Run]) -> Path:
     return Path.cwd() if above.parent == above else above
 
 
-def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evaluation | str]) -> str:
+def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evaluation | LabelEvaluation | str]) -> str:
     here = Path(__file__).parent
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     rows = summary(runs)

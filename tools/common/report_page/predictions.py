@@ -18,12 +18,13 @@ from engine.saved.trained import Trained, load_trained
 from tools.common.figures import Figures, Rows, figures_from
 from tools.common.progress import progress_bar
 from tools.common.report_page.calibration import Reliability
+from tools.common.report_page.labels import MOST_ROWS, LabelEvaluation, evaluate_labels
 from utils.errors import TrainingError, UserError
 
 BINS = 15
 MOST_CLASSES = 20
 """Classes in the confusion matrix: more would not be readable on a screen."""
-MOST_PAIRS, MOST_MISTAKES, MOST_ROWS = 15, 12, 100
+MOST_PAIRS, MOST_MISTAKES = 15, 12
 THUMBNAIL = 112
 
 
@@ -82,11 +83,13 @@ class Evaluation:
     mistakes: list[Mistake]
 
 
-def evaluate(folder: Path) -> Evaluation | str:
+def evaluate(folder: Path) -> Evaluation | LabelEvaluation | str:
     """Evaluation of the run in `folder`, or the reason why there is none."""
     try:
         trained = load_trained(folder)
         dataset = validation_part(trained)
+        if trained.multi_label:
+            return evaluate_labels(trained, dataset)
         rows, numbers = _rows(trained, dataset)
     except (UserError, TrainingError) as error:
         return str(error)

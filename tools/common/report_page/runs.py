@@ -85,9 +85,9 @@ class Run:
         verdicts = [line["perf"]["verdict"]["text"] for line in self.lines if "verdict" in line.get("perf", {})]
         return str(verdicts[-1]) if verdicts else ""
 
-    def best(self) -> tuple[float, str] | None:
-        """Best top-1 of all validations in percent, and its epoch and weights."""
-        best = self.metrics.best_top1
+    def best(self, metric: str = "acc1") -> tuple[float, str] | None:
+        """Best top-1 (or `metric`) of all validations in percent, and its epoch and weights."""
+        best = self.metrics.best(metric)
         return (best.percent, f"epoch {best.epoch}{best.weights and f', {best.weights}'}") if best else None
 
     @property
@@ -170,17 +170,17 @@ def _text(value: Any) -> str:
     return NOTHING if value is None or value == "" else str(value)
 
 
-def _best_text(run: Run) -> str:
-    best = run.best()
+def _best_text(run: Run, metric: str = "acc1") -> str:
+    best = run.best(metric)
     return f"{best[0]:.2f} % ({best[1]})" if best else ""
 
 
-def _last_text(run: Run) -> str:
-    lines = [line for line in run.of("val") if line.get("acc1") is not None]
+def _last_text(run: Run, metric: str = "acc1") -> str:
+    lines = [line for line in run.of("val") if line.get(metric) is not None]
     if not lines:
         return ""
-    ema = lines[-1].get("ema_acc1")
-    return f"{lines[-1]['acc1']:.2f} %" + (f", EMA {ema:.2f} %" if ema is not None else "")
+    ema = lines[-1].get(f"ema_{metric}")
+    return f"{lines[-1][metric]:.2f} %" + (f", EMA {ema:.2f} %" if ema is not None else "")
 
 
 def _parameters(run: Run) -> str:
@@ -211,6 +211,8 @@ def _versions(run: Run) -> str:
 _ROWS = (
     ("best top-1", _best_text),
     ("last top-1", _last_text),
+    ("best mAP", lambda run: _best_text(run, "map")),
+    ("last mAP", lambda run: _last_text(run, "map")),
     ("checkpoint", lambda run: run.best_checkpoint),
     ("precision", lambda run: run.precision),
     ("images/s", lambda run: f"{run.speed:,.0f}" if run.speed else ""),

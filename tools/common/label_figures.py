@@ -1,0 +1,90 @@
+"""Metrics of a model with several labels per image (DATA.MULTI_LABEL), from one pass over the images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.measure.ranking import Scores, f1, scores_of
+from engine.saved.predictions import batches_of
+from engine.saved.trained import Trained
+from tools.common.parts import Part
+from tools.common.progress import progress_bar
+
+
+@dataclass(frozen=True)
+class LabelFigures:
+    """Arrays have one value per class. `scores` are fractions; all other fractions are in percent."""
+
+    images: int
+    loss: float
+    scores: Scores
+    thresholds: np.ndarray
+    """The model's own, from its last validation"""
+    support: np.ndarray
+    """Number of images with the label"""
+    guessed: np.ndarray
+    """Number of images for which it is predicted"""
+    right: np.ndarray
+    unlabelled: int
+    """Images without a label"""
+    f1_micro: float
+    f1_macro: float
+    exact_match: float
+    not_finite: int
+    """Number of images whose logits are NaN or infinite"""
+
+    @property
+    def average_precision(self) -> np.ndarray:
+        """NaN for a class without images."""
+        return 100 * self.scores.average_precision
+
+    @property
+    def precision(self) -> np.ndarray:
+        return 100 * self.right / np.maximum(self.guessed, 1)
+
+    @property
+    def recall(self) -> np.ndarray:
+        return 100 * self.right / np.maximum(self.support, 1)
+
+    @property
+    def f1(self) -> np.ndarray:
+        return 200 * self.right / np.maximum(self.guessed + self.support, 1)
+
+
+def label_figures_of(trained: Trained, part: Part) -> LabelFigures:
+    """Evaluate the model on a split."""
+    rows = []
+    with progress_bar(len(part.dataset), "images") as bar:
+        for logits, labels, _ in batches_of(trained, part.dataset):
+            rows.append((logits.cpu(), part.labels(labels).cpu()))
+            bar.update(len(labels))
+    return label_figures_from(trained, rows)
+
+
+def label_figures_from(trained: Trained, rows: Iterable[tuple[Tensor, Tensor]]) -> LabelFigures:
+    """`rows`: logits and labels of the batches, on the host."""
+    logits, labels = (torch.cat(column).double() for column in zip(*rows, strict=True))
+    probabilities, truth = logits.sigmoid().numpy(), labels.numpy() > 0
+    thresholds = np.array(trained.thresholds()[0])
+    chosen = probabilities >= thresholds
+    _, micro, macro = f1(chosen, truth)
+    return LabelFigures(
+        images=len(truth),
+        loss=float(F.binary_cross_entropy_with_logits(logits, labels)),
+        scores=scores_of(probabilities, truth),
+        thresholds=thresholds,
+        support=truth.sum(0),
+        guessed=chosen.sum(0),
+        right=(chosen & truth).sum(0),
+        unlabelled=int((~truth.any(1)).sum()),
+        f1_micro=100 * micro,
+        f1_macro=100 * macro,
+        exact_match=100 * float((chosen == truth).all(1).mean()),
+        not_finite=int((~logits.isfinite().all(1)).sum()),
+    )

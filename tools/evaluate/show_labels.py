@@ -1,0 +1,113 @@
+"""Output of scripts/evaluate.py for a model with several labels per image: text and JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from engine.saved.trained import Trained
+from tools.common.label_figures import LabelFigures
+from tools.common.parts import Part
+from tools.common.tables import in_columns, shown
+from tools.evaluate.show import ALL_SHOWN, TITLES, WORST_SHOWN
+
+CELLS = {
+    "mAP": lambda one: _percent(100 * one.scores.map),
+    "F1 at 0.5, micro": lambda one: _percent(100 * one.scores.f1_micro),
+    "F1 at 0.5, macro": lambda one: _percent(100 * one.scores.f1_macro),
+    "F1 at its thresholds, micro": lambda one: _percent(one.f1_micro),
+    "F1 at its thresholds, macro": lambda one: _percent(one.f1_macro),
+    "exact match at 0.5": lambda one: _percent(100 * one.scores.exact_match),
+    "exact match at its thresholds": lambda one: _percent(one.exact_match),
+    "loss": lambda one: f"{one.loss:.4f}",
+}
+
+
+def text(trained: Trained, part: Part, found: dict[Any, LabelFigures]) -> str:
+    """Metrics of the model, the EMA or both, and a table of classes."""
+    first = next(iter(found.values()))
+    counted = f"{part.title}: {first.images} images with {int(first.support.sum())} labels of "
+    counted += f"{int((first.support > 0).sum())} classes; {first.unlabelled} images without a label"
+    what = f"{trained.config.MODEL.NAME} of {trained.source}, in {trained.precision.name}; {trained.thresholds()[1]}"
+    rows = [["", *(TITLES[which] for which in found)]]
+    rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in CELLS.items()]
+    parts = [what, counted, "", "\n".join(in_columns(rows))]
+    for which, figures in found.items():
+        if figures.not_finite:
+            parts += [f"{figures.not_finite} images have NaN or infinite logits ({TITLES[which]})."]
+    return "\n".join([*parts, "", *_classes(trained, first, TITLES[next(iter(found))] if len(found) > 1 else "")])
+
+
+def _classes(trained: Trained, figures: LabelFigures, of: str) -> list[str]:
+    """One line per class; of many, those with the lowest average precision."""
+    present = np.flatnonzero(figures.support).tolist()
+    many = len(present) > ALL_SHOWN
+    if many:
+        present = sorted(present, key=lambda label: (figures.average_precision[label], label))[:WORST_SHOWN]
+    head = f"The {WORST_SHOWN} classes with the lowest average precision" if many else "Each class"
+    rows = [["class", "images", "AP", "threshold", "precision", "recall", "F1"]]
+    for label in present:
+        values = (figures.precision[label], figures.recall[label], figures.f1[label])
+        rows.append(
+            [
+                shown(trained.name_of(label)),
+                f"{figures.support[label]}",
+                f"{figures.average_precision[label]:.1f} %",
+                f"{figures.thresholds[label]:.3f}",
+                *(f"{value:.1f} %" for value in values),
+            ]
+        )
+    return [f"{head}{f' ({of})' if of else ''}:", "\n".join(in_columns(rows))]
+
+
+def as_json(trained: Trained, part: Part, found: dict[Any, LabelFigures]) -> dict[str, Any]:
+    """Content of the -json file, with fractions in percent."""
+    return {
+        "model": trained.config.MODEL.NAME,
+        "source": str(trained.source),
+        "precision": trained.precision.name,
+        "data": part.title,
+        "classes": trained.names(),
+        "figures": {which: _figures_as_json(figures) for which, figures in found.items()},
+    }
+
+
+def _figures_as_json(one: LabelFigures) -> dict[str, Any]:
+    scores = one.scores
+    plain = {
+        "loss": one.loss,
+        "map": 100 * scores.map,
+        "f1_micro": 100 * scores.f1_micro,
+        "f1_macro": 100 * scores.f1_macro,
+        "exact_match": 100 * scores.exact_match,
+        "f1_micro_at_thresholds": one.f1_micro,
+        "f1_macro_at_thresholds": one.f1_macro,
+        "exact_match_at_thresholds": one.exact_match,
+    }
+    of_class = {
+        "average_precision": one.average_precision,
+        "threshold": one.thresholds,
+        "precision": one.precision,
+        "recall": one.recall,
+        "f1": one.f1,
+    }
+    columns = {name: [_number(value) for value in values.tolist()] for name, values in of_class.items()}
+    return {
+        "images": one.images,
+        "images_without_label": one.unlabelled,
+        "acc1": None,
+        "acc5": None,
+        **{name: _number(value) for name, value in plain.items()},
+        "per_class": {"images": one.support.tolist(), **columns},
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN: null takes its place."""
+    return value if math.isfinite(value) else None
+
+
+def _percent(value: float) -> str:
+    return f"{value:.2f} %" if math.isfinite(value) else "-"

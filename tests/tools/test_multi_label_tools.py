@@ -1,0 +1,227 @@
+"""The tools and a run with several labels per image: they know it, or refuse it in a sentence."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from sklearn.metrics import average_precision_score
+
+from tests.label_sets import CLASSES, named, truth, write_images, write_recipe, write_set
+from tests.program import Result, metrics, run_program
+
+Vitamp = Callable[..., Result]
+LONGER = ("TRAIN.NUM_EPOCHS=4", "DATA.BATCH_SIZE=8", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "REPORT_FREQ=40")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, whose data set is in the folder above it."""
+    root = tmp_path_factory.mktemp("labelled")
+    write_set(root)
+    done = run_program("-cfg", write_recipe(root), "-output", root / "run", *LONGER, streams=root)
+    assert done.code == 0, done.text
+    return root / "run"
+
+
+def best(run: Path) -> dict[str, Any]:
+    index = json.loads((run / "checkpoints/index.json").read_text())
+    return json.loads((run / "checkpoints" / index["best"] / "meta.json").read_text())
+
+
+def evaluated(vitamp: Vitamp, run: Path, out: Path, *words: object) -> tuple[str, dict[str, Any]]:
+    done = vitamp(run, "-json", out, *words, script="scripts/evaluate.py")
+    assert done.code == 0, done.text
+    return done.out, json.loads(out.read_text())
+
+
+def test_evaluate_has_the_metrics_of_the_run(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    text, found = evaluated(vitamp, run, tmp_path / "e.json", "-weights", "both")
+    meta = best(run)
+    for which, prefix in (("model", ""), ("ema", "ema_")):
+        ours, theirs = found["figures"][which], meta["metrics"]
+        for name in ("map", "f1_micro", "f1_macro", "exact_match", "loss"):
+            assert ours[name] == pytest.approx(theirs[prefix + name], abs=1e-4), name
+        # Thresholds from the same images, so the tuned F1 of the validation.
+        assert ours["f1_macro_at_thresholds"] == pytest.approx(theirs[f"{prefix}f1_macro_tuned"], abs=1e-9)
+        assert ours["per_class"]["threshold"] == meta["thresholds"][which]
+        assert ours["acc1"] is None
+        assert np.mean(ours["per_class"]["average_precision"]) == pytest.approx(ours["map"])
+    rows = truth(61, seed=1)
+    assert found["figures"]["model"]["per_class"]["images"] == rows.sum(0).tolist()
+    unlabelled = int((rows.sum(1) == 0).sum())
+    assert f"61 images with {rows.sum()} labels of 4 classes; {unlabelled} images without a label" in text
+    assert "a class is predicted from its own threshold on, found in the model's validation" in text
+
+
+def test_evaluate_matches_classes_of_other_data_by_name(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    """Its own 0/1 columns, in another order, without one of the classes."""
+    rows = truth(40, seed=5)
+    paths = write_images(tmp_path, rows, "other", seed=5)
+    columns = ("west", "east", "north")
+    lines = [",".join(["path", *columns])]
+    for path, row in zip(paths, rows, strict=True):
+        lines.append(",".join([path, *(str(row[CLASSES.index(name)]) for name in columns)]))
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    _, found = evaluated(vitamp, run, tmp_path / "e.json", "-data_path", tmp_path)
+    (figures,) = found["figures"].values()
+    counts = rows.sum(0)
+    counts[CLASSES.index("south")] = 0
+    assert figures["per_class"]["images"] == counts.tolist()
+    assert figures["per_class"]["average_precision"][CLASSES.index("south")] is None
+
+
+def predicted(vitamp: Vitamp, run: Path, *words: object) -> list[dict[str, Any]]:
+    done = vitamp(run, run.parent / "images", "-format", "jsonl", *words, script="scripts/predict.py")
+    assert done.code == 0, done.text
+    return [json.loads(line) for line in done.out.splitlines()]
+
+
+def test_predict_names_the_labels_that_reach_their_thresholds(vitamp: Vitamp, run: Path) -> None:
+    meta = best(run)
+    which = "ema" if meta["best"]["kind"].startswith("ema_") else "model"
+    limits = dict(zip(CLASSES, meta["thresholds"][which], strict=True))
+    all_of = {row["image"]: row["guesses"] for row in predicted(vitamp, run, "-threshold", 0)}
+    assert all(len(guesses) == 4 for guesses in all_of.values())
+    rows = predicted(vitamp, run)
+    counts = set()
+    for row in rows:
+        expected = [one for one in all_of[row["image"]] if one["probability"] >= round(limits[one["class"]], 6)]
+        assert row["guesses"] == expected
+        counts.add(len(expected))
+    assert len(counts) > 1
+    scores = np.array(
+        [[g["probability"] for g in sorted(all_of[row["image"]], key=lambda g: g["label"])] for row in rows]
+    )
+    labels = {
+        path: [int(name in text.split(";")) for name in CLASSES]
+        for file in ("train.csv", "val.csv")
+        for path, text in list(csv.reader((run.parent / file).open()))[1:]
+    }
+    validation = [n for n, row in enumerate(rows) if "/val" in row["image"]]
+    known = np.array([labels[f"images/{Path(row['image']).name}"] for row in rows])
+    found = 100 * float(average_precision_score(known[validation], scores[validation], average="macro"))
+    assert found == pytest.approx(meta["best"]["figure"], abs=0.5), "probabilities are rounded to six digits"
+    assert all(len(row["guesses"]) <= 1 for row in predicted(vitamp, run, "-topk", 1))
+
+
+def test_predict_shows_images_without_a_label(vitamp: Vitamp, run: Path, digits_run: Path) -> None:
+    image = run.parent / "images/val0.png"
+    done = vitamp(run, image, "-threshold", 1, "-format", "csv", script="scripts/predict.py")
+    assert done.out.splitlines()[1] == f"{image},,,,"
+    assert "a class is predicted from 1 on" in done.err
+    assert vitamp(run, image, "-threshold", 1, script="scripts/predict.py").out.splitlines()[1].endswith("  -")
+    done = vitamp(digits_run, image, "-threshold", 0.5, script="scripts/predict.py")
+    assert done.code == 2
+    assert "-threshold 0.5: this model has one label per image" in done.err
+
+
+def test_stripped_weights_keep_their_thresholds_and_averaged_ones_lose_them(
+    vitamp: Vitamp, run: Path, tmp_path: Path
+) -> None:
+    image = run.parent / "images/val1.png"
+    expected = vitamp(run, image, "-weights", "model", script="scripts/predict.py").out
+    alone, mean = tmp_path / "alone.safetensors", tmp_path / "mean.safetensors"
+    assert vitamp("strip", run, "-weights", "model", "-out", alone, script="scripts/checkpoint.py").code == 0
+    done = vitamp(alone, image, script="scripts/predict.py")
+    assert done.out == expected, done.err
+    assert "its own threshold on" in done.err
+    assert vitamp("average", run, "-last", 2, "-out", mean, script="scripts/checkpoint.py").code == 0
+    done = vitamp(mean, image, script="scripts/predict.py")
+    assert "a class is predicted from 0.5 on, because these weights have no thresholds" in done.err
+    table = vitamp("list", run, script="scripts/checkpoint.py").out
+    assert "mAP    EMA mAP" in table
+    assert f"{best(run)['metrics']['map']:.2f}" in table
+
+
+def test_report_has_average_precision_of_each_class(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    done = vitamp(run, "-out", tmp_path / "r.html", script="scripts/report.py")
+    assert done.code == 0, done.text
+    page = (tmp_path / "r.html").read_text()
+    assert "Classes, lowest average precision first" in page
+    assert "Confusion matrix" not in page
+    assert "Mean average precision (%)" in page
+    assert "top-1" not in page.partition("Details of the run")[0].partition("<body")[2]
+    top = max(line[key] for line in metrics(run, "val") for key in ("map", "ema_map"))
+    assert f"{top:.2f} % (epoch" in page
+    assert (run / "curves.png").stat().st_size > 10_000
+
+
+def test_check_data_counts_labels(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", run.parent / "recipe.yaml", "-json", tmp_path / "c.json", script="scripts/check_data.py")
+    assert done.code == 0, done.text
+    rows = truth(160)
+    unlabelled = int((rows.sum(1) == 0).sum())
+    words = f"160 images in 4 classes, with {rows.sum()} labels; {unlabelled} images without a label"
+    assert f"Training split: {words}" in done.out
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert found["classes"]["training"] == dict(zip(CLASSES, rows.sum(0).tolist(), strict=True))
+    assert found["images_without_label"]["training"] == unlabelled
+
+
+def test_check_data_compares_all_labels_of_copies(vitamp: Vitamp, tmp_path: Path) -> None:
+    rows = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1]], dtype=np.uint8)
+    paths = write_images(tmp_path, rows, "one")
+    (tmp_path / paths[1]).write_bytes((tmp_path / paths[0]).read_bytes())
+    lines = [f"{path},{';'.join(named(row))}" for path, row in zip(paths, rows, strict=True)]
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["path,labels", *lines]) + "\n")
+    done = vitamp("-cfg", write_recipe(tmp_path), script="scripts/check_data.py")
+    assert done.code == 1, done.text
+    assert "but label 0 instead of 0;1" in done.out
+
+
+@pytest.mark.slow
+def test_export_notes_the_sigmoid(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    done = vitamp(
+        run, "-to", "onnx,torch,safetensors", "-weights", "model", "-out", tmp_path / "m", script="scripts/export.py"
+    )
+    assert done.code == 0, done.text
+    assert done.out.count("labels the same on all; apply a sigmoid to the logits") == 3
+    with safe_open(str(tmp_path / "m.safetensors"), framework="pt") as file:
+        header = json.loads(file.metadata()["vitamp"])
+    assert (header["multi_label"], header["activation"]) == (True, "sigmoid")
+    assert header["class_thresholds"] == best(run)["thresholds"]["model"]
+    image = run.parent / "images/val1.png"
+    alone = vitamp(tmp_path / "m.safetensors", image, script="scripts/predict.py")
+    assert alone.out == vitamp(run, image, "-weights", "model", script="scripts/predict.py").out
+
+
+def test_show_batch_names_all_labels(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    words = ("-cfg", run.parent / "recipe.yaml", "TRAIN.MIXUP_ALPHA=0.8", "-out", tmp_path / "b.png")
+    done = vitamp(*words, script="scripts/show_batch.py")
+    assert done.code == 0, done.text
+    assert (tmp_path / "b.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        ("compare.py", (), "compare.py compares top-1, which needs one label per image"),
+        ("pack_images.py", ("{root}", "packed"), "packed tar files hold one label per image"),
+        ("benchmark_data.py", (), "the loaders that it compares have one label per image"),
+        ("benchmark_amp.py", ("amp",), "the made images have one label each"),
+    ],
+)
+def test_other_tools_refuse_it(
+    vitamp: Vitamp, run: Path, tmp_path: Path, script: str, words: tuple[str, ...], said: str
+) -> None:
+    more = [word.format(root=run.parent) for word in words]
+    path = () if script == "pack_images.py" else ("-data_path", run.parent)
+    done = vitamp(*more, "-dataset", "csv", *path, "DATA.MULTI_LABEL=true", script=f"scripts/{script}", cwd=tmp_path)
+    assert done.code == 2, done.text
+    assert f"DATA.MULTI_LABEL true: {said}" in done.err
+    assert "Traceback" not in done.text
+
+
+def test_confusion_is_refused(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    done = vitamp(run, "-confusion", tmp_path / "m.csv", script="scripts/evaluate.py")
+    assert done.code == 2
+    assert "-confusion: a confusion matrix needs one label per image" in done.err

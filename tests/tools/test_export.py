@@ -212,6 +212,8 @@ def _images(count: int) -> CheckImages:
 
 
 class _Named:
+    multi_label = False
+
     def name_of(self, label: int) -> str:
         return f"class {label}"
 

@@ -170,7 +170,8 @@ FORMATS: dict[str, Format] = {format.name: format for format in (Onnx(), Torch()
 
 def _tool_metadata(saved: Saved) -> dict[str, Any]:
     """What vitamp's own tools need besides the metadata."""
-    return {key: saved.meta[key] for key in ("choices", "metrics", "thresholds") if key in saved.meta} | needed_by_tools(saved)
+    known = {key: saved.meta[key] for key in ("choices", "metrics", "thresholds") if key in saved.meta}
+    return known | needed_by_tools(saved)
 
 
 @contextlib.contextmanager

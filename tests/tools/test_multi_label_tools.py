@@ -221,6 +221,13 @@ def test_other_tools_refuse_it(
     assert "Traceback" not in done.text
 
 
+def test_export_to_the_hub_is_refused(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    done = vitamp(run, "-to", "hub", "-output", tmp_path / "hub", script="scripts/export.py")
+    assert done.code == 2, done.text
+    assert "-to hub: this model has several labels per image" in done.err
+    assert not (tmp_path / "hub").exists()
+
+
 def test_confusion_is_refused(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     done = vitamp(run, "-confusion", tmp_path / "m.csv", script="scripts/evaluate.py")
     assert done.code == 2

@@ -123,6 +123,11 @@ def _export(argv: list[str]) -> int:
     repository = check_push(asked.push, bool(asked.public), bool(asked.overwrite)) if asked.push else None
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off")
     log.info("%s: %s", asked.path, trained.choice)
+    if HUB in formats and trained.multi_label:
+        raise UserError(
+            f"-to {HUB}: this model has several labels per image, but the Hub and timm's code for its models take the "
+            "softmax of one; use safetensors, whose header names the sigmoid."
+        )
     images = images_for_check(trained, asked.images, asked.check)
     expected = reference_logits(trained, images)
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from tests.tools.packing import Pack
+from tests.tools.timm_alone import Tool
+from tools.export import command as export
 from tools.pack_images.command import main
 
 
@@ -12,3 +17,17 @@ from tools.pack_images.command import main
 def pack() -> Pack:
     """Call pack_images.py in this process: starting another takes seconds."""
     return lambda *words: main([str(word) for word in words])
+
+
+@pytest.fixture
+def export_tool(capfd: pytest.CaptureFixture[str]) -> Iterator[Tool]:
+    """Call export.py in this process."""
+    threads = torch.get_num_threads()
+
+    def call(*words: object) -> tuple[int, str]:
+        capfd.readouterr()
+        code = export.main([str(word) for word in words])
+        return code, "".join(capfd.readouterr())
+
+    yield call
+    torch.set_num_threads(threads)

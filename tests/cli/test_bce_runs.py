@@ -33,6 +33,7 @@ def test_log_names_the_loss(whole: Path) -> None:
     assert losses[-1] < 0.5
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, tiny: Path, tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "run"
     words = ("-cfg", tiny, "-output", run, *BCE, "TRAIN.CLASS_WEIGHTS=balanced", *SHORT)

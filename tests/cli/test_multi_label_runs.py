@@ -80,6 +80,7 @@ def test_evaluation_repeats_the_metrics_of_the_run(vitamp: Vitamp, whole: Path, 
     }
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, recipe: Path, tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "run"
     words = ("-cfg", recipe, "-output", run, *SHORT)
@@ -148,6 +149,7 @@ def test_fsdp_learns_as_ddp(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> Non
     assert ddp == pytest.approx(fsdp, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_one_table_is_split_into_folds(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
     words = ("-data_path", recipe.parent / "train.csv", "DATA.FOLD=2/4", "TRAIN.NUM_EPOCHS=1")
     done = vitamp("-cfg", recipe, "-output", tmp_path / "run", *words, "LOG_STYLE=fleet")

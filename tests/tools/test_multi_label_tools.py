@@ -123,6 +123,7 @@ def test_predict_shows_images_without_a_label(vitamp: Vitamp, run: Path, digits_
     assert "-threshold 0.5: this model has one label per image" in done.err
 
 
+@pytest.mark.slow
 def test_stripped_weights_keep_their_thresholds_and_averaged_ones_lose_them(
     vitamp: Vitamp, run: Path, tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_check_data_counts_labels(vitamp: Vitamp, run: Path, tmp_path: Path) -> 
     assert found["images_without_label"]["training"] == unlabelled
 
 
+@pytest.mark.slow
 def test_check_data_compares_all_labels_of_copies(vitamp: Vitamp, tmp_path: Path) -> None:
     rows = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1]], dtype=np.uint8)
     paths = write_images(tmp_path, rows, "one")
@@ -194,6 +196,7 @@ def test_export_notes_the_sigmoid(vitamp: Vitamp, run: Path, tmp_path: Path) -> 
     assert alone.out == vitamp(run, image, "-weights", "model", script="scripts/predict.py").out
 
 
+@pytest.mark.slow
 def test_show_batch_names_all_labels(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     words = ("-cfg", run.parent / "recipe.yaml", "TRAIN.MIXUP_ALPHA=0.8", "-out", tmp_path / "b.png")
     done = vitamp(*words, script="scripts/show_batch.py")

@@ -118,7 +118,10 @@ def test_folds_are_trained_and_compared(compare: Compare, tmp_path: Path, capsys
         (["-folds", "1"], "-folds 1: takes a whole number from 2 on"),
         (["-folds", "x"], "takes a whole number from 2 on"),
         (["-folds", "5", "-seeds", "3"], "-folds 5 -seeds 3: with -folds, all runs have one seed"),
-        (["-folds", "5", "DATA.FOLD=1/5"], "DATA.FOLD (on the command line): compare.py sets it for each run; give -f"),
+        (
+            ["-folds", "5", "DATA.FOLD=1/5"],
+            "DATA.FOLD (on the command line): compare.py sets it for each run; leave DATA.FOLD",
+        ),
         (["-folds", "5", "-dataset", "synthetic"], "DATA.FOLD 1/5: the data set synthetic"),
     ],
 )

@@ -35,7 +35,7 @@ SET_PER_RUN = {
     "MAX_TIME": "interrupt with Ctrl-C instead; the same command resumes",
 }
 """Settings that compare.py sets for each run -> what to give instead."""
-SET_PER_FOLD = {"DATA.FOLD": "give -folds, or leave -folds out"}
+SET_PER_FOLD = {"DATA.FOLD": "leave DATA.FOLD out to train on all folds, or -folds to train on this one"}
 """The same with -folds."""
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
 """Settings that may change when a run is resumed."""

@@ -15,16 +15,16 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = KIND == "cuda" and not torch.cuda.is_available()
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.skipif(missing, reason="there is no GPU here"))  # before any fixture
 
 
 @pytest.fixture(autouse=True)
 def _gpu(request: pytest.FixtureRequest) -> None:
     """Skips by the parameters of a test; `train` does so by the words of a run."""
-    if KIND == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no GPU here")
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
     skip_if_missing(*parameters.values())
 

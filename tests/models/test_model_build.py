@@ -198,7 +198,7 @@ def test_vit_rates_reach_the_modules() -> None:
 def test_swin_rates_reach_the_modules_and_zero_means_zero(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vitamp"):
         swin = build(DROPOUT=0.1, ATTENTION_DROPOUT=0.2, DROPPATH=0.3, **TINY_SWIN)
-    assert "none after the patch embedding" in caplog.text
+    assert "has no dropout after the patch embedding" in caplog.text
     rates = dropouts(swin)
     assert rates["layers.0.blocks.0.attn.proj_drop"] == rates["layers.1.blocks.1.mlp.drop1"] == 0.1
     assert rates["layers.0.blocks.0.attn.attn_drop"] == 0.2

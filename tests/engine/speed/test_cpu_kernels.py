@@ -362,7 +362,12 @@ def test_cache_folder_that_is_not_writable_is_reported(monkeypatch: pytest.Monke
         native.load("products_amx")
 
 
-WHERE_AMX_IS_A_VALUE = {"utils/config/schema.py", "engine/checkpoint/fields.py", "engine/speed/cpu_products.py"}
+WHERE_AMX_IS_A_VALUE = {
+    "utils/config/schema.py",
+    "engine/checkpoint/fields.py",
+    "engine/speed/cpu_products.py",
+    "scripts/dev/mutants.py",
+}
 """Of a setting, in the configuration, a checkpoint, and where its words are."""
 
 

@@ -77,9 +77,10 @@ def _with_classes(loaded: Loaded) -> Loaded:
         number = count_classes(config.DATA, train=False)  # an evaluation needs no training split
     number = max(number, 1)  # the check of the data reports negative labels, with their lines
     name = f"{config.DATA.DATASET} in {config.DATA.DATA_PATH}" if config.DATA.DATA_PATH else config.DATA.DATASET
-    return loaded.with_values(
-        {CLASSES: Entry(number, f"classes of {name}")}, [f"{CLASSES} {number}: classes of {name}"]
-    )
+    note = f"{CLASSES} {number}: classes of {name}"
+    if number == 1 and not config.DATA.MULTI_LABEL:
+        note += ". With one class there is nothing to learn: is DATA.DATA_PATH the folder above those of the classes?"
+    return loaded.with_values({CLASSES: Entry(number, f"classes of {name}")}, [note])
 
 
 def _with_preprocessing(loaded: Loaded) -> Loaded:

@@ -46,6 +46,7 @@ from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import log
+from utils.resumed_run import resumed_run
 
 
 def run(loaded: Loaded, world: World, dry: bool) -> int:
@@ -182,9 +183,10 @@ def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
     open_end = position.update == limit and position.validated < limit  # stopped within the last validation
     if position.epoch <= config.TRAIN.NUM_EPOCHS and (position.update < limit or open_end):
         return False
+    place = resumed_run(config) or folder
     if run.world.first:
-        log.info(next_commands(run, position, folder))
-    log.info("This run had already finished: %d updates, best %s; it is in %s", position.update, best.words(), folder)
+        log.info(next_commands(run, position, place))
+    log.info("This run had already finished: %d updates, best %s; it is in %s", position.update, best.words(), place)
     return True
 
 

@@ -120,8 +120,9 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     """Build all that training needs, and restore `checkpoint` if there is one. A collective call."""
     config, world, device = run.config, run.world, run.device
     ready = build_for_evaluation(run, checkpoint)
-    if not config.MODEL.frozen_in(_next_epoch(config, checkpoint)):
-        unfreeze(ready.model)
+    if not config.MODEL.frozen_in(_next_epoch(config, checkpoint)) and unfreeze(ready.model):
+        epoch = config.MODEL.UNFREEZE_EPOCH
+        log.info("All weights are trained: from MODEL.UNFREEZE_EPOCH %s on, MODEL.FREEZE has no effect.", epoch)
     log.info(describe_parameters(ready.model))
     train_set, loader = training_data(config, world, device)
     warn_unmatched(config.DATA, [part.single_images() for part in (train_set, ready.val_set)])

@@ -140,7 +140,9 @@ def test_changes_are_listed_relative_to_the_checkpoint(vitamp: Callable[..., Res
     assert "LAST_EPOCH" not in done.out.replace("-last_epoch", "")
 
 
-def test_resume_with_fewer_and_with_more_epochs(vitamp: Callable[..., Result], run: Path) -> None:
+def test_resume_with_fewer_and_with_more_epochs(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    finished = vitamp("-resume", run, "-output", tmp_path / "empty", "TRAIN.NUM_EPOCHS=1")
+    assert f"it is in {run}" in finished.out.splitlines()[-1]
     finished = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=1")
     assert "had already finished" in finished.out
     assert "next update" not in finished.out

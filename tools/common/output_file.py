@@ -14,8 +14,8 @@ from utils.run_folder import is_run_folder
 _written: list[Path] = []
 
 
-def check_output_file(path: Path, flag: str, fresh: bool = False) -> Path:
-    """Expand `path`, the value of `flag`, and check that it can be written as a file.
+def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "file") -> Path:
+    """Expand `path`, the value of `flag`, and check that it can be written. `what`: file or folder.
 
     Its folder must exist: a folder created by mistake is harder to find than an error. `fresh`: the file must not
     exist.
@@ -28,11 +28,11 @@ def check_output_file(path: Path, flag: str, fresh: bool = False) -> Path:
         raise UserError(f"{where}: already exists; name another file, or give -overwrite to replace it.")
     if folder != "a folder":
         problem = f"{path.parent} is {folder}, not a folder" if folder else f"the folder {path.parent} does not exist"
-        raise UserError(f"{where}: {problem}; name a file in an existing folder.")
+        raise UserError(f"{where}: {problem}; name a {what} in an existing folder.")
     try:
         _try_to_write(path)
     except OSError as error:
-        raise UserError(f"{where}: cannot be written ({error.strerror}); name another file.") from None
+        raise UserError(f"{where}: cannot be written ({error.strerror}); name another {what}.") from None
     return path
 
 
@@ -47,7 +47,7 @@ def check_output_folder(path: Path, flag: str, files: tuple[str, ...], fresh: bo
     if kind not in (None, "a folder"):
         raise UserError(f"{where}: is {kind}; name a folder.")
     if kind is None:
-        return check_output_file(path, flag)
+        return check_output_file(path, flag, what="folder")
     if is_run_folder(path):
         raise UserError(f"{where}: is the folder of a run; name another, such as {path / 'hub'}.")
     if fresh and any(path.iterdir()):

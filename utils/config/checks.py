@@ -12,6 +12,7 @@ from utils.config.keys import default_of, settings, value_of
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.config.schema import Config
+from utils.config.train import TrainConfig
 from utils.config.write import one_line
 from utils.errors import either
 
@@ -86,7 +87,8 @@ def _unfreezing(epoch: int, frozen: tuple[str, ...], epochs: int) -> Iterator[Pr
     if epoch == 1:
         yield key, "1 leaves no epoch in which MODEL.FREEZE has an effect; give 2 or more, or leave both out"
     if epoch > epochs:
-        yield key, f"{epoch} is after the last epoch, TRAIN.NUM_EPOCHS {epochs}; give {epochs} or less, or leave it out"
+        near = f"give {epochs} or less, or null" if epochs > 1 else "give null"
+        yield key, f"{epoch} is after the last epoch, TRAIN.NUM_EPOCHS {epochs}; {near}"
 
 
 def _train(config: Config) -> Iterator[Problem]:
@@ -276,15 +278,31 @@ def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
     if unused and not config.AMP.ENABLED and any(value_of(config, key) != default_of(key) for key in unused):
         yield f"AMP is off (-amp turns it on), so these settings have no effect: {', '.join(sorted(unused))}"
     yield from _muon_notes(config, given)
-    if config.TRAIN.LOSS == "ce":
+    yield from _bce_notes(config, given)
+    yield from _schedule_notes(config.TRAIN, given)
+    yield from _model_notes(config, given)
+    yield from _data_notes(config.DATA, given)
+
+
+def _bce_notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
+    train = config.TRAIN
+    if train.LOSS == "ce":
         for key in ("TRAIN.BCE_TARGET_THRESH", "TRAIN.BCE_SUM"):
             if key in given and value_of(config, key) != default_of(key):
                 yield f"{given[key]}: {key} has no effect: TRAIN.LOSS is ce, not bce"
-    name, fraction = config.TRAIN.LR_SCHEDULER.NAME, "TRAIN.LR_SCHEDULER.DECAY_FRACTION"
-    if fraction in given and name != "wsd" and value_of(config, fraction) != default_of(fraction):
+    elif (train.BCE_TARGET_THRESH or 0) >= 0.5 and (train.MIXUP_ALPHA or train.CUTMIX_ALPHA):
+        yield (
+            f"TRAIN.BCE_TARGET_THRESH {train.BCE_TARGET_THRESH:g} with mixup or CutMix: where neither image has a "
+            "larger share, the mixed image has no class at all; below 0.5 it always has one"
+        )
+
+
+def _schedule_notes(train: TrainConfig, given: Mapping[str, str]) -> Iterator[str]:
+    name, fraction = train.LR_SCHEDULER.NAME, "TRAIN.LR_SCHEDULER.DECAY_FRACTION"
+    if fraction in given and name != "wsd" and default_of(fraction) != train.LR_SCHEDULER.DECAY_FRACTION:
         yield f"{given[fraction]}: {fraction} has no effect: TRAIN.LR_SCHEDULER.NAME is {name}, not wsd"
-    yield from _model_notes(config, given)
-    yield from _data_notes(config.DATA, given)
+    if name in ("wsd", "cosine", "warmupcosine") and train.END_LR > train.BASE_LR:
+        yield f"TRAIN.END_LR {train.END_LR:g} is above TRAIN.BASE_LR {train.BASE_LR:g}: the learning rate will rise"
 
 
 def _warmup(config: Config) -> Iterator[str]:

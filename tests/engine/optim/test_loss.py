@@ -131,6 +131,15 @@ def test_impossible_thresholds_are_refused(words: dict[str, str], said: str) -> 
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("threshold", "mixup", "noted"), [("0.9", "0.8", True), ("0.4", "0.8", False), ("0.9", "0", False)]
+)
+def test_threshold_that_takes_all_classes_from_mixed_images_is_noted(threshold: str, mixup: str, noted: bool) -> None:
+    words = {"TRAIN.BCE_TARGET_THRESH": threshold, "TRAIN.MIXUP_ALPHA": mixup, "TRAIN.CUTMIX_ALPHA": "0"}
+    notes = load_config(None, words={"TRAIN.LOSS": "bce", "TRAIN.SMOOTHING": "0", **words}).notes
+    assert any("the mixed image has no class at all" in note for note in notes) == noted
+
+
 def test_settings_of_bce_without_effect_are_noted() -> None:
     notes = load_config(None, words={"TRAIN.BCE_SUM": "true"}).notes
     assert any("TRAIN.BCE_SUM has no effect: TRAIN.LOSS is ce, not bce" in note for note in notes)

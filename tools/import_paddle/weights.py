@@ -138,7 +138,7 @@ def _shapes(converted: Converted, settings: dict[str, Any], sizes: dict[str, Any
 
 def _summary(converted: Converted, target: Target) -> str:
     sizes = ", ".join(f"{key} {_text(value)}" for key, value in target.sizes.items() if value is not None)
-    named = f"timm's {target.name}" if target.name else f"a {converted.family} of sizes without a name in timm"
+    named = f"timm's {target.name}" if target.name else f"a {converted.family} that has no name in timm"
     return f"{named} ({sizes})"
 
 

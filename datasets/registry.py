@@ -99,7 +99,7 @@ def _check_fold(source: Source, data: DataConfig) -> None:
 def _source(data: DataConfig) -> Source:
     source = _named(data)
     if data.MULTI_LABEL and not source.multi_label:
-        able = ", ".join(name for name in names() if SOURCES[name].multi_label)
+        able = ", ".join([*(name for name in names() if SOURCES[name].multi_label), f"{hub.PREFIX}NAME"])
         raise UserError(
             f"DATA.MULTI_LABEL: the data set {data.DATASET} has one label per image. Use a data set with several: "
             f"{able}; see docs/data.md."

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from datasets.images import image_source
-from datasets.shards.layout import MANIFEST, ShardSet, finish_set
+from datasets.shards.layout import LABEL_SETS, MANIFEST, ShardSet, finish_set
 from datasets.shards.parquet import Columns, columns_of, find_splits, require_pyarrow, rows
 from datasets.shards.source import ShardSamples, check_splits, open_split
 from datasets.shards.stores import Folder
@@ -113,8 +113,11 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     scratch = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        names = {split: _copy_split(of_split, columns, scratch / split) for split, of_split in splits.items()}
+        sets: dict[tuple[int, ...], int] = {}
+        names = {split: _copy_split(of_split, columns, scratch / split, sets) for split, of_split in splits.items()}
         about = {"classes": columns.classes, "source": data.DATASET}
+        if columns.several:
+            about[LABEL_SETS] = list(sets)
         samples = finish_set(scratch, names, about)
         os.replace(scratch, folder)
     except OSError as error:
@@ -126,8 +129,11 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     log.info("%s: copied %d images; from now on, this copy is read.", data.DATASET, samples)
 
 
-def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
-    """Copy the images of a split, and return the names of its tar files, relative to the parent of `folder`."""
+def _copy_split(files: list[Path], columns: Columns, folder: Path, sets: dict[tuple[int, ...], int]) -> list[str]:
+    """Copy the images of a split, and return the names of its tar files, relative to the parent of `folder`.
+
+    A tar file has one number per image. With several labels it is that of their set in `sets`, which grows.
+    """
     folder.mkdir(parents=True)
     names: list[str] = []
     writer: TarWriter | None = None
@@ -138,7 +144,8 @@ def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
                     writer.close()
                 names.append(f"{folder.name}/{len(names):05d}.tar")
                 writer = TarWriter(folder.parent / names[-1])
-            writer.add(*row)
+            label = sets.setdefault(row.labels, len(sets)) if columns.several else row.labels[0]
+            writer.add(row.key, row.kind, row.image, label)
     if writer is None:
         raise UserError(f"{files[0]} has no images.")
     writer.close()
@@ -163,4 +170,4 @@ def _is_unsplit(data: DataConfig) -> bool:
     return _shard_set(data).split(False)[1]
 
 
-SOURCE = image_source(_samples, _check, fetches=True, is_unsplit=_is_unsplit)
+SOURCE = image_source(_samples, _check, fetches=True, is_unsplit=_is_unsplit, multi_label=True)

@@ -25,6 +25,8 @@ from utils.files import write_atomically
 from utils.log import log
 
 MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"
+LABEL_SETS = "label_sets"
+"""Key of the manifest: sets of classes. An image's label is then the number of its set (DATA.MULTI_LABEL)."""
 MADE_BY = "vitamp"
 """Mark of our manifest: other programs use the same file name."""
 LAYOUT = """Expected layout, of tar files with key.jpg and key.cls (or key.json) for each image:
@@ -41,6 +43,7 @@ class ShardSet:
         self.store, self.data = store, data
         self._manifest = self._read_manifest()
         self.classes = self._read_classes()
+        self.label_sets: list[list[int]] | None = (self._manifest or {}).get(LABEL_SETS)
         self.splits = self._listed(self._manifest) if self._manifest else self._found()
 
     def split(self, train: bool) -> tuple[str, bool]:
@@ -118,6 +121,8 @@ class ShardSet:
                 manifest["classes"], list | None
             ):
                 raise ValueError("invalid sizes, names or classes")
+            if any(type(label) is not int for of_set in manifest.get(LABEL_SETS, []) for label in of_set):
+                raise ValueError("invalid label sets")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self.store.root}/{MANIFEST} cannot be read: {type(error).__name__}: {error}.") from None
         return manifest

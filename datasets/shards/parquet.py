@@ -23,14 +23,16 @@ ROWS = 64
 LAYOUT = """Expected layout:
   {root}/train-00000-of-00002.parquet, ...         or train/0000.parquet
   {root}/validation-00000-of-00001.parquet, ...    or test-..., or none: then DATA.VAL_FRACTION is split off
-each with a column of images ('image': bytes, or a struct with 'bytes') and one of labels ('label')"""
+each with a column of images ('image': bytes, or a struct with 'bytes') and one of labels ('label'; with
+DATA.MULTI_LABEL=true a list of them)"""
 
 
 class Row(NamedTuple):
     key: str
     kind: str
     image: bytes
-    label: int
+    labels: tuple[int, ...]
+    """One; with `Columns.several` any number, ascending"""
 
 
 def require_pyarrow(dataset: str) -> None:
@@ -84,6 +86,8 @@ class Columns:
     classes: list[str] | None
     names_are_labels: bool
     """The label column holds names, not numbers."""
+    several: bool
+    """The label column holds lists."""
 
 
 def columns_of(files: list[Path], dataset: str) -> Columns:
@@ -94,6 +98,9 @@ def columns_of(files: list[Path], dataset: str) -> Columns:
     features = _features(schema.metadata or {})
     image = _choose(schema.names, features, "Image", IMAGE_COLUMNS)
     label = _choose(schema.names, features, "ClassLabel", LABEL_COLUMNS)
+    if label is None:
+        lists = (name for name in schema.names if _of_items(features.get(name, {})).get("_type") == "ClassLabel")
+        label = next(lists, None)
     if image is None or label is None:
         what = "images" if image is None else "labels"
         raise UserError(
@@ -101,16 +108,17 @@ def columns_of(files: list[Path], dataset: str) -> Columns:
             f"{LAYOUT.format(root=files[0].parent)}"
         )
     kind = schema.field(label).type
-    if pa.types.is_dictionary(kind):  # pandas' categories
+    several = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if several or pa.types.is_dictionary(kind):  # a dictionary: pandas' categories
         kind = kind.value_type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return Columns(image, label, _label_names(files, label), names_are_labels=True)
+        return Columns(image, label, _label_names(files, label, several), True, several)
     if not pa.types.is_integer(kind):
         raise UserError(
             f"DATA.DATASET {dataset}: the column {label} of {files[0]} is of type {kind}; labels must "
-            "be whole numbers or names."
+            "be whole numbers or names, or lists of them."
         )
-    return Columns(image, label, features.get(label, {}).get("names"), names_are_labels=False)
+    return Columns(image, label, _of_items(features.get(label, {})).get("names"), False, several)
 
 
 def rows(file: Path, number: int, columns: Columns) -> Iterator[Row]:
@@ -123,10 +131,11 @@ def rows(file: Path, number: int, columns: Columns) -> Iterator[Row]:
     for batch in _batches(file, ROWS, [columns.image, columns.label]):
         images = _image_bytes(batch.column(columns.image), f"{file}, row {row}")
         for image, label in zip(images, batch.column(columns.label).to_pylist(), strict=True):
-            if label is None:
+            of_image = label if columns.several else [label]
+            if of_image is None or None in of_image:
                 raise UserError(f"{file}, row {row}: the column {columns.label} has no label.")
-            as_number = numbers[label] if columns.names_are_labels else int(label)
-            yield Row(f"{number:05d}/{row:08d}", kind_of(image or b""), image or b"", as_number)
+            labels = {numbers[one] if columns.names_are_labels else int(one) for one in of_image}
+            yield Row(f"{number:05d}/{row:08d}", kind_of(image or b""), image or b"", tuple(sorted(labels)))
             row += 1
 
 
@@ -175,9 +184,17 @@ def _features(metadata: dict[bytes, bytes]) -> dict[str, dict[str, Any]]:
     """The hub's metadata of each column."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        return {name: about for name, about in features.items() if isinstance(about, dict)}
-    except (KeyError, ValueError, TypeError, AttributeError):
+        # The hub's versions write lists as {"feature": ITEM} or as [ITEM].
+        found = {name: {"feature": one[0]} if isinstance(one, list) else one for name, one in features.items()}
+        return {name: about for name, about in found.items() if isinstance(about, dict)}
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError):
         return {}
+
+
+def _of_items(about: dict[str, Any]) -> dict[str, Any]:
+    """What the hub says of a column or, if it holds lists, of their items."""
+    item = about.get("feature", about)
+    return item if isinstance(item, dict) else {}
 
 
 def _choose(names: list[str], features: dict[str, dict[str, Any]], kind: str, usual: tuple[str, ...]) -> str | None:
@@ -190,11 +207,12 @@ def _choose(names: list[str], features: dict[str, dict[str, Any]], kind: str, us
     return marked[0] if marked else None
 
 
-def _label_names(files: list[Path], label: str) -> list[str]:
+def _label_names(files: list[Path], label: str, several: bool) -> list[str]:
     names: set[str] = set()
     for file in files:
         for batch in _batches(file, 1 << 16, [label]):
-            names.update(name for name in batch.column(label).unique().to_pylist() if name is not None)
+            column = batch.column(label).flatten() if several else batch.column(label)
+            names.update(name for name in column.unique().to_pylist() if name is not None)
     return sorted(names)
 
 

@@ -13,7 +13,7 @@ from datasets.decoding.reader import Unreadable
 from datasets.images import image_source
 from datasets.labels import ANY_LABEL, check_class_count, log_unused_outputs, warn_empty_classes
 from datasets.shards.index import ShardIndex
-from datasets.shards.layout import ShardSet
+from datasets.shards.layout import MANIFEST, ShardSet
 from datasets.shards.stores import Range, Remote, Store, open_store
 from datasets.sources.split import split_rows
 from utils.config.data import DataConfig
@@ -24,12 +24,19 @@ class ShardSamples(Samples):
     """Samples of an index: all, or those in `rows`, which ascend."""
 
     def __init__(
-        self, store: Store, index: ShardIndex, classes: list[str] | None, window: int, rows: np.ndarray | None = None
+        self,
+        store: Store,
+        index: ShardIndex,
+        labels: np.ndarray,
+        classes: list[str] | None,
+        window: int,
+        rows: np.ndarray | None = None,
     ) -> None:
+        """`labels`: of all samples of the index, as in `Samples.labels`."""
         self.store, self.classes, self.window = store, classes, window
         self._index = index
         self._rows = rows
-        self.labels = index.label if rows is None else index.label[rows]
+        self.labels = labels if rows is None else labels[rows]
         # Only .npy ends in y among the extensions of images, and one letter is faster to look up than the name.
         self._is_array = np.isin(index.names[index.name_ends - 1], np.frombuffer(b"yY", dtype=np.uint8))
         self.stored = "pixels" if self._is_array.all() else "tar files"
@@ -108,9 +115,16 @@ def open_split(shards: ShardSet, data: DataConfig, train: bool, num_classes: int
     """Open a split of a set of shards and check its labels."""
     name, shared = shards.split(train)
     index = shards.index(name)
-    _check_labels(shards, index, num_classes)
-    rows = split_rows(index.label, data, train) if shared else None
-    return ShardSamples(shards.store, index, shards.classes, window, rows)
+    several = shards.label_sets is not None
+    if several and not data.MULTI_LABEL:
+        raise UserError(f"{shards.store.root}: its images have several labels each. Set DATA.MULTI_LABEL=true.")
+    if data.MULTI_LABEL and not several:
+        raise UserError(f"{shards.store.root}: its images have one label each. Leave DATA.MULTI_LABEL out.")
+    labels = _label_rows(shards, index, num_classes) if several else index.label
+    if not several:
+        _check_labels(shards, index, num_classes)
+    rows = split_rows(labels, data, train) if shared else None
+    return ShardSamples(shards.store, index, labels, shards.classes, window, rows)
 
 
 def check_splits(shards: ShardSet, data: DataConfig, num_classes: int, train: bool) -> None:
@@ -119,22 +133,47 @@ def check_splits(shards: ShardSet, data: DataConfig, num_classes: int, train: bo
     if shards.classes is not None:
         check_class_count(len(shards.classes), num_classes, f"The {owner}")
     splits = [open_split(shards, data, training, num_classes, 1) for training in ([True, False] if train else [False])]
-    classes = shards.classes if shards.classes is not None else range(int(splits[0].labels.max()) + 1)
+    labels = splits[0].labels
+    number = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
+    classes = shards.classes if shards.classes is not None else range(number)
     log_unused_outputs(len(classes), num_classes, f"The {owner}")
     warn_empty_classes(splits[0].labels, classes, f"The {'training' if train else 'validation'} split of the {owner}")
     if train and not shards.split(False)[1]:  # rare classes are always missing in a validation split made by us
         warn_empty_classes(splits[1].labels, classes, f"The validation split of the {owner}")
 
 
+def _label_rows(shards: ShardSet, index: ShardIndex, num_classes: int) -> np.ndarray:
+    """Zeros and ones, samples x classes, of a set whose labels are numbers of label sets."""
+    sets = shards.label_sets or []
+    known = max([len(shards.classes or ()), *(label + 1 for of_set in sets for label in of_set)])
+    width = known if num_classes == ANY_LABEL else num_classes
+    if not known:
+        raise UserError(f"{shards.store.root}: no image has a label.")
+    if index.label.min() < 0 or index.label.max() >= len(sets):
+        raise UserError(f"{shards.store.root}/{MANIFEST} lacks the labels of some images. Copy the data set again.")
+    for number, of_set in enumerate(sets):
+        if wrong := [label for label in of_set if not 0 <= label < width]:
+            rows = np.flatnonzero(index.label == number)
+            if rows.size:
+                _refuse(shards, index, int(rows[0]), wrong[0], width)
+    table = np.zeros((len(sets), width), dtype=np.uint8)
+    for number, of_set in enumerate(sets):
+        table[number, [label for label in of_set if 0 <= label < width]] = 1  # others are of the other split
+    return table[index.label]
+
+
 def _check_labels(shards: ShardSet, index: ShardIndex, num_classes: int) -> None:
     wrong = np.flatnonzero((index.label < 0) | (index.label >= num_classes))
     if wrong.size and num_classes != ANY_LABEL:
-        row = int(wrong[0])
-        where = f"{shards.store.root}/{index.shards[index.shard[row]]}"
-        raise UserError(
-            f"{where}: the label of {index.name(row)} is {index.label[row]}, which does not fit MODEL.NUM_CLASSES "
-            f"{num_classes}: labels go from 0 to {num_classes - 1}. Correct it or set -num_classes."
-        )
+        _refuse(shards, index, int(wrong[0]), int(index.label[wrong[0]]), num_classes)
+
+
+def _refuse(shards: ShardSet, index: ShardIndex, row: int, label: int, num_classes: int) -> None:
+    where = f"{shards.store.root}/{index.shards[index.shard[row]]}"
+    raise UserError(
+        f"{where}: the label of {index.name(row)} is {label}, which does not fit MODEL.NUM_CLASSES "
+        f"{num_classes}: labels go from 0 to {num_classes - 1}. Correct it or set -num_classes."
+    )
 
 
 def _samples(data: DataConfig, train: bool, num_classes: int) -> ShardSamples:
@@ -149,4 +188,4 @@ def _is_unsplit(data: DataConfig) -> bool:
     return ShardSet(open_store(data.DATA_PATH), data).split(False)[1]
 
 
-SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit)
+SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit, multi_label=True)

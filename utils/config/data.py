@@ -89,7 +89,7 @@ class DataConfig(Section):
     SPLIT_SEED: Count = setting(0, "Seed of the split by VAL_FRACTION and of the folds; independent of SEED.")
     MULTI_LABEL: bool = setting(
         False,
-        "An image has several labels, one, or none, from a csv table (docs/data.md); the model learns each alone.",
+        "An image has several labels, one, or none, of a csv table or parquet lists (docs/data.md).",
     )
     DOWNLOAD: bool = setting(False, "Download the data set into DATA_PATH if it is missing.")
     EXCLUDE: str | None = setting(None, "File with images to leave out, one per line; scripts/check_data.py writes it.")

@@ -9,7 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from safetensors import safe_open
 from engine.saved.predictions import validation_predictions
 from engine.saved.trained import Trained, load_trained
 from tests.program import ROOT, Result, train_tiny
-from tools.export import command as export
 from tools.export.check import CheckImages, compare
 from utils.errors import TrainingError
 
@@ -40,17 +39,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tool(capfd: pytest.CaptureFixture[str]) -> Iterator[Export]:
-    """Call the tool in this process: exit code and output."""
-    threads = torch.get_num_threads()
-
-    def call(*words: object) -> tuple[int, str]:
-        capfd.readouterr()
-        code = export.main([str(word) for word in words])
-        return code, "".join(capfd.readouterr())
-
-    yield call
-    torch.set_num_threads(threads)
+def tool(export_tool: Export) -> Export:
+    return export_tool
 
 
 def about_of(file: Path) -> dict[str, Any]:

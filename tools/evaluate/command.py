@@ -90,8 +90,9 @@ def _evaluate(argv: list[str]) -> int:
             show.write_matrix(path, figures, trained.names())
             log.info("Confusion matrix: %s", path)
     if out is not None:
+        fields = {which: shown.figures_as_json(figures) for which, figures in found.items()}
         with writing(out, "-json"):
-            write_json(out, shown.as_json(trained, data, found))
+            write_json(out, show.as_json(trained, data, fields))
         log.info("All metrics: %s", out)
     return EXIT_DONE
 

@@ -79,15 +79,15 @@ def _mistaken_for(trained: Trained, figures: Figures, label: int) -> str:
     return f"{shown(trained.name_of(other))} ({times})" if times else "-"
 
 
-def as_json(trained: Trained, part: Part, found: dict[Any, Figures]) -> dict[str, Any]:
-    """Content of the -json file, with fractions in percent."""
+def as_json(trained: Trained, part: Part, found: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """Content of the -json file. `found`: weights -> their metrics, by `figures_as_json`, with fractions in percent."""
     return {
         "model": trained.config.MODEL.NAME,
         "source": str(trained.source),
         "precision": trained.precision.name,
         "data": part.title,
         "classes": trained.names(),
-        "figures": {which: figures_as_json(figures) for which, figures in found.items()},
+        "figures": found,
     }
 
 

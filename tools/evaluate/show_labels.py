@@ -62,19 +62,7 @@ def _classes(trained: Trained, figures: LabelFigures, of: str) -> list[str]:
     return [f"{head}{f' ({of})' if of else ''}:", "\n".join(in_columns(rows))]
 
 
-def as_json(trained: Trained, part: Part, found: dict[Any, LabelFigures]) -> dict[str, Any]:
-    """Content of the -json file, with fractions in percent."""
-    return {
-        "model": trained.config.MODEL.NAME,
-        "source": str(trained.source),
-        "precision": trained.precision.name,
-        "data": part.title,
-        "classes": trained.names(),
-        "figures": {which: _figures_as_json(figures) for which, figures in found.items()},
-    }
-
-
-def _figures_as_json(one: LabelFigures) -> dict[str, Any]:
+def figures_as_json(one: LabelFigures) -> dict[str, Any]:
     scores = one.scores
     plain = {
         "loss": one.loss,

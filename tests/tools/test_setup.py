@@ -15,7 +15,7 @@ from tests.program import ROOT
 
 UV = """\
 #!/usr/bin/env bash
-# Stands in for uv: records its arguments and lets venv and pip do the work.
+# A fake uv: records its arguments and lets venv and pip do the work.
 echo "$*" >>"$UV_LOG"
 case "$1" in
 venv) exec python3 -m venv "${@: -1}" ;;

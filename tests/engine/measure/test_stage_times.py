@@ -186,7 +186,7 @@ def test_stages_use_events_on_a_gpu_and_nothing_by_default() -> None:
 
 
 def test_laps_are_cheap() -> None:
-    """A lap reads the clock once, and what is kept does not grow with the updates."""
+    """A lap reads the clock once, and the memory in use does not grow with the updates."""
     now = itertools.count(0.0, 1.0)
     made, update = HostStages(lambda: next(now)), (DATA, COPY, FORWARD, BACKWARD, OTHER, OPTIMISER)
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Stands in for the package mlflow: a client that keeps everything in a JSON file, where mlflow would have SQLite.
+"""A fake of the package mlflow: a client that stores everything in a JSON file, where mlflow would use SQLite.
 
 Like the real one, it refuses parameters that change, and more than 100 of them at once.
 """

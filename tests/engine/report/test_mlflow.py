@@ -1,6 +1,6 @@
 """MLflow: metrics are sent once, to the same run after a resume, and failures never end training. Needs no network.
 
-The command line is tried with mlflow if it is installed, otherwise with a package that stands in for it.
+The command line is tried with mlflow if it is installed, otherwise with a fake package.
 """
 
 from __future__ import annotations

@@ -171,7 +171,8 @@ def by_recipe(fields: Row, name: str) -> str:
 def h200_summary() -> str:
     """One row per model: images/s of timm's loop, of timm with its best flags, and ours, all in bf16."""
     lines = [
-        "| model, batch | timm, bf16 | timm, fused AdamW, compiled | vitamp, compiled | speed-up over each timm column |",
+        "| model, batch | timm, bf16 | timm, fused AdamW, compiled | vitamp, compiled "
+        "| speed-up over each timm column |",
         "|---|---|---|---|---|",
     ]
     for size in ("small", "base", "large"):

@@ -37,14 +37,14 @@ A run's settings come from five sources; later ones override earlier ones:
 5. `KEY=VALUE` words on the command line, such as `TRAIN.BASE_LR=1e-4`; lists are written as
    `'TRAIN.OPTIMIZER.BETAS=[0.9, 0.98]'`.
 
-`-print_config` prints the result and the source of each value; every run saves it as `config.yaml` in its folder.
-Unknown keys, invalid values and conflicting settings are errors, which are reported together.
+`-print_config` prints the resulting settings and the source of each. Every run saves them as `config.yaml` in its
+folder. Unknown keys, invalid values and conflicting settings are errors, which are reported together.
 
 ## PaddleViT's files
 
-They load unchanged: `None`, `(0.9, 0.999)` and `1e-6` are a null, a tuple and a number, `AMP: true` is
-`AMP.ENABLED: true`, and the older nesting `MODEL.TRANS.PATCH_SIZE` is `MODEL.PATCH_SIZE`. These older names are
-accepted:
+PaddleViT's YAML files load unchanged. `None`, `(0.9, 0.999)` and `1e-6` are read as a null, a tuple and a number.
+`AMP: true` means `AMP.ENABLED: true`, and the older nesting `MODEL.TRANS.PATCH_SIZE` means `MODEL.PATCH_SIZE`. These
+older names are accepted:
 
 """
 
@@ -55,17 +55,17 @@ Next: [recipes.md](recipes.md), the YAML files in `configs/`; [models.md](models
 FAMILY = """
 ## Defaults by family
 
-`MODEL.TYPE` chooses the defaults of settings that are not set, as each of PaddleViT's models has its own `config.py`.
+`MODEL.TYPE` chooses the defaults of settings that are not set, because in PaddleViT each model has its own `config.py`.
 An empty cell means the default of `vit`; any other `TYPE` has the defaults of `vit` too. For grey images
-(`DATA.IMAGE_CHANNELS: 1`), mean and standard deviation are those of `vit`. `-print_config` shows such a value as
-`default (swin)`, and a run logs them. `MODEL.NAME` does not choose defaults: a Swin's or DeiT's `NAME` without `TYPE`
-has the defaults of `vit`, and the log says so.
+(`DATA.IMAGE_CHANNELS: 1`), mean and standard deviation are those of `vit`. `-print_config` marks a default from this
+table, for example as `default (swin)`, and a run logs these defaults. `MODEL.NAME` does not choose defaults: if you set
+`NAME` to a Swin or DeiT but do not set `TYPE`, the defaults are those of `vit`, and the log says so.
 
-Without `-dataset`, the layout of `DATA_PATH` is recognised ([data.md](data.md)); with `MODEL.PRETRAINED`, image size,
-normalisation, crop and interpolation that are not set are those of the weights ([finetuning.md](finetuning.md)).
+Without `-dataset`, the layout of `DATA_PATH` is recognised ([data.md](data.md)); with `MODEL.PRETRAINED`, the weights
+determine image size, normalisation, crop and interpolation, unless you set them ([finetuning.md](finetuning.md)).
 
-A resumed run keeps the defaults that it started with, unless `-cfg` or the command line sets another value; the log
-lists them.
+A resumed run keeps the defaults that it started with, unless `-cfg` or the command line sets another value. If defaults
+have changed since, the log lists them.
 
 """
 
@@ -79,7 +79,7 @@ extension, begin a file in `configs/` with
 # yaml-language-server: $schema=schema.json
 ```
 
-For a file elsewhere, give the path to `schema.json` from there.
+In a file elsewhere, give the path from its folder to `schema.json`.
 """
 
 

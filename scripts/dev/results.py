@@ -123,7 +123,9 @@ def by_model(runs: list[Row], name: str) -> str:
         skipped = sum(row["skipped"] for row in rows)
         lines.append(f"| {model} | {precision} | {len(rows)} | {best} | {last} | {skipped} |")
     of = "of plain weights and EMA" if all("best_of" in run for run in runs) else "of the plain weights"
-    about = f"Best top-1: the highest of all validations, {of}. Mean and standard deviation over the seeds."
+    about = (
+        f"Best top-1: the highest in all validations {of}. Both columns: mean and standard deviation over the seeds."
+    )
     return "\n".join([*lines, "", f"{about} {_measured(runs, name)}"]) + "\n"
 
 

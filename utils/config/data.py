@@ -29,13 +29,13 @@ class DataConfig(Section):
     """Source of the samples, decoding and augmentation."""
 
     BATCH_SIZE: PositiveOrAuto = setting(
-        256, "Images per process and micro-batch; auto: as many as fit, see docs/performance.md."
+        256, "Images per process and micro-batch; auto: as many as fit into memory, see docs/performance.md."
     )
     BATCH_SIZE_EVAL: PositiveUnlessAuto = setting(None, "Images per process in validation; null or auto: BATCH_SIZE.")
     DATA_PATH: str | None = setting(None, "Folder of the data set.")
     DATASET: str = setting(
         "imagenet2012",
-        "Name of a data set or layout (docs/data.md); if not set, recognised in DATA_PATH.",
+        "Name of a data set or layout (docs/data.md); if not set, recognised from the files in DATA_PATH.",
     )
     IMAGE_SIZE: Positive = setting(224, "Height and width of the model's input, in pixels.")
     IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(as_integer)] = setting(3, "3 for RGB, 1 for grey.")
@@ -43,7 +43,7 @@ class DataConfig(Section):
         0.875, "Validation: fraction of the resized image that the centre crop keeps.", gt=0, le=1
     )
     NUM_WORKERS: Count | None = setting(
-        None, "Loading processes per rank; null: from the number of cores, or a container's CPU quota."
+        None, "Loading processes per rank; null: chosen by the number of cores, or a container's CPU quota."
     )
     IMAGENET_MEAN: Numbers = setting((0.5, 0.5, 0.5), "Mean for normalisation, subtracted from images scaled to 0..1.")
     IMAGENET_STD: Numbers = setting((0.5, 0.5, 0.5), "Standard deviation for normalisation.")
@@ -58,7 +58,7 @@ class DataConfig(Section):
         "Training: random: a random crop by CROP_SCALE and CROP_RATIO. pad: resize to IMAGE_SIZE, pad by CROP_PAD, "
         "crop at random. none: resize to IMAGE_SIZE without keeping the aspect ratio, in validation too.",
     )
-    CROP_PAD: Count = setting(4, "Training: width of the black padding of CROP: pad, in pixels.")
+    CROP_PAD: Count = setting(4, "Training: width of the black border that CROP: pad adds, in pixels.")
     CROP_SCALE: Pair = setting(
         (0.05, 1.0), "Training: smallest and largest area of the random crop, as fractions of the image."
     )
@@ -89,12 +89,12 @@ class DataConfig(Section):
     SPLIT_SEED: Count = setting(0, "Seed of the split by VAL_FRACTION and of the folds; independent of SEED.")
     MULTI_LABEL: bool = setting(
         False,
-        "An image has several labels, one, or none, of a csv table or parquet lists (docs/data.md).",
+        "An image can have several labels, one or none, from a csv table or parquet lists (docs/data.md).",
     )
     DOWNLOAD: bool = setting(False, "Download the data set into DATA_PATH if it is missing.")
     EXCLUDE: str | None = setting(None, "File with images to leave out, one per line; scripts/check_data.py writes it.")
     MAX_BAD: NonNegative = setting(
-        0.01, "Stop when more training images than this are unreadable: a fraction below 1, or a number."
+        0.01, "Stop if more training images than this are unreadable; below 1: their fraction, else their number."
     )
     DECODER: Literal["auto", "simplejpeg", "pil"] = with_retired(
         "auto",
@@ -107,7 +107,7 @@ class DataConfig(Section):
     EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.")
     SHARD_WINDOW: Positive = setting(8, "Data set 'shards': number of tar files whose samples are shuffled together.")
     CACHE: str | None = setting(
-        None, "Folder for files that are prepared once and cannot be stored beside the data; null: ~/.cache/vitamp."
+        None, "Folder for prepared files that cannot be stored beside the data; null: ~/.cache/vitamp."
     )
 
     @property

@@ -11,10 +11,10 @@ from utils.config.kinds import AboveZero, FractionBelowOne, Integers, Names, Pos
 
 
 class ModelConfig(Section):
-    """The model and its initial weights. Sizes that are null are those of NAME."""
+    """The model and its initial weights. Sizes that are null are taken from the timm model NAME."""
 
     TYPE: Annotated[str, BeforeValidator(folded)] = setting(
-        "vit", "Model family, which chooses defaults: vit, deit or swin. With another word, NAME must be a timm model."
+        "vit", "Model family, which chooses defaults: vit, deit or swin. With any other, NAME must be a timm model."
     )
     NAME: str = setting("vit_base_patch16_224", "A timm model, or any label if sizes are given.")
     RESUME: str | None = setting(None, "Run, checkpoint or file to resume; 'auto': the run in -output.")
@@ -27,15 +27,15 @@ class ModelConfig(Section):
         "PRETRAINED those that validated better, with RESUME the plain ones.",
     )
     NEW_CLASSIFIER: bool = setting(
-        False, "PRETRAINED: start with a freshly initialised classifier, even if the number of classes is equal."
+        False, "With PRETRAINED: initialise a new classifier, even if the number of classes stays the same."
     )
     FREEZE: Names = setting(
         (), "Weights that are not trained: backbone (all but the classifier), or globs of weights or modules."
     )
     UNFREEZE_EPOCH: Positive | None = setting(
-        None, "First epoch in which the weights of FREEZE are trained too, from 2 to NUM_EPOCHS; null: never."
+        None, "First epoch (2 to NUM_EPOCHS) in which the weights of FREEZE are trained too; null: never."
     )
-    NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: that of the data set.")
+    NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: as many as the data set has.")
     DROPOUT: FractionBelowOne = setting(0.0, "Dropout after position embedding, projections and MLPs.")
     ATTENTION_DROPOUT: FractionBelowOne = setting(0.0, "Dropout of attention weights.")
     DROPPATH: FractionBelowOne = setting(0.0, "Stochastic depth rate of the last block; lower in earlier ones.")

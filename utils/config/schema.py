@@ -25,12 +25,15 @@ class DistConfig(Section):
         "ddp: each process holds the whole model. fsdp: the weights are sharded over the processes; see docs/fsdp.md.",
     )
     HSDP: bool = setting(
-        False, "fsdp: shard the weights within each machine, replicate them across machines; for slow networks."
+        False, "fsdp: shard the weights within each machine and replicate them across machines; for slow networks."
     )
-    BACKEND: Literal["nccl", "gloo"] | None = setting(None, "null: nccl on GPUs, gloo elsewhere.")
+    BACKEND: Literal["nccl", "gloo"] | None = setting(
+        None, "Communication backend; null: nccl on GPUs, gloo elsewhere."
+    )
     TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank before the run ends.", gt=0)
     STATIC_GRAPH: bool = setting(
-        False, "ddp: set static_graph, if every update uses the same weights in the same order; not with accumulation."
+        False,
+        "ddp: set static_graph; only if all updates use the same weights in the same order, without accumulation.",
     )
     BF16_GRADIENTS: bool = setting(False, "ddp: all-reduce gradients in bf16: half the traffic, less precise.")
     SYNC_BATCHNORM: bool = setting(True, "ddp on GPUs: synchronise batch norm statistics over all processes.")
@@ -49,7 +52,7 @@ class Config(Section):
     TRAIN: TrainConfig = Field(default_factory=TrainConfig, description="Training.")
     AMP: AmpConfig = Field(default_factory=AmpConfig, description="Mixed precision; `AMP: true` is AMP.ENABLED: true.")
     DIST: DistConfig = Field(default_factory=DistConfig, description="Processes.")
-    SAVE: str = setting("./output", "Folder in which each run creates its own.")
+    SAVE: str = setting("./output", "Folder in which each run creates its own folder.")
     OUTPUT: str | None = setting(None, "The run's own folder (-output); null: a new one in SAVE.")
     TAG: str | None = setting(None, "Any text, shown in the banner, run.json and the curves.")
     SAVE_FREQ: Positive = setting(10, "Epochs between checkpoints.")
@@ -59,8 +62,8 @@ class Config(Section):
         "acc1", "Validation metric that decides which checkpoint is best; map by default with DATA.MULTI_LABEL."
     )
     SAVE_IN_BACKGROUND: bool = setting(True, "Write checkpoints from a copy in host memory while training continues.")
-    KEEP_LAST: Count = setting(3, "Checkpoints kept besides the best one; 0: all.")
-    KEEP_EVERY: Positive | None = setting(None, "Keep the checkpoint of every Nth epoch for ever.")
+    KEEP_LAST: Count = setting(3, "Number of latest checkpoints kept besides the best one; 0: all are kept.")
+    KEEP_EVERY: Positive | None = setting(None, "Keep the checkpoint of every Nth epoch permanently.")
     REPORT_FREQ: Positive = setting(20, "Updates between log lines.")
     REPORT_STAGES: bool = setting(
         False, "Add the time of each stage to log lines: data, copy, forward, backward, optimiser."
@@ -73,7 +76,7 @@ class Config(Section):
     WANDB: str | None = setting(None, "Project of Weights & Biases to log the metrics to; see docs/trackers.md.")
     MLFLOW: str | None = setting(None, "Experiment of MLflow to log the metrics to; see docs/trackers.md.")
     LOG_STYLE: Literal["paddlevit", "fleet"] = setting("paddlevit", "Format of the training log lines.")
-    DEVICE: Literal["cpu", "cuda", "mps"] | None = setting(None, "null: the best available.")
+    DEVICE: Literal["cpu", "cuda", "mps"] | None = setting(None, "Device to train on; null: the best available.")
     NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1)
     THREADS: Positive | None = setting(
         None, "CPU threads per process; null: the cores, or a container's CPU quota, divided by the ranks."
@@ -84,9 +87,11 @@ class Config(Section):
     CPU_BF16: Annotated[Literal["auto", "onednn", "amx"], BeforeValidator(folded)] = setting(
         "auto", "Library for bf16 matrix products on CPUs, which AMP uses; auto: the fastest known."
     )
-    MAX_TIME: str | None = setting(None, "HH:MM:SS after which the run saves and exits, to be resumed.")
+    MAX_TIME: str | None = setting(
+        None, "Time (HH:MM:SS) after which the run saves a checkpoint and exits; -resume continues it."
+    )
     PROFILE: Count = setting(0, "Write a torch profiler trace of this many updates.")
-    LOCAL_RANK: int = without_effect(0, "A key of PaddleViT's.", "each process gets its rank from the launcher")
+    LOCAL_RANK: int = without_effect(0, "A key of PaddleViT.", "each process gets its rank from the launcher")
 
     @model_validator(mode="before")
     @classmethod

@@ -24,7 +24,7 @@ from utils.config.kinds import (
 
 
 class MuonConfig(Section):
-    """With NAME Muon, NMuon, AdaMuon or NAdaMuon, which update linear layers in blocks; AdamW updates the rest."""
+    """For NAME Muon, NMuon, AdaMuon and NAdaMuon. They update the linear layers in blocks; AdamW updates the rest."""
 
     ADAMW_LR: AboveZero | None = setting(
         None,
@@ -33,18 +33,18 @@ class MuonConfig(Section):
     )
     NS_STEPS: Positive = setting(5, "Newton-Schulz steps per update; they orthogonalise the momentum.")
     NS_DTYPE: Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(folded)] = setting(
-        "auto", "dtype of the Newton-Schulz steps; auto: bf16 with AMP, otherwise fp32. AdaMuon's is always bf16."
+        "auto", "dtype of the Newton-Schulz steps; auto: bf16 with AMP, otherwise fp32. With AdaMuon: always bf16."
     )
 
 
 class OptimizerConfig(Section):
     NAME: str = setting("AdamW", "An optimiser of torch or timm: AdamW, SGD, LAMB, Lion, Muon, ...")
     EPS: AboveZero | None = setting(
-        None, "eps of Adam and its relatives, added to the denominator; null: the optimiser's own."
+        None, "eps of Adam and its relatives, added to the denominator; null: the optimiser's default."
     )
-    BETAS: Pair | None = setting(None, "betas of Adam and its relatives; null: the optimiser's own.")
+    BETAS: Pair | None = setting(None, "betas of Adam and its relatives; null: the optimiser's default.")
     MOMENTUM: FractionBelowOne | None = setting(
-        None, "Momentum of SGD and its relatives; null: the optimiser's own, or 0.9 if that is 0."
+        None, "Momentum of SGD and its relatives; null: the optimiser's default, or 0.9 if that default is 0."
     )
     LIST: bool = setting(
         False, "Log the parameters of each group, with the group's optimiser, weight decay and learning-rate factor."
@@ -59,7 +59,7 @@ class OptimizerConfig(Section):
 
 class SchedulerConfig(Section):
     NAME: Annotated[Literal["warmupcosine", "cosine", "step", "multi-step", "wsd"], BeforeValidator(folded)] = setting(
-        "warmupcosine", "Shape after the warm-up; wsd (warmup-stable-decay): constant, with a decay at the end."
+        "warmupcosine", "Schedule after the warm-up; wsd (warmup-stable-decay): constant, with a decay at the end."
     )
     DECAY_FRACTION: FractionAboveZero = setting(
         0.2, "wsd: fraction of the run, at its end, in which the learning rate decays to END_LR."
@@ -84,7 +84,7 @@ class TrainConfig(Section):
         None, "Multiply BASE_LR, WARMUP_START_LR and END_LR by the global batch / this number (true: 512)."
     )
     LAYER_DECAY: FractionAboveZero | None = setting(
-        None, "Layer-wise decay: each layer's learning rate is this fraction of the next layer's; null: all are equal."
+        None, "Layer-wise decay: each layer's learning rate is this fraction of the next layer's; null: no decay."
     )
     HEAD_LR: AboveZero = setting(1.0, "Factor by which the classifier's learning rate is multiplied.")
     WEIGHT_DECAY: NonNegative = setting(
@@ -103,7 +103,7 @@ class TrainConfig(Section):
     )
     OOM: Annotated[Literal["stop", "split"], BeforeValidator(folded)] = without_effect(
         "stop",
-        "No longer supported. Out of memory ends the run; the error says what helps.",
+        "No longer supported: running out of memory always ends the run, with an error that says what helps.",
         "an update that does not fit into memory is not split; DATA.BATCH_SIZE=auto finds a batch that fits",
     )
     COMPILE: Annotated[Literal["auto", "none", "blocks", "whole"], BeforeValidator(folded)] = setting(
@@ -118,7 +118,7 @@ class TrainConfig(Section):
         "none", "Gradient checkpointing: recompute activations in the backward pass, in all blocks or in each Nth."
     )
     RESIDUAL_DTYPE: Annotated[Literal["fp32", "autocast"], BeforeValidator(folded)] = setting(
-        "fp32", "O1: dtype of the residual stream between blocks."
+        "fp32", "AMP level O1: dtype of the residual stream between blocks."
     )
     CHANNELS_LAST: Literal["auto"] | bool = setting(
         "auto", "Memory format channels_last, for convolutional models; auto: on GPUs."
@@ -139,8 +139,8 @@ class TrainConfig(Section):
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.")
     CLASS_WEIGHTS: str | None = setting(
         None,
-        "Weights of the classes in the training loss; with LOSS bce, of their positives. balanced: inversely "
-        "proportional to their numbers of images. Or a file with one line per class, NAME WEIGHT; see "
+        "Weights of the classes in the training loss (with LOSS bce, only of positive targets). balanced: inversely "
+        "proportional to the number of images per class. Or a file with one line per class, NAME WEIGHT; see "
         "docs/training.md.",
     )
     MODEL_EMA: bool = setting(False, "Keep an exponential moving average of the weights, and validate it too.")
@@ -162,9 +162,9 @@ class TrainConfig(Section):
     THREE_AUGMENT: bool = setting(False, "ThreeAugment of DeiT III: one of greyscale, solarise and blur.")
     MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.")
     MIXUP_PROB: Fraction = setting(1.0, "Probability that mixup or CutMix is applied to a batch.")
-    MIXUP_SWITCH_PROB: Fraction = setting(0.5, "Probability of CutMix if both are on.")
+    MIXUP_SWITCH_PROB: Fraction = setting(0.5, "Probability of CutMix instead of mixup, if both are on.")
     MIXUP_MODE: Literal["batch", "pair", "elem"] = setting(
-        "batch", "Mixup and CutMix: one draw per batch, per pair or per sample."
+        "batch", "Mixup and CutMix: parameters drawn once per batch, per pair or per sample (elem)."
     )
     CUTMIX_ALPHA: NonNegative = setting(0.0, "CutMix: alpha of its Beta distribution; 0: off.")
     CUTMIX_MINMAX: Pair | None = setting(
@@ -179,7 +179,7 @@ class TrainConfig(Section):
     TOKEN_DROP: FractionBelowOne = setting(
         0.0, "Fraction of the patch tokens dropped in training, at random for each sample; 0: none."
     )
-    TOKEN_DROP_TAIL: Count = setting(0, "Epochs at the end without TOKEN_DROP.")
+    TOKEN_DROP_TAIL: Count = setting(0, "Number of epochs without TOKEN_DROP, at the end.")
     SIZE_SCHEDULE: SizeSteps = setting(
         (),
         "Growing training images: [[0, 160], [0.75, 224]] means 160 pixels first, IMAGE_SIZE in the last quarter. "
@@ -189,7 +189,7 @@ class TrainConfig(Section):
         None, "Distillation: learn the teacher's top class (hard) or its probabilities (soft); null: off."
     )
     DISTILLATION_ALPHA: Fraction = setting(0.5, "Distillation: weight of the teacher's loss.")
-    DISTILLATION_TAU: AboveZero = setting(1.0, "Distillation: temperature of soft.")
+    DISTILLATION_TAU: AboveZero = setting(1.0, "Distillation: temperature for type soft.")
     TEACHER_MODEL: str | None = setting(
         None, "Teacher for distillation: a timm model, a run or checkpoint, or NAME=FILE."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import logging
 import sys
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
+from PIL import Image, UnidentifiedImageError
 
 from datasets import check_dataset
 from datasets.decoding.jpeg import JpegStored
 from datasets.decoding.reader import decoder_of
-from datasets.decoding.stored import Box
+from datasets.decoding.stored import Box, PilStored
 from datasets.transforms.crops import square as whole
 from tests.datasets.pictures import apart, encoded, picture, square
 from tests.program import Result
@@ -48,6 +50,14 @@ def test_partial_jpeg_decoding_equals_full_decoding(subsampling: str, size: tupl
         assert bottom <= len(rows) <= height
         assert np.array_equal(rows[:bottom], complete[:bottom])
     assert len(stored._rows(1)) <= 32 // factor
+
+
+def test_a_format_for_which_pil_would_start_a_program_is_refused() -> None:
+    """An EPS file named .jpg: PIL knows the format and has Ghostscript run what is in it."""
+    file = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    assert Image.open(io.BytesIO(file)).format == "EPS"
+    with pytest.raises(UnidentifiedImageError):
+        PilStored(file, 3)
 
 
 @pytest.mark.parametrize("how", [{"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}])

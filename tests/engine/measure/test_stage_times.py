@@ -23,9 +23,11 @@ from engine.measure.stage_times import (
     OPTIMISER,
     OTHER,
     STAGES,
+    TEACHER,
     EventStages,
     HostStages,
     Stages,
+    StageTimes,
     stages_of,
 )
 from engine.measure.throughput import Throughput
@@ -341,3 +343,9 @@ def test_stage_times_add_up_to_the_total() -> None:
     both = first + second
     assert both.updates == 2
     assert both.seconds == {DATA: 1.0, COPY: 0.0, FORWARD: 1.0, BACKWARD: 0.0, OPTIMISER: 0.0, OTHER: 1.0}
+
+
+def test_a_stage_that_only_one_of_two_times_has_keeps_its_seconds() -> None:
+    with_teacher, without = StageTimes(1, {FORWARD: 1.0, TEACHER: 2.0}), StageTimes(1, {FORWARD: 0.5})
+    for both in (with_teacher + without, without + with_teacher):
+        assert both == StageTimes(2, {FORWARD: 1.5, TEACHER: 2.0})

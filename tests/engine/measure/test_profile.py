@@ -1,0 +1,23 @@
+"""-profile: the number of updates a trace needs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from engine.measure.profile import UpdateProfiler
+from utils.distributed.world import ALONE
+
+
+@pytest.mark.parametrize(("updates", "written"), [(4, False), (6, True)])
+def test_a_run_too_short_for_a_trace_is_told_how_many_updates_it_needs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, updates: int, written: bool
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
+    with UpdateProfiler(2, tmp_path, ALONE) as profiler:
+        for _ in range(updates):
+            profiler.step()
+    assert (tmp_path / "profile.json").exists() == written
+    assert ("the run ended before 6 updates; no trace was written" in caplog.text) != written

@@ -166,6 +166,6 @@ def image_source(
 
 def _storage_gone(name: str, reason: str) -> str:
     return (
-        f"Storage failure: {FAILURES_OF_STORAGE} training images in a row could not be read, the last is {name}: "
+        f"Storage failure: {FAILURES_OF_STORAGE} training images in a row could not be read; the last is {name}: "
         f"{reason}. When the storage is back, resume from the last checkpoint with -resume."
     )

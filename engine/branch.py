@@ -45,8 +45,8 @@ def move_later_checkpoints(folder: Path, checkpoint: Checkpoint, best: Best) -> 
         write_index(place / "checkpoints", later[0].name, before if before in moved else None)
         write_index(root, folder_name(update), best_of(root, best.update))
     log.warning(
-        "Resuming from an older checkpoint: the %d later ones (up to %s), their metrics and TensorBoard files are "
-        "moved to %s, which can be resumed, evaluated and reported like any run.",
+        "Resuming from an older checkpoint. The later checkpoints (%d, up to %s), their metrics and TensorBoard files "
+        "are moved to the folder %s, which can be resumed, evaluated and reported like any run.",
         len(later),
         later[0].name,
         place,

@@ -79,7 +79,7 @@ def _with_classes(loaded: Loaded) -> Loaded:
     name = f"{config.DATA.DATASET} in {config.DATA.DATA_PATH}" if config.DATA.DATA_PATH else config.DATA.DATASET
     note = f"{CLASSES} {number}: classes of {name}"
     if number == 1 and not config.DATA.MULTI_LABEL:
-        note += ". With one class there is nothing to learn: is DATA.DATA_PATH the folder above those of the classes?"
+        note += ". With one class there is nothing to learn: is DATA.DATA_PATH the folder that holds the class folders?"
     return loaded.with_values({CLASSES: Entry(number, f"classes of {name}")}, [note])
 
 
@@ -93,7 +93,7 @@ def _with_preprocessing(loaded: Loaded) -> Loaded:
     unset = [key for key in FIELDS.values() if loaded.is_default(key)]
     if known is None or not known.values:
         now = _in_words({key: value_of(loaded.config, key) for key in FIELDS.values()})
-        note = f"MODEL.PRETRAINED {source}: how its training images were preprocessed is not known; used here: {now}"
+        note = f"MODEL.PRETRAINED {source}: the preprocessing of its training images is unknown; this run uses {now}"
         return loaded.with_values({}, [note])
     theirs = _for_channels(known.values, loaded.config.DATA.IMAGE_CHANNELS)
     taken, notes = {key: value for key, value in theirs.items() if key in unset}, []

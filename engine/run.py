@@ -186,7 +186,9 @@ def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
     place = resumed_run(config) or folder
     if run.world.first:
         log.info(next_commands(run, position, place))
-    log.info("This run had already finished: %d updates, best %s; it is in %s", position.update, best.words(), place)
+    log.info(
+        "This run had already finished: %d updates, best %s; its folder is %s", position.update, best.words(), place
+    )
     return True
 
 

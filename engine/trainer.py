@@ -196,7 +196,7 @@ class Trainer:
         """Whether the run ends before its last epoch; if so, log why."""
         position, patience = self.position, self.config.TRAIN.PATIENCE
         if self._update_limit_reached():
-            log.info("The run ends here, after update %d, as TRAIN.MAX_UPDATES says.", position.update)
+            log.info("The run ends here, after update %d, as set by TRAIN.MAX_UPDATES.", position.update)
             return True
         # Only between epochs, also where a run is resumed within one: the rest of the epoch may bring a better metric.
         if patience is None or position.step or self.best.stale < patience:

@@ -42,7 +42,7 @@ def _words(parts: Parts, names: list[str], epoch: int) -> str:
     ends = (f"{end(float(group['lr']) for group in groups):.3e}" for end in (min, max))
     number = sum(parts.model.get_parameter(name).numel() for name in names)
     return (
-        f"MODEL.UNFREEZE_EPOCH: from epoch {epoch} on, {len(names)} frozen tensors of {number:,} parameters are "
+        f"MODEL.UNFREEZE_EPOCH: from epoch {epoch} on, {len(names)} frozen tensors ({number:,} parameters) are "
         f"trained too, at learning rate {' to '.join(dict.fromkeys(ends))}; {count_parameters(parts.model)[1]:,} "
         "parameters are trained in all."
     )

@@ -19,6 +19,8 @@ def wrap(parts: Parts, config: Config) -> None:
         return
     if sync_batch_norm(parts.model, parts.precision, config, parts.world) and parts.watch is not None:
         parts.watch = None  # a replay is a forward pass of one rank alone, which would wait for the others for ever
-        log.info("Skipped updates are therefore not replayed, and the log names no module that overflowed.")
+        log.info(
+            "With DIST.SYNC_BATCHNORM, skipped updates are not replayed, and the log names no module that overflowed."
+        )
     if parts.half_copy is None and parts.sharding is None:
         parts.forward = wrap_ddp(parts.model, parts.precision.device, config)

@@ -113,7 +113,7 @@ def _no_match(pattern: str, weights: list[str], modules: dict[str, str]) -> User
     known = [BACKBONE, *weights, *modules, *modules.values()]
     tops = dict.fromkeys(name.partition(".")[0] for name in weights)
     return UserError(
-        f"MODEL.FREEZE: {pattern!r} matches no weight, by its name, its module's name or its module's class."
+        f"MODEL.FREEZE: {pattern!r} matches no weight by its name, its module's name or its module's class."
         f"{nearest(pattern, known)} Top-level names: {', '.join(tops)}; or {BACKBONE}."
     )
 

@@ -25,7 +25,7 @@ def rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, flo
     for key, (rate, names) in wanted.items():
         known = [name for name in names if name in defaults]
         if rate and not known:
-            problems.append(f"MODEL.{key} {rate}: {type(module).__name__} has no such rate; it must be 0")
+            problems.append(f"MODEL.{key} {rate}: {type(module).__name__} has no such rate; set the key to 0")
         # A rate of 0 is passed only if timm's default is not 0, as for Swin's drop path: 0 in the YAML means 0.
         arguments |= {name: rate for name in known if rate or defaults[name]}
     return arguments, problems

@@ -32,14 +32,14 @@ class Shortcuts:
         if not isinstance(reference, VisionTransformer):
             kind = type(reference).__name__
             return [
-                f"TRAIN.{key}: {kind} does not support it, only models whose patches are one sequence of tokens, such "
-                "as ViT and DeiT; leave the key out"
+                f"TRAIN.{key}: {kind} does not support it. Leave the key out, or use a model whose patches are one "
+                "sequence of tokens, such as a ViT or DeiT"
                 for key, value in options.items()
                 if value
             ]
         side = patch or sizes_of(reference)["PATCH_SIZE"]
         odd = [size for size in self.sizes if size % side]
-        return [f"TRAIN.SIZE_SCHEDULE: images of {size} are not divisible by the patches of {side}" for size in odd]
+        return [f"TRAIN.SIZE_SCHEDULE: images of {size} are not divisible by the patch size {side}" for size in odd]
 
     def finish(self, module: nn.Module) -> None:
         """Never drop prefix tokens, and drop no patches until an epoch begins.

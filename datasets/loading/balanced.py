@@ -40,7 +40,7 @@ class BalancedOrder:
     def words(self) -> str:
         """For the banner of a run."""
         each = f"{self.least:,}" + (f" or {self.least + 1:,}" if self._more else "")
-        repeated = f", an image up to {self.copies} times" if self.copies > 1 else ""
+        repeated = f", each image at most {self.copies} times" if self.copies > 1 else ""
         return f"sampler balanced: {each} images of each of {self.classes} classes per epoch{repeated}"
 
 

@@ -107,7 +107,9 @@ def _npy_shape(header: bytes) -> tuple[int, int, int]:
         raise Unreadable("not an .npy file of version 1.0") from None
     shape = (*shape, 1) if len(shape) == 2 else shape
     if kind != "|u1" or columns_first or len(shape) != 3 or min(shape) < 1 or shape[2] not in (1, 3):
-        raise Unreadable(f"an array of {kind}, {shape}; pixels are uint8, height x width x 1 or 3, row by row")
+        raise Unreadable(
+            f"an array of {kind} with shape {shape}; pixels must be uint8, height x width x 1 or 3, in C order"
+        )
     return shape
 
 

@@ -37,8 +37,8 @@ LAYOUT = """Expected layout:
   {root}/train.csv    a header, as in path,target and lines like: images/cat 1.jpg,cat
   {root}/val.csv
 or one file, as in DATA_PATH: {root}/all.csv, which DATA.VAL_FRACTION splits.
-Paths are relative to the file; a target is a name or a whole number from 0. With DATA.MULTI_LABEL=true it is several,
-as in cat;dog, or none; or every column but the path is a class and holds 0 or 1."""
+Paths are relative to the file; a target is a name or a whole number from 0. With DATA.MULTI_LABEL=true
+it lists any number of them, as in cat;dog; or every column but the path is a class and holds 0 or 1."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def _warn_unmeasured(validation: np.ndarray, classes: list[str] | range) -> None
     unmeasured = np.flatnonzero(images_of_classes(validation, len(classes)) == 0)
     if len(unmeasured):
         log.warning(
-            "The validation split has no image of %d of %d classes (the first: %s): mAP and macro F1 leave them "
-            "out, and their threshold is 0.5.",
+            "The validation split has no image of %d of %d classes (the first: %s): mAP and macro F1 leave "
+            "these classes out, and their threshold is 0.5.",
             len(unmeasured),
             len(classes),
             classes[unmeasured[0]],
@@ -107,7 +107,7 @@ def _warn_unsplit_labels(table: _Table) -> None:
     row = next((row for row, text in enumerate(table.targets) if SEPARATOR in text), None)
     if row is not None:
         log.warning(
-            "%s: the target %r is taken as the name of one class. If these are several labels, set "
+            "%s: the target %r is taken as the name of one class. If it lists several labels, set "
             "DATA.MULTI_LABEL=true.",
             table.where(row),
             table.targets[row],
@@ -195,7 +195,7 @@ def _read_sets_head(file: Path, header: list[str]) -> _Head:
             f"{LAYOUT.format(root=file.parent)}"
         )
     if repeated := next((names[place] for place in classes if names.count(names[place]) > 1), None):
-        raise UserError(f"{file}: two columns are called {repeated!r}; give each class one.")
+        raise UserError(f"{file}: two columns are called {repeated!r}; give each class one column.")
     return _Head(path, classes, None, len(header) - 1)
 
 
@@ -250,7 +250,7 @@ def _numbers(table: _Table, num_classes: int) -> np.ndarray:
     for row, text in enumerate(table.targets):
         label = _whole_number(text)
         if label is None:
-            raise UserError(f"{table.where(row)}: the target {text!r} is not a whole number, but the first one is.")
+            raise UserError(f"{table.where(row)}: the target {text!r} is not a whole number, but the first target is.")
         check_label(label, num_classes, table.where(row))
         labels.append(label)
     return np.array(labels, dtype=np.int64)

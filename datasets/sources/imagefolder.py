@@ -145,7 +145,7 @@ def _check_splits(root: Path, num_classes: int, train: bool) -> None:
             raise
         raise UserError(
             f"{error}\n{root / splits[0]} is taken for a split, not for a class beside {others[0]}, because folders in "
-            "it have images. If it is a class, move its images out of these folders into it."
+            "it have images. If it is a class, move the images out of its subfolders into it."
         ) from None
 
 

@@ -77,7 +77,7 @@ def rows_of(
 
 def _checked(number: int | None, text: str, width: int, where: str) -> int:
     if number is None:
-        raise UserError(f"{where}: the label {text!r} is not a whole number, but the first one is.")
+        raise UserError(f"{where}: the label {text!r} is not a whole number, but the first label is.")
     check_label(number, width, where)
     return number
 
@@ -85,5 +85,5 @@ def _checked(number: int | None, text: str, width: int, where: str) -> int:
 def _without_repeats(labels: LabelSet, where: str) -> LabelSet:
     repeated = next((label for place, label in enumerate(labels) if label in labels[:place]), None)
     if repeated is not None:
-        raise UserError(f"{where}: the label {repeated!r} is there twice; give each label once.")
+        raise UserError(f"{where}: the label {repeated!r} appears twice; give each label once.")
     return labels

@@ -38,8 +38,8 @@ def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split"
     counts[by_remainder[counts[by_remainder] < sizes[by_remainder] - 1][:missing]] += 1
     if not counts.any():
         raise UserError(
-            f"There are too few images for a validation split: {len(labels)} in {len(sizes)} classes, of which "
-            "each keeps one image for training. Add images, or a validation split of your own."
+            f"There are too few images for a validation split: {len(labels)} in {len(sizes)} classes, and "
+            "each class keeps one image for training. Add images, or a validation split of your own."
         )
     validation = np.concatenate([of_class[:count] for of_class, count in zip(members, counts, strict=True)])
     return np.setdiff1d(np.arange(len(labels)), validation), np.sort(validation)
@@ -58,7 +58,8 @@ def split_by_fold(labels: np.ndarray, fold: Fold, seed: int) -> tuple[np.ndarray
         fewest = min(small, key=len)
         warn_once(
             f"DATA.FOLD {fold}: {len(small)} of {len(members)} classes have fewer images than folds, so some folds "
-            f"lack them. The smallest is label {labels[fewest[0]]}, with {len(fewest)} image{'s' * (len(fewest) > 1)}."
+            f"lack these classes. The smallest is label {labels[fewest[0]]}, with {len(fewest)} "
+            f"image{'s' * (len(fewest) > 1)}."
         )
     # Counting on from class to class keeps the folds equally large, too.
     fold_of = np.empty(len(labels), dtype=np.int64)
@@ -89,7 +90,9 @@ def split_label_sets(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, 
     else:
         count = min(math.ceil(round(len(labels) * data.VAL_FRACTION, 6)), len(labels) - 1)
         if not count:
-            raise UserError("There is one image only, too few for a validation split. Add images, or such a split.")
+            raise UserError(
+                "One image is too few for a validation split. Add images, or a validation split of your own."
+            )
         chosen = np.diff(number * count // len(labels), append=count) > 0
     validates = np.zeros(len(labels), dtype=bool)
     validates[order] = chosen

@@ -38,7 +38,7 @@ def convert(
     emulated = not hardware_has_fp8(device)
     if emulated:
         log.warning(
-            "fp8 is EMULATED on this device: the results are those of fp8, but slower than fp32. "
+            "fp8 is EMULATED on this device: the results are those of fp8, but training is slower than in fp32. "
             "Real fp8 needs compute capability 8.9 or newer (Ada, Hopper, Blackwell)."
         )
     left_out: list[str] = []

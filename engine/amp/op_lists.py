@@ -145,7 +145,9 @@ def check_names(white: Iterable[str], black: Iterable[str]) -> None:
     both = _operators(lists["AMP.CUSTOM_WHITE_LIST"]).keys() & _operators(lists["AMP.CUSTOM_BLACK_LIST"]).keys()
     if both:
         names = ", ".join(sorted(both))
-        raise UserError(f"AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST both name {names}; each can be on one only.")
+        raise UserError(
+            f"AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST both name {names}; an operator can be on one only."
+        )
 
 
 class OpLists:

@@ -76,7 +76,7 @@ def _for_gpu(capability: tuple[int, int]) -> Choice:
 
 def _for_cpu() -> Choice:
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return Choice(torch.float16, "this CPU computes in fp16 and not in bf16")
+        return Choice(torch.float16, "this CPU computes in fp16 but not in bf16")
     if _cpu_has("avx512_bf16", "amx_bf16", "bf16"):  # "bf16" is ARM's name
         return Choice(torch.bfloat16, "this CPU computes in bf16")
     return Choice(
@@ -226,16 +226,17 @@ def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
                 "so nothing can stay in fp32; use O1 or O2."
             )
     if not amp.EVAL and (amp.DTYPE == "fp8" or amp.LEVEL == "O3"):
+        key, value = ("AMP.DTYPE", "fp8") if amp.DTYPE == "fp8" else ("AMP.LEVEL", "O3")
         raise UserError(
-            f"AMP.EVAL false means validation in fp32, but with {'fp8' if amp.DTYPE == 'fp8' else 'AMP.LEVEL O3'} "
-            "the model's own layers compute in low precision; leave AMP.EVAL true, or train at another level."
+            f"AMP.EVAL false means validation in fp32, but with {key} {value} the model's own layers compute in low "
+            f"precision; leave AMP.EVAL true, or set another {key}."
         )
     has_eps, eps = train.OPTIMIZER.NAME.casefold() not in WITHOUT_EPS, train.OPTIMIZER.EPS or DEFAULT_EPS
     if has_eps and amp.LEVEL == "O3" and amp.DTYPE == "fp16" and eps < SMALLEST_EPS_IN_FP16:
         raise UserError(
             "AMP.LEVEL O3 in fp16: squared gradients round to zero in the optimiser's fp16 state, so updates are "
-            f"divided by TRAIN.OPTIMIZER.EPS {eps:g} alone, and the first ones explode or become NaN. "
-            f"Set it to {SMALLEST_EPS_IN_FP16:g} or more, or use bf16, or O2, which keeps fp32 masters."
+            f"divided by TRAIN.OPTIMIZER.EPS {eps:g} alone, and the first updates explode or become NaN. "
+            f"Set EPS to {SMALLEST_EPS_IN_FP16:g} or more, or use bf16, or O2, which keeps fp32 master weights."
         )
 
 

@@ -27,8 +27,8 @@ def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> Non
     if precision.level == "O3":
         convert_to_half(model, precision.choice.dtype)
         log.warning(
-            "AMP.LEVEL O3 keeps no fp32 masters: updates smaller than a weight's last bit are lost, and weights near "
-            "1, such as those of norms, may never change. O2 avoids this and takes more memory."
+            "AMP.LEVEL O3 keeps no fp32 master weights: updates smaller than a weight's last bit are lost, and weights "
+            "near 1, such as those of norms, may never change. O2 avoids this but takes more memory."
         )
 
 
@@ -41,7 +41,9 @@ def tile_size_hint(model: nn.Module, batch: int, device: str) -> str | None:
         return None
     sizes = {"DATA.BATCH_SIZE": batch, "MODEL.EMBED_DIM": getattr(model, "embed_dim", None)}
     odd = ", ".join(f"{key} {size}" for key, size in sizes.items() if isinstance(size, int) and size % TENSOR_CORE_TILE)
-    return f"Mixed precision is fastest with sizes that are multiples of {TENSOR_CORE_TILE}: {odd}" if odd else None
+    return (
+        f"Mixed precision is fastest with sizes that are multiples of {TENSOR_CORE_TILE}, unlike {odd}" if odd else None
+    )
 
 
 def classifier(model: nn.Module) -> nn.Module | None:

@@ -69,7 +69,9 @@ class Blame:
         parts.append(f"loss scale {self.scale:g}")
         late = self.noticed_at - self.update
         if late:
-            parts.append(f"noticed {late} update{'s' * (late > 1)} later, and replayed with the weights of that time")
+            parts.append(
+                f"noticed {late} update{'s' * (late > 1)} later, and replayed with the weights of that later update"
+            )
         if self.passed_over:
             parts.append(f"{self.passed_over} skipped updates before it were not replayed")
         return f"update {self.update} was skipped: " + "; ".join(parts)

@@ -94,7 +94,7 @@ class Meta(WeightsMeta):
     @model_validator(mode="after")
     def _lists_files_of_its_own(self) -> Meta:
         if strange := next((name for name in self.files if Path(name).name != name), None):
-            raise ValueError(f"files lists {strange!r}, which is not the name of a file in this folder")
+            raise ValueError(f"the field 'files' lists {strange!r}, which is not the name of a file in this folder")
         return self
 
 
@@ -170,7 +170,7 @@ class State(MovedModules):
     def _names_all_weights(self) -> State:
         groups = sum(len(group.params) for group in self.optimizer.param_groups)
         if self.trained is not None and len(self.trained) != groups:
-            raise ValueError(f"{len(self.trained)} names of trained weights, but the optimizer has {groups}")
+            raise ValueError(f"'trained' names {len(self.trained)} weights, but the optimizer has {groups}")
         return self
 
 

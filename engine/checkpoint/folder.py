@@ -214,7 +214,7 @@ def inspect(folder: Path) -> Checkpoint:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot be read ({type(error).__name__}: {error}).") from None
     if not files_of(MODEL, files) or STATE not in files:
-        raise UserError(f"{folder / META}: damaged, the field files does not name {MODEL} and {STATE}.")
+        raise UserError(f"{folder / META}: damaged, the field 'files' does not name {MODEL} and {STATE}.")
     if wrong_size:
         raise UserError(f"{folder}: damaged, {', '.join(wrong_size)} does not have the size that was written.")
     return Checkpoint(folder, meta)

@@ -31,8 +31,8 @@ def load_optimizer(
     """Load the saved `state` into `optimizer`. `moments`: the part of it that is in a checkpoint's shards."""
     if state["optimizer_name"] != type(optimizer).__name__:
         raise UserError(
-            f"TRAIN.OPTIMIZER.NAME: the run was trained with {state['optimizer_name']}, and it is "
-            f"{type(optimizer).__name__} now. Set it back, or start a new run with -pretrained."
+            f"TRAIN.OPTIMIZER.NAME: the run was trained with {state['optimizer_name']}, but the optimiser "
+            f"is {type(optimizer).__name__} now. Set the name back, or start a new run with -pretrained."
         )
     saved, now = state["optimizer"], optimizer.state_dict()
     add_moments(saved, moments)

@@ -203,7 +203,7 @@ class Saver(RankSaver):
                 f"the state after update {self._unsaved.update} could not be saved and is lost: "
                 f"{self._failing.get(self._unsaved.update, self._root)}. "
                 + (
-                    f"The last checkpoint is {last}; fix this and resume with -resume."
+                    f"The last checkpoint is {last}; fix the cause and resume with -resume."
                     if last
                     else "There is no earlier checkpoint."
                 )

@@ -141,7 +141,7 @@ class ShardWriter(RankSaver):
         try:
             if not folder.is_dir():
                 raise OSError(
-                    2, "rank 0's folder is not there; checkpoints must be where all machines see them", folder
+                    2, "this rank cannot see the folder; checkpoints need a file system that all machines share", folder
                 )
             write_tensors(folder, rows)
             for name in rows:

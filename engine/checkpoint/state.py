@@ -95,7 +95,9 @@ def restore(
     `from_ema`: resume with the saved EMA as the model's weights.
     """
     if from_ema and not checkpoint.has(EMA):
-        raise UserError(f"MODEL.RESUME_EMA: {checkpoint.folder} has no {EMA}; the run had no EMA. Leave it out.")
+        raise UserError(
+            f"MODEL.RESUME_EMA: {checkpoint.folder} has no {EMA}; the run had no EMA. Leave the setting out."
+        )
     try:
         return _restore(parts, checkpoint, checkpoint.state(), global_batch, per_epoch, EMA if from_ema else MODEL)
     except (KeyError, TypeError) as error:
@@ -119,7 +121,7 @@ def _restore(
         )
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
         parts.force_fp32(state["fp32_modules"])
-        log.info("Modules in fp32, moved by AMP.AUTO_FP32 before: %s", ", ".join(state["fp32_modules"]))
+        log.info("Modules that AMP.AUTO_FP32 moved to fp32 before the resume: %s", ", ".join(state["fp32_modules"]))
     if state["scaler"] and parts.precision.scaler.is_enabled():
         parts.precision.scaler.load_state_dict(state["scaler"])
         parts.skips = SkipRecord(**state["skips"])

@@ -76,7 +76,7 @@ def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple
     if device_before == device.type and missing is None:
         return how, "as before the resume"
     log.info(
-        "The resumed run used TRAIN.COMPILE %s, but %s: it is chosen again.",
+        "The resumed run used TRAIN.COMPILE %s, but %s, so TRAIN.COMPILE is chosen again.",
         how,
         f"on {device_before} instead of {device.type}" if device_before != device.type else missing,
     )

@@ -134,7 +134,7 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
         raise UserError(
             f"{KEY} {teacher.setting}: the weights of {source.where} have changed since this run began with "
             f"{saved_choices.get('teacher')}. Restore them; or, to resume with "
-            "the changed teacher, copy it to another path and name that."
+            "the changed teacher, copy its weights to another path and name that path."
         )
     pairs = enumerate(zip(source.names or (), names or (), strict=False))
     difference = next(
@@ -159,7 +159,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> Source:
         load_pretrained(model, place, name)
     if any(parameter.isnan().any() for parameter in model.parameters()):
         raise UserError(
-            f"{KEY} {setting}: it does not have all weights of {name} with {classes} classes. A teacher needs its "
+            f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
             "classifier, too."
         )
     size = header.get("image_size", pretrained.input_size[-1])

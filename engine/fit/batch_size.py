@@ -67,10 +67,11 @@ def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> C
         return config
     total, at_once = _global(saved), data.BATCH_SIZE * processes
     if total % at_once:
+        other = f", or set TRAIN.GLOBAL_BATCH={total} and a -batch_size that divides {total // processes}"
         raise UserError(
             f"{checkpoint.folder}: trained with a global batch of {total} on {saved['processes']} processes; on "
             f"{processes} processes with DATA.BATCH_SIZE {data.BATCH_SIZE}, no TRAIN.ACCUM_ITER gives that global "
-            "batch. Choose another number of processes, or a batch size that divides it."
+            f"batch. Choose another number of processes{other * (total % processes == 0)}."
         )
     log.info(
         "Number of processes: %d instead of %d. TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays "
@@ -140,8 +141,8 @@ def _with_largest_batch(config: Config, target: int | None, world: World, device
     if each is not None and chosen < each and 2 * chosen <= fitting:
         near = _multiples_near(each, fitting // STEP * STEP or fitting, world.size)
         log.warning(
-            "The batch must divide the global batch %d, which leaves half of the memory or more unused; a global batch "
-            "of %s would use it.",
+            "The batch must divide the global batch %d, so half of the memory or more stays unused; a global batch of "
+            "%s would use it.",
             target,
             near,
         )
@@ -157,8 +158,8 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
     if fitting < least:
         raise UserError(
             f"DATA.BATCH_SIZE auto: not even a batch of {least} fits into {in_gib(limit)}. Try "
-            "TRAIN.GRAD_CHECKPOINT=blocks, -amp, a smaller MODEL.NAME or DATA.IMAGE_SIZE; on several devices "
-            "DIST.STRATEGY=fsdp and a -batch_size."
+            "TRAIN.GRAD_CHECKPOINT=blocks, -amp, a smaller MODEL.NAME or DATA.IMAGE_SIZE; or, on several devices, "
+            "DIST.STRATEGY=fsdp with a number as -batch_size."
         )
     return fitting, f"{fitting} fits ({peak} of {in_gib(limit)}{reason})"
 

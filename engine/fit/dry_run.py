@@ -45,7 +45,9 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     """Make a few updates and report what a run would cost. A collective call."""
     config, world = run.config, run.world
     if unfreeze_if_due(ready.parts, config, config.MODEL.UNFREEZE_EPOCH or ready.position.epoch):
-        log.info("The dry run trains these weights too; epochs before MODEL.UNFREEZE_EPOCH need less memory and time.")
+        log.info(
+            "The dry run trains the frozen weights too; epochs before MODEL.UNFREEZE_EPOCH need less memory and time."
+        )
     try:
         windows = _windows(ready)
         window, batch = on_every_rank(world, lambda: _first(windows))
@@ -71,7 +73,7 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
             how,
             SECONDS_TO_COMPILE,
         )
-    log.info("Dry run: updates, validation and data work. Nothing was kept or written.")
+    log.info("Dry run: updates, validation and data loading work. Nothing was kept or written.")
 
 
 def _windows(ready: ReadyToTrain) -> Iterator[Window]:
@@ -148,7 +150,7 @@ def _log_first_batch(config: Config, ready: ReadyToTrain, batch: Batch) -> None:
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
     loss = reading.epoch.loss
     log.info(
-        "First batch: %s, loss %.4f (mean over the updates tried, of %d images each), gradient norm %.4f in the last",
+        "First batch: %s, loss %.4f (mean over the updates tried, of %d images each), last gradient norm %.4f",
         tuple(batch.images.shape),
         loss,
         global_batch(config, parts.world),

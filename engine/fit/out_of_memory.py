@@ -63,7 +63,9 @@ def ways_out(config: Config, validating: bool, found: bool = False) -> list[str]
     validated = config.DATA.BATCH_SIZE_EVAL or batch
     ways = []
     if validating and validated == AUTO:
-        ways.append("-batch_size_eval N, fewer than auto found: a validation's metrics do not depend on it")
+        ways.append(
+            "-batch_size_eval N, smaller than the size that auto found: a validation's metrics do not depend on it"
+        )
     elif validating and validated > 1:
         ways.append(f"-batch_size_eval {validated // 2}: a validation's metrics do not depend on it")
     elif not validating and batch > 1:
@@ -98,7 +100,7 @@ def _sizes(config: Config, parts: Parts, validating: bool) -> str:
     if tokens is None or not isinstance(width, int):
         return f"{words}."
     size = batch * tokens * width * torch.finfo(parts.precision.choice.dtype).bits // 8
-    return f"{words}: with {tokens} tokens of width {width} each, one tensor of all tokens takes {in_gib(size)}."
+    return f"{words}: each has {tokens} tokens of width {width}, and one tensor of all tokens takes {in_gib(size)}."
 
 
 def _tokens(model: nn.Module) -> int | None:

@@ -27,7 +27,7 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
         return torch.device("cpu")
     if kind == "mps":
         if not torch.backends.mps.is_available():
-            raise UserError("-device mps: this machine has none; leave -device out to use what is available.")
+            raise UserError("-device mps: this machine has no mps device; leave -device out to use what is available.")
         return torch.device("mps")
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible == 0:
@@ -100,7 +100,7 @@ def visible_devices(config: Config) -> int:
     if config.DEVICE == "cuda" and not visible:
         pick_device("cuda", ALONE)  # raises an error that says why there is none
     if config.NGPUS == 0:
-        raise UserError("-ngpus 0: at least one process is needed; leave it out for one per visible GPU.")
+        raise UserError("-ngpus 0: at least one process is needed; leave -ngpus out for one per visible GPU.")
     if config.NGPUS == -1:
         return max(1, visible)
     if visible and visible < config.NGPUS:

@@ -140,7 +140,7 @@ class LiveMemory(TorchDispatchMode):
         self._peak = max(self._peak, self._live)
         if self._live > self._limit:
             raise torch.OutOfMemoryError(
-                f"Tried to allocate {in_gib(size)}: with it, tensors would take {in_gib(self._live)} of "
+                f"Tried to allocate {in_gib(size)}: with it, tensors would take {in_gib(self._live)}; the limit is "
                 f"{in_gib(self._limit)}."
             )
 

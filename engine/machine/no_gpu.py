@@ -35,7 +35,7 @@ def _why(env: Mapping[str, str]) -> str:
     if driver and torch.version.cuda is None and torch.version.hip is None:
         return (
             f"No GPU is visible, though an NVIDIA driver is installed: torch {torch.__version__} is built for CPUs "
-            "only (pip install -r requirements.txt in a new environment installs one with CUDA)"
+            "only (pip install -r requirements.txt in a new environment installs torch with CUDA)"
         )
     if driver and hidden is not None:
         return f"No GPU is visible, because CUDA_VISIBLE_DEVICES is {hidden!r} (nvidia-smi -L lists the GPUs)"

@@ -54,12 +54,12 @@ def optimizer_name(name: str) -> str:
     if wanted not in known:
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: {name!r} is not an optimiser of torch or timm.{nearest(wanted, known)} "
-            f"Known are {len(known)}, such as AdamW, Adam, SGD, LAMB and Lion (timm.optim.list_optimizers())."
+            f"{len(known)} are known, such as AdamW, Adam, SGD, LAMB and Lion (timm.optim.list_optimizers())."
         )
     if get_optimizer_info(wanted).second_order:
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: {name} needs second derivatives, which training here does not compute; "
-            "use one that does not, such as AdamW, LAMB or Lion."
+            "use an optimiser that works without them, such as AdamW, LAMB or Lion."
         )
     return wanted
 

@@ -49,7 +49,7 @@ def _updated_by(group: dict[str, Any], optimizer: Optimizer) -> str:
     if not group[USES_MUON]:
         return "AdamW"
     number = group["matrices"]
-    return "Muon" if number == 1 else f"Muon, each split into {number} matrices"
+    return "Muon" if number == 1 else f"Muon (each tensor split into {number} matrices)"
 
 
 def _shape(weight: torch.Tensor) -> str:
@@ -58,4 +58,4 @@ def _shape(weight: torch.Tensor) -> str:
 
 def _size(groups: Sequence[dict[str, Any]]) -> str:
     weights = [weight for group in groups for weight in group["params"]]
-    return f"{len(weights)} tensor{'s' * (len(weights) > 1)} of {sum(w.numel() for w in weights):,} parameters"
+    return f"{len(weights)} tensor{'s' * (len(weights) > 1)} ({sum(w.numel() for w in weights):,} parameters)"

@@ -168,8 +168,8 @@ class Muon(Optimizer):
             states = [state_dict["state"][number] for number in group["params"] if number in state_dict["state"]]
             if any(needed not in state for state in states):
                 raise UserError(
-                    "TRAIN.OPTIMIZER.NAME: the checkpoint's Muon updated other parameters than this one, as timm's "
-                    "does in earlier versions of vitamp. Start a new run with -pretrained."
+                    "TRAIN.OPTIMIZER.NAME: in the checkpoint, Muon updated other parameters than it does now; earlier "
+                    "versions of vitamp used timm's Muon. Start a new run with -pretrained."
                 )
         super().load_state_dict(state_dict)
 

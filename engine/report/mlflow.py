@@ -38,8 +38,8 @@ class Mlflow:
         if os.environ.get(URI) or all(map(is_installed, ("sqlalchemy", "alembic"))):
             return None
         return (
-            "the package mlflow-skinny can only send metrics to a server, and there is no "
-            f"{URI}. Set it, or run: pip install mlflow"
+            f"the package mlflow-skinny can only send metrics to a server, and {URI} is not set. "
+            "Set it, or run: pip install mlflow"
         )
 
     def begin(self, about: About, note: Note) -> None:

@@ -61,7 +61,7 @@ class Reporter:
         self._fleet = config.LOG_STYLE == "fleet"
         if self._fleet:
             log.info(
-                "LOG_STYLE fleet: lines of epochs and batches count from 0, all else (best, metrics.jsonl) from 1."
+                "LOG_STYLE fleet: epoch and batch lines count from 0, all other output (best, metrics.jsonl) from 1."
             )
         self._metrics: LineFile | None = None
         self._board: Board | None = None

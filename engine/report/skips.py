@@ -97,9 +97,9 @@ class Health:
         last = read_index(folder / "checkpoints")["last"]
         raise AllRanksError(
             f"the gradients became NaN or infinite at update {update} (epoch {position.epoch}, step "
-            f"{position.step - since}; learning rate {rate:.3e}). Nothing was saved since. Try a lower TRAIN.BASE_LR, "
-            "a longer TRAIN.WARMUP_EPOCHS, TRAIN.GRAD_CLIP=1.0, or -amp off to see whether the precision is the "
-            "cause. "
+            f"{position.step - since}; learning rate {rate:.3e}). No checkpoint was saved after it. Try a "
+            "lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, TRAIN.GRAD_CLIP=1.0, or -amp off to see "
+            "whether the precision is the cause. "
             + (
                 f"The last checkpoint is {last}; resume from it with -resume."
                 if last

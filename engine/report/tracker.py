@@ -94,19 +94,19 @@ class TrackedRun:
         if self._tracker is None or update <= self._sent.get(group, -1):
             return
         named = {f"{group}/{name}": value for name, value in values.items() if math.isfinite(value)}
-        self._attempt("does not answer any more", self._tracker.add, named, update)
+        self._attempt("no longer answers", self._tracker.add, named, update)
 
     def ended(self, best: Best) -> None:
         """Report success, at the end of training or when it is paused. Otherwise `close` reports a failure."""
         self._succeeded = True
         if self._tracker is not None and best.figure is not None:
             summary = {f"best/{best.kind}": best.figure, "best/epoch": best.epoch, "best/update": best.update}
-            self._attempt("does not answer any more", self._tracker.ended, summary)
+            self._attempt("no longer answers", self._tracker.ended, summary)
 
     def close(self) -> None:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
-            self._attempt("did not take the last metrics", tracker.close, self._succeeded)
+            self._attempt("did not accept the last metrics", tracker.close, self._succeeded)
 
     def _attempt(self, failure: str, call: Callable[..., Any], *args: Any) -> None:
         """Call it; if it fails, warn once and send nothing more."""

@@ -87,8 +87,10 @@ class Trained:
         found = self.saved.meta.get("thresholds", {}).get(self.weights)
         classes = int(self.config.MODEL.NUM_CLASSES)
         if found is not None and len(found) == classes:
-            return list(found), "a class is predicted from its own threshold on, found in the model's validation"
-        return [HALF] * classes, f"a class is predicted from {HALF} on, because these weights have no thresholds"
+            words = "a class is predicted if its probability reaches its own threshold, found in the model's validation"
+            return list(found), words
+        words = f"a class is predicted if its probability reaches {HALF}, because these weights have no thresholds"
+        return [HALF] * classes, words
 
     def has(self, which: Which) -> bool:
         return self.saved.has(which)

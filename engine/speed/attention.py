@@ -61,11 +61,14 @@ def attention_by_rule(
         return Attention(OWN, "")
     on_cpu = device == "cpu" and _packed_on_cpu(wanted, previous, model, precision, listed)
     if wanted not in (*kinds, "auto", *[PACKED] * bool(on_cpu)):
-        raise UserError(f"MODEL.ATTENTION {wanted}: {device} supports only {' and '.join(kinds)}; or leave it auto.")
+        raise UserError(
+            f"MODEL.ATTENTION {wanted}: {device} supports only {' and '.join(kinds)}; use one of these, or leave it "
+            "auto."
+        )
     inside = INSIDE_FUSED.intersection(listed)
     if inside and wanted not in ("auto", PLAIN):
         raise UserError(
-            f"MODEL.ATTENTION {wanted}: AMP's lists name {', '.join(sorted(inside))}, which have no effect inside a "
+            f"MODEL.ATTENTION {wanted}: AMP's lists would have no effect on {', '.join(sorted(inside))} inside a "
             "fused operator; use plain, or leave it auto."
         )
     if wanted == PACKED and device == "cuda" and not packed_is_possible(listed):
@@ -108,7 +111,7 @@ def _packed_on_cpu(
         return False
     why = why_not_on_cpu(model, precision)
     if not why and (named := FUSED_OPERATOR.intersection(listed)):
-        why = f"AMP's lists name {', '.join(sorted(named))}, which affect torch's operators only"
+        why = f"AMP's lists, which affect torch's operators only, name {', '.join(sorted(named))}"
     if why and wanted == PACKED:
         raise UserError(f"MODEL.ATTENTION {PACKED}: {why}; use {' or '.join(KINDS_ELSEWHERE)}, or leave it auto.")
     return not why

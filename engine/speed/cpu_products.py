@@ -83,9 +83,9 @@ def choose_half_products(
 
 def _obstacle(listed: Iterable[str], sharded: bool) -> str:
     if sharded:
-        return "it was not tested with DIST.STRATEGY fsdp"
+        return f"{OWN} was not tested with DIST.STRATEGY fsdp"
     if named := LISTED.intersection(listed):
-        return f"AMP's lists name {', '.join(sorted(named))}, which would have no effect"
+        return f"AMP's lists would have no effect on {', '.join(sorted(named))} with {OWN}"
     return ""
 
 

@@ -113,7 +113,7 @@ def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], sha
     if sharded:
         return "it was not tested with DIST.STRATEGY fsdp"
     if named:
-        return f"AMP's lists name {', '.join(sorted(named))}, which have no effect inside a fused operator"
+        return f"AMP's lists would have no effect on {', '.join(sorted(named))} inside a fused operator"
     return ""
 
 

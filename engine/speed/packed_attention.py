@@ -104,7 +104,7 @@ def use_packed(layer: nn.Module) -> None:
 def packed_only(layer: Any, tokens: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Compute this layer by packed kernels; raises RuntimeError if they do not support it or fail their self-test."""
     if not can_be_packed(layer):
-        raise RuntimeError("packed attention does not support such a layer")
+        raise RuntimeError("packed attention does not support this attention layer")
     _check_kernels(tokens, layer.head_dim, dtype, device)
     own, before = type(layer), getattr(layer, "packed", False)
     mix_in(layer, PackedAttention)

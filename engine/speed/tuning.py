@@ -127,7 +127,9 @@ def _choose(
     wanted, previous_attention = config.MODEL.ATTENTION, previous.get("attention")
     attention = attention_by_rule(wanted, model, precision, products.library, listed, previous_attention)
     if attention is None and wanted == "auto" and config.DETERMINISTIC:
-        attention = Attention(FUSED, "torch's choice; not timed, since timing could choose another in the next run")
+        attention = Attention(
+            FUSED, "torch's choice; not timed, since timing could choose another kind in the next run"
+        )
     elif attention is None:
         attention = _raced(config, model, inputs, precision, world, previous_attention)
     return Tuning(

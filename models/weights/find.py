@@ -157,7 +157,8 @@ def _in_folder(folder: Path) -> Path:
     if any(folder.glob("model.shard-*.safetensors")):
         raise UserError(
             f"Pretrained weights {folder}: saved in shards (DIST.STRATEGY fsdp); combine them with "
-            f"`python scripts/checkpoint.py strip {folder} -out weights.safetensors`, and give that to -pretrained."
+            f"`python scripts/checkpoint.py strip {folder} -out weights.safetensors`, and give that file to "
+            "-pretrained."
         )
     raise UserError(
         f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no checkpoints/index.json of a "

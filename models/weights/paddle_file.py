@@ -124,7 +124,7 @@ class _Unpickler(_InPython):
     def find_class(self, module: str, name: str) -> _Standin:
         known = self._known.get((module, name))
         if known is None:
-            raise _Refused(f"it calls for {module}.{name}")
+            raise _Refused(f"it imports {module}.{name}")
         return known
 
     def _encode(self, text: str, encoding: str) -> bytes:
@@ -165,7 +165,7 @@ class _Unpickler(_InPython):
 
     def load_inst(self) -> None:
         module, name = (self.readline()[:-1].decode("ascii", "replace") for _ in range(2))
-        raise _Refused(f"it calls for {module}.{name}")
+        raise _Refused(f"it imports {module}.{name}")
 
     def load_other(self) -> None:
         raise _Refused("it creates objects or uses persistent ids or extensions")

@@ -29,7 +29,7 @@ def weights(run: Path) -> list[bytes]:
 def test_log_has_the_groups_and_on_request_their_parameters(vitamp: Vitamp, tiny: Path) -> None:
     done = vitamp("-cfg", tiny, "-dry_run", *MUON, "TRAIN.OPTIMIZER.LIST=true")
     assert done.code == 0, done.text
-    assert "optimiser  Muon 4 tensors of 3,072 parameters, 5 Newton-Schulz steps in fp32; AdamW 16 tensors" in done.out
+    assert "optimiser  Muon 4 tensors (3,072 parameters), 5 Newton-Schulz steps in fp32; AdamW 16 tensors" in done.out
     assert "muon (betas 0.9 and 0.999, momentum 0.95, nesterov, eps 1e-08)" in done.out
     assert "    blocks.0.attn.qkv.weight 48 x 16" in done.text
     assert "blocks.0" not in vitamp("-cfg", tiny, "-dry_run", *MUON).text

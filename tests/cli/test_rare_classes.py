@@ -31,7 +31,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_log_names_sampler_and_weights(whole: Path) -> None:
     log = (whole / "log.txt").read_text()
-    assert "sampler balanced: 143 or 144 images of each of 10 classes per epoch, an image up to 2 times" in log
+    assert "sampler balanced: 143 or 144 images of each of 10 classes per epoch, each image at most 2 times" in log
     assert "class weights balanced: 0.98" in log
 
 

@@ -157,7 +157,7 @@ def test_dry_run_trains_all_weights(vitamp: Vitamp, tiny: Path) -> None:
     done = vitamp("-cfg", tiny, "-dry_run", *FROZEN)
     assert done.code == 0, done.text
     assert UNFROZEN in done.out
-    assert "The dry run trains these weights too" in done.out
+    assert "The dry run trains the frozen weights too" in done.out
     frozen = vitamp("-cfg", tiny, "-dry_run", "MODEL.FREEZE=backbone")
     assert gradients(done.out) > 10 * gradients(frozen.out)
 

@@ -52,7 +52,7 @@ def test_fleet_log_lines_count_from_0(vitamp: Callable[..., Result], tiny: Path,
         assert len(lines_like(summary.format(part), done.out)) == 1
     assert "Step[" not in done.out
     assert "Epoch[" not in done.out
-    assert "lines of epochs and batches count from 0" in done.out
+    assert "epoch and batch lines count from 0" in done.out
 
 
 def test_piped_output_has_plain_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_next_commands_have_the_folder_and_come_before_the_last_line(
     run = tmp_path / "a run"
     done = vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2")
     *_, evaluate, predict, export, report, resume, last = done.out.splitlines()
-    assert "The run ends here, after update 2, as TRAIN.MAX_UPDATES says." in done.out
+    assert "The run ends here, after update 2, as set by TRAIN.MAX_UPDATES." in done.out
     assert last.startswith("Done: ")
     for line, name, tool in (
         (evaluate, "evaluate", "evaluate.py"),

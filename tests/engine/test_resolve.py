@@ -91,7 +91,7 @@ def test_files_bring_what_is_written_in_them_or_beside_them(tmp_path: Path) -> N
     save_file(tensors, tmp_path / "mine.safetensors")
     said = notes(MODEL__PRETRAINED=str(tmp_path / "mine.safetensors"))
     assert (
-        "mine.safetensors: how its training images were preprocessed is not known; used here: DATA.IMAGE_SIZE" in said
+        "mine.safetensors: the preprocessing of its training images is unknown; this run uses DATA.IMAGE_SIZE" in said
     )
 
 

@@ -175,6 +175,6 @@ def test_rates_of_the_unfrozen_weights_are_logged(tiny: Path, said: pytest.LogCa
     number = sum(weight.numel() for weight in ready.model.parameters())
     head = sum(ready.model.get_parameter(name).numel() for name in HEAD)
     assert line == (
-        f"MODEL.UNFREEZE_EPOCH: from epoch 2 on, 30 frozen tensors of {number - head:,} parameters are trained too, at "
+        f"MODEL.UNFREEZE_EPOCH: from epoch 2 on, 30 frozen tensors ({number - head:,} parameters) are trained too, at "
         f"learning rate 2.500e-04 to 1.000e-03; {number:,} parameters are trained in all."
     )

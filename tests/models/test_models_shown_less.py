@@ -123,13 +123,15 @@ def test_other_image_size_without_a_schedule_is_refused() -> None:
     ("key", "shortcuts"), [("TOKEN_DROP", Shortcuts(token_drop=0.5)), ("SIZE_SCHEDULE", Shortcuts(sizes=(112,)))]
 )
 def test_token_drop_and_size_schedule_refuse_other_models(name: str, key: str, shortcuts: Shortcuts) -> None:
-    with pytest.raises(UserError, match=rf"TRAIN\.{key}: (SwinTransformer|ResNet) does not support it, .*ViT") as error:
+    with pytest.raises(
+        UserError, match=rf"TRAIN\.{key}: (SwinTransformer|ResNet) does not support it\. .*ViT"
+    ) as error:
         check_model(ModelConfig(NAME=name), 224, 3, shortcuts)
     assert len(str(error.value).splitlines()) == 2, "and nothing else is said"
 
 
 def test_scheduled_sizes_must_be_multiples_of_the_patch_size() -> None:
-    with pytest.raises(UserError, match=r"TRAIN\.SIZE_SCHEDULE: images of 150 are not divisible by the patches of 16"):
+    with pytest.raises(UserError, match=r"TRAIN\.SIZE_SCHEDULE: images of 150 are not divisible by the patch size 16"):
         check_model(ModelConfig(NAME="vit_tiny_patch16_224"), 224, 3, Shortcuts(sizes=(150, 160)))
 
 

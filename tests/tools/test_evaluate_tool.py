@@ -275,7 +275,7 @@ def test_bad_command_lines_are_refused(say: Callable[..., SimpleNamespace], digi
         ((digits_run, "-dataset", "imagefolder"), "needs DATA.DATA_PATH"),
         ((digits_run, "-dataset", "imagefoldr"), "Did you mean imagefolder?"),
         ((digits_run, "MODEL.DEPTH=3"), "weights of another architecture"),
-        ((digits_run, "DEVICE=mps"), "-device mps: this machine has none"),
+        ((digits_run, "DEVICE=mps"), "-device mps: this machine has no mps device"),
     ):
         done = say(*words)
         assert done.code == 2, (words, done.err)

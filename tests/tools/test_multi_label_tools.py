@@ -57,7 +57,7 @@ def test_evaluate_has_the_metrics_of_the_run(vitamp: Vitamp, run: Path, tmp_path
     assert found["figures"]["model"]["per_class"]["images"] == rows.sum(0).tolist()
     unlabelled = int((rows.sum(1) == 0).sum())
     assert f"61 images with {rows.sum()} labels of 4 classes; {unlabelled} images without a label" in text
-    assert "a class is predicted from its own threshold on, found in the model's validation" in text
+    assert "a class is predicted if its probability reaches its own threshold, found in the model's validation" in text
 
 
 def test_evaluate_matches_classes_of_other_data_by_name(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_predict_shows_images_without_a_label(vitamp: Vitamp, run: Path, digits_
     image = run.parent / "images/val0.png"
     done = vitamp(run, image, "-threshold", 1, "-format", "csv", script="scripts/predict.py")
     assert done.out.splitlines()[1] == f"{image},,,,"
-    assert "a class is predicted from 1 on" in done.err
+    assert "a class is predicted if its probability reaches 1" in done.err
     assert vitamp(run, image, "-threshold", 1, script="scripts/predict.py").out.splitlines()[1].endswith("  -")
     done = vitamp(digits_run, image, "-threshold", 0.5, script="scripts/predict.py")
     assert done.code == 2
@@ -133,10 +133,10 @@ def test_stripped_weights_keep_their_thresholds_and_averaged_ones_lose_them(
     assert vitamp("strip", run, "-weights", "model", "-out", alone, script="scripts/checkpoint.py").code == 0
     done = vitamp(alone, image, script="scripts/predict.py")
     assert done.out == expected, done.err
-    assert "its own threshold on" in done.err
+    assert "its own threshold, found" in done.err
     assert vitamp("average", run, "-last", 2, "-out", mean, script="scripts/checkpoint.py").code == 0
     done = vitamp(mean, image, script="scripts/predict.py")
-    assert "a class is predicted from 0.5 on, because these weights have no thresholds" in done.err
+    assert "a class is predicted if its probability reaches 0.5, because these weights have no thresholds" in done.err
     table = vitamp("list", run, script="scripts/checkpoint.py").out
     assert "mAP    EMA mAP" in table
     assert f"{best(run)['metrics']['map']:.2f}" in table

@@ -129,7 +129,9 @@ def _how(trained: Trained, threshold: float | None) -> str:
         if threshold is not None:
             raise UserError(f"-threshold {threshold:g}: this model has one label per image, so it needs no threshold.")
         return ""
-    return f"; {trained.thresholds()[1] if threshold is None else f'a class is predicted from {threshold:g} on'}"
+    if threshold is None:
+        return f"; {trained.thresholds()[1]}"
+    return f"; a class is predicted if its probability reaches {threshold:g}"
 
 
 def _check(asked: Namespace) -> None:

@@ -83,10 +83,10 @@ def test_repeated_augmentation_repeats_drawn_samples() -> None:
 
 def test_words_of_the_banner() -> None:
     assert BalancedOrder(LABELS).words() == (
-        "sampler balanced: 200 images of each of 5 classes per epoch, an image up to 40 times"
+        "sampler balanced: 200 images of each of 5 classes per epoch, each image at most 40 times"
     )
     assert (
-        "1 or 2 images of each of 2 classes per epoch, an image up to 2 times"
+        "1 or 2 images of each of 2 classes per epoch, each image at most 2 times"
         in BalancedOrder(np.array([0, 0, 1])).words()
     )
 

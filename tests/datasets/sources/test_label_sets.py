@@ -82,9 +82,9 @@ def test_columns_of_the_validation_table_may_have_another_order(table: Callable[
     ("lines", "header", "said"),
     [
         (["0.png,ant;;bee"], "path,labels", "all.csv:2: 'ant;;bee' has an empty label; separate labels by one ;"),
-        (["0.png,ant;ant"], "path,labels", "all.csv:2: the label 'ant' is there twice"),
+        (["0.png,ant;ant"], "path,labels", "all.csv:2: the label 'ant' appears twice"),
         (["0.png,", "1.png, "], "path,labels", "all.csv: no image has a label"),
-        (["0.png,0;two"], "path,labels", "all.csv:2: the label 'two' is not a whole number, but the first one is"),
+        (["0.png,0;two"], "path,labels", "all.csv:2: the label 'two' is not a whole number, but the first label is"),
         (["0.png,0;-1"], "path,labels", "all.csv:2: label -1 does not fit MODEL.NUM_CLASSES 3"),
         (["0.png,0;3"], "path,labels", "all.csv:2: label 3 does not fit MODEL.NUM_CLASSES 3"),
         (["0.png,a;b;c;d"], "path,labels", "has 4 classes, but MODEL.NUM_CLASSES is 3"),

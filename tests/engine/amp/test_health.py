@@ -76,7 +76,7 @@ def test_auto_fp32_moves_an_overflowing_module_and_training_continues(
 
     again = vitamp(*words, "-resume", "auto", "TRAIN.MAX_UPDATES=24")
     assert again.code == 0, again.text
-    kept = re.search(r"Modules in fp32, moved by AMP.AUTO_FP32 before: (.*)", again.out)
+    kept = re.search(r"Modules that AMP.AUTO_FP32 moved to fp32 before the resume: (.*)", again.out)
     assert kept, again.out
     moved = re.findall(r"AMP.AUTO_FP32: (\S+) overflowed", done.out)
     assert kept[1].split(", ") == moved

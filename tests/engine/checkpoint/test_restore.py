@@ -162,7 +162,7 @@ def test_resume_with_another_architecture_lists_differences(tiny: Path, tmp_path
 
 def test_resume_with_another_optimizer_is_refused(tiny: Path, tmp_path: Path) -> None:
     checkpoint = save(build(tiny), tmp_path, 1)
-    with pytest.raises(UserError, match=r"trained with AdamW, and it is SGD now"):
+    with pytest.raises(UserError, match=r"trained with AdamW, but the optimiser is SGD now"):
         restore(build(tiny, TRAIN__OPTIMIZER__NAME="SGD").parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
     state = torch.load(checkpoint.folder / "state.pt", weights_only=True)
     del state["trained"]  # as in checkpoints of before it was kept

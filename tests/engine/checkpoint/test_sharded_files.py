@@ -135,4 +135,4 @@ def test_folder_missing_on_another_machine_is_an_error(writing: Writing, tmp_pat
     writing.snapshot(1, 5.0)
     answer = writing.helper._write(tmp_path / "elsewhere", {})
     assert answer is not None
-    assert "all machines see them" in answer[1]
+    assert "a file system that all machines share" in answer[1]

@@ -95,7 +95,7 @@ def test_run_resumed_on_another_kind_of_device_chooses_again(caplog: pytest.LogC
     caplog.set_level("INFO")
     on_cpu = choose(kept="whole", began_on="cuda")
     assert on_cpu == CompileChoice("none", "default", choose().reason)
-    said = "The resumed run used TRAIN.COMPILE whole, but on cuda instead of cpu: it is chosen again."
+    said = "The resumed run used TRAIN.COMPILE whole, but on cuda instead of cpu, so TRAIN.COMPILE is chosen again."
     assert caplog.messages == [said]
     assert choose(kept="none", began_on="cpu", device="cuda").how == "whole"
     assert choose(kept="whole", began_on="cuda", COMPILE="blocks").how == "blocks", "as asked for"

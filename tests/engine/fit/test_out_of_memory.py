@@ -109,7 +109,7 @@ def test_out_of_memory_is_reported_once_with_ways_out(small_device: Callable[...
     for part in (
         " on cpu (",
         "and 2.00 GiB more were requested",
-        "28 images at a time, of 8 x 8 x 1: with 5 tokens of width 16 each, one tensor of all tokens takes 8.8 KiB",
+        "28 images at a time, of 8 x 8 x 1: each has 5 tokens of width 16, and one tensor of all tokens takes 8.8 KiB",
         "-batch_size 14 -accum_iter 2",
         "TRAIN.GRAD_CHECKPOINT=blocks",
         "-amp",
@@ -141,7 +141,7 @@ def test_evaluation_with_auto_batch_advises_a_smaller_one(tiny: Path) -> None:
     error.add_note(IN_VALIDATION)
     config = load_config(str(tiny), words={"DATA.BATCH_SIZE": "auto"}).config
     told = before_training(error, config, torch.device("cpu"))
-    assert "-batch_size_eval N, fewer than auto found" in told
+    assert "-batch_size_eval N, smaller than the size that auto found" in told
     assert "-batch_size auto" not in told
 
 

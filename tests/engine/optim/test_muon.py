@@ -189,8 +189,8 @@ def test_frozen_parameters_are_in_no_group(tiny: Path) -> None:
 def test_banner_counts_parameters_of_both_optimizers(tiny: Path) -> None:
     optimizer = build(tiny, **MUON).parts.optimizer
     assert describe_muon(optimizer, 2e-3) == (
-        "Muon 4 tensors of 3,072 parameters, 5 Newton-Schulz steps in fp32; "
-        "AdamW 16 tensors of 778 parameters, learning rate 0.002"
+        "Muon 4 tensors (3,072 parameters), 5 Newton-Schulz steps in fp32; "
+        "AdamW 16 tensors (778 parameters), learning rate 0.002"
     )
     words = {"TRAIN__OPTIMIZER__MUON__ADAMW_LR": 1e-3, "TRAIN__HEAD_LR": 10, "AMP__ENABLED": "true"}
     optimizer = build(tiny, **MUON, **words).parts.optimizer
@@ -211,7 +211,8 @@ def test_every_parameter_is_listed_once_if_asked_for(
     listed = [line.split()[0] for line in text.splitlines() if line.startswith("    ")]
     assert sorted(listed) == sorted(name for name, _ in ready.model.named_parameters())
     if name == "Muon":
-        fused = "  Muon, each split into 3 matrices, weight decay 0.05, learning rate x 1: 1 tensor of 768 parameters"
+        split = "  Muon (each tensor split into 3 matrices)"
+        fused = f"{split}, weight decay 0.05, learning rate x 1: 1 tensor (768 parameters)"
         assert fused in text
 
 

@@ -90,7 +90,7 @@ def test_overflow_watch_is_removed_with_sync_batch_norm(
     monkeypatch.setattr(wrapping, "wrap_ddp", lambda model, *_: model)
     wrapping.wrap(parts, Config())
     assert parts.watch is None
-    assert "Skipped updates are therefore not replayed" in said.text
+    assert "With DIST.SYNC_BATCHNORM, skipped updates are not replayed" in said.text
 
 
 @pytest.mark.slow

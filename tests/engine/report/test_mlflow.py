@@ -132,7 +132,7 @@ def test_store_that_fails_later_is_logged_once(
     for update in (1, 2):
         run.add("train", {"loss": 1.0}, update)
     run.close()
-    assert said.messages == ["MLflow does not answer any more (database is locked); training continues without it."]
+    assert said.messages == ["MLflow no longer answers (database is locked); training continues without it."]
 
 
 def test_experiment_that_another_run_has_just_made_is_used(

@@ -168,9 +168,7 @@ def test_lost_connection_is_logged_once(board: Callable[[Service], TrackedRun], 
     run.ended(Best())
     run.close()
     assert service.calls == ["init online", "log"]
-    assert warnings_in(said) == [
-        "Weights & Biases does not answer any more (Connection lost); training continues without it."
-    ]
+    assert warnings_in(said) == ["Weights & Biases no longer answers (Connection lost); training continues without it."]
 
 
 def test_metrics_are_kept_offline_when_wandb_is_unreachable(

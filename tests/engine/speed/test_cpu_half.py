@@ -247,4 +247,4 @@ def test_amx_is_rejected_with_amp_lists_before_the_run(vitamp, tiny: Path, tmp_p
     words = ("-cfg", tiny, "-output", tmp_path / "run", "-amp", "bf16", "CPU_BF16=amx")
     done = vitamp(*words, "AMP.CUSTOM_BLACK_LIST=[linear]")
     assert done.code == 2, done.text
-    assert "CPU_BF16 amx: AMP's lists name linear, which would have no effect; use onednn." in done.err
+    assert "CPU_BF16 amx: AMP's lists would have no effect on linear with amx; use onednn." in done.err

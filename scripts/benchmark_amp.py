@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What mixed precision and this program's update are worth on this machine: one command a table."""
+"""Benchmark mixed precision and vitamp's update on this machine. Each table is a command of its own."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which precision should I train in? Measured on your own model and data, not believed."""
+"""Which precision should I train in? Measured on your own model and data."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which precision? Train with each, with several seeds, and say what is faster, smaller, and as good."""
+"""Compare precisions: train in each, with several seeds or folds, and report speed, memory and accuracy."""
 
 import sys
 from pathlib import Path

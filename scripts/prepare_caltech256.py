@@ -4,9 +4,9 @@
 import sys
 
 print(
-    "error: prepare_caltech256.py is no more; -dataset caltech256 reads the same images without a table:\n"
+    "error: prepare_caltech256.py was removed; -dataset caltech256 reads the same images without a table:\n"
     "  python main_single_gpu.py -dataset caltech256 -data_path /data -num_classes 256 DATA.DOWNLOAD=true\n"
-    "DATA.DOWNLOAD=true fetches them where they are missing. More: docs/recipes/caltech256_resnet50.md",
+    "DATA.DOWNLOAD=true downloads them if they are missing. More: docs/recipes/caltech256_resnet50.md",
     file=sys.stderr,
 )
 sys.exit(2)

@@ -60,7 +60,10 @@ def _decide(
     best = meta.get("best")
     if isinstance(best, Mapping) and isinstance(best.get("kind"), str):
         which = _with_prefix("ema_" if best["kind"].startswith("ema_") else "")
-        return which, f"assumed: not validated at this update; the run's best were its {LABELS[which]} weights"
+        return (
+            which,
+            f"assumed: not validated at this update; the run's best result is of its {LABELS[which]} weights",
+        )
     return "model", "assumed: this checkpoint has no validation metrics"
 
 

@@ -294,7 +294,7 @@ def usage(program: str) -> str:
 
 
 ABOUT = """\
-Trains a Vision Transformer; with -amp in mixed precision. Examples:
+Trains a Vision Transformer, with -amp in mixed precision. Examples:
 
   python {program} -cfg configs/vit_digits.yaml -amp
   python {program} -cfg configs/vit_small_patch16_224.yaml -data_path /data/imagenet -amp
@@ -303,9 +303,9 @@ Trains a Vision Transformer; with -amp in mixed precision. Examples:
   python {program} -cfg configs/vit_digits.yaml -amp -dry_run TRAIN.BASE_LR=1e-3"""
 
 USAGE_END = (
-    "-flag value, -flag=value and --flag value are equivalent, and so are - and _ inside a name. KEY=VALUE sets any "
-    "setting in docs/config.md and overrides files and flags: TRAIN.BASE_LR=1e-4. Guide: README.md; error messages: "
-    "docs/troubleshooting.md. Other tools are in scripts/, each with -h."
+    "-flag value, -flag=value and --flag value are equivalent, and so are - and _ inside a name. KEY=VALUE, such as "
+    "TRAIN.BASE_LR=1e-4, sets any setting in docs/config.md and overrides files and flags. Guide: README.md; error "
+    "messages: docs/troubleshooting.md. Other tools are in scripts/; -h describes each."
 )
 
 

@@ -102,11 +102,13 @@ class Judge:
                 path.write_text(mutated(before, mutant, place.line), encoding="utf-8")
                 failed = self._run(self.chosen(place.file), self._seconds - (time.monotonic() - began))
                 if failed is None:
-                    return Outcome(mutant, UNFINISHED, time.monotonic() - began, "no test failed in the time it has")
+                    return Outcome(mutant, UNFINISHED, time.monotonic() - began, "no test failed within the time limit")
                 if not failed:
                     return Outcome(mutant, SURVIVED, time.monotonic() - began)
                 if failed in self._failing:  # a file that cannot be imported, which --deselect does not leave out
-                    return Outcome(mutant, UNFINISHED, time.monotonic() - began, f"{failed} fails without it")
+                    return Outcome(
+                        mutant, UNFINISHED, time.monotonic() - began, f"{failed} fails without the mutant as well"
+                    )
                 path.write_text(before, encoding="utf-8")
                 took = time.monotonic() - began
                 if self._run([failed], max(self._seconds, 3 * TEST_SECONDS)) == "":
@@ -207,14 +209,14 @@ def read_mutants(path: Path) -> list[Mutant]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("-commit", default="HEAD", help="whose code and tests (default HEAD)")
-    parser.add_argument("-also", metavar="COMMIT", help="choose only lines that this commit has, too")
+    parser.add_argument("-commit", default="HEAD", help="commit whose code and tests are used (default HEAD)")
+    parser.add_argument("-also", metavar="COMMIT", help="choose only lines that this commit has as well")
     parser.add_argument("-list", type=Path, metavar="FILE", help="the mutants of an earlier run")
     parser.add_argument("-json", type=Path, required=True, metavar="FILE", help="where to write the results")
-    parser.add_argument("-count", type=int, default=60, help="mutants (default 60)")
-    parser.add_argument("-seed", type=int, default=0, help="chooses them (default 0)")
-    parser.add_argument("-minutes", type=float, default=600, help="start no further mutant after these")
-    parser.add_argument("-seconds", type=float, default=240, help="for a mutant's tests (default 240)")
+    parser.add_argument("-count", type=int, default=60, help="number of mutants (default 60)")
+    parser.add_argument("-seed", type=int, default=0, help="seed of their random choice (default 0)")
+    parser.add_argument("-minutes", type=float, default=600, help="start no further mutant after this many minutes")
+    parser.add_argument("-seconds", type=float, default=240, help="time limit of the tests of a mutant (default 240)")
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         commit = checked_out(given.commit, Path(folder))

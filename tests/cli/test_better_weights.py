@@ -119,10 +119,10 @@ def test_assumption_without_validation_metrics_is_reported(
     recorded = {"kind": "ema_acc1", "figure": 90.0, "update": 44, "epoch": 1}
     older = {key: value for key, value in settings.items() if key != "SAVE_BEST_BY"}
     for changes, words in (
-        ({}, "plain weights (assumed: not validated at this update; the run's best were its plain weights)"),
+        ({}, "plain weights (assumed: not validated at this update; the run's best result is of its plain weights)"),
         (
             {"best": recorded},
-            "EMA weights (assumed: not validated at this update; the run's best were its EMA weights)",
+            "EMA weights (assumed: not validated at this update; the run's best result is of its EMA weights)",
         ),
         ({"best": None, "settings": older}, "plain weights (assumed: this checkpoint has no validation metrics)"),
         ({"best": recorded, "metrics": {"acc1": 1.0, "ema_acc1": 2.0}}, "EMA weights, top-1 2.00 %; plain: 1.00 %"),

@@ -95,7 +95,7 @@ def test_resumed_run_keeps_the_defaults_it_started_with(vitamp: Vitamp, swin: Pa
     assert (kept.BASE_LR, kept.LINEAR_SCALED_LR, kept.GRAD_CLIP, kept.MIXUP_ALPHA) == (0.003, None, None, 0)
     assert (kept.OPTIMIZER.EPS, kept.OPTIMIZER.BETAS) == (1e-8, (0.9, 0.999))
     assert kept.WEIGHT_DECAY == 0.1, "a value that is set now overrides it"
-    (line,) = [line for line in done.text.splitlines() if "keeps its own defaults" in line]
+    (line,) = [line for line in done.text.splitlines() if "keeps the defaults it started with" in line]
     assert "TRAIN.BASE_LR 0.003 (0.0005 now)" in line
     assert "TRAIN.OPTIMIZER.EPS 1.0e-08 (null now)" in line
     assert "WEIGHT_DECAY" not in line

@@ -86,7 +86,7 @@ def test_two_processes_drop_the_same_tokens_as_one(
         (["TRAIN.SIZE_SCHEDULE=[[0,6],[0.5,8]]"], "TRAIN.SIZE_SCHEDULE: [6]: not divisible by MODEL.PATCH_SIZE 4"),
         (["TRAIN.SIZE_SCHEDULE=[[0.1,4],[0.5,8]]"], "the first start must be 0"),
         (["TRAIN.SIZE_SCHEDULE=[[0,4],[2,8]]"], "below TRAIN.NUM_EPOCHS 2"),
-        (["TRAIN.SIZE_SCHEDULE=[[0,4],[0,8]]"], "each later one above the one before"),
+        (["TRAIN.SIZE_SCHEDULE=[[0,4],[0,8]]"], "each later start above the previous one"),
         (["TRAIN.SIZE_SCHEDULE=[[0,4]]"], "ends with size 4; it must end with DATA.IMAGE_SIZE 8"),
         (["TRAIN.SIZE_SCHEDULE=[[0,4,8]]"], "list of lists of two numbers"),
         (["TRAIN.SIZE_SCHEDULE=4"], "list of lists of two numbers"),

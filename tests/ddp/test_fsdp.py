@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused(vitamp: Callable[..., Result], place: Path, t
         ),
         (["-amp", "AMP.LEVEL=O2", "AMP.EVAL=false"], ["AMP.EVAL: false asks for validation in fp32"]),
         (["TRAIN.OPTIMIZER.NAME=adafactor"], ["TRAIN.OPTIMIZER.NAME adafactor was not tested with DIST.STRATEGY fsdp"]),
-        (["DIST.STRATEGY=ddp", "DIST.HSDP=true"], ["DIST.HSDP: true has a meaning for fsdp only"]),
+        (["DIST.STRATEGY=ddp", "DIST.HSDP=true"], ["DIST.HSDP: true works only with fsdp"]),
         (["DIST.HSDP=true"], ["It needs two or more machines"]),
     ]
     for words, said in cases:

@@ -55,7 +55,7 @@ def test_warned_job_requeues_and_resumes(cluster: Slurm, tiny: Path) -> None:
     job.wait_for_updates()
     cluster.ask("scancel", "--signal=USR1", job.number)
     until(lambda: job.state() == "PENDING" and not marked(job.command.mark), 60)
-    assert "goes back into the queue" in job.log.read_text()
+    assert "requeueing job" in job.log.read_text()
     saved = metrics(job.run, "train")[-1]["update"]
     assert saved < 400
     cluster.ask("scontrol", "update", f"JobId={job.number}", "StartTime=now+5")  # SLURM would wait two minutes
@@ -70,5 +70,5 @@ def test_cancelled_job_is_not_requeued(cluster: Slurm, tiny: Path) -> None:
     job.wait_for_updates()
     cluster.ask("scancel", job.number)
     until(lambda: not job.state() and not marked(job.command.mark), 60)
-    assert "goes back into the queue" not in job.log.read_text()
+    assert "requeueing job" not in job.log.read_text()
     assert metrics(job.run, "run")[-1]["what"] == "paused", "it was saved all the same"

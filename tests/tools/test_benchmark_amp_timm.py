@@ -257,7 +257,7 @@ def test_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch, error: Runti
 def test_variants_without_our_loop_are_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timm", "-cfg", str(tiny), "-loops", "plain", "-variants", "MODEL.ATTENTION=plain"]) == EXIT_USAGE
     assert (
-        "-variants MODEL.ATTENTION=plain: variants change settings of the loop ours; add it to -loops plain."
+        "-variants MODEL.ATTENTION=plain: variants change settings of the loop `ours`; add ours to -loops plain."
         in capsys.readouterr().err
     )
 
@@ -269,4 +269,4 @@ def test_unknown_loop_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str])
 
 def test_unknown_precision_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timm", "-cfg", str(tiny), "-precisions", "fp32,int4"]) == EXIT_USAGE
-    assert "-precisions fp32,int4: unknown 'int4'. It takes some of fp32,bf16,fp16." in capsys.readouterr().err
+    assert "-precisions fp32,int4: unknown 'int4'. Known: fp32,bf16,fp16." in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_json_file_has_command_machine_and_versions(measured: tuple[Result, dict
 
 def test_verdict_is_printed(measured: tuple[Result, dict[str, Any], Path]) -> None:
     done, results, _ = measured
-    assert "The model trains 5 images/s" in done.out
+    assert "The model trains on 5 images/s" in done.out
     assert "loading is not the bottleneck" in done.out
     assert results["verdict"] in done.out
 

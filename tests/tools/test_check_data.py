@@ -145,7 +145,7 @@ def test_all_copies_with_conflicting_labels_are_excluded(check: Check, tree: Pat
     conflicts |= {"train/bee/4.jpg", "val/cat/copy.jpg"}
     assert {line.split("  # ")[0] for line in listed.read_text().splitlines()[1:]} == conflicts
     assert set(names(found["defects"]["conflicting_labels"])) == conflicts
-    assert "5 of the images to exclude have the same bytes as others but another label" in done.out
+    assert "5 of the images to exclude have the same bytes as others but a different label" in done.out
     done, _ = check(tree, f"DATA.EXCLUDE={listed}")
     assert done.code == 0, done.text
 

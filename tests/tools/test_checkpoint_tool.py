@@ -158,7 +158,7 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
     out = ("-out", tmp_path / "new.safetensors")
     for words, said in (
         ((), "one of list, verify, average, strip"),
-        (("mend", run), "unknown command 'mend'. The first word is one of list, verify, average, strip"),
+        (("mend", run), "unknown command 'mend'. The first word must be one of list, verify, average, strip"),
         (("list", tmp_path / "nothing"), ": no such file or folder"),
         (("list", tmp_path), "no checkpoint found"),
         (("strip", run), "-out"),

@@ -155,7 +155,7 @@ def test_fastest_sound_mode_is_recommended() -> None:
     advice = recommend([bf16, judged(run(speed=120.0), "fp16")], base(), "-amp off")
     assert advice.flags == "-amp bf16"
     assert advice.sentence == (
-        "-amp bf16: 1.9x faster, 38 % less memory; its loss differs from fp32's by at most 0.004, two fp32 seeds "
+        "-amp bf16: 1.9x faster, 38 % less memory; its loss differs from fp32's by at most 0.004; two fp32 seeds "
         "differ by 0.1."
     )
 
@@ -191,7 +191,7 @@ def test_slightly_fewer_updates_are_accepted() -> None:
 def test_lower_loss_than_fp32_is_accepted() -> None:
     finding = judged(run(above(-0.3), 150.0))
     assert finding.against == []
-    assert "it never rises above all fp32 seeds" in recommend([finding], base(), "-amp off").sentence
+    assert "its loss never rises above those of all fp32 seeds" in recommend([finding], base(), "-amp off").sentence
 
 
 def test_speed_of_emulation_does_not_count() -> None:

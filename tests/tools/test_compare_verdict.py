@@ -95,7 +95,7 @@ def test_details_bound_the_unseen_loss() -> None:
     low = verdict["accuracy"]["low"]
     assert low < -1
     assert "difference within noise" in verdict["text"]
-    assert f"a loss of up to {-low:.2f} points could be hidden in the noise" in verdict["details"]
+    assert f"a drop in accuracy of up to {-low:.2f} points could be hidden in the noise" in verdict["details"]
 
 
 def test_one_seed_is_too_few() -> None:
@@ -166,14 +166,14 @@ def test_troubles_are_reported() -> None:
     problems = troubles(results, {"bf16": ["exit code 1: the gradients stopped being numbers"]}, MODES)
     assert problems == [
         "bf16: 1 of 3 runs failed: exit code 1: the gradients stopped being numbers",
-        "bf16: diverged with seed 1: the loss ended above its start",
-        "bf16: with seed 0 40 of 400 updates were skipped (10 %); docs/amp.md says what to do",
+        "bf16: diverged with seed 1: the loss ended higher than it started",
+        "bf16: with seed 0, 40 of 400 updates were skipped (10 %); docs/amp.md says what to do",
     ]
 
 
 def test_mode_without_runs_gets_no_verdict() -> None:
     results = runs(fp32={"last_acc1": [97.0, 98.0]})
-    assert text_of(results) == "bf16: no verdict, because a mode has no finished run"
+    assert text_of(results) == "bf16: no verdict, because bf16 or fp32 has no finished run"
     head, first, second = table(results, MODES)
     assert first[:2] == ["fp32", "2"]
     assert second[:3] == ["bf16", "0", "-"]

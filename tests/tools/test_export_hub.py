@@ -61,7 +61,7 @@ def test_digits_are_classified_alike_by_timm_alone(export_tool: Tool, digits_run
     ]
     assert "checked on 360 images of the run's validation split" in said
     assert f'timm.create_model("local-dir:{folder}", pretrained=True)' in said
-    assert "no license is in README.md" in said
+    assert "README.md has no license" in said
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert config["label_names"] == [str(digit) for digit in range(10)]
     assert config["num_classes"] == 10
@@ -258,11 +258,11 @@ def test_overwrite_replaces_only_files_of_the_export(export_tool: Tool, digits_r
     [
         (("-to", "hub"), "-output is missing: name the folder that -to hub writes"),
         (("-to", "hub", "-out", "m"), "-out m: -to hub writes a folder; name it with -output m"),
-        (("-to", "onnx", "-output", "m"), "-output m: is for -to hub"),
+        (("-to", "onnx", "-output", "m"), "-output m: works only with -to hub"),
         (("-to", "torch,hub", "-output", "m"), "-out is missing: name the file to write"),
-        (("-to", "torch", "-out", "m.pt2", "-push", "me/m"), "-push me/m: is for -to hub"),
+        (("-to", "torch", "-out", "m.pt2", "-push", "me/m"), "-push me/m: works only with -to hub"),
         (("-to", "hub", "-output", "m", "-push", "m"), "-push m: takes OWNER/NAME, such as me/vit-flowers"),
-        (("-to", "hub", "-output", "m", "-public"), "-public: is for -push OWNER/NAME"),
+        (("-to", "hub", "-output", "m", "-public"), "-public: works only with -push OWNER/NAME"),
         (("-to", "hub", "-output", "m", "-with_preprocess"), "hub holds only weights"),
         (("-to", "hub", "-output", "m", "-opset", "20"), "only onnx has opsets"),
         (("-to", "hub", "-output", "there/m"), "the folder there does not exist"),

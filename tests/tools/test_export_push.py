@@ -33,7 +33,7 @@ def test_pushed_model_is_loaded_from_the_hub(vitamp: Callable[..., Result], digi
         words = (digits_run, "-to", "hub", "-output", folder, "-check", 8, "-weights", "model", "-push", "me/digits")
         done = vitamp(*words, script="scripts/export.py", env=env, slow_start=True)
         assert done.code == 0, done.text
-        assert f"-push me/digits: the repository does not exist on {hub.url}; it is created, private" in done.text
+        assert f"-push me/digits: the repository does not exist on {hub.url}; it will be created, private" in done.text
         assert f"{hub.url}/me/digits: pushed, private" in done.text
         assert 'timm.create_model("hf-hub:me/digits", pretrained=True)' in done.text
         assert TOKEN not in done.text
@@ -53,7 +53,7 @@ def test_public_and_existing_repositories(
     words = (digits_run, "-to", "hub", "-output", tmp_path / "vit", "-check", 2, "-push", "museum/vit")
     code, said = export_tool(*words, "-public")
     assert code == 0, said
-    assert "it is created, public (-public)" in said
+    assert "it will be created, public (-public)" in said
     assert fake_hub.visibility == {"museum/vit": "public"}
     number = len(fake_hub.messages)
     before = fake_hub.requests.copy()

@@ -234,7 +234,7 @@ def test_bad_command_lines_are_refused(
     assert pack(source, done, "-short_side", 48) == 0
     before = all_bytes(tmp_path)
     for words, said in (
-        ([source], "needs SRC, what to pack, and DST, the folder to write; got 1"),
+        ([source], "needs SRC (what to pack) and DST (the folder to write); got 1"),
         ([], "got neither"),
         ([source, "a", "b"], "got 3"),
         ([source, tmp_path / "full"], "has other content, such as diary.txt"),

@@ -118,9 +118,11 @@ def test_incomplete_run_is_reported(page: Page, tmp_path: Path, what: str) -> No
     else:
         (run / ("config.yaml" if what == "config" else what)).write_text("{ no end")
     text = page(run, make_run(tmp_path / "whole")).text
-    assert {"cut": "running, or cut off", "config": "Unknown: a config.yaml", "run.json": "unknown"}.get(
-        what, "no metrics yet"
-    ) in text
+    assert {
+        "cut": "running, or cut off",
+        "config": "Unknown: the config.yaml of at least one run",
+        "run.json": "unknown",
+    }.get(what, "no metrics yet") in text
 
 
 def test_malicious_names_are_escaped(page: Page, tmp_path: Path) -> None:

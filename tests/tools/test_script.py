@@ -103,7 +103,7 @@ def test_whole_numbers_and_files(tmp_path: Path) -> None:
         (("-above", "0"), "-above 0: takes a number above 0."),
         (("-above", "nan"), "-above nan: takes a number above 0."),
         (("-numbers", "1,x"), "-numbers 1,x: takes whole numbers from 0 on, separated by commas, such as 1,2,4."),
-        (("-words", "red,gren"), "-words red,gren: unknown 'gren'. Did you mean green? It takes some of red,green."),
+        (("-words", "red,gren"), "-words red,gren: unknown 'gren'. Did you mean green? Known: red,green."),
     ):
         with pytest.raises(UserError) as error:
             read(*words)

@@ -17,12 +17,12 @@ ABOUT = """Seconds per 100 iterations in seven windows, AMP off and AMP on; thei
     python scripts/benchmark_amp.py amp -cfg configs/vit_base_patch16_224.yaml -batch_size 64
     python scripts/benchmark_amp.py amp -model vit_small_patch16_224 -amp bf16 -iters 20 -windows 3
 
-Images are made on the device, unless -dataset names a data set. -amp chooses the precision of `AMP on` (default: that
-of AMP.DTYPE auto on this device)."""
+Images are made on the device, unless -dataset names a data set. -amp chooses the precision of `AMP on` (default:
+what AMP.DTYPE auto chooses on this device)."""
 FLAGS = (
     MODEL,
     Flag("iters", "iterations per window", "N", kind=whole(1), default_text="100; on a CPU 10"),
-    Flag("windows", "windows per contender", "N", default=7, kind=whole(1)),
+    Flag("windows", "windows for AMP off and for AMP on", "N", default=7, kind=whole(1)),
 )
 OFF, ON = "AMP off", "AMP on"
 

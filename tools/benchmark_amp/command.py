@@ -6,9 +6,10 @@
 
 The same command with the same -json file resumes after the time ran out.
 
-The contenders alternate after a warm-up, in reverse order every other round. The report shows medians, and ratios taken
-within a round. One contender runs twice as a control: the ratio of its two results shows the noise. -json is written
-after every turn. All flags and settings of main_single_gpu.py are accepted.
+The contenders (the precisions, loops or sizes compared) alternate after a warm-up, in reverse order every other round.
+The report shows medians, and ratios taken within a round. One contender runs twice as a control: the ratio of its two
+results shows the noise. -json is written after every measurement. All flags and settings of main_single_gpu.py are
+accepted.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from utils.log import log
 
 OWN = (
     Flag("budget_min", "time limit in minutes; repeat with the same -json to resume", "M", default=10, kind=above_zero),
-    Flag("json", "write every turn to this file, with device, versions and command", "FILE"),
+    Flag("json", "write every measurement to this file, with device, versions and command", "FILE"),
     Flag("plot", "draw the results", "FILE.png", old=("out",)),
     OVERWRITE,
 )
 NAME = "benchmark_amp.py"
-ONE_LABEL = "the made images have one label each; leave it out"
+ONE_LABEL = "the generated images have one label each; leave it out"
 COMMANDS = {
     name: Tool(NAME, table.about, (*table.flags, *OWN), command=name, one_label=ONE_LABEL)
     for name, table in TABLES.items()
@@ -62,7 +63,7 @@ def _benchmark(argv: list[str]) -> int:
     except KeyboardInterrupt:
         if json_file is None or not json_file.exists():
             raise
-        log.warning("interrupted; every finished turn is in %s, and the same command resumes", json_file)
+        log.warning("interrupted; every finished measurement is in %s, and the same command resumes", json_file)
         return EXIT_INTERRUPTED
     _report(table, results, json_file, picture)
     return EXIT_DONE

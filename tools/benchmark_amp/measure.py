@@ -119,7 +119,7 @@ def measure(
     recorder.write()
     if results.is_empty:
         if budget.cut:
-            raise TrainingError("the time was up before anything was measured; give more -budget_min.")
+            raise TrainingError("the time was up before anything was measured; raise -budget_min.")
         raise TrainingError("nothing could be measured:\n" + "\n".join(f"  {line}" for line in results.failures()))
     return results
 

@@ -25,20 +25,21 @@ ABOUT = """Memory, iterations/s, images/s and speed-up of each precision, on syn
     python scripts/benchmark_amp.py precisions -model vit_base_patch16_224 -batch_size 128
     python scripts/benchmark_amp.py precisions -dataset imagefolder -data_path /data/flowers -modes bf16,O2-bf16
 
-Every turn runs in a process of its own, so that its peak memory can be measured. Synthetic images are made on the
-device. The files are JPEGs of 500 x 375 that the tool makes once, unless -dataset and -data_path name others."""
+Every measurement runs in a process of its own, so that its peak memory is known. Synthetic images are generated on the
+device. The image files are JPEGs of 500 x 375 that the tool generates once, unless -dataset and -data_path name
+others."""
 FLAGS = (
     MODEL,
-    Flag("iters", "iterations per turn", "N", kind=whole(1), default_text="50; on a CPU 5"),
+    Flag("iters", "iterations per measurement", "N", kind=whole(1), default_text="50; on a CPU 5"),
     ROUNDS,
     Flag(
         "modes",
-        "compare with fp32: values of -amp such as tf32,bf16,O2-fp16",
+        "precisions to compare with fp32: values of -amp such as tf32,bf16,O2-fp16",
         "A,B",
-        default_text="those useful on this device",
+        default_text="all that are useful on this device",
     ),
     Flag("no_files", "measure synthetic images only"),
-    Flag("made", "JPEGs to make", "N", kind=whole(1), default_text="8000; on a CPU 200"),
+    Flag("made", "number of JPEGs to generate", "N", kind=whole(1), default_text="8000; on a CPU 200"),
 )
 REFERENCE = "fp32"
 SYNTHETIC, FILES = "synthetic", "files"

@@ -27,9 +27,9 @@ ABOUT = """Speed and memory against batch size, image size, model size and numbe
 
 Each axis varies one size and keeps the others at the base size. The prediction is the time that the counted operations
 of the model take at the FLOP/s of the base size. A size that is faster than predicted uses the device better than the
-base size does; one that is slower is limited by something other than arithmetic. On the axis of processes, each process
-trains the base size, so the prediction is the time of one process. `exchange` is the fraction of the time that is saved
-without the all-reduce of gradients. -threads is per process."""
+base size does; a slower one is limited by something other than arithmetic. On the axis of processes, each process
+trains the base size, so the prediction is the time of one process. `exchange` is the fraction of the time that the
+all-reduce of gradients takes. -threads is per process."""
 AXES = ("batch", "image", "model", "processes")
 FLAGS = (
     MODEL,
@@ -38,7 +38,7 @@ FLAGS = (
     Flag("images", "image sizes", "A,B", kind=whole_numbers(1), default_text="1/2 to 2 times DATA.IMAGE_SIZE"),
     Flag("models", "models", "A,B", default_text="ViT Ti to H; on a CPU Ti and S"),
     Flag("processes", "numbers of processes", "A,B", kind=whole_numbers(1), default_text="1,2, or 1 and all GPUs"),
-    Flag("iters", "iterations per turn", "N", kind=whole(1), default_text="20; on a CPU 5"),
+    Flag("iters", "iterations per measurement", "N", kind=whole(1), default_text="20; on a CPU 5"),
     ROUNDS,
 )
 VITS = (

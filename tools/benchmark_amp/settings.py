@@ -81,7 +81,9 @@ def set_up(
     check_one_training(loaded, "benchmark_amp.py")
     remarks = [*loaded.notes, *about_one_device(loaded)]
     if defaults and device.type == "cpu":
-        remarks.append(f"small defaults on a CPU: {', '.join(f'{key} {value}' for key, value in defaults.items())}")
+        remarks.append(
+            f"on a CPU, defaults are small: {', '.join(f'{key} {value}' for key, value in defaults.items())}"
+        )
     return Setup(loaded, device, remarks)
 
 

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from datasets import Batch, Window
     from engine.update import Parts
 
-ABOUT = """Three linear layers on random numbers: AMP off, on, and on with ten batches per update; with the loss.
+ABOUT = """Time and loss of three linear layers on random numbers: AMP off, on, and on with ten batches per update.
 
     python scripts/benchmark_amp.py simplenet
     python scripts/benchmark_amp.py simplenet -width 4096 -batch_size 512 -batches 50 -epochs 5
 
 ReLU after the first two layers, mean squared error, SGD at 1e-4, loss scale 1024 if the loss is scaled. The numbers are
-on the device before the time starts; the loss is that of the last update. The net is little else than matrix products,
-so its speed-up is the most that AMP reaches on a device."""
+on the device before the timer starts. The reported loss is that of the last update. The net does little but matrix
+products, so its speed-up is about the most that AMP can reach on a device."""
 FLAGS = (
     Flag("width", "inputs and outputs of each layer", "N", kind=whole(1), default_text="4096; on a CPU 512"),
     Flag("batches", "batches per epoch", "N", kind=whole(1), default_text="50; on a CPU 20"),
-    Flag("epochs", "epochs per turn", "N", kind=whole(1), default_text="5; on a CPU 2"),
-    Flag("accumulated", "batches per update of the third contender", "N", default=10, kind=whole(1)),
+    Flag("epochs", "epochs per measurement", "N", kind=whole(1), default_text="5; on a CPU 2"),
+    Flag("accumulated", "batches per update where AMP is on with accumulation", "N", default=10, kind=whole(1)),
     ROUNDS,
 )
 FIXED = {

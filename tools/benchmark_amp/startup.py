@@ -27,11 +27,11 @@ ABOUT = """Seconds from the command to the first update, by part: imports, model
     python scripts/benchmark_amp.py startup                     # the digits recipe of README.md
     python scripts/benchmark_amp.py startup -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -amp
 
-Every turn starts main_single_gpu.py as a shell does, and ends it after a few updates. If parts are nested, time counts
-for the innermost: an import by the model counts as import. `compiling` is how much longer the first update takes than
-later ones. The time that Python takes to import torch and timm alone is shown for comparison. After the first turn,
-files are cached."""
-FLAGS = (Flag("rounds", "turns per contender", "N", default=5, kind=whole(1)),)
+Every measurement starts main_single_gpu.py as a shell does, and ends it after a few updates. If parts are nested, time
+counts for the innermost: an import by the model counts as import. `compiling` is how much longer the first update
+takes than later ones. The time that Python takes to import torch and timm alone is shown for comparison. From the
+second measurement on, files are in the operating system's cache."""
+FLAGS = (Flag("rounds", "how often each start is measured", "N", default=5, kind=whole(1)),)
 COMMAND, FLOOR = "vitamp", "import torch, timm"
 DIGITS = "configs/vit_digits.yaml"
 TIMEOUT_SECONDS = 600

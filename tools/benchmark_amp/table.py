@@ -10,7 +10,7 @@ from tools.benchmark_amp.results import Metrics, Results
 from tools.common.command_line import ToolLine
 from utils.flags import Flag, whole
 
-ROUNDS = Flag("rounds", "turns per contender", "N", default=3, kind=whole(1))
+ROUNDS = Flag("rounds", "how often each contender is measured", "N", default=3, kind=whole(1))
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,9 @@ class TrainingSession(Session):
 
 def _no_exchange(forward: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     if not isinstance(forward, DistributedDataParallel):
-        raise UserError("these settings synchronise gradients by other means than DDP, which cannot be switched off")
+        raise UserError(
+            "with these settings, gradients are not synchronised by DDP, so the all-reduce cannot be left out"
+        )
     return forward.no_sync()
 
 

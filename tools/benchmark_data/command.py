@@ -1,16 +1,16 @@
-"""Measure how fast images are loaded, compared with timm and torchvision, and whether that is fast enough.
+"""Measure how fast images are loaded, compared with timm and torchvision, and whether that keeps up with the model.
 
     python scripts/benchmark_data.py -data_path /data/imagenet -appetite 2500
     python scripts/benchmark_data.py -dataset imagefolder -data_path /data/flowers -num_workers 0,4,16 -json speed.json
     python scripts/benchmark_data.py -made 1500 -size small    # no data at hand: makes JPEGs
 
 Per core: images per second of one core's time, from the stored file to uint8 pixels of the model's image size, with the
-transforms of training and of validation; `packed` is the same after scripts/pack_images.py. Through the loaders:
-batches per wall-clock time, as they arrive in the training process. By stage: where our path spends its time. All
-contenders alternate, so that a busy machine slows all of them; the report shows medians, and ratios taken within a
-round.
+transforms of training and of validation; `packed` is the same for images packed by scripts/pack_images.py. Through the
+loaders: images per second of wall-clock time, as batches arrive in the training process. By stage: CPU time of each
+stage of vitamp's loading. The contenders (vitamp, timm and torchvision) alternate, so that a busy machine slows all of
+them. The report shows medians, and ratios taken within a round.
 
--appetite N is the number of images per second that the model can train (training logs images/s; measure it with
+-appetite N is the number of images per second that the model can train on (training logs images/s; measure it with
 -dataset synthetic). All flags and settings of main_single_gpu.py are accepted, such as TRAIN.RAND_AUGMENT=true.
 """
 
@@ -28,17 +28,21 @@ SIZES = {"small": "500 x 375, 100 KB", "large": "1600 x 1200, 940 KB"}
 MADE = 1500
 OWN = (
     Flag(
-        "made", "use N JPEGs that it makes, once", "N", kind=whole(1), default_text=f"{MADE} if there is no -data_path"
+        "made",
+        "measure on N JPEGs that the tool makes once",
+        "N",
+        kind=whole(1),
+        default_text=f"{MADE} without -data_path",
     ),
     Flag(
         "size",
-        f"size of these JPEGs: {' or '.join(f'{name} ({about})' for name, about in SIZES.items())}",
+        f"size of the JPEGs of -made: {' or '.join(f'{name} ({about})' for name, about in SIZES.items())}",
         "NAME",
         default="small",
         choices=tuple(SIZES),
     ),
-    Flag("rounds", "turns of each contender", "N", default=5, kind=whole(1)),
-    Flag("images", "images per turn", "N", default=500, kind=whole(1)),
+    Flag("rounds", "how often each contender is measured", "N", default=5, kind=whole(1)),
+    Flag("images", "images per measurement", "N", default=500, kind=whole(1)),
     Flag(
         "num_workers",
         "loading processes, such as 0,1,4",
@@ -48,15 +52,13 @@ OWN = (
         old=("workers",),
     ),
     Flag("parts", "what to measure", "A,B", kind=some_of(*PARTS), default_text=",".join(PARTS)),
-    Flag("appetite", "images per second that the model can train", "N", kind=above_zero),
+    Flag("appetite", "images per second that the model can train on", "N", kind=above_zero),
     Flag("budget_min", "time limit in minutes; reports what was measured until then", "M", default=10, kind=above_zero),
     Flag("json", "write all measurements, with machine, versions and command", "FILE"),
     Flag("plot", "draw the results", "FILE.png", old=("out",)),
     OVERWRITE,
 )
-TOOL = Tool(
-    "benchmark_data.py", __doc__, OWN, one_label="the loaders that it compares have one label per image; leave it out"
-)
+TOOL = Tool("benchmark_data.py", __doc__, OWN, one_label="the loaders compared have one label per image; leave it out")
 
 
 def main(argv: list[str]) -> int:

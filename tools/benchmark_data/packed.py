@@ -42,7 +42,7 @@ def pack(parts: dict[bool, Images], orders: dict[bool, np.ndarray], changes: Tra
         # Show only errors: the packed images are temporary.
         if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
             raise TrainingError(
-                "packing failed, see the error above; -parts train,val,stages,loader measures without it."
+                "packing failed, see the error above; -parts train,val,stages,loader measures everything else."
             )
         opened[kind] = _open(data, changes, packed)
     return opened

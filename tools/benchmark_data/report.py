@@ -69,10 +69,12 @@ def verdict(results: Results, appetite: float) -> str:
     if not rates:
         if per_core is None:
             return "No verdict on -appetite: it needs -parts loader or train."
-        return f"The model trains {appetite:.0f} images/s: loading needs about {math.ceil(appetite / per_core)} cores."
+        return (
+            f"The model trains on {appetite:.0f} images/s: loading needs about {math.ceil(appetite / per_core)} cores."
+        )
     workers = max(rates, key=lambda count: rates[count])
     best = rates[workers]
-    text = f"The model trains {appetite:.0f} images/s; loading reaches {best:.0f} with {workers} workers"
+    text = f"The model trains on {appetite:.0f} images/s; loading reaches {best:.0f} with {workers} workers"
     if best >= ENOUGH * appetite:
         enough = min(count for count, rate in rates.items() if rate >= ENOUGH * appetite)
         return f"{text}: loading is not the bottleneck. {enough} workers are enough."
@@ -116,7 +118,9 @@ def report(results: Results, appetite: float | None, json_file: Path | None) -> 
     for line in lines(results):
         print(line)
     if results["cut"]:
-        log.warning("the time ran out (-budget_min) before all rounds were done; the results are of fewer rounds")
+        log.warning(
+            "the time ran out (-budget_min) before all rounds were done; the results are medians of fewer rounds"
+        )
     if appetite is not None:
         results["appetite"], results["verdict"] = appetite, verdict(results, appetite)
         print(f"\n{results['verdict']}")

@@ -31,7 +31,8 @@ OWN = (
     Flag("out", "write a list of unreadable images for DATA.EXCLUDE", "FILE"),
     Flag(
         "exclude_duplicates",
-        "also list later duplicates, images in both splits, and all copies with conflicting labels",
+        "also list all but the first of duplicates, training images that are in validation too, and all copies with "
+        "conflicting labels",
     ),
     Flag("exclude_small", "also list images smaller than IMAGE_SIZE"),
     Flag("json", "write all findings as JSON", "FILE"),
@@ -72,11 +73,11 @@ def _check(argv: list[str]) -> int:
         conflicts = len(findings.defects[CONFLICTS]) if line.asked.exclude_duplicates else 0
         if conflicts:
             log.info(
-                "\n%d of the images to exclude have the same bytes as others but another label. Which label is right "
-                "is unknown, so all copies are excluded. Correct the labels to keep one copy.",
+                "\n%d of the images to exclude have the same bytes as others but a different label. Which label is "
+                "right is unknown, so all copies are excluded. Correct the labels to keep one copy.",
                 conflicts,
             )
-        log.info("\n%d images to exclude; to do so, add DATA.EXCLUDE=%s", len(chosen), out)
+        log.info("\n%d images to exclude; to exclude them, add DATA.EXCLUDE=%s", len(chosen), out)
     log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED
 

@@ -8,8 +8,9 @@
 
 A path is a run's folder, one of its checkpoints, or a file in one. `list` reads meta.json and file sizes. `verify`
 reads every byte and compares checksums. `average` writes the uniform mean of a run's last K checkpoints, or of several
-checkpoints (a model soup). `strip` writes only the weights. Of a run, `strip` and a soup take the best checkpoint. The
-header of the file has class names and input format; -pretrained and timm load it.
+checkpoints (a model soup). `strip` writes only the weights. Given a run, `strip` and a
+soup take its best checkpoint. The header of a written file has class names and input format; -pretrained and timm load
+the file.
 
 Exit codes: 0 done, 1 `verify` found damage, 2 anything wrong with the command, the files, or the disk.
 """
@@ -33,8 +34,15 @@ COMMANDS = {
     for tool in (
         Tool(NAME, "list the checkpoints of a run", (), (ONE,), False, "list"),
         Tool(NAME, "read every byte and compare checksums", (), (MANY,), False, "verify"),
-        Tool(NAME, "write the uniform mean of weights", (OUT, OVERWRITE, LAST, WEIGHTS), (MANY,), False, "average"),
-        Tool(NAME, "write only the weights", (OUT, OVERWRITE, WEIGHTS), (ONE,), False, "strip"),
+        Tool(
+            NAME,
+            "write the uniform mean of several checkpoints' weights",
+            (OUT, OVERWRITE, LAST, WEIGHTS),
+            (MANY,),
+            False,
+            "average",
+        ),
+        Tool(NAME, "write only the weights of a checkpoint", (OUT, OVERWRITE, WEIGHTS), (ONE,), False, "strip"),
     )
 }
 
@@ -62,7 +70,7 @@ def _run(argv: list[str]) -> int:
     if asked.last is not None and len(asked.path) > 1:
         raise UserError(f"-last {asked.last}: takes one run, but {len(asked.path)} paths are given.")
     if asked.last is None and len(asked.path) < 2:
-        raise UserError("average: give -last K with a run, or several checkpoints.")
+        raise UserError("average: give one run with -last K, or several checkpoints.")
     return average(asked.path, asked.last, asked.out, asked.weights)
 
 

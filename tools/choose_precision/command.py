@@ -7,7 +7,7 @@
 It trains a few hundred updates in fp32, with three seeds to measure the noise, and in every other precision that is
 useful on this device, each in a process of its own. It compares speed, memory and loss curve, counts skipped updates,
 and examines the gradients of every layer. It ends with a recommendation and the flags for it, and writes
-choose_precision.json and choose_precision.png into its folder (-output DIR; otherwise one is made in SAVE).
+choose_precision.json and choose_precision.png into -output DIR, or into a new folder in SAVE.
 
 All flags and settings of main_single_gpu.py are accepted, except AMP.ENABLED, AMP.DTYPE, AMP.LEVEL and AMP.TF32, which
 are compared.
@@ -37,7 +37,12 @@ OWN = (
         "updates", "updates per measurement; use at least a few hundred", "N", default=300, kind=whole(FEWEST_UPDATES)
     ),
     Flag("budget_min", "time limit in minutes; measurements are cut short to fit", "M", default=10, kind=above_zero),
-    Flag("modes", "compare with fp32: tf32 fp16 bf16 O2-fp16 ...", "A,B", default_text="those useful on this device"),
+    Flag(
+        "modes",
+        "precisions to compare with fp32: tf32,fp16,bf16,O2-fp16,...",
+        "A,B",
+        default_text="all that are useful on this device",
+    ),
     OVERWRITE,
 )
 NAME, FORMER_NAME = "choose_precision", "doctor"
@@ -51,7 +56,7 @@ def main(argv: list[str], name: str = NAME) -> int:
 
 def _choose(argv: list[str], name: str) -> int:
     if name == FORMER_NAME:
-        log.warning("scripts/%s.py is now scripts/%s.py; the former name still works", name, NAME)
+        log.warning("scripts/%s.py is now scripts/%s.py; the old name still works", name, NAME)
     line = TOOL.read(argv)
     asked, loaded = line.asked, line.load()
     _check(loaded, name, bool(asked.overwrite))
@@ -77,9 +82,13 @@ def _choose(argv: list[str], name: str) -> int:
 def _without_effect(loaded: Loaded) -> list[str]:
     """Notes on the user's settings that this tool ignores."""
     compared = [k for k in ("ENABLED", "DTYPE", "LEVEL", "TF32") if loaded.sources[f"AMP.{k}"] != "default"]
-    notes = [f"AMP.{key} ({loaded.sources[f'AMP.{key}']}) has no effect: it is compared here" for key in compared]
+    notes = [
+        f"AMP.{key} ({loaded.sources[f'AMP.{key}']}) has no effect: this tool compares its values" for key in compared
+    ]
     if loaded.config.AMP.AUTO_FP32:
-        notes.append("AMP.AUTO_FP32 has no effect: no module is moved to fp32, to show every precision as it is")
+        notes.append(
+            "AMP.AUTO_FP32 has no effect: no module is moved to fp32, so that each precision is measured unchanged"
+        )
     return notes + about_one_device(loaded)
 
 

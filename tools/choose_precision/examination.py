@@ -72,7 +72,7 @@ class Examination:
         if failed and all(run.failed for run in results):
             raise TrainingError(f"nothing could be measured; fp32: {failed}")
         if failed:
-            log.warning("fp32 could not be measured (%s), so the others are not compared with it", failed)
+            log.warning("fp32 could not be measured (%s), so the other precisions are not compared with it", failed)
         bad = next((run.bad_update for run in runs if run.bad_update is not None), None)
         if bad is not None:
             raise TrainingError(
@@ -87,7 +87,7 @@ class Examination:
         measured.notes = list(dict.fromkeys([*([warning] if warning else []), *measured.notes]))
         slow = "emulated on this device, so its speed is meaningless" if is_emulated(mode, self._device) else ""
         if lacks_arithmetic(mode, self._device):
-            slow = f"this CPU has no fp16 arithmetic; {self._updates(mode)} updates only show whether it trains"
+            slow = f"this CPU has no fp16 arithmetic; {self._updates(mode)} updates only show whether the model trains"
         return judge(mode.name, mode.flags(self._config.AMP), measured, base, self._updates(mode), slow)
 
     def _updates(self, mode: Mode) -> int:
@@ -162,11 +162,13 @@ class Examination:
         if base is None:
             return texts
         noise = f"speed: three runs of fp32 varied by {100 * base.speed_noise:.0f} %; smaller differences are noise"
-        texts.append(noise + ("; repeat it when the machine is idle" if base.speed_noise > MUCH_NOISE else ""))
+        texts.append(
+            noise + ("; repeat the measurement when the machine is idle" if base.speed_noise > MUCH_NOISE else "")
+        )
         warmup = min(self._config.TRAIN.WARMUP_EPOCHS, self._config.TRAIN.NUM_EPOCHS)
         if base.runs[0].epochs < warmup / 2:
             texts.append(
-                f"learning rate: only reached {base.runs[0].learning_rate:.2g}, after {base.runs[0].epochs:.2g} of "
+                f"learning rate: reached only {base.runs[0].learning_rate:.2g}, after {base.runs[0].epochs:.2g} of "
                 f"{warmup:g} TRAIN.WARMUP_EPOCHS; for the full learning rate, give more -updates or a shorter warm-up"
             )
         waited = base.runs[0].data_wait_percent

@@ -65,8 +65,8 @@ def _layer_lines(measured: Measured) -> list[str]:
     tightest = min(measured.layers, key=lambda layer: layer.headroom, default=None)
     if tightest is not None and tightest.headroom < 2**15:
         lines.append(
-            f"at scale {measured.scale:g} {tightest.name} is closest to overflow: its gradients could be "
-            f"{_power(tightest.headroom)} times as large"
+            f"at scale {measured.scale:g}, {tightest.name} is closest to overflow: its gradients could be "
+            f"{_power(tightest.headroom)} times as large without overflow"
         )
     return lines
 

@@ -157,7 +157,7 @@ def recommend(findings: list[Finding], base: Baseline | None, fp32_flags: str) -
             chosen.name, chosen.flags, f"{chosen.flags}: no faster, but {_memory(chosen)}; {_harmless(chosen)}."
         )
     why = f"the speed of equal runs varied by {100 * base.speed_noise:.0f} %" if base.speed_noise > 0.02 else ""
-    nothing = "no mode that trained as well as fp32 was faster or smaller by more than the noise"
+    nothing = "no precision that trained as well as fp32 was faster or needed less memory by more than the noise"
     return Recommendation("fp32", fp32_flags, f"{fp32_flags}: {nothing}{f' ({why})' * bool(why)}.")
 
 
@@ -170,7 +170,7 @@ def _without_fp32(sound: list[Finding], fp32_flags: str) -> Recommendation:
     return Recommendation(
         chosen.name,
         chosen.flags,
-        f"{chosen.flags}: it runs, and fp32 did not; try a smaller -batch_size to compare its loss with fp32's.",
+        f"{chosen.flags}: it ran, but fp32 did not; try a smaller -batch_size to compare its loss with fp32's.",
     )
 
 
@@ -187,8 +187,8 @@ def _memory(finding: Finding) -> str:
 
 def _harmless(finding: Finding) -> str:
     difference, noise = f"{finding.difference:.2g}", f"{finding.noise:.2g}"
-    text = f"its loss differs from fp32's by at most {difference}, two fp32 seeds differ by {noise}"
+    text = f"its loss differs from fp32's by at most {difference}; two fp32 seeds differ by {noise}"
     if (finding.difference or 0) <= (finding.noise or 0):
         return text
     worse = f"rises at most {finding.excess:.2g} above" if (finding.excess or 0) > 0 else "never rises above"
-    return f"{text}, and it {worse} all fp32 seeds"
+    return f"{text}; its loss {worse} those of all fp32 seeds"

@@ -41,13 +41,13 @@ PAGES = {
 """Documentation page of each tool."""
 WEIGHTS = Flag(
     "weights",
-    "the model's weights or their EMA; auto: those that validated better",
+    "plain weights (model) or their EMA; auto: whichever validated better",
     "auto|model|ema",
     default="auto",
     choices=("auto", "model", "ema"),
 )
 """For tools that load a trained model."""
-OVERWRITE = Flag("overwrite", "replace an existing file; without this flag it is an error")
+OVERWRITE = Flag("overwrite", "replace an existing file; without this flag, an existing file is an error")
 """For tools that write a file named by the user."""
 
 
@@ -81,7 +81,7 @@ def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
         words = tuple(dict.fromkeys(text.split(",")))
         for word in words:
             if word not in known:
-                raise ValueError(f"unknown {word!r}.{nearest(word, known)} It takes some of {','.join(known)}")
+                raise ValueError(f"unknown {word!r}.{nearest(word, known)} Known: {','.join(known)}")
         return words
 
     return names
@@ -141,7 +141,9 @@ class Tool:
         own = {name: value for name, value in given.items() if name in defaults}
         run = command_line({name: value for name, value in given.items() if name not in own}, words)
         if run.action != "train":
-            raise UserError(f"{self.name} has no -{run.action}; main_single_gpu.py has it, and takes the same flags.")
+            raise UserError(
+                f"{self.name} has no -{run.action}; use main_single_gpu.py, which has it and takes the same flags."
+            )
         return ToolLine(run, Namespace(**{**defaults, **own}), frozenset(own), self.one_label)
 
 
@@ -167,7 +169,7 @@ class ToolLine:
         loaded = load_config(self.run.cfg, {**self.run.flags, **(more or {})}, self.run.words)
         if loaded.config.DATA.BATCH_SIZE == AUTO:
             where = loaded.sources["DATA.BATCH_SIZE"]
-            raise UserError(f"{where}: DATA.BATCH_SIZE auto is for training; give a tool a number, say -batch_size 64.")
+            raise UserError(f"{where}: DATA.BATCH_SIZE auto works only in training; give a number, say -batch_size 64.")
         if loaded.config.DATA.MULTI_LABEL and self.one_label:
             raise UserError(f"{loaded.sources['DATA.MULTI_LABEL']}: DATA.MULTI_LABEL true: {self.one_label}.")
         if resolved:
@@ -221,7 +223,7 @@ def first_word(
         asked = former[asked]
     if asked not in known:
         what = f"unknown {kind} {asked!r}.{nearest(asked, known)}" if asked else f"the {kind} is missing."
-        raise UserError(f"{what} The first word is one of {', '.join(known)}; -h describes them.")
+        raise UserError(f"{what} The first word must be one of {', '.join(known)}; -h describes them.")
     return asked
 
 
@@ -255,17 +257,20 @@ def about_one_device(loaded: Loaded) -> list[str]:
     """The note that a tool which measures one device ignores -ngpus, if it was given."""
     number = loaded.config.NGPUS
     if number > 1 or (number == -1 and loaded.sources["NGPUS"] == "-ngpus"):
-        return [f"-ngpus {number} has no effect: one device is measured, with the batch size of one device"]
+        return [f"-ngpus {number} has no effect: this tool measures one device, with the batch size of one process"]
     return []
 
 
 def check_one_training(loaded: Loaded, tool: str) -> None:
     """Refuse settings that evaluate or resume, and a launch in several processes: the tool starts its own."""
-    instead = {"EVAL": "it measures training", "MODEL.RESUME": "give -pretrained RUN to start from its weights"}
+    instead = {
+        "EVAL": "leave it out, since the tool trains",
+        "MODEL.RESUME": "give -pretrained RUN to start from its weights",
+    }
     config = loaded.config
     for key, given in (("EVAL", config.EVAL), ("MODEL.RESUME", config.MODEL.RESUME)):
         if given:
             raise UserError(f"{loaded.sources[key]}: {tool} has no {key}; {instead[key]}.")
     world = read_world(config.DIST)
     if world is not None and world.size > 1:
-        raise UserError(f"{tool} was started in {world.size} processes ({world.launcher}); start it once.")
+        raise UserError(f"{tool} was started in {world.size} processes ({world.launcher}); start one process.")

@@ -99,7 +99,7 @@ def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | 
     twice = [name for name, times in Counter(ours).items() if times > 1 and name in theirs]
     if twice:
         raise UserError(
-            f"{title}: classes are matched by name, but several of the model's classes are named "
-            f"{', '.join(twice[:MOST_NAMED])}. Give the data set the classes of the training data, in the same order."
+            f"{title}: classes are matched by name, but the model has several classes named "
+            f"{', '.join(twice[:MOST_NAMED])}. Use a data set with the classes of the training data, in the same order."
         )
     return torch.tensor([places[name] for name in theirs])

@@ -130,7 +130,7 @@ def plan(config: Config, device: torch.device, asked_for: Iterable[Mode] | None)
 def cannot(mode: Mode, config: Config, device: torch.device) -> str | None:
     """Why this precision cannot run on this device; None if it can."""
     if mode.tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < FIRST_WITH_TF32):
-        return "TF32 needs an NVIDIA GPU from Ampere (compute capability 8.0) on; this device has none."
+        return "this device has no TF32, which needs an NVIDIA GPU of compute capability 8.0 (Ampere) or higher."
     amp = mode.amp(config.AMP)
     try:
         check_amp(amp, config.TRAIN)
@@ -152,5 +152,5 @@ def is_emulated(mode: Mode, device: torch.device) -> bool:
 
 def _not_worth_it(mode: Mode, device: torch.device) -> str | None:
     if mode.level in ("O2", "NAIVE") and lacks_arithmetic(mode, device):
-        return "this CPU has no fp16 arithmetic; a few updates of plain fp16 show whether it trains."
+        return "this CPU has no fp16 arithmetic; a few updates of mode fp16 show whether the model trains in fp16."
     return None

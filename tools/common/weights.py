@@ -62,7 +62,7 @@ def strip(path: Path, out: Path, weights: Wanted) -> int:
     source, name = verify(saved.checkpoint), FILES[choice.which]
     log.info("%s", choice.words)
     write_weights(out, source.tensors(name), _header(source, {"weights": _words(name), "from": source.folder.name}))
-    log.info("%s: %s of %s, without optimiser and position", out, _words(name), source.folder)
+    log.info("%s: only %s of %s, without the optimiser's state", out, _words(name), source.folder)
     return EXIT_DONE
 
 
@@ -80,7 +80,7 @@ def average(paths: list[Path], last: int | None, out: Path, weights: Wanted) -> 
     log.info("%s: uniform average of %s of %d checkpoints:", out, _words(name), len(sources))
     for source in sources:
         log.info("  %s", source.folder)
-    log.info("Its accuracy is unknown; validate it with -eval -pretrained %s.", out)
+    log.info("The accuracy of the average is unknown; validate it with -eval -pretrained %s.", out)
     return EXIT_DONE
 
 

@@ -1,21 +1,21 @@
-"""Compare precisions: train with each, with several seeds or folds, and report what is faster, smaller, as accurate.
+"""Compare precisions: train in each, with several seeds or folds, and report speed, memory and accuracy.
 
     python scripts/compare.py -cfg configs/vit_digits.yaml -modes fp32,bf16 -seeds 3
     python scripts/compare.py -cfg mine.yaml -modes fp32,fp16,bf16,O2-bf16 -seeds 3 -output runs/compared -ngpus 4
     python scripts/compare.py -cfg mine.yaml -modes fp32,bf16 -folds 5
 
 The first mode is the baseline. Every run has a process and a folder of its own: DIR/bf16-0 is bf16 with seed 0,
-DIR/bf16-fold2 is bf16 validated on fold 2. The modes alternate, in reverse order for every other seed or fold. The same
-command skips finished runs and resumes an interrupted one; it may name more modes and seeds. The report is a verdict
-and a table, with all metrics in DIR/compare.json and DIR/report.html. docs/compare.md explains the verdict.
+DIR/bf16-fold2 is bf16 validated on fold 2. The modes alternate, in reverse order for every other seed or fold. Run
+again, the command skips finished runs and resumes an interrupted one; modes and seeds may then be added. The report is
+a verdict and a table; all metrics are in DIR/compare.json and DIR/report.html. docs/compare.md explains the verdict.
 
 Modes: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16, O3-fp16, apex; and
-every other value of -amp, as it is resolved on this device. O2:bf16 is O2-bf16.
+every other value of -amp, as it is resolved on this device. O2:bf16 means O2-bf16.
 
 Exit codes: 0 done, 1 a run failed (the others are compared), 2 an error found before training, 130 interrupted.
 
-The flags and settings of main_single_gpu.py are accepted (with -ngpus those of main_multi_gpu.py;
--ngpus -1: all visible GPUs).
+The flags and settings of main_single_gpu.py are accepted (with -ngpus, those of main_multi_gpu.py;
+-ngpus -1 means all visible GPUs).
 """
 
 from __future__ import annotations

@@ -31,11 +31,13 @@ SET_PER_RUN = {
     "AMP.TF32": "list tf32 in -modes",
     "SEED": "give -seeds",
     "OUTPUT": "give -output DIR, the folder of all runs",
-    "TRAIN.LAST_EPOCH": "every run starts at its first epoch",
+    "TRAIN.LAST_EPOCH": "leave it out, since every run starts at epoch 1",
     "MAX_TIME": "interrupt with Ctrl-C instead; the same command resumes",
 }
 """Settings that compare.py sets for each run -> what to give instead."""
-SET_PER_FOLD = {"DATA.FOLD": "leave DATA.FOLD out to train on all folds, or -folds to train on this one"}
+SET_PER_FOLD = {
+    "DATA.FOLD": "leave out DATA.FOLD to validate on each fold in turn, or -folds to validate only on this one"
+}
 """The same with -folds."""
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
 """Settings that may change when a run is resumed."""
@@ -201,7 +203,9 @@ def _remarks(modes: Iterable[Mode], config: Config, device: torch.device) -> lis
         if reason:
             raise UserError(f"-modes {mode.name}: {reason}")
         if lacks_arithmetic(mode, device):
-            remarks.append(f"{mode.name}: this CPU has no fp16 arithmetic; expect it to be many times slower than fp32")
+            remarks.append(
+                f"{mode.name}: this CPU has no fp16 arithmetic; expect this mode to be many times slower than fp32"
+            )
         if is_emulated(mode, device):
             remarks.append(f"{mode.name}: emulated on this device; its accuracy is meaningful, its speed is not")
     return remarks

@@ -125,7 +125,7 @@ def judge(runs: ByMode, modes: Sequence[str]) -> list[dict[str, Any]]:
         text = (
             f"{mode}: {', '.join(part for part in parts if part)}"
             if accuracy or speed
-            else f"{mode}: no verdict, because a mode has no finished run"
+            else f"{mode}: no verdict, because {mode} or {base} has no finished run"
         )
         judged.append(
             {
@@ -153,12 +153,12 @@ def troubles(runs: ByMode, failed: dict[str, list[str]], modes: Sequence[str]) -
         by = unit(rows.values())
         if diverged := [number for number, row in rows.items() if row["diverged"]]:
             which = f"{by}{'s' * (len(diverged) > 1)} {', '.join(map(str, diverged))}"
-            problems.append(f"{mode}: diverged with {which}: the loss ended above its start")
+            problems.append(f"{mode}: diverged with {which}: the loss ended higher than it started")
         for number, row in rows.items():
             fraction = row["skipped"] / max(row["updates"], 1)
             if fraction > MANY_SKIPPED:
                 problems.append(
-                    f"{mode}: with {by} {number} {row['skipped']} of {row['updates']} updates were skipped "
+                    f"{mode}: with {by} {number}, {row['skipped']} of {row['updates']} updates were skipped "
                     f"({100 * fraction:.0f} %); docs/amp.md says what to do"
                 )
     return problems
@@ -208,7 +208,9 @@ def _details(speed: Difference | None, accuracy: Difference | None, by: str) -> 
             f"(95 % interval, {accuracy.runs} {by}s)"
         )
         if not accuracy.seen:
-            details.append(f"a loss of up to {max(0.0, -accuracy.low):.2f} points could be hidden in the noise")
+            details.append(
+                f"a drop in accuracy of up to {max(0.0, -accuracy.low):.2f} points could be hidden in the noise"
+            )
     if speed is not None and speed.low is not None and speed.high is not None:
         details.append(f"speed {speed.low:.2f}x to {speed.high:.2f}x")
     return "; ".join(details)

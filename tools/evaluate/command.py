@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OWN = (
     Flag(
         "weights",
-        "auto (those that validated better), model, ema, or both side by side",
+        "auto (whichever validated better), model (plain weights), ema, or both side by side",
         "WHICH",
         default="auto",
         choices=("auto", "model", "ema", "both"),
@@ -39,7 +39,7 @@ OWN = (
     Flag("part", "val, or train without augmentation", "PART", default="val", choices=("val", "train")),
     Flag("json", "write all metrics as JSON", "FILE.json", old=("out",)),
     Flag("confusion", "write the confusion matrix", "FILE.csv|png"),
-    Flag("bins", "bins of the calibration error", "N", default=15, kind=whole(1, 1000)),
+    Flag("bins", "number of bins of the calibration error", "N", default=15, kind=whole(1, 1000)),
     OVERWRITE,
 )
 TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("model", "RUN_OR_CHECKPOINT", "the model"),))
@@ -104,5 +104,5 @@ def _check(line: ToolLine) -> None:
         if key in line.run.flags or key in line.run.words:
             where = line.run.flags[key][1] if key in line.run.flags else key
             raise UserError(
-                f"{where}: the first argument names the model, evaluated as it was trained; leave this out."
+                f"{where}: leave this out; the model is the first argument, and is evaluated as it was trained."
             )

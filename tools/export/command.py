@@ -6,11 +6,11 @@
     python scripts/export.py runs/a -to onnx,torch,safetensors -out vit       (vit.onnx, vit.pt2, vit.safetensors)
     python scripts/export.py runs/a -to hub         -output vit -push me/vit
 
-The path is a run's folder (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py strip.
-onnx is for ONNX Runtime and other programs that read ONNX; torch is a torch.export program; safetensors has weights for
+The path is a run's folder (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py strip. onnx
+is for ONNX Runtime and other programs that read ONNX; torch is a torch.export program; safetensors has weights for
 timm.create_model(..., checkpoint_path=...). hub is a folder for timm.create_model("local-dir:..."), with a model card;
--push uploads it to the Hugging Face Hub. Each takes any batch size and contains class names, mean, standard deviation,
-image size and crop. docs/export.md has code that uses them.
+-push uploads it to the Hugging Face Hub. Every format takes any batch size and contains class names, mean, standard
+deviation, image size and crop. docs/export.md has code that uses them.
 
 Every export is run by onnxruntime, torch or timm on validation images of the run, and its outputs are compared with the
 model's. If they differ, no file is left.
@@ -68,17 +68,17 @@ def _fraction(text: str) -> float:
 
 
 OWN = (
-    Flag("to", f"{NAMES}, or several, separated by commas", "FORMAT[,FORMAT]", required=True),
-    Flag("out", "file to write; for several formats, its name without ending", "FILE", kind=Path),
+    Flag("to", f"one or several of {NAMES}, separated by commas", "FORMAT[,FORMAT]", required=True),
+    Flag("out", "file to write; for several formats, the name without an ending", "FILE", kind=Path),
     Flag("output", "hub: folder to write", "DIR", kind=Path),
     Flag("push", "hub: upload the folder to this repository of the Hugging Face Hub", "OWNER/NAME", kind=_repository),
-    Flag("public", "-push: everyone may see the new repository; without this flag it is private"),
+    Flag("public", "with -push: a new repository is public; without this flag it is private"),
     Flag("license", "hub: license in the model card, such as mit or cc-by-4.0", "ID", default_text="none"),
     OVERWRITE,
     WEIGHTS,
     Flag(
         "dtype",
-        "of the weights; fp16 and bf16 halve the file",
+        "dtype of the stored weights; fp16 and bf16 halve the file",
         "|".join(DTYPES),
         default="fp32",
         choices=DTYPES,
@@ -125,8 +125,8 @@ def _export(argv: list[str]) -> int:
     log.info("%s: %s", asked.path, trained.choice)
     if HUB in formats and trained.multi_label:
         raise UserError(
-            f"-to {HUB}: this model has several labels per image, but the Hub and timm's code for its models take the "
-            "softmax of one; use safetensors, whose header names the sigmoid."
+            f"-to {HUB}: this model has several labels per image, but the Hub and timm's example code apply a "
+            "softmax, which fits only one label; use safetensors, whose header names the sigmoid."
         )
     images = images_for_check(trained, asked.images, asked.check)
     expected = reference_logits(trained, images)
@@ -135,7 +135,7 @@ def _export(argv: list[str]) -> int:
     for name in formats:
         write_checked(kinds[name], trained, images, expected, options, files[name])
     if HUB in formats and asked.license is None:
-        log.info("  no license is in README.md: add one before others use the model (-license ID)")
+        log.info("  README.md has no license: add one before others use the model (-license ID)")
     if repository is not None:
         repository.push(files[HUB])
     return EXIT_DONE
@@ -164,9 +164,11 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
         problems.append("-output is missing: name the folder that -to hub writes")
     only_hub = [name for name in ("output", "push", "license") if getattr(asked, name) is not None]
     if HUB not in formats:
-        problems += [f"-{name} {getattr(asked, name)}: is for -to hub; add hub, or leave it out" for name in only_hub]
+        problems += [
+            f"-{name} {getattr(asked, name)}: works only with -to hub; add hub, or leave it out" for name in only_hub
+        ]
     if asked.public and not asked.push:
-        problems.append("-public: is for -push OWNER/NAME; add it, or leave -public out")
+        problems.append("-public: works only with -push OWNER/NAME; add -push, or leave -public out")
     if problems:
         raise UserError(f"{'; '.join(problems)}.")
     files = _single_files(asked.out, singles, asked.overwrite) if singles else {}

@@ -63,8 +63,8 @@ def check_push(name: str, public: bool, overwrite: bool) -> Repository:
     token = huggingface_hub.get_token()
     if token is None:
         raise UserError(
-            f"{where}: there is no token for the Hugging Face Hub. Create one with write permission in your settings "
-            "there, and log in with `hf auth login`, or set HF_TOKEN."
+            f"{where}: there is no token for the Hugging Face Hub. Create one with write permission in your account's "
+            "settings, and log in with `hf auth login`, or set HF_TOKEN."
         )
     api = huggingface_hub.HfApi()
     try:
@@ -76,14 +76,14 @@ def check_push(name: str, public: bool, overwrite: bool) -> Repository:
         raise UserError(f"{where}: {hub.ENDPOINT} does not accept the request ({_reason(error)}).") from None
     if existing is None:
         chosen = "public (-public)" if public else "private (-public makes it public)"
-        log.info("%s: the repository does not exist on %s; it is created, %s", where, hub.ENDPOINT, chosen)
+        log.info("%s: the repository does not exist on %s; it will be created, %s", where, hub.ENDPOINT, chosen)
         return Repository(name, private=not public)
     repository = Repository(name, private=bool(existing.private))
     files = sorted({file.rfilename for file in existing.siblings or ()} & set(HUB_FILES))
     if files and not overwrite:
         raise UserError(
             f"{where}: the repository already has {', '.join(files)}; choose another name, or give -overwrite, which "
-            "replaces them (its history keeps the old ones)."
+            "replaces them (the repository's history keeps the old files)."
         )
     log.info("%s: the repository exists and stays %s", where, repository.visibility)
     return repository

@@ -26,7 +26,7 @@ from utils.flags import Flag, Positional
 OWN = (
     Flag("out", "file to write", "FILE.safetensors", default_text="same name, with .safetensors", kind=Path),
     OVERWRITE,
-    Flag("name", "timm model name, if neither file name nor sizes identify it", "NAME"),
+    Flag("name", "name of the timm model, if neither the file's name nor the tensor sizes identify it", "NAME"),
 )
 PLACES = (Positional("file", "FILE.pdparams", "PaddleViT weights", kind=Path),)
 TOOL = Tool("import_paddle.py", __doc__, OWN, PLACES, settings=False)

@@ -5,9 +5,9 @@
     python scripts/pack_images.py /data/imagenet /data/raw -raw
     python scripts/pack_images.py -verify /data/packed
 
-Then train with -dataset shards -data_path /data/packed. After an interruption the same command resumes. SRC is what
--data_path would be, or hf:NAME; all data sets that are stored as images can be packed. Unreadable images are reported
-and left out.
+Then train with -dataset shards -data_path /data/packed. After an interruption the same command resumes. SRC is the
+folder that -data_path would name, or hf:NAME. All data sets that are stored as images can be packed. Unreadable images
+are reported and left out.
 
 -dataset, -cfg and KEY=VALUE work as in main_single_gpu.py.
 """
@@ -26,7 +26,7 @@ SHORT_SIDE, QUALITY = 256, 90
 OWN = (
     Flag(
         "short_side",
-        "pixels of the shorter side; smaller images stay",
+        "pixels of the shorter side; smaller images keep their size",
         "N",
         default_text=str(SHORT_SIDE),
         kind=whole(1, 65535),
@@ -36,11 +36,15 @@ OWN = (
     Flag("keep", "copy files unchanged, byte for byte"),
     Flag("shard_images", "images per tar file", "N", default=1000, kind=whole(1, 10**9)),
     Flag("num_workers", "packing processes", "N", kind=whole(1, 1024), old=("jobs",), default_text="one per core"),
-    Flag("verify", "only compare a packed folder with its checksums", "DST"),
+    Flag("verify", "pack nothing; compare a packed folder with its checksums", "DST"),
 )
 PLACES = (Positional("places", "SRC DST", "what to pack, and the folder to write", "*"),)
 TOOL = Tool(
-    "pack_images.py", __doc__, OWN, PLACES, one_label="packed tar files hold one label per image; train from the table"
+    "pack_images.py",
+    __doc__,
+    OWN,
+    PLACES,
+    one_label="packed tar files hold one label per image; train from the unpacked images",
 )
 
 
@@ -60,7 +64,7 @@ def _pack(argv: list[str]) -> int:
         return verify(Path(packed).expanduser(), jobs)
     if len(places) != 2:
         given = f"got {len(places)}: {' '.join(places)}" if places else "got neither"
-        raise UserError(f"pack_images.py needs SRC, what to pack, and DST, the folder to write; {given}. See -h.")
+        raise UserError(f"pack_images.py needs SRC (what to pack) and DST (the folder to write); {given}. See -h.")
     config = _config(line, places[0])
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.

@@ -76,7 +76,7 @@ def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
     if not folder.exists():
         return False
     if not folder.is_dir():
-        raise UserError(f"DST {folder} is a file; name a folder, new or empty.")
+        raise UserError(f"DST {folder} is a file; name a new or empty folder.")
     before: dict[str, Any] | None = None
     for file in (folder / MANIFEST, folder / RECORDS / SETTINGS):
         try:
@@ -195,7 +195,7 @@ def _finish(folder: Path, records: list[Record], about: dict[str, Any], classes:
     shutil.rmtree(folder / RECORDS)
     size, before = sum(record.bytes for record in records), sum(record.bytes_before for record in records)
     if small:
-        log.info("%d images are not larger than the short side and were kept unchanged.", small)
+        log.info("%d images are not larger than -short_side and were kept unchanged.", small)
     log.info(
         "%d images in %d tar files, %s MB (%s MB before), %d left out. Train with: -dataset shards -data_path %s",
         samples,

@@ -108,7 +108,9 @@ def make_shard(shard: Shard) -> Record:
                 f"The disk has no space for {path}: {error.strerror}. Finished tar files stay; free some space, and "
                 "the same command resumes."
             ) from None
-        raise TrainingError(f"{path} cannot be written: {error}. Once it can, the same command resumes.") from None
+        raise TrainingError(
+            f"{path} cannot be written: {error}. Once it can be written, the same command resumes."
+        ) from None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -33,7 +33,7 @@ def verify(folder: Path, jobs: int | None) -> int:
     for problem in problems:
         log.error("%s", problem)
     if problems:
-        log.error("%d of %s differ from what was packed.", len(problems), checked)
+        log.error("%d of %s are damaged, missing or changed.", len(problems), checked)
         return EXIT_FAILED
     log.info("%d tar files and their indexes are unchanged.", len(shards))
     return EXIT_DONE

@@ -56,9 +56,9 @@ OWN = (
     ),
     Flag(
         "threshold",
-        "several labels per image: predict a class from this probability on",
+        "several labels per image: predict each class whose probability is at least P",
         "P",
-        default_text="each class its own, from validation",
+        default_text="each class's own threshold, from validation",
         kind=_probability,
     ),
     Flag(
@@ -71,16 +71,16 @@ OWN = (
     Flag("out", "write to a file, which appears only when complete", "FILE", kind=Path),
     OVERWRITE,
     WEIGHTS,
-    replace(BY_NAME["amp"], default_text="as the run validates", append=False),
+    replace(BY_NAME["amp"], default_text="as in the run's validation", append=False),
     Flag(
         "device",
         "cpu, cuda or mps",
         "NAME",
-        default_text="the run's if available, else the best",
+        default_text="the run's device if available, else the best",
         choices=("cpu", "cuda", "mps"),
     ),
-    Flag("batch_size", "images per batch", "N", default_text="as the run validates", kind=whole(1)),
-    Flag("num_workers", "loading processes", "N", default_text="from the number of cores", kind=whole(0)),
+    Flag("batch_size", "images per batch", "N", default_text="as in the run's validation", kind=whole(1)),
+    Flag("num_workers", "loading processes", "N", default_text="depends on the number of cores", kind=whole(0)),
 )
 PLACES = (
     Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),

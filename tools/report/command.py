@@ -4,9 +4,9 @@
     python scripts/report.py runs/amp runs/fp32 -out compared.html
     python scripts/report.py runs/a -no_predictions
 
-The report is one HTML file for any browser, light or dark, wide or narrow, that needs no network and runs no script.
-Without -out it is report.html in the run's folder, or in the nearest folder that contains all runs (the current folder
-where only / does). Runs that are still training or were cut off can be reported too.
+The report is one HTML file that needs no network and runs no script; it adapts to light and dark mode and to any width.
+Without -out, it is report.html in the run's folder, or for several runs in the nearest folder that contains them all
+(the current folder if that is /). Runs that are still training or were cut off can be reported too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from utils.log import log
 OWN = (
     Flag("out", "file to write", "FILE.html", default_text="report.html in the run's folder", kind=Path),
     OVERWRITE,
-    Flag("no_predictions", "do not evaluate the best checkpoint"),
+    Flag("no_predictions", "leave out predictions, for which the best checkpoint is evaluated"),
 )
 TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folder", "+", Path),), settings=False)
 

@@ -3,7 +3,7 @@
     python scripts/show_batch.py -cfg configs/vit_digits.yaml
     python scripts/show_batch.py -cfg configs/deit_tiny_patch16_224.yaml -data_path /data/imagenet -count 32
 
-The images are cropped, flipped, augmented, erased and mixed exactly as in the first updates of training, in their
+The images are cropped, flipped, augmented, erased and mixed exactly as in the first updates of training, in the same
 order. Above each is its label; a mixed image has both labels with their fractions.
 
 Takes the flags and settings of main_single_gpu.py.
@@ -52,4 +52,4 @@ def _show(argv: list[str]) -> int:
 
 def _check(loaded: Loaded) -> None:
     if loaded.config.EVAL:
-        raise UserError(f"{loaded.sources['EVAL']}: show_batch.py shows what training sees; leave it out.")
+        raise UserError(f"{loaded.sources['EVAL']}: show_batch.py shows training images; leave this out.")

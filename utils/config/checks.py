@@ -83,7 +83,7 @@ def _model(config: Config) -> Iterator[Problem]:
 def _unfreezing(epoch: int, frozen: tuple[str, ...], epochs: int) -> Iterator[Problem]:
     key = "MODEL.UNFREEZE_EPOCH"
     if not frozen:
-        yield key, f"{epoch} has nothing to unfreeze; set MODEL.FREEZE too, for example to backbone, or leave it out"
+        yield key, f"{epoch} has nothing to unfreeze; set MODEL.FREEZE too, for example to backbone, or leave this out"
     if epoch == 1:
         yield key, "1 leaves no epoch in which MODEL.FREEZE has an effect; give 2 or more, or leave both out"
     if epoch > epochs:
@@ -108,7 +108,7 @@ def _train(config: Config) -> Iterator[Problem]:
     if train.OPTIMIZER.MUON.ADAMW_LR is not None and not train.BASE_LR:
         yield (
             "TRAIN.OPTIMIZER.MUON.ADAMW_LR",
-            f"{train.OPTIMIZER.MUON.ADAMW_LR:g} follows the schedule of TRAIN.BASE_LR, which is 0; set that above 0",
+            f"{train.OPTIMIZER.MUON.ADAMW_LR:g} follows the schedule of TRAIN.BASE_LR, which is 0; set BASE_LR above 0",
         )
 
 
@@ -165,7 +165,7 @@ def _shortcuts(config: Config) -> Iterator[Problem]:
     if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or starts[-1] >= train.NUM_EPOCHS:
         yield (
             "TRAIN.SIZE_SCHEDULE",
-            f"{one_line(steps)}: the first start must be 0, each later one above the one before and below "
+            f"{one_line(steps)}: the first start must be 0, and each later start above the previous one and below "
             f"TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}, as in [[0, 160], [0.75, 224]]",
         )
     if steps[-1][1] != full:
@@ -207,7 +207,7 @@ def _dist(config: Config) -> Iterator[Problem]:
     if dist.RANK is not None and dist.WORLD_SIZE is not None and dist.RANK >= dist.WORLD_SIZE:
         yield "DIST.RANK", f"{dist.RANK} is not below DIST.WORLD_SIZE {dist.WORLD_SIZE}; ranks count from 0"
     if dist.HSDP and dist.STRATEGY != "fsdp":
-        yield "DIST.HSDP", "true has a meaning for fsdp only; set DIST.STRATEGY=fsdp as well, or leave it out"
+        yield "DIST.HSDP", "true works only with fsdp; set DIST.STRATEGY=fsdp as well, or leave it out"
     if dist.STATIC_GRAPH and config.TRAIN.ACCUM_ITER > 1:
         yield "DIST.STATIC_GRAPH", "true works only without accumulation; leave it out, or set TRAIN.ACCUM_ITER=1"
     yield from _without_ddp(config)
@@ -232,7 +232,7 @@ def _without_ddp(config: Config) -> Iterator[Problem]:
 def _fsdp(config: Config) -> Iterator[Problem]:
     amp = config.AMP
     if config.DEVICE == "mps":
-        yield "DIST.STRATEGY", "fsdp needs several devices; with DEVICE mps there is one"
+        yield "DIST.STRATEGY", "fsdp needs several devices; DEVICE mps is a single device"
     if config.DATA.BATCH_SIZE == AUTO:
         yield "DATA.BATCH_SIZE", "auto is not possible with DIST.STRATEGY fsdp; give a number"
     if config.TRAIN.MODEL_EMA_FORCE_CPU:
@@ -245,7 +245,7 @@ def _fsdp(config: Config) -> Iterator[Problem]:
     if amp.DTYPE == "fp8":
         yield "AMP.DTYPE", "fp8 does not work with DIST.STRATEGY fsdp; use bf16 or fp16, or DIST.STRATEGY=ddp"
     if amp.LEVEL == "O3":
-        yield "AMP.LEVEL", "O3 does not work with DIST.STRATEGY fsdp; use O1, O2 or NAIVE, whose fp32 masters it shards"
+        yield "AMP.LEVEL", "O3 does not work with DIST.STRATEGY fsdp; use O1, O2 or NAIVE"
     if amp.AUTO_FP32:
         yield (
             "AMP.AUTO_FP32",
@@ -255,8 +255,8 @@ def _fsdp(config: Config) -> Iterator[Problem]:
     if amp.LEVEL in ("O2", "NAIVE") and not amp.EVAL:
         yield (
             "AMP.EVAL",
-            f"false asks for validation in fp32, but with DIST.STRATEGY fsdp AMP.LEVEL {amp.LEVEL} gathers weights in "
-            "half precision only; leave it true, or use O1",
+            f"false asks for validation in fp32, but DIST.STRATEGY fsdp with AMP.LEVEL {amp.LEVEL} gathers weights "
+            "only in half precision; leave it true, or use O1",
         )
 
 
@@ -292,8 +292,8 @@ def _bce_notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
                 yield f"{given[key]}: {key} has no effect: TRAIN.LOSS is ce, not bce"
     elif (train.BCE_TARGET_THRESH or 0) >= 0.5 and (train.MIXUP_ALPHA or train.CUTMIX_ALPHA):
         yield (
-            f"TRAIN.BCE_TARGET_THRESH {train.BCE_TARGET_THRESH:g} with mixup or CutMix: where neither image has a "
-            "larger share, the mixed image has no class at all; below 0.5 it always has one"
+            f"TRAIN.BCE_TARGET_THRESH {train.BCE_TARGET_THRESH:g} with mixup or CutMix: a mixed image has no class "
+            "if neither of its two images has a larger fraction; below 0.5, every mixed image has a class"
         )
 
 

@@ -92,8 +92,8 @@ def family_note(family: str, defaults: Mapping[str, Any], given: Mapping[str, En
         notes.append(f"MODEL.TYPE {family} ({given[TYPE].source}): defaults of this family: {', '.join(taken)}")
     if family == "deit" and "TRAIN.DISTILLATION_TYPE" not in given:
         notes.append(
-            "MODEL.TYPE deit: TRAIN.DISTILLATION_TYPE is not set, so there is no teacher; PaddleViT's default is hard, "
-            "with a file for the teacher"
+            "MODEL.TYPE deit: TRAIN.DISTILLATION_TYPE is not set, so there is no teacher; PaddleViT's default is hard "
+            "distillation, with the teacher from a file"
         )
     return notes
 

@@ -66,7 +66,9 @@ def former_defaults(given: Mapping[str, Entry], defaults: Mapping[str, Any]) -> 
     if not kept:
         return {}, []
     words = (f"{key} {one_line(kept[key].value)} ({one_line(defaults.get(key, default_of(key)))} now)" for key in kept)
-    return kept, [f"The resumed run keeps its own defaults where they have changed since: {', '.join(words)}"]
+    return kept, [
+        f"The resumed run keeps the defaults it started with, although they have changed since: {', '.join(words)}"
+    ]
 
 
 def _possible_defaults(key: str, family: str) -> list[Any]:

@@ -178,7 +178,7 @@ def _gather_members(
             verdict = json.loads(store.get("verdict"))
         except (DistStoreError, RuntimeError):
             raise UserError(
-                f"rank {world.rank} of {world.size}: rank 0 stopped answering; its own output says why."
+                f"rank {world.rank} of {world.size}: rank 0 stopped answering; see the output of rank 0 for the reason."
             ) from None
         problem = verdict or _other_size(json.loads(store.get("member/0")), member)
         if problem is not None:
@@ -207,7 +207,7 @@ def _verdict(store: Store, world: World, settings: dict[str, str], timeout: date
         if missing and time.monotonic() > end:
             return (
                 f"{world.size - len(missing)} of {world.size} processes joined within {minutes(timeout)} "
-                f"(DIST.TIMEOUT); missing: {_ranks(missing)}. Their own output says why."
+                f"(DIST.TIMEOUT); missing: {_ranks(missing)}. See the output of these ranks for the reason."
             )
         if missing and time.monotonic() - reminded > SECONDS_BETWEEN_REMINDERS:
             log.info("Waiting for %s of %d to join", _ranks(missing), world.size)

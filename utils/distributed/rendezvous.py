@@ -51,7 +51,7 @@ def open_store(world: World, timeout: datetime.timedelta, announcer: contextlib.
         place = f"{host}:{port}" if port else f"{host}, ports {', '.join(map(str, candidate_ports(str(world.job))))}"
         raise UserError(
             f"rank {world.rank} of {world.size}: rank 0 does not answer at {place} ({minutes(timeout)}, "
-            "DIST.TIMEOUT). Check that rank 0 is running, that this is its machine, and that no firewall blocks it."
+            "DIST.TIMEOUT). Check that rank 0 is running there and that no firewall blocks the connection."
         ) from None
 
 

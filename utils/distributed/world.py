@@ -140,8 +140,8 @@ def _host(world: World, dist: DistConfig, env: Mapping[str, str]) -> str:
         host = first_host(machines) if machines else None
     if host is None:
         raise UserError(
-            f"{world.launcher} started {world.size} processes on several machines and does not say which is rank 0's: "
-            "add -host NAME (and -port N), the machine of the first process."
+            f"{world.launcher} started {world.size} processes on several machines and does not say where rank 0 runs: "
+            "add -host NAME, the machine of rank 0 (and -port N)."
         )
     return host
 

@@ -23,21 +23,21 @@ from utils.log import log
 if TYPE_CHECKING:
     from tools.benchmark_amp.worker import Worker
 
-ABOUT = """vitamp's update, timm's loop with its defaults and with its fastest flags, and a plain PyTorch loop.
+ABOUT = """Speed of vitamp's update, of timm's loop (default flags and fastest flags) and of a plain PyTorch loop.
 
     python scripts/benchmark_amp.py timm -image_size 224 -batch_size 8 -threads 1
     python scripts/benchmark_amp.py timm -image_size 32 -compile
     python scripts/benchmark_amp.py timm -model vit_small_patch16_224 -batch_size 256 -timm_train train.py -compile
 
-All loops have the same model, first weights, batches, AdamW, cosine schedule, clipping and EMA. First the losses of 5
-updates are compared; if they differ, nothing is measured. timm's loop is in train.py of its repository and in no
-package: -timm_train names that file. Without it, the loop is assembled from timm's package. timm's fastest flags are
-the fused AdamW and, with -compile, --torchcompile."""
+All loops have the same model, initial weights, batches, AdamW, cosine schedule, clipping and EMA. First the losses of 5
+updates are compared; if they differ, nothing is measured. timm's loop is in train.py of timm's repository, which its
+package does not contain: give the file with -timm_train. Otherwise, the loop is assembled from parts of the package.
+timm's fastest flags are the fused AdamW and, with -compile, --torchcompile."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 FLAGS = (
     MODEL,
-    Flag("updates", "updates per turn", "N", kind=whole(1), default_text="50; on a CPU 5"),
-    Flag("rounds", "turns per contender", "N", default=7, kind=whole(1)),
+    Flag("updates", "updates per measurement", "N", kind=whole(1), default_text="50; on a CPU 5"),
+    Flag("rounds", "how often each contender is measured", "N", default=7, kind=whole(1)),
     Flag(
         "precisions",
         f"precisions to measure, from {','.join(PRECISIONS)}",
@@ -47,14 +47,14 @@ FLAGS = (
     ),
     Flag(
         "loops",
-        f"loops to measure beside timm's, from {','.join(LOOPS)}",
+        f"loops to measure beside timm's default: {','.join(LOOPS)} (timm with its fastest flags, PyTorch, vitamp)",
         "A,B",
         kind=some_of(*LOOPS),
         default_text="all",
     ),
     Flag("variants", "also measure vitamp with other settings: A=1,B=2 separately, A=1+B=2 together", "A=1,B=2"),
-    Flag("compile", "also measure vitamp's update and timm's, both compiled"),
-    Flag("timm_train", "train.py of timm's repository, to run its own loop", "FILE", kind=Path),
+    Flag("compile", "also measure timm's loop with its fastest flags and vitamp's update, both compiled"),
+    Flag("timm_train", "train.py of timm's repository, to measure the loop in it", "FILE", kind=Path),
 )
 FIXED: dict[str, Any] = {
     "TRAIN.NUM_EPOCHS": 10,
@@ -129,7 +129,7 @@ def _variants(line: ToolLine, loops: tuple[str, ...]) -> dict[str, Config]:
     text = line.asked.variants or ""
     if text and "ours" not in loops:
         raise UserError(
-            f"-variants {text}: variants change settings of the loop ours; add it to -loops {','.join(loops)}."
+            f"-variants {text}: variants change settings of the loop `ours`; add ours to -loops {','.join(loops)}."
         )
     variants: dict[str, Config] = {}
     for words in filter(None, text.split(",")):

@@ -102,7 +102,7 @@ def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evalua
         short_rows=[(name, by_name[name]) for name in MAIN_FIGURES if name in by_name],
         rows=rows,
         settings=differing_settings(runs),
-        no_settings="None." if readable else "Unknown: a config.yaml is missing or unreadable.",
+        no_settings="None." if readable else "Unknown: the config.yaml of at least one run is missing or unreadable.",
         charts=charts(runs),
         side_by_side=side_by_side(runs),
         shares=[_shares(run) for run in runs],

@@ -182,7 +182,7 @@ def test_report_has_command_machine_date_and_noise(clock: Clock) -> None:
         (["amp", "-budget_min", "no"], ["-budget_min no", "above 0"]),
         (["amp", "-json", "a.txt"], ["-json a.txt", "a.json"]),
         (["amp", "-eval"], ["-eval", "leave it out, since the tool trains"]),
-        (["amp", "-batch_size", "auto"], ["BATCH_SIZE auto", "give a tool a number"]),
+        (["amp", "-batch_size", "auto"], ["BATCH_SIZE auto", "give a number"]),
         (["precisions", "-modes", "bf17"], ["'bf17'", "Did you mean bf16"]),
         (["precisions", "-modes", "tf32"], ["-modes tf32", "Ampere"]),
         (["scaling", "-axes", "batch,images"], ["'images'", "Did you mean image"]),

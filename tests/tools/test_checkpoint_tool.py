@@ -167,7 +167,7 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         (("strip", run, "-out", tmp_path / "there.safetensors"), "already exists"),
         (("strip", damaged / NAMES[0], *out), f"{MODEL} is missing"),
         (("strip", other, "-weights", "ema", *out), "has no EMA"),
-        (("average", run, *out), "give -last K"),
+        (("average", run, *out), "give one run with -last K"),
         (("average", run, "-last", 9, *out), "has 4 checkpoints"),
         (("average", run, "-last", 0, *out), "from 1"),
         (("average", run, other, *out), "different architectures"),

@@ -271,7 +271,7 @@ def test_bad_command_lines_are_refused(say: Callable[..., SimpleNamespace], digi
         ((digits_run, "-json", tmp_path / "x.txt"), "name a file that ends in .json"),
         ((digits_run, "-confusion", tmp_path / "no" / "x.png"), "does not exist"),
         ((digits_run, "-cfg", "x.yaml"), "the settings are those of the run"),
-        ((digits_run, "-pretrained", "x.pth"), "the first argument names the model"),
+        ((digits_run, "-pretrained", "x.pth"), "the model is the first argument"),
         ((digits_run, "-dataset", "imagefolder"), "needs DATA.DATA_PATH"),
         ((digits_run, "-dataset", "imagefoldr"), "Did you mean imagefolder?"),
         ((digits_run, "MODEL.DEPTH=3"), "weights of another architecture"),

@@ -238,7 +238,7 @@ def test_bad_command_lines_are_refused(
         ([], "got neither"),
         ([source, "a", "b"], "got 3"),
         ([source, tmp_path / "full"], "has other content, such as diary.txt"),
-        ([source, tmp_path / "file"], "is a file; name a folder"),
+        ([source, tmp_path / "file"], "is a file; name a new or empty folder"),
         ([source, done, "-short_side", 50], "packed with short_side 48, not 50"),
         ([source, done, "-raw", "-short_side", 48], "packed with kind jpeg, not raw"),
         ([imagenet, done, "-short_side", 48], "packed from other images"),

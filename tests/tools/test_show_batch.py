@@ -82,7 +82,7 @@ def test_command_writes_a_picture(imagenet: Path, tmp_path: Path, vitamp: Callab
         (["-count", "many"], ["-count many", "from 1 to 256"]),
         (["-out", "seen.jpg"], ["-out seen.jpg", "seen.png"]),
         (["-out", "nowhere/seen.png"], ["-out nowhere/seen.png", "the folder nowhere does not exist"]),
-        (["-eval"], ["-eval", "what training sees"]),
+        (["-eval"], ["-eval", "shows training images"]),
         (["-print_config"], ["-print_config", "main_single_gpu.py"]),
         (["-dataset", "digit"], ["DATA.DATASET", "Did you mean digits"]),
         (["-cuont", "3"], ["unknown flag -cuont", "-count"]),

@@ -100,7 +100,9 @@ def test_resumed_run_keeps_the_defaults_it_started_with(vitamp: Vitamp, swin: Pa
     assert "TRAIN.OPTIMIZER.EPS 1.0e-08 (null now)" in line
     assert "WEIGHT_DECAY" not in line
     changed = [
-        line for line in done.text.splitlines() if "changed since: TRAIN" in line and "defaults it started with" not in line
+        line
+        for line in done.text.splitlines()
+        if "changed since: TRAIN" in line and "defaults it started with" not in line
     ]
     assert [line.split("TRAIN.")[1].split(":")[0] for line in changed] == ["WEIGHT_DECAY", "MAX_UPDATES"]
 

@@ -5,9 +5,10 @@
     python scripts/compare.py -cfg mine.yaml -modes fp32,bf16 -folds 5
 
 The first mode is the baseline. Every run has a process and a folder of its own: DIR/bf16-0 is bf16 with seed 0,
-DIR/bf16-fold2 is bf16 validated on fold 2. The modes alternate, in reverse order for every other seed or fold. Run
-again, the command skips finished runs and resumes an interrupted one; modes and seeds may then be added. The report is
-a verdict and a table; all metrics are in DIR/compare.json and DIR/report.html. docs/compare.md explains the verdict.
+DIR/bf16-fold2 is bf16 validated on fold 2. The modes alternate, in reverse order for every other seed or fold. When
+run again, the command skips finished runs and resumes an interrupted one; modes and seeds may then be added. The
+report is a verdict and a table; all metrics are in DIR/compare.json and DIR/report.html. docs/compare.md explains the
+verdict.
 
 Modes: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16, O3-fp16, apex; and
 every other value of -amp, as it is resolved on this device. O2:bf16 means O2-bf16.

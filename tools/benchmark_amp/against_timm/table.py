@@ -29,9 +29,9 @@ ABOUT = """Speed of vitamp's update, of timm's loop (default flags and fastest f
     python scripts/benchmark_amp.py timm -image_size 32 -compile
     python scripts/benchmark_amp.py timm -model vit_small_patch16_224 -batch_size 256 -timm_train train.py -compile
 
-All loops have the same model, initial weights, batches, AdamW, cosine schedule, clipping and EMA. First the losses of 5
-updates are compared; if they differ, nothing is measured. timm's loop is in train.py of timm's repository, which its
-package does not contain: give the file with -timm_train. Otherwise, the loop is assembled from parts of the package.
+All loops have the same model, initial weights, batches, AdamW, cosine schedule, clipping and EMA. First the losses of
+5 updates are compared; if they differ, nothing is measured. timm's loop is in train.py, which is in timm's repository
+but not in its package: give the file with -timm_train. Otherwise, the loop is assembled from parts of the package.
 timm's fastest flags are the fused AdamW and, with -compile, --torchcompile."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 FLAGS = (

@@ -142,7 +142,7 @@ def test_changes_are_listed_relative_to_the_checkpoint(vitamp: Callable[..., Res
 
 def test_resume_with_fewer_and_with_more_epochs(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     finished = vitamp("-resume", run, "-output", tmp_path / "empty", "TRAIN.NUM_EPOCHS=1")
-    assert f"it is in {run}" in finished.out.splitlines()[-1]
+    assert f"its folder is {run}" in finished.out.splitlines()[-1]
     finished = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=1")
     assert "had already finished" in finished.out
     assert "next update" not in finished.out
@@ -230,7 +230,7 @@ def test_resume_from_an_earlier_epoch_keeps_the_abandoned_branch(vitamp: Callabl
     done = vitamp("-resume", run, "-last_epoch", 1, "SEED=3", "KEEP_LAST=1", "TRAIN.NUM_EPOCHS=2")
     assert done.code == 0, done.text
     branch = run / "before-resume-44"
-    assert f"to {branch}, which can be resumed" in done.err
+    assert f"to the folder {branch}, which can be resumed" in done.err
     assert saved(branch) == {"step-000000088"}
     assert metrics(branch) == told
     assert index(branch)["last"] == "step-000000088"

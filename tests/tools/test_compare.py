@@ -227,7 +227,7 @@ def test_ngpus_starts_main_multi_gpu(
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        (["-modes", "fp32,tf32"], "-modes tf32: TF32 needs an NVIDIA GPU"),
+        (["-modes", "fp32,tf32"], "-modes tf32: this device has no TF32, which needs an NVIDIA GPU"),
         (["-modes", "fp32,bf61"], "unknown 'bf61'. Did you mean bf16? It takes fp32, tf32, bf16"),
         (["-modes", "bf16"], "list at least two"),
         (["-modes", "fp32,bf16,auto"], "bf16 and auto are both bf16 here"),

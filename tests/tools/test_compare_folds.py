@@ -57,7 +57,7 @@ def test_folds_are_named_in_troubles_and_notes() -> None:
     results["bf16"][2] |= {"diverged": True, "skipped": 40}
     assert troubles(results, {}, MODES) == [
         "bf16: diverged with fold 2: the loss ended higher than it started",
-        "bf16: with fold 2 40 of 400 updates were skipped (10 %); docs/amp.md says what to do",
+        "bf16: with fold 2, 40 of 400 updates were skipped (10 %); docs/amp.md says what to do",
     ]
     rows = [row for each in results.values() for row in each.values()]
     lines = notes({"runs": rows, "device": "cuda: a GPU", "seeds": [0], "folds": 3})
@@ -120,7 +120,7 @@ def test_folds_are_trained_and_compared(compare: Compare, tmp_path: Path, capsys
         (["-folds", "5", "-seeds", "3"], "-folds 5 -seeds 3: with -folds, all runs have one seed"),
         (
             ["-folds", "5", "DATA.FOLD=1/5"],
-            "DATA.FOLD (on the command line): compare.py sets it for each run; leave DATA.FOLD",
+            "DATA.FOLD (on the command line): compare.py sets it for each run; leave out DATA.FOLD",
         ),
         (["-folds", "5", "-dataset", "synthetic"], "DATA.FOLD 1/5: the data set synthetic"),
     ],

@@ -275,7 +275,7 @@ def test_verify_names_every_difference(
         told = capsys.readouterr().err
         assert said in told
         of = "1 of 2 indexes" if name.endswith(".npz") else "1 of 4 tar files"
-        assert f"{of} differ" in told
+        assert f"{of} are damaged, missing or changed" in told
         (packed / name).write_bytes(whole[name])
 
     second = whole["train/00001.tar"]

@@ -72,7 +72,7 @@ def test_one_tool_s_flags_are_no_other_program_s() -> None:
         (["-count"], "-count needs a value: -count N (how many)"),
         (["-quiet=1"], "-quiet takes no value"),
         (["-quiet", "1"], "-quiet takes no value"),
-        (["-dry_run"], "tool.py has no -dry_run; main_single_gpu.py has it"),
+        (["-dry_run"], "tool.py has no -dry_run; use main_single_gpu.py, which has it"),
     ],
 )
 def test_mistakes(words: list[str], said: str) -> None:

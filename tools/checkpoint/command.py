@@ -8,9 +8,8 @@
 
 A path is a run's folder, one of its checkpoints, or a file in one. `list` reads meta.json and file sizes. `verify`
 reads every byte and compares checksums. `average` writes the uniform mean of a run's last K checkpoints, or of several
-checkpoints (a model soup). `strip` writes only the weights. Given a run, `strip` and a
-soup take its best checkpoint. The header of a written file has class names and input format; -pretrained and timm load
-the file.
+checkpoints (a model soup). `strip` writes only the weights. Given a run, `strip` and a soup take its best checkpoint.
+The header of a written file has class names and input format; -pretrained and timm load the file.
 
 Exit codes: 0 done, 1 `verify` found damage, 2 anything wrong with the command, the files, or the disk.
 """

@@ -137,7 +137,7 @@ def test_log_warns_of_emulated_fp8_and_of_o3(vitamp: Callable[..., Result], tiny
     assert "warning: fp8 is EMULATED" in fp8.err
     assert "left in bf16 (the classifier, or sizes not multiples of 16): head" in fp8.out
     o3 = vitamp("-cfg", tiny, "-output", tmp_path / "o3", "-amp", "O3", "-dry_run")
-    assert "warning: AMP.LEVEL O3 keeps no fp32 masters" in o3.err
+    assert "warning: AMP.LEVEL O3 keeps no fp32 master weights" in o3.err
     o1 = vitamp("-cfg", tiny, "-output", tmp_path / "o1", "-amp", "bf16", "-dry_run")
     assert "multiples of 8" not in o1.text, "a CPU has no tensor cores"
 

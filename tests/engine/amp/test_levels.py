@@ -216,7 +216,7 @@ def test_o3_trains_in_bf16_and_warns(tiny: Path, said: pytest.LogCaptureFixture)
     assert ready.precision.name == "O3-bf16"
     assert not ready.precision.scaler.is_enabled()
     (warning,) = [r.getMessage() for r in said.records if (r.name, r.levelno) == (log.name, logging.WARNING)]
-    assert "O3 keeps no fp32 masters" in warning
+    assert "O3 keeps no fp32 master weights" in warning
     assert "O2" in warning
 
 

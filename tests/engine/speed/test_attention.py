@@ -83,7 +83,7 @@ def test_cpu_uses_a_rule_unless_a_kind_is_given(
     ("settings", "words"),
     [
         ({"MODEL__ATTENTION": "flash"}, "cpu supports only fused and plain"),
-        ({"MODEL__ATTENTION": "fused", "AMP__CUSTOM_BLACK_LIST": "softmax"}, "name softmax"),
+        ({"MODEL__ATTENTION": "fused", "AMP__CUSTOM_BLACK_LIST": "softmax"}, "no effect on softmax"),
     ],
 )
 def test_what_cannot_be_is_refused(tiny: Path, settings: dict[str, str], words: str) -> None:

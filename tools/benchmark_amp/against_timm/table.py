@@ -47,7 +47,7 @@ FLAGS = (
     ),
     Flag(
         "loops",
-        f"loops to measure beside timm's default: {','.join(LOOPS)} (timm with its fastest flags, PyTorch, vitamp)",
+        f"loops to measure as well as timm's: {','.join(LOOPS)} (timm with its fastest flags, PyTorch, vitamp)",
         "A,B",
         kind=some_of(*LOOPS),
         default_text="all",

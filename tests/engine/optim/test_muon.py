@@ -237,7 +237,5 @@ def test_state_of_timms_muon_is_refused() -> None:
     state = theirs.state_dict()
     for group, now in zip(state["param_groups"], ours.state_dict()["param_groups"], strict=True):
         group.update({key: value for key, value in now.items() if key != "params"})
-    with pytest.raises(
-        UserError, match=r"earlier versions of vitamp used timm's Muon\. Start a new run with -pretrained"
-    ):
+    with pytest.raises(UserError, match=r"earlier versions of vitamp used timm's Muon\. Start a new run"):
         ours.load_state_dict(state)

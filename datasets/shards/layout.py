@@ -16,7 +16,7 @@ from datasets.shards.stores import Folder, ShardFile, Store
 from datasets.shards.tar import DOTS
 from datasets.sources.files import leads_out
 from datasets.sources.imagefolder import VALIDATION_NAMES
-from datasets.sources.split import split_named_in
+from datasets.sources.split import split_named_in, warn_of_skipped
 from datasets.sources.walk import warn_once
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
@@ -155,7 +155,9 @@ class ShardSet:
     def _found(self) -> dict[str, list[ShardFile]]:
         """Shards by folder, else by file name. Validation is the first of val, validation and test that exists."""
         named: dict[str, list[ShardFile]] = {name: self.store.tars(name) for name in ("train", *VALIDATION_NAMES)}
-        if not any(named.values()):
+        if any(named.values()):
+            named["all"] = self.store.tars()
+        else:
             named = defaultdict(list)
             for file in self.store.tars():
                 named[split_named_in(file.name, VALIDATION_NAMES) or "all"].append(file)
@@ -164,8 +166,8 @@ class ShardSet:
         splits = {"train": named.get("train", []), "val": validation}
         if not any(splits.values()):
             splits = {"all": others}
-        elif others:
-            log.warning("Skipping %s: its name has neither train nor val.", others[0].name)
+        else:
+            warn_of_skipped(self.store.root, [file.name for file in others])
         return {name: files for name, files in splits.items() if files}
 
 

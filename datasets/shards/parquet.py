@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets.sources.split import split_named_in
+from datasets.sources.split import split_named_in, warn_of_skipped
 from utils.errors import UserError
 from utils.files import require_regular
 
@@ -54,6 +54,7 @@ def find_splits(root: Path, dataset: str) -> dict[str, list[Path]]:
         named[_split_of(path.relative_to(root))].append(path)
     if not any(name in named for name in ("train", *VALIDATION_NAMES)):
         named = {"train": named[""]}
+    warn_of_skipped(str(root), [str(path.relative_to(root)) for path in named.get("", [])])
     splits = {"train": named.get("train", [])}
     splits["val"] = next((named[name] for name in VALIDATION_NAMES if named.get(name)), [])
     for of_split in splits.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -16,11 +16,23 @@ from utils.config.kinds import Fold
 from utils.errors import UserError
 from utils.seeding import key
 
+MOST_NAMED = 5
+
 
 def split_named_in(name: str, validation_names: Iterable[str]) -> str | None:
     """The word in a file or folder name that names a split: `train` or one of `validation_names`."""
     match = re.search(rf"(?<![a-z])(train|{'|'.join(validation_names)})(?![a-z])", name.lower())
     return match[1] if match else None
+
+
+def warn_of_skipped(root: str, files: Sequence[str]) -> None:
+    """Name the files that are in no split although folders or file names name splits."""
+    if files:
+        more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
+        warn_once(
+            f"{root}: skipping files that are neither in the training split nor in the validation split: "
+            f"{', '.join(files[:MOST_NAMED])}{more}"
+        )
 
 
 def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split") -> tuple[np.ndarray, np.ndarray]:

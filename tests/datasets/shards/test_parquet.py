@@ -56,6 +56,15 @@ def test_parquet_files_of_any_name_are_read(
     assert train.name(6).endswith("/train/00000.tar/00001/00000002.png"), "the second file, and the row in it"
 
 
+def test_parquet_files_in_no_split_are_named(
+    tmp_path: Path, samples: Callable[[bool], Any], said: pytest.LogCaptureFixture
+) -> None:
+    for name in ("train", "val", "extra/part"):
+        write(tmp_path / "set" / f"{name}.parquet", range(4))
+    assert len(samples(True).labels) == 4
+    assert said.text.count("nor in the validation split: extra/part.parquet") == 1
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_parquet_labels_may_be_categories(tmp_path: Path, samples: Callable[[bool], Any], large: bool) -> None:
     """A column of categories as pandas writes it: numbers and their names."""

@@ -77,6 +77,25 @@ def test_shard_splits_by_folder_or_name(
     assert [part(data, train=False).read(k) for k in range(3)] == [picture(k) for k in (6, 7, 8)]
 
 
+@pytest.mark.parametrize(
+    ("train", "others"),
+    [("train/0.tar", ["0.tar"]), ("a-train-0.tar", [f"part-{k}.tar" for k in range(7)])],
+    ids=["beside folders", "beside names"],
+)
+def test_tar_files_in_no_split_are_named(
+    tmp_path: Path, of_shards: Callable[..., DataConfig], said: pytest.LogCaptureFixture, train: str, others: list[str]
+) -> None:
+    for name in (train, train.replace("train", "val"), *others):
+        write_tar(tmp_path / name, samples(range(3)))
+    assert len(part(of_shards(tmp_path))) == 3
+    lines = [record.getMessage() for record in said.records if "skipping" in record.getMessage()]
+    more = " and 2 more" if len(others) > 5 else ""
+    assert lines == [
+        f"{tmp_path}: skipping files that are neither in the training split nor in the validation split: "
+        f"{', '.join(others[:5])}{more}"
+    ]
+
+
 @pytest.mark.parametrize("name", ["train/0.tar", "interval-trainval-0.tar"])
 def test_shards_without_a_validation_split_are_split(
     tmp_path: Path, of_shards: Callable[..., DataConfig], name: str

@@ -25,7 +25,8 @@ def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
     name = broadcast(str(checkpoint.folder) if checkpoint else None, world)
     if config.MODEL.RESUME == AUTO:
         what = f"{'evaluating' if config.EVAL else 'resuming from'} {Path(name).name}" if name else ""
-        log.info("-resume auto: %s", what or "no checkpoint yet, starting a new run")
+        nothing = "no checkpoint found" if config.EVAL else "no checkpoint yet, starting a new run"
+        log.info("-resume auto: %s", what or nothing)
     # A rank that cannot see the folder is reported now, not when it loads the weights.
     return on_every_rank(world, lambda: checkpoint if world.first or name is None else inspect(Path(name)))
 

@@ -74,7 +74,7 @@ class SchedulerConfig(Section):
 class TrainConfig(Section):
     """Length of the training, optimiser, schedule, regularisation and augmentation."""
 
-    LAST_EPOCH: Count = setting(0, "Epochs that count as done; with -resume, the epoch of the checkpoint.")
+    LAST_EPOCH: Count = setting(0, "Number of epochs that count as done; with -resume, load the checkpoint of this epoch.")
     NUM_EPOCHS: Positive = setting(300, "Number of epochs.")
     WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS.")
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")

@@ -94,7 +94,8 @@ class Blame:
         count = len(self.sample_indices)
         if self.bad_samples and len(self.bad_samples) < count:
             return f"in {len(self.bad_samples)} of {count} samples: {_some(self.bad_samples)}"
-        return f"in {'all of ' * bool(self.bad_samples)}a micro-batch of {count} samples: {_some(self.sample_indices)}"
+        every = f"all {count} samples of a micro-batch" if self.bad_samples else f"a micro-batch of {count} samples"
+        return f"in {every}: {_some(self.sample_indices)}"
 
 
 @dataclass

@@ -48,7 +48,7 @@ def load_pretrained(
     if complete and any(FRESH in change for change in changes):
         raise UserError(
             f"{sentence}. -eval trains nothing, so its accuracy would be that of an untrained classifier: "
-            "use the MODEL.NUM_CLASSES that the weights were trained with and data of these classes, without "
+            "set MODEL.NUM_CLASSES to that of the weights, evaluate on data with the same classes, and leave out "
             "MODEL.NEW_CLASSIFIER; or train first, without -eval."
         )
     return f"{sentence} ({found.description})" if found.description else sentence

@@ -191,4 +191,4 @@ def _harmless(finding: Finding) -> str:
     if (finding.difference or 0) <= (finding.noise or 0):
         return text
     worse = f"rises at most {finding.excess:.2g} above" if (finding.excess or 0) > 0 else "never rises above"
-    return f"{text}; its loss {worse} those of all fp32 seeds"
+    return f"{text}; its loss {worse} the highest of the fp32 seeds"

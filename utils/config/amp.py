@@ -13,7 +13,8 @@ class AmpConfig(Section):
 
     ENABLED: bool = setting(False, "Train in mixed precision; set by -amp.")
     DTYPE: Literal["auto", "fp16", "bf16", "fp8"] = setting(
-        "auto", "auto: fp16 on GPUs, bf16 on CPUs and with O3, fp16 on CPUs without bf16. fp8 needs torchao."
+        "auto",
+        "auto: bf16 with O3, else fp16 on GPUs and bf16 on CPUs (fp16 if the CPU has no bf16). fp8 needs torchao.",
     )
     LEVEL: Literal["O0", "O1", "O2", "NAIVE", "O3"] = setting(
         "O1",

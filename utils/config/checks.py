@@ -133,7 +133,7 @@ def _labels(config: Config) -> Iterator[Problem]:
     if train.DISTILLATION_TYPE is not None and not config.EVAL:
         yield (
             "TRAIN.DISTILLATION_TYPE",
-            f"{train.DISTILLATION_TYPE} {why}: the loss of distillation is a softmax cross-entropy over the classes; leave it out",
+            f"{train.DISTILLATION_TYPE} {why}: its loss is a softmax cross-entropy over the classes; leave it out",
         )
 
 

@@ -89,10 +89,15 @@ Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
 SizeSteps = tuple[tuple[NonNegative, Positive], ...]
 """Pairs (start, size)"""
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
+_WHOLE_OR_AUTO = ({"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]})
 # To its readers it is a number: what is found replaces "auto" before anything is built.
 PositiveOrAuto = Annotated[
     Positive,
     WrapValidator(_or_auto),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]}]}),
+    WithJsonSchema({"anyOf": [*_WHOLE_OR_AUTO]}),
 ]
-PositiveUnlessAuto = Annotated[Positive | None, BeforeValidator(_auto_is_none)]
+PositiveUnlessAuto = Annotated[
+    Positive | None,
+    BeforeValidator(_auto_is_none),
+    WithJsonSchema({"anyOf": [*_WHOLE_OR_AUTO, {"type": "null"}]}),
+]

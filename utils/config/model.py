@@ -42,15 +42,21 @@ class ModelConfig(Section):
     PATCH_SIZE: Positive | None = setting(None, "Height and width of a patch, in pixels; 16 for ViT-B/16.")
     EMBED_DIM: Positive | None = setting(None, "Embedding dimension (width); 768 for ViT-B.")
     NUM_HEADS: Positive | Integers | None = setting(None, "Attention heads (Swin: one number per stage).")
-    ATTN_HEAD_SIZE: Positive | None = setting(None, "Dimension of an attention head; null: EMBED_DIM / NUM_HEADS.")
+    ATTN_HEAD_SIZE: Positive | None = setting(
+        None, "Dimension of an attention head; only null or EMBED_DIM / NUM_HEADS."
+    )
     DEPTH: Positive | None = setting(None, "Number of blocks; 12 for ViT-B.")
     MLP_RATIO: AboveZero | None = setting(None, "Hidden width of the MLP relative to EMBED_DIM; 4.0 for ViT-B.")
     QKV_BIAS: bool | None = setting(None, "Bias in the query, key and value projection.")
     WINDOW_SIZE: Positive | None = setting(None, "Swin: height and width of an attention window, in patches.")
     STAGE_DEPTHS: Integers | None = setting(None, "Swin: blocks in each stage.")
-    QK_SCALE: AboveZero | None = setting(None, "Scale of the attention logits; null: head dimension ** -0.5.")
-    APE: bool | None = setting(None, "Swin: absolute position embedding.")
-    PATCH_NORM: bool | None = setting(None, "Swin: norm after the patch embedding.")
+    QK_SCALE: AboveZero | None = setting(None, "Scale of the attention logits; only null or head dimension ** -0.5.")
+    APE: bool | None = setting(
+        None, "Swin: absolute position embedding; only the model's own value is accepted, which is false."
+    )
+    PATCH_NORM: bool | None = setting(
+        None, "Swin: norm after the patch embedding; only the model's own value is accepted."
+    )
     ATTENTION: Annotated[
         Literal["auto", "fused", "plain", "flash", "efficient", "cudnn", "packed"], BeforeValidator(folded)
     ] = setting(

@@ -33,7 +33,8 @@ class DistConfig(Section):
     TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank before the run ends.", gt=0)
     STATIC_GRAPH: bool = setting(
         False,
-        "ddp: set static_graph; only if all updates use the same weights in the same order, without accumulation.",
+        "ddp: pass static_graph=True to DDP. All updates must use the same parameters in the same order, without "
+        "accumulation.",
     )
     BF16_GRADIENTS: bool = setting(False, "ddp: all-reduce gradients in bf16: half the traffic, less precise.")
     SYNC_BATCHNORM: bool = setting(True, "ddp on GPUs: synchronise batch norm statistics over all processes.")

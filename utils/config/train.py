@@ -74,7 +74,9 @@ class SchedulerConfig(Section):
 class TrainConfig(Section):
     """Length of the training, optimiser, schedule, regularisation and augmentation."""
 
-    LAST_EPOCH: Count = setting(0, "Number of epochs that count as done; with -resume, load the checkpoint of this epoch.")
+    LAST_EPOCH: Count = setting(
+        0, "Number of epochs that count as done; with -resume, load the checkpoint of this epoch."
+    )
     NUM_EPOCHS: Positive = setting(300, "Number of epochs.")
     WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS.")
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")
@@ -103,7 +105,7 @@ class TrainConfig(Section):
     )
     OOM: Annotated[Literal["stop", "split"], BeforeValidator(folded)] = without_effect(
         "stop",
-        "No longer supported: running out of memory always ends the run, with an error that says what helps.",
+        "For old files only: running out of memory always ends the run, with an error that says what helps.",
         "an update that does not fit into memory is not split; DATA.BATCH_SIZE=auto finds a batch that fits",
     )
     COMPILE: Annotated[Literal["auto", "none", "blocks", "whole"], BeforeValidator(folded)] = setting(
@@ -139,7 +141,7 @@ class TrainConfig(Section):
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.")
     CLASS_WEIGHTS: str | None = setting(
         None,
-        "Weights of the classes in the training loss (with LOSS bce, only of positive targets). balanced: inversely "
+        "Class weights in the training loss; with LOSS bce they weigh only positive targets. balanced: inversely "
         "proportional to the number of images per class. Or a file with one line per class, NAME WEIGHT; see "
         "docs/training.md.",
     )

@@ -44,7 +44,10 @@ class Curves:
         """`force`: draw even if it is too early."""
         began = perf_counter()
         if force or self._took <= TIME_FRACTION * (began - self._drawn):
-            draw_curves(self._folder, title)
+            try:
+                draw_curves(self._folder, title)
+            except Exception as error:  # of matplotlib or its fonts: no picture is worth a run
+                _warn_once(self._folder / "curves.png", f"drawn ({type(error).__name__}: {error})")
             self._drawn = perf_counter()
             self._took = self._drawn - began
 
@@ -92,13 +95,14 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     try:
         write_atomically(path, picture.getvalue())
     except OSError as error:
-        _warn_once(path, str(error.strerror))
+        _warn_once(path, f"written ({error.strerror})")
     return path
 
 
 @cache
-def _warn_once(path: Path, reason: str) -> None:
-    log.warning("%s cannot be written (%s); training continues.", path, reason)
+def _warn_once(path: Path, failure: str) -> None:
+    """Once per process and reason."""
+    log.warning("%s cannot be %s; training continues.", path, failure)
 
 
 def _train_and_validation(axes: Axes, course: Course, key: str) -> None:

@@ -8,8 +8,8 @@ The same command with the same -json file resumes after the time ran out.
 
 The contenders (the precisions, loops or sizes compared) alternate after a warm-up, in reverse order every other round.
 The report shows medians, and ratios taken within a round. One contender runs twice as a control: the ratio of its two
-results shows the noise. -json is written after every measurement. All flags and settings of main_single_gpu.py are
-accepted.
+results shows the noise. -json is written after every measurement. The settings and flags of main_single_gpu.py are
+accepted; those without a meaning here are refused with the reason.
 """
 
 from __future__ import annotations

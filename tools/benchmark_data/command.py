@@ -11,7 +11,8 @@ each stage of vitamp's loading. The contenders (vitamp, timm, torchvision, ...) 
 all of them. The report shows medians, and ratios taken within a round.
 
 -appetite N is the number of images per second that the model can train on (training logs images/s; measure it with
--dataset synthetic). All flags and settings of main_single_gpu.py are accepted, such as TRAIN.RAND_AUGMENT=true.
+-dataset synthetic). The settings and flags of main_single_gpu.py are accepted, such as TRAIN.RAND_AUGMENT=true;
+those without a meaning here are refused with the reason.
 """
 
 from __future__ import annotations

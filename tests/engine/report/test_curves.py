@@ -15,6 +15,7 @@ from PIL import Image
 
 from engine.report import curves
 from engine.report.curves import MOST_POINTS, Curves, draw_curves, title_of
+from tests.program import Result
 from utils.config import Config
 from utils.log import log
 
@@ -167,6 +168,21 @@ def test_interrupted_drawing_keeps_the_old_picture(
             draw_curves(tmp_path, "")
     assert (tmp_path / "curves.png").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
+
+
+def test_failing_matplotlib_does_not_end_the_training(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken" / "matplotlib"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise RuntimeError('no font was found')\n", encoding="utf-8")
+    words = ("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=2")
+    done = vitamp(*words, slow_start=True, env={"PYTHONPATH": str(broken.parent)})
+    assert done.code == 0, done.text
+    warning = (
+        f"{tmp_path / 'run' / 'curves.png'} cannot be drawn (RuntimeError: no font was found); training continues."
+    )
+    assert done.err.count(warning) == 1
 
 
 def test_short_epochs_are_not_all_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

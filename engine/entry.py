@@ -192,7 +192,7 @@ def _why_one(loaded: Loaded) -> str:
     return (
         "one GPU is visible"
         if loaded.config.DEVICE != "cpu" and _has_gpu()
-        else ("no GPU is used; -ngpus N starts N processes on the CPU")
+        else ("no CUDA GPU is used; -ngpus N starts N processes")
     )
 
 

@@ -33,7 +33,9 @@ def evaluate_only(given: Run, dry: bool) -> None:
     folder = None if dry else make_run_folder(run, "eval")
     log.info(banner(run, ready, folder))
     if checkpoint is None and not config.MODEL.PRETRAINED:
-        log.warning("-eval without -pretrained or -resume: no weights are loaded, the model is randomly initialised.")
+        log.warning(
+            "-eval without -pretrained or a checkpoint: no weights are loaded, the model is randomly initialised."
+        )
     if checkpoint and ready.precision.level in ("O1", "O2"):
         force_fp32(ready.model, checkpoint.state()["fp32_modules"], device.type)
     if folder is None:

@@ -97,7 +97,8 @@ def _locked(handle: int, patience: float) -> bool:
             time.sleep(0.1)
         except OSError as error:
             log.warning(
-                "The run's folder is on a file system without locks (%s): it is not protected from a second run.",
+                "The run's folder is on a file system without locks (%s): it is not protected from a second run on "
+                "this machine.",
                 error.strerror,
             )
             return True
@@ -121,7 +122,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _is_alive(path: Path, about: dict[str, Any]) -> bool:
     """Whether the holder on another machine still writes heartbeats."""
     log.info(
-        "%s: held by a run on host %s, pid %s; waiting %.0f s to see whether it is still alive.",
+        "%s: held by a run on host %s, pid %s; waiting up to %.0f s to see whether that run is alive.",
         *(path, about.get("host"), about.get("pid"), SECONDS_TO_WATCH),
     )
     end = time.monotonic() + SECONDS_TO_WATCH

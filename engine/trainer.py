@@ -104,7 +104,7 @@ class Trainer:
     def _pause(self, stopped: Stopped) -> None:
         """Save, so that the resumed run logs and does all that is still to be logged and done after this update."""
         self.paused = True
-        log.info("%s: saving after update %d, to be resumed.", stopped.words, self.position.update)
+        log.info("%s: saving after update %d; resume with -resume.", stopped.words, self.position.update)
         if self._saved_at != self.position.update:
             self._save()
         self._finish_saving()

@@ -32,8 +32,8 @@ class Shortcuts:
         if not isinstance(reference, VisionTransformer):
             kind = type(reference).__name__
             return [
-                f"TRAIN.{key}: {kind} does not support it. Leave the key out, or use a model whose patches are one "
-                "sequence of tokens, such as a ViT or DeiT"
+                f"TRAIN.{key}: {kind} does not support it. Leave the key out, or use a model of timm's class "
+                "VisionTransformer, such as a ViT or DeiT"
                 for key, value in options.items()
                 if value
             ]

@@ -62,7 +62,7 @@ def _decide(
         which = _with_prefix("ema_" if best["kind"].startswith("ema_") else "")
         return (
             which,
-            f"assumed: not validated at this update; the run's best result is of its {LABELS[which]} weights",
+            f"assumed: not validated at this update; the run's best validation was that of its {LABELS[which]} weights",
         )
     return "model", "assumed: this checkpoint has no validation metrics"
 

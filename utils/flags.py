@@ -184,7 +184,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",), default_text="the best available"),
         Flag("ngpus", "number of processes that main_multi_gpu.py starts; -1: one per visible GPU", "N", ("NGPUS",)),
         Flag("gpus", "use only these GPUs, like CUDA_VISIBLE_DEVICES", "0,1,..."),
-        Flag("threads", "CPU threads per process", "N", ("THREADS",), default_text="number of cores / number of ranks"),
+        Flag("threads", "CPU threads per process", "N", ("THREADS",), default_text="cores / ranks on this machine"),
         Flag("backend", "nccl or gloo", "NAME", ("DIST.BACKEND",), default_text="nccl on GPUs, gloo on CPUs"),
         Flag("host", "host of rank 0, when ranks are started by hand", "NAME", ("DIST.HOST",)),
         Flag("port", "port of rank 0", "N", ("DIST.PORT",)),

@@ -57,7 +57,7 @@ SETTINGS = {
 }
 FLAGS = {
     "accum_iter": "grad_accum_steps gradient_accumulation_steps accumulation_steps",
-    "amp": "fp16 bf16 half precision amp_dtype",
+    "amp": "fp16 bf16 half precision amp_dtype native_amp",
     "batch_size": "b bs batch train_batch_size per_device_train_batch_size",
     "batch_size_eval": "vb validation_batch_size eval_batch_size",
     "cfg": "c config cfg_file",
@@ -83,7 +83,7 @@ ANSWERS = {
 }
 """Flags whose value means nothing here."""
 PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "float16": "fp16", "bfloat16": "bf16"}
-NOT_NEEDED = "pin_mem no_prefetcher sched_on_updates experiment native_amp"
+NOT_NEEDED = "pin_mem no_prefetcher sched_on_updates experiment"
 _KEY = {word: key for key, words in SETTINGS.items() for word in words.split()}
 _FLAG = {word: flag for flag, words in FLAGS.items() for word in words.split()}
 

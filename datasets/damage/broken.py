@@ -108,7 +108,7 @@ class BrokenImages:
             f"{_images(len(damaged))} cannot be read, and DATA.MAX_BAD allows {self.limit}. The last: "
             f"{_last(damaged)}. Repair them, exclude them with DATA.EXCLUDE={self._file()}, which lists them "
             "(scripts/check_data.py finds all broken images), or raise DATA.MAX_BAD. Then resume from the last "
-            "checkpoint with -resume."
+            "checkpoint with -resume; after excluding images, from one saved at the end of an epoch (-last_epoch)."
         )
 
 

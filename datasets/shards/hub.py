@@ -37,7 +37,9 @@ def _copied_folder(data: DataConfig) -> Path:
     """The folder of the copy, made at the first use."""
     place = data.DATASET.removeprefix(PREFIX)
     if not place:
-        raise UserError("DATA.DATASET hf: lacks a name or a folder; give one, as in hf:ylecun/mnist or hf:/data/mnist.")
+        raise UserError(
+            "DATA.DATASET 'hf:' lacks a name or a folder; give one, as in hf:ylecun/mnist or hf:/data/mnist."
+        )
     local = is_path(place)
     if local and not Path(place).expanduser().is_dir():
         raise UserError(f"DATA.DATASET {data.DATASET}: there is no folder {place}.")

@@ -80,7 +80,7 @@ class ShardSet:
             index = make_index(self.store, shards, self.classes)
             if not len(index):
                 skipped = f"; {_explained(index.skipped)}" if index.skipped else "."
-                raise UserError(f"{self.store.root}: the tar files of the split {split} have no images{skipped}")
+                raise UserError(f"{self.store.root}: the tar files of the split '{split}' have no images{skipped}")
             self._save(index, split, cached)
         return index
 
@@ -204,8 +204,8 @@ def _explained(skipped: str) -> str:
     if DOTS not in skipped:
         return skipped
     return (
-        f"{skipped}. As in WebDataset, the extension of a member begins at the first dot of its name, and front.jpg is "
-        "not a known extension: name the file cat_front.jpg, not cat.front.jpg."
+        f"{skipped}. As in WebDataset, the extension of a member begins at the first dot of its name. That of "
+        "cat.front.jpg is front.jpg, which is unknown: name the file cat_front.jpg."
     )
 
 

@@ -84,7 +84,7 @@ def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]
     except tarfile.TarError as error:
         raise UserError(
             f"{where} cannot be read as a tar file: {error}. Compressed tar files are not supported, because images "
-            f"are read in place; decompress it with gunzip or a similar program."
+            f"are read in place; decompress such a file with gunzip or a similar program."
         ) from None
     # Not tar.next(): it keeps every member in memory, and takes a cut between two members, or damage, for the end.
     tar.offset = 0
@@ -94,7 +94,7 @@ def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]
         block = file.read(tarfile.BLOCKSIZE)
         if block == bytes(tarfile.BLOCKSIZE):
             if size - begin > MOST_ZEROS or any(file.read(MOST_ZEROS)):
-                raise _damaged(where, size, begin, "zeros, which are not the tar file's end")
+                raise _damaged(where, size, begin, "zeros in place of a member")
             return
         try:
             file.seek(begin)

@@ -96,7 +96,7 @@ def _warn_unmeasured(validation: np.ndarray, classes: list[str] | range) -> None
     if len(unmeasured):
         log.warning(
             "The validation split has no image of %d of %d classes (the first: %s): mAP and macro F1 leave "
-            "these classes out, and their threshold is 0.5.",
+            "these classes out, and predict.py uses a threshold of 0.5 for them.",
             len(unmeasured),
             len(classes),
             classes[unmeasured[0]],
@@ -226,7 +226,7 @@ def _labels(table: _Table, training: _Table, num_classes: int) -> tuple[list[str
         if name not in numbers:
             raise UserError(
                 f"{table.where(row)}: {training.file} has no class {name!r}.{nearest(name, classes)} "
-                f"Both splits need the same classes."
+                "Every class in the validation split must also be in the training split."
             )
         if _whole_number(name) is not None:
             raise UserError(

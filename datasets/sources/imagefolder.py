@@ -71,7 +71,7 @@ def _class_names(root: Path, folder: Path) -> list[str]:
         first = min(unknown)
         raise UserError(
             f"{folder / first}: the training split {train} has no class of that name.{nearest(first, classes)} "
-            f"Both splits need the same classes."
+            "Every class in the validation split must also be in the training split."
         )
     return classes
 

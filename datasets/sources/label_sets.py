@@ -70,7 +70,7 @@ def rows_of(
             else:
                 raise UserError(
                     f"{where(row)}: {training} has no class {text!r}.{nearest(text, index)} "
-                    "Both splits need the same classes."
+                    "Every class in the validation split must also be in the training split."
                 )
     return rows
 

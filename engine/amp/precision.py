@@ -193,6 +193,8 @@ class Precision:
             "O3": "weights, without fp32 masters",
         }[self.level]
         scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
+        if self.choice.dtype is torch.float16 and not self.scaler.is_enabled():
+            scaling = "without loss scaling (AMP.LOSS_SCALING false)"
         listed = f" with {', '.join(self._in_fp32)} in fp32" * bool(self._in_fp32)
         return f"{self.name} {how}{listed}, {scaling} ({self.choice.reason})"
 

@@ -197,8 +197,9 @@ class OverflowWatch:
         if not skipped.micro_batches and not self._limit_was_logged:
             self._limit_was_logged = True
             log.info(
-                "update %d was skipped and cannot be replayed: its images exceed the limit of %.0f GiB. A smaller "
-                "-batch_size or -accum_iter makes replays possible. Later updates like it are only counted.",
+                "update %d was skipped and cannot be replayed: the images of recent updates exceed the limit of "
+                "%.0f GiB. A smaller -batch_size or -accum_iter makes replays possible. Later updates like it are only "
+                "counted.",
                 skipped.update,
                 MAX_BYTES / 2**30,
             )
@@ -251,7 +252,8 @@ class OverflowWatch:
         reasons = ["the weights have changed since"] if self._update > skipped.update else []
         if len(skipped.micro_batches) > 1:
             reasons.append("only the sum of the micro-batches overflowed")
-        reasons += ["compiled code rounds differently", "the overflow was on another rank"]
+        reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
+        reasons.append("with several processes, the overflow was on another rank")
         return f"the replay did not overflow; possible reasons: {', '.join(reasons[:-1])}, or {reasons[-1]}"
 
     def _device_generator_kept(self) -> AbstractContextManager[None]:

@@ -56,7 +56,7 @@ def _best_good(run: Path | None) -> Checkpoint | None:
         log.info("Evaluating %s, %s.", folder.name, why)
         return checkpoint
     except UserError as error:
-        log.warning("%s The newest undamaged checkpoint is evaluated instead.", error)
+        log.warning("%s The newest undamaged checkpoint is evaluated instead, if there is one.", error)
         return None
 
 
@@ -74,7 +74,7 @@ def _choose(config: Config) -> Checkpoint | None:
     checkpoint = newest_good(root, check=resumable)
     if checkpoint is None and any(root.glob("step-*")):
         raise UserError(
-            f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above), and a new run would "
-            "overwrite them. Name another -output, or move them away."
+            f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above)"
+            + ("." if config.EVAL else ", and a new run would overwrite them. Name another -output, or move them away.")
         )
     return checkpoint

@@ -70,7 +70,8 @@ def _places(path: Path) -> tuple[Path | None, Path]:
 def _of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
     if epoch and not _ends(checkpoint, epoch):
         raise UserError(
-            f"{checkpoint.folder}: saved in epoch {checkpoint.meta['epoch']}, but TRAIN.LAST_EPOCH is {epoch}."
+            f"{checkpoint.folder}: saved in epoch {checkpoint.meta['epoch']}, not at the end of epoch {epoch} "
+            "(TRAIN.LAST_EPOCH)."
         )
     return checkpoint
 

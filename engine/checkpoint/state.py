@@ -116,8 +116,8 @@ def _restore(
     match_memory_format(parts.optimizer)
     if state["fp32_modules"] and sharding is not None and parts.precision.level == "O2":
         raise UserError(
-            f"{checkpoint.folder}: AMP.AUTO_FP32 had moved modules to fp32, which is impossible once DIST.STRATEGY "
-            f"fsdp has sharded them. Set AMP.FP32_MODULES to {state['fp32_modules']}."
+            f"{checkpoint.folder}: AMP.AUTO_FP32 had moved modules to fp32, but with AMP.LEVEL O2 sharded modules "
+            f"(DIST.STRATEGY fsdp) cannot be moved. Set AMP.FP32_MODULES to {state['fp32_modules']}."
         )
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
         parts.force_fp32(state["fp32_modules"])

@@ -107,7 +107,7 @@ def _check(choice: CompileChoice, parts: Parts, world: World) -> None:
         return
     device = parts.precision.device
     if missing := _missing_tool(device):
-        raise UserError(f"TRAIN.COMPILE {choice.how}: {missing}. Install it, or set TRAIN.COMPILE=none.")
+        raise UserError(f"TRAIN.COMPILE {choice.how}: {missing}. Install what is missing, or set TRAIN.COMPILE=none.")
     if choice.how == BLOCKS and not has_blocks(parts.model):
         raise UserError(
             f"TRAIN.COMPILE blocks: {type(parts.model).__name__} has no sequence of equal blocks; use "
@@ -132,10 +132,10 @@ def _missing_tool(device: torch.device) -> str | None:
     variable, usual = ("CXX", of_cpu) if device.type == "cpu" else ("CC", ("gcc", "clang"))
     names = (os.environ[variable],) if variable in os.environ else usual
     if not any(map(shutil.which, names)):
-        return f"torch.compile needs a compiler, but there is no {' or '.join(names)}"
+        return f"torch.compile needs a compiler, and there is no {' or '.join(names)}"
     headers = Path(sysconfig.get_path("include", "posix_prefix"))  # Debian's default scheme has another folder
     if sys.platform != "win32" and not (headers / "Python.h").is_file():
-        return f"torch.compile needs Python's headers (python3-dev), but there is no {headers / 'Python.h'}"
+        return f"torch.compile needs Python's headers (python3-dev), and there is no {headers / 'Python.h'}"
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

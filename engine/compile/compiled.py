@@ -83,7 +83,7 @@ class Compiled:
         from torch._dynamo.exc import TorchDynamoException
 
         began, size = perf_counter(), batch.images.shape
-        what = "each block" if self.choice.how == BLOCKS else "the whole update"
+        what = "each block" if self.choice.how == BLOCKS else "the forward and backward pass"
         duration = "minutes on a CPU" if batch.images.device.type == "cpu" else "about a minute"
         log.info("Compiling %s for %d x %d pixels: this update takes %s.", what, *size[-2:], duration)
         try:

@@ -29,10 +29,10 @@ class Gain:
         return self.seconds > REQUIRED_RATIO * SECONDS_TO_COMPILE
 
     def words(self) -> str:
-        verdict = "for" if self.is_worthwhile else "too little for"
+        verdict = "more" if self.is_worthwhile else "no more"
         return (
-            f"about {self.seconds:,.0f} s saved in {self.updates:,} updates, {verdict} {SECONDS_TO_COMPILE:.0f} s of "
-            "compiling"
+            f"about {self.seconds:,.0f} s saved in {self.updates:,} updates, {verdict} than {REQUIRED_RATIO:g} times "
+            f"the {SECONDS_TO_COMPILE:.0f} s of compiling"
         )
 
 

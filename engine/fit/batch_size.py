@@ -141,8 +141,8 @@ def _with_largest_batch(config: Config, target: int | None, world: World, device
     if each is not None and chosen < each and 2 * chosen <= fitting:
         near = _multiples_near(each, fitting // STEP * STEP or fitting, world.size)
         log.warning(
-            "The batch must divide the global batch %d, so half of the memory or more stays unused; a global batch of "
-            "%s would use it.",
+            "The batch must divide the global batch %d, so it is at most half of what fits; a global batch of %s would "
+            "use the memory.",
             target,
             near,
         )
@@ -158,8 +158,12 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
     if fitting < least:
         raise UserError(
             f"DATA.BATCH_SIZE auto: not even a batch of {least} fits into {in_gib(limit)}. Try "
-            "TRAIN.GRAD_CHECKPOINT=blocks, -amp, a smaller MODEL.NAME or DATA.IMAGE_SIZE; or, on several devices, "
-            "DIST.STRATEGY=fsdp with a number as -batch_size."
+            + (
+                "-amp, a smaller MODEL.NAME or DATA.IMAGE_SIZE."
+                if config.EVAL
+                else "TRAIN.GRAD_CHECKPOINT=blocks, -amp, a smaller MODEL.NAME or DATA.IMAGE_SIZE; or, on several "
+                "devices, DIST.STRATEGY=fsdp with a number as -batch_size."
+            )
         )
     return fitting, f"{fitting} fits ({peak} of {in_gib(limit)}{reason})"
 

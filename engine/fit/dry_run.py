@@ -68,8 +68,8 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
         log.info("  %s", line)
     if (how := ready.choices["compile"]) != NONE:
         log.info(
-            "  compile    %s: not done in a dry run. A run compiles for about %.0f s at first; its updates are then "
-            "shorter.",
+            "  compile    %s: not done in a dry run. A run compiles for about %.0f s at first, on a CPU for minutes; "
+            "its updates then take less time.",
             how,
             SECONDS_TO_COMPILE,
         )

@@ -99,8 +99,8 @@ def _memory(config: Config, costs: Costs, world: World, device: torch.device) ->
     yield "           " + ", ".join(f"{name} {in_gib(size)}" for name, size in shares.items() if size)
     if costs.total and memory.peak > NEARLY_FULL * costs.total:
         yield f"           this is nearly all memory; to save some: {_savings(config)}"
-    if config.TRAIN.SIZE_SCHEDULE or config.TRAIN.TOKEN_DROP:
-        yield "           later epochs take more memory and time: they use more of each image"
+    if config.TRAIN.SIZE_SCHEDULE or (config.TRAIN.TOKEN_DROP and config.TRAIN.TOKEN_DROP_TAIL):
+        yield "           later epochs take more memory and time: their images are larger, or no tokens are dropped"
 
 
 def _time(config: Config, costs: Costs, world: World, device: torch.device) -> Iterator[str]:
@@ -118,8 +118,8 @@ def _time(config: Config, costs: Costs, world: World, device: torch.device) -> I
     left = costs.updates * update + validations * speed.validation
     end = datetime.now() + timedelta(seconds=left)
     yield (
-        f"           an epoch of {costs.per_epoch:,} updates about {clock(costs.per_epoch * update)}, a validation "
-        f"about {clock(speed.validation)}"
+        f"           an epoch of {costs.per_epoch:,} updates takes about {clock(costs.per_epoch * update)}, a "
+        f"validation about {clock(speed.validation)}"
     )
     yield (
         f"           {costs.updates:,} updates to go ({epochs:,.1f} epochs): about {clock(left)}, until "
@@ -157,4 +157,5 @@ def _disk(config: Config, costs: Costs, world: World) -> Iterator[str]:
     if config.KEEP_EVERY:
         yield f"           and one more for every {config.KEEP_EVERY} epochs (KEEP_EVERY)"
     if needed > free:
-        yield "           this is not enough: name another -output or SAVE, or set KEEP_LAST=1"
+        fewer = ", or set KEEP_LAST=1" * (config.KEEP_LAST != 1)
+        yield f"           the free space is not enough: name another -output or SAVE{fewer}"

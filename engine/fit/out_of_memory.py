@@ -75,8 +75,9 @@ def ways_out(config: Config, validating: bool, found: bool = False) -> list[str]
     if train.GRAD_CHECKPOINT == "none" and not validating:
         ways.append("TRAIN.GRAD_CHECKPOINT=blocks: fewer saved activations; the backward pass recomputes them")
     if not config.AMP.ENABLED:
-        ways.append("-amp: most saved activations take half the memory")
-    if not found:
+        ways.append("-amp: most activations take half the memory")
+    own_size = validating and config.DATA.BATCH_SIZE_EVAL is not None
+    if not found and not own_size and config.DIST.STRATEGY != "fsdp":
         ways.append("-batch_size auto: finds how many images fit")
     return ways
 

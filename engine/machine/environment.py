@@ -151,7 +151,7 @@ def _links(members: list[dict[str, Any]]) -> str | None:
     if not by_machine:
         return None
     direct, pairs = min(by_machine, key=lambda peers: peers[0] / peers[1])
-    text = f"{direct} of {pairs} pairs of GPUs in a machine have peer access"
+    text = f"{direct} of {pairs} ordered pairs of GPUs in a machine have peer access"
     if direct < pairs:
         return f"{text}; the others go through host memory (nvidia-smi topo -m shows why)"
     return f"{text}, by NVLink or PCIe (nvidia-smi topo -m shows which)"

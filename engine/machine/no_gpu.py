@@ -18,8 +18,9 @@ def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] =
     if device.type != "cpu" or config.DEVICE is not None:
         return None
     return (
-        f"{_why(env)}: training runs on the CPU, which is enough to try things out (configs/vit_digits.yaml takes a "
-        "minute or two) but takes weeks for ImageNet. -dry_run estimates the time; pass -device cpu to silence this."
+        f"{_why(env)}: this run uses the CPU, which is enough to try things out (training configs/vit_digits.yaml "
+        "takes a minute or two), but training on ImageNet would take weeks. -dry_run estimates the time of training; "
+        "pass -device cpu to silence this."
     )
 
 

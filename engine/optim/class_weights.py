@@ -121,6 +121,6 @@ def _matched(weights: dict[str, float], names: list[str], classes: int, file: st
 
 def describe_class_weights(train: TrainConfig, weights: np.ndarray) -> str:
     """For the banner of a run."""
-    where = "of positives, " if train.LOSS == "bce" else ""
+    where = "on positives only, " if train.LOSS == "bce" else ""
     weighed = f"class weights {train.CLASS_WEIGHTS}: {weights.min():.3g} to {weights.max():.3g}"
     return f"{weighed}, {where}in the training loss only"

@@ -36,7 +36,8 @@ def check_sharding(config: Config) -> None:
     """Reject settings that FSDP does not support with any model or machine."""
     name = config.TRAIN.OPTIMIZER.NAME
     if config.DIST.STRATEGY == "fsdp" and name.casefold() not in OPTIMIZERS:
-        why = "orthogonalises whole matrices: not possible" if name.casefold().endswith("muon") else "was not tested"
+        whole = name.casefold().endswith("muon")
+        why = "orthogonalises whole matrices, which is not possible" if whole else "was not tested"
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME {name} {why} with DIST.STRATEGY fsdp, where each rank holds only rows of a "
             f"tensor. Use one of {', '.join(sorted(OPTIMIZERS))}, or DIST.STRATEGY ddp."

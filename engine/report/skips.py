@@ -113,7 +113,10 @@ class Health:
         blame = self._last
         if blame is not None and blame.module.startswith("teacher."):
             return "The teacher overflows, whatever the loss scale: use bf16, or another TRAIN.TEACHER_MODEL."
-        if blame is not None and blame.direction == FORWARD and blame.module:
+        if self.amp.LEVEL in ("NAIVE", "O3") or self.parts.sharding is not None:  # no AUTO_FP32 there
+            return "Use bf16, or lower TRAIN.BASE_LR."
+        named = blame is not None and blame.module and blame.module in dict(self.parts.model.named_modules())
+        if blame is not None and named and blame.direction == FORWARD:
             return (
                 f"Keep that module in fp32 (AMP.FP32_MODULES=['{blame.module}'], or AMP.AUTO_FP32=true), or use bf16."
             )

@@ -114,7 +114,7 @@ class TrackedRun:
             call(*args)
         except Exception as error:
             self._tracker = None
-            log.warning("%s %s (%s); training continues without it.", self._title, failure, first_line(error))
+            log.warning("%s %s (%s); the run is not affected.", self._title, failure, first_line(error))
 
 
 def first_line(error: Exception) -> str:

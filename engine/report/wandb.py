@@ -88,7 +88,7 @@ def _online_or_offline(begin: Callable[[Any], wandb.Run], folder: Path) -> wandb
     except Exception as error:
         why = first_line(error)
     log.warning(
-        "Weights & Biases cannot be reached (%s). The metrics are kept in %s; `wandb sync` sends them later.",
+        "Weights & Biases cannot be used online (%s). The metrics are kept in %s; `wandb sync` sends them later.",
         why,
         folder / "wandb",
     )

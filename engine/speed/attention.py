@@ -62,8 +62,8 @@ def attention_by_rule(
     on_cpu = device == "cpu" and _packed_on_cpu(wanted, previous, model, precision, listed)
     if wanted not in (*kinds, "auto", *[PACKED] * bool(on_cpu)):
         raise UserError(
-            f"MODEL.ATTENTION {wanted}: {device} supports only {' and '.join(kinds)}; use one of these, or leave it "
-            "auto."
+            f"MODEL.ATTENTION {wanted}: {device} supports only {' and '.join(kinds)}"
+            f"{', and packed if the CPU has AMX' * (device == 'cpu')}; use one of these, or leave it auto."
         )
     inside = INSIDE_FUSED.intersection(listed)
     if inside and wanted not in ("auto", PLAIN):
@@ -73,11 +73,11 @@ def attention_by_rule(
         )
     if wanted == PACKED and device == "cuda" and not packed_is_possible(listed):
         raise UserError(
-            f"MODEL.ATTENTION {wanted} needs Triton, and AMP's lists, which affect torch's operators only, "
-            f"must not name {' or '.join(sorted(FUSED_OPERATOR))}; use fused, or leave it auto."
+            f"MODEL.ATTENTION {wanted} needs Triton. AMP's lists affect torch's operators only, so with {wanted} "
+            f"they must not name {' or '.join(sorted(FUSED_OPERATOR))}. Use fused, or leave MODEL.ATTENTION auto."
         )
     if inside:
-        return Attention(PLAIN, "for the operators on AMP's lists")
+        return Attention(PLAIN, "so that AMP's lists take effect")
     if wanted != "auto":  # a GPU has some kinds for some models only
         must_try = device == "cuda" and (wanted == PACKED or backends_of(wanted))
         return None if must_try else Attention(wanted, "as asked for")

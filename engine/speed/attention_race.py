@@ -152,7 +152,7 @@ def race(run: Callable[[str], None], kinds: list[str], seconds_of: Timer) -> dic
 def winner(seconds: dict[str, float]) -> Attention:
     fastest = min(seconds, key=lambda kind: seconds[kind])
     if FUSED not in seconds:
-        return Attention(fastest, "the only one that works here")
+        return Attention(fastest, "the fastest that works here")
     speedup = seconds[FUSED] / seconds[fastest]
     if speedup < MIN_SPEEDUP:
         others = ", ".join(kind for kind in seconds if kind != FUSED)

@@ -47,7 +47,7 @@ def choose_products(wanted: str, device: torch.device, fp32: bool, values: int, 
         if device.type == "cpu" and (why := _why_not(wanted)):
             raise UserError(f"CPU_FP32 {wanted}: {why}; use mkl.")
         ignored = wanted == ONEDNN and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
-        note = ", but without AVX-512, which this CPU lacks, torch uses MKL" if ignored else ""
+        note = ", but this CPU has no AVX-512, so torch uses MKL" if ignored else ""
         return Products(wanted, f"as asked for{note}")
     here = _by_machine(device, fp32, values)
     if previous is None or previous == here.library:
@@ -101,14 +101,14 @@ def _by_machine(device: torch.device, fp32: bool, values: int) -> Products:
     if device.type != "cpu":
         return Products(MKL, "on a CPU only")
     if not fp32:
-        return Products(MKL, "products are in half precision")
+        return Products(MKL, "most products are in half precision")
     if values < MIN_VALUES:
         return Products(MKL, "small matrices")
     if not why_not(torch.float32):
         return Products(OWN, "as exact as fp32")
     vendor, family = processor_kind()
     if vendor != "AuthenticAMD" or family < ZEN_5:
-        return Products(MKL, "others are faster only with AMX, or on AMD's Zen 5 and later")
+        return Products(MKL, "other libraries are faster only with AMX, or on AMD's Zen 5 and later")
     if why := _why_not_onednn():
         return Products(MKL, why)
     return Products(ONEDNN, "Zen 5 or later")

@@ -53,7 +53,8 @@ def patches_are_linear(
     convolutions = list(_patch_convolutions(model))
     if wanted is True and not convolutions:
         raise UserError(
-            f"MODEL.LINEAR_PATCHES true: {type(model).__name__} has no patch embedding without overlap; leave it auto."
+            f"MODEL.LINEAR_PATCHES true: {type(model).__name__} has no embedding of non-overlapping patches; leave it "
+            "auto."
         )
     if wanted != "auto":
         return bool(wanted)

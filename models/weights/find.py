@@ -258,8 +258,8 @@ def _offline(name: str, where: str, file: str, reason: object) -> str:
     return (
         f"MODEL.PRETRAINED '{name}': the weights are not on this machine and cannot be fetched ({reason}).\n"
         f"  looked for: {where}\n"
-        f"  what helps: fetch {file} on a machine with internet access and give its path with -pretrained "
-        f"(MODEL.PRETRAINED), or copy that machine's cache here"
+        f"  what helps: fetch {file} on a machine with internet access, copy it here and set MODEL.PRETRAINED to its "
+        f"path; or copy that machine's cache here"
     )
 
 

@@ -48,8 +48,8 @@ def load_pretrained(
     if complete and any(FRESH in change for change in changes):
         raise UserError(
             f"{sentence}. -eval trains nothing, so its accuracy would be that of an untrained classifier: "
-            "set MODEL.NUM_CLASSES to that of the weights, evaluate on data with the same classes, and leave out "
-            "MODEL.NEW_CLASSIFIER; or train first, without -eval."
+            "set MODEL.NUM_CLASSES to the number of classes in the file, evaluate on data with these classes, and "
+            "leave out MODEL.NEW_CLASSIFIER; or train first, without -eval."
         )
     return f"{sentence} ({found.description})" if found.description else sentence
 

@@ -48,7 +48,7 @@ def read_pdparams(path: Path) -> dict[str, np.ndarray]:
         return _arrays(content, size)
     except _Refused as refused:
         raise UserError(
-            f"{path}: {refused}, which a file of weights never needs. The file is refused, and nothing in it was run."
+            f"{path}: {refused}. No valid file of weights does this; the file is refused, and nothing in it was run."
         ) from None
     except Exception as error:  # a damaged pickle can raise anything
         raise UserError(

@@ -27,7 +27,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_log_names_the_loss(whole: Path) -> None:
     log = (whole / "log.txt").read_text()
     assert "; loss bce, mean over classes, targets above 0 count as 1" in log
-    assert ", of positives, in the training loss only" in log
+    assert ", on positives only, in the training loss only" in log
     losses = [line["loss"] for line in metrics(whole, "train")]
     assert 0.6 < losses[0] < 0.8, "log 2, of ten classes that are all undecided"
     assert losses[-1] < 0.5

@@ -59,7 +59,7 @@ def test_dry_run_report_is_consistent(tiny: Path) -> None:
     assert "8.0 MiB of 10.0 MiB" in text
     assert "activations and the rest 3.0 MiB" in text
     assert "teacher" not in text
-    assert "an epoch of 100 updates about 0:03:20" in text
+    assert "an epoch of 100 updates takes about 0:03:20" in text
     # 1,000 updates of 2 s, and 10 validations of 100 s
     assert "1,000 updates to go (10.0 epochs): about 0:50:00" in text
     # three, the best, and the one being written
@@ -87,7 +87,7 @@ def test_dry_run_names_the_bottleneck(tiny: Path, loading: float, answer: str) -
 
 
 def test_dry_run_on_a_cpu_adds_the_time_of_loading(tiny: Path) -> None:
-    assert "an epoch of 100 updates about 0:04:10" in words(tiny, COSTS, "cpu")
+    assert "an epoch of 100 updates takes about 0:04:10" in words(tiny, COSTS, "cpu")
 
 
 def test_dry_run_warns_about_too_little_memory_and_disk(tiny: Path) -> None:

@@ -44,7 +44,7 @@ def test_log_has_the_groups_and_on_request_their_parameters(vitamp: Vitamp, tiny
         ),
         (
             (*MUON, "DIST.STRATEGY=fsdp"),
-            ["TRAIN.OPTIMIZER.NAME muon orthogonalises whole matrices: not possible with DIST.STRATEGY fsdp"],
+            ["TRAIN.OPTIMIZER.NAME muon orthogonalises whole matrices, which is not possible with DIST.STRATEGY fsdp"],
         ),
         ((*MUON, "MODEL.FREEZE=backbone"), ["Muon finds no matrix to train in VisionTransformer", "Use AdamW"]),
         ((*MUON, "TRAIN.OPTIMIZER.MUON.NS_STEPS=0"), ["TRAIN.OPTIMIZER.MUON.NS_STEPS", "1"]),

@@ -176,7 +176,7 @@ def test_report_has_command_machine_date_and_noise(clock: Clock) -> None:
         (["amps"], ["amps", "Did you mean amp?"]),
         (
             ["all"],
-            ["this table was removed", "for table in amp precisions scaling timm; do python scripts/benchmark_amp.py"],
+            ["this table was removed", "for table in amp precisions simplenet scaling timm startup; do python"],
         ),
         (["amp", "-iters", "0"], ["-iters 0", "from 1"]),
         (["amp", "-budget_min", "no"], ["-budget_min no", "above 0"]),

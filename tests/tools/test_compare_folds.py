@@ -56,7 +56,7 @@ def test_folds_are_named_in_troubles_and_notes() -> None:
     results = folds(5, fp32=[97.0, 98.0], bf16=[97.0, 98.0])
     results["bf16"][2] |= {"diverged": True, "skipped": 40}
     assert troubles(results, {}, MODES) == [
-        "bf16: diverged with fold 2: the loss ended higher than it started",
+        "bf16: diverged with fold 2: the loss ended as NaN or well above its start",
         "bf16: with fold 2, 40 of 400 updates were skipped (10 %); docs/amp.md says what to do",
     ]
     rows = [row for each in results.values() for row in each.values()]
@@ -120,7 +120,7 @@ def test_folds_are_trained_and_compared(compare: Compare, tmp_path: Path, capsys
         (["-folds", "5", "-seeds", "3"], "-folds 5 -seeds 3: with -folds, all runs have one seed"),
         (
             ["-folds", "5", "DATA.FOLD=1/5"],
-            "DATA.FOLD (on the command line): compare.py sets it for each run; leave out DATA.FOLD",
+            "DATA.FOLD (on the command line): cannot be given here; leave out DATA.FOLD",
         ),
         (["-folds", "5", "-dataset", "synthetic"], "DATA.FOLD 1/5: the data set synthetic"),
     ],

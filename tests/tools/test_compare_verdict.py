@@ -166,7 +166,7 @@ def test_troubles_are_reported() -> None:
     problems = troubles(results, {"bf16": ["exit code 1: the gradients stopped being numbers"]}, MODES)
     assert problems == [
         "bf16: 1 of 3 runs failed: exit code 1: the gradients stopped being numbers",
-        "bf16: diverged with seed 1: the loss ended higher than it started",
+        "bf16: diverged with seed 1: the loss ended as NaN or well above its start",
         "bf16: with seed 0, 40 of 400 updates were skipped (10 %); docs/amp.md says what to do",
     ]
 
@@ -194,5 +194,5 @@ def test_table_and_notes() -> None:
     assert "noise: the speed of runs of the same mode varied by up to 10 %" in lines
     assert "2 seeds are few: only large differences in accuracy show" in lines
     assert any(note.startswith("memory: peak of the whole process") for note in lines)
-    assert not any("warm-up" in note for note in lines)
+    assert not any("slow first updates" in note for note in lines)
     assert sentences({**about, "verdicts": judge(results, MODES)})[-1] == "a trouble"

@@ -88,7 +88,7 @@ def test_help_shows_own_flags_and_exits_with_0(word: str, capsys: pytest.Capture
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: python scripts/tool.py [-flag value ...] [KEY=VALUE ...]\n\nWhat it does.\n")
-    assert "\nFlags of its own:\n  -out FILE.png  where to\n  -count N       how many (default: 7)\n" in shown
+    assert "\nFlags of this tool:\n  -out FILE.png  where to\n  -count N       how many (default: 7)\n" in shown
     assert "-num_classes" not in shown
 
 

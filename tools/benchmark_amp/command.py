@@ -9,7 +9,7 @@ The same command with the same -json file resumes after the time ran out.
 The contenders (the precisions, loops or sizes compared) alternate after a warm-up, in reverse order every other round.
 The report shows medians, and ratios taken within a round. One contender runs twice as a control: the ratio of its two
 results shows the noise. -json is written after every measurement. The settings and flags of main_single_gpu.py are
-accepted; those without a meaning here are refused with the reason.
+accepted; -eval and -resume are refused, and those without a meaning here, such as -output and -ngpus, have no effect.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMMANDS = {
     for name, table in TABLES.items()
 }
 LOOP = (
-    "for table in amp precisions scaling timm; do "
+    "for table in amp precisions simplenet scaling timm startup; do "
     "python scripts/benchmark_amp.py $table -json $table.json -plot $table.png -budget_min 9; done"
 )
 

@@ -53,7 +53,7 @@ class Recorder:
                 difference = _difference(key, before.get(key), self.results[key])
                 raise UserError(
                     f"-json {path}: the file holds another measurement, {difference}. "
-                    "Give the same flags to resume it, name another file, or replace it with -overwrite."
+                    "Resume it with equal flags, device and versions, name another file, or replace it with -overwrite."
                 )
         turns = {name: before.turns.get(name, []) for name in self.results.turns}
         self.results |= {key: before[key] for key in ("date", "command", "clock_mhz", "git", "ceiling")}

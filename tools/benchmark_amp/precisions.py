@@ -26,7 +26,7 @@ ABOUT = """Memory, iterations/s, images/s and speed-up of each precision, on syn
     python scripts/benchmark_amp.py precisions -dataset imagefolder -data_path /data/flowers -modes bf16,O2-bf16
 
 Every measurement runs in a process of its own, so that its peak memory is known. Synthetic images are generated on the
-device. The image files are JPEGs of 500 x 375 that the tool generates once, unless -dataset and -data_path name
+device. The image files are JPEGs of about 500 x 375 that the tool generates once, unless -dataset or -data_path names
 others."""
 FLAGS = (
     MODEL,

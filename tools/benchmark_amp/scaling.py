@@ -37,7 +37,13 @@ FLAGS = (
     Flag("batches", "batch sizes", "A,B", kind=whole_numbers(1), default_text="1/4 to 4 times DATA.BATCH_SIZE"),
     Flag("images", "image sizes", "A,B", kind=whole_numbers(1), default_text="1/2 to 2 times DATA.IMAGE_SIZE"),
     Flag("models", "models", "A,B", default_text="ViT Ti to H; on a CPU Ti and S"),
-    Flag("processes", "numbers of processes", "A,B", kind=whole_numbers(1), default_text="1,2, or 1 and all GPUs"),
+    Flag(
+        "processes",
+        "numbers of processes",
+        "A,B",
+        kind=whole_numbers(1),
+        default_text="1 and all GPUs; on a CPU 1,2",
+    ),
     Flag("iters", "iterations per measurement", "N", kind=whole(1), default_text="20; on a CPU 5"),
     ROUNDS,
 )

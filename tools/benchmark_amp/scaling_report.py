@@ -55,7 +55,10 @@ def _axis(results: Results, axis: str, names: list[str]) -> Section:
                 shown(results.median(name, "peak_memory_gb")),
             ]
         )
-    notes = [f"work, time and prediction are relative to {base}", results.control_line(base, "seconds")]
+    notes = [
+        f"work and time are relative to {base}; predicted ms assumes the same FLOP/s",
+        results.control_line(base, "seconds"),
+    ]
     return Section(f"Against {TITLES[axis]}", rows, notes)
 
 

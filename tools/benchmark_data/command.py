@@ -12,7 +12,7 @@ all of them. The report shows medians, and ratios taken within a round.
 
 -appetite N is the number of images per second that the model can train on (training logs images/s; measure it with
 -dataset synthetic). The settings and flags of main_single_gpu.py are accepted, such as TRAIN.RAND_AUGMENT=true;
-those without a meaning here are refused with the reason.
+those without a meaning here, such as -amp and -output, have no effect.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OWN = (
         "num_workers",
         "loading processes, such as 0,1,4",
         "A,B",
-        default_text="powers of two up to the number of cores",
+        default_text="0 and the powers of two up to the number of cores",
         kind=whole_numbers(0),
         old=("workers",),
     ),

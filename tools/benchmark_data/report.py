@@ -68,7 +68,7 @@ def verdict(results: Results, appetite: float) -> str:
     per_core = results.get("train", {}).get(OURS, {}).get("images_per_second")
     if not rates:
         if per_core is None:
-            return "No verdict on -appetite: it needs -parts loader or train."
+            return "No verdict on -appetite: it needs a complete round of -parts loader or train."
         return (
             f"The model trains on {appetite:.0f} images/s: loading needs about {math.ceil(appetite / per_core)} cores."
         )

@@ -9,8 +9,8 @@ useful on this device, each in a process of its own. It compares speed, memory a
 and examines the gradients of every layer. It ends with a recommendation and the flags for it, and writes
 choose_precision.json and choose_precision.png into -output DIR, or into a new folder in SAVE.
 
-All flags and settings of main_single_gpu.py are accepted, except AMP.ENABLED, AMP.DTYPE, AMP.LEVEL and AMP.TF32, which
-are compared.
+The flags and settings of main_single_gpu.py are accepted, except -eval and -resume. -amp, AMP.ENABLED, AMP.DTYPE,
+AMP.LEVEL, AMP.TF32, AMP.AUTO_FP32 and -ngpus have no effect: the tool compares precisions on one device.
 """
 
 from __future__ import annotations

@@ -157,7 +157,10 @@ def recommend(findings: list[Finding], base: Baseline | None, fp32_flags: str) -
             chosen.name, chosen.flags, f"{chosen.flags}: no faster, but {_memory(chosen)}; {_harmless(chosen)}."
         )
     why = f"the speed of equal runs varied by {100 * base.speed_noise:.0f} %" if base.speed_noise > 0.02 else ""
-    nothing = "no precision that trained as well as fp32 was faster or needed less memory by more than the noise"
+    nothing = (
+        f"no precision that trained as well as fp32 was more than {100 * (FASTER - 1):.0f} % (and the noise) faster, "
+        f"or as fast with at least {100 * (1 - SMALLER):.0f} % less memory"
+    )
     return Recommendation("fp32", fp32_flags, f"{fp32_flags}: {nothing}{f' ({why})' * bool(why)}.")
 
 

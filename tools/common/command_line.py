@@ -47,7 +47,7 @@ WEIGHTS = Flag(
     choices=("auto", "model", "ema"),
 )
 """For tools that load a trained model."""
-OVERWRITE = Flag("overwrite", "replace an existing file; without this flag, an existing file is an error")
+OVERWRITE = Flag("overwrite", "replace existing output files")
 """For tools that write a file named by the user."""
 
 
@@ -131,7 +131,7 @@ class Tool:
         parser = Parser(
             f"scripts/{self.name} {self.command}".rstrip(),
             about_tool(self.about, self.name),
-            {"Flags of its own" if self.settings else "Flags": (*self.flags, HELP)},
+            {"Flags of this tool" if self.settings else "Flags": (*self.flags, HELP)},
             tuple(BY_NAME.values()) if self.settings else (),
             self.places,
             self.settings,
@@ -178,7 +178,7 @@ class ToolLine:
             return resolve(loaded)
         if loaded.config.MODEL.NUM_CLASSES == AUTO:
             where = loaded.sources["MODEL.NUM_CLASSES"]
-            raise UserError(f"{where}: MODEL.NUM_CLASSES auto needs a data set; give a number, say -num_classes 1000.")
+            raise UserError(f"{where}: MODEL.NUM_CLASSES auto is refused here; give a number, say -num_classes 1000.")
         return loaded
 
     def show_gpus(self) -> None:
@@ -257,7 +257,7 @@ def about_one_device(loaded: Loaded) -> list[str]:
     """The note that a tool which measures one device ignores -ngpus, if it was given."""
     number = loaded.config.NGPUS
     if number > 1 or (number == -1 and loaded.sources["NGPUS"] == "-ngpus"):
-        return [f"-ngpus {number} has no effect: this tool measures one device, with the batch size of one process"]
+        return [f"-ngpus {number} has no effect: the tool chooses its own processes; each has the full DATA.BATCH_SIZE"]
     return []
 
 

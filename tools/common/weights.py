@@ -80,7 +80,11 @@ def average(paths: list[Path], last: int | None, out: Path, weights: Wanted) -> 
     log.info("%s: uniform average of %s of %d checkpoints:", out, _words(name), len(sources))
     for source in sources:
         log.info("  %s", source.folder)
-    log.info("The accuracy of the average is unknown; validate it with -eval -pretrained %s.", out)
+    log.info(
+        "The accuracy of the average is unknown; validate it with main_single_gpu.py, the run's settings and "
+        "-eval -pretrained %s.",
+        out,
+    )
     return EXIT_DONE
 
 

@@ -106,7 +106,7 @@ def read_rounds(line: ToolLine) -> tuple[tuple[int, Fold | None], ...]:
     if len(seeds) != 1:
         raise UserError(
             f"-folds {folds} -seeds {line.asked.seeds}: with -folds, all runs have one seed. Leave -seeds out for seed "
-            "0, or list one, such as -seeds 7,"
+            "0, or give one seed with a comma after it: -seeds 7,"
         )
     return tuple((seeds[0], Fold(number, folds)) for number in range(1, folds + 1))
 
@@ -141,7 +141,7 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     for key, instead in (SET_PER_RUN if line.asked.folds is None else SET_PER_RUN | SET_PER_FOLD).items():
         given_by = "on the command line" if key in line.run.words else line.run.flags.get(key, ("", ""))[1]
         if given_by:
-            raise UserError(f"{key} ({given_by}): compare.py sets it for each run; {instead}.")
+            raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
     check_one_training(loaded, "compare.py")
 
     from engine.machine.device import pick_device

@@ -67,7 +67,8 @@ def notes(about: dict[str, Any]) -> list[str]:
     """How the metrics were measured, and their noise."""
     rows, by, rounds = about["runs"], unit(about["runs"]), about.get("folds") or len(about["seeds"])
     lines = [
-        f"speed: median over a run's reports except the first, then over the {by}s",
+        f"images/s: median over a run's reports except the first, then over the {by}s",
+        f"speed: geometric mean, over the {by}s, of the ratio to the baseline's images/s",
         f"accuracy: after the last epoch, mean ± standard deviation over the {by}s",
     ]
     if about["device"].startswith("cpu"):
@@ -79,7 +80,7 @@ def notes(about: dict[str, Any]) -> list[str]:
     if 1 < rounds < 5:
         lines.append(f"{rounds} {by}s are few: only large differences in accuracy show")
     if any(row["start_up_counted"] for row in rows):
-        lines.append("some runs are so short that their speed includes the warm-up")
+        lines.append("some runs are so short that their speed includes the slow first updates")
     return lines
 
 

@@ -153,7 +153,7 @@ def troubles(runs: ByMode, failed: dict[str, list[str]], modes: Sequence[str]) -
         by = unit(rows.values())
         if diverged := [number for number, row in rows.items() if row["diverged"]]:
             which = f"{by}{'s' * (len(diverged) > 1)} {', '.join(map(str, diverged))}"
-            problems.append(f"{mode}: diverged with {which}: the loss ended higher than it started")
+            problems.append(f"{mode}: diverged with {which}: the loss ended as NaN or well above its start")
         for number, row in rows.items():
             fraction = row["skipped"] / max(row["updates"], 1)
             if fraction > MANY_SKIPPED:

@@ -5,8 +5,9 @@
     python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers -confusion matrix.png
 
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Settings are those
-of the run; all flags and settings of main_single_gpu.py override them, such as -batch_size and -amp. Classes of another
-data set are matched by name to those of the model.
+of the run; flags and settings of main_single_gpu.py override them, such as -batch_size and -amp, but not those of the
+model and its weights (-cfg, -resume, -pretrained, -num_classes). Classes of another data set are matched by name to
+those of the model.
 
 Precision, recall and F1 are means over the classes that have images. The calibration error is ECE: the mean distance
 between confidence and accuracy, over bins of equal width. A model with several labels per image gets mAP, F1 and exact

@@ -17,10 +17,10 @@ CELLS = {
     "mAP": lambda one: _percent(100 * one.scores.map),
     "F1 at 0.5, micro": lambda one: _percent(100 * one.scores.f1_micro),
     "F1 at 0.5, macro": lambda one: _percent(100 * one.scores.f1_macro),
-    "F1 at its thresholds, micro": lambda one: _percent(one.f1_micro),
-    "F1 at its thresholds, macro": lambda one: _percent(one.f1_macro),
+    "F1 at class thresholds, micro": lambda one: _percent(one.f1_micro),
+    "F1 at class thresholds, macro": lambda one: _percent(one.f1_macro),
     "exact match at 0.5": lambda one: _percent(100 * one.scores.exact_match),
-    "exact match at its thresholds": lambda one: _percent(one.exact_match),
+    "exact match at class thresholds": lambda one: _percent(one.exact_match),
     "loss": lambda one: f"{one.loss:.4f}",
 }
 

@@ -123,7 +123,7 @@ class Torch(Format):
 
     def write(self, export: Export, file: Path) -> str:
         batch = torch.export.Dim(BATCH, min=1)
-        with _torch_exporter("torch.export", export.metadata["model"]):
+        with _torch_exporter(self.name, export.metadata["model"]):
             program = torch.export.export(export.module, (export.example,), dynamic_shapes=({0: batch},))
         for module in program.graph_module.modules():
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():

@@ -73,7 +73,7 @@ def check_push(name: str, public: bool, overwrite: bool) -> Repository:
     except UserError:
         raise
     except Exception as error:  # as above
-        raise UserError(f"{where}: {hub.ENDPOINT} does not accept the request ({_reason(error)}).") from None
+        raise UserError(f"{where}: the request to {hub.ENDPOINT} failed ({_reason(error)}).") from None
     if existing is None:
         chosen = "public (-public)" if public else "private (-public makes it public)"
         log.info("%s: the repository does not exist on %s; it will be created, %s", where, hub.ENDPOINT, chosen)

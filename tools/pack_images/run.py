@@ -148,8 +148,9 @@ def _make_shards(work: Work, shards: list[Shard], jobs: int) -> list[Record]:
                 log.warning("left out: %s: %s (%d so far; DATA.MAX_BAD allows %d)", name, reason, bad, limit)
             if bad > limit:
                 raise TrainingError(
-                    f"{bad} images cannot be read, and DATA.MAX_BAD allows {limit}. Repair them, exclude them with "
-                    "DATA.EXCLUDE, or raise DATA.MAX_BAD; then the same command resumes."
+                    f"{bad} images cannot be read, and DATA.MAX_BAD allows {limit}. Raise DATA.MAX_BAD and "
+                    "repeat the command, which resumes; or repair them, or exclude them with DATA.EXCLUDE, and pack "
+                    "into another folder."
                 )
         return [future.result() for future in futures]
     except BrokenProcessPool:

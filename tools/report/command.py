@@ -21,7 +21,7 @@ from utils.log import log
 OWN = (
     Flag("out", "file to write", "FILE.html", default_text="report.html in the run's folder", kind=Path),
     OVERWRITE,
-    Flag("no_predictions", "leave out predictions, for which the best checkpoint is evaluated"),
+    Flag("no_predictions", "leave out predictions, and do not evaluate the best checkpoint"),
 )
 TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folder", "+", Path),), settings=False)
 

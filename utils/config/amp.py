@@ -14,7 +14,8 @@ class AmpConfig(Section):
     ENABLED: bool = setting(False, "Train in mixed precision; set by -amp.")
     DTYPE: Literal["auto", "fp16", "bf16", "fp8"] = setting(
         "auto",
-        "auto: bf16 with O3, else fp16 on GPUs and bf16 on CPUs (fp16 if the CPU has no bf16). fp8 needs torchao.",
+        "auto: bf16 with O3, else fp16 on GPUs and bf16 on CPUs (fp16 if a CPU has fp16 but no bf16). fp8 needs "
+        "torchao.",
     )
     LEVEL: Literal["O0", "O1", "O2", "NAIVE", "O3"] = setting(
         "O1",

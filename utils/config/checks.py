@@ -292,8 +292,9 @@ def _bce_notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
                 yield f"{given[key]}: {key} has no effect: TRAIN.LOSS is ce, not bce"
     elif (train.BCE_TARGET_THRESH or 0) >= 0.5 and (train.MIXUP_ALPHA or train.CUTMIX_ALPHA):
         yield (
-            f"TRAIN.BCE_TARGET_THRESH {train.BCE_TARGET_THRESH:g} with mixup or CutMix: a mixed image has no class "
-            "if neither of its two images has a larger fraction; below 0.5, every mixed image has a class"
+            f"TRAIN.BCE_TARGET_THRESH {train.BCE_TARGET_THRESH:g} with mixup or CutMix: a mixed image has no positive "
+            "class if neither of its two images contributes more than this fraction; with a threshold below 0.5, and "
+            "SMOOTHING 0, it always has one"
         )
 
 
@@ -347,7 +348,7 @@ def _model_notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
     if resumes and "MODEL.PRETRAINED" in given and model.PRETRAINED:
         yield "MODEL.PRETRAINED has no effect when a run is resumed: the run's own weights are loaded"
     if model.RESUME_EMA and not (model.PRETRAINED or resumes):
-        yield "MODEL.RESUME_EMA has no effect without a run to take the EMA from (-pretrained RUN)"
+        yield "MODEL.RESUME_EMA has no effect with -resume auto, or without a run: name it with -pretrained or -resume"
     if model.NEW_CLASSIFIER and not model.PRETRAINED:
         yield "MODEL.NEW_CLASSIFIER has no effect without weights to start from (-pretrained)"
 

@@ -32,7 +32,7 @@ class DataConfig(Section):
         256, "Images per process and micro-batch; auto: as many as fit into memory, see docs/performance.md."
     )
     BATCH_SIZE_EVAL: PositiveUnlessAuto = setting(None, "Images per process in validation; null or auto: BATCH_SIZE.")
-    DATA_PATH: str | None = setting(None, "Folder of the data set.")
+    DATA_PATH: str | None = setting(None, "Folder of the data set; a csv file, or the URL of tar files, also works.")
     DATASET: str = setting(
         "imagenet2012",
         "Name of a data set or layout (docs/data.md); if not set, recognised from the files in DATA_PATH.",
@@ -79,12 +79,15 @@ class DataConfig(Section):
     SYNTHETIC_TRAIN: Positive = setting(12800, "Data set 'synthetic': number of training images.")
     SYNTHETIC_VAL: Positive = setting(1280, "Data set 'synthetic': number of validation images.")
     VAL_FRACTION: float = setting(
-        0.1, "Fraction of the images used for validation, if the data set has no validation split.", gt=0, lt=1
+        0.1,
+        "Fraction of the images used for validation, if the data set has no validation split; digits always uses 0.2.",
+        gt=0,
+        lt=1,
     )
     FOLD: FoldText = setting(
         None,
         "Cross-validation: validate on fold K of N stratified folds and train on the others; "
-        "null: the split by VAL_FRACTION.",
+        "null: the data set's own validation split, else one by VAL_FRACTION.",
     )
     SPLIT_SEED: Count = setting(0, "Seed of the split by VAL_FRACTION and of the folds; independent of SEED.")
     MULTI_LABEL: bool = setting(
@@ -107,7 +110,9 @@ class DataConfig(Section):
     EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.")
     SHARD_WINDOW: Positive = setting(8, "Data set 'shards': number of tar files whose samples are shuffled together.")
     CACHE: str | None = setting(
-        None, "Folder for prepared files that cannot be stored beside the data; null: ~/.cache/vitamp."
+        None,
+        "Folder for copies of hf: data sets, compiled kernels, and indexes of tar files that cannot be stored beside "
+        "the data; null: ~/.cache/vitamp.",
     )
 
     @property

@@ -17,14 +17,14 @@ class ModelConfig(Section):
         "vit", "Model family, which chooses defaults: vit, deit or swin. With any other, NAME must be a timm model."
     )
     NAME: str = setting("vit_base_patch16_224", "A timm model, or any label if sizes are given.")
-    RESUME: str | None = setting(None, "Run, checkpoint or file to resume; 'auto': the run in -output.")
+    RESUME: str | None = setting(None, "Run or checkpoint (or a file in one) to resume; 'auto': the run in -output.")
     PRETRAINED: str | None = setting(
         None, "Weights to start from: .safetensors, .pth, .npz, .pdparams, a run, or a timm model."
     )
     RESUME_EMA: bool | None = setting(
         None,
         "Weights to take from the run in PRETRAINED or RESUME: true: the EMA, false: the plain weights. null: with "
-        "PRETRAINED those that validated better, with RESUME the plain ones.",
+        "PRETRAINED those that validated better, with RESUME the plain ones. RESUME auto: always the plain ones.",
     )
     NEW_CLASSIFIER: bool = setting(
         False, "With PRETRAINED: initialise a new classifier, even if the number of classes stays the same."

@@ -37,7 +37,10 @@ class DistConfig(Section):
         "accumulation.",
     )
     BF16_GRADIENTS: bool = setting(False, "ddp: all-reduce gradients in bf16: half the traffic, less precise.")
-    SYNC_BATCHNORM: bool = setting(True, "ddp on GPUs: synchronise batch norm statistics over all processes.")
+    SYNC_BATCHNORM: bool = setting(
+        True,
+        "ddp on GPUs: synchronise batch norm statistics over all processes; no effect at AMP.LEVEL O2 and NAIVE.",
+    )
     HOST: str | None = setting(None, "Host of rank 0, if ranks are started by hand or the launcher does not give it.")
     PORT: int | None = setting(None, "Port of rank 0.", ge=1, le=65535)
     RANK: Count | None = setting(None, "Rank of this process, if ranks are started by hand.")
@@ -80,7 +83,9 @@ class Config(Section):
     DEVICE: Literal["cpu", "cuda", "mps"] | None = setting(None, "Device to train on; null: the best available.")
     NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1)
     THREADS: Positive | None = setting(
-        None, "CPU threads per process; null: the cores, or a container's CPU quota, divided by the ranks."
+        None,
+        "CPU threads per process; null: what SLURM reserves per task, else the cores, or a container's CPU quota, "
+        "divided by the ranks on this machine.",
     )
     CPU_FP32: Annotated[Literal["auto", "mkl", "onednn", "amx"], BeforeValidator(folded)] = setting(
         "auto", "Library for fp32 matrix products on CPUs; auto: the fastest known."

@@ -123,7 +123,7 @@ class TrainConfig(Section):
         "fp32", "AMP level O1: dtype of the residual stream between blocks."
     )
     CHANNELS_LAST: Literal["auto"] | bool = setting(
-        "auto", "Memory format channels_last, for convolutional models; auto: on GPUs."
+        "auto", "Memory format channels_last, for convolutional models; auto: on GPUs with AMP, except with fsdp."
     )
     OPTIMIZER: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimiser.")
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
@@ -163,7 +163,9 @@ class TrainConfig(Section):
     TRIVIAL_AUGMENT: bool = setting(False, "TrivialAugment (wide): one operation of random strength.")
     THREE_AUGMENT: bool = setting(False, "ThreeAugment of DeiT III: one of greyscale, solarise and blur.")
     MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.")
-    MIXUP_PROB: Fraction = setting(1.0, "Probability that mixup or CutMix is applied to a batch.")
+    MIXUP_PROB: Fraction = setting(
+        1.0, "Probability that mixup or CutMix is applied: to a batch, a pair or a sample, as MIXUP_MODE says."
+    )
     MIXUP_SWITCH_PROB: Fraction = setting(0.5, "Probability of CutMix instead of mixup, if both are on.")
     MIXUP_MODE: Literal["batch", "pair", "elem"] = setting(
         "batch", "Mixup and CutMix: parameters drawn once per batch, per pair or per sample (elem)."

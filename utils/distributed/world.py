@@ -111,8 +111,9 @@ def check_rank_is_known(env: Mapping[str, str] = os.environ) -> None:
     for name in _SIZES_OF_OTHERS:
         if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 and "SLURM_STEP_NUM_TASKS" not in env:
             raise UserError(
-                f"this is one of {env[name]} processes ({name}), but the launcher does not give it a local rank. "
-                "Use torchrun or srun, or give each process -host, -port, -rank and -world_size."
+                f"this is one of {env[name]} processes ({name}), but its rank or local rank is in no "
+                "environment variable that vitamp reads. Use torchrun or srun, or give each process -host, -port, "
+                "-rank and -world_size."
             )
 
 

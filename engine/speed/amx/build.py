@@ -104,7 +104,8 @@ def _compiler() -> list[str]:
     for command in [shlex.split(os.environ["CC"])] if os.environ.get("CC") else [[name] for name in COMPILERS]:
         if command and shutil.which(command[0]):
             return command
-    raise NoKernel(f"there is no C compiler ({', '.join(COMPILERS)}; the variable CC can name another)")
+    tried = os.environ.get("CC") or ", ".join(COMPILERS)
+    raise NoKernel(f"there is no C compiler ({tried}; the variable CC can name another)")
 
 
 def _built(name: str, folder: Path) -> ctypes.CDLL:

@@ -169,7 +169,7 @@ def test_memory_of_pending_updates_is_limited(monkeypatch: pytest.MonkeyPatch, s
     late.arrived = 4
     assert [(blame.update, blame.passed_over) for blame in watch.take()] == [(3, 2), (4, 0)]
     assert [line for line in said.messages if "cannot be replayed" in line] == [said.messages[0]]
-    assert said.messages[0].startswith("update 1 was skipped and cannot be replayed: its images exceed the limit of ")
+    assert said.messages[0].startswith("update 1 was skipped and cannot be replayed: the images of recent updates ")
 
 
 def test_update_larger_than_the_limit_is_dropped_while_it_is_computed(

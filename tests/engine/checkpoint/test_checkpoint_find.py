@@ -35,7 +35,7 @@ def test_find_by_epoch(tmp_path: Path) -> None:
     assert find(tmp_path, epoch=2).meta["update"] == 20
     with pytest.raises(UserError, match="epoch 4"):
         find(tmp_path, epoch=4)
-    with pytest.raises(UserError, match="LAST_EPOCH is 1"):
+    with pytest.raises(UserError, match="not at the end of epoch 1 "):
         find(tmp_path / "checkpoints" / folder_name(20), epoch=1)
 
 

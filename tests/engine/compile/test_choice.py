@@ -156,7 +156,7 @@ def test_compile_blocks_is_rejected_for_models_without_blocks() -> None:
 def test_missing_compiler_is_one_clear_error(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.COMPILE=whole", env={"CXX": "no-such-compiler"})
     assert done.code == 2, done.text
-    assert "TRAIN.COMPILE whole: torch.compile needs a compiler, but there is no no-such-compiler" in done.text
+    assert "TRAIN.COMPILE whole: torch.compile needs a compiler, and there is no no-such-compiler" in done.text
     assert "set TRAIN.COMPILE=none" in done.text
     assert "Traceback" not in done.text
 

@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         *words, "-output", made.whole, "TRAIN.COMPILE=whole", timeout=SLOW, slow_start=True, streams=place
     )
     assert done.code == 0, done.text
-    assert "Compiling the whole update" in done.text
+    assert "Compiling the forward and backward pass" in done.text
     assert f"cached in {place / 'cache' / 'compiled'}" in done.text
     assert run_program(*words, "-output", made.eager, streams=place).code == 0
     return made

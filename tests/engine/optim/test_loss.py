@@ -137,7 +137,7 @@ def test_impossible_thresholds_are_refused(words: dict[str, str], said: str) -> 
 def test_threshold_that_takes_all_classes_from_mixed_images_is_noted(threshold: str, mixup: str, noted: bool) -> None:
     words = {"TRAIN.BCE_TARGET_THRESH": threshold, "TRAIN.MIXUP_ALPHA": mixup, "TRAIN.CUTMIX_ALPHA": "0"}
     notes = load_config(None, words={"TRAIN.LOSS": "bce", "TRAIN.SMOOTHING": "0", **words}).notes
-    assert any("a mixed image has no class if" in note for note in notes) == noted
+    assert any("a mixed image has no positive class if" in note for note in notes) == noted
 
 
 def test_settings_of_bce_without_effect_are_noted() -> None:

@@ -115,9 +115,7 @@ def test_unreachable_server_is_logged_once_and_without_its_password(
     run.add("train", {"loss": 1.0}, 1)
     run.ended(Best())
     run.close()
-    assert said.messages == [
-        "MLflow cannot be used (no answer from https://there/path); training continues without it."
-    ]
+    assert said.messages == ["MLflow cannot be used (no answer from https://there/path); the run is not affected."]
 
 
 def test_store_that_fails_later_is_logged_once(
@@ -132,7 +130,7 @@ def test_store_that_fails_later_is_logged_once(
     for update in (1, 2):
         run.add("train", {"loss": 1.0}, update)
     run.close()
-    assert said.messages == ["MLflow no longer answers (database is locked); training continues without it."]
+    assert said.messages == ["MLflow no longer answers (database is locked); the run is not affected."]
 
 
 def test_experiment_that_another_run_has_just_made_is_used(

@@ -168,7 +168,7 @@ def test_lost_connection_is_logged_once(board: Callable[[Service], TrackedRun], 
     run.ended(Best())
     run.close()
     assert service.calls == ["init online", "log"]
-    assert warnings_in(said) == ["Weights & Biases no longer answers (Connection lost); training continues without it."]
+    assert warnings_in(said) == ["Weights & Biases no longer answers (Connection lost); the run is not affected."]
 
 
 def test_metrics_are_kept_offline_when_wandb_is_unreachable(
@@ -179,7 +179,7 @@ def test_metrics_are_kept_offline_when_wandb_is_unreachable(
     run.add("train", {"loss": 1.0}, 1)
     assert service.calls == ["init online", "teardown", "init offline", "log"]
     (warning,) = warnings_in(said)
-    assert "cannot be reached (Connection lost)" in warning
+    assert "cannot be used online (Connection lost)" in warning
     assert "`wandb sync`" in warning
 
 
@@ -189,7 +189,7 @@ def test_training_continues_without_wandb(
     run = board(Service("init online", "init offline"))
     run.add("train", {"loss": 1.0}, 1)
     run.close()
-    assert "training continues without it" in warnings_in(said)[-1]
+    assert "the run is not affected" in warnings_in(said)[-1]
     assert len(warnings_in(said)) == 2
 
 

@@ -211,7 +211,7 @@ def test_amp_lists_with_torchs_operator_exclude_packed() -> None:
     vit, precision = create_model("test_vit", num_classes=3), OnGpu()
     ours: Any = precision
     listed = ("scaled_dot_product_attention",)
-    with pytest.raises(UserError, match=r"packed needs Triton, and AMP's lists"):
+    with pytest.raises(UserError, match=r"packed needs Triton\. AMP's lists"):
         attention_by_rule(PACKED, vit, ours, "mkl", listed, None)
     assert attention_by_rule("auto", vit, ours, "mkl", listed, PACKED) is None, "another kind has to be found"
     assert attention_by_rule("auto", vit, ours, "mkl", (), PACKED) is None, "it has to be tried on this GPU"

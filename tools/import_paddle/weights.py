@@ -58,8 +58,9 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
             sizes = sizes_of_weights(converted)
         except (KeyError, ValueError, IndexError) as error:
             some = ", ".join(list(arrays)[:5])
+            why = f"{error} is missing" if isinstance(error, KeyError) else f"no model has such tensors ({error})"
             raise UserError(
-                f"{file}: not weights of PaddleViT's ViT, DeiT or Swin: {error} is missing. The file has {some}."
+                f"{file}: not weights of PaddleViT's ViT, DeiT or Swin: {why}. The file has {some}."
             ) from None
         _next_step(bar, "comparing")
         target = _target(file, converted, sizes, name)

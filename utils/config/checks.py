@@ -139,17 +139,23 @@ def _labels(config: Config) -> Iterator[Problem]:
 
 def _bce(config: Config) -> Iterator[Problem]:
     """A threshold that makes all targets equal, because smoothing comes before it."""
-    train, classes = config.TRAIN, config.MODEL.NUM_CLASSES
-    if train.LOSS == "ce" or train.BCE_TARGET_THRESH is None or not isinstance(classes, int):
+    train = config.TRAIN
+    if train.LOSS == "ce" or train.BCE_TARGET_THRESH is None or not isinstance(config.MODEL.NUM_CLASSES, int):
         return
-    low = train.SMOOTHING / (2 if config.DATA.MULTI_LABEL else classes)
-    high = 1 - train.SMOOTHING + low
+    low, high = _smoothed(config)
     if not low <= train.BCE_TARGET_THRESH < high:
         yield (
             "TRAIN.BCE_TARGET_THRESH",
             f"{train.BCE_TARGET_THRESH:g} makes all targets equal: TRAIN.SMOOTHING {train.SMOOTHING:g} moves them to "
             f"{low:.4g} and {high:.4g}; set SMOOTHING=0, or a threshold between them",
         )
+
+
+def _smoothed(config: Config) -> tuple[float, float]:
+    """Targets that smoothing makes of 0 and 1; without a number of classes, for very many."""
+    classes = 2 if config.DATA.MULTI_LABEL else config.MODEL.NUM_CLASSES
+    low = config.TRAIN.SMOOTHING / classes if isinstance(classes, int) else 0.0
+    return low, 1 - config.TRAIN.SMOOTHING + low
 
 
 def _shortcuts(config: Config) -> Iterator[Problem]:
@@ -285,16 +291,15 @@ def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
 
 
 def _bce_notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
-    train = config.TRAIN
+    train, equal_parts = config.TRAIN, sum(_smoothed(config)) / 2
     if train.LOSS == "ce":
         for key in ("TRAIN.BCE_TARGET_THRESH", "TRAIN.BCE_SUM"):
             if key in given and value_of(config, key) != default_of(key):
                 yield f"{given[key]}: {key} has no effect: TRAIN.LOSS is ce, not bce"
-    elif (train.BCE_TARGET_THRESH or 0) >= 0.5 and (train.MIXUP_ALPHA or train.CUTMIX_ALPHA):
+    elif train.BCE_TARGET_THRESH is not None and equal_parts <= train.BCE_TARGET_THRESH and train.mixes:
         yield (
-            f"TRAIN.BCE_TARGET_THRESH {train.BCE_TARGET_THRESH:g} with mixup or CutMix: a mixed image has no positive "
-            "class if neither of its two images contributes more than this fraction; with a threshold below 0.5, and "
-            "SMOOTHING 0, it always has one"
+            f"TRAIN.BCE_TARGET_THRESH {train.BCE_TARGET_THRESH:g} with mixup or CutMix: an image mixed of two equal "
+            f"parts has no positive class; with a threshold below {equal_parts:.4g}, every mixed image has one"
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.distill.targets import DistillationLoss
 from engine.inputs.mixup import Mixing
-from engine.optim.loss import label_loss
+from engine.optim.loss import BinaryCrossEntropy, label_loss
 from engine.update import accumulate
 from tests.engine.small import build, windows
 from utils.config import TrainConfig, load_config
@@ -131,13 +131,23 @@ def test_impossible_thresholds_are_refused(words: dict[str, str], said: str) -> 
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("mixing", [{"TRAIN.MIXUP_ALPHA": "0.8"}, {"TRAIN.CUTMIX_MINMAX": "0.2,0.8"}, {}])
 @pytest.mark.parametrize(
-    ("threshold", "mixup", "noted"), [("0.9", "0.8", True), ("0.4", "0.8", False), ("0.9", "0", False)]
+    ("threshold", "smoothing", "needed"), [("0.9", "0", 0.5), ("0.4", "0", 0.5), ("0.48", "0.2", 0.45)]
 )
-def test_threshold_that_takes_all_classes_from_mixed_images_is_noted(threshold: str, mixup: str, noted: bool) -> None:
-    words = {"TRAIN.BCE_TARGET_THRESH": threshold, "TRAIN.MIXUP_ALPHA": mixup, "TRAIN.CUTMIX_ALPHA": "0"}
-    notes = load_config(None, words={"TRAIN.LOSS": "bce", "TRAIN.SMOOTHING": "0", **words}).notes
-    assert any("a mixed image has no positive class if" in note for note in notes) == noted
+def test_threshold_that_takes_all_classes_from_mixed_images_is_noted(
+    mixing: dict[str, str], threshold: str, smoothing: str, needed: float
+) -> None:
+    """`needed`: the target of a label whose image is half of a mixed one, with 4 classes."""
+    words = {"TRAIN.LOSS": "bce", "TRAIN.MIXUP_ALPHA": "0", "TRAIN.CUTMIX_ALPHA": "0", "MODEL.NUM_CLASSES": "4"}
+    words |= {"TRAIN.BCE_TARGET_THRESH": threshold, "TRAIN.SMOOTHING": smoothing}
+    loaded = load_config(None, words=words | mixing)
+    noted = any(f"with a threshold below {needed:g}, every mixed image has one" in note for note in loaded.notes)
+    assert noted == (bool(mixing) and float(threshold) >= needed)
+    loss = label_loss(loaded.config.TRAIN, None)
+    assert isinstance(loss, BinaryCrossEntropy)
+    targets = loss._targets(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
+    assert bool(targets.any()) == (float(threshold) < needed)
 
 
 def test_settings_of_bce_without_effect_are_noted() -> None:

@@ -93,7 +93,8 @@ def _download(place: str, data: DataConfig) -> Path:
     except Exception as error:  # the network, the hub and the disk have errors of many types
         reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
         raise UserError(
-            f"DATA.DATASET {data.DATASET}: {owner_and_name} could not be fetched from the Hugging Face hub: {reason} "
+            f"DATA.DATASET {data.DATASET}: {owner_and_name} could not be fetched from the Hugging Face hub: "
+            f"{reason.rstrip('.')}. "
             f"Files fetched so far are kept. Try again, or fetch its parquet files yourself and give their folder as "
             f"hf:/folder."
         ) from None

@@ -178,7 +178,10 @@ class ToolLine:
             return resolve(loaded)
         if loaded.config.MODEL.NUM_CLASSES == AUTO:
             where = loaded.sources["MODEL.NUM_CLASSES"]
-            raise UserError(f"{where}: MODEL.NUM_CLASSES auto is refused here; give a number, say -num_classes 1000.")
+            raise UserError(
+                f"{where}: MODEL.NUM_CLASSES auto does not work in this tool, which does not count the classes of the "
+                "data set; give a number, say -num_classes 1000."
+            )
         return loaded
 
     def show_gpus(self) -> None:

@@ -36,7 +36,9 @@ class ModelConfig(Section):
         None, "First epoch (2 to NUM_EPOCHS) in which the weights of FREEZE are trained too; null: never."
     )
     NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: as many as the data set has.")
-    DROPOUT: FractionBelowOne = setting(0.0, "Dropout after position embedding, projections and MLPs.")
+    DROPOUT: FractionBelowOne = setting(
+        0.0, "Dropout after position embedding, projections and MLPs; in ResNets, before the classifier."
+    )
     ATTENTION_DROPOUT: FractionBelowOne = setting(0.0, "Dropout of attention weights.")
     DROPPATH: FractionBelowOne = setting(0.0, "Stochastic depth rate of the last block; lower in earlier ones.")
     PATCH_SIZE: Positive | None = setting(None, "Height and width of a patch, in pixels; 16 for ViT-B/16.")

@@ -105,7 +105,7 @@ class TrainConfig(Section):
     )
     OOM: Annotated[Literal["stop", "split"], BeforeValidator(folded)] = without_effect(
         "stop",
-        "For old files only: running out of memory always ends the run, with an error that says what helps.",
+        "Accepted in older YAML files: running out of memory always ends the run, with an error that says what helps.",
         "an update that does not fit into memory is not split; DATA.BATCH_SIZE=auto finds a batch that fits",
     )
     COMPILE: Annotated[Literal["auto", "none", "blocks", "whole"], BeforeValidator(folded)] = setting(

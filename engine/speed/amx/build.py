@@ -104,8 +104,9 @@ def _compiler() -> list[str]:
     for command in [shlex.split(os.environ["CC"])] if os.environ.get("CC") else [[name] for name in COMPILERS]:
         if command and shutil.which(command[0]):
             return command
-    tried = os.environ.get("CC") or ", ".join(COMPILERS)
-    raise NoKernel(f"there is no C compiler ({tried}; the variable CC can name another)")
+    if named := os.environ.get("CC"):
+        raise NoKernel(f"there is no C compiler {named}, which the variable CC names; unset CC, or name another")
+    raise NoKernel(f"there is no C compiler ({', '.join(COMPILERS)}; the variable CC can name another)")
 
 
 def _built(name: str, folder: Path) -> ctypes.CDLL:

@@ -63,7 +63,7 @@ def attention_by_rule(
     if wanted not in (*kinds, "auto", *[PACKED] * bool(on_cpu)):
         raise UserError(
             f"MODEL.ATTENTION {wanted}: {device} supports only {' and '.join(kinds)}"
-            f"{', and packed if the CPU has AMX' * (device == 'cpu')}; use one of these, or leave it auto."
+            f"{', and packed on some CPUs' * (device == 'cpu')}; use one of these, or leave it auto."
         )
     inside = INSIDE_FUSED.intersection(listed)
     if inside and wanted not in ("auto", PLAIN):

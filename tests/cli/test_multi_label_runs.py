@@ -169,7 +169,7 @@ def test_one_table_is_split_into_folds(vitamp: Vitamp, recipe: Path, tmp_path: P
         (["DATA.SAMPLER=balanced"], ["DATA.SAMPLER: balanced is not possible", "TRAIN.CLASS_WEIGHTS=balanced instead"]),
         (
             ["TRAIN.DISTILLATION_TYPE=hard", "TRAIN.TEACHER_MODEL=deit_tiny"],
-            ["TRAIN.DISTILLATION_TYPE: hard is not possible", "softmax over the classes"],
+            ["TRAIN.DISTILLATION_TYPE: hard is not possible", "softmax cross-entropy over the classes"],
         ),
         (["DATA.MULTI_LABEL=false", "SAVE_BEST_BY=map"], ["SAVE_BEST_BY: map needs DATA.MULTI_LABEL true"]),
         (["-dataset", "digits"], ["DATA.MULTI_LABEL: the data set digits has one label per image", "csv", "hf:NAME"]),

@@ -60,7 +60,7 @@ def test_table_of_many_processes_has_one_row_per_machine() -> None:
 
 def test_table_shows_gpu_peer_access() -> None:
     assert "56 of 56 ordered pairs of GPUs in a machine have peer access, by NVLink or PCIe" in table(members(2, 8))
-    assert "GPU links  2 of 56 pairs" in table(members(1, 7) + members(1, 1, peers=(2, 56)))
+    assert "GPU links  2 of 56 ordered pairs" in table(members(1, 7) + members(1, 1, peers=(2, 56)))
     assert "GPU links" not in table(members(2, 1, peers=(0, 0)))
 
 

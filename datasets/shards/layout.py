@@ -156,7 +156,8 @@ class ShardSet:
         """Shards by folder, else by file name. Validation is the first of val, validation and test that exists."""
         named: dict[str, list[ShardFile]] = {name: self.store.tars(name) for name in ("train", *VALIDATION_NAMES)}
         if any(named.values()):
-            named["all"] = self.store.tars()
+            # A server may list the folders of the splits and refuse to list the one above them.
+            named["all"] = [] if self.store.remote else self.store.tars()
         else:
             named = defaultdict(list)
             for file in self.store.tars():

@@ -19,7 +19,7 @@ SETTINGS = {
     "DIST.SYNC_BATCHNORM": "sync_bn",
     "MODEL.DROPOUT": "drop",
     "MODEL.DROPPATH": "drop_path",
-    "TRAIN.BASE_LR": "lr_base",
+    "TRAIN.BASE_LR": "blr lr_base",
     "TRAIN.CHANNELS_LAST": "channels_last",
     "TRAIN.COLOR_JITTER": "color_jitter",
     "TRAIN.COMPILE_MODE": "torchcompile_mode",
@@ -68,11 +68,11 @@ FLAGS = {
     "image_size": "img_size input_size resolution",
     "last_epoch": "start_epoch",
     "log_freq": "log_interval print_freq",
-    "lr": "learning_rate blr",
+    "lr": "learning_rate",
     "model": "arch model_name",
     "ngpus": "nproc num_gpus n_gpus nproc_per_node",
     "num_workers": "j workers nw",
-    "output": "o out output_dir save_dir",
+    "output": "experiment o out output_dir save_dir",
     "pretrained": "pretrained_path initial_checkpoint",
     "weight_decay": "wd",
 }
@@ -83,7 +83,7 @@ ANSWERS = {
 }
 """Flags whose value means nothing here."""
 PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "float16": "fp16", "bfloat16": "bf16"}
-NOT_NEEDED = "pin_mem no_prefetcher sched_on_updates experiment"
+NOT_NEEDED = "pin_mem no_prefetcher sched_on_updates"
 _KEY = {word: key for key, words in SETTINGS.items() for word in words.split()}
 _FLAG = {word: flag for flag, words in FLAGS.items() for word in words.split()}
 

@@ -25,7 +25,7 @@ def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
     name = broadcast(str(checkpoint.folder) if checkpoint else None, world)
     if config.MODEL.RESUME == AUTO:
         what = f"{'evaluating' if config.EVAL else 'resuming from'} {Path(name).name}" if name else ""
-        nothing = "no checkpoint found" if config.EVAL else "no checkpoint yet, starting a new run"
+        nothing = "no checkpoint found, -pretrained is used" if config.EVAL else "no checkpoint yet, starting a new run"
         log.info("-resume auto: %s", what or nothing)
     # A rank that cannot see the folder is reported now, not when it loads the weights.
     return on_every_rank(world, lambda: checkpoint if world.first or name is None else inspect(Path(name)))
@@ -68,13 +68,22 @@ def _choose(config: Config) -> Checkpoint | None:
         return best
     if wanted != AUTO:
         return find(Path(wanted), config.TRAIN.LAST_EPOCH, resumable)
-    if run is None:
-        return None
-    root = run / "checkpoints"
+    if run is not None and (checkpoint := _newest_usable(run / "checkpoints", config.EVAL)):
+        return checkpoint
+    if config.EVAL and not config.MODEL.PRETRAINED:
+        raise UserError(
+            f"-eval -resume auto: no checkpoint in {config.OUTPUT}. Name a run's folder with -output, or weights with "
+            "-pretrained."
+        )
+    return None
+
+
+def _newest_usable(root: Path, evaluated: bool) -> Checkpoint | None:
+    """Newest undamaged checkpoint of a run; None before its first one."""
     checkpoint = newest_good(root, check=resumable)
     if checkpoint is None and any(root.glob("step-*")):
         raise UserError(
             f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above)"
-            + ("." if config.EVAL else ", and a new run would overwrite them. Name another -output, or move them away.")
+            + ("." if evaluated else ", and a new run would overwrite them. Name another -output, or move them away.")
         )
     return checkpoint

@@ -111,3 +111,12 @@ def test_eval_does_not_write_to_the_evaluated_run(vitamp: Callable[..., Result],
         made = sorted((tmp_path / "evals").iterdir())
         assert len(made) == number
         assert metrics(made[-1], "val") == metrics(run, "val")
+
+
+def test_eval_of_a_run_without_checkpoint_is_refused(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    for line in (("-eval",), ("-eval", "-dry_run")):
+        done = vitamp("-cfg", tiny, *line, "-resume", "auto", "-output", empty)
+        assert (done.code, done.err.count("\n")) == (2, 1), done.text
+        assert f"-eval -resume auto: no checkpoint in {empty}. Name a run's folder with -output" in done.err
+    assert not empty.exists()

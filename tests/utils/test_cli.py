@@ -188,6 +188,8 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
         ("-num_epochs 5", "unknown flag -num_epochs. Did you mean TRAIN.NUM_EPOCHS=5? -h lists"),
         ("--max-epochs=5", "unknown flag --max-epochs. Did you mean -epochs?"),
         ("-lr -amp", "-lr needs a value: -lr RATE"),
+        ("-blr 1e-3", "unknown flag -blr. Did you mean TRAIN.BASE_LR=1e-3?"),  # scaled with the batch, unlike -lr
+        ("--experiment base", "unknown flag --experiment. Did you mean -output?"),
         ("-sched -amp", "unknown flag -sched. Did you mean TRAIN.LR_SCHEDULER.NAME=...?"),
         ("-bs 4", "unknown flag -bs. Did you mean -batch_size?"),
         ("--workers 4", "unknown flag --workers. Did you mean -num_workers?"),

@@ -189,6 +189,7 @@ def test_a_vit_trains_as_its_kind_does(name: str) -> None:
 
 
 @for_each(TIMM_SIZES)
+@pytest.mark.slow
 def test_a_recipe_builds_timms_model_of_its_name(name: str) -> None:
     import timm
     import torch

@@ -45,6 +45,7 @@ def command(place: Path, run: Path) -> tuple[object, ...]:
     return ("-cfg", place / "tiny.yaml", "-pretrained", place / "base", "-output", run, "-resume", "auto", *TUNED)
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_fine_tuning_equals_an_uninterrupted_one(
     vitamp: Callable[..., Result], place: Path, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_settings_without_effect_are_logged(vitamp: Vitamp, tiny: Path) -> None:
     assert "nadamuon is timm's: it orthogonalises a fused qkv as one matrix" in done.text
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     done = vitamp("-cfg", tiny, "-output", whole, *FULL)

@@ -36,7 +36,8 @@ def frozen_in(run: Path, update: int) -> list[str]:
     return json.loads((run / "checkpoints" / f"step-{update:09d}" / "meta.json").read_text()).get("frozen", [])
 
 
-@pytest.mark.parametrize("amp", [(), pytest.param((*O2, "-accum_iter", 2), marks=pytest.mark.slow)], ids=["fp32", "O2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("amp", [(), (*O2, "-accum_iter", 2)], ids=["fp32", "O2"])
 def test_run_resumed_before_at_and_after_the_epoch_equals_an_uninterrupted_one(
     vitamp: Vitamp, tiny: Path, tmp_path: Path, amp: tuple[object, ...]
 ) -> None:

@@ -168,6 +168,7 @@ def test_saved_weights_can_be_looked_at_and_handed_on(
     assert seen["loss"] == pytest.approx(best["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_an_overflow_on_one_rank_skips_the_update_on_all(place: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(OVERFLOW_ON_ONE_RANK)
     words = (FSDP, *HALVES, "TRAIN.MAX_UPDATES=5", "-accum_iter", "1", "SEED=3")

@@ -81,6 +81,7 @@ def test_full_in_mid_run_and_free_again(start: Callable[..., Run], disk: SmallDi
     assert newest.folder.name == read_index(root)["last"]
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_unsaved_has_failed(vitamp: Callable[..., Result], tiny: Path, disk: SmallDisk) -> None:
     folder = disk.folder / "run"
     words = ("-cfg", tiny, "-output", folder, "TRAIN.NUM_EPOCHS=1")

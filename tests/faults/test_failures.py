@@ -48,7 +48,9 @@ def test_a_failing_rank_ends_all_and_tells_why_once(start: Callable[..., Run], t
     until(lambda: not run.alive(), 5)
 
 
-@pytest.mark.parametrize("processes", [0, 2], ids=["alone", "two processes"])
+@pytest.mark.parametrize(
+    "processes", [pytest.param(0, id="alone"), pytest.param(2, marks=pytest.mark.slow, id="two processes")]
+)
 def test_an_unreadable_image_is_named(
     start: Callable[..., Run], imagenet: Path, tmp_path: Path, processes: int
 ) -> None:

@@ -233,6 +233,7 @@ time.time = lambda: real() + jumps.uniform(-1e8, 1e8)
 """
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_changes_nothing(
     vitamp: Callable[..., Result], undisturbed: Path, tiny: Path, tmp_path: Path
 ) -> None:

@@ -145,9 +145,8 @@ def mpirun(kind: str) -> list[object]:
     return [name]
 
 
-@pytest.mark.parametrize(
-    ("kind", "named"), [("openmpi", "OpenMPI"), pytest.param("mpich", "MPICH", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "named"), [("openmpi", "OpenMPI"), ("mpich", "MPICH")])
 def test_mpirun(alone: object, place: Path, kind: str, named: str) -> None:
     run = place / kind
     done = launch(*mpirun(kind), "-n", 2, sys.executable, *program(run), env=MPI_AS_ROOT)
@@ -155,6 +154,7 @@ def test_mpirun(alone: object, place: Path, kind: str, named: str) -> None:
     assert outcome(run) == alone
 
 
+@pytest.mark.slow
 def test_srun(alone: object, place: Path, cluster: Slurm) -> None:
     """Two nodes with one task each; older scripts, `HOST=... srun bash script.sh`, give the host by a flag."""
     run = place / "srun"

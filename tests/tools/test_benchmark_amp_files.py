@@ -24,15 +24,13 @@ COMMANDS = {
     "startup": "benchmark_amp.py startup -rounds 1",
     "choose_precision": "choose_precision.py -modes bf16 -updates 5",
 }
-QUICK = ("amp",)
 SECONDS_TO_LEAVE = 10
 """For multiprocessing's servers, which exit once all their clients have exited."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a session's processes are read from /proc")
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
 def test_command_leaves_no_process(name: str, imagenet: Path, tmp_path: Path) -> None:
     script, *words = COMMANDS[name].split()
     data = ("-dataset", "imagenet2012", "-data_path", str(imagenet), "-device", "cpu", "-threads", "1")

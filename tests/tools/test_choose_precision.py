@@ -147,6 +147,7 @@ def test_report_notes_that_a_run_would_compile(
     assert "eager" not in examined[1].out
 
 
+@pytest.mark.slow
 def test_budget_cuts_measurements_short(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("-cfg", tiny, "-updates", 5000, "-budget_min", 0.02, "-modes", "bf16", "-output", out)
@@ -193,6 +194,7 @@ def test_existing_report_is_not_overwritten(vitamp: Callable[..., Result], tiny:
     assert (tmp_path / REPORT).read_text(encoding="utf-8") == "mine"
 
 
+@pytest.mark.slow
 def test_former_name_works_with_a_warning(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     words = ("-cfg", tiny, "-output", tmp_path / "out", "-updates", 5, "-modes", "bf16")
     done = vitamp(*words, script="scripts/doctor.py")

@@ -99,6 +99,7 @@ def test_each_mode_is_trained_on_each_fold(
     assert "fp32-fold1: was trained with other settings: DATA.FOLD: 1/3 -> 1/5" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_folds_are_trained_and_compared(compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare("-modes", "fp32,bf16", "-folds", 2, "-seeds", "7,") == 0
     results = json.loads((tmp_path / "out/compare.json").read_text())

@@ -76,6 +76,7 @@ def test_digits_are_classified_alike_by_timm_alone(export_tool: Tool, digits_run
     assert names == trained.classes
 
 
+@pytest.mark.slow
 def test_jpeg_files_are_prepared_and_classified_alike_by_timm_alone(
     export_tool: Tool, photo_run: Path, photos: Path, tmp_path: Path
 ) -> None:

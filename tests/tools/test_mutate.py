@@ -102,6 +102,7 @@ def test_first_the_tests_that_import_a_module_then_those_of_its_room(code: Path)
     assert tests.chosen("engine/report/new.py") == ["tests/engine/test_a.py", "tests/engine/test_shop.py"]
 
 
+@pytest.mark.slow
 def test_a_mutant_is_caught_by_a_test_that_passes_without_it(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.dev.mutate.TEST_SECONDS", 30)
     tests = Judge(code, 60)
@@ -113,6 +114,7 @@ def test_a_mutant_is_caught_by_a_test_that_passes_without_it(code: Path, monkeyp
 
 
 @pytest.mark.parametrize(("test_seconds", "seconds", "state"), [(3, 100, CAUGHT), (30, 2, UNFINISHED)])
+@pytest.mark.slow
 def test_a_test_that_hangs_catches_a_mutant_and_too_many_tests_do_not(
     code: Path, monkeypatch: pytest.MonkeyPatch, test_seconds: int, seconds: float, state: str
 ) -> None:

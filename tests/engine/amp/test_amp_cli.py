@@ -103,8 +103,8 @@ def test_impossible_amp_settings_are_rejected_before_anything_is_written(
     ("words", "name", "saved"),
     [
         (["-amp", "O2"], "O2-bf16", torch.float32),
-        (["-amp", "NAIVE"], "NAIVE-bf16", torch.float32),
-        (["-amp", "O3"], "O3-bf16", torch.bfloat16),
+        pytest.param(["-amp", "NAIVE"], "NAIVE-bf16", torch.float32, marks=pytest.mark.slow),
+        pytest.param(["-amp", "O3"], "O3-bf16", torch.bfloat16, marks=pytest.mark.slow),
         (["-amp", "fp8"], "fp8", torch.float32),
         (["-amp", "bf16", "AMP.LOSS_SCALING=true", "AMP.INIT_LOSS_SCALING=32768"], "bf16", torch.float32),
     ],

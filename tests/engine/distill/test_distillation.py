@@ -270,6 +270,7 @@ def test_resume_refuses_a_changed_teacher(student: Callable[..., ReadyToTrain]) 
         check_teacher_matches(teacher, None, {**kept, "teacher": "its checkpoint of then", "teacher_sha256": "other"})
 
 
+@pytest.mark.slow
 def test_resumed_distillation_equals_uninterrupted(
     vitamp: Callable[..., Result], tiny: Path, teacher_run: Path, tmp_path: Path
 ) -> None:

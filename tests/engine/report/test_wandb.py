@@ -67,6 +67,7 @@ def only(found: list[Any], kind: str) -> Any:
     return record
 
 
+@pytest.mark.slow
 def test_resumed_run_continues_at_wandb_and_sends_nothing_twice(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:

@@ -45,7 +45,15 @@ def exactly(h: Tensor, bias: Tensor, dy: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, (wide, shift), dy.double())]
 
 
-@pytest.mark.parametrize("sizes", [(3, 67, 96), (130, 33), (1, 1), (2, 600)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((3, 67, 96), marks=pytest.mark.slow),
+        pytest.param((130, 33), marks=pytest.mark.slow),
+        (1, 1),
+        (2, 600),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_gelu_equals_float64_to_the_last_digit(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     given = values(*sizes, dtype=dtype)
@@ -59,6 +67,7 @@ def test_gelu_equals_float64_to_the_last_digit(sizes: tuple[int, ...], dtype: to
     assert torch.allclose(db.double(), exact_db, rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_bias_gradient_sums_more_groups_than_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of many tokens are: here 5 sums, by 2 at a time, in 4 steps."""
     monkeypatch.setitem(gelu.SUMS, "BLOCK_G", 2)
@@ -82,6 +91,7 @@ def test_gelu_of_infinities_and_nan() -> None:
     assert torch.allclose(dh, torch.tensor([1.0, 0, 1, 0, 1, 0, float("nan")]), atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_bias_gradient_has_the_biass_dtype_and_is_deterministic() -> None:
     h, bias, dy = values(130, 16, dtype=torch.bfloat16)
     first, second = both_passes(h, bias, dy), both_passes(h, bias, dy)
@@ -108,6 +118,7 @@ def test_empty_input() -> None:
     assert torch.equal(db, torch.zeros(24))
 
 
+@pytest.mark.slow
 def test_gelu_passes_torchs_opcheck() -> None:
     h, bias, dy = values(2, 5, 33)
     torch.library.opcheck(torch.ops.vitamp.gelu_with_bias.default, (h, bias))
@@ -162,6 +173,7 @@ def test_fused_mlp_equals_timms_under_autocast(mlps: tuple[nn.Module, nn.Module]
         assert error < 2.0**-7
 
 
+@pytest.mark.slow
 def test_fused_mlp_is_the_same_compiled_and_checkpointed(mlps: tuple[nn.Module, nn.Module]) -> None:
     _, fused = mlps
     x = torch.randn(3, 7, 12)

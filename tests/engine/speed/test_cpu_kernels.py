@@ -299,6 +299,7 @@ def test_training_by_them_is_the_same_training(tiny: Path) -> None:
 
 
 @needs_tiles
+@pytest.mark.slow
 def test_a_run_says_so_and_a_resumed_one_goes_on_with_it(vitamp, tiny: Path, tmp_path: Path) -> None:
     words = ("-cfg", tiny, "-output", tmp_path / "run", "CPU_FP32=amx", "MODEL.ATTENTION=packed")
     done = vitamp(*words, "TRAIN.MAX_UPDATES=2", f"DATA.CACHE={tmp_path / 'cache'}")

@@ -30,11 +30,12 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 @needs_triton
-def test_gelu_kernels_in_tritons_interpreter() -> None:
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_gelu_kernels_in_tritons_interpreter(which: str) -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     tests = ROOT / "tests" / "engine" / "speed" / "interpreted_gelu.py"
-    command = [sys.executable, "-m", "pytest", tests, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", tests, "-q", "-m", which, "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

@@ -32,7 +32,7 @@ def check_label(label: int, num_classes: int, where: str) -> None:
     if not least <= label < num_classes:
         raise UserError(
             f"{where}: label {label} does not fit MODEL.NUM_CLASSES {num_classes}: "
-            f"labels go from {least} to {num_classes - 1}. Correct the line or set -num_classes."
+            f"labels go from {least} to {num_classes - 1}. Correct the line, or train with a larger -num_classes."
         )
 
 
@@ -40,14 +40,20 @@ def check_class_count(classes: int, num_classes: int, owner: str) -> None:
     """Raise UserError for more classes than the classifier has. `owner` begins the message."""
     if classes > num_classes:
         raise UserError(
-            f"{owner} has {classes} classes, but MODEL.NUM_CLASSES is {num_classes}. Set -num_classes {classes}."
+            f"{owner} has {classes} classes, but MODEL.NUM_CLASSES is {num_classes}. To train on all of them, set "
+            f"-num_classes {classes}."
         )
 
 
 def log_unused_outputs(classes: int, num_classes: int, owner: str) -> None:
     """Log fewer classes than the classifier has. That is allowed: a pretrained classifier is often kept whole."""
     if num_classes != ANY_LABEL and classes < num_classes:
-        log.info("%s has %d classes; %d of MODEL.NUM_CLASSES stay unused.", owner, classes, num_classes - classes)
+        log.info(
+            "%s has %d classes; %d of the model's outputs stay unused (MODEL.NUM_CLASSES).",
+            owner,
+            classes,
+            num_classes - classes,
+        )
 
 
 def warn_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str) -> None:

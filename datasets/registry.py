@@ -102,7 +102,7 @@ def _source(data: DataConfig) -> Source:
         able = ", ".join([*(name for name in names() if SOURCES[name].multi_label), f"{hub.PREFIX}NAME"])
         raise UserError(
             f"DATA.MULTI_LABEL: the data set {data.DATASET} has one label per image. Use a data set with several: "
-            f"{able}; see docs/data.md."
+            f"{able} (shards only as a copy that hf:NAME made); see docs/data.md."
         )
     return source
 

@@ -72,8 +72,8 @@ def best_to_beat(best: Best, folder: Path, checkpoint: Checkpoint, world: World)
     if broadcast(exists, world):
         return best
     elsewhere = checkpoint.folder.parent / name
-    where = f"its checkpoint is {elsewhere}" if elsewhere.is_dir() else "its checkpoint no longer exists"
-    log.warning("Best so far: %s, but %s. The search for the best starts anew here.", best.words(), where)
+    where = f"its checkpoint is in another folder ({elsewhere})" if elsewhere.is_dir() else "its checkpoint is gone"
+    log.warning("Best so far: %s, but %s. The search for the best starts anew in this run.", best.words(), where)
     return Best(kind=best.kind, stale=best.stale)
 
 

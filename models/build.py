@@ -193,7 +193,7 @@ def _refused(key: str, value: Any, module: nn.Module, has: dict[str, Any]) -> st
     why = f"this {kind} has {as_text(has[key])}"
     if key == "ATTN_HEAD_SIZE":
         why += " (EMBED_DIM / NUM_HEADS)"
-    return f"MODEL.{key} {as_text(value)}: {why}, which is fixed; leave the key out or give that value"
+    return f"MODEL.{key} {as_text(value)}: {why}, which this key cannot change; leave the key out or give that value"
 
 
 def _notes(

@@ -126,10 +126,8 @@ def as_text(value: Any) -> str:
 
 
 def _heads_problem(what: str, width: int, key: str, heads: int) -> str:
-    return (
-        f"{what} {width} is not divisible by {key} {heads}; possible: NUM_HEADS {_divisors(width, heads)}, "
-        f"or a width of {_multiples(width, heads)}"
-    )
+    other = f", or EMBED_DIM {_multiples(width, heads)}" if what == "MODEL.EMBED_DIM" else ""
+    return f"{what} {width} is not divisible by {key} {heads}; possible: {key} {_divisors(width, heads)}{other}"
 
 
 def _multiples(number: int, of: int) -> str:

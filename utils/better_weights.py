@@ -62,9 +62,9 @@ def _decide(
         which = _with_prefix("ema_" if best["kind"].startswith("ema_") else "")
         return (
             which,
-            f"assumed: not validated at this update; the run's best validation was that of its {LABELS[which]} weights",
+            f"chosen without metrics of this update: the run's best validation was that of its {LABELS[which]} weights",
         )
-    return "model", "assumed: this checkpoint has no validation metrics"
+    return "model", "by default: this checkpoint has no validation metrics"
 
 
 def _with_prefix(prefix: str) -> Which:

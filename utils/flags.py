@@ -160,7 +160,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("seed", "seed of all random numbers", "N", ("SEED",)),
     ),
     "The run": (
-        Flag("output", "the run's own folder", "DIR", ("OUTPUT",), default_text="a new folder in ./output"),
+        Flag(
+            "output",
+            "the run's own folder",
+            "DIR",
+            ("OUTPUT",),
+            default_text="the resumed run's, else a new one in ./output",
+        ),
         Flag(
             "resume",
             "resume a run or checkpoint; auto: the run in -output",
@@ -177,14 +183,20 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("save_freq", "epochs between checkpoints", "N", ("SAVE_FREQ",)),
         Flag("log_freq", "updates between log lines", "N", ("REPORT_FREQ",)),
         Flag("validate_freq", "epochs between validations", "N", ("VALIDATE_FREQ",)),
-        Flag("max_time", "save and exit after this time; -resume continues the run", "HH:MM:SS", ("MAX_TIME",)),
+        Flag("max_time", "save and exit before this time is up; -resume continues the run", "HH:MM:SS", ("MAX_TIME",)),
         Flag("profile", "write a torch profiler trace of N updates", "N", ("PROFILE",)),
     ),
     "Devices and processes": (
         Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",), default_text="the best available"),
         Flag("ngpus", "number of processes that main_multi_gpu.py starts; -1: one per visible GPU", "N", ("NGPUS",)),
         Flag("gpus", "use only these GPUs, like CUDA_VISIBLE_DEVICES", "0,1,..."),
-        Flag("threads", "CPU threads per process", "N", ("THREADS",), default_text="cores / ranks on this machine"),
+        Flag(
+            "threads",
+            "CPU threads per process",
+            "N",
+            ("THREADS",),
+            default_text="what SLURM reserves, else cores / ranks on this machine",
+        ),
         Flag("backend", "nccl or gloo", "NAME", ("DIST.BACKEND",), default_text="nccl on GPUs, gloo on CPUs"),
         Flag("host", "host of rank 0, when ranks are started by hand", "NAME", ("DIST.HOST",)),
         Flag("port", "port of rank 0", "N", ("DIST.PORT",)),

@@ -143,8 +143,8 @@ class BrokenInValidation:
         text += _names(broken[:MOST_NAMED_IN_VALIDATION]) + ("; ..." if count > MOST_NAMED_IN_VALIDATION else "")
         if all(one.storage for one in broken):
             raise AllRanksError(
-                f"{text}. These are storage errors, and the files may be intact: resume with -resume when the storage "
-                "is back."
+                f"{text}. These are storage errors, and the files may be intact: when the storage is back, repeat the "
+                "command, or resume a training run with -resume."
             )
         raise AllRanksError(
             f"{text}. Every validation image counts once, so none is replaced. Repair them, or list them in the file "

@@ -52,7 +52,7 @@ def failure_of(read: Callable[[], None]) -> Failure | None:
             raise TrainingError(
                 "Memory ran out while an image was read; the image is not to blame. Use fewer loading processes "
                 "(DATA.NUM_WORKERS, -num_workers), a smaller batch (DATA.BATCH_SIZE, -batch_size), or more memory. "
-                "Then resume from the last checkpoint with -resume."
+                "Then repeat the command, or resume a training run from its last checkpoint with -resume."
             ) from None
 
 

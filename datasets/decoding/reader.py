@@ -70,7 +70,7 @@ def _reason(error: Exception, encoded: Encoded) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "not an image in a known format"
     if isinstance(error, Image.DecompressionBombError):
-        return f"its header claims more than {MOST_PIXELS:,} pixels, which would fill the memory"
+        return f"its header claims more than {MOST_PIXELS:,} pixels, PIL's limit against decompression bombs"
     return str(error) or type(error).__name__
 
 

@@ -187,8 +187,8 @@ class _Feed:
         if deaths == MOST_DEATHS:
             raise TrainingError(
                 f"Loading processes died {deaths} times without one batch in between; the last time, {death}. Provide "
-                "more memory, or use fewer processes: DATA.NUM_WORKERS (-num_workers), 0 to load in the training "
-                "process. Then resume from the last checkpoint with -resume."
+                "more memory, or use fewer processes (DATA.NUM_WORKERS, -num_workers; 0 loads in the main process). "
+                "Then repeat the command, or resume a training run from its last checkpoint with -resume."
             )
         log.warning("Restarting the loading processes, because %s. No sample is lost.", death)
         self._end_workers(kill=True)

@@ -100,7 +100,7 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
         if not_begun and time.monotonic() > self._until:
             raise WorkerDied(f"the loading process {not_begun[0].pid} did not begin in {SECONDS_TO_BEGIN:.0f} s")
         if self._pin_memory and not self._pin_memory_thread.is_alive():
-            raise WorkerDied("the thread that pins memory died while it received a batch of a loading process")
+            raise WorkerDied("the thread that pins memory died while it received a batch from a loading process")
 
     def end(self, kill: bool = False) -> None:
         """End the processes. `kill`: without waiting for the batches that they are loading."""

@@ -180,7 +180,7 @@ def _label_numbers(samples: TarSamples, numbers: dict[str, int], where: str) -> 
             problem = "has no such line" if numbers else "does not exist"
             raise UserError(
                 f"{where}: the label of {name} is {label!r}. A label that is not a number must be a line of "
-                f"classes.txt beside the tar files, but that file {problem}."
+                f"classes.txt in DATA.DATA_PATH, but that file {problem}."
             )
     return np.array([numbers[k] if isinstance(k, str) else k for k in samples.labels], dtype=np.int64)
 

@@ -152,7 +152,10 @@ def _label_rows(shards: ShardSet, index: ShardIndex, num_classes: int) -> np.nda
     if not known:
         raise UserError(f"{shards.store.root}: no image has a label.")
     if index.label.min() < 0 or index.label.max() >= len(sets):
-        raise UserError(f"{shards.store.root}/{MANIFEST} lacks the labels of some images. Copy the data set again.")
+        raise UserError(
+            f"{shards.store.root}/{MANIFEST} lacks the labels of some images. Remove this folder: the next run with "
+            "-dataset hf:NAME_OR_PATH copies the data set again."
+        )
     for number, of_set in enumerate(sets):
         if wrong := [label for label in of_set if not 0 <= label < width]:
             rows = np.flatnonzero(index.label == number)
@@ -174,7 +177,7 @@ def _refuse(shards: ShardSet, index: ShardIndex, row: int, label: int, num_class
     where = f"{shards.store.root}/{index.shards[index.shard[row]]}"
     raise UserError(
         f"{where}: the label of {index.name(row)} is {label}, which does not fit MODEL.NUM_CLASSES "
-        f"{num_classes}: labels go from 0 to {num_classes - 1}. Correct it or set -num_classes."
+        f"{num_classes}: labels go from 0 to {num_classes - 1}. Correct it, or train with a larger -num_classes."
     )
 
 

@@ -34,11 +34,11 @@ NAMES = "class_name"
 """Column with the class names of numbered targets"""
 SPLITS = ("train.csv", "val.csv")
 LAYOUT = """Expected layout:
-  {root}/train.csv    a header, as in path,target and lines like: images/cat 1.jpg,cat
+  {root}/train.csv    a header such as path,target, then lines such as images/cat 1.jpg,cat
   {root}/val.csv
-or one file, as in DATA_PATH: {root}/all.csv, which DATA.VAL_FRACTION splits.
+or a single file, given as DATA.DATA_PATH and split by DATA.VAL_FRACTION: {root}/all.csv
 Paths are relative to the file; a target is a name or a whole number from 0. With DATA.MULTI_LABEL=true
-it lists any number of them, as in cat;dog; or every column but the path is a class and holds 0 or 1."""
+a target is a list of any length, such as cat;dog, or every column but the path is a class and holds 0 or 1."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _read_sets_head(file: Path, header: list[str]) -> _Head:
     classes = [place for place in range(len(header)) if place != path]
     if len(classes) < 2:
         raise UserError(
-            f"{file} has neither a column {' or '.join((*TARGETS, *PLURALS))} nor one per class. "
+            f"{file} has neither a column called {' or '.join((*TARGETS, *PLURALS))} nor one column per class. "
             f"{LAYOUT.format(root=file.parent)}"
         )
     if repeated := next((names[place] for place in classes if names.count(names[place]) > 1), None):

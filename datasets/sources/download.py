@@ -46,7 +46,7 @@ def _fetch(target: Path, scratch: Path, fetch: Callable[[Path], object], by_hand
         with _network_timeout():
             fetch(scratch)
         if not (scratch / target.name).is_dir():
-            raise RuntimeError(f"it left no folder {target.name}")
+            raise RuntimeError(f"the download left no folder {target.name}")
         _drop_archives(scratch / target.name)
         os.replace(scratch / target.name, target)
     except Exception as error:  # the network, the disk and archives have errors of many types

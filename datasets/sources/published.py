@@ -130,7 +130,7 @@ class PublishedLists(Published, ABC):
             f"{inside}/{name}" for inside, names in by_folder.items() for name in names - _names(folder / inside)
         )
         if missing:
-            raise self.damaged(folder, f"{len(missing):,} of {len(paths):,} images missing, first {missing[0]}")
+            raise self.damaged(folder, f"{len(missing):,} of {len(paths):,} images are missing, such as {missing[0]}")
 
 
 def _names(folder: Path) -> set[str]:

@@ -146,7 +146,8 @@ def check_names(white: Iterable[str], black: Iterable[str]) -> None:
     if both:
         names = ", ".join(sorted(both))
         raise UserError(
-            f"AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST both name {names}; an operator can be on one only."
+            f"AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST both name {names} (under torch's or Paddle's name); an "
+            "operator can be on only one list."
         )
 
 

@@ -189,7 +189,7 @@ class Precision:
         how = {
             "O1": "by autocast",
             "O2": "copy of fp32 master weights, norms in fp32",
-            "NAIVE": "copy of fp32 master weights, norms included",
+            "NAIVE": "copy of fp32 master weights, only batch norms in fp32",
             "O3": "weights, without fp32 masters",
         }[self.level]
         scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
@@ -224,8 +224,8 @@ def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
         given = [f"AMP.{key}" for key in autocast_only if getattr(amp, key)]
         if given:
             raise UserError(
-                f"{', '.join(given)}: AMP.LEVEL {amp.LEVEL} computes everything in half precision, without autocast, "
-                "so nothing can stay in fp32; use O1 or O2."
+                f"{', '.join(given)} cannot be used with AMP.LEVEL {amp.LEVEL}, which computes everything in half "
+                "precision, without autocast; use O1 or O2."
             )
     if not amp.EVAL and (amp.DTYPE == "fp8" or amp.LEVEL == "O3"):
         key, value = ("AMP.DTYPE", "fp8") if amp.DTYPE == "fp8" else ("AMP.LEVEL", "O3")
@@ -245,4 +245,4 @@ def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
 def check_precision(amp: AmpConfig, device: torch.device) -> None:
     """Reject a precision that `device` does not support."""
     if amp.ENABLED and amp.DTYPE in ("bf16", "fp8") and device.type == "mps":
-        raise UserError(f"AMP.DTYPE {amp.DTYPE} on mps is not supported by torch; use fp16.")
+        raise UserError(f"AMP.DTYPE {amp.DTYPE} is not supported on mps; use fp16.")

@@ -253,7 +253,7 @@ class OverflowWatch:
         if len(skipped.micro_batches) > 1:
             reasons.append("only the sum of the micro-batches overflowed")
         reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
-        reasons.append("with several processes, the overflow was on another rank")
+        reasons.append("the overflow was on another rank (with several processes)")
         return f"the replay did not overflow; possible reasons: {', '.join(reasons[:-1])}, or {reasons[-1]}"
 
     def _device_generator_kept(self) -> AbstractContextManager[None]:

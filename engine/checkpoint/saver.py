@@ -281,7 +281,7 @@ class Saver(RankSaver):
         if self._failing.get(outcome.update) != words:  # another attempt may fail for another reason
             log.warning(
                 "The checkpoint of update %d could not be written: %s. Earlier checkpoints are untouched; training "
-                "continues, and the write is retried (without SAVE_IN_BACKGROUND only when training ends).",
+                "continues, and the write is retried (if SAVE_IN_BACKGROUND is off, only when training ends).",
                 outcome.update,
                 words,
             )

@@ -213,8 +213,9 @@ def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, shar
     if lines:
         more = f"\n  ... and {len(lines) - 10} more" if len(lines) > 10 else ""
         raise UserError(
-            f"{where}: weights of another architecture. Start from them with -pretrained, or use the config that they "
-            "were trained with. Tensors that differ:\n  " + "\n  ".join(lines[:10]) + more
+            f"{where}: weights of another architecture. Use the config that they were trained with; or, if they differ "
+            "in the classifier or the image size only, start from them with -pretrained. Tensors that "
+            "differ:\n  " + "\n  ".join(lines[:10]) + more
         )
     if sharding is None:
         model.load_state_dict(saved)

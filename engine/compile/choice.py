@@ -110,7 +110,7 @@ def _check(choice: CompileChoice, parts: Parts, world: World) -> None:
         raise UserError(f"TRAIN.COMPILE {choice.how}: {missing}. Install what is missing, or set TRAIN.COMPILE=none.")
     if choice.how == BLOCKS and not has_blocks(parts.model):
         raise UserError(
-            f"TRAIN.COMPILE blocks: {type(parts.model).__name__} has no sequence of equal blocks; use "
+            f"TRAIN.COMPILE: {type(parts.model).__name__} has no sequence of equal blocks to compile; use "
             f"{'none' if world.size > 1 else 'whole or none'}."
         )
     if choice.mode != CUDA_GRAPHS:

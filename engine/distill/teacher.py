@@ -119,7 +119,7 @@ def load_teacher(config: Config, precision: Precision) -> Teacher:
     if source.classes != config.MODEL.NUM_CLASSES:
         raise UserError(
             f"{KEY} {setting}: the teacher has {source.classes} classes, but MODEL.NUM_CLASSES is "
-            f"{config.MODEL.NUM_CLASSES}. Both must have the same classes."
+            f"{config.MODEL.NUM_CLASSES}. Teacher and model must have the same classes."
         )
     teacher = Teacher(source, config, precision)
     _try_out(teacher, config, precision.device)
@@ -132,9 +132,9 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
     same_setting = saved_choices.get("teacher_model") == teacher.setting
     if same_setting and saved_choices.get("teacher_sha256") != teacher.fingerprint:
         raise UserError(
-            f"{KEY} {teacher.setting}: the weights of {source.where} have changed since this run began with "
-            f"{saved_choices.get('teacher')}. Restore them; or, to resume with "
-            "the changed teacher, copy its weights to another path and name that path."
+            f"{KEY} {teacher.setting}: the teacher's weights, {source.where}, differ from those that this run began "
+            f"with, {saved_choices.get('teacher')}. Restore the former weights; or, to resume with the changed "
+            "teacher, copy its weights to another path and name that path."
         )
     pairs = enumerate(zip(source.names or (), names or (), strict=False))
     difference = next(

@@ -123,7 +123,7 @@ def _with_largest_batch(config: Config, target: int | None, world: World, device
         return _with(config, config.DATA.BATCH_SIZE_EVAL, config.TRAIN.ACCUM_ITER)
     if target is not None and target % world.size:
         raise UserError(
-            f"TRAIN.GLOBAL_BATCH: {target} cannot be divided evenly among {_processes(world)}; use "
+            f"A global batch of {target} cannot be divided evenly among {_processes(world)}; set TRAIN.GLOBAL_BATCH to "
             f"{_multiples_near(target, world.size)}."
         )
     each = target // world.size if target is not None and not config.EVAL else None
@@ -141,8 +141,8 @@ def _with_largest_batch(config: Config, target: int | None, world: World, device
     if each is not None and chosen < each and 2 * chosen <= fitting:
         near = _multiples_near(each, fitting // STEP * STEP or fitting, world.size)
         log.warning(
-            "The batch must divide the global batch %d, so it is at most half of what fits; a global batch of %s would "
-            "use the memory.",
+            "The batch size must divide the global batch %d, so it is at most half of the largest that fits; a global "
+            "batch of %s would allow the largest.",
             target,
             near,
         )

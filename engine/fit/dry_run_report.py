@@ -100,7 +100,7 @@ def _memory(config: Config, costs: Costs, world: World, device: torch.device) ->
     if costs.total and memory.peak > NEARLY_FULL * costs.total:
         yield f"           this is nearly all memory; to save some: {_savings(config)}"
     if config.TRAIN.SIZE_SCHEDULE or (config.TRAIN.TOKEN_DROP and config.TRAIN.TOKEN_DROP_TAIL):
-        yield "           later epochs take more memory and time: their images are larger, or no tokens are dropped"
+        yield "           epochs with larger images, or without dropped tokens, take more memory and time"
 
 
 def _time(config: Config, costs: Costs, world: World, device: torch.device) -> Iterator[str]:

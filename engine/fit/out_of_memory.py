@@ -51,7 +51,7 @@ def describe(error: BaseException, run: Run, parts: Parts, update: int) -> str:
         f"  {_sizes(run.config, parts, validating)}",
     ]
     if blocks := largest_blocks(parts.precision.device):
-        lines.append(f"  Most of the memory is taken by {blocks}.")
+        lines.append(f"  Allocations that take the most memory: {blocks}.")
     return "\n".join(
         [*lines, "Ways out:", *(f"  {way}" for way in ways_out(run.config, validating, run.auto_batch_size))]
     )

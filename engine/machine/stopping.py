@@ -31,7 +31,7 @@ if hasattr(signal, "SIGUSR1"):
 EXIT_CODES = {TIME_IS_UP: EXIT_DONE, CTRL_C: EXIT_INTERRUPTED, ENDED: EXIT_STOPPED}
 
 WORDS = {
-    TIME_IS_UP: "The time limit (-max_time) is reached",
+    TIME_IS_UP: "-max_time leaves no time for more training",
     CTRL_C: "Interrupted (press Ctrl-C again to exit at once)",
     ENDED: "Asked to stop (SIGTERM or SIGUSR1)",
 }
@@ -96,7 +96,7 @@ class Signals:
         if not self._failed:
             logging.raiseExceptions = False  # the signal may have interrupted the writing of a log line
             name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-            log.warning("%s; earlier checkpoints are intact, and -resume continues from them", name)
+            log.warning("%s; earlier checkpoints are intact, and -resume continues from the newest", name)
         os._exit(EXIT_CODES[REQUESTS[signal.Signals(number)]])
 
 

@@ -152,7 +152,7 @@ def _compute_bound(device: str, waited: float, stages: dict[str, float], setting
     if not setting.amp:
         ways.append("-amp (scripts/choose_precision.py measures the gain)")
     if not setting.compiled and setting.device != "cpu":  # on a CPU it takes minutes, and was never seen to gain them
-        ways.append("TRAIN.COMPILE")
+        ways.append("TRAIN.COMPILE=whole (or blocks)")
     advice = f"To speed up, try {' and '.join(ways)}" if ways else "Only a smaller model or more devices would help"
     return f"{text}. {advice}; see docs/performance.md."
 

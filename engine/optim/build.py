@@ -53,7 +53,7 @@ def optimizer_name(name: str) -> str:
     known = [str(known_name) for known_name in list_optimizers()]
     if wanted not in known:
         raise UserError(
-            f"TRAIN.OPTIMIZER.NAME: {name!r} is not an optimiser of torch or timm.{nearest(wanted, known)} "
+            f"TRAIN.OPTIMIZER.NAME: {name!r} is not an optimiser that vitamp supports.{nearest(wanted, known)} "
             f"{len(known)} are known, such as AdamW, Adam, SGD, LAMB and Lion (timm.optim.list_optimizers())."
         )
     if get_optimizer_info(wanted).second_order:

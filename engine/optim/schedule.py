@@ -53,7 +53,7 @@ def describe_schedule(train: TrainConfig, end_lr: float) -> str:
     if name == "wsd" and train.epochs_before_decay >= train.NUM_EPOCHS:
         return "wsd: the warm-up leaves no epoch for the constant learning rate or the decay"
     if name == "wsd":
-        return f"wsd: constant, decaying (1 - sqrt) to {end_lr:.3g} after epoch {train.epochs_before_decay:g}"
+        return f"wsd: constant through epoch {train.epochs_before_decay:g}, then decaying (1 - sqrt) to {end_lr:.3g}"
     return f"cosine to {end_lr:.3g}" if name == "cosine" else name
 
 

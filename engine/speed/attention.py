@@ -55,7 +55,7 @@ def attention_by_rule(
     if not attention_layers(model):
         if wanted != "auto":
             raise UserError(
-                f"MODEL.ATTENTION {wanted}: {type(model).__name__} has its own attention, which cannot be replaced; "
+                f"MODEL.ATTENTION {wanted}: {type(model).__name__} has no attention layer whose kernel can be chosen; "
                 "leave it auto."
             )
         return Attention(OWN, "")
@@ -72,10 +72,10 @@ def attention_by_rule(
             "fused operator; use plain, or leave it auto."
         )
     if wanted == PACKED and device == "cuda" and not packed_is_possible(listed):
-        raise UserError(
-            f"MODEL.ATTENTION {wanted} needs Triton. AMP's lists affect torch's operators only, so with {wanted} "
-            f"they must not name {' or '.join(sorted(FUSED_OPERATOR))}. Use fused, or leave MODEL.ATTENTION auto."
-        )
+        named = ", ".join(sorted(FUSED_OPERATOR.intersection(listed)))
+        lists = f"AMP's lists, which affect torch's operators only, name {named}"
+        why = lists if named else "it needs the package triton, which is not installed"
+        raise UserError(f"MODEL.ATTENTION {wanted}: {why}; use fused, or leave it auto.")
     if inside:
         return Attention(PLAIN, "so that AMP's lists take effect")
     if wanted != "auto":  # a GPU has some kinds for some models only

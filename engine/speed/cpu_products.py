@@ -75,7 +75,7 @@ def choose_half_products(
         return Products(wanted, "as asked for")
     if obstacle or values < MIN_VALUES:
         return Products(ONEDNN, obstacle or "small matrices")
-    here = Products(ONEDNN, "no AMX here") if why_not(torch.bfloat16) else Products(OWN, "with fused GELU")
+    here = Products(ONEDNN, "AMX is not usable here") if why_not(torch.bfloat16) else Products(OWN, "with fused GELU")
     if previous == ONEDNN and here.library == OWN:
         return Products(ONEDNN, "as before the resume")
     return here

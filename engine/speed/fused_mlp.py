@@ -106,7 +106,7 @@ def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], sha
     if not any(True for _ in _plain_mlps(model)):
         return f"{type(model).__name__} has no MLP with linear layers, biases and exact GELU"
     if not on_cpu and (precision.device.type != "cuda" or torch.version.hip is not None):
-        on_a_cpu, elsewhere = f"products by {OWN} on a CPU (CPU_FP32, CPU_BF16)", "an NVIDIA GPU"
+        on_a_cpu, elsewhere = f"CPU_BF16={OWN} or CPU_FP32={OWN} on a CPU", "an NVIDIA GPU"
         return f"its kernels need {on_a_cpu if precision.device.type == 'cpu' else elsewhere}"
     if precision.fp8:
         return "fp8 has its own linear layers"

@@ -46,7 +46,7 @@ def describe_recomputed(model: nn.Module, wanted: str | int) -> str:
     if not count:
         raise UserError(
             f"TRAIN.GRAD_CHECKPOINT {wanted}: {type(model).__name__} has no sequence of equal blocks to recompute; "
-            "set none."
+            "set it to none."
         )
     return f"{len(range(0, count, _every(wanted)))} of {count} blocks"
 

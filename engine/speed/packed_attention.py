@@ -120,9 +120,7 @@ def packed_only(layer: Any, tokens: int, dtype: torch.dtype, device: torch.devic
 def _check_kernels(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     """Run the kernels' self-test, once for each shape; raises RuntimeError if they do not work here."""
     if device.type not in ("cuda", "cpu") or not supports(tokens, width, dtype, device.type):
-        raise RuntimeError(
-            f"packed attention has no kernel for {tokens} tokens, heads {width} wide, {dtype}, {device.type}"
-        )
+        raise RuntimeError(f"packed attention has no kernel for {dtype} with heads {width} wide on {device.type}")
     try:
         self_test(device, dtype, tokens, width)
     except Exception as error:  # no Triton, no C compiler, too small a GPU: each raises another class

@@ -38,7 +38,8 @@ A run's settings come from five sources; later ones override earlier ones:
    `'TRAIN.OPTIMIZER.BETAS=[0.9, 0.98]'`.
 
 `-print_config` prints the resulting settings and the source of each. Every run saves them as `config.yaml` in its
-folder. Unknown keys, invalid values and conflicting settings are errors, which are reported together.
+folder. Unknown keys and invalid values are errors, which are reported together. Once there are none, settings that
+contradict each other are reported, also together.
 
 ## PaddleViT's files
 
@@ -61,8 +62,9 @@ An empty cell means the default of `vit`; any other `TYPE` has the defaults of `
 table, for example as `default (swin)`, and a run logs these defaults. `MODEL.NAME` does not choose defaults: if you set
 `NAME` to a Swin or DeiT but do not set `TYPE`, the defaults are those of `vit`, and the log says so.
 
-Without `-dataset`, the layout of `DATA_PATH` is recognised ([data.md](data.md)); with `MODEL.PRETRAINED`, the weights
-determine image size, normalisation, crop and interpolation, unless you set them ([finetuning.md](finetuning.md)).
+If `DATA.DATASET` is not set, the layout of `DATA_PATH` is recognised ([data.md](data.md)). With `MODEL.PRETRAINED`,
+the weights determine image size, normalisation, crop and interpolation, unless you set them
+([finetuning.md](finetuning.md)).
 
 A resumed run keeps the defaults that it started with, unless `-cfg` or the command line sets another value. If defaults
 have changed since, the log lists them.
@@ -87,7 +89,7 @@ def reference() -> str:
     """docs/config.md"""
     lines = [INTRODUCTION.rstrip("\n"), "", "| older name | name today |", "| --- | --- |"]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
-    lines += ["| `MODEL.MLP_DIM`, with `MODEL.EMBED_DIM` set too | `MODEL.MLP_RATIO` |"]
+    lines += ["| `MODEL.MLP_DIM`, with `MODEL.EMBED_DIM` in the same file | `MODEL.MLP_RATIO` |"]
     lines += [FAMILY.rstrip("\n"), "", *_families(), EDITORS.rstrip("\n")]
     for section, about in [*sections().items(), ("", "Keys outside the sections.")]:
         lines += [

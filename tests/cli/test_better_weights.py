@@ -118,11 +118,11 @@ def test_assumption_without_validation_metrics_is_reported(
     settings = json.loads((place / "meta.json").read_text())["settings"]
     recorded = {"kind": "ema_acc1", "figure": 90.0, "update": 44, "epoch": 1}
     older = {key: value for key, value in settings.items() if key != "SAVE_BEST_BY"}
-    assumed = "assumed: not validated at this update; the run's best validation was that of its"
+    assumed = "chosen without metrics of this update: the run's best validation was that of its"
     for changes, words in (
         ({}, f"plain weights ({assumed} plain weights)"),
         ({"best": recorded}, f"EMA weights ({assumed} EMA weights)"),
-        ({"best": None, "settings": older}, "plain weights (assumed: this checkpoint has no validation metrics)"),
+        ({"best": None, "settings": older}, "plain weights (by default: this checkpoint has no validation metrics)"),
         ({"best": recorded, "metrics": {"acc1": 1.0, "ema_acc1": 2.0}}, "EMA weights, top-1 2.00 %; plain: 1.00 %"),
     ):
         rewrite(place, **changes)
@@ -141,7 +141,7 @@ def test_assumption_without_validation_metrics_is_reported(
         (
             {"acc1": None, "ema_acc1": None},
             "acc1",
-            "plain weights (assumed: this checkpoint has no validation metrics)",
+            "plain weights (by default: this checkpoint has no validation metrics)",
         ),
     ],
 )

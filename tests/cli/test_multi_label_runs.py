@@ -175,7 +175,7 @@ def test_one_table_is_split_into_folds(vitamp: Vitamp, recipe: Path, tmp_path: P
         (["-dataset", "digits"], ["DATA.MULTI_LABEL: the data set digits has one label per image", "csv", "hf:NAME"]),
         (
             ["TRAIN.SMOOTHING=0.1", "TRAIN.BCE_TARGET_THRESH=0.01"],
-            ["TRAIN.BCE_TARGET_THRESH: 0.01 makes all targets equal: TRAIN.SMOOTHING 0.1 moves them to 0.05 and 0.95"],
+            ["BCE_TARGET_THRESH: 0.01 makes all targets equal: TRAIN.SMOOTHING 0.1 turns 0 and 1 into 0.05 and 0.95"],
         ),
     ],
 )

@@ -16,7 +16,7 @@ def test_run_made_longer_before_its_decay_equals_a_long_one(vitamp: Vitamp, tiny
     short, long, longer = tmp_path / "short", tmp_path / "long", tmp_path / "longer"
     done = vitamp("-cfg", tiny, "-output", short, *WSD, "TRAIN.NUM_EPOCHS=4", "KEEP_EVERY=2", "KEEP_LAST=1")
     assert done.code == 0, done.text
-    assert "warm-up, then wsd: constant, decaying (1 - sqrt) to 0 after epoch 2; weight decay" in done.out
+    assert "warm-up, then wsd: constant through epoch 2, then decaying (1 - sqrt) to 0; weight decay" in done.out
     assert "-resume" in done.out
     assert vitamp("-cfg", tiny, "-output", long, *WSD, "TRAIN.NUM_EPOCHS=6").code == 0
     checkpoint = short / "checkpoints" / f"step-{2 * PER_EPOCH:09d}"

@@ -263,6 +263,6 @@ def test_best_checkpoint_in_another_folder_is_named_and_still_counts(
     other, best = tmp_path / "other", index(run)["best"]
     done = vitamp("-resume", run, "-output", other, "TRAIN.NUM_EPOCHS=3", "TRAIN.BASE_LR=0", "TRAIN.MODEL_EMA=false")
     assert done.code == 0, done.text
-    assert f"its checkpoint is {run / 'checkpoints' / best}" in done.err
+    assert f"its checkpoint is in another folder ({run / 'checkpoints' / best})" in done.err
     assert index(other)["best"] in saved(other)
     assert "(epoch 3)" in done.out.splitlines()[-1]

@@ -240,7 +240,7 @@ def test_ngpus_starts_main_multi_gpu(
         (["OUTPUT=x"], "OUTPUT (on the command line): cannot be given here; give -output DIR"),
         (["-resume", "x"], "compare.py has no MODEL.RESUME"),
         (["TRAIN.OPTIMIZER.NAME=Adamm"], "Adamm"),
-        (["-batch_size", "auto"], "auto works only in training; give a number"),
+        (["-batch_size", "auto"], "auto does not work in this tool; give a number"),
         (["-dry_run"], "compare.py has no -dry_run"),
     ],
 )

@@ -118,7 +118,7 @@ def test_folds_are_trained_and_compared(compare: Compare, tmp_path: Path, capsys
     [
         (["-folds", "1"], "-folds 1: takes a whole number from 2 on"),
         (["-folds", "x"], "takes a whole number from 2 on"),
-        (["-folds", "5", "-seeds", "3"], "-folds 5 -seeds 3: with -folds, all runs have one seed"),
+        (["-folds", "5", "-seeds", "3"], "-folds 5 -seeds 3: with -folds, all runs have the same seed"),
         (
             ["-folds", "5", "DATA.FOLD=1/5"],
             "DATA.FOLD (on the command line): cannot be given here; leave out DATA.FOLD",

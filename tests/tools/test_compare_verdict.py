@@ -157,7 +157,7 @@ def test_memory_on_a_cpu_is_that_of_the_process() -> None:
     results = runs(fp32={"peak_memory_gb": [2.0, 2.0]}, bf16={"peak_memory_gb": [1.5, 1.5]})
     for row in results["bf16"].values():
         row["device"] = "cpu: a CPU, 1 thread"
-    assert "25 % less memory of the process" in text_of(results)
+    assert "25 % less process memory" in text_of(results)
 
 
 def test_troubles_are_reported() -> None:
@@ -173,7 +173,7 @@ def test_troubles_are_reported() -> None:
 
 def test_mode_without_runs_gets_no_verdict() -> None:
     results = runs(fp32={"last_acc1": [97.0, 98.0]})
-    assert text_of(results) == "bf16: no verdict, because bf16 or fp32 has no finished run"
+    assert text_of(results) == "bf16: no verdict, because bf16 and fp32 have no finished run with the same seed or fold"
     head, first, second = table(results, MODES)
     assert first[:2] == ["fp32", "2"]
     assert second[:3] == ["bf16", "0", "-"]

@@ -211,8 +211,8 @@ def test_show_batch_names_all_labels(vitamp: Vitamp, run: Path, tmp_path: Path) 
     [
         ("compare.py", (), "compare.py compares top-1, which needs one label per image"),
         ("pack_images.py", ("{root}", "packed"), "packed tar files hold one label per image"),
-        ("benchmark_data.py", (), "the loaders compared have one label per image"),
-        ("benchmark_amp.py", ("amp",), "the generated images have one label each"),
+        ("benchmark_data.py", (), "the compared loaders support one label per image"),
+        ("benchmark_amp.py", ("amp",), "benchmark_amp.py measures models with one label per image"),
     ],
 )
 def test_other_tools_refuse_it(

@@ -34,7 +34,7 @@ OWN = (
     OVERWRITE,
 )
 NAME = "benchmark_amp.py"
-ONE_LABEL = "the generated images have one label each; leave it out"
+ONE_LABEL = "benchmark_amp.py measures models with one label per image; leave it out"
 COMMANDS = {
     name: Tool(NAME, table.about, (*table.flags, *OWN), command=name, one_label=ONE_LABEL)
     for name, table in TABLES.items()

@@ -80,7 +80,7 @@ def _why_not(mode: Mode, config: Config, device: torch.device) -> str | None:
     """Why a precision is not measured by default; None if it is."""
     from tools.common.precisions import cannot, is_emulated, lacks_arithmetic
 
-    anyway = "(-modes measures it anyway)"
+    anyway = "(list it in -modes to measure it anyway)"
     if why := cannot(mode, config, device):
         return why
     if lacks_arithmetic(mode, device):
@@ -137,10 +137,13 @@ def sections(results: Results) -> list[Section]:
         results.iteration_line(),
     ]
     if with_files:
-        notes.append("from files: images/s of JPEGs that are read, decoded and augmented; waited: time without data")
+        notes.append(
+            "from files: images/s with image files that are read, decoded and augmented; "
+            "waited: fraction of the time spent waiting for data"
+        )
     if results["device"].startswith("cpu"):
         notes.append("memory: peak of the whole process, Python and libraries included")
-    title = f"Precisions, {results.subject()}, {results.settings['iterations']} iterations per turn"
+    title = f"Precisions, {results.subject()}, {results.settings['iterations']} iterations per measurement"
     return [Section(title, rows, notes)]
 
 

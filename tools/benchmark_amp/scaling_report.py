@@ -86,7 +86,7 @@ def _processes(results: Results, numbers: list[int]) -> Section:
             ]
         )
     notes = ["memory: per process", results.control_line(first, "seconds")]
-    return Section(f"Against processes, {results.settings['base']} in each", rows, notes)
+    return Section(f"Against the number of processes, each training {results.settings['base']}", rows, notes)
 
 
 def exchange_fraction(results: Results, name: str) -> float | None:

@@ -59,7 +59,12 @@ OWN = (
     Flag("plot", "draw the results", "FILE.png", old=("out",)),
     OVERWRITE,
 )
-TOOL = Tool("benchmark_data.py", __doc__, OWN, one_label="the loaders compared have one label per image; leave it out")
+TOOL = Tool(
+    "benchmark_data.py",
+    __doc__,
+    OWN,
+    one_label="the compared loaders support one label per image; leave it out",
+)
 
 
 def main(argv: list[str]) -> int:

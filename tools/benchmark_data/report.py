@@ -79,7 +79,7 @@ def verdict(results: Results, appetite: float) -> str:
         enough = min(count for count, rate in rates.items() if rate >= ENOUGH * appetite)
         return f"{text}: loading is not the bottleneck. {enough} workers are enough."
     waits = 100 * max(0.0, 1 - best / appetite)
-    text += f": loading is the bottleneck, the model would wait {waits:.0f} % of its time."
+    text += f": loading is the bottleneck, or nearly so. The model would wait {waits:.0f} % of its time."
     if per_core is not None:
         text += f" About {math.ceil(ENOUGH * appetite / per_core)} cores would keep up."
         packed = {name: row for name, row in results["train"].items() if name.startswith(f"{OURS}, ")}
@@ -119,7 +119,7 @@ def report(results: Results, appetite: float | None, json_file: Path | None) -> 
         print(line)
     if results["cut"]:
         log.warning(
-            "the time ran out (-budget_min) before all rounds were done; the results are medians of fewer rounds"
+            "the time ran out (-budget_min) before all rounds were done; results are medians of fewer rounds or missing"
         )
     if appetite is not None:
         results["appetite"], results["verdict"] = appetite, verdict(results, appetite)

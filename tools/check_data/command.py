@@ -5,7 +5,7 @@
 
 Defects: unreadable images, labels out of range, classes without training images, duplicates (equal bytes), images in
 both splits. Notes: images that must be converted, and images smaller than IMAGE_SIZE.
-Exit codes: 0 no defects, 1 defects, 2 anything wrong with the command or the data set.
+Exit codes: 0 no defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
 
 Takes the flags and settings of main_single_gpu.py; -num_workers is the number of checking processes.
 """

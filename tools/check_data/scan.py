@@ -71,8 +71,8 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> 
                 bar.update(len(chunk))
         except WorkerDied as death:
             raise TrainingError(
-                f"{death}. It was reading the {title} split: one of {CHUNK * workers * PREFETCH} images, the first of "
-                f"which is {samples.name(len(scans))}. Use fewer processes with -num_workers."
+                f"{death}. It was reading one of {CHUNK * workers * PREFETCH} images of the {title} split, from "
+                f"{samples.name(len(scans))} on. Use fewer processes with -num_workers."
             ) from None
         finally:
             if isinstance(iterator, WatchedIterator):

@@ -158,8 +158,8 @@ def recommend(findings: list[Finding], base: Baseline | None, fp32_flags: str) -
         )
     why = f"the speed of equal runs varied by {100 * base.speed_noise:.0f} %" if base.speed_noise > 0.02 else ""
     nothing = (
-        f"no precision that trained as well as fp32 was more than {100 * (FASTER - 1):.0f} % (and the noise) faster, "
-        f"or as fast with at least {100 * (1 - SMALLER):.0f} % less memory"
+        f"no precision that trained as well as fp32 was faster by more than {100 * (FASTER - 1):.0f} % and by more "
+        f"than the noise, or as fast with at least {100 * (1 - SMALLER):.0f} % less memory"
     )
     return Recommendation("fp32", fp32_flags, f"{fp32_flags}: {nothing}{f' ({why})' * bool(why)}.")
 

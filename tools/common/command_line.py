@@ -169,7 +169,9 @@ class ToolLine:
         loaded = load_config(self.run.cfg, {**self.run.flags, **(more or {})}, self.run.words)
         if loaded.config.DATA.BATCH_SIZE == AUTO:
             where = loaded.sources["DATA.BATCH_SIZE"]
-            raise UserError(f"{where}: DATA.BATCH_SIZE auto works only in training; give a number, say -batch_size 64.")
+            raise UserError(
+                f"{where}: DATA.BATCH_SIZE auto does not work in this tool; give a number, say -batch_size 64."
+            )
         if loaded.config.DATA.MULTI_LABEL and self.one_label:
             raise UserError(f"{loaded.sources['DATA.MULTI_LABEL']}: DATA.MULTI_LABEL true: {self.one_label}.")
         if resolved:
@@ -260,7 +262,10 @@ def about_one_device(loaded: Loaded) -> list[str]:
     """The note that a tool which measures one device ignores -ngpus, if it was given."""
     number = loaded.config.NGPUS
     if number > 1 or (number == -1 and loaded.sources["NGPUS"] == "-ngpus"):
-        return [f"-ngpus {number} has no effect: the tool chooses its own processes; each has the full DATA.BATCH_SIZE"]
+        return [
+            f"-ngpus {number} has no effect: the tool sets the number of processes itself; each process has the full "
+            "DATA.BATCH_SIZE"
+        ]
     return []
 
 

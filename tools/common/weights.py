@@ -62,7 +62,7 @@ def strip(path: Path, out: Path, weights: Wanted) -> int:
     source, name = verify(saved.checkpoint), FILES[choice.which]
     log.info("%s", choice.words)
     write_weights(out, source.tensors(name), _header(source, {"weights": _words(name), "from": source.folder.name}))
-    log.info("%s: only %s of %s, without the optimiser's state", out, _words(name), source.folder)
+    log.info("%s holds only %s of %s, without the optimiser's state", out, _words(name), source.folder)
     return EXIT_DONE
 
 

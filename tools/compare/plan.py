@@ -36,7 +36,7 @@ SET_PER_RUN = {
 }
 """Settings that compare.py sets for each run -> what to give instead."""
 SET_PER_FOLD = {
-    "DATA.FOLD": "leave out DATA.FOLD to validate on each fold in turn, or -folds to validate only on this one"
+    "DATA.FOLD": "leave out DATA.FOLD to validate on each fold, or leave out -folds to validate only on this one"
 }
 """The same with -folds."""
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
@@ -105,8 +105,8 @@ def read_rounds(line: ToolLine) -> tuple[tuple[int, Fold | None], ...]:
     seeds: tuple[int, ...] = read_seeds(line.asked.seeds) if "seeds" in line.given else (0,)
     if len(seeds) != 1:
         raise UserError(
-            f"-folds {folds} -seeds {line.asked.seeds}: with -folds, all runs have one seed. Leave -seeds out for seed "
-            "0, or give one seed with a comma after it: -seeds 7,"
+            f"-folds {folds} -seeds {line.asked.seeds}: with -folds, all runs have the same seed. Leave -seeds out for "
+            "seed 0, or give one seed with a comma after it: -seeds 7,"
         )
     return tuple((seeds[0], Fold(number, folds)) for number in range(1, folds + 1))
 
@@ -179,7 +179,7 @@ def _query(words: str, config: Config, device: torch.device, many: bool) -> tupl
     modes = read_modes(words, config, device)
     remarks = _remarks(modes, config, device)
     if many:
-        remarks.append(f"each run: {visible_devices(config)} process(es), as main_multi_gpu.py starts them (-ngpus)")
+        remarks.append(f"each run: {visible_devices(config)} process(es), started by main_multi_gpu.py (-ngpus)")
     return modes, remarks, describe_device(device)
 
 

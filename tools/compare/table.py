@@ -67,7 +67,7 @@ def notes(about: dict[str, Any]) -> list[str]:
     """How the metrics were measured, and their noise."""
     rows, by, rounds = about["runs"], unit(about["runs"]), about.get("folds") or len(about["seeds"])
     lines = [
-        f"images/s: median over a run's reports except the first, then over the {by}s",
+        f"images/s: median over a run's log lines except the first, then over the {by}s",
         f"speed: geometric mean, over the {by}s, of the ratio to the baseline's images/s",
         f"accuracy: after the last epoch, mean ± standard deviation over the {by}s",
     ]

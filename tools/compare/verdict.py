@@ -125,7 +125,7 @@ def judge(runs: ByMode, modes: Sequence[str]) -> list[dict[str, Any]]:
         text = (
             f"{mode}: {', '.join(part for part in parts if part)}"
             if accuracy or speed
-            else f"{mode}: no verdict, because {mode} or {base} has no finished run"
+            else f"{mode}: no verdict, because {mode} and {base} have no finished run with the same seed or fold"
         )
         judged.append(
             {
@@ -183,7 +183,7 @@ def _memory_words(memory: Difference | None, rows: dict[int, Metrics]) -> str:
     if not memory.seen:
         return "the same memory"
     percent = 100 * abs(1 - memory.value)
-    of = "memory of the process" if any(row["device"].startswith("cpu") for row in rows.values()) else "memory"
+    of = "process memory" if any(row["device"].startswith("cpu") for row in rows.values()) else "memory"
     return f"{percent:.0f} % {'less' if memory.value < 1 else 'more'} {of}"
 
 

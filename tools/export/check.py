@@ -114,9 +114,9 @@ def _describe_differences(
             f"{float(expected[row, label]):.6g}"
         )
     return (
-        f"the outputs differ from the model's by {float(errors.max()):.2g} of the largest output, but only "
-        f"{tolerance:g} is allowed (-tolerance), on {len(images.names)} images {images.source}. Largest differences:\n"
-        + "\n".join(lines)
+        f"the outputs differ from the model's by {float(errors.max()):.2g} of the largest output on "
+        f"{len(images.names)} images {images.source}, but only {tolerance:g} is allowed (-tolerance). "
+        "Largest differences:\n" + "\n".join(lines)
     )
 
 

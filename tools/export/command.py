@@ -165,7 +165,7 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
     only_hub = [name for name in ("output", "push", "license") if getattr(asked, name) is not None]
     if HUB not in formats:
         problems += [
-            f"-{name} {getattr(asked, name)}: works only with -to hub; add hub, or leave it out" for name in only_hub
+            f"-{name} {getattr(asked, name)}: works only with -to hub; add hub, or omit -{name}" for name in only_hub
         ]
     if asked.public and not asked.push:
         problems.append("-public: works only with -push OWNER/NAME; add -push, or leave -public out")

@@ -196,7 +196,7 @@ def _finish(folder: Path, records: list[Record], about: dict[str, Any], classes:
     shutil.rmtree(folder / RECORDS)
     size, before = sum(record.bytes for record in records), sum(record.bytes_before for record in records)
     if small:
-        log.info("%d images are not larger than -short_side and were kept unchanged.", small)
+        log.info("%d images are not larger than -short_side and kept their size.", small)
     log.info(
         "%d images in %d tar files, %s MB (%s MB before), %d left out. Train with: -dataset shards -data_path %s",
         samples,

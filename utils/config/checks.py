@@ -146,8 +146,9 @@ def _bce(config: Config) -> Iterator[Problem]:
     if not low <= train.BCE_TARGET_THRESH < high:
         yield (
             "TRAIN.BCE_TARGET_THRESH",
-            f"{train.BCE_TARGET_THRESH:g} makes all targets equal: TRAIN.SMOOTHING {train.SMOOTHING:g} moves them to "
-            f"{low:.4g} and {high:.4g}; set SMOOTHING=0, or a threshold between them",
+            f"{train.BCE_TARGET_THRESH:g} makes all targets equal: TRAIN.SMOOTHING {train.SMOOTHING:g} turns 0 and "
+            f"1 into {low:.4g} and {high:.4g}, on the same side of the threshold; set SMOOTHING=0, or a threshold "
+            "between the two",
         )
 
 
@@ -172,7 +173,8 @@ def _shortcuts(config: Config) -> Iterator[Problem]:
         yield (
             "TRAIN.SIZE_SCHEDULE",
             f"{one_line(steps)}: the first start must be 0, and each later start above the previous one and below "
-            f"TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}, as in [[0, 160], [0.75, 224]]",
+            f"TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}, all counted in epochs (a start below 1 is a fraction of the run), "
+            "as in [[0, 160], [0.75, 224]]",
         )
     if steps[-1][1] != full:
         yield (
@@ -269,7 +271,7 @@ def _fsdp(config: Config) -> Iterator[Problem]:
 def _run(config: Config) -> Iterator[Problem]:
     limit = config.MAX_TIME
     if limit is not None and (not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", limit) or not limit.strip("0:")):
-        yield "MAX_TIME", f"{limit} is not a time as HH:MM:SS, such as 11:30:00"
+        yield "MAX_TIME", f"{limit} is not a time above 0 in the form HH:MM:SS, such as 11:30:00"
 
 
 def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
@@ -353,7 +355,7 @@ def _model_notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
     if resumes and "MODEL.PRETRAINED" in given and model.PRETRAINED:
         yield "MODEL.PRETRAINED has no effect when a run is resumed: the run's own weights are loaded"
     if model.RESUME_EMA and not (model.PRETRAINED or resumes):
-        yield "MODEL.RESUME_EMA has no effect with -resume auto, or without a run: name it with -pretrained or -resume"
+        yield "MODEL.RESUME_EMA has no effect: -pretrained or -resume must name a run, and -resume auto does not"
     if model.NEW_CLASSIFIER and not model.PRETRAINED:
         yield "MODEL.NEW_CLASSIFIER has no effect without weights to start from (-pretrained)"
 

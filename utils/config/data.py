@@ -40,7 +40,7 @@ class DataConfig(Section):
     IMAGE_SIZE: Positive = setting(224, "Height and width of the model's input, in pixels.")
     IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(as_integer)] = setting(3, "3 for RGB, 1 for grey.")
     CROP_PCT: float = setting(
-        0.875, "Validation: fraction of the resized image that the centre crop keeps.", gt=0, le=1
+        0.875, "Validation: side of the centre crop, as a fraction of the image's short side.", gt=0, le=1
     )
     NUM_WORKERS: Count | None = setting(
         None, "Loading processes per rank; null: chosen by the number of cores, or a container's CPU quota."
@@ -55,8 +55,9 @@ class DataConfig(Section):
     DROP_LAST: bool = setting(True, "Drop the last micro-batch of an epoch if it is incomplete.")
     CROP: Literal["random", "pad", "none"] = setting(
         "random",
-        "Training: random: a random crop by CROP_SCALE and CROP_RATIO. pad: resize to IMAGE_SIZE, pad by CROP_PAD, "
-        "crop at random. none: resize to IMAGE_SIZE without keeping the aspect ratio, in validation too.",
+        "Training: random: a random crop by CROP_SCALE and CROP_RATIO. pad: resize to IMAGE_SIZE without keeping the "
+        "aspect ratio, pad by CROP_PAD, crop at random. none: resize in the same way and do not crop, neither in "
+        "training nor in validation.",
     )
     CROP_PAD: Count = setting(4, "Training: width of the black border that CROP: pad adds, in pixels.")
     CROP_SCALE: Pair = setting(
@@ -80,7 +81,7 @@ class DataConfig(Section):
     SYNTHETIC_VAL: Positive = setting(1280, "Data set 'synthetic': number of validation images.")
     VAL_FRACTION: float = setting(
         0.1,
-        "Fraction of the images used for validation, if the data set has no validation split; digits always uses 0.2.",
+        "Fraction of the images that becomes the validation split, if the data set has none; digits always uses 0.2.",
         gt=0,
         lt=1,
     )
@@ -92,16 +93,19 @@ class DataConfig(Section):
     SPLIT_SEED: Count = setting(0, "Seed of the split by VAL_FRACTION and of the folds; independent of SEED.")
     MULTI_LABEL: bool = setting(
         False,
-        "An image can have several labels, one or none, from a csv table or parquet lists (docs/data.md).",
+        "An image can have several labels, one or none; they are read from a csv table, or from lists in parquet files "
+        "(docs/data.md).",
     )
     DOWNLOAD: bool = setting(False, "Download the data set into DATA_PATH if it is missing.")
     EXCLUDE: str | None = setting(None, "File with images to leave out, one per line; scripts/check_data.py writes it.")
     MAX_BAD: NonNegative = setting(
-        0.01, "Stop if more training images than this are unreadable; below 1: their fraction, else their number."
+        0.01,
+        "Stop if more training images than this are unreadable; a value below 1 is a fraction of the training images, "
+        "any other a number of images.",
     )
     DECODER: Literal["auto", "simplejpeg", "pil"] = with_retired(
         "auto",
-        "Decoder of JPEG files; auto: simplejpeg. PIL decodes all other files.",
+        "Decoder of JPEG files; auto: simplejpeg if it is installed, else PIL. PIL decodes all other files.",
         {"nvimgcodec": "it was not faster than simplejpeg, and decoded the same pixels"},
     )
     DCT_SCALE: bool = setting(

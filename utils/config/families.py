@@ -80,7 +80,9 @@ def implied_by(given: Mapping[str, Entry]) -> dict[str, Any]:
 def implied_note(implied: Mapping[str, Any], given: Mapping[str, Entry]) -> list[str]:
     """A line for the log about the defaults that DATA.MULTI_LABEL changed."""
     taken = [f"{key} {one_line(value)}" for key, value in implied.items() if key not in given]
-    return [f"{MULTI_LABEL} true ({given[MULTI_LABEL].source}): {', '.join(taken)}"] if taken else []
+    if not taken:
+        return []
+    return [f"{MULTI_LABEL} true ({given[MULTI_LABEL].source}): defaults for several labels: {', '.join(taken)}"]
 
 
 def family_note(family: str, defaults: Mapping[str, Any], given: Mapping[str, Entry]) -> list[str]:

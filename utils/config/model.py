@@ -23,8 +23,8 @@ class ModelConfig(Section):
     )
     RESUME_EMA: bool | None = setting(
         None,
-        "Weights to take from the run in PRETRAINED or RESUME: true: the EMA, false: the plain weights. null: with "
-        "PRETRAINED those that validated better, with RESUME the plain ones. RESUME auto: always the plain ones.",
+        "Which weights of the run in PRETRAINED or RESUME to load. true: the EMA; false: the plain weights; null: with "
+        "PRETRAINED those that validated better, with RESUME the plain ones. With RESUME auto, always the plain ones.",
     )
     NEW_CLASSIFIER: bool = setting(
         False, "With PRETRAINED: initialise a new classifier, even if the number of classes stays the same."

@@ -194,7 +194,8 @@ def _mlp_ratio_from_width(layer: Layer) -> None:
         ratio = None
     if ratio is None:
         layer.problems.append(
-            f"{width.source}: MLP_DIM needs MODEL.EMBED_DIM beside it, as a number; or use MODEL.MLP_RATIO"
+            f"{width.source}: MODEL.MLP_DIM needs MODEL.EMBED_DIM in the same file, both as numbers; or use "
+            "MODEL.MLP_RATIO"
         )
     else:
         layer.set("MODEL.MLP_RATIO", str(ratio), width.source)

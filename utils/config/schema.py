@@ -57,9 +57,15 @@ class Config(Section):
     AMP: AmpConfig = Field(default_factory=AmpConfig, description="Mixed precision; `AMP: true` is AMP.ENABLED: true.")
     DIST: DistConfig = Field(default_factory=DistConfig, description="Processes.")
     SAVE: str = setting("./output", "Folder in which each run creates its own folder.")
-    OUTPUT: str | None = setting(None, "The run's own folder (-output); null: a new one in SAVE.")
+    OUTPUT: str | None = setting(
+        None,
+        "The run's own folder (-output); null: the resumed run's folder, or a new one in SAVE for a new run or an "
+        "evaluation.",
+    )
     TAG: str | None = setting(None, "Any text, shown in the banner, run.json and the curves.")
-    SAVE_FREQ: Positive = setting(10, "Epochs between checkpoints.")
+    SAVE_FREQ: Positive = setting(
+        10, "Epochs between checkpoints. One is also saved after each new best validation and at the end of the run."
+    )
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
     SAVE_EVERY_MINUTES: AboveZero | None = setting(None, "Also save a checkpoint every N minutes.")
     SAVE_BEST_BY: Literal["acc1", "acc5", "map", "loss"] = setting(
@@ -94,7 +100,7 @@ class Config(Section):
         "auto", "Library for bf16 matrix products on CPUs, which AMP uses; auto: the fastest known."
     )
     MAX_TIME: str | None = setting(
-        None, "Time (HH:MM:SS) after which the run saves a checkpoint and exits; -resume continues it."
+        None, "Time limit (HH:MM:SS): before it is up, the run saves a checkpoint and exits; -resume continues the run."
     )
     PROFILE: Count = setting(0, "Write a torch profiler trace of this many updates.")
     LOCAL_RANK: int = without_effect(0, "A key of PaddleViT.", "each process gets its rank from the launcher")

@@ -24,7 +24,7 @@ from utils.config.kinds import (
 
 
 class MuonConfig(Section):
-    """For NAME Muon, NMuon, AdaMuon and NAdaMuon. They update the linear layers in blocks; AdamW updates the rest."""
+    """For NAME Muon, NMuon, AdaMuon and NAdaMuon, which update linear layers inside blocks; AdamW updates the rest."""
 
     ADAMW_LR: AboveZero | None = setting(
         None,
@@ -105,7 +105,8 @@ class TrainConfig(Section):
     )
     OOM: Annotated[Literal["stop", "split"], BeforeValidator(folded)] = without_effect(
         "stop",
-        "Accepted in older YAML files: running out of memory always ends the run, with an error that says what helps.",
+        "Accepted because older YAML files set it. Running out of memory always ends the run, with an error that says "
+        "what helps.",
         "an update that does not fit into memory is not split; DATA.BATCH_SIZE=auto finds a batch that fits",
     )
     COMPILE: Annotated[Literal["auto", "none", "blocks", "whole"], BeforeValidator(folded)] = setting(
@@ -134,8 +135,8 @@ class TrainConfig(Section):
     )
     BCE_TARGET_THRESH: FractionBelowOne | None = setting(
         None,
-        "bce: targets above this count as 1, all others as 0; 0: both labels of a mixed image count as 1; null: soft "
-        "targets.",
+        "bce: targets above this count as 1, all others as 0, so with 0 both labels of a mixed image count as 1; null: "
+        "soft targets.",
     )
     BCE_SUM: bool = setting(False, "bce: sum over the classes, mean over the samples; false: mean over both.")
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.")
@@ -186,8 +187,8 @@ class TrainConfig(Section):
     TOKEN_DROP_TAIL: Count = setting(0, "Number of epochs without TOKEN_DROP, at the end.")
     SIZE_SCHEDULE: SizeSteps = setting(
         (),
-        "Growing training images: [[0, 160], [0.75, 224]] means 160 pixels first, IMAGE_SIZE in the last quarter. "
-        "A start of 1 or more is a number of epochs.",
+        "Growing training images, as [start, size]: [[0, 160], [0.75, 224]] means 160 pixels first, and 224 "
+        "(IMAGE_SIZE) in the last quarter. A start below 1 is a fraction of NUM_EPOCHS, any other a number of epochs.",
     )
     DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(folded)] = setting(
         None, "Distillation: learn the teacher's top class (hard) or its probabilities (soft); null: off."

@@ -80,7 +80,7 @@ def load(name: str) -> ctypes.CDLL:
 
 @cache
 def _warn_of_emulation() -> None:
-    log.warning("%s is set: AMX's tiles are emulated, for tests; results are correct, but slow.", EMULATED)
+    log.warning("%s is set: AMX's tiles are emulated, for tests; results are correct, but computed slowly.", EMULATED)
 
 
 @cache

@@ -176,4 +176,4 @@ def self_test(dtype: torch.dtype) -> None:
     for one, other in zip(ours, right, strict=True):
         error = float((one.detach().double() - other.detach()).abs().max() / other.detach().abs().max())
         if not error < LARGEST_ERROR[dtype]:
-            raise RuntimeError(f"products have an error of {error:.0e}, relative to the largest")
+            raise RuntimeError(f"the kernels' products have an error of {error:.0e} relative to their largest value")

@@ -98,7 +98,7 @@ def test_broken_image_is_replaced_by_the_next_and_other_samples_are_unchanged(
         assert batch.labels.tolist() == [(5 if i == 4 else i) % 3 for i in batch.indices.tolist()]
     assert len(said.messages) == 1
     assert str(loaders.image(4)) in said.messages[0]
-    reasons = {"missing": "it does not exist", "empty": "the file is empty", "bomb": "would fill the memory"}
+    reasons = {"missing": "it does not exist", "empty": "the file is empty", "bomb": "PIL's limit"}
     assert reasons.get(spoil, "cannot be read") in said.messages[0]
 
 

@@ -156,7 +156,7 @@ def test_failed_download_says_why_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_download_without_the_expected_folder_fails(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="it left no folder flowers"):
+    with pytest.raises(UserError, match="the download left no folder flowers"):
         fetch_once(target_of(tmp_path), lambda scratch: (scratch / "trees").mkdir(), "By hand.")
     assert not target_of(tmp_path).exists()
 

@@ -90,7 +90,7 @@ def test_columns_of_the_validation_table_may_have_another_order(table: Callable[
         (["0.png,a;b;c;d"], "path,labels", "has 4 classes, but MODEL.NUM_CLASSES is 3"),
         (["0.png,1,2"], "path,ant,bee", "all.csv:2: the column bee holds '2'. Without a column of labels, every"),
         (["0.png,1,0"], "path,ant,ant", "two columns are called 'ant'"),
-        (["0.png,1"], "path,ant", "has neither a column target or label or class or targets or labels or classes nor"),
+        (["0.png,1"], "path,ant", "has neither a column called target or label or class or targets or labels or"),
     ],
 )
 def test_bad_tables_are_refused(

@@ -187,7 +187,7 @@ def test_list_lines_may_have_spaces_tabs_and_windows_line_ends(
 def test_unused_outputs_are_logged(listed: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vitamp"):
         check_dataset(settings(DATA_PATH=str(listed)), 1000)
-    assert "3 classes; 997 of MODEL.NUM_CLASSES stay unused" in caplog.text
+    assert "3 classes; 997 of the model's outputs stay unused (MODEL.NUM_CLASSES)" in caplog.text
 
 
 def test_names_of_data_sets() -> None:

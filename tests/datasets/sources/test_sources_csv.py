@@ -211,4 +211,4 @@ def test_training_from_a_table(
     changes = ("DATA.BATCH_SIZE=5", "DATA.IMAGE_CHANNELS=3", "DATA.NUM_WORKERS=0", "DATA.VAL_FRACTION=0.3")
     done = vitamp("-cfg", tiny, "-dataset", "csv", "-data_path", path, "-output", tmp_path / "run", *changes)
     assert done.code == 0, done.text
-    assert "2 classes; 8 of MODEL.NUM_CLASSES stay unused" in done.out
+    assert "2 classes; 8 of the model's outputs stay unused (MODEL.NUM_CLASSES)" in done.out

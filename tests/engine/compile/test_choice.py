@@ -149,7 +149,7 @@ def test_max_autotune_does_not_use_cuda_graphs() -> None:
 
 
 def test_compile_blocks_is_rejected_for_models_without_blocks() -> None:
-    with pytest.raises(UserError, match="Linear has no sequence of equal blocks; use whole or none"):
+    with pytest.raises(UserError, match="Linear has no sequence of equal blocks to compile; use whole or none"):
         choose(nn.Linear(2, 2), COMPILE="blocks")
 
 

@@ -263,7 +263,7 @@ def test_dry_run_and_evaluation_report_the_fitting_batch(
 
 def test_tools_and_fsdp_refuse_auto_batch(vitamp: Callable[..., Result], tiny: Path) -> None:
     done = vitamp("-cfg", tiny, *AUTO, script="scripts/choose_precision.py")
-    assert (done.code, done.err.count("auto works only in training")) == (2, 1), done.text
+    assert (done.code, done.err.count("auto does not work in this tool")) == (2, 1), done.text
     with pytest.raises(UserError, match=r"auto is not possible with DIST\.STRATEGY fsdp"):
         settings(tiny, DIST__STRATEGY="fsdp")
 

@@ -242,4 +242,4 @@ def test_failed_validation_restores_training_mode(
     assert re.search(
         r"the peak was .+ on cpu \(.+\), of [\d.]+ GiB in total, and 20\.00 MiB more were requested\.\n", told
     )
-    assert "\n  Most of the memory is taken by 2 x 0.6 GiB.\n" in told
+    assert "\n  Allocations that take the most memory: 2 x 0.6 GiB.\n" in told

@@ -112,9 +112,9 @@ def test_device_time_takes_precedence_over_host_time() -> None:
     [
         (
             Setting("cuda", False, False, 8, 16),
-            "-amp (scripts/choose_precision.py measures the gain) and TRAIN.COMPILE",
+            "-amp (scripts/choose_precision.py measures the gain) and TRAIN.COMPILE=whole (or blocks)",
         ),
-        (Setting("cuda", True, False, 8, 16), "To speed up, try TRAIN.COMPILE;"),
+        (Setting("cuda", True, False, 8, 16), "To speed up, try TRAIN.COMPILE=whole (or blocks);"),
         (
             Setting("cpu", False, False, 8, 16),
             "To speed up, try -amp (scripts/choose_precision.py measures the gain);",

@@ -119,7 +119,7 @@ def test_accumulated_gradient_is_that_of_one_large_batch(tiny: Path, words: dict
     [
         (
             {"TRAIN.BCE_TARGET_THRESH": "0", "TRAIN.SMOOTHING": "0.1"},
-            "TRAIN.BCE_TARGET_THRESH: 0 makes all targets equal: TRAIN.SMOOTHING 0.1 moves them to 0.01 and 0.91",
+            "TRAIN.BCE_TARGET_THRESH: 0 makes all targets equal: TRAIN.SMOOTHING 0.1 turns 0 and 1 into 0.01 and 0.91",
         ),
         ({"TRAIN.BCE_TARGET_THRESH": "0.95", "TRAIN.SMOOTHING": "0.1"}, "0.95 makes all targets equal"),
         ({"TRAIN.BCE_TARGET_THRESH": "1"}, "TRAIN.BCE_TARGET_THRESH: expected number >= 0 and < 1 or null, got 1"),

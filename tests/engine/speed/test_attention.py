@@ -100,7 +100,7 @@ def test_gpu_kinds_are_rejected_on_a_cpu_before_the_run(vitamp, tiny: Path) -> N
 
 def test_model_without_timm_attention_has_no_choice() -> None:
     model = create_model("test_resnet", num_classes=3)
-    with pytest.raises(UserError, match="has its own attention"):
+    with pytest.raises(UserError, match="has no attention layer whose kernel"):
         attention_by_rule("plain", model, Precision(OFF, CPU), "mkl", (), None)
     found = attention_by_rule("auto", model, Precision(OFF, CPU), "mkl", (), None)
     assert found is not None

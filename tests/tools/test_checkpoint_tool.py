@@ -15,7 +15,8 @@ import torch
 from safetensors import safe_open
 
 from engine.checkpoint.folder import EMA, MODEL, save_checkpoint
-from tests.program import Result, metrics, train_tiny
+from engine.checkpoint.weights_file import read_header
+from tests.program import Result, metrics, save_image, train_tiny
 
 TOOL = "scripts/checkpoint.py"
 NAMES = [f"step-{update:09d}" for update in (22, 44, 66, 88)]
@@ -146,6 +147,30 @@ def test_stripped_weights_load_into_a_run_and_into_timm(
     better = EMA if meta["metrics"]["ema_acc1"] > meta["metrics"]["acc1"] else MODEL
     for key, tensor in weights(run, NAMES[3], better).items():
         assert torch.equal(model.state_dict()[key], tensor)
+
+
+def test_written_files_have_no_paths(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    copy, images = tmp_path / "run", tmp_path / "images"
+    shutil.copytree(run, copy)
+    save_image(images / "x.png", seed=0)
+    paths = {"DATA.DATASET": f"hf:{tmp_path}", "TRAIN.CLASS_WEIGHTS": f"{tmp_path / 'classes.txt'}"}
+    public = {"DATA.DATASET": "hf:ylecun/mnist", "TRAIN.CLASS_WEIGHTS": "balanced"}
+    for given, kept in ((paths, {"DATA.DATASET": "hf:"}), (public, public)):
+        for file in copy.glob("checkpoints/*/meta.json"):
+            meta = json.loads(file.read_text())
+            file.write_text(json.dumps({**meta, "settings": {**meta["settings"], **given}}))
+        for name, script, *words in (
+            ("strip", TOOL, "strip", copy),
+            ("average", TOOL, "average", copy, "-last", 2),
+            ("export", "scripts/export.py", copy, "-to", "safetensors", "-images", images),
+            ("again", "scripts/export.py", tmp_path / "strip.safetensors", "-to", "safetensors", "-images", images),
+        ):
+            out = tmp_path / f"{name}.safetensors"
+            out.unlink(missing_ok=True)
+            done = vitamp(*words, "-out", out, script=script)
+            assert done.code == 0, done.text
+            assert str(tmp_path) not in str(header(out)), name
+            assert {key: read_header(out)["settings"].get(key) for key in given} == {**dict.fromkeys(given), **kept}
 
 
 def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tm
         for meta in moved.glob("checkpoints/*/meta.json"):
             held = json.loads(meta.read_text())
             held["settings"] |= {"DATA.DATASET": data, "MODEL.PRETRAINED": weights}
+            held["settings"]["TRAIN.CLASS_WEIGHTS"] = "/secret/classes.txt"
             meta.write_text(json.dumps(held))
         words = ("-to", "hub", "-output", tmp_path / "hub", "-overwrite", "-dtype", "bf16")
         code, said = export_tool(moved, *words, "-images", tmp_path / "pictures")

@@ -12,10 +12,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from datasets.shards import hub
 from engine.checkpoint.chosen import checkpoint_of
 from engine.checkpoint.folder import EMA, META, Checkpoint, inspect, raising_os_errors, verify
 from engine.checkpoint.saved import FILES, Saved, find_saved
 from engine.checkpoint.weights_file import MADE_BY
+from engine.optim.class_weights import BALANCED
+from engine.optim.class_weights import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
 from tools.common.progress import progress
 from utils.better_weights import BOTH, LABELS, Wanted, Which, choose_weights
@@ -53,6 +56,7 @@ SECTIONS = (
 )
 PRIVATE = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "TRAIN.TEACHER_MODEL")
 """Settings with private paths, which the header does not get."""
+DATASET = "DATA.DATASET"
 
 
 def strip(path: Path, out: Path, weights: Wanted) -> int:
@@ -166,8 +170,18 @@ def needed_by_tools(saved: Saved) -> dict[str, Any]:
     settings = saved.settings()
     if settings is None:
         return {}
+    return {"settings": _public(settings), "fp32_modules": saved.fp32_modules()}
+
+
+def _public(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of SECTIONS, without the paths of this machine."""
     public = {key: value for key, value in settings.items() if key.startswith(SECTIONS) and key not in PRIVATE}
-    return {"settings": public, "fp32_modules": saved.fp32_modules()}
+    if public.get(CLASS_WEIGHTS) not in (None, BALANCED):  # a file
+        del public[CLASS_WEIGHTS]
+    dataset = str(public.get(DATASET))
+    if dataset.startswith(hub.PREFIX) and hub.is_path(dataset.removeprefix(hub.PREFIX)):
+        public[DATASET] = hub.PREFIX  # without the key, the default would name another data set
+    return public
 
 
 def write_weights(out: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from utils.errors import UserError
 MADE_BY, EXPORTED = "vitamp", "vitamp"
 """Value of `made_by` in the header; and the one key under which an export has all its fields."""
 NEEDED = ("settings", "classes", "choices", "fp32_modules")
+EMA_WORDS = re.compile(r"\b(ema|moving average)\b", re.IGNORECASE)
+"""In `weights` of the header: "ema" of an export, "the EMA" of strip, "the moving average" of its older versions."""
 PROGRAMS = (".onnx", ".pt2")
 
 
@@ -55,8 +58,7 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], Which]:
         )
     meta = {key: header[key] for key in (*NEEDED, "metrics", "thresholds") if key in header}
     check_fields(WeightsMeta, meta, file)
-    which = str(header.get("weights"))
-    return meta, "ema" if which == "ema" or "moving average" in which else "model"
+    return meta, "ema" if EMA_WORDS.search(str(header.get("weights"))) else "model"
 
 
 def _decoded(text: str) -> Any:

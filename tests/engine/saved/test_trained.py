@@ -12,9 +12,11 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 
 from engine.amp.fp32_modules import forced_modules
 from engine.checkpoint.folder import EMA, MODEL, save_checkpoint
+from engine.checkpoint.saved import find_saved
 from engine.checkpoint.shard_files import shard_name
 from engine.saved.predictions import Predictions, guesses, validation_predictions
 from engine.saved.trained import load_trained
@@ -169,6 +171,34 @@ def test_modules_moved_to_fp32_stay_in_fp32(digits_run: Path, tmp_path: Path) ->
     assert forced_modules(load_trained(folder, amp="off").model) == [], "nothing is in low precision there"
     assert checkpoint.main(["strip", str(folder), "-out", str(tmp_path / "w.safetensors")]) == 0
     assert forced_modules(load_trained(tmp_path / "w.safetensors").model) == ["blocks.0.attn"]
+
+
+@pytest.mark.parametrize(
+    ("words", "which"),
+    [
+        ("ema", "ema"),
+        ("the EMA", "ema"),
+        ("the moving average", "ema"),
+        ("average of the EMA", "ema"),
+        ("average of the moving average", "ema"),
+        ("model", "model"),
+        ("the model's weights", "model"),
+        ("average of the model's weights", "model"),
+        ("a schema", "model"),
+    ],
+)
+def test_header_says_which_weights_a_file_has(stripped: Path, tmp_path: Path, words: str, which: str) -> None:
+    """In the words of export, strip and average, of this version and older ones."""
+    with safe_open(str(stripped), framework="pt") as file:
+        header = {**file.metadata(), "weights": words}
+    safetensors.torch.save_file(safetensors.torch.load_file(stripped), tmp_path / "w.safetensors", metadata=header)
+    assert find_saved(tmp_path / "w.safetensors", "auto")[1].which == which
+
+
+def test_stripped_ema_is_the_ema(digits_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ema.safetensors"
+    assert checkpoint.main(["strip", str(digits_run), "-weights", "ema", "-out", str(out)]) == 0
+    assert load_trained(out, "ema").weights == load_trained(out).weights == "ema"
 
 
 def test_precision_is_the_runs_or_as_given(digits_run: Path) -> None:

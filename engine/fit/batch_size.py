@@ -43,7 +43,7 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
         config = _with(config, saved["per_process"], saved["accumulated"])
         log.info("DATA.BATCH_SIZE auto: %d, which this run found when it began.", before)
     elif auto:
-        target = config.TRAIN.GLOBAL_BATCH or (_global(saved) if saved else None)
+        target = None if config.EVAL else config.TRAIN.GLOBAL_BATCH or (_global(saved) if saved else None)
         config = _with_largest_batch(config, target, world, run.device)
     if config.TRAIN.GLOBAL_BATCH is not None and not config.EVAL:
         given, target = config, config.TRAIN.GLOBAL_BATCH
@@ -126,7 +126,7 @@ def _with_largest_batch(config: Config, target: int | None, world: World, device
             f"A global batch of {target} cannot be divided evenly among {_processes(world)}; set TRAIN.GLOBAL_BATCH to "
             f"{_multiples_near(target, world.size)}."
         )
-    each = target // world.size if target is not None and not config.EVAL else None
+    each = target // world.size if target is not None else None
     batch, words = on_every_rank(world, lambda: _search(config, each, world, device))
     fitting = min(all_gather([batch], world))
     if fitting < batch:

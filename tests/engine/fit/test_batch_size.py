@@ -261,6 +261,19 @@ def test_dry_run_and_evaluation_report_the_fitting_batch(
     assert fits > 40, "without a backward pass more fit"
 
 
+def test_evaluation_ignores_the_global_batch(
+    tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """97 cannot be divided among two processes."""
+    memory_of(0.5)
+    monkeypatch.setattr(batch_size, "on_every_rank", lambda _, work: work())
+    monkeypatch.setattr(batch_size, "all_gather", lambda items, _: items)
+    two = World(0, 2, 0, 2)
+    configs = [settings(tiny, EVAL="true", **words) for words in ({}, {"TRAIN__GLOBAL_BATCH": 97})]
+    sizes = [settle_batch(Run(config, two, CPU, threads=1), None).config.DATA.BATCH_SIZE for config in configs]
+    assert sizes[0] == sizes[1] > 8
+
+
 def test_tools_and_fsdp_refuse_auto_batch(vitamp: Callable[..., Result], tiny: Path) -> None:
     done = vitamp("-cfg", tiny, *AUTO, script="scripts/choose_precision.py")
     assert (done.code, done.err.count("auto does not work in this tool")) == (2, 1), done.text

@@ -32,7 +32,8 @@ def evaluate_only(given: Run, dry: bool) -> None:
     ready = on_every_rank(world, lambda: build_for_evaluation(run, checkpoint))
     folder = None if dry else make_run_folder(run, "eval")
     log.info(banner(run, ready, folder))
-    if checkpoint is None and not config.MODEL.PRETRAINED:
+    has_weights = checkpoint is not None or bool(config.MODEL.PRETRAINED)
+    if not has_weights:
         log.warning(
             "-eval without -pretrained or a checkpoint: no weights are loaded, the model is randomly initialised."
         )
@@ -41,7 +42,8 @@ def evaluate_only(given: Run, dry: bool) -> None:
     if folder is None:
         if checkpoint:
             load_weights(ready.model, checkpoint.tensors(), str(checkpoint.folder))
-        log.info("Dry run: the weights match the model. Nothing was validated or written.")
+        weights = "the weights match the model" if has_weights else "no weights were loaded"
+        log.info("Dry run: %s. Nothing was validated or written.", weights)
         return
     write_run_files(run, ready, folder)
     metrics: dict[str, Metrics] = {}

@@ -54,6 +54,20 @@ def test_dry_run_of_two_processes_leaves_no_files(vitamp: Callable[..., Result],
     assert list(place.iterdir()) == []
 
 
+def test_dry_run_of_an_evaluation_says_whether_weights_were_loaded(
+    vitamp: Callable[..., Result], digits_run: Path, tiny: Path, tmp_path: Path
+) -> None:
+    ending = "Nothing was validated or written."
+    for more, said in (
+        (("-cfg", tiny), "no weights were loaded"),
+        (("-cfg", tiny, "-pretrained", digits_run), "the weights match the model"),
+        (("-resume", digits_run), "the weights match the model"),
+    ):
+        done = vitamp("-eval", "-dry_run", "-output", tmp_path / "run", *more)
+        assert done.code == 0, done.text
+        assert f"Dry run: {said}. {ending}" in done.out
+
+
 def test_dry_run_report_is_consistent(tiny: Path) -> None:
     text = words(tiny, COSTS, TRAIN__NUM_EPOCHS="10")
     assert "8.0 MiB of 10.0 MiB" in text

@@ -102,7 +102,7 @@ def test_the_softmax_of_plain_attention_on_a_cpu(
     assert f"softmax {precision}" in done.out
     page = " ".join((ROOT / "docs" / "amp.md").read_text(encoding="utf-8").split())
     assert "`MODEL.ATTENTION=plain` computes softmax in bf16" in page
-    assert "`AMP.CUSTOM_BLACK_LIST=[softmax]` makes it fp32 on both" in page
+    assert "with `AMP.CUSTOM_BLACK_LIST=[softmax]`, CPUs use fp32 too" in page
 
 
 def defaults_rows() -> dict[str, list[str]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.amp.fp32_modules import forced_modules
 from engine.amp.skip_watch import SkipRecord
 from engine.checkpoint.folder import EMA, MODEL, STATE, Checkpoint
 from engine.checkpoint.optimizer_state import load_optimizer, trained_weights
@@ -22,7 +23,7 @@ from engine.measure.progress import Best, Position
 from engine.parallel.fsdp import Sharding, is_sharded, local_shard, local_shards
 from engine.speed.channels_last import match_memory_format
 from engine.update import Parts
-from models import frozen_weights
+from models import frozen_weights, is_inside
 from utils.config import Config, DataConfig, differences, load_config
 from utils.config.keys import OF_ONE_START, settings
 from utils.errors import UserError
@@ -114,11 +115,13 @@ def _restore(
     moments = checkpoint.lazy_tensors(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
     load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
     match_memory_format(parts.optimizer)
-    if state["fp32_modules"] and sharding is not None and parts.precision.level == "O2":
-        raise UserError(
-            f"{checkpoint.folder}: AMP.AUTO_FP32 had moved modules to fp32, but with AMP.LEVEL O2 sharded modules "
-            f"(DIST.STRATEGY fsdp) cannot be moved. Set AMP.FP32_MODULES to {state['fp32_modules']}."
-        )
+    if sharding is not None and parts.precision.level == "O2":
+        forced = forced_modules(parts.model)
+        if unforced := [name for name in state["fp32_modules"] if not is_inside(name, forced)]:
+            raise UserError(
+                f"{checkpoint.folder}: AMP.AUTO_FP32 had moved modules to fp32, but with AMP.LEVEL O2 sharded modules "
+                f"(DIST.STRATEGY fsdp) cannot be moved. Add {unforced} to AMP.FP32_MODULES."
+            )
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
         parts.force_fp32(state["fp32_modules"])
         log.info("Modules that AMP.AUTO_FP32 moved to fp32 before the resume: %s", ", ".join(state["fp32_modules"]))

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from engine.checkpoint.folder import inspect, verify
+from engine.checkpoint.folder import EMA, MODEL, inspect, save_checkpoint, verify
 from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program
 from tests.waiting import free_port
 
@@ -149,6 +149,27 @@ def test_it_goes_on_otherwise(place: Path, dealt: Path, ranks: int, strategy: st
 def test_it_goes_on_from_ddp(place: Path, whole: Path) -> None:
     run, _ = resumed(place, whole, "from ddp", FSDP, ranks=2)
     assert agrees(run, whole, STOPPED_AT + 1) == UPDATES - STOPPED_AT + 1
+
+
+def test_resume_in_o2_needs_moved_modules_in_fp32_modules(place: Path, whole: Path, tmp_path: Path) -> None:
+    """AMP.AUTO_FP32 of a ddp run moved them; sharded modules cannot be moved."""
+    source = inspect(whole / "checkpoints" / f"step-{STOPPED_AT:09d}")
+    state = {**source.state(), "fp32_modules": ["blocks.0.mlp.fc1", "blocks.1.attn"]}
+    meta = {key: value for key, value in source.meta.items() if key not in ("format", "files")}
+    moved = save_checkpoint(tmp_path, STOPPED_AT, {name: source.tensors(name) for name in (MODEL, EMA)}, state, meta)
+    words = ("-cfg", place / "tiny.yaml", *WORDS, FSDP, "-amp", "bf16", "AMP.LEVEL=O2", "-resume", moved, "-ngpus", 2)
+    words = (*words, f"TRAIN.MAX_UPDATES={STOPPED_AT + 2}")
+
+    def resume(*modules: str) -> Result:
+        more = ("-output", tmp_path / "run", f"AMP.FP32_MODULES=[{','.join(modules)}]")
+        return run_program(*words, *more, script="main_multi_gpu.py", streams=tmp_path, timeout=240)
+
+    refused = resume("blocks.0.mlp", "head")
+    assert refused.code == 2, refused.text
+    assert "Add ['blocks.1.attn'] to AMP.FP32_MODULES." in refused.err
+    done = resume("blocks.0.mlp", "blocks.1.attn")
+    assert done.code == 0, done.text
+    assert [line["update"] for line in metrics(tmp_path / "run", "train")] == [STOPPED_AT + 1, STOPPED_AT + 2]
 
 
 def test_saved_weights_can_be_looked_at_and_handed_on(

@@ -231,7 +231,7 @@ def test_repeated_deaths_of_loading_processes_end_the_run(deadly, signal_number:
         in_order(loader, 1)
     assert "died 3 times without one batch in between" in str(caught.value)
     assert hint in str(caught.value)
-    assert "DATA.NUM_WORKERS (-num_workers)" in str(caught.value)
+    assert "use fewer processes (DATA.NUM_WORKERS, -num_workers;" in str(caught.value)
 
 
 def test_failed_fork_is_retried_and_then_reported(training, monkeypatch: pytest.MonkeyPatch) -> None:

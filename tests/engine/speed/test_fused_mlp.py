@@ -70,7 +70,7 @@ def test_auto_fuses_mlps_on_a_gpu_in_half_precision(vit: nn.Module, level: str) 
 @pytest.mark.parametrize(
     ("given", "listed", "sharded", "words"),
     [
-        ({"device": "cpu"}, (), False, "need products by amx on a CPU"),
+        ({"device": "cpu"}, (), False, "need CPU_BF16=amx or CPU_FP32=amx on a CPU"),
         ({"fp8": True}, (), False, "fp8 has its own linear layers"),
         ({}, (), True, "not tested with DIST.STRATEGY fsdp"),
         ({}, ("gelu", "softmax"), False, "AMP's lists would have no effect on gelu inside"),

@@ -175,7 +175,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "last_epoch",
-            "number of epochs that count as done; with -resume, loads the checkpoint of this epoch",
+            "start after epoch N, with the schedule advanced to it; with -resume, from the checkpoint of this epoch",
             "N",
             ("TRAIN.LAST_EPOCH",),
         ),

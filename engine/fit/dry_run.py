@@ -150,7 +150,7 @@ def _log_first_batch(config: Config, ready: ReadyToTrain, batch: Batch) -> None:
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
     loss = reading.epoch.loss
     log.info(
-        "First batch: %s, loss %.4f (mean over the updates tried, of %d images each), last gradient norm %.4f",
+        "First batch: %s, loss %.4f (mean over all updates tried on it, each with %d images), last gradient norm %.4f",
         tuple(batch.images.shape),
         loss,
         global_batch(config, parts.world),

@@ -162,7 +162,7 @@ def _replace_classifier(
         given, own = weights.get(keys[0]), target[keys[0]]
         if given is None:
             fresh.update(keys)
-            changes.append(f"the file has no {prefix}; the model's stays {FRESH}")
+            changes.append(f"the file has no {prefix}; the model's {prefix} stays {FRESH}")
             continue
         if label_offset and given.shape[0] == own.shape[0] + label_offset:
             weights.update({key: weights[key][label_offset:] for key in keys if key in weights})
@@ -233,7 +233,7 @@ def _npz_changes(module: Any, shapes: dict[str, tuple[int, ...]]) -> list[str]:
         changes.append(f"pos_embed resized from {_shape(position)} to {_shape(own)}")
     head = next((shape[-1] for key, shape in shapes.items() if key.endswith("head/bias")), None)
     if head is None:
-        changes.append(f"the file has no head; the model's stays {FRESH}")
+        changes.append(f"the file has no head; the model's head stays {FRESH}")
     elif head != module.num_classes:
         changes.append(_replaced("head", head, module.num_classes))
     return changes

@@ -45,7 +45,7 @@ def refusal(image_size: int = 224, **settings: Any) -> str:
         ({"NAME": "vit_bas_patch16_224"}, ["'vit_bas_patch16_224'", "Did you mean vit_base_patch16_224?"]),
         (
             {"TYPE": "cnn", "NAME": "resnet5O", "EMBED_DIM": 8},
-            ["MODEL.TYPE: 'cnn' cannot be built from sizes", "'resnet5O' is not"],
+            ["MODEL.TYPE: 'cnn' cannot be built from sizes (MODEL.EMBED_DIM, ...)", "'resnet5O' is not"],
         ),
         ({"NAME": "vit_base_patch16_224.wrong"}, ["no tag 'wrong'", "augreg_in21k"]),
         ({"NAME": "beit_base_patch16_224", "EMBED_DIM": 769}, ["MODEL.EMBED_DIM 769", "768"]),

@@ -89,7 +89,7 @@ class Results(dict[str, Any]):
             choices = self._first(name, "choices", {})
             words = [f"{key} {value}" for key, value in choices.items() if key not in NOT_SHOWN and value is not False]
             alike.setdefault(", ".join(words), []).append(name)
-        return [f"chosen for {'; '.join(who)}: {words}" for words, who in alike.items() if words]
+        return [f"kernels and formats chosen for {'; '.join(who)}: {words}" for words, who in alike.items() if words]
 
     def _setting(self, key: str) -> Any:
         return self.settings.get(key, DEFAULTS[key])

@@ -37,7 +37,7 @@ DIGITS = "configs/vit_digits.yaml"
 TIMEOUT_SECONDS = 600
 LEAST_SHOWN = 0.02
 """Fraction of the total; imports that take less are summed up."""
-OTHERS = "import of others"
+OTHERS = "other imports, each below 2 %"
 
 
 def plan(line: ToolLine) -> Plan:

@@ -118,7 +118,7 @@ def _package(module: str) -> str:
     top = module.partition(".")[0]
     if top in OURS:
         return "vitamp"
-    return "Python's own" if top in sys.stdlib_module_names else top
+    return "standard library" if top in sys.stdlib_module_names else top
 
 
 def _timed(function: Callable[..., Any], part: str, parts: Parts) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from tools.common.turns import Budget, alternate
 
 OURS, TIMM, TORCHVISION, TORCHVISION_FLOAT = "vitamp", "timm", "torchvision", "torchvision, normalised"
-BOUND = "libjpeg-turbo alone (the bound)"
+BOUND = "libjpeg-turbo alone (whole images)"
 """Names of the contenders, in tables and files."""
 
 WARMUP_IMAGES = 16

@@ -158,8 +158,8 @@ def recommend(findings: list[Finding], base: Baseline | None, fp32_flags: str) -
         )
     why = f"the speed of equal runs varied by {100 * base.speed_noise:.0f} %" if base.speed_noise > 0.02 else ""
     nothing = (
-        f"no precision that trained as well as fp32 was faster by more than {100 * (FASTER - 1):.0f} % and by more "
-        f"than the noise, or as fast with at least {100 * (1 - SMALLER):.0f} % less memory"
+        f"of the precisions that trained as well as fp32, none was faster by more than {100 * (FASTER - 1):.0f} % and "
+        f"the noise, and none saved {100 * (1 - SMALLER):.0f} % of memory without being slower"
     )
     return Recommendation("fp32", fp32_flags, f"{fp32_flags}: {nothing}{f' ({why})' * bool(why)}.")
 
@@ -167,7 +167,10 @@ def recommend(findings: list[Finding], base: Baseline | None, fp32_flags: str) -
 def _without_fp32(sound: list[Finding], fp32_flags: str) -> Recommendation:
     if not sound:
         return Recommendation(
-            "fp32", fp32_flags, "No precision trained without problems; try a smaller -batch_size, so that fp32 runs."
+            "fp32",
+            fp32_flags,
+            "fp32 could not be measured, and every other precision had problems; try a smaller -batch_size, so that "
+            "fp32 runs.",
         )
     chosen = max(sound, key=lambda f: f.measured.images_per_second)
     return Recommendation(

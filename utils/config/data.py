@@ -35,7 +35,8 @@ class DataConfig(Section):
     DATA_PATH: str | None = setting(None, "Folder of the data set; a csv file, or the URL of tar files, also works.")
     DATASET: str = setting(
         "imagenet2012",
-        "Name of a data set or layout (docs/data.md); if not set, recognised from the files in DATA_PATH.",
+        "Name of a data set or layout (docs/data.md). If it is not set, the files in DATA_PATH are recognised; the "
+        "default applies only if DATA_PATH is not set or does not exist.",
     )
     IMAGE_SIZE: Positive = setting(224, "Height and width of the model's input, in pixels.")
     IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(as_integer)] = setting(3, "3 for RGB, 1 for grey.")
@@ -106,7 +107,7 @@ class DataConfig(Section):
     DECODER: Literal["auto", "simplejpeg", "pil"] = with_retired(
         "auto",
         "Decoder of JPEG files; auto: simplejpeg if it is installed, else PIL. PIL decodes all other files.",
-        {"nvimgcodec": "it was not faster than simplejpeg, and decoded the same pixels"},
+        {"nvimgcodec": "nvimgcodec was not faster than simplejpeg, and decoded the same pixels"},
     )
     DCT_SCALE: bool = setting(
         False, "Decode JPEG files at half the size or less, if the crop is at least twice IMAGE_SIZE."

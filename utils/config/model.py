@@ -16,7 +16,10 @@ class ModelConfig(Section):
     TYPE: Annotated[str, BeforeValidator(folded)] = setting(
         "vit", "Model family, which chooses defaults: vit, deit or swin. With any other, NAME must be a timm model."
     )
-    NAME: str = setting("vit_base_patch16_224", "A timm model, or any label if sizes are given.")
+    NAME: str = setting(
+        "vit_base_patch16_224",
+        "A timm model; or any name, if EMBED_DIM, DEPTH or another size is set (with TYPE vit, deit or swin).",
+    )
     RESUME: str | None = setting(None, "Run or checkpoint (or a file in one) to resume; 'auto': the run in -output.")
     PRETRAINED: str | None = setting(
         None, "Weights to start from: .safetensors, .pth, .npz, .pdparams, a run, or a timm model."

@@ -90,8 +90,8 @@ class Config(Section):
     NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1)
     THREADS: Positive | None = setting(
         None,
-        "CPU threads per process; null: what SLURM reserves per task, else the cores, or a container's CPU quota, "
-        "divided by the ranks on this machine.",
+        "CPU threads per process; null: what SLURM reserves per task; without SLURM, usable cores / ranks on this "
+        "machine (a container's CPU quota limits the usable cores).",
     )
     CPU_FP32: Annotated[Literal["auto", "mkl", "onednn", "amx"], BeforeValidator(folded)] = setting(
         "auto", "Library for fp32 matrix products on CPUs; auto: the fastest known."

@@ -24,7 +24,7 @@ from utils.config.kinds import (
 
 
 class MuonConfig(Section):
-    """For NAME Muon, NMuon, AdaMuon and NAdaMuon, which update linear layers inside blocks; AdamW updates the rest."""
+    """For NAME Muon, NMuon, AdaMuon and NAdaMuon: they update linear layers inside blocks; AdamW (NAdamW) the rest."""
 
     ADAMW_LR: AboveZero | None = setting(
         None,
@@ -75,7 +75,7 @@ class TrainConfig(Section):
     """Length of the training, optimiser, schedule, regularisation and augmentation."""
 
     LAST_EPOCH: Count = setting(
-        0, "Number of epochs that count as done; with -resume, load the checkpoint of this epoch."
+        0, "Start after this epoch, with the schedule advanced to it; with -resume, from the checkpoint of this epoch."
     )
     NUM_EPOCHS: Positive = setting(300, "Number of epochs.")
     WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS.")
@@ -135,8 +135,8 @@ class TrainConfig(Section):
     )
     BCE_TARGET_THRESH: FractionBelowOne | None = setting(
         None,
-        "bce: targets above this count as 1, all others as 0, so with 0 both labels of a mixed image count as 1; null: "
-        "soft targets.",
+        "bce: a target above this threshold becomes 1, any other 0; so with 0, both labels of a mixed image become 1. "
+        "null: soft targets.",
     )
     BCE_SUM: bool = setting(False, "bce: sum over the classes, mean over the samples; false: mean over both.")
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.")

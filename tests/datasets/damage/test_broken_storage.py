@@ -61,7 +61,9 @@ def test_validation_error_after_storage_failure_does_not_blame_the_file(
     images.samples = Flaky(images.samples, {2: 99}, EIO)
     loader = ValLoader(images, 4, 0, 1, 0, torch.device("cpu"))
     assert sum(int((batch.indices >= 0).sum()) for batch in loader) == len(images) - 1
-    with pytest.raises(TrainingError, match=r"Input/output error.*when the storage is back, repeat the command") as caught:
+    with pytest.raises(
+        TrainingError, match=r"Input/output error.*when the storage is back, repeat the command"
+    ) as caught:
         loader.broken.raise_together(ALONE)
     assert "DATA.EXCLUDE" not in str(caught.value)
 

@@ -242,7 +242,7 @@ def _agreement(results: Results, precisions: list[str], first: str) -> str:
     for precision in precisions:
         own = [apart(c, curves[first]) for n, c in curves.items() if _precision_of(n) == precision and first in curves]
         most.append(f"{precision} {max(own, default=0.0):.1e}")
-    return f"greatest relative difference of the first losses from {first}: {', '.join(most)}"
+    return f"largest relative difference between the first losses and those of {first}: {', '.join(most)}"
 
 
 def charts(results: Results) -> list[Chart]:

@@ -56,8 +56,8 @@ def resolve(model: ModelConfig, sizes_given: bool) -> Base:
     if sizes_given and model.TYPE not in DEFAULTS and "." not in name:
         raise UserError(
             f"MODEL.TYPE: '{model.TYPE}' cannot be built from sizes (MODEL.EMBED_DIM, ...), only "
-            f"{', '.join(DEFAULTS)} can.{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME to a timm model; '{name}' is not one."
-            f"{nearest(name, [*timm.list_models(), *RECIPES])}"
+            f"{', '.join(DEFAULTS)} can.{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME to a timm "
+            f"model; '{name}' is not one.{nearest(name, [*timm.list_models(), *RECIPES])}"
         )
     raise UserError(_unknown(model, name))
 

@@ -188,8 +188,8 @@ def test_a_vit_trains_as_its_kind_does(name: str) -> None:
     assert optimizer == train.OPTIMIZER.NAME
 
 
-@for_each(TIMM_SIZES)
 @pytest.mark.slow
+@for_each(TIMM_SIZES)
 def test_a_recipe_builds_timms_model_of_its_name(name: str) -> None:
     import timm
     import torch

@@ -220,6 +220,7 @@ def sent_by(run: Path, fake: bool) -> dict[str, list[tuple[int, float]]]:
     return {found.info.status: [], **values}
 
 
+@pytest.mark.slow
 def test_resumed_command_continues_its_run_and_sends_nothing_twice(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def test_measured_figures_in_a_header_are_those_of_the_results(size: str, batch:
     assert f"{speed:,.0f} images/s" in time
 
 
+@pytest.mark.slow
 @for_each(name for name in RECIPES if "GB for weights" in header(name))
 def test_computed_memory_is_bytes_times_parameters(name: str) -> None:
     """fp32: weights and gradients, and momentum of SGD or two moments of AdamW, and the EMA."""

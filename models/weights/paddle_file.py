@@ -70,7 +70,7 @@ class _Dtype:
 
     def __init__(self, code: Any, *_flags: Any) -> None:
         if code not in KINDS:
-            raise _Refused(f"it has an array of dtype {code}; only real numbers and booleans can be read")
+            raise _Refused(f"it has an array of dtype {code!r}; only real numbers and booleans can be read")
         self.dtype = np.dtype(code)
 
     def build(self, state: Any) -> None:

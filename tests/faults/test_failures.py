@@ -102,6 +102,7 @@ def test_ctrl_c_ends_a_single_process_and_its_loaders(start: Callable[..., Run],
     until(lambda: not run.alive(), 5)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_orphans(start: Callable[..., Run], imagenet: Path) -> None:
     run = start(*SMALL, *ENDLESS, f"DATA.DATA_PATH={imagenet}")
     run.wait_for_updates()

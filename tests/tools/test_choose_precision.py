@@ -135,6 +135,7 @@ def test_report(examined: Any) -> None:
     assert found["recommendation"]["sentence"] in result.out
 
 
+@pytest.mark.slow
 def test_report_notes_that_a_run_would_compile(
     examined: Any, vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:

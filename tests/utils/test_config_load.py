@@ -206,8 +206,8 @@ def test_retired_value_becomes_the_default_with_a_note() -> None:
     loaded = load_config(words={"DATA.DECODER": "nvimgcodec", "TRAIN.NUM_EPOCHS": "40"})
     assert loaded.config.DATA.DECODER == "auto"
     assert loaded.notes == (
-        "command line: DATA.DECODER nvimgcodec is no longer supported, auto is used instead: it was not faster than "
-        "simplejpeg, and decoded the same pixels",
+        "command line: DATA.DECODER nvimgcodec is no longer supported, auto is used instead: nvimgcodec was not faster "
+        "than simplejpeg, and decoded the same pixels",
     )
 
 

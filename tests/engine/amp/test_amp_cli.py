@@ -105,7 +105,7 @@ def test_impossible_amp_settings_are_rejected_before_anything_is_written(
         (["-amp", "O2"], "O2-bf16", torch.float32),
         pytest.param(["-amp", "NAIVE"], "NAIVE-bf16", torch.float32, marks=pytest.mark.slow),
         pytest.param(["-amp", "O3"], "O3-bf16", torch.bfloat16, marks=pytest.mark.slow),
-        (["-amp", "fp8"], "fp8", torch.float32),
+        pytest.param(["-amp", "fp8"], "fp8", torch.float32, marks=pytest.mark.slow),
         (["-amp", "bf16", "AMP.LOSS_SCALING=true", "AMP.INIT_LOSS_SCALING=32768"], "bf16", torch.float32),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -338,6 +338,7 @@ def test_compiler_errors_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @needs_tiles
+@pytest.mark.slow
 def test_truncated_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In a process of its own: the system kills what runs code that is not there, and knows what it has loaded."""
     monkeypatch.setattr(native, "_loaded", {})

@@ -236,6 +236,7 @@ def test_resumed_run_keeps_packed_where_its_kernels_work(monkeypatch: pytest.Mon
     assert (found.kind, found.reason == "as before the resume") == ((PACKED, True) if there else ("fused", False))
 
 
+@pytest.mark.slow
 def test_packed_is_not_timed_without_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; import engine.speed.packed_attention"
     code += "; import engine.speed.attention as a; assert not a.packed_is_possible(())"

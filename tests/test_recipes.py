@@ -216,6 +216,7 @@ def test_four_precisions_of_one_training_differ_in_their_amp_lines_only() -> Non
     assert all(one == loaded[0] for one in loaded)
 
 
+@pytest.mark.slow
 @for_each(RECIPES)
 def test_the_list_of_recipes_has_the_right_parameter_counts(name: str) -> None:
     text = (CONFIGS.parent / "docs" / "recipes.md").read_text(encoding="utf-8")

@@ -110,6 +110,7 @@ def test_pretrained_uses_the_better_weights_of_a_run(vitamp: Callable[..., Resul
         assert found["acc1"] == best[f"{prefix}acc1"]
 
 
+@pytest.mark.slow
 def test_assumption_without_validation_metrics_is_reported(
     vitamp: Callable[..., Result], run: Path, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_stopped_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, recipe: Path
     assert metrics(run, "train") == metrics(whole, "train")
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, recipe: Path, tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "run"
     words = ["-cfg", recipe, "-output", run, *SHORT]

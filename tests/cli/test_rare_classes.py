@@ -45,6 +45,7 @@ def test_stopped_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, tiny: Path, 
     assert metrics(run, "train") == metrics(whole, "train")
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, tiny: Path, tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "run"
     words = ["-cfg", tiny, "-output", run, *BALANCED, *SHORT]

@@ -151,6 +151,7 @@ def test_it_goes_on_from_ddp(place: Path, whole: Path) -> None:
     assert agrees(run, whole, STOPPED_AT + 1) == UPDATES - STOPPED_AT + 1
 
 
+@pytest.mark.slow
 def test_resume_in_o2_needs_moved_modules_in_fp32_modules(place: Path, whole: Path, tmp_path: Path) -> None:
     """AMP.AUTO_FP32 of a ddp run moved them; sharded modules cannot be moved."""
     source = inspect(whole / "checkpoints" / f"step-{STOPPED_AT:09d}")

@@ -35,6 +35,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_all_and_tells_why_once(start: Callable[..., Run], tmp_path: Path) -> None:
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(BROKEN_RANK)

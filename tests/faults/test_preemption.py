@@ -70,9 +70,9 @@ PHASES: dict[str, Callable[[Path], bool]] = {
     ("phase", "number", "code"),
     [
         ("in an epoch", signal.SIGTERM, 143),
-        ("in a validation in an epoch", signal.SIGUSR1, 143),
-        ("in a validation at the end of an epoch", signal.SIGINT, 130),
-        ("in the last validation", signal.SIGTERM, 143),
+        pytest.param("in a validation in an epoch", signal.SIGUSR1, 143, marks=pytest.mark.slow),
+        pytest.param("in a validation at the end of an epoch", signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param("in the last validation", signal.SIGTERM, 143, marks=pytest.mark.slow),
         ("while saving", signal.SIGTERM, 143),
     ],
 )

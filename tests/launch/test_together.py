@@ -149,6 +149,7 @@ def test_missing_rank_is_named(ranks: Ranks) -> None:
     refused(rank, r"1 of 2 processes joined within 0.05 minutes \(DIST.TIMEOUT\); missing: rank 1")
 
 
+@pytest.mark.slow
 def test_missing_rank_0_is_reported(ranks: Ranks) -> None:
     rank = ranks.start(1, "DIST.TIMEOUT=0.05")
     refused(rank, rf"rank 1 of 2: rank 0 does not answer at localhost:{ranks.port} \(0.05 minutes, DIST.TIMEOUT\)")

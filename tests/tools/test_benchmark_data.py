@@ -45,6 +45,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str
     return done, json.loads((root / "speed.json").read_text(encoding="utf-8")), root
 
 
+@pytest.mark.slow
 def test_all_parts_are_measured(measured: tuple[Result, dict[str, Any], Path]) -> None:
     done, results, _ = measured
     for part in ("train", "val"):
@@ -62,6 +63,7 @@ def test_all_parts_are_measured(measured: tuple[Result, dict[str, Any], Path]) -
     assert not results["cut"]
 
 
+@pytest.mark.slow
 def test_json_file_has_command_machine_and_versions(measured: tuple[Result, dict[str, Any], Path]) -> None:
     _, results, _ = measured
     assert results["command"].startswith("python scripts/benchmark_data.py -made 24")
@@ -72,6 +74,7 @@ def test_json_file_has_command_machine_and_versions(measured: tuple[Result, dict
     assert "core" in results["machine"]
 
 
+@pytest.mark.slow
 def test_verdict_is_printed(measured: tuple[Result, dict[str, Any], Path]) -> None:
     done, results, _ = measured
     assert "The model trains on 5 images/s" in done.out
@@ -79,6 +82,7 @@ def test_verdict_is_printed(measured: tuple[Result, dict[str, Any], Path]) -> No
     assert results["verdict"] in done.out
 
 
+@pytest.mark.slow
 def test_picture_is_drawn_and_packed_images_are_removed(measured: tuple[Result, dict[str, Any], Path]) -> None:
     _, _, root = measured
     with Image.open(root / "speed.png") as picture:

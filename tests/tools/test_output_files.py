@@ -46,7 +46,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("line", "code"),
     [
-        ("scripts/predict.py {run} {tree}/train", 2),
+        pytest.param("scripts/predict.py {run} {tree}/train", 2, marks=pytest.mark.slow),
         pytest.param("scripts/evaluate.py {run} -device cpu", 2, marks=pytest.mark.slow),
         pytest.param("scripts/checkpoint.py list {run}", 2, marks=pytest.mark.slow),
         pytest.param("scripts/checkpoint.py -h", 2, marks=pytest.mark.slow),

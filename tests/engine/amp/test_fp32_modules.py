@@ -81,6 +81,7 @@ def test_forcing_all_modules_equals_fp32_bit_for_bit(checkpointing: bool, compil
     assert step(model, aot(model) if compiled else None).equals(fp32)
 
 
+@pytest.mark.slow
 def test_compiled_model_can_force_more_modules_during_training() -> None:
     model = small_vit()
     forward = aot(model)

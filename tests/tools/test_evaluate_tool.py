@@ -262,6 +262,7 @@ def test_unreadable_image_ends_the_evaluation(
 
 
 def test_bad_command_lines_are_refused(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "m_ema.csv").write_text("of another evaluation")
     for words, said in (
         ((), "required: RUN_OR_CHECKPOINT"),
         ((tmp_path / "none",), "no such file or folder"),
@@ -270,6 +271,7 @@ def test_bad_command_lines_are_refused(say: Callable[..., SimpleNamespace], digi
         ((digits_run, "-bins", "0"), "-bins 0: takes a whole number from 1 to 1000"),
         ((digits_run, "-json", tmp_path / "x.txt"), "name a file that ends in .json"),
         ((digits_run, "-confusion", tmp_path / "no" / "x.png"), "does not exist"),
+        ((digits_run, "-weights", "both", "-confusion", tmp_path / "m.csv"), "m_ema.csv: already exists"),
         ((digits_run, "-cfg", "x.yaml"), "the settings are those of the run"),
         ((digits_run, "-pretrained", "x.pth"), "the model is the first argument"),
         ((digits_run, "-dataset", "imagefolder"), "needs DATA.DATA_PATH"),

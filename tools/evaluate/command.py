@@ -17,17 +17,16 @@ match, and average precision for each class.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 from tools.common.command_line import OVERWRITE, Tool, ToolLine, run_tool
-from tools.common.output_file import writing
+from tools.common.output_file import check_output_file, writing
+from utils.better_weights import BOTH, Wanted, Which
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.run_folder import write_json
-
-if TYPE_CHECKING:
-    from utils.better_weights import Which
 
 OWN = (
     Flag(
@@ -56,6 +55,10 @@ def _evaluate(argv: list[str]) -> int:
     model, weights, part, bins = (getattr(line.asked, name) for name in ("model", "weights", "part", "bins"))
     out, matrix = line.file("json", ".json"), line.file("confusion", ".csv", ".png")
     _check(line)
+    both = weights == "both"
+    if both and matrix is not None:
+        for which in BOTH:
+            check_output_file(_matrix_of(matrix, which), "-confusion", fresh=not line.asked.overwrite)
     line.show_gpus()
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
@@ -64,11 +67,9 @@ def _evaluate(argv: list[str]) -> int:
     from tools.common.label_figures import label_figures_of
     from tools.common.parts import open_part
     from tools.evaluate import show, show_labels
-    from utils.better_weights import BOTH, Wanted
 
     log.setLevel("WARNING")  # building the model logs what the training has logged already
     given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py")})
-    both = weights == "both"
     trained = load_trained(model, "auto" if both else cast(Wanted, weights), given=given)
     for which in BOTH if both else ():
         trained.saved.require(which)
@@ -87,7 +88,7 @@ def _evaluate(argv: list[str]) -> int:
     log.info("%s", shown.text(trained, data, found))
     if matrix is not None:
         for which, figures in found.items():
-            path = matrix if len(found) == 1 else matrix.with_stem(f"{matrix.stem}_{which}")
+            path = _matrix_of(matrix, which) if both else matrix
             show.write_matrix(path, figures, trained.names())
             log.info("Confusion matrix: %s", path)
     if out is not None:
@@ -96,6 +97,11 @@ def _evaluate(argv: list[str]) -> int:
             write_json(out, show.as_json(trained, data, fields))
         log.info("All metrics: %s", out)
     return EXIT_DONE
+
+
+def _matrix_of(matrix: Path, which: Which) -> Path:
+    """File of one of both matrices."""
+    return matrix.with_stem(f"{matrix.stem}_{which}")
 
 
 def _check(line: ToolLine) -> None:

@@ -32,7 +32,7 @@ OWN = (
         kind=whole(1, 65535),
     ),
     Flag("quality", "JPEG quality, 1 to 100", "N", kind=whole(1, 100), default_text=str(QUALITY)),
-    Flag("raw", "store pixels instead of JPEG: no decoding, 6 to 7 times the size"),
+    Flag("raw", "store pixels instead of JPEG: no decoding, but 6 to 7 times the size of packed JPEGs"),
     Flag("keep", "copy files unchanged, byte for byte"),
     Flag("shard_images", "images per tar file", "N", default=1000, kind=whole(1, 10**9)),
     Flag("num_workers", "packing processes", "N", kind=whole(1, 1024), old=("jobs",), default_text="one per core"),

@@ -40,4 +40,4 @@ class AmpConfig(Section):
     STOP_AFTER_SKIPS: Positive | None = setting(
         100, "Save and stop after this many consecutive skipped updates; null: never."
     )
-    AUTO_FP32: bool = setting(False, "Switch a module to fp32 once it has overflowed repeatedly.")
+    AUTO_FP32: bool = setting(False, "Switch a module to fp32 when it overflows for the second time.")

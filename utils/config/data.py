@@ -44,7 +44,9 @@ class DataConfig(Section):
         0.875, "Validation: side of the centre crop, as a fraction of the image's short side.", gt=0, le=1
     )
     NUM_WORKERS: Count | None = setting(
-        None, "Loading processes per rank; null: chosen by the number of cores, or a container's CPU quota."
+        None,
+        "Loading processes per rank; null: usable cores (a container's CPU quota limits them) / ranks on this "
+        "machine, at most 16.",
     )
     IMAGENET_MEAN: Numbers = setting((0.5, 0.5, 0.5), "Mean for normalisation, subtracted from images scaled to 0..1.")
     IMAGENET_STD: Numbers = setting((0.5, 0.5, 0.5), "Standard deviation for normalisation.")
@@ -69,7 +71,7 @@ class DataConfig(Section):
     )
     FLIP: Fraction = setting(0.5, "Training: probability of a horizontal flip.")
     INTERPOLATION: Literal["bicubic", "bilinear"] = setting("bicubic", "Interpolation when images are resized.")
-    SHIFT: Fraction = setting(0.0, "Training: largest random shift, as a fraction of the image.")
+    SHIFT: Fraction = setting(0.0, "Training: largest random shift, as a fraction of width and height.")
     ZOOM: FractionBelowOne = setting(0.0, "Training: largest random change of scale; 0.1 means 90 % to 110 %.")
     ROTATE: float = setting(0.0, "Training: largest random rotation, in degrees.", ge=0, le=180)
     AFFINE_PROB: Fraction = setting(1.0, "Training: probability that SHIFT, ZOOM and ROTATE are applied to a sample.")

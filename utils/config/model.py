@@ -14,7 +14,8 @@ class ModelConfig(Section):
     """The model and its initial weights. Sizes that are null are taken from the timm model NAME."""
 
     TYPE: Annotated[str, BeforeValidator(folded)] = setting(
-        "vit", "Model family, which chooses defaults: vit, deit or swin. With any other, NAME must be a timm model."
+        "vit",
+        "Model family, which chooses defaults: vit, deit or swin. With any other type, NAME must be a timm model.",
     )
     NAME: str = setting(
         "vit_base_patch16_224",

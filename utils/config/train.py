@@ -24,7 +24,10 @@ from utils.config.kinds import (
 
 
 class MuonConfig(Section):
-    """For NAME Muon, NMuon, AdaMuon and NAdaMuon: they update linear layers inside blocks; AdamW (NAdamW) the rest."""
+    """For NAME Muon, NMuon, AdaMuon and NAdaMuon, which update linear layers inside blocks.
+
+    AdamW updates the rest (with NAdaMuon: NAdamW).
+    """
 
     ADAMW_LR: AboveZero | None = setting(
         None,
@@ -33,7 +36,9 @@ class MuonConfig(Section):
     )
     NS_STEPS: Positive = setting(5, "Newton-Schulz steps per update; they orthogonalise the momentum.")
     NS_DTYPE: Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(folded)] = setting(
-        "auto", "dtype of the Newton-Schulz steps; auto: bf16 with AMP, otherwise fp32. With AdaMuon: always bf16."
+        "auto",
+        "dtype of the Newton-Schulz steps; auto: bf16 with AMP, otherwise fp32. With AdaMuon and "
+        "NAdaMuon: always bf16.",
     )
 
 
@@ -92,7 +97,7 @@ class TrainConfig(Section):
     WEIGHT_DECAY: NonNegative = setting(
         0.3, "Weight decay: decoupled in AdamW and Lion, added to the gradient in SGD and Adam."
     )
-    WEIGHT_DECAY_ALL: bool = setting(False, "Also decay biases, norms, position and class embedding.")
+    WEIGHT_DECAY_ALL: bool = setting(False, "Also decay biases, norms, position and class embeddings.")
     GRAD_CLIP: AboveZero | None = setting(None, "Largest norm of the unscaled gradient; null: no clipping.")
     ACCUM_ITER: Positive = setting(1, "Gradient accumulation: micro-batches per update and process.")
     GLOBAL_BATCH: Positive | None = setting(
@@ -118,7 +123,9 @@ class TrainConfig(Section):
         "default", "torch.compile's mode: reduce-overhead adds CUDA graphs; max-autotune also benchmarks kernels."
     )
     GRAD_CHECKPOINT: Annotated[Literal["none", "blocks"] | Positive, BeforeValidator(as_word_or_integer)] = setting(
-        "none", "Gradient checkpointing: recompute activations in the backward pass, in all blocks or in each Nth."
+        "none",
+        "Gradient checkpointing: recompute activations in the backward pass, in all blocks (blocks) "
+        "or in the first of every N.",
     )
     RESIDUAL_DTYPE: Annotated[Literal["fp32", "autocast"], BeforeValidator(folded)] = setting(
         "fp32", "AMP level O1: dtype of the residual stream between blocks."

@@ -47,7 +47,8 @@ FLAGS = (
     ),
     Flag(
         "loops",
-        f"loops to measure as well as timm's: {','.join(LOOPS)} (timm with its fastest flags, PyTorch, vitamp)",
+        "loops to measure besides timm's with default flags: fused (timm with its fastest flags), plain (PyTorch), "
+        "ours (vitamp)",
         "A,B",
         kind=some_of(*LOOPS),
         default_text="all",

@@ -62,7 +62,7 @@ def test_scaled_learning_rate_is_logged_with_its_formula(vitamp: Vitamp, swin: P
     done = vitamp("-cfg", swin, "-dry_run", "TRAIN.BASE_LR=1e-3", "-batch_size", 4, "-accum_iter", 2)
     assert done.code == 0, done.text
     assert "learning rate 1.56e-05 = BASE_LR 0.001 x global batch 8 / LINEAR_SCALED_LR 512" in done.text
-    assert "TRAIN.BASE_LR 0.001 (command line): multiplied by the global batch" in done.err
+    assert "TRAIN.BASE_LR 0.001 (command line): multiplied by (global batch / 512)" in done.err
     done = vitamp("-cfg", swin, "-dry_run", "TRAIN.BASE_LR=1e-3", "TRAIN.LINEAR_SCALED_LR=null")
     assert "learning rate 0.001 after" in done.text
     assert "multiplied" not in done.text

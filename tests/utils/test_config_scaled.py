@@ -25,9 +25,9 @@ def warnings(path: Path | None, **words: str) -> tuple[str, ...]:
 
 def test_command_line_rate_scaled_by_a_file_is_warned_about(recipe: Path) -> None:
     (line,) = warnings(recipe, BASE_LR="1e-3")
-    assert line.startswith("TRAIN.BASE_LR 0.001 (command line): multiplied by the global batch / ")
-    assert f"TRAIN.LINEAR_SCALED_LR 4096 ({recipe}:3)" in line
-    assert "Use TRAIN.LINEAR_SCALED_LR=null to take rates unscaled" in line
+    assert line.startswith("TRAIN.BASE_LR 0.001 (command line): multiplied by (global batch / 4096), because ")
+    assert f"TRAIN.LINEAR_SCALED_LR is 4096 ({recipe}:3)" in line
+    assert "Set TRAIN.LINEAR_SCALED_LR=null to train at the given learning rate" in line
 
 
 def test_warmup_and_end_rates_are_warned_about(recipe: Path) -> None:
@@ -49,7 +49,7 @@ def test_rate_scaled_by_a_family_default_is_warned_about() -> None:
     (line,) = (
         warnings(None, BASE_LR="1e-3") or load_config(words={"MODEL.TYPE": "swin", "TRAIN.BASE_LR": "1e-3"}).warnings
     )
-    assert "TRAIN.LINEAR_SCALED_LR 512 (default (swin))" in line
+    assert "TRAIN.LINEAR_SCALED_LR is 512 (default (swin))" in line
 
 
 @pytest.mark.parametrize("words", [{}, {"BASE_LR": "1e-3", "LINEAR_SCALED_LR": "null"}, {"LINEAR_SCALED_LR": "512"}])

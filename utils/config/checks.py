@@ -386,6 +386,6 @@ def scaled_learning_rates(
     if later:
         rates = ", ".join(f"{key} {one_line(value_of(config, key))} ({sources[key]})" for key in later)
         yield (
-            f"{rates}: multiplied by the global batch / {SCALE} {reference:g} ({sources[SCALE]}). "
-            f"Use {SCALE}=null to take rates unscaled"
+            f"{rates}: multiplied by (global batch / {reference:g}), because {SCALE} is {reference:g} "
+            f"({sources[SCALE]}). Set {SCALE}=null to train at the given learning rate"
         )

@@ -105,7 +105,7 @@ def sections(results: Results) -> list[Section]:
     )
     notes = [
         f"`python -c '{FLOOR}'` takes {wall} s here",
-        f"CPU time: {cpu[0]} s, including a few more updates and the exit; {cpu[1]} s for the bare imports",
+        f"CPU time: {cpu[0]} s for vitamp, including a few more updates and the exit; {cpu[1]} s for that command",
         results.control_line(COMMAND, "seconds"),
     ]
     return [Section("From the command to the first update", rows, notes)]

@@ -24,10 +24,7 @@ from utils.config.kinds import (
 
 
 class MuonConfig(Section):
-    """For NAME Muon, NMuon, AdaMuon and NAdaMuon, which update linear layers inside blocks.
-
-    AdamW updates the rest (with NAdaMuon: NAdamW).
-    """
+    """For NAME Muon, NMuon, AdaMuon, NAdaMuon. AdamW (NAdamW in NAdaMuon) updates all but linear layers in blocks."""
 
     ADAMW_LR: AboveZero | None = setting(
         None,
@@ -110,8 +107,7 @@ class TrainConfig(Section):
     )
     OOM: Annotated[Literal["stop", "split"], BeforeValidator(folded)] = without_effect(
         "stop",
-        "Accepted because older YAML files set it. Running out of memory always ends the run, with an error that says "
-        "what helps.",
+        "Accepted in older YAML files.",
         "an update that does not fit into memory is not split; DATA.BATCH_SIZE=auto finds a batch that fits",
     )
     COMPILE: Annotated[Literal["auto", "none", "blocks", "whole"], BeforeValidator(folded)] = setting(

@@ -12,6 +12,9 @@ import_compiler_late()
 
 import gc
 import importlib
+import sys
+from pathlib import Path
+from typing import Any
 
 IMPORTED = (
     *("torch", "torch.optim", "torch.distributed", "torchvision.transforms.v2", "timm", "timm.optim", "timm.scheduler"),
@@ -25,8 +28,18 @@ for name in IMPORTED:
 
 from matplotlib.figure import Figure
 
-# Rendering takes half of a short run: forked processes plot curves.png, and leave its pixels blank. Tests of what it
-# shows draw it themselves or start a new Python.
-setattr(Figure, "draw", lambda *_: None)  # noqa: B010 - a method is replaced
+_render = Figure.draw
+
+
+def _draw(figure: Figure, renderer: Any) -> None:
+    """Rendering curves.png takes half of a short run: forked runs plot it, and leave its pixels blank.
+
+    Tests of what it shows draw it themselves or start a new Python. Pictures of tools are rendered.
+    """
+    if not Path(sys.argv[0]).name.startswith("main_"):
+        _render(figure, renderer)
+
+
+setattr(Figure, "draw", _draw)  # noqa: B010 - a method is replaced
 gc.collect()
 gc.freeze()  # a collection in a forked process leaves these objects' pages shared

@@ -1,7 +1,7 @@
 """Running the program as a user does, and reading what it left.
 
-`vitamp` forks its processes from a server that has imported torch already (tests/forking.py); they leave figures
-blank. `slow_start=True` starts a new Python, to test its start.
+`vitamp` forks its processes from a server that has imported torch already (tests/forking.py); runs leave
+curves.png blank. `slow_start=True` starts a new Python, to test its start.
 """
 
 from __future__ import annotations

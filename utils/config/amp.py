@@ -20,7 +20,7 @@ class AmpConfig(Section):
     LEVEL: Literal["O0", "O1", "O2", "NAIVE", "O3"] = setting(
         "O1",
         "O0: fp32. O1: autocast. O2: half-precision weights with fp32 master weights, norms in fp32. NAIVE: as O2, "
-        "with norms in half precision. O3: half-precision weights only.",
+        "but only batch norms in fp32. O3: half-precision weights only.",
     )
     FP8_RECIPE: Literal["tensorwise", "rowwise"] = setting(
         "tensorwise", "fp8: one scale per tensor, or one per row (more precise, slower)."

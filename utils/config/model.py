@@ -58,7 +58,7 @@ class ModelConfig(Section):
     STAGE_DEPTHS: Integers | None = setting(None, "Swin: blocks in each stage.")
     QK_SCALE: AboveZero | None = setting(None, "Scale of the attention logits; only null or head dimension ** -0.5.")
     APE: bool | None = setting(
-        None, "Swin: absolute position embedding; only the model's own value is accepted, which is false."
+        None, "Swin: absolute position embedding; only the model's own value, false, is accepted."
     )
     PATCH_NORM: bool | None = setting(
         None, "Swin: norm after the patch embedding; only the model's own value is accepted."

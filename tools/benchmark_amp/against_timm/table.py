@@ -47,7 +47,7 @@ FLAGS = (
     ),
     Flag(
         "loops",
-        "loops to measure besides timm's with default flags: fused (timm with its fastest flags), plain (PyTorch), "
+        "loops to measure besides timm's as it comes: fused (timm with its fastest flags), plain (PyTorch), "
         "ours (vitamp)",
         "A,B",
         kind=some_of(*LOOPS),

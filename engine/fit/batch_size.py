@@ -141,10 +141,13 @@ def _with_largest_batch(config: Config, target: int | None, world: World, device
     if each is not None and chosen < each and 2 * chosen <= fitting:
         near = _multiples_near(each, fitting // STEP * STEP or fitting, world.size)
         log.warning(
-            "The batch size must divide the global batch %d, so it is at most half of the largest that fits; a global "
-            "batch of %s would allow the largest.",
+            "The batch size is only %d, although %d fits, because it must divide the global batch %d. A global batch "
+            "of %s would allow about %d.",
+            chosen,
+            fitting,
             target,
             near,
+            fitting,
         )
     return config
 

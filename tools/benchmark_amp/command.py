@@ -79,7 +79,7 @@ def _table(argv: list[str]) -> str:
 def _report(table: Table, results: Results, json_file: Path | None, picture: Path | None) -> None:
     print("\n".join(lines(table, results)))
     if results["cut"]:
-        resume = "the same command resumes" if json_file else "with -json FILE the same command could resume"
+        resume = "the same command resumes" if json_file else "nothing was saved to resume from; give -json FILE"
         log.warning("the time ran out (-budget_min) before all rounds were done; %s", resume)
     if json_file is not None:
         log.info("all measurements: %s", json_file)

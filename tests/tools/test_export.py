@@ -71,6 +71,7 @@ def test_three_formats_agree_with_the_model(tool: Export, run: Path, tmp_path: P
         assert told["classes"] == [str(digit) for digit in range(10)]
         assert (told["mean"], told["std"], told["image_size"], told["crop"]) == ([0.5], [0.5], 8, "none")
         assert (told["input"], told["weights"], told["dtype"]) == ("normalised", "model", "fp32")
+        assert told["exif_rotate"] is False
         held = (tmp_path / name).read_bytes()
         assert not [place for place in (str(ROOT), sys.prefix, str(tmp_path)) if place.encode() in held]
         assert (tmp_path / name).stat().st_mode & 0o444 == 0o444 & ~_umask(), "others may read it"
@@ -267,6 +268,20 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], 
     assert right > 0.7, "the model must have learned something"
     assert len(pictures) == 360
     return place / "run", pictures, said
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+def test_documented_code_rotates_photographs_as_the_run_did(consumers: Path, tmp_path: Path, rotated: bool) -> None:
+    pixels = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    orientation = Image.Exif()
+    orientation[274] = 6  # to be turned a quarter to the right
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=orientation)
+    about = {"image_size": 8, "channels": 1, "crop": "none", "interpolation": "bicubic", "input": "pixels"}
+    code = "import json, sys, prepare; print(prepare.prepare(sys.argv[1], json.loads(sys.argv[2])).tolist())"
+    words = [sys.executable, "-c", code, str(tmp_path / "a.png"), json.dumps({**about, "exif_rotate": rotated})]
+    done = subprocess.run(words, cwd=consumers, capture_output=True, text=True, check=True)
+    wanted = np.rot90(pixels, -1) if rotated else pixels
+    assert json.loads(done.stdout) == [wanted.tolist()]
 
 
 @pytest.mark.slow

@@ -90,6 +90,7 @@ def metadata(trained: Trained, model: TimmModel, options: Options) -> dict[str, 
         "crop": "none" if squeezes(data) else "middle",
         "crop_pct": data.CROP_PCT,
         "interpolation": data.INTERPOLATION,
+        "exif_rotate": data.EXIF_ROTATE,
         **(_of_multi_label(trained) if trained.multi_label else {}),
     }
 

@@ -105,7 +105,7 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     """Copy into a temporary folder beside `folder`, and rename it when the copy is complete."""
     splits = find_splits(source, data.DATASET)
     files = [file for of_split in splits.values() for file in of_split]
-    columns = columns_of(files, data.DATASET)
+    columns = columns_of(source, files, data.DATASET)
     size, free = sum(file.stat().st_size for file in files), shutil.disk_usage(folder.parent).free
     if size * TAR_OVERHEAD > free:
         raise UserError(

@@ -91,7 +91,7 @@ class Columns:
     """The label column holds lists."""
 
 
-def columns_of(files: list[Path], dataset: str) -> Columns:
+def columns_of(root: Path, files: list[Path], dataset: str) -> Columns:
     """Find the columns of the images and labels, by the hub's metadata, else by their names."""
     import pyarrow as pa
 
@@ -106,7 +106,7 @@ def columns_of(files: list[Path], dataset: str) -> Columns:
         what = "images" if image is None else "labels"
         raise UserError(
             f"DATA.DATASET {dataset}: {files[0]} has no column of {what}; its columns are {', '.join(schema.names)}. "
-            f"{LAYOUT.format(root=files[0].parent)}"
+            f"{LAYOUT.format(root=root)}"
         )
     kind = schema.field(label).type
     several = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
@@ -167,8 +167,8 @@ def _naming(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{file} cannot be read as a parquet file: {reason} Fetch it again.") from None
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"{file} cannot be read as a parquet file: {reason}. Fetch it again.") from None
 
 
 def _image_bytes(column: Any, where: str) -> list[bytes | None]:

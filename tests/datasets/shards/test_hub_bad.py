@@ -36,6 +36,12 @@ def no_labels(root: Path) -> None:
     pq.write_table(pa.table({"image": [b"a"], "caption": ["a"]}), root / "train.parquet")
 
 
+def no_labels_in_folder(root: Path) -> None:
+    no_labels(root)
+    (root / "train").mkdir()
+    (root / "train.parquet").rename(root / "train" / "0.parquet")
+
+
 def paths_only(root: Path) -> None:
     pq.write_table(pa.table({"image": ["a.jpg"], "label": [0]}), root / "train.parquet")
 
@@ -81,12 +87,13 @@ def several(root: Path) -> None:
         (lambda _: None, "there is no parquet file in .*Expected layout"),
         (no_images, "has no column of images; its columns are text, label"),
         (no_labels, "has no column of labels; its columns are image, caption"),
+        (no_labels_in_folder, r"train/0\.parquet has no column of labels.*Expected layout:\n  (?!\S*train/train-)"),
         (paths_only, "the image column is of type string; it must hold the bytes of image files"),
         (float_labels, "the column label of .* is of type double; labels must be whole numbers or names"),
         (missing_label, r"train\.parquet, row 1: the column label has no label"),
         (large_label, "label of 00000/00000001.png is 3, which does not fit"),
         (hidden_labels, "label of 00000/00000000.png is -1, which does not fit"),
-        (cut_off, r"train\.parquet cannot be read as a parquet file"),
+        (cut_off, r"train\.parquet cannot be read as a parquet file: .*[^.]\. Fetch it again"),
         (flipped, r"train\.parquet cannot be read as a parquet file"),
         (several, r"holds several data sets: large, small\. Name one of them, as in hf:.*/large"),
     ],

@@ -267,6 +267,17 @@ def test_verify_names_every_difference(
     assert pack(source, packed, "-short_side", 48, "-shard_images", 5) == 0
     assert pack("-verify", packed) == 0
     assert "4 tar files and their indexes are unchanged" in capsys.readouterr().out
+    manifest = json.loads((packed / "dataset.json").read_text())
+    without = json.loads(json.dumps(manifest))
+    for split in without["parts"].values():
+        for shard in split["shards"]:
+            del shard["sha256"]
+    (packed / "dataset.json").write_text(json.dumps(without))  # as in a copy of a data set of the hub
+    assert pack("-verify", packed) == 0
+    said = capsys.readouterr().out
+    assert "It has no checksums, so the images themselves were not compared" in said
+    assert "unchanged" not in said
+    (packed / "dataset.json").write_text(json.dumps(manifest))
     whole = all_bytes(packed)
 
     def problem(name: str, content: bytes | None, said: str) -> None:

@@ -151,6 +151,9 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     assert re.search(rf"Top-1 {best:.2f} % and top-5 [\d.]+ % on 360 validation images", seen.text)
     wrong = round(360 * (1 - best / 100))
     assert len(seen.named("figure")) == min(12, wrong)
+    guesses = [float(percent) for percent in re.findall(r"predicted \S+ \(([\d.]+)\s%\)", seen.text)]
+    assert len(guesses) > 1
+    assert guesses == sorted(guesses, reverse=True), "the most confident first"
     in_matrix = [int(a["title"].rpartition(" ")[2]) for a in seen.named("td") if "predicted as" in a.get("title", "")]
     assert sum(in_matrix) == 360
 

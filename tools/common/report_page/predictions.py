@@ -163,9 +163,9 @@ def _pairs(trained: Trained, figures: Figures) -> list[Pair]:
 
 
 def _mistakes(trained: Trained, dataset: ImageDataset, rows: Rows, numbers: torch.Tensor) -> list[Mistake]:
-    """Wrong guesses with the lowest probability of the true class."""
+    """Wrong guesses with the highest probability."""
     wrong = (rows.label != rows.guess).nonzero()[:, 0]
-    worst = wrong[rows.nll[wrong].argsort(descending=True, stable=True)][:MOST_MISTAKES]
+    worst = wrong[rows.confidence[wrong].argsort(descending=True, stable=True)][:MOST_MISTAKES]
     return [
         Mistake(
             name_of(dataset, int(numbers[row])),

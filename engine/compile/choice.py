@@ -60,7 +60,7 @@ def choose_compiling(
     if how == WHOLE and world.size > 1 and parts.half_copy is None:
         how, reason = BLOCKS, "one graph would delay the all-reduce of gradients until the backward pass has ended"
         if wanted == AUTO and not has_blocks(parts.model):
-            how = NONE
+            how, reason = NONE, f"auto: {reason}, and {type(parts.model).__name__} has no blocks to compile one by one"
     choice = CompileChoice(how, config.TRAIN.COMPILE_MODE, reason)
     on_every_rank(world, lambda: _check(choice, parts, world))
     return choice

@@ -102,6 +102,8 @@ def test_fine_tuning_settings_without_effect_are_noted() -> None:
     assert "MODEL.RESUME_EMA has no effect" in notes
     assert "MODEL.NEW_CLASSIFIER has no effect" in notes
     assert "no effect" not in " ".join(load_config(None, words={**words, "MODEL.PRETRAINED": "a run"}).notes)
+    evaluated = {"EVAL": "true", "MODEL.RESUME": "a run", "MODEL.RESUME_EMA": "false"}
+    assert "MODEL.RESUME_EMA has no effect with -eval -resume" in " ".join(load_config(None, words=evaluated).notes)
 
 
 @pytest.mark.slow

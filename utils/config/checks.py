@@ -356,6 +356,8 @@ def _model_notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
         yield "MODEL.PRETRAINED has no effect when a run is resumed: the run's own weights are loaded"
     if model.RESUME_EMA and not (model.PRETRAINED or resumes):
         yield "MODEL.RESUME_EMA has no effect: -pretrained or -resume must name a run, and -resume auto does not"
+    if config.EVAL and resumes and "MODEL.RESUME_EMA" in given:
+        yield "MODEL.RESUME_EMA has no effect with -eval -resume, which evaluates the plain weights and the EMA"
     if model.NEW_CLASSIFIER and not model.PRETRAINED:
         yield "MODEL.NEW_CLASSIFIER has no effect without weights to start from (-pretrained)"
 

@@ -224,8 +224,8 @@ def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
         given = [f"AMP.{key}" for key in autocast_only if getattr(amp, key)]
         if given:
             raise UserError(
-                f"{', '.join(given)} cannot be used with AMP.LEVEL {amp.LEVEL}, which computes everything in half "
-                "precision, without autocast; use O1 or O2."
+                f"{', '.join(given)} cannot be used with AMP.LEVEL {amp.LEVEL}, which works without autocast "
+                "and cannot choose the precision of single operators or modules; use O1 or O2."
             )
     if not amp.EVAL and (amp.DTYPE == "fp8" or amp.LEVEL == "O3"):
         key, value = ("AMP.DTYPE", "fp8") if amp.DTYPE == "fp8" else ("AMP.LEVEL", "O3")
@@ -244,5 +244,9 @@ def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
 
 def check_precision(amp: AmpConfig, device: torch.device) -> None:
     """Reject a precision that `device` does not support."""
-    if amp.ENABLED and amp.DTYPE in ("bf16", "fp8") and device.type == "mps":
+    if not amp.ENABLED or device.type != "mps":
+        return
+    if amp.LEVEL == "O3" and amp.DTYPE == "auto":
+        raise UserError("AMP.LEVEL O3 chooses bf16, which is not supported on mps; use O1 or O2.")
+    if amp.DTYPE in ("bf16", "fp8"):
         raise UserError(f"AMP.DTYPE {amp.DTYPE} is not supported on mps; use fp16.")

@@ -117,6 +117,9 @@ def test_amp_off_is_fp32(amp: AmpConfig) -> None:
 def test_bf16_is_rejected_on_mps() -> None:
     with pytest.raises(UserError, match="fp16"):
         check_precision(BF16, torch.device("mps"))
+    with pytest.raises(UserError, match="O3 chooses bf16"):
+        check_precision(AmpConfig(ENABLED=True, LEVEL="O3"), torch.device("mps"))
+    check_precision(AmpConfig(ENABLED=True, LEVEL="O3"), CPU)
 
 
 @pytest.mark.parametrize(("amp", "dtype", "scaled"), [(FP16, torch.float16, True), (BF16, torch.bfloat16, False)])

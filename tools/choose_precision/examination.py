@@ -87,7 +87,10 @@ class Examination:
         measured.notes = list(dict.fromkeys([*([warning] if warning else []), *measured.notes]))
         slow = "emulated on this device, so its speed is meaningless" if is_emulated(mode, self._device) else ""
         if lacks_arithmetic(mode, self._device):
-            slow = f"this CPU has no fp16 arithmetic; {self._updates(mode)} updates only show whether the model trains"
+            slow = (
+                f"this CPU has no fp16 arithmetic and emulates it, so only {self._updates(mode)} updates were run: "
+                "they show whether the model trains, not how fast"
+            )
         return judge(mode.name, mode.flags(self._config.AMP), measured, base, self._updates(mode), slow)
 
     def _updates(self, mode: Mode) -> int:

@@ -143,6 +143,20 @@ def test_small_data_sets_and_cpus_limit_the_search(tiny: Path, memory_of: Callab
         assert Trial(settings(tiny), False, CPU, peak).most(None, two).batch == 88
 
 
+def test_global_batch_without_a_fitting_divisor_is_named_with_better_ones(
+    tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory_of(1000)
+    monkeypatch.setattr(batch_size, "all_gather", lambda items, _: [*items, 24])
+    assert found(settings(tiny, TRAIN__GLOBAL_BATCH=401)) == (1, 401), "a prime number"
+    assert caplog.messages == [
+        "The batch size is only 1, although 24 fits, because it must divide the global batch 401. A global batch of "
+        "384 or 408 would allow about 24."
+    ]
+    assert found(settings(tiny, TRAIN__GLOBAL_BATCH=384)) == (24, 16)
+    assert found(settings(tiny, TRAIN__GLOBAL_BATCH=408)) == (24, 17)
+
+
 def test_search_stops_early_on_a_slow_cpu(
     tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,7 +148,11 @@ class ShardSet:
                     problem = f"has {sizes[shard.name]:,} bytes" if shard.name in sizes else "is missing"
                     raise UserError(
                         f"{self.store.root}/{shard.name} {problem}; {MANIFEST} lists it with {shard.size:,} bytes. "
-                        f"Copy or pack it again."
+                        + (
+                            f"Remove {self.store.root}, and the next run copies the data set again."
+                            if str(manifest.get("source", "")).startswith("hf:")
+                            else "Copy or pack it again."
+                        )
                     )
         return splits
 

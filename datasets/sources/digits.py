@@ -41,8 +41,13 @@ def _file() -> Path:
     folders = spec.submodule_search_locations if spec else None
     file = Path(folders[0]) / "datasets" / "data" / "digits.csv.gz" if folders else None
     if file is None or not file.is_file():
-        where = f"its file {file} is missing" if file else "the package is not installed"
-        raise UserError(f"DATA.DATASET digits reads a file of scikit-learn: {where}. Run: pip install scikit-learn")
+        if file is None:
+            where, flag = "the package is not installed", ""
+        else:
+            where, flag = f"its file {file} is missing", "--force-reinstall "
+        raise UserError(
+            f"DATA.DATASET digits reads a file of scikit-learn: {where}. Run: pip install {flag}scikit-learn"
+        )
     return file
 
 

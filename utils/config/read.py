@@ -118,8 +118,10 @@ def _compose(name: str) -> yaml.Node | None:
 def _similar_file(path: Path) -> str:
     try:
         files = {entry.stem: entry.name for entry in path.parent.iterdir()}
-    except OSError:
+    except FileNotFoundError:
         return f" The folder {path.parent} does not exist either."
+    except OSError:  # not readable
+        return ""
     match = closest(path.stem, files)
     return f" Did you mean {path.parent / files[match]}?" if match else ""
 

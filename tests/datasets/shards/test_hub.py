@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from datasets import check_dataset, open_dataset
 from tests.datasets.shards.parquet_files import content, part, write
 from tests.datasets.shards.tar_files import picture
 from utils.config.data import DataConfig
+from utils.errors import UserError
 from utils.log import start_log
 
 CPU = torch.device("cpu")
@@ -84,6 +86,22 @@ def test_hub_copy_is_made_once_and_again_after_a_change(
     write(tmp_path / "set" / "train.parquet", range(30, 45))
     assert len(part(data)) + len(part(data, train=False)) == 15
     assert "copied 15 images" in said.text
+
+
+def test_damaged_hub_copy_is_named_and_made_again_once_removed(
+    tmp_path: Path, of_hub: Callable[..., DataConfig]
+) -> None:
+    data = of_hub(tmp_path / "set")
+    write(tmp_path / "set" / "train.parquet", range(12))
+    part(data)
+    (tar,) = Path(data.CACHE or "").glob("hf/*-set-*/*/*.tar")
+    tar.write_bytes(b"")
+    with pytest.raises(UserError, match=r"has 0 bytes.*the next run copies the data set again") as error:
+        part(data)
+    folder = tar.parent.parent
+    assert f"Remove {folder}," in str(error.value)
+    shutil.rmtree(folder)
+    assert len(part(data)) + len(part(data, train=False)) == 12
 
 
 def test_hub_epoch_shuffles_all_shards(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +65,10 @@ print(len(dataset), "sklearn" in sys.modules)
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UserError, match="pip install scikit-learn"):
+        check_dataset(settings(DATASET="digits"), 10)
+    there = SimpleNamespace(submodule_search_locations=["/nowhere"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: there)
+    with pytest.raises(UserError, match=r"is missing\. Run: pip install --force-reinstall scikit-learn"):
         check_dataset(settings(DATASET="digits"), 10)
 
 

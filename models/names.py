@@ -55,9 +55,9 @@ def resolve(model: ModelConfig, sizes_given: bool) -> Base:
         return Base(DEFAULTS[model.TYPE], is_label=True)
     if sizes_given and model.TYPE not in DEFAULTS and "." not in name:
         raise UserError(
-            f"MODEL.TYPE: '{model.TYPE}' cannot be built from sizes (MODEL.EMBED_DIM, ...), only "
-            f"{', '.join(DEFAULTS)} can.{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME to a timm "
-            f"model; '{name}' is not one.{nearest(name, [*timm.list_models(), *RECIPES])}"
+            f"MODEL.TYPE: '{model.TYPE}' cannot be built from sizes (MODEL.EMBED_DIM, ...); only "
+            f"{', '.join(DEFAULTS)} can: set TYPE to one of them.{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME "
+            f"to a timm model; '{name}' is not one.{nearest(name, [*timm.list_models(), *RECIPES])}"
         )
     raise UserError(_unknown(model, name))
 

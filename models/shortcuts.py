@@ -39,7 +39,7 @@ class Shortcuts:
             ]
         side = patch or sizes_of(reference)["PATCH_SIZE"]
         odd = [size for size in self.sizes if size % side]
-        return [f"TRAIN.SIZE_SCHEDULE: images of {size} are not divisible by the patch size {side}" for size in odd]
+        return [f"TRAIN.SIZE_SCHEDULE: image size {size} is not divisible by the patch size {side}" for size in odd]
 
     def finish(self, module: nn.Module) -> None:
         """Never drop prefix tokens, and drop no patches until an epoch begins.

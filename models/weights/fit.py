@@ -95,7 +95,7 @@ def _read(file: Path) -> Weights:
         if "weights_only" in str(error):
             raise UserError(
                 f"Pretrained weights {file}: the file holds more than tensors, and loading it could run malicious "
-                f"code. Save its state_dict() alone."
+                "code. Save the model's state_dict() alone."
             ) from None
         raise UserError(unreadable(file, error)) from None
     except Exception as error:  # a damaged pickle can raise anything

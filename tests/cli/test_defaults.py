@@ -52,8 +52,8 @@ def test_run_uses_and_logs_the_defaults_of_its_family(vitamp: Vitamp, swin: Path
 def test_unknown_type_is_refused(vitamp: Vitamp, swin: Path) -> None:
     done = vitamp("-cfg", swin, "MODEL.TYPE=swinn")
     assert done.code == 2
-    said = "MODEL.TYPE: 'swinn' cannot be built from sizes (MODEL.EMBED_DIM, ...), only vit, deit, swin can."
-    assert f"{said} Did you mean swin?" in done.text
+    said = "MODEL.TYPE: 'swinn' cannot be built from sizes (MODEL.EMBED_DIM, ...); only vit, deit, swin can: "
+    assert f"{said}set TYPE to one of them. Did you mean swin?" in done.text
 
 
 def test_scaled_learning_rate_is_logged_with_its_formula(vitamp: Vitamp, swin: Path) -> None:

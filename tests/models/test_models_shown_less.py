@@ -131,7 +131,7 @@ def test_token_drop_and_size_schedule_refuse_other_models(name: str, key: str, s
 
 
 def test_scheduled_sizes_must_be_multiples_of_the_patch_size() -> None:
-    with pytest.raises(UserError, match=r"TRAIN\.SIZE_SCHEDULE: images of 150 are not divisible by the patch size 16"):
+    with pytest.raises(UserError, match=r"TRAIN\.SIZE_SCHEDULE: image size 150 is not divisible by the patch size 16"):
         check_model(ModelConfig(NAME="vit_tiny_patch16_224"), 224, 3, Shortcuts(sizes=(150, 160)))
 
 

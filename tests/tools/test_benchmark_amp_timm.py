@@ -203,7 +203,7 @@ def test_loop_of_train_py_runs(config: Config, tmp_path: Path) -> None:
     ("text", "output"),
     [
         ("import nothing_of_that_name", "cannot be imported"),
-        ("x = 1", "has no train_one_epoch"),
+        ("x = 1", "lacks train_one_epoch"),
         (None, "no such file"),
     ],
 )

@@ -53,7 +53,8 @@ class Recorder:
                 difference = _difference(key, before.get(key), self.results[key])
                 raise UserError(
                     f"-json {path}: the file holds another measurement, {difference}. "
-                    "Resume it with equal flags, device and versions, name another file, or replace it with -overwrite."
+                    "To resume it, repeat its flags on the same device with the same versions. Otherwise name another "
+                    "file, or replace this one with -overwrite."
                 )
         turns = {name: before.turns.get(name, []) for name in self.results.turns}
         self.results |= {key: before[key] for key in ("date", "command", "clock_mhz", "git", "ceiling")}

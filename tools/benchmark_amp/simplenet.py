@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from datasets import Batch, Window
     from engine.update import Parts
 
-ABOUT = """Time and loss of three linear layers on random numbers: AMP off, on, and on with ten batches per update.
+ABOUT = """Time and loss of three linear layers on random numbers: without AMP, with AMP, and with AMP and accumulation.
 
     python scripts/benchmark_amp.py simplenet
     python scripts/benchmark_amp.py simplenet -width 4096 -batch_size 512 -batches 50 -epochs 5

@@ -29,8 +29,8 @@ ABOUT = """Seconds from the command to the first update, by part: imports, model
 
 Every measurement starts main_single_gpu.py as a shell does, and ends it after a few updates. If parts are nested, time
 counts for the innermost: an import by the model counts as import. `compiling` is how much longer the first update
-takes than later ones. The time that Python takes to import torch and timm alone is shown for comparison. From the
-second measurement on, files are in the operating system's cache."""
+takes than later ones. The time of `python -c 'import torch, timm'` is shown for comparison. From the second
+measurement on, files are in the operating system's cache."""
 FLAGS = (Flag("rounds", "how often each start is measured", "N", default=5, kind=whole(1)),)
 COMMAND, FLOOR = "vitamp", "import torch, timm"
 DIGITS = "configs/vit_digits.yaml"

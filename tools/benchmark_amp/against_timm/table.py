@@ -30,9 +30,9 @@ ABOUT = """Speed of vitamp's update, of timm's loop (default flags and fastest f
     python scripts/benchmark_amp.py timm -model vit_small_patch16_224 -batch_size 256 -timm_train train.py -compile
 
 All loops have the same model, initial weights, batches, AdamW, cosine schedule, clipping and EMA. First the losses of
-5 updates are compared; if they differ, nothing is measured. timm's loop is in train.py, which is in timm's repository
-but not in its package: give the file with -timm_train. Otherwise, the loop is assembled from parts of the package.
-timm's fastest flags are the fused AdamW and, with -compile, --torchcompile."""
+5 updates are compared; if they differ by more than rounding, nothing is measured. timm's loop is in train.py, which is
+in timm's repository but not in its package: give the file with -timm_train. Otherwise, the loop is assembled from parts
+of the package. timm's fastest flags are the fused AdamW and, with -compile, --torchcompile."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 FLAGS = (
     MODEL,
@@ -47,14 +47,19 @@ FLAGS = (
     ),
     Flag(
         "loops",
-        "loops to measure besides timm's as it comes: fused (timm with its fastest flags), plain (PyTorch), "
-        "ours (vitamp)",
+        "loops to measure besides timm's, which is always measured: fused (timm's with its fastest flags), "
+        "plain (PyTorch), ours (vitamp)",
         "A,B",
         kind=some_of(*LOOPS),
         default_text="all",
     ),
-    Flag("variants", "also measure vitamp with other settings: A=1,B=2 separately, A=1+B=2 together", "A=1,B=2"),
-    Flag("compile", "also measure timm's loop with its fastest flags and vitamp's update, both compiled"),
+    Flag(
+        "variants",
+        "also measure vitamp with other settings, compiled if -compile is given; A=1,B=2 measures them separately, "
+        "A=1+B=2 together",
+        "A=1,B=2",
+    ),
+    Flag("compile", "also measure compiled versions of vitamp's update and of timm's loop with its fastest flags"),
     Flag("timm_train", "train.py of timm's repository, to measure the loop in it", "FILE", kind=Path),
 )
 FIXED: dict[str, Any] = {

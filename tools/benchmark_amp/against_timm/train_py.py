@@ -156,6 +156,6 @@ def import_train_py(path: Path) -> Any:
     except Exception as error:  # the user's file may raise anything
         raise UserError(f"-timm_train {path}: cannot be imported ({type(error).__name__}: {error}).") from error
     if not hasattr(script, "train_one_epoch") or not hasattr(script, "parser"):
-        raise UserError(f"-timm_train {path}: has no train_one_epoch and parser; give train.py of timm's repository.")
+        raise UserError(f"-timm_train {path}: lacks train_one_epoch or parser; give train.py of timm's repository.")
     logging.getLogger("train").setLevel(logging.WARNING)
     return script

@@ -40,4 +40,7 @@ class AmpConfig(Section):
     STOP_AFTER_SKIPS: Positive | None = setting(
         100, "Save and stop after this many consecutive skipped updates; null: never."
     )
-    AUTO_FP32: bool = setting(False, "Switch a module to fp32 when it overflows for the second time.")
+    AUTO_FP32: bool = setting(
+        False,
+        "Switch a module to fp32 at its second overflow; overflows in the backward pass count only at loss scale 1.",
+    )

@@ -83,7 +83,7 @@ def _model(config: Config) -> Iterator[Problem]:
 def _unfreezing(epoch: int, frozen: tuple[str, ...], epochs: int) -> Iterator[Problem]:
     key = "MODEL.UNFREEZE_EPOCH"
     if not frozen:
-        yield key, f"{epoch} has nothing to unfreeze; set MODEL.FREEZE too, for example to backbone, or leave this out"
+        yield key, f"{epoch} has nothing to unfreeze; set MODEL.FREEZE too, for example to backbone, or leave {key} out"
     if epoch == 1:
         yield key, "1 leaves no epoch in which MODEL.FREEZE has an effect; give 2 or more, or leave both out"
     if epoch > epochs:
@@ -215,9 +215,10 @@ def _dist(config: Config) -> Iterator[Problem]:
     if dist.RANK is not None and dist.WORLD_SIZE is not None and dist.RANK >= dist.WORLD_SIZE:
         yield "DIST.RANK", f"{dist.RANK} is not below DIST.WORLD_SIZE {dist.WORLD_SIZE}; ranks count from 0"
     if dist.HSDP and dist.STRATEGY != "fsdp":
-        yield "DIST.HSDP", "true works only with fsdp; set DIST.STRATEGY=fsdp as well, or leave it out"
+        yield "DIST.HSDP", "true works only with fsdp; set DIST.STRATEGY=fsdp as well, or leave DIST.HSDP out"
     if dist.STATIC_GRAPH and config.TRAIN.ACCUM_ITER > 1:
-        yield "DIST.STATIC_GRAPH", "true works only without accumulation; leave it out, or set TRAIN.ACCUM_ITER=1"
+        way_out = "set TRAIN.ACCUM_ITER=1, or leave DIST.STATIC_GRAPH out"
+        yield "DIST.STATIC_GRAPH", f"true works only without accumulation; {way_out}"
     yield from _without_ddp(config)
     if dist.STRATEGY == "fsdp":
         yield from _fsdp(config)
@@ -234,7 +235,7 @@ def _without_ddp(config: Config) -> Iterator[Problem]:
         return
     for key in ("STATIC_GRAPH", "BF16_GRADIENTS"):
         if getattr(dist, key):
-            yield f"DIST.{key}", f"true is not possible {why}; leave it out"
+            yield f"DIST.{key}", f"true is not possible {why}; leave DIST.{key} out"
 
 
 def _fsdp(config: Config) -> Iterator[Problem]:
@@ -264,7 +265,7 @@ def _fsdp(config: Config) -> Iterator[Problem]:
         yield (
             "AMP.EVAL",
             f"false asks for validation in fp32, but DIST.STRATEGY fsdp with AMP.LEVEL {amp.LEVEL} gathers weights "
-            "only in half precision; leave it true, or use O1",
+            "only in half precision; leave AMP.EVAL true, or use O1",
         )
 
 

@@ -35,7 +35,7 @@ class DataConfig(Section):
     DATA_PATH: str | None = setting(None, "Folder of the data set; a csv file, or the URL of tar files, also works.")
     DATASET: str = setting(
         "imagenet2012",
-        "Name of a data set or layout (docs/data.md). If it is not set, the files in DATA_PATH are recognised; the "
+        "Name of a data set or layout (docs/data.md). If it is not set, the layout of DATA_PATH is recognised; the "
         "default applies only if DATA_PATH is not set or does not exist.",
     )
     IMAGE_SIZE: Positive = setting(224, "Height and width of the model's input, in pixels.")
@@ -59,8 +59,8 @@ class DataConfig(Section):
     CROP: Literal["random", "pad", "none"] = setting(
         "random",
         "Training: random: a random crop by CROP_SCALE and CROP_RATIO. pad: resize to IMAGE_SIZE without keeping the "
-        "aspect ratio, pad by CROP_PAD, crop at random. none: resize in the same way and do not crop, neither in "
-        "training nor in validation.",
+        "aspect ratio, pad by CROP_PAD, crop at random. none: resize in the same way, without a crop, in "
+        "validation too.",
     )
     CROP_PAD: Count = setting(4, "Training: width of the black border that CROP: pad adds, in pixels.")
     CROP_SCALE: Pair = setting(
@@ -118,8 +118,8 @@ class DataConfig(Section):
     SHARD_WINDOW: Positive = setting(8, "Data set 'shards': number of tar files whose samples are shuffled together.")
     CACHE: str | None = setting(
         None,
-        "Folder for copies of hf: data sets, compiled kernels, and indexes of tar files that cannot be stored beside "
-        "the data; null: ~/.cache/vitamp.",
+        "Folder for compiled kernels, for copies of data sets hf:NAME, and for an index of tar files if it cannot be "
+        "stored beside them; null: ~/.cache/vitamp.",
     )
 
     @property

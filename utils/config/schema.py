@@ -76,7 +76,7 @@ class Config(Section):
     KEEP_EVERY: Positive | None = setting(None, "Keep the checkpoint of every Nth epoch permanently.")
     REPORT_FREQ: Positive = setting(20, "Updates between log lines.")
     REPORT_STAGES: bool = setting(
-        False, "Add the time of each stage to log lines: data, copy, forward, backward, optimiser."
+        False, "Add the time of each stage (data, copy, forward, backward, optimiser) to log lines."
     )
     VALIDATE_FREQ: Positive = setting(1, "Epochs between validations.")
     VALIDATE_EVERY_UPDATES: Positive | None = setting(None, "Also validate every N updates.")
@@ -97,7 +97,7 @@ class Config(Section):
         "auto", "Library for fp32 matrix products on CPUs; auto: the fastest known."
     )
     CPU_BF16: Annotated[Literal["auto", "onednn", "amx"], BeforeValidator(folded)] = setting(
-        "auto", "Library for bf16 matrix products on CPUs, which AMP uses; auto: the fastest known."
+        "auto", "Library for AMP's bf16 matrix products on CPUs; auto: the fastest known."
     )
     MAX_TIME: str | None = setting(
         None, "Time limit (HH:MM:SS): before it is up, the run saves a checkpoint and exits; -resume continues the run."

@@ -116,7 +116,8 @@ class TrainConfig(Section):
         "long enough to gain.",
     )
     COMPILE_MODE: Annotated[Literal["default", "reduce-overhead", "max-autotune"], BeforeValidator(folded)] = setting(
-        "default", "torch.compile's mode: reduce-overhead adds CUDA graphs; max-autotune also benchmarks kernels."
+        "default",
+        "torch.compile's mode: reduce-overhead adds CUDA graphs; max-autotune benchmarks kernels, without CUDA graphs.",
     )
     GRAD_CHECKPOINT: Annotated[Literal["none", "blocks"] | Positive, BeforeValidator(as_word_or_integer)] = setting(
         "none",

@@ -244,7 +244,7 @@ def _other_size(first: dict[str, Any], other: dict[str, Any]) -> str | None:
         return None
     return (
         f"{name_of(other)} was started as one of {other['size']} processes, {name_of(first)} as one of "
-        f"{first['size']}; give all the same number of processes, by -world_size or the launcher."
+        f"{first['size']}; all ranks must be given the same number, by -world_size or the launcher."
     )
 
 

@@ -240,6 +240,8 @@ def test_bad_command_lines_are_refused(
         ([source, tmp_path / "full"], "has other content, such as diary.txt"),
         ([source, tmp_path / "file"], "is a file; name a new or empty folder"),
         ([source, done, "-short_side", 50], "packed with short_side 48, not 50"),
+        ([source, done, "-short_side", 48, "DATA.IMAGE_CHANNELS=1"], "packed with DATA.IMAGE_CHANNELS 3, not 1"),
+        ([source, done, "-short_side", 48, "DATA.EXIF_ROTATE=true"], "packed with DATA.EXIF_ROTATE false, not true"),
         ([source, done, "-raw", "-short_side", 48], "packed with kind jpeg, not raw"),
         ([imagenet, done, "-short_side", 48], "packed from other images"),
         ([tmp_path / "nowhere", tmp_path / "new"], "does not exist"),
@@ -275,7 +277,7 @@ def test_verify_names_every_difference(
     (packed / "dataset.json").write_text(json.dumps(without))  # as in a copy of a data set of the hub
     assert pack("-verify", packed) == 0
     said = capsys.readouterr().out
-    assert "It has no checksums, so the images themselves were not compared" in said
+    assert "dataset.json has no checksums, so the images themselves were not compared" in said
     assert "unchanged" not in said
     (packed / "dataset.json").write_text(json.dumps(manifest))
     whole = all_bytes(packed)

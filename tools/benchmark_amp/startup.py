@@ -105,7 +105,8 @@ def sections(results: Results) -> list[Section]:
     )
     notes = [
         f"`python -c '{FLOOR}'` takes {wall} s here",
-        f"CPU time: {cpu[0]} s for vitamp, including a few more updates and the exit; {cpu[1]} s for that command",
+        f"CPU time: {cpu[0]} s for vitamp, including a few more updates and the exit; "
+        f"{cpu[1]} s for `python -c '{FLOOR}'`",
         results.control_line(COMMAND, "seconds"),
     ]
     return [Section("From the command to the first update", rows, notes)]

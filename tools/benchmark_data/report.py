@@ -28,7 +28,7 @@ def lines(results: Results) -> list[str]:
     about = results["images"]
     text = [
         f"{about['count']} images, about {about['width']} x {about['height']} and {about['kilobytes']:.0f} KB, "
-        f"{100 * about['jpeg']:.0f} % JPEG; {results['rounds']} rounds of {results['images_a_round']}"
+        f"{100 * about['jpeg']:.0f} % JPEG; {results['rounds']} rounds of {results['images_a_round']} images"
     ]
     for part, title in TITLES.items():
         if results.get(part):
@@ -119,7 +119,8 @@ def report(results: Results, appetite: float | None, json_file: Path | None) -> 
         print(line)
     if results["cut"]:
         log.warning(
-            "the time ran out (-budget_min) before all rounds were done; results are medians of fewer rounds or missing"
+            "the time ran out (-budget_min) before all rounds were done; results are medians of fewer rounds, or are "
+            "missing"
         )
     if appetite is not None:
         results["appetite"], results["verdict"] = appetite, verdict(results, appetite)

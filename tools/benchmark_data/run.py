@@ -72,7 +72,7 @@ class Benchmark:
         if not isinstance(part, Images):
             raise UserError(
                 f"DATA.DATASET {config.DATA.DATASET}: its images are in memory, so there is no loading to measure. "
-                "Leave -dataset out to measure on JPEGs that the tool makes, or name another data set."
+                "Give -made N to measure on JPEGs that the tool makes, or name another data set."
             )
         return part
 

@@ -31,8 +31,8 @@ OWN = (
     Flag("out", "write a list of unreadable images for DATA.EXCLUDE", "FILE"),
     Flag(
         "exclude_duplicates",
-        "also list all but the first of duplicates, training images that are in validation too, and all copies with "
-        "conflicting labels",
+        "also list training images that are in validation too, all duplicates with conflicting labels, and all but the "
+        "first of other duplicates",
     ),
     Flag("exclude_small", "also list images smaller than IMAGE_SIZE"),
     Flag("json", "write all findings as JSON", "FILE"),

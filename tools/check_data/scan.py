@@ -71,8 +71,8 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> 
                 bar.update(len(chunk))
         except WorkerDied as death:
             raise TrainingError(
-                f"{death}. If an image caused this, it is among the {CHUNK * workers * PREFETCH} images of the {title} "
-                f"split that begin with {samples.name(len(scans))}. Use fewer processes with -num_workers."
+                f"{death}. If an image caused this, it is {samples.name(len(scans))} or one of the next "
+                f"{CHUNK * workers * PREFETCH - 1} images of the {title} split. Use fewer processes with -num_workers."
             ) from None
         finally:
             if isinstance(iterator, WatchedIterator):

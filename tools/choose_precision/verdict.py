@@ -158,8 +158,8 @@ def recommend(findings: list[Finding], base: Baseline | None, fp32_flags: str) -
         )
     why = f"the speed of equal runs varied by {100 * base.speed_noise:.0f} %" if base.speed_noise > 0.02 else ""
     nothing = (
-        f"of the precisions that trained as well as fp32, none was faster by more than {100 * (FASTER - 1):.0f} % and "
-        f"the noise, and none saved {100 * (1 - SMALLER):.0f} % of memory without being slower"
+        f"of the precisions that trained as well as fp32, none was faster by more than both {100 * (FASTER - 1):.0f} % "
+        f"and the noise, and none saved {100 * (1 - SMALLER):.0f} % of memory without being slower"
     )
     return Recommendation("fp32", fp32_flags, f"{fp32_flags}: {nothing}{f' ({why})' * bool(why)}.")
 

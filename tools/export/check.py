@@ -75,7 +75,7 @@ def compare(trained: Trained, images: CheckImages, expected: Tensor, logits: Ten
         return _labels_compared(trained, images, (expected, logits), worst, tolerance)
     same = expected.argmax(1) == logits.argmax(1)
     count = f"{len(same)} images {images.source}"
-    text = f"checked on {count}: largest difference {worst:.1e} of the largest output ({tolerance:g} allowed), top-1 "
+    text = f"checked on {count}: largest difference {worst:.1e} x the largest output ({tolerance:g} allowed), top-1 "
     if bool(same.all()):
         return f"{text}the same on all"
     row = int(torch.nonzero(~same)[0])
@@ -94,7 +94,7 @@ def _labels_compared(
     expected, logits = (output.double().sigmoid() >= thresholds for output in outputs)
     other = int((expected != logits).any(1).sum())
     return (
-        f"checked on {len(logits)} images {images.source}: largest difference {worst:.1e} of the largest output "
+        f"checked on {len(logits)} images {images.source}: largest difference {worst:.1e} x the largest output "
         f"({tolerance:g} allowed), labels {f'different on {other}' if other else 'the same on all'}; apply a "
         "sigmoid to the logits"
     )
@@ -114,7 +114,7 @@ def _describe_differences(
             f"{float(expected[row, label]):.6g}"
         )
     return (
-        f"the outputs differ from the model's by {float(errors.max()):.2g} of the largest output on "
+        f"the outputs differ from the model's by up to {float(errors.max()):.2g} times the largest output on "
         f"{len(images.names)} images {images.source}, but only {tolerance:g} is allowed (-tolerance). "
         "Largest differences:\n" + "\n".join(lines)
     )

@@ -114,7 +114,9 @@ def _report_tensors(arrays: dict[str, np.ndarray], converted: Converted, target:
 def _target(file: Path, converted: Converted, sizes: dict[str, Any], name: str | None) -> Target:
     """Model named by -name, by the file's name, or by its sizes; else a model of these sizes without a name."""
     if name is not None and not is_timm_name(name):
-        raise UserError(f"-name {name}: timm has no model of that name; main_single_gpu.py -list_models lists them.")
+        raise UserError(
+            f"-name {name}: timm has no model of that name; main_single_gpu.py -list_models lists all models."
+        )
     guesses = [name] if name else [file.name.partition(".")[0], timm_name(converted, sizes)]
     shapes = {key: tuple(value.shape) for key, value in converted.tensors.items()}
     for guess in guesses:

@@ -36,6 +36,8 @@ from utils.seeding import key
 
 SPLITS = {"train": True, "val": False}
 SETTINGS = "settings.json"
+KEYS = {"channels": "DATA.IMAGE_CHANNELS", "upright": "DATA.EXIF_ROTATE"}
+"""Entries of a packed data set -> the settings that they are from"""
 ANY_CLASSES = 1 << 31
 """Packing has no classifier, so no label is out of range"""
 
@@ -112,7 +114,8 @@ def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     old = before["how"] if isinstance(before.get("how"), dict) else {}
     for name, value in now["how"].items():
         if old.get(name) != value:
-            return f"with {name} {old.get(name)}, not {value}"
+            before_and_now = f"{old.get(name)}, not {value}".lower()  # true, as in a settings file
+            return f"with {KEYS.get(name, name)} {before_and_now}"
     return "from other images"
 
 

@@ -39,9 +39,10 @@ def verify(folder: Path, jobs: int | None) -> int:
         log.info("%d tar files and their indexes are unchanged.", len(shards))
     else:
         log.info(
-            "%d tar files have the sizes recorded in %s and match their indexes. It has no checksums, so the images "
+            "%d tar files have the sizes recorded in %s and match their indexes. %s has no checksums, so the images "
             "themselves were not compared.",
             len(shards),
+            MANIFEST,
             MANIFEST,
         )
     return EXIT_DONE

@@ -121,10 +121,10 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         _check_splits(root, num_classes, train)
         return
     for name in subfolders(root):
-        if _split_folders(root / name):
+        if splits := _split_folders(root / name):
             raise UserError(
-                f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has training and "
-                f"validation folders of its own. Try -data_path {root / name}."
+                f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
+                f"class folders in {' and '.join(f'{split}/' for split in splits)}. Try -data_path {root / name}."
             )
     files = _unsplit_files(root, num_classes)
     if not files.paths:

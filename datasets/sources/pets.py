@@ -19,7 +19,7 @@ class Pets(PublishedLists):
         # The name of an image is its breed and a number.
         breeds = {label: name.rpartition("_")[0] for name, label in self._read(folder, TRAIN) + images}
         if sorted(breeds) != list(range(len(breeds))):
-            raise self.damaged(folder, f"the classes in {TRAIN} are not numbered from 1")
+            raise self.damaged(folder, f"the classes in {TRAIN} are not numbered from 1 without gaps")
         classes = [breeds[label] for label in range(len(breeds))]
         paths = [f"images/{name}.jpg" for name, _ in images]
         return FileList(folder, paths, np.array([label for _, label in images]), classes)

@@ -80,7 +80,8 @@ def test_too_few_images_for_a_split_are_refused(tmp_path: Path, settings: Settin
 
 def test_data_path_one_folder_too_high_is_refused(unparted: Path, settings: Settings) -> None:
     image(unparted / "flowers" / "train" / "tulip" / "0.png")
-    with pytest.raises(UserError, match=f"one folder too high: .* Try -data_path {unparted / 'flowers'}"):
+    said = f"one folder too high: .* has class folders in train/. Try -data_path {unparted / 'flowers'}"
+    with pytest.raises(UserError, match=said):
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(unparted)), 10)
 
 

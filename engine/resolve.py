@@ -125,7 +125,7 @@ def preprocessing_of(source: str) -> Preprocessing | None:
     if config.is_file():
         return _of_timm(_json(config).get("pretrained_cfg"), config)
     name = next((name for name in (file.stem, file.name.partition(".")[0]) if is_timm_name(name)), None)
-    return _of_timms_name(name, f"timm's {name} (the name of {file})") if name else None
+    return _of_timms_name(name, f"timm's {name} (recognised by the name of {file})") if name else None
 
 
 def _of_timm(cfg: Any, where: Path | str) -> Preprocessing | None:

@@ -186,9 +186,8 @@ def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
     place = resumed_run(config) or folder
     if run.world.first:
         log.info(next_commands(run, position, place))
-    log.info(
-        "This run had already finished: %d updates, best %s; its folder is %s", position.update, best.words(), place
-    )
+    validated = f", best {best.words()}" if best.figure is not None else ""
+    log.info("This run had already finished: %d updates%s; its folder is %s", position.update, validated, place)
     return True
 
 

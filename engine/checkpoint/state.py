@@ -119,8 +119,8 @@ def _restore(
         forced = forced_modules(parts.model)
         if unforced := [name for name in state["fp32_modules"] if not is_inside(name, forced)]:
             raise UserError(
-                f"{checkpoint.folder}: AMP.AUTO_FP32 had moved modules to fp32, but with AMP.LEVEL O2 sharded modules "
-                f"(DIST.STRATEGY fsdp) cannot be moved. Add {unforced} to AMP.FP32_MODULES."
+                f"{checkpoint.folder}: AMP.AUTO_FP32 had moved modules to fp32, but sharded modules (DIST.STRATEGY "
+                f"fsdp) cannot be moved at AMP.LEVEL O2. Add {unforced} to AMP.FP32_MODULES."
             )
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
         parts.force_fp32(state["fp32_modules"])
@@ -164,9 +164,10 @@ def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any
         )
         return
     raise UserError(
-        f"{checkpoint.folder}: saved within epoch {position.epoch}, which had {saved['number']} training samples; now "
-        f"there are {now['number']}, or their order differs (SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.VAL_FRACTION, or "
-        "the files). Restore the former samples, or resume from the end of a saved epoch with -last_epoch."
+        f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples or their order have "
+        f"changed since ({saved['number']} samples then, {now['number']} now): see SEED, DATA.SAMPLER, DATA.EXCLUDE, "
+        "DATA.VAL_FRACTION and the files. Restore the former samples and order, or resume from the end of a saved "
+        "epoch with -last_epoch."
     )
 
 

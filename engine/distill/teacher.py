@@ -131,10 +131,15 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
     source = teacher.source
     same_setting = saved_choices.get("teacher_model") == teacher.setting
     if same_setting and saved_choices.get("teacher_sha256") != teacher.fingerprint:
+        before = saved_choices.get("teacher")
+        change = (
+            "the teacher's weights have changed since this run began"
+            if before == source.where
+            else f"the teacher's weights are now {source.where}, but this run began with {before}"
+        )
         raise UserError(
-            f"{KEY} {teacher.setting}: the teacher's weights, {source.where}, differ from those that this run began "
-            f"with, {saved_choices.get('teacher')}. Restore the former weights; or, to resume with the changed "
-            "teacher, copy its weights to another path and name that path."
+            f"{KEY} {teacher.setting}: {change}. Restore the former weights; or, to resume with the changed teacher, "
+            "copy its weights to another path and name that path."
         )
     pairs = enumerate(zip(source.names or (), names or (), strict=False))
     difference = next(

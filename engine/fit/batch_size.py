@@ -141,10 +141,11 @@ def _with_largest_batch(config: Config, target: int | None, world: World, device
     if each is not None and chosen < each and 2 * chosen <= fitting:
         near = _multiples_near(each, fitting // STEP * STEP or fitting, world.size)
         log.warning(
-            "The batch size is only %d, although %d fits, because it must divide the global batch %d. A global batch "
-            "of %s would allow about %d.",
+            "The batch size is only %d, although %d fits, because it must divide the %d images of each process in an "
+            "update (global batch %d). A global batch of %s would allow a batch size of about %d.",
             chosen,
             fitting,
+            each,
             target,
             near,
             fitting,

@@ -38,8 +38,8 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
         return torch.device("cuda", 0)  # join_run finds two ranks on one GPU
     if world.local_rank >= visible:
         raise UserError(
-            f"rank {world.rank} needs GPU {world.local_rank} of this machine, but only {visible} GPU(s) are visible; "
-            "start no more processes than GPUs, or use -device cpu."
+            f"rank {world.rank} is process number {world.local_rank + 1} on this machine and needs its own GPU, but "
+            f"only {visible} GPU(s) are visible; start no more processes than GPUs, or use -device cpu."
         )
     return torch.device("cuda", world.local_rank)
 

@@ -95,11 +95,13 @@ class Health:
         since = position.update - update  # in the same epoch: the device is read at the end of each
         rate = self.parts.schedule.rate_at(self.parts.schedule.moved - since - 1)
         last = read_index(folder / "checkpoints")["last"]
+        without_amp = "; or use -amp off to see whether the precision is the cause" * (
+            self.parts.precision.level != "O0"
+        )
         raise AllRanksError(
             f"the gradients became NaN or infinite at update {update} (epoch {position.epoch}, step "
             f"{position.step - since}; learning rate {rate:.3e}). No checkpoint was saved after it. Try a "
-            "lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, TRAIN.GRAD_CLIP=1.0, or -amp off to see "
-            "whether the precision is the cause. "
+            f"lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, or TRAIN.GRAD_CLIP=1.0{without_amp}. "
             + (
                 f"The last checkpoint is {last}; resume from it with -resume."
                 if last

@@ -266,7 +266,9 @@ def test_resume_refuses_a_changed_teacher(student: Callable[..., ReadyToTrain]) 
     kept = teacher.as_noted()
     check_teacher_matches(teacher, None, kept)
     check_teacher_matches(teacher, None, {**kept, "teacher_model": "another", "teacher_sha256": "other"})
-    with pytest.raises(UserError, match="differ from those that this run began with"):
+    with pytest.raises(UserError, match="the teacher's weights have changed since this run began"):
+        check_teacher_matches(teacher, None, {**kept, "teacher_sha256": "other"})
+    with pytest.raises(UserError, match="but this run began with its checkpoint of then"):
         check_teacher_matches(teacher, None, {**kept, "teacher": "its checkpoint of then", "teacher_sha256": "other"})
 
 

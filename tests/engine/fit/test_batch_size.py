@@ -150,8 +150,8 @@ def test_global_batch_without_a_fitting_divisor_is_named_with_better_ones(
     monkeypatch.setattr(batch_size, "all_gather", lambda items, _: [*items, 24])
     assert found(settings(tiny, TRAIN__GLOBAL_BATCH=401)) == (1, 401), "a prime number"
     assert caplog.messages == [
-        "The batch size is only 1, although 24 fits, because it must divide the global batch 401. A global batch of "
-        "384 or 408 would allow about 24."
+        "The batch size is only 1, although 24 fits, because it must divide the 401 images of each process in an "
+        "update (global batch 401). A global batch of 384 or 408 would allow a batch size of about 24."
     ]
     assert found(settings(tiny, TRAIN__GLOBAL_BATCH=384)) == (24, 16)
     assert found(settings(tiny, TRAIN__GLOBAL_BATCH=408)) == (24, 17)

@@ -124,7 +124,8 @@ def by_model(runs: list[Row], name: str) -> str:
         lines.append(f"| {model} | {precision} | {len(rows)} | {best} | {last} | {skipped} |")
     of = "of plain weights and EMA" if all("best_of" in run for run in runs) else "of the plain weights"
     about = (
-        f"Best top-1: the highest in all validations {of}. Both columns: mean and standard deviation over the seeds."
+        f"Best top-1: the highest in all validations {of}. Both top-1 columns: mean and standard deviation over the "
+        "seeds. Skipped: updates skipped by loss scaling, in all runs of the row."
     )
     return "\n".join([*lines, "", f"{about} {_measured(runs, name)}"]) + "\n"
 
@@ -154,11 +155,11 @@ def against_timm_train(fields: Row, name: str) -> str:
 
 
 def by_recipe(fields: Row, name: str) -> str:
-    """One row per recipe: last top-1 of each seed. Below: the time of an update, and how it was measured."""
+    """One row per recipe: last top-1 of each seed. Below: how the time of an update was measured, and the time."""
     runs = fields["runs"]
     seeds = sorted({run["seed"] for run in runs})
     lines = [
-        f"| recipe | {' | '.join(f'seed {seed}: last top-1 (%), EMA' for seed in seeds)} |",
+        f"| recipe | {' | '.join(f'seed {seed}: last top-1 (%), plain and EMA' for seed in seeds)} |",
         f"| --- |{' --- |' * len(seeds)}",
     ]
     for recipe in dict.fromkeys(run["recipe"] for run in runs):

@@ -137,7 +137,7 @@ def test_failed_contender_is_reported_and_not_retried(clock: Clock) -> None:
     results["left_out"] = {"c": "this CPU has none", "d": "this CPU has none"}
     results["turns"].pop("b")
     output = "\n".join(lines(TABLE, results))
-    assert "not measured: c; d: this CPU has none" in output
+    assert "not measured: `c`, `d`: this CPU has none" in output
 
 
 def test_no_time_left_is_an_error(clock: Clock) -> None:
@@ -167,7 +167,9 @@ def test_report_has_command_machine_date_and_noise(clock: Clock) -> None:
         assert f"a device, clock {results['clock_mhz'][0]} to" in output or "clock unknown" in output
         assert f"torch {results['versions']['torch']}" in output
         assert results["date"] in output
-        assert "a against itself: 2.00 (2.00 to 2.00); ratios within this range are noise" in output  # 2.2 / 1.1
+        assert (
+            "control: `a` against itself: 2.00 (2.00 to 2.00); ratios within this range are noise" in output
+        )  # 2.2 / 1.1
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_variants(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert 0 < apart(fused, by_default) < 1e-2, "fused attention rounds differently"
     output = capsys.readouterr().out
     assert all(name in output for name in names)
-    assert f"kernels and formats chosen for {names[1]}: attention fused, cpu_fp32 mkl" in output
+    assert f"kernels and formats chosen for `{names[1]}`: attention fused, cpu_fp32 mkl" in output
 
 
 @pytest.mark.parametrize(

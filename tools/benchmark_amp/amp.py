@@ -59,7 +59,7 @@ def sections(results: Results) -> list[Section]:
     notes = [
         results.control_line(OFF, "seconds"),
         peak_line(results),
-        *results.choices_lines((OFF, ON)),
+        *results.choices_lines({OFF: OFF, ON: ON}),
         results.iteration_line(),
     ]
     return [Section(title, rows, notes)]

@@ -132,15 +132,18 @@ def sections(results: Results) -> list[Section]:
         )
     notes = [
         peak_line(results),
-        *results.choices_lines(_name(mode, SYNTHETIC) for mode in modes),
-        results.control_line(base, "images_per_second"),
+        *results.choices_lines({_name(mode, SYNTHETIC): mode for mode in modes}),
+        results.control_line(base, "images_per_second", REFERENCE),
         results.iteration_line(),
     ]
     if with_files:
-        notes.append(
-            "from files: images/s with image files that are read, decoded and augmented; "
-            "waited: fraction of the time spent waiting for data"
-        )
+        notes += [
+            "from files: images/s with image files that are read, decoded and augmented, followed by the speed-up with "
+            "them; waited: fraction of that time spent waiting for data",
+            "everything else: with synthetic images, made on the device",
+        ]
+    else:
+        notes.append("images: synthetic, made on the device")
     if results["device"].startswith("cpu"):
         notes.append("memory: peak of the whole process, Python and libraries included")
     title = f"Precisions, {results.subject()}, {results.settings['iterations']} iterations per measurement"

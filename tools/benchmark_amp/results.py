@@ -75,21 +75,24 @@ class Results(dict[str, Any]):
         failed = {name: reason for name in self.turns if (reason := self._first(name, "failed", ""))}
         for name, reason in [*self["left_out"].items(), *failed.items()]:
             names.setdefault(reason, []).append(name)
-        return [f"not measured: {'; '.join(who)}: {reason}" for reason, who in names.items()]
+        return [f"not measured: {quoted(who)}: {reason}" for reason, who in names.items()]
 
-    def control_line(self, name: str, key: str) -> str:
-        """Note on the noise, measured by the contender that runs twice."""
+    def control_line(self, name: str, key: str, label: str = "") -> str:
+        """Note on the noise, measured by the contender that runs twice. `label`: its name in the table, if another."""
         control = shown(self.ratio(name + AGAIN, name, key))
-        return f"control: {name} against itself: {control}; ratios within this range are noise"
+        return f"control: {quoted([label or name])} against itself: {control}; ratios within this range are noise"
 
-    def choices_lines(self, names: Iterable[str]) -> list[str]:
-        """Notes on kernels and formats chosen by the device or by measurement, grouped by equal choices."""
+    def choices_lines(self, labels: Mapping[str, str]) -> list[str]:
+        """Notes on kernels and formats chosen by the device or by measurement, grouped by equal choices.
+
+        `labels`: name of a contender -> its name in the table.
+        """
         alike: dict[str, list[str]] = {}
-        for name in names:
+        for name, label in labels.items():
             choices = self._first(name, "choices", {})
             words = [f"{key} {value}" for key, value in choices.items() if key not in NOT_SHOWN and value is not False]
-            alike.setdefault(", ".join(words), []).append(name)
-        return [f"kernels and formats chosen for {'; '.join(who)}: {words}" for words, who in alike.items() if words]
+            alike.setdefault(", ".join(words), []).append(label)
+        return [f"kernels and formats chosen for {quoted(who)}: {words}" for words, who in alike.items() if words]
 
     def _setting(self, key: str) -> Any:
         return self.settings.get(key, DEFAULTS[key])
@@ -111,6 +114,11 @@ class Results(dict[str, Any]):
         clock = self["clock_mhz"]
         mhz = f"clock {min(clock)} to {max(clock)} MHz" if clock else "clock unknown"
         return f"{self['device']}, {mhz}, {versions}, {self['date']}"
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names of contenders, which may contain commas, as a list."""
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def shown(value: float | Ratio | None, digits: int = 3) -> str:

@@ -56,7 +56,8 @@ def _axis(results: Results, axis: str, names: list[str]) -> Section:
             ]
         )
     notes = [
-        f"work and time are relative to {base}; predicted ms assumes the same FLOP/s",
+        f"work (counted operations) and time of an update are relative to `{base}`; "
+        "predicted ms assumes the FLOP/s of that size",
         results.control_line(base, "seconds"),
     ]
     return Section(f"Against {TITLES[axis]}", rows, notes)
@@ -85,7 +86,11 @@ def _processes(results: Results, numbers: list[int]) -> Section:
                 shown(results.median(name, "peak_memory_gb")),
             ]
         )
-    notes = ["memory: per process", results.control_line(first, "seconds")]
+    notes = [
+        f"to one: time of an update, relative to {first}",
+        "memory: per process",
+        results.control_line(first, "seconds"),
+    ]
     return Section(f"Against the number of processes, each training {results.settings['base']}", rows, notes)
 
 

@@ -19,6 +19,7 @@ TITLES = {
     "train": "Training: images per second of one core's time",
     "val": "Validation: images per second of one core's time",
 }
+LOADER_RATIOS = f"ratios of {OURS} to {TIMM} by wall-clock time, then by core time (CPU time of all processes)"
 ENOUGH = 1.1
 """How many times as fast as the model a loader must be, so that the model never waits."""
 
@@ -34,7 +35,7 @@ def lines(results: Results) -> list[str]:
         if results.get(part):
             text += ["", title, *in_columns(_per_core_rows(results[part]))]
     if results.get("loader"):
-        text += ["", f"Through the loaders, batches of {results['batch']}: images per second"]
+        text += ["", f"Through the loaders, batches of {results['batch']}: images per second; {LOADER_RATIOS}"]
         text += in_columns(_loader_rows(results["loader"]))
     if results.get("stages"):
         text += ["", "CPU time by stage: milliseconds per image (training)"]
@@ -98,7 +99,7 @@ def markdown(results: Results, link: str) -> str:
             text += [f"{title}; ratios are the median, minimum and maximum over the rounds:", ""]
             text += [*in_markdown(_per_core_rows(results[part])), ""]
     if results.get("loader"):
-        text += ["Batches that arrive in the training process, in images per second:", ""]
+        text += [f"Batches that arrive in the training process, in images per second; {LOADER_RATIOS}:", ""]
         text += [*in_markdown(_loader_rows(results["loader"])), ""]
     if results.get("stages"):
         stages = ", ".join(f"{name} {ms:.2f}" for name, ms in results["stages"].items())

@@ -226,7 +226,7 @@ def sections(results: Results) -> list[Section]:
         f"timm's loop: {settings['timm_loop']}",
         _agreement(results, precisions, first),
         *([peak_line(results)] if has_peak else []),
-        *results.choices_lines(names),
+        *results.choices_lines({name: name for name in names}),
     ]
     return [Section(f"An update, {results.subject()}, with EMA and clipping", rows, notes)]
 
@@ -247,8 +247,8 @@ def _agreement(results: Results, precisions: list[str], first: str) -> str:
     most = []
     for precision in precisions:
         own = [apart(c, curves[first]) for n, c in curves.items() if _precision_of(n) == precision and first in curves]
-        most.append(f"{precision} {max(own, default=0.0):.1e}")
-    return f"largest relative difference between the first losses and those of {first}: {', '.join(most)}"
+        most.append(f"{max(own, default=0.0):.1e} in {precision}")
+    return f"largest relative difference of a loop's first losses from those of `{first}`: {', '.join(most)}"
 
 
 def charts(results: Results) -> list[Chart]:

@@ -141,7 +141,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("pretrained", "weights to start from: a file, a run or a timm model", "FROM", ("MODEL.PRETRAINED",)),
         Flag(
             "teacher_model",
-            "teacher for distillation: a timm model, a run, or NAME=FILE",
+            "teacher for distillation: a timm model, a run, or NAME=FILE (timm's name and a file of weights)",
             "FROM",
             ("TRAIN.TEACHER_MODEL",),
             also=("teacher_model_path",),

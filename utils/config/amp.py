@@ -29,7 +29,7 @@ class AmpConfig(Section):
     EVAL: bool = setting(True, "Validate under autocast as well.")
     LOSS_SCALING: bool | None = setting(None, "Scale the loss; null: only in fp16, which needs it.")
     INIT_LOSS_SCALING: AboveZero = setting(65536.0, "Initial loss scale.")
-    INCR_EVERY_N_STEPS: Positive = setting(2000, "Updates without overflow before the loss scale grows.")
+    INCR_EVERY_N_STEPS: Positive = setting(2000, "Consecutive updates without overflow before the loss scale grows.")
     INCR_RATIO: float = setting(2.0, "Factor by which the loss scale grows.", gt=1)
     DECR_RATIO: float = setting(0.5, "Factor by which the loss scale shrinks after overflows.", gt=0, lt=1)
     DECR_EVERY_N_NAN_OR_INF: Positive = setting(1, "Consecutive overflows before the loss scale shrinks.")

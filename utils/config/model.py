@@ -15,7 +15,7 @@ class ModelConfig(Section):
 
     TYPE: Annotated[str, BeforeValidator(folded)] = setting(
         "vit",
-        "Model family, which chooses defaults: vit, deit or swin. With any other type, NAME must be a timm model.",
+        "Model family: vit, deit or swin; it chooses defaults. With any other type, NAME must be a timm model.",
     )
     NAME: str = setting(
         "vit_base_patch16_224",
@@ -41,7 +41,7 @@ class ModelConfig(Section):
     )
     NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: as many as the data set has.")
     DROPOUT: FractionBelowOne = setting(
-        0.0, "Dropout after position embedding, projections and MLPs; in ResNets, before the classifier."
+        0.0, "Dropout after the position embedding and the projections, and in MLPs; in ResNets, before the classifier."
     )
     ATTENTION_DROPOUT: FractionBelowOne = setting(0.0, "Dropout of attention weights.")
     DROPPATH: FractionBelowOne = setting(0.0, "Stochastic depth rate of the last block; lower in earlier ones.")
@@ -67,7 +67,7 @@ class ModelConfig(Section):
         Literal["auto", "fused", "plain", "flash", "efficient", "cudnn", "packed"], BeforeValidator(folded)
     ] = setting(
         "auto",
-        "Implementation of attention: fused: torch chooses the kernel; auto: the fastest measured "
+        "Implementation of attention. fused: torch chooses the kernel; auto: the fastest measured "
         "(docs/performance.md).",
     )
     LINEAR_PATCHES: Literal["auto"] | bool = setting(

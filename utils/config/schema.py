@@ -30,7 +30,7 @@ class DistConfig(Section):
     BACKEND: Literal["nccl", "gloo"] | None = setting(
         None, "Communication backend; null: nccl on GPUs, gloo elsewhere."
     )
-    TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank before the run ends.", gt=0)
+    TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0)
     STATIC_GRAPH: bool = setting(
         False,
         "ddp: pass static_graph=True to DDP. All updates must use the same parameters in the same order, without "
@@ -69,7 +69,9 @@ class Config(Section):
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
     SAVE_EVERY_MINUTES: AboveZero | None = setting(None, "Also save a checkpoint every N minutes.")
     SAVE_BEST_BY: Literal["acc1", "acc5", "map", "loss"] = setting(
-        "acc1", "Validation metric that decides which checkpoint is best; map by default with DATA.MULTI_LABEL."
+        "acc1",
+        "Validation metric that decides which checkpoint is best; with DATA.MULTI_LABEL, the default "
+        "is map (mean average precision).",
     )
     SAVE_IN_BACKGROUND: bool = setting(True, "Write checkpoints from a copy in host memory while training continues.")
     KEEP_LAST: Count = setting(3, "Number of latest checkpoints kept besides the best one; 0: all are kept.")

@@ -24,7 +24,7 @@ from utils.config.kinds import (
 
 
 class MuonConfig(Section):
-    """For NAME Muon, NMuon, AdaMuon, NAdaMuon. AdamW (NAdamW in NAdaMuon) updates all but linear layers in blocks."""
+    """Muon, NMuon, AdaMuon and NAdaMuon update linear layers in blocks; AdamW (NAdaMuon: NAdamW) updates the rest."""
 
     ADAMW_LR: AboveZero | None = setting(
         None,
@@ -134,13 +134,13 @@ class TrainConfig(Section):
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
     LOSS: Annotated[Literal["ce", "bce"], BeforeValidator(folded)] = setting(
         "ce",
-        "Loss for the labels: ce: cross-entropy. bce: binary cross-entropy, each class by itself, as in DeiT III; the "
+        "Loss for the labels. ce: cross-entropy. bce: binary cross-entropy, each class by itself, as in DeiT III; the "
         "default with DATA.MULTI_LABEL.",
     )
     BCE_TARGET_THRESH: FractionBelowOne | None = setting(
         None,
-        "bce: a target above this threshold becomes 1, any other 0; so with 0, both labels of a mixed image become 1. "
-        "null: soft targets.",
+        "bce: a target above this threshold becomes 1, any other 0; so threshold 0 makes both labels of a mixed image "
+        "1. null: soft targets.",
     )
     BCE_SUM: bool = setting(False, "bce: sum over the classes, mean over the samples; false: mean over both.")
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.")
@@ -200,7 +200,9 @@ class TrainConfig(Section):
     DISTILLATION_ALPHA: Fraction = setting(0.5, "Distillation: weight of the teacher's loss.")
     DISTILLATION_TAU: AboveZero = setting(1.0, "Distillation: temperature for type soft.")
     TEACHER_MODEL: str | None = setting(
-        None, "Teacher for distillation: a timm model, a run or checkpoint, or NAME=FILE."
+        None,
+        "Teacher for distillation: a timm model, a run or checkpoint, or NAME=FILE (timm's name of the model, and the "
+        "file of its weights).",
     )
 
     def size_in(self, epoch: int, full: int) -> int:

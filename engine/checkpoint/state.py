@@ -196,8 +196,8 @@ def _place_on_schedule(moved: int, before: int | None, now: int) -> int:
     if before is None or before == now:
         return moved
     log.warning(
-        "An epoch has %d updates now, but had %d in the checkpoint. The learning rate follows the epochs, and the "
-        "count of updates continues. The result will differ from that of an uninterrupted run.",
+        "An epoch has %d updates now, but had %d in the checkpoint. The learning-rate schedule resumes at the same "
+        "epoch, and the update number continues from the checkpoint's. The result will differ from that of an uninterrupted run.",
         now,
         before,
     )

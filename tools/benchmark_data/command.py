@@ -4,7 +4,7 @@
     python scripts/benchmark_data.py -dataset imagefolder -data_path /data/flowers -num_workers 0,4,16 -json speed.json
     python scripts/benchmark_data.py -made 1500 -size small    # no data at hand: makes JPEGs
 
-Per core: images per second of one core's time, from the stored file to uint8 pixels of the model's image size, with
+Per core: images per second of CPU time, from the stored file to uint8 pixels of the model's image size, with
 the transforms of training and of validation; `packed` is the same for images packed by scripts/pack_images.py. Through
 the loaders: images per second of wall-clock time, as batches arrive in the training process. By stage: CPU time of
 each stage of vitamp's loading. The contenders (vitamp, timm, torchvision, ...) alternate, so that a busy machine slows

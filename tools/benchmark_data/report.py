@@ -16,10 +16,10 @@ from utils.log import log
 
 Results = dict[str, Any]
 TITLES = {
-    "train": "Training: images per second of one core's time",
-    "val": "Validation: images per second of one core's time",
+    "train": "Training: images per second of CPU time",
+    "val": "Validation: images per second of CPU time",
 }
-LOADER_RATIOS = f"ratios of {OURS} to {TIMM} by wall-clock time, then by core time (CPU time of all processes)"
+LOADER_RATIOS = f"ratios of {OURS} to {TIMM} by wall-clock time, then by CPU time (of all processes)"
 ENOUGH = 1.1
 """How many times as fast as the model a loader must be, so that the model never waits."""
 
@@ -44,14 +44,14 @@ def lines(results: Results) -> list[str]:
 
 
 def _per_core_rows(part: Results) -> list[list[str]]:
-    rows = [["", "images/s", f"to {TIMM}", f"to {TORCHVISION}"]]
+    rows = [["", "images / CPU s", f"to {TIMM}", f"to {TORCHVISION}"]]
     for name, row in part.items():
         rows.append([name, f"{row['images_per_second']:.0f}", *(_ratio(row["to"].get(o)) for o in (TIMM, TORCHVISION))])
     return rows
 
 
 def _loader_rows(part: Results) -> list[list[str]]:
-    rows = [["workers", OURS, TIMM, "ratio", "by core time"]]
+    rows = [["workers", OURS, TIMM, "ratio", "by CPU time"]]
     for workers, row in part.items():
         rows.append(
             [workers, f"{row[OURS]:.0f}", f"{row[TIMM]:.0f}", _ratio(row["to"]), _ratio(row["to_by_core_time"])]

@@ -58,7 +58,7 @@ def _pack(argv: list[str]) -> int:
     jobs, packed = line.asked.num_workers, line.asked.verify
     if packed is not None:
         if places:
-            raise UserError(f"-verify takes one folder and packs nothing; remove {places[0]}.")
+            raise UserError(f"-verify takes one folder and packs nothing; leave the argument {places[0]} out.")
         from tools.pack_images.verify import verify
 
         return verify(Path(packed).expanduser(), jobs)

@@ -197,7 +197,8 @@ def _place_on_schedule(moved: int, before: int | None, now: int) -> int:
         return moved
     log.warning(
         "An epoch has %d updates now, but had %d in the checkpoint. The learning-rate schedule resumes at the same "
-        "epoch, and the update number continues from the checkpoint's. The result will differ from that of an uninterrupted run.",
+        "epoch, and the update number continues from the checkpoint's. The result will differ from that of an "
+        "uninterrupted run.",
         now,
         before,
     )

@@ -165,9 +165,9 @@ def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any
         return
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples or their order have "
-        f"changed since ({saved['number']} samples then, {now['number']} now): see SEED, DATA.SAMPLER, DATA.EXCLUDE, "
-        "DATA.VAL_FRACTION and the files. Restore the former samples and order, or resume from the end of a saved "
-        "epoch with -last_epoch."
+        f"changed since ({saved['number']} samples then, {now['number']} now). They depend on SEED, DATA.SAMPLER, "
+        "DATA.EXCLUDE, DATA.VAL_FRACTION and the files. Restore the former samples and order, or resume from the end "
+        "of a saved epoch with -last_epoch."
     )
 
 

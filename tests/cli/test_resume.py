@@ -236,7 +236,8 @@ def test_changed_samples_are_refused_only_in_the_middle_of_an_epoch(
     for changed in ((), (f"DATA.EXCLUDE={other}",), (f"DATA.EXCLUDE={first}", "SEED=1")):
         refused = go_on(12, *changed)
         assert refused.code == 2, refused.text
-        assert "saved within epoch 1, which had 23 training samples; now there are" in refused.err
+        assert "saved within epoch 1, but the training samples or their order have changed since" in refused.err
+        assert "(23 samples then, " in refused.err
         assert newest(run) == 4
     assert go_on(6, f"DATA.EXCLUDE={first}").code == 0
     between = go_on(8)

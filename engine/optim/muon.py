@@ -43,8 +43,8 @@ def hidden_matrices(model: nn.Module) -> dict[str, int]:
     }
     if not found.keys() & weights_to_train(model).keys():
         raise UserError(
-            f"TRAIN.OPTIMIZER.NAME: Muon finds no matrix to train in {type(model).__name__}: it updates linear layers "
-            "in blocks only, and there are none, or all are frozen (MODEL.FREEZE). Use AdamW."
+            f"TRAIN.OPTIMIZER.NAME: Muon finds no matrix to train in {type(model).__name__}: it updates only the "
+            "linear layers of blocks, and there are none, or all are frozen (MODEL.FREEZE). Use AdamW."
         )
     return found
 

@@ -221,6 +221,9 @@ def test_fastest_mode_is_recommended_without_fp32() -> None:
     advice = recommend(findings, None, "-amp off")
     assert "fp32 did not" in advice.sentence
     assert table(findings, None).count("bf16") == 2
+    cut_short = judge("fp16", "-amp fp16", run([1.0] * 49, 900.0), None, 100)
+    assert cut_short.against == ["only 49 updates were trained"]
+    assert recommend([*findings, cut_short], None, "-amp off").mode == "bf16"
 
 
 def test_json_has_no_nan() -> None:

@@ -117,6 +117,8 @@ def judge(name: str, flags: str, measured: Measured, base: Baseline | None, upda
         against.append(f"gradients were NaN or infinite from update {measured.bad_update} on")
     if measured.skipped > max(SKIPS_TO_FIND_THE_SCALE, MAX_SKIPPED * done):
         against.append(f"{measured.skipped} of {done} updates were skipped")
+    if 2 * done < (updates if base is None else min(updates, len(base.losses))):
+        against.append(f"only {done} updates were trained")
     if base is None:
         return Finding(name, flags, measured, None, None, None, None, None, against)
     difference, noise = largest_difference(base.losses, measured.losses), base.seed_noise(done)
@@ -125,8 +127,6 @@ def judge(name: str, flags: str, measured: Measured, base: Baseline | None, upda
         against.append(
             f"its loss is up to {excess:.2g} above all fp32 seeds, which differ by {noise:.2g} among themselves"
         )
-    if 2 * done < min(updates, len(base.losses)):
-        against.append(f"only {done} updates were trained")
     speed = None if slow else measured.images_per_second / base.images_per_second
     memory = measured.peak_memory_gb / base.peak_memory_gb
     return Finding(name, flags, measured, speed, memory, difference, noise, excess, against)

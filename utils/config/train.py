@@ -24,7 +24,7 @@ from utils.config.kinds import (
 
 
 class MuonConfig(Section):
-    """Muon, NMuon, AdaMuon and NAdaMuon update the linear layers of blocks; AdamW (NAdaMuon: NAdamW) updates the rest."""
+    """Muon, NMuon, AdaMuon, NAdaMuon update the linear layers of blocks; AdamW (NAdaMuon: NAdamW) updates the rest."""
 
     ADAMW_LR: AboveZero | None = setting(
         None,

@@ -55,7 +55,7 @@ def sections(results: Results) -> list[Section]:
         speedup = averages[OFF] / averages[ON] if name == ON and both else None
         rows.append([name, *cells, shown(averages.get(name), 4), shown(speedup, 4), of_peak(results, name)])
     iterations = results.settings["iterations"]
-    title = f"Seconds per {iterations} iterations, {results.subject()}, AMP on: {results.precision(ON)}"
+    title = f"Seconds per {iterations} iterations, {results.subject()}; {ON} means {results.precision(ON)}"
     notes = [
         results.control_line(OFF, "seconds"),
         peak_line(results),

@@ -139,7 +139,7 @@ def sections(results: Results) -> list[Section]:
     if with_files:
         notes += [
             "from files: images/s with image files that are read, decoded and augmented, followed by the speed-up with "
-            "them; waited: fraction of that time spent waiting for data",
+            "them; waited: fraction of the time that training from these files spent waiting for data",
             "everything else: with synthetic images, made on the device",
         ]
     else:

@@ -7,7 +7,7 @@ from datasets.loading.balanced import balanced_order
 from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
 from datasets.loading.order import EpochOrder, Share, identity_of, validation_batches
 from datasets.recognise import recognise
-from datasets.registry import check_dataset, count_classes, names, open_dataset
+from datasets.registry import check_dataset, count_classes, names, open_dataset, source_of
 from datasets.variants import Repeated, Sized
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "names",
     "open_dataset",
     "recognise",
+    "source_of",
     "validation_batches",
     "warn_unmatched",
 ]

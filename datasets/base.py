@@ -159,6 +159,8 @@ class Source:
     """`check` downloads the data set if DATA.DOWNLOAD is set"""
     multi_label: bool = False
     """Whether a sample may have several labels (DATA.MULTI_LABEL)"""
+    reads_path: bool = True
+    """Whether the data set is in DATA.DATA_PATH"""
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:

@@ -155,13 +155,15 @@ def image_source(
     count: Callable[[DataConfig, bool], int] | None = None,
     is_unsplit: Callable[[DataConfig], bool] = comes_split,
     multi_label: bool = False,
+    reads_path: bool = True,
 ) -> Source:
     """A source whose images are read one by one. `samples`: (data, train, num_classes) -> the samples of a split."""
 
     def open_split(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - images are read on the host
         return Images(samples(data, train, num_classes), data, train, seed)
 
-    return Source(open_split, check, fetches=fetches, count=count, is_unsplit=is_unsplit, multi_label=multi_label)
+    more = {"count": count, "is_unsplit": is_unsplit, "multi_label": multi_label, "reads_path": reads_path}
+    return Source(open_split, check, fetches=fetches, **more)
 
 
 def _storage_gone(name: str, reason: str) -> str:

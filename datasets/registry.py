@@ -82,8 +82,20 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     check_decoder(data)
     if data.DOWNLOAD and not source.fetches:
         log.warning("DATA.DOWNLOAD has no effect on the data set %s: it cannot be downloaded.", data.DATASET)
+    if data.DATA_PATH is not None and not source.reads_path:
+        log.warning(
+            "DATA.DATA_PATH %s is not used: the data set %s is not read from it. To use the images there, name their "
+            "layout, as in -dataset imagefolder.",
+            data.DATA_PATH,
+            data.DATASET,
+        )
     source.check(data, num_classes, train)
     _check_fold(source, data)
+
+
+def source_of(data: DataConfig) -> str:
+    """The data set, and where it is read from, for messages."""
+    return f"{data.DATASET} in {data.DATA_PATH}" if data.DATA_PATH and _named(data).reads_path else data.DATASET
 
 
 def _check_fold(source: Source, data: DataConfig) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import timm
 
-from datasets import count_classes, recognise
+from datasets import count_classes, recognise, source_of
 from engine.checkpoint.fields import Input, check_fields
 from engine.checkpoint.folder import META
 from engine.checkpoint.weights_file import read_header
@@ -76,7 +76,7 @@ def _with_classes(loaded: Loaded) -> Loaded:
             raise
         number = count_classes(config.DATA, train=False)  # an evaluation needs no training split
     number = max(number, 1)  # the check of the data reports negative labels, with their lines
-    name = f"{config.DATA.DATASET} in {config.DATA.DATA_PATH}" if config.DATA.DATA_PATH else config.DATA.DATASET
+    name = source_of(config.DATA)
     note = f"{CLASSES} {number}: classes of {name}"
     if number == 1 and not config.DATA.MULTI_LABEL:
         note += ". With one class there is nothing to learn: is DATA.DATA_PATH the folder that holds the class folders?"

@@ -202,8 +202,8 @@ def _notes(
     differing = ", ".join(f"{key} {as_text(value)} (timm's: {as_text(has.get(key))})" for key, value in edited.items())
     notes = []
     if base.is_label:
-        tail = f", except for {differing}" if differing else ""
-        notes.append(f"MODEL.NAME {model.NAME} is a label; the sizes are those of timm's {base.timm_name}{tail}")
+        sizes = f"the sizes of timm's {base.timm_name}" + (f", except for {differing}" if differing else "")
+        notes.append(f"MODEL.NAME {model.NAME} is only a label: the model is built with {sizes}")
     elif differing:
         notes.append(
             f"MODEL.NAME {model.NAME} is only a label here: the model differs from timm's model of that name in "

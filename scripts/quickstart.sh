@@ -40,5 +40,8 @@ wait "$tee" || true
 run="$(sed -n 's/.*everything is in //p' "$output" | tail -n 1)"
 if [[ $code == 0 && -d $run ]]; then
     "$PYTHON" "$ROOT/scripts/report.py" "$run" || echo 'The run is done, but the report could not be written.' >&2
+    if [[ $PYTHON == "$ROOT/.venv/bin/python" && ${VIRTUAL_ENV:-} != "$ROOT/.venv" ]]; then
+        echo "Before any other command, activate the environment: source $ROOT/.venv/bin/activate"
+    fi
 fi
 exit "$code"

@@ -164,8 +164,6 @@ def _samples(data: DataConfig, train: bool, num_classes: int) -> ShardSamples:
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    if data.DATA_PATH is not None:
-        log.info("DATA.DATA_PATH is not used: DATA.DATASET %s names the images.", data.DATASET)
     check_splits(_shard_set(data), data, num_classes, train)
 
 
@@ -173,4 +171,4 @@ def _is_unsplit(data: DataConfig) -> bool:
     return _shard_set(data).split(False)[1]
 
 
-SOURCE = image_source(_samples, _check, fetches=True, is_unsplit=_is_unsplit, multi_label=True)
+SOURCE = image_source(_samples, _check, fetches=True, is_unsplit=_is_unsplit, multi_label=True, reads_path=False)

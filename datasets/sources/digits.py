@@ -20,7 +20,6 @@ from datasets.memory import ArrayPixels, ArraySamples, InMemory
 from datasets.sources.split import split, split_by_fold
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.log import log
 
 CLASSES = [str(digit) for digit in range(10)]
 SIDE = 8
@@ -67,8 +66,8 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: AR
     _file()
     check_class_count(len(CLASSES), num_classes, "The data set digits")
     log_unused_outputs(len(CLASSES), num_classes, "The data set digits")
-    if data.DATA_PATH is not None:
-        log.info("DATA.DATA_PATH is not used: the data set digits comes with scikit-learn.")
 
 
-SOURCE = Source(_open, _check, single=partial(ArrayPixels, cropped=False), is_unsplit=lambda _data: True)
+SOURCE = Source(
+    _open, _check, single=partial(ArrayPixels, cropped=False), is_unsplit=lambda _data: True, reads_path=False
+)

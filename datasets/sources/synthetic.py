@@ -8,7 +8,6 @@ import torch
 from datasets.base import PADDING, Batch, ImageDataset, Key, Source
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.log import log
 from utils.seeding import key
 
 POOL = 128
@@ -49,9 +48,8 @@ def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: to
     return Synthetic(data.SYNTHETIC_TRAIN if train else data.SYNTHETIC_VAL, data, num_classes, seed, device)
 
 
-def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: ARG001 - nothing can be wrong
-    if data.DATA_PATH is not None:
-        log.info("DATA.DATA_PATH is not used: the data set synthetic is made on the device.")
+def _check(data: DataConfig, num_classes: int, train: bool) -> None:
+    """Nothing can be wrong."""
 
 
 def _count(_data: DataConfig, _train: bool) -> int:
@@ -61,4 +59,4 @@ def _count(_data: DataConfig, _train: bool) -> int:
     )
 
 
-SOURCE = Source(_open, _check, count=_count)
+SOURCE = Source(_open, _check, count=_count, reads_path=False)

@@ -109,3 +109,5 @@ def test_auto_classes_are_counted_and_named() -> None:
     loaded = resolved(MODEL__NUM_CLASSES="auto", DATA__IMAGE_CHANNELS="1")
     assert loaded.config.MODEL.NUM_CLASSES == 10
     assert "MODEL.NUM_CLASSES 10: classes of digits" in loaded.notes
+    with_path = resolved(MODEL__NUM_CLASSES="auto", DATA__IMAGE_CHANNELS="1", DATA__DATA_PATH="/data")
+    assert "MODEL.NUM_CLASSES 10: classes of digits" in with_path.notes, "which are not in /data"

@@ -36,7 +36,7 @@ def house(tmp_path: Path) -> Path:
     scripts = tmp_path / "a house" / "scripts"
     scripts.mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "quickstart.sh", scripts)
-    (scripts / "setup.sh").write_text(f'ROOT="{scripts.parent}"\nPYTHON="$ROOT/python"\n')
+    (scripts / "setup.sh").write_text(f'ROOT="{scripts.parent}"\nPYTHON="${{INTERPRETER:-$ROOT/python}}"\n')
     (scripts.parent / "python").write_text(STAND_IN)
     (scripts.parent / "python").chmod(0o755)
     (tmp_path / "the run").mkdir()
@@ -63,6 +63,18 @@ def test_quickstart_ends_with_the_report(house: Path) -> None:
     assert told[0] == "training with -cfg configs/vit_digits.yaml -amp -output some where TRAIN.NUM_EPOCHS=5"
     assert told[-1] == f"report of {house.parent / 'the run'}"
     assert not list(house.parent.glob("tmp.*")), "no temporary file is left"
+
+
+def test_quickstart_says_how_to_activate_its_own_environment(house: Path) -> None:
+    own = house / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    shutil.copy(house / "python", own)
+    reminder = f"activate the environment: source {own.parent}/activate"
+    for active, reminded in (("", True), (str(house / ".venv"), False)):
+        done = start(house, INTERPRETER=str(own), VIRTUAL_ENV=active)
+        told = done.communicate(timeout=60)[0].splitlines()
+        assert done.returncode == 0
+        assert told[-1].endswith(reminder) == reminded
 
 
 @pytest.mark.parametrize(

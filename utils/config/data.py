@@ -52,7 +52,7 @@ class DataConfig(Section):
     IMAGENET_STD: Numbers = setting((0.5, 0.5, 0.5), "Standard deviation for normalisation.")
     SAMPLER: Annotated[Literal["shuffle", "balanced"], BeforeValidator(folded)] = setting(
         "shuffle",
-        "Training: shuffle: each image once per epoch. balanced: each class equally often, in an epoch of the "
+        "Training: shuffle: no image twice in an epoch. balanced: each class equally often, in an epoch of the "
         "same length; images of rare classes repeat, each time with a new augmentation.",
     )
     DROP_LAST: bool = setting(True, "Drop the last micro-batch of an epoch if it is incomplete.")

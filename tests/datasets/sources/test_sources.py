@@ -189,6 +189,16 @@ def test_list_lines_may_have_spaces_tabs_and_windows_line_ends(
     assert dataset.__getitems__(keys(0, 1)).labels.tolist() == [2, 1]
 
 
+@pytest.mark.parametrize("name", ["digits", "synthetic", "imagefolder"])
+def test_unused_path_is_warned_of_with_a_way_to_use_it(
+    class_tree: Callable[..., Path], settings: Settings, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    root = class_tree()
+    check_dataset(settings(DATASET=name, DATA_PATH=str(root)), 10)
+    warned = f"DATA.DATA_PATH {root} is not used" in caplog.text and "-dataset imagefolder" in caplog.text
+    assert warned == (name != "imagefolder")
+
+
 def test_unused_outputs_are_logged(listed: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vitamp"):
         check_dataset(settings(DATA_PATH=str(listed)), 1000)

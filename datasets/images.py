@@ -162,8 +162,15 @@ def image_source(
     def open_split(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - images are read on the host
         return Images(samples(data, train, num_classes), data, train, seed)
 
-    more = {"count": count, "is_unsplit": is_unsplit, "multi_label": multi_label, "reads_path": reads_path}
-    return Source(open_split, check, fetches=fetches, **more)
+    return Source(
+        open_split,
+        check,
+        count=count,
+        is_unsplit=is_unsplit,
+        fetches=fetches,
+        multi_label=multi_label,
+        reads_path=reads_path,
+    )
 
 
 def _storage_gone(name: str, reason: str) -> str:

@@ -80,7 +80,7 @@ class Health:
         return limit is not None and reading.skipped_in_a_row >= limit
 
     def diagnosis(self, reading: Reading, update: int) -> AllRanksError:
-        last = f" The last one replayed: {self._last.words()}." if self._last else ""
+        last = f" The last that was replayed to find the overflow: {self._last.words()}." if self._last else ""
         return AllRanksError(
             f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update} "
             f"(AMP.STOP_AFTER_SKIPS {self.amp.STOP_AFTER_SKIPS}); the loss scale is {reading.scale:g}.{last} The "

@@ -173,8 +173,8 @@ def _shortcuts(config: Config) -> Iterator[Problem]:
         yield (
             "TRAIN.SIZE_SCHEDULE",
             f"{one_line(steps)}: the first start must be 0, and each later start above the previous one and below "
-            f"TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}, all counted in epochs (a start below 1 is a fraction of the run), "
-            "as in [[0, 160], [0.75, 224]]",
+            f"TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}, as in [[0, 160], [0.75, 224]]; a start below 1 is a fraction of the "
+            "run and is converted to epochs before this check",
         )
     if steps[-1][1] != full:
         yield (

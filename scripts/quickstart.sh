@@ -20,14 +20,21 @@ trap 'rm -f "$output"' EXIT
 exec 3> >(trap '' INT TERM USR1 && exec tee "$output")
 tee=$!
 
+# Traps before the training starts: a signal between its start and the traps would end this script alone. `$!` is the
+# training from the moment it runs.
+forward() {
+    [[ $! != "$tee" ]] || exit $((128 + $(kill -l "$1")))
+    kill "-$1" "$!" 2>/dev/null || true
+}
+for signal in INT TERM USR1; do
+    trap "forward $signal" "$signal"
+done
+
 # In the background, so that signals to this script reach the training at once; `set -m`, so that Ctrl-C does too.
 set -m
 "$PYTHON" "$ROOT/main_single_gpu.py" -cfg "$CONFIG" -amp "$@" >&3 &
 training=$!
 set +m
-for signal in INT TERM USR1; do
-    trap "kill -$signal $training 2>/dev/null || true" "$signal"
-done
 code=0
 wait "$training" || code=$?
 while kill -0 "$training" 2>/dev/null; do # a signal ended `wait`, not the training

@@ -103,3 +103,19 @@ def test_signals_reach_the_training(house: Path, number: signal.Signals, to_all:
     assert script.returncode == 143
     assert "report of" not in told
     assert time.monotonic() - began < 20, "at once, not at the end of training"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signal_right_after_the_start_reaches_the_training(house: Path, number: signal.Signals) -> None:
+    """On a busy machine, the script may be slow between starting the training and its next line."""
+    script = house / "scripts" / "quickstart.sh"
+    text = script.read_text()
+    assert text.count("\ntraining=$!\n") == 1
+    script.write_text(text.replace("\ntraining=$!\n", "\nfor ((i = 0; i < 300000; i++)); do :; done\ntraining=$!\n"))
+    started = start(house, WAIT="yes")
+    assert started.stdout is not None
+    assert started.stdout.readline().startswith("training with")
+    os.kill(started.pid, number)
+    told = started.communicate(timeout=60)[0]
+    assert f"heard {number.name.removeprefix('SIG')}" in told
+    assert started.returncode == 143

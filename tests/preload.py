@@ -12,6 +12,7 @@ import_compiler_late()
 
 import gc
 import importlib
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,41 @@ from typing import Any
 IMPORTED = (
     *("torch", "torch.optim", "torch.distributed", "torchvision.transforms.v2", "timm", "timm.optim", "timm.scheduler"),
     *("torch.distributed.launcher.api", "torch.nn.parallel", "torch.utils.tensorboard", "matplotlib.pyplot"),
-    *("pydantic", "safetensors.torch", "huggingface_hub"),
+    *("pydantic", "safetensors.torch", "huggingface_hub", "simplejpeg"),
     *("engine.entry", "engine.run", "engine.run_evaluation", "engine.saved.trained", "engine.saved.predictions"),
-    "tools.common.command_line",
+    *("engine.preflight", "engine.resolve", "engine.speed.packed_attention", "tools.common.command_line"),
 )
 for name in IMPORTED:
     importlib.import_module(name)
 
-from matplotlib.figure import Figure
+from matplotlib import pyplot
+from PIL import Image
 
-_render = Figure.draw
+_subplots = pyplot.subplots
+_blank = io.BytesIO()
+Image.new("RGB", (1650, 770), "white").save(_blank, "PNG")
 
 
-def _draw(figure: Figure, renderer: Any) -> None:
-    """Rendering curves.png takes half of a short run: forked runs plot it, and leave its pixels blank.
+class _Blank:
+    """A figure, or an axis of one, that takes whatever is plotted."""
 
-    Tests of what it shows draw it themselves or start a new Python. Pictures of tools are rendered.
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: None
+
+    def savefig(self, file: Any, **options: Any) -> None:
+        file.write(_blank.getvalue())
+
+
+def _plot(rows: int = 1, columns: int = 1, **options: Any) -> Any:
+    """Plotting curves.png takes half of a short run: forked runs leave it blank.
+
+    Tests of what it shows draw it themselves or start a new Python. Pictures of tools are plotted.
     """
     if not Path(sys.argv[0]).name.startswith("main_"):
-        _render(figure, renderer)
+        return _subplots(rows, columns, **options)
+    return _Blank(), [[_Blank() for _ in range(columns)] for _ in range(rows)]
 
 
-setattr(Figure, "draw", _draw)  # noqa: B010 - a method is replaced
+setattr(pyplot, "subplots", _plot)  # noqa: B010 - a function is replaced
 gc.collect()
 gc.freeze()  # a collection in a forked process leaves these objects' pages shared

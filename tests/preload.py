@@ -39,14 +39,14 @@ class _Blank:
     """A figure, or an axis of one, that takes whatever is plotted."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **options: None
+        return lambda *_, **__: None
 
-    def savefig(self, file: Any, **options: Any) -> None:
+    def savefig(self, file: Any, **_: Any) -> None:
         file.write(_blank.getvalue())
 
 
 def _plot(rows: int = 1, columns: int = 1, **options: Any) -> Any:
-    """Plotting curves.png takes half of a short run: forked runs leave it blank.
+    """Plotting curves.png takes a third of a short run: forked runs leave it blank.
 
     Tests of what it shows draw it themselves or start a new Python. Pictures of tools are plotted.
     """

@@ -44,6 +44,7 @@ def test_stopped_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, tiny: Path, 
     assert metrics(run, "train") == metrics(whole, "train")
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(vitamp: Vitamp, tiny: Path, tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "run"
     words = ("-cfg", tiny, "-output", run, *BCE, "TRAIN.CLASS_WEIGHTS=balanced", *SHORT, "-accum_iter", 1, "-ngpus", 2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.program import Result, metrics
 
 Vitamp = Callable[..., Result]
@@ -12,6 +14,7 @@ WSD = ("TRAIN.LR_SCHEDULER.NAME=wsd", "TRAIN.LR_SCHEDULER.DECAY_FRACTION=0.5", "
 PER_EPOCH = 44
 
 
+@pytest.mark.slow
 def test_run_made_longer_before_its_decay_equals_a_long_one(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     short, long, longer = tmp_path / "short", tmp_path / "long", tmp_path / "longer"
     done = vitamp("-cfg", tiny, "-output", short, *WSD, "TRAIN.NUM_EPOCHS=4", "KEEP_EVERY=2", "KEEP_LAST=1")

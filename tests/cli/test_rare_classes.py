@@ -59,6 +59,7 @@ def test_killed_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, tiny: Path, t
     assert weights(run) == weights(whole)
 
 
+@pytest.mark.slow  # test_multi_label_runs.py tests the same of another sampler
 def test_two_processes_equal_one(vitamp: Vitamp, tiny: Path, tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "run"
     words = ("-cfg", tiny, "-output", run, *BALANCED, *SHORT, "-accum_iter", 1, "-ngpus", 2)

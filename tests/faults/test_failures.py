@@ -73,10 +73,8 @@ def test_an_unreadable_image_is_named(
     until(lambda: not run.alive(), 5)
 
 
-@pytest.mark.parametrize(
-    "to_all",
-    [pytest.param(False, marks=pytest.mark.slow, id="to the launcher"), pytest.param(True, id="to the whole group")],
-)
+@pytest.mark.slow  # Ctrl-C of one process, and signals to several, are tested with every change
+@pytest.mark.parametrize("to_all", [False, True], ids=["to the launcher", "to the whole group"])
 def test_ctrl_c_ends_all(start: Callable[..., Run], imagenet: Path, to_all: bool) -> None:
     run = start(*SMALL, *ENDLESS, f"DATA.DATA_PATH={imagenet}")
     run.wait_for_updates()

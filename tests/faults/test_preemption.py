@@ -73,7 +73,7 @@ PHASES: dict[str, Callable[[Path], bool]] = {
         pytest.param("in a validation in an epoch", signal.SIGUSR1, 143, marks=pytest.mark.slow),
         pytest.param("in a validation at the end of an epoch", signal.SIGINT, 130, marks=pytest.mark.slow),
         pytest.param("in the last validation", signal.SIGTERM, 143, marks=pytest.mark.slow),
-        ("while saving", signal.SIGTERM, 143),
+        pytest.param("while saving", signal.SIGTERM, 143, marks=pytest.mark.slow),
     ],
 )
 def test_stopped_in_any_phase_it_saves_and_goes_on(

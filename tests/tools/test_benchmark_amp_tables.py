@@ -175,6 +175,7 @@ def _weights(job: Job, world: World) -> float:
         return sum(float(weight.detach().double().sum()) for weight in model.parameters())
 
 
+@pytest.mark.slow
 def test_startup_probe_times_each_part(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     result, began = tmp_path / "parts.json", time.monotonic()
     script = ("main_single_gpu.py", "-cfg", tiny, "-output", tmp_path / "run")

@@ -206,12 +206,11 @@ wait_for() {
     print -r -- "$all"
 }
 zpty z zsh -f -i
-zpty -w z 'PS1=; autoload -Uz compinit; compinit -u; source "$HOME/vitamp.zsh"; echo rea""dy'
-wait_for ready >/dev/null
+zpty -w z 'autoload -Uz compinit; compinit -u; source "$HOME/vitamp.zsh"; PS1="rea""dy> "'
+wait_for 'ready> ' >/dev/null # a prompt: zsh reads key by key from here
 zpty -w -n z "python main_single_gpu.py AMP.LEVEL=N"$'\\t'
 wait_for AMP.LEVEL=NAIVE
-zpty -w z ''
-zpty -w -n z "python main_single_gpu.py -data"$'\\t'
+zpty -w -n z $'\\C-u'"python main_single_gpu.py -data"$'\\t' # on an empty line
 wait_for "folder of the data set"
 """
 

@@ -134,7 +134,7 @@ def _become(words: list[str], out: Path) -> None:
     sys.exit(main(words))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_killed_packing_resumes(many: Path, tmp_path: Path, pack: Pack, how: signal.Signals) -> None:
     words = [
         str(word) for word in (many, tmp_path / "packed", "-short_side", 200, "-shard_images", 10, "-num_workers", 2)

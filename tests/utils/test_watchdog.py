@@ -95,7 +95,7 @@ def sleeping() -> tuple[subprocess.Popen[bytes], Process]:
     return child, Process(child.pid, started)
 
 
-@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("left", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_watchdog_notices_a_killed_process_at_once(left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     child, process = sleeping()
     decided: list[str] = []

@@ -65,6 +65,7 @@ time.sleep(60)
     assert gone(set(workers), seconds=1.5), "torch alone notices within five seconds; a signal at once"
 
 
+@pytest.mark.slow
 def test_process_ends_without_closing_its_loader(listed: Path) -> None:
     script = f"""
 import torch

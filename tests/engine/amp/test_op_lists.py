@@ -210,6 +210,7 @@ def test_white_list_acts_the_same_eager_compiled_and_checkpointed() -> None:
         assert step(compiled, aot(compiled)).equals(eager)
 
 
+@pytest.mark.slow
 def test_model_compiled_before_install_uses_the_lists() -> None:
     fp32, model = step(small_vit(), amp=False), small_vit()
     forward = aot(model)

@@ -280,6 +280,7 @@ def test_slow_data_source_is_reported_as_input_bound(
     assert found["end"]["verdict"]["text"] == sentence
 
 
+@pytest.mark.slow
 def test_fast_data_source_is_reported_as_compute_bound(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:

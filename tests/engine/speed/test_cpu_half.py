@@ -122,7 +122,8 @@ def test_bits_do_not_depend_on_threads() -> None:
 
 
 @needs_tiles
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_work_in_threads_with_small_stacks(dtype: str) -> None:
     code = "import torch; torch.set_num_threads(3); from engine.speed.amx.products import cpu_linear; "
     code += f"x = torch.ones(300, 96, dtype=torch.{dtype}); print(cpu_linear(x, torch.ones(40, 96), None).sum().item())"

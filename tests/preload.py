@@ -30,6 +30,8 @@ for name in IMPORTED:
 from matplotlib import pyplot
 from PIL import Image
 
+from datasets.sources.digits import read_digits
+
 _subplots = pyplot.subplots
 _blank = io.BytesIO()
 Image.new("RGB", (1650, 770), "white").save(_blank, "PNG")
@@ -55,6 +57,7 @@ def _plot(rows: int = 1, columns: int = 1, **options: Any) -> Any:
     return _Blank(), [[_Blank() for _ in range(columns)] for _ in range(rows)]
 
 
+read_digits()  # and keeps them
 setattr(pyplot, "subplots", _plot)  # noqa: B010 - a function is replaced
 gc.collect()
 gc.freeze()  # a collection in a forked process leaves these objects' pages shared

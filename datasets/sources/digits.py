@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,12 @@ VALIDATION_FRACTION = 0.2
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
     """Pixels (1797 x 8 x 8, uint8, 0..255) and labels from scikit-learn's file, without importing scikit-learn."""
-    with gzip.open(_file(), "rt", encoding="ascii") as lines:
+    return _read(_file())
+
+
+@cache
+def _read(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    with gzip.open(file, "rt", encoding="ascii") as lines:
         table = np.loadtxt(lines, delimiter=",")
     pixels = np.rint(table[:, :-1] * (255 / BRIGHTEST)).astype(np.uint8)
     return pixels.reshape(-1, SIDE, SIDE), table[:, -1].astype(np.int64)

@@ -74,7 +74,8 @@ def test_killed_run_equals_an_uninterrupted_one(vitamp: Vitamp, tiny: Path, tmp_
     assert files(tmp_path / "run") == files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("amp", [(), pytest.param(O2, marks=pytest.mark.slow)], ids=["DDP", "O2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("amp", [(), O2], ids=["DDP", "O2"])
 def test_two_processes_equal_one_that_accumulates(
     vitamp: Vitamp, tiny: Path, tmp_path: Path, amp: tuple[object, ...]
 ) -> None:

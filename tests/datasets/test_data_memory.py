@@ -86,6 +86,7 @@ def test_workers_stay_small_while_they_load_images(training_set: Images) -> None
     assert max(private) < MOST_PRIVATE_MB, private
 
 
+@pytest.mark.slow
 def test_long_list_is_read_quickly(imagenet: Path) -> None:
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")  # resets the peak of memory

@@ -49,9 +49,8 @@ def test_a_failing_rank_ends_all_and_tells_why_once(start: Callable[..., Run], t
     until(lambda: not run.alive(), 5)
 
 
-@pytest.mark.parametrize(
-    "processes", [pytest.param(0, id="alone"), pytest.param(2, marks=pytest.mark.slow, id="two processes")]
-)
+@pytest.mark.slow  # test_data_faults.py tests MAX_BAD with processes that start faster
+@pytest.mark.parametrize("processes", [0, 2], ids=["alone", "two processes"])
 def test_an_unreadable_image_is_named(
     start: Callable[..., Run], imagenet: Path, tmp_path: Path, processes: int
 ) -> None:

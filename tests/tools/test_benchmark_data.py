@@ -191,6 +191,7 @@ def test_verdict_names_the_bottleneck(appetite: float, said: list[str]) -> None:
     assert all(word in text for word in said), text
 
 
+@pytest.mark.slow
 def test_made_images_are_deterministic_and_like_photographs(tmp_path: Path) -> None:
     root = make_images(tmp_path, 24, processes=2)
     files = sorted((root / "train").rglob("*.jpg"))

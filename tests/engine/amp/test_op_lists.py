@@ -237,6 +237,7 @@ def test_remove_restores_torchs_behaviour() -> None:
     lists.remove()
 
 
+@pytest.mark.slow
 def test_install_causes_no_warning(tmp_path: Path) -> None:
     """In a process of its own, since torch warns once in each."""
     script = tmp_path / "lists.py"

@@ -170,6 +170,7 @@ def test_interrupted_drawing_keeps_the_old_picture(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_failing_matplotlib_does_not_end_the_training(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:

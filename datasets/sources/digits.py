@@ -32,7 +32,7 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
     return _read(_file())
 
 
-@cache
+@cache  # both splits are in one file
 def _read(file: Path) -> tuple[np.ndarray, np.ndarray]:
     with gzip.open(file, "rt", encoding="ascii") as lines:
         table = np.loadtxt(lines, delimiter=",")

@@ -129,7 +129,7 @@ def test_ranks_with_different_world_sizes_are_refused(ranks: Ranks) -> None:
         refused(rank, rf"rank 1 on {HOST} .* was started as one of 3 processes, rank 0 on .* as one of 2")
 
 
-@pytest.mark.slow  # rank 0 waits for a third; ranks with other settings are refused beside
+@pytest.mark.slow  # a quicker test refuses ranks with other settings
 def test_duplicate_rank_is_refused(ranks: Ranks) -> None:
     first = ranks.start(0, world=3)
     for rank in (ranks.start(1, world=3), ranks.start(1, world=3), first):

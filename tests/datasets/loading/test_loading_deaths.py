@@ -37,7 +37,7 @@ def test_close_ends_the_workers(training) -> None:
     assert gone(started)
 
 
-@pytest.mark.slow  # tests/faults interrupts and kills runs that load
+@pytest.mark.slow  # tests/faults interrupts a run that is loading
 @pytest.mark.skipif(sys.platform != "linux", reason="the death of the parent is a signal on Linux only")
 def test_workers_ignore_a_groups_signals_and_die_with_their_parent(listed: Path) -> None:
     script = f"""

@@ -17,7 +17,6 @@ from datasets.sources.split import split
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
-ROOT = Path(__file__).parents[3]
 Settings = Callable[..., DataConfig]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from datasets.labels import members_of_classes
 from datasets.sources.files import FileList, FileSamples
+from datasets.sources.stratify import stratified
 from datasets.sources.walk import warn_once
 from utils.config.data import DataConfig
 from utils.config.kinds import Fold
@@ -86,35 +87,51 @@ def _shuffled_classes(labels: np.ndarray, seed: int, purpose: str) -> list[np.nd
     return [generator.permutation(of_class) for of_class in members_of_classes(labels)]
 
 
-def split_label_sets(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """The same two splits where samples have several labels (samples x classes), by DATA.FOLD or DATA.VAL_FRACTION.
-
-    Samples with the same labels are spread evenly. Many sets of labels occur once, so classes are split evenly only
-    as far as their samples have sets in common.
-    """
-    _, sets = np.unique(labels, axis=0, return_inverse=True)
-    fold, number = data.fold, np.arange(len(labels))
-    order = np.concatenate(_shuffled_classes(sets.reshape(-1), data.SPLIT_SEED, "folds" if fold else "split"))
+def split_several_labels(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The same two splits where samples have several labels (samples x classes), by DATA.FOLD or DATA.VAL_FRACTION."""
+    fold, images = data.fold, len(labels)
     if fold is not None:
-        if fold.folds > len(labels):
-            raise UserError(f"DATA.FOLD {fold}: {len(labels)} images cannot fill {fold.folds} folds; use fewer folds.")
-        chosen = number % fold.folds == fold.number - 1
+        if fold.folds > images:
+            raise UserError(f"DATA.FOLD {fold}: {images} images cannot fill {fold.folds} folds; use fewer folds.")
+        sizes = [images // fold.folds + (number < images % fold.folds) for number in range(fold.folds)]
+        validation, purpose = fold.number - 1, "folds"
     else:
-        count = min(math.ceil(round(len(labels) * data.VAL_FRACTION, 6)), len(labels) - 1)
+        count = min(math.ceil(round(images * data.VAL_FRACTION, 6)), images - 1)
         if not count:
             raise UserError(
                 "One image is too few for a validation split. Add images, or a validation split of your own."
             )
-        chosen = np.diff(number * count // len(labels), append=count) > 0
-    validates = np.zeros(len(labels), dtype=bool)
-    validates[order] = chosen
-    return np.flatnonzero(~validates), np.flatnonzero(validates)
+        sizes, validation, purpose = [count, images - count], 0, "split"
+    if data.LABEL_SPLIT == "sets":
+        subset_of = _subsets_by_label_sets(labels, sizes, data, purpose)
+    else:
+        generator = np.random.Generator(np.random.Philox(key=key(data.SPLIT_SEED, purpose)))
+        subset_of = stratified(labels, sizes, generator.permutation(images))
+    return np.flatnonzero(subset_of != validation), np.flatnonzero(subset_of == validation)
+
+
+def _subsets_by_label_sets(labels: np.ndarray, sizes: list[int], data: DataConfig, purpose: str) -> np.ndarray:
+    """The subset of each sample if samples with the same set of labels are spread evenly.
+
+    Many sets of labels occur once, so labels are split evenly only as far as their samples have sets in common.
+    """
+    _, sets = np.unique(labels, axis=0, return_inverse=True)
+    order, number = (
+        np.concatenate(_shuffled_classes(sets.reshape(-1), data.SPLIT_SEED, purpose)),
+        np.arange(len(labels)),
+    )
+    subset_of = np.empty_like(number)
+    if data.fold is not None:
+        subset_of[order] = number % len(sizes)
+    else:
+        subset_of[order] = np.diff(number * sizes[0] // len(labels), append=sizes[0]) == 0
+    return subset_of
 
 
 def split_rows(labels: np.ndarray, data: DataConfig, train: bool) -> np.ndarray:
     """Indices of one split of samples with these labels, by DATA.FOLD or else DATA.VAL_FRACTION."""
     if labels.ndim == 2:
-        splits = split_label_sets(labels, data)
+        splits = split_several_labels(labels, data)
     elif data.fold is not None:
         splits = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:

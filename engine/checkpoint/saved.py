@@ -16,8 +16,9 @@ from engine.checkpoint.shard_files import files_of
 from engine.checkpoint.weights_file import read_weights_meta
 from utils.better_weights import BOTH, Choice, Wanted, Which, choose_weights
 from utils.cli import CommandLine
-from utils.config import Config, load_config
+from utils.config import Config, config_of_run, load_config
 from utils.config.keys import settings, values_to_keep
+from utils.config.resumed import with_former
 from utils.errors import UserError
 from utils.files import kind_of_path
 from utils.run_folder import run_folder_of
@@ -61,8 +62,9 @@ class Saved:
         """The run's settings by dotted key; for an older checkpoint, those in the config.yaml of its run."""
         run = run_folder_of(self.path) if self.checkpoint and "settings" not in self.meta else None
         if run is None or not (run / "config.yaml").exists():
-            return self.meta.get("settings")
-        return values_to_keep(load_config(str(run / "config.yaml")).config)
+            own = self.meta.get("settings")
+            return None if own is None else with_former(own)
+        return values_to_keep(config_of_run(str(run / "config.yaml")))
 
     def fp32_modules(self) -> list[str]:
         """Modules that AMP.AUTO_FP32 had moved to fp32."""

@@ -24,8 +24,9 @@ from engine.parallel.fsdp import Sharding, is_sharded, local_shard, local_shards
 from engine.speed.channels_last import match_memory_format
 from engine.update import Parts
 from models import frozen_weights, is_inside
-from utils.config import Config, DataConfig, differences, load_config
+from utils.config import Config, DataConfig, config_of_run, differences, load_config
 from utils.config.keys import OF_ONE_START, settings
+from utils.config.resumed import with_former
 from utils.errors import UserError
 from utils.log import log
 from utils.run_folder import run_folder_of
@@ -284,7 +285,7 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, positio
 def _saved_settings(checkpoint: Checkpoint) -> Config | None:
     """Settings in the checkpoint itself: config.yaml may be from a resumed run that was killed before it saved."""
     if saved := checkpoint.meta.get("settings"):
-        known = {key: (value, str(checkpoint.folder)) for key, value in saved.items() if key in settings()}
+        known = {key: (value, str(checkpoint.folder)) for key, value in with_former(saved).items() if key in settings()}
         return load_config(None, known).config
     run = run_folder_of(checkpoint.folder)  # for older checkpoints, without settings
-    return load_config(str(run / "config.yaml")).config if run and (run / "config.yaml").exists() else None
+    return config_of_run(str(run / "config.yaml")) if run and (run / "config.yaml").exists() else None

@@ -160,6 +160,37 @@ def test_one_table_is_split_into_folds(vitamp: Vitamp, recipe: Path, tmp_path: P
     assert ", f1: " in done.out
 
 
+def test_run_of_an_earlier_version_keeps_its_split(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
+    """Resumed or evaluated, it has the validation images that it chose its best checkpoint by."""
+    run, former = tmp_path / "run", "DATA.LABEL_SPLIT=sets"
+    words = ("-cfg", recipe, "-data_path", recipe.parent / "train.csv", "-output", run)
+    assert vitamp(*words, former, "TRAIN.MAX_UPDATES=4", "SAVE_FREQ=1").code == 0
+    forget_setting(run, "LABEL_SPLIT")
+    (meta,) = run.glob("checkpoints/step-*/meta.json")
+    map_then = json.loads(meta.read_text())["metrics"]["map"]
+    done = vitamp(run, "-json", tmp_path / "e.json", "-weights", "model", script="scripts/evaluate.py")
+    assert done.code == 0, done.text
+    found = json.loads((tmp_path / "e.json").read_text())["figures"]["model"]["map"]
+    assert found == pytest.approx(map_then, abs=1e-4)
+    done = vitamp("-eval", "-resume", run, "-output", tmp_path / "eval")
+    assert metrics(tmp_path / "eval", "val")[0]["map"] == pytest.approx(map_then, abs=1e-4)
+    done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=6")
+    assert done.code == 0, done.text
+    assert "keeps the defaults it started with, although they have changed since: DATA.LABEL_SPLIT sets" in done.out
+    assert "changed since: DATA.LABEL_SPLIT" not in done.out.replace("they have changed since", "")
+    assert "LABEL_SPLIT: sets" in (run / "config.yaml").read_text()
+
+
+def forget_setting(run: Path, name: str) -> None:
+    """Make the run one of a version without this setting of DATA."""
+    config = run / "config.yaml"
+    config.write_text("".join(line for line in config.read_text().splitlines(True) if f" {name}:" not in line))
+    for file in run.glob("checkpoints/step-*/meta.json"):
+        meta = json.loads(file.read_text())
+        del meta["settings"][f"DATA.{name}"]
+        file.write_text(json.dumps(meta))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.common.runs import Lines, RunMetrics, is_end, is_start, last_line, read_lines
-from utils.config import load_config
+from utils.config import config_of_run
 
 Metrics = dict[str, Any]
 DIVERGED = 1.1
@@ -31,7 +31,7 @@ def fraction_done(folder: Path, epochs: int, updates: int | None) -> float:
 def metrics_of(folder: Path) -> Metrics:
     """Metrics of a finished run, as compare.json holds them."""
     about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    config = load_config(str(folder / "config.yaml")).config
+    config = config_of_run(str(folder / "config.yaml"))
     metrics = RunMetrics(read_lines(folder))
     speed, speeds, best = metrics.images_per_second, metrics.speeds, metrics.best_top1
     validations = metrics.of("val")

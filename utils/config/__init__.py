@@ -2,7 +2,7 @@
 
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
-from utils.config.load import Loaded, load_config
+from utils.config.load import Loaded, config_of_run, load_config
 from utils.config.model import ModelConfig
 from utils.config.schema import Config, DistConfig
 from utils.config.train import MuonConfig, OptimizerConfig, SchedulerConfig, TrainConfig
@@ -20,6 +20,7 @@ __all__ = [
     "SchedulerConfig",
     "TrainConfig",
     "config_hash",
+    "config_of_run",
     "differences",
     "format_config",
     "load_config",

@@ -99,6 +99,11 @@ class DataConfig(Section):
         "An image can have several labels, one or none; they are read from a csv table, or from lists in parquet files "
         "(docs/data.md).",
     )
+    LABEL_SPLIT: Annotated[Literal["iterative", "sets"], BeforeValidator(folded)] = setting(
+        "iterative",
+        "How images with several labels are split by VAL_FRACTION or FOLD. iterative: each label in proportion "
+        "(iterative stratification). sets: only each set of labels in proportion, as earlier versions did.",
+    )
     DOWNLOAD: bool = setting(False, "Download the data set into DATA_PATH if it is missing.")
     EXCLUDE: str | None = setting(None, "File with images to leave out, one per line; scripts/check_data.py writes it.")
     MAX_BAD: NonNegative = setting(

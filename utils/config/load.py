@@ -14,7 +14,7 @@ from utils.config.fields import is_no_value, retired_values
 from utils.config.keys import allowed, choices, default_of, nested, settings, value_of
 from utils.config.kinds import folded
 from utils.config.read import Entry, read_files, read_words
-from utils.config.resumed import former_defaults, resolved_by_run
+from utils.config.resumed import former_defaults, resolved_by_run, with_former
 from utils.config.schema import Config
 from utils.errors import UserError, nearest
 
@@ -81,6 +81,13 @@ def load_config(
     sources_given = {key: entry.source for key, entry in given.items()}
     lines += [f"{note}{_of_family(sources, note)}" for note in notes(config, sources_given)]
     return Loaded(config, sources, tuple(lines), tuple(scaled_learning_rates(config, layers, sources)))
+
+
+def config_of_run(file: str) -> Config:
+    """The settings in the config.yaml of a run."""
+    known = {key for layer in read_files(file) for key in layer.entries}
+    newer = {key: (value, file) for key, value in with_former({}).items() if key not in known}
+    return load_config(file, newer).config
 
 
 def _raise_conflicts(config: Config, sources: Mapping[str, str]) -> None:

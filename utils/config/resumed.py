@@ -22,13 +22,19 @@ FORMER: dict[str, Any] = {
     "TRAIN.OPTIMIZER.EPS": 1e-8,
     "TRAIN.OPTIMIZER.BETAS": (0.9, 0.999),
     "TRAIN.OPTIMIZER.MOMENTUM": 0.9,
+    "DATA.LABEL_SPLIT": "sets",
 }
-"""Defaults of earlier versions that have changed since."""
+"""Defaults of earlier versions that have changed since. A run that is older than a setting behaved like this, too."""
 CLIPPED = "TRAIN.WARMUP_EPOCHS"
 RESUME, OUTPUT = "MODEL.RESUME", "OUTPUT"
 DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"
 FROM_WEIGHTS = ("DATA.IMAGE_SIZE", "DATA.CROP_PCT", "DATA.INTERPOLATION", "DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 """Settings that a new run takes from its pretrained weights if they are not set; see engine/resolve.py."""
+
+
+def with_former(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved settings of a run, with former defaults for settings that are newer than the run."""
+    return {**FORMER, **values}
 
 
 def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -99,6 +105,6 @@ def _settings_of_run(resume: Any, output: Any) -> tuple[Config, Path] | None:
         if values is None and run is not None and (run / "config.yaml").is_file():
             values = {key: e.value for key, e in read_files(str(run / "config.yaml"))[-1].entries.items()}
         known = {key: value for key, value in (values or {}).items() if key in settings()}
-        return (Config.model_validate(nested(known)), run or meta.parent) if known else None
+        return (Config.model_validate(nested(with_former(known))), run or meta.parent) if known else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
         return None

@@ -12,7 +12,6 @@ import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.registry import count_classes
-from datasets.sources.split import split_label_sets
 from engine.inputs.mixup import Mixing
 from tests.datasets.sources.published import image
 from utils.config import TrainConfig
@@ -144,27 +143,6 @@ def test_classes_that_validation_lacks_are_named(
 def label_rows() -> np.ndarray:
     generator = np.random.default_rng(0)
     return (generator.random((400, 7)) < np.linspace(0.02, 0.6, 7)).astype(np.uint8)
-
-
-@pytest.mark.parametrize("fraction", [0.1, 0.25])
-def test_split_has_the_right_size_and_all_classes_in_proportion(fraction: float) -> None:
-    labels = label_rows()
-    train, val = split_label_sets(labels, DataConfig(VAL_FRACTION=fraction))
-    assert len(val) == round(400 * fraction)
-    assert sorted([*train, *val]) == list(range(400))
-    shares = labels[val].sum(0) / labels.sum(0)
-    assert np.abs(shares[2:] - fraction).max() < 0.08
-    again = split_label_sets(labels, DataConfig(VAL_FRACTION=fraction, SPLIT_SEED=1))[1]
-    assert not np.array_equal(val, again)
-
-
-def test_folds_are_disjoint_and_cover_all_samples() -> None:
-    labels = label_rows()
-    folds = [split_label_sets(labels, DataConfig.model_validate({"FOLD": f"{k}/5"}))[1] for k in range(1, 6)]
-    assert [len(fold) for fold in folds] == [80] * 5
-    assert sorted(np.concatenate(folds)) == list(range(400))
-    frequent = np.array([labels[fold].sum(0)[3:] for fold in folds])
-    assert np.ptp(frequent, axis=0).max() <= 12
 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])

@@ -16,7 +16,7 @@ from engine.checkpoint.saved import find_saved
 from engine.measure.progress import clock
 from engine.report.course import Course
 from tools.common.runs import RunMetrics, read_lines
-from utils.config import Config, load_config
+from utils.config import Config, config_of_run
 from utils.config.keys import settings, value_of
 from utils.config.write import one_line
 from utils.errors import UserError
@@ -132,7 +132,7 @@ def _read(folder: Path, name: str) -> Run:
 
 def _config(folder: Path) -> Config | None:
     try:
-        return load_config(str(folder / "config.yaml")).config
+        return config_of_run(str(folder / "config.yaml"))
     except UserError:  # perhaps of a later version, or not written yet: the rest of the run can be shown
         return None
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from engine.checkpoint.folder import Checkpoint, best_of, folder_name, write_index
+from engine.checkpoint.folder import Checkpoint, best_of, checkpoints_in, folder_name, write_index
 from engine.measure.progress import Best
 from engine.report.mlflow import STORE
 from engine.report.reporter import METRICS
@@ -28,7 +28,7 @@ def move_later_checkpoints(folder: Path, checkpoint: Checkpoint, best: Best) -> 
     Other files are copied first, so that after an interruption everything is in one of the two folders.
     """
     root, update = folder / "checkpoints", int(checkpoint.meta["update"])
-    later = [found for found in sorted(root.glob("step-*"), reverse=True) if found.name > folder_name(update)]
+    later = [found for number, found in reversed(checkpoints_in(root).items()) if number > update]
     if not later:
         return None
     with os_errors_as_user_errors(folder):

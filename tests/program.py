@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from engine.checkpoint.fields import META_HASH, hash_of
 from tests.forking import ROOT, start_process
 
 EMULATED = "VITAMP_EMULATED_TILES"
@@ -57,6 +58,11 @@ def run_program(
         )
         return Result(done.returncode, done.stdout, done.stderr)
     return Started(path, argv, cwd, env or {}, streams).end(timeout)
+
+
+def write_meta(path: Path, meta: dict[str, Any]) -> None:
+    """Write a changed meta.json with its hash, as another run would have written it."""
+    path.write_text(json.dumps({**meta, META_HASH: hash_of(meta)}), encoding="utf-8")
 
 
 class Started:

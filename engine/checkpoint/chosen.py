@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.checkpoint.find import find, newest_good, resumable
-from engine.checkpoint.folder import META, Checkpoint, bring_back, inspect, read_index, verify
+from engine.checkpoint.folder import Checkpoint, bring_back, checkpoints_in, inspect, place_of, read_index, verify
 from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
@@ -33,17 +33,16 @@ def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
 
 def checkpoint_of(path: Path) -> tuple[Path, str]:
     """The checkpoint at a path, and the reason: of a run its best, else its last; no reason for a checkpoint itself."""
-    folder = path.parent if path.is_file() else path
-    if (folder / META).exists() or folder.name.startswith("step-"):
+    folder, root = place_of(path)
+    if folder is not None:
         return folder, ""
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    checkpoints = {path.name: path for path in sorted(root.glob("step-*"))}
+    checkpoints = [*checkpoints_in(root).values()]
     if not checkpoints:
-        raise UserError(f"{folder}: no checkpoint found (looked for {root}/step-*).")
-    index = read_index(root)
-    if best := checkpoints.get(index["best"] or ""):
+        raise UserError(f"{path}: no checkpoint found (looked for {root}/step-*).")
+    by_name, index = {found.name: found for found in checkpoints}, read_index(root)
+    if best := by_name.get(index["best"] or ""):
         return best, "the run's best"
-    return checkpoints.get(index["last"] or "") or checkpoints[max(checkpoints)], "the run's last; no best is recorded"
+    return by_name.get(index["last"] or "", checkpoints[-1]), "the run's last; no best is recorded"
 
 
 def _best_good(run: Path | None) -> Checkpoint | None:
@@ -81,7 +80,7 @@ def _choose(config: Config) -> Checkpoint | None:
 def _newest_usable(root: Path, evaluated: bool) -> Checkpoint | None:
     """Newest undamaged checkpoint of a run; None before its first one."""
     checkpoint = newest_good(root, check=resumable)
-    if checkpoint is None and any(root.glob("step-*")):
+    if checkpoint is None and checkpoints_in(root):
         raise UserError(
             f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above)"
             + ("." if evaluated else ", and a new run would overwrite them. Name another -output, or move them away.")

@@ -5,6 +5,7 @@ Only fields that the program reads are listed. Those that older versions did not
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from utils.errors import UserError
 
 FORMAT = 1
+META_HASH = "meta_sha256"
+"""Field of meta.json with the hash of its other fields. Older versions did not write it."""
 MOST_LISTED = 3
 
 Count = Annotated[int, Field(ge=0)]
@@ -186,7 +189,15 @@ def read_meta(path: Path) -> dict[str, Any]:
     if isinstance(version, int) and version != FORMAT:
         raise UserError(f"{path.parent}: written in format {version}; this version of vitamp reads format {FORMAT}.")
     check_fields(Meta, meta, path)
+    if meta.get(META_HASH, hash_of(meta)) != hash_of(meta):
+        raise UserError(f"{path}: damaged or edited, its contents are not what was written.")
     return meta
+
+
+def hash_of(meta: dict[str, Any]) -> str:
+    """Hash of the fields of a meta.json but its own, independent of their layout in the file."""
+    fields = {key: value for key, value in json.loads(json.dumps(meta)).items() if key != META_HASH}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def check_fields(fields: type[BaseModel], content: object, path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.checkpoint.fields import State, check_fields
-from engine.checkpoint.folder import META, STATE, WEIGHTS, Checkpoint, inspect, verify
+from engine.checkpoint.folder import META, STATE, WEIGHTS, Checkpoint, checkpoints_in, inspect, place_of, verify
 from utils.errors import UserError
 from utils.log import log
 
@@ -41,7 +41,7 @@ def check_resumable(path: Path, epoch: int = 0) -> None:
     folder, root = _places(path)
     if folder is not None:
         _of_epoch(inspect(folder), epoch)
-    elif not any(root.glob("step-*")):
+    elif not checkpoints_in(root):
         raise UserError(f"-resume {path}: no usable checkpoint found (looked for {root}/step-*).")
 
 
@@ -56,15 +56,13 @@ def _places(path: Path) -> tuple[Path | None, Path]:
         )
     if not path.exists():
         raise UserError(f"-resume {path}: no such file or folder.")
-    folder = path.parent if path.is_file() else path
-    if (folder / META).exists() or folder.name.startswith("step-"):
-        return folder, folder.parent
-    if path.is_file() and path.name.endswith(WEIGHTS):
+    folder, root = place_of(path)
+    if folder is None and path.is_file() and path.name.endswith(WEIGHTS):
         raise UserError(
             f"-resume {path}: this is a file of weights alone, without {META} beside it, so there is no run to resume. "
             f"Start a new run from these weights: -pretrained {path}."
         )
-    return None, folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    return folder, root
 
 
 def _of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
@@ -83,7 +81,7 @@ def _ends(checkpoint: Checkpoint, epoch: int) -> bool:
 
 def newest_good(root: Path, epoch: int = 0, check: Check = verify) -> Checkpoint | None:
     """Newest checkpoint in `root` that passes `check`. Warns about each one that does not."""
-    for folder in sorted(root.glob("step-*"), reverse=True):
+    for folder in reversed(checkpoints_in(root).values()):
         try:
             found = inspect(folder)
             if epoch and not _ends(found, epoch):

@@ -18,13 +18,15 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engine.checkpoint.fields import FORMAT, read_meta
+from engine.checkpoint.fields import FORMAT, META_HASH, hash_of, read_meta
 from engine.checkpoint.shard_files import JoinedShards, files_of
 from utils.errors import UserError
 from utils.files import write_atomically
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
+_NAME = r"step-(\d{9}|[1-9]\d{9,})"
+_HIDDEN = rf"\.tmp-(\d+-\d+|(old|gone)-{_NAME})"
 MODEL, EMA, STATE, META, INDEX = "model.safetensors", "ema.safetensors", "state.pt", "meta.json", "index.json"
 
 
@@ -60,6 +62,28 @@ class Checkpoint:
 
 def folder_name(update: int) -> str:
     return f"step-{update:09d}"
+
+
+def update_in(name: str) -> int | None:
+    """The update in a name that `folder_name` makes; None for any other, such as a user's `step-000000005.mine`."""
+    match = re.fullmatch(_NAME, name, re.ASCII)
+    return int(match[1]) if match else None
+
+
+def checkpoints_in(root: Path) -> dict[int, Path]:
+    """A run's checkpoints by their update, oldest first. Folders under names of the user's own are not among them."""
+    found = {
+        update: path for path in root.glob("step-*") if (update := update_in(path.name)) is not None and path.is_dir()
+    }
+    return dict(sorted(found.items()))
+
+
+def place_of(path: Path) -> tuple[Path | None, Path]:
+    """The checkpoint that `path` is, or is in, if there is one; and the folder of a run's checkpoints."""
+    folder = path.parent if path.is_file() else path
+    if (folder / META).exists() or update_in(folder.name) is not None:
+        return folder, folder.parent
+    return None, folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
 
 def save_checkpoint(
@@ -110,12 +134,14 @@ def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Pa
     root.mkdir(parents=True, exist_ok=True)
     bring_back(root)
     for leftover in root.glob(".tmp-*"):  # of a run that was killed while saving
-        shutil.rmtree(leftover, ignore_errors=True)
+        if re.fullmatch(_HIDDEN, leftover.name, re.ASCII):
+            shutil.rmtree(leftover, ignore_errors=True)
     try:
         hidden.mkdir()
         yield hidden
         files = {path.name: _seal(path) for path in sorted(hidden.iterdir())}
         meta = {"format": FORMAT, **meta, "files": files}
+        meta[META_HASH] = hash_of(meta)
         with (hidden / META).open("w", encoding="utf-8") as file:
             file.write(json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
             file.flush()
@@ -135,7 +161,7 @@ def bring_back(root: Path) -> None:
     """Rename a hidden checkpoint back: a kill between two renames left it hidden, without its replacement."""
     for hidden in root.glob(f"{REPLACED}*"):
         name = root / hidden.name.removeprefix(REPLACED)
-        if not name.exists():
+        if update_in(name.name) is not None and not name.exists():
             with contextlib.suppress(OSError):
                 hidden.rename(name)
 
@@ -166,7 +192,7 @@ def _sync_folder(folder: Path) -> None:
 def read_index(root: Path) -> dict[str, Any]:
     """Names of the last and the best checkpoint, where index.json has them."""
     index: Any = None
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         index = json.loads((root / INDEX).read_text(encoding="utf-8"))
     names = index if isinstance(index, dict) else {}
     return {key: names[key] if isinstance(names.get(key), str) else None for key in ("last", "best")}
@@ -188,7 +214,8 @@ def prune(root: Path, keep: int, last: str, best: str | None, every: int | None 
 
     Called once `last` is on the disk.
     """
-    folders = [folder for folder in sorted(root.glob("step-*")) if folder.name <= last]
+    newest = update_in(last) or 0
+    folders = [folder for update, folder in checkpoints_in(root).items() if update <= newest]
     kept = {folder.name for folder in folders[-keep:]} | {best}
     for folder in folders:
         if folder.name not in kept and not (every and _ends_kept_epoch(folder, every)):
@@ -215,6 +242,11 @@ def inspect(folder: Path) -> Checkpoint:
         raise UserError(f"{folder}: cannot be read ({type(error).__name__}: {error}).") from None
     if not files_of(MODEL, files) or STATE not in files:
         raise UserError(f"{folder / META}: damaged, the field 'files' does not name {MODEL} and {STATE}.")
+    if update_in(folder.name) not in (None, meta["update"]):
+        raise UserError(
+            f"{folder}: damaged, {META} is of update {meta['update']}. If you renamed the folder, name it "
+            f"{folder_name(meta['update'])} again."
+        )
     if wrong_size:
         raise UserError(f"{folder}: damaged, {', '.join(wrong_size)} does not have the size that was written.")
     return Checkpoint(folder, meta)

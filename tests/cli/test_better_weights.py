@@ -15,7 +15,7 @@ from PIL import Image
 from engine.checkpoint.weights_file import read_header
 from scripts.dev.results import one_run
 from tests.conftest import TINY_DIGITS
-from tests.program import Result, metrics, run_program
+from tests.program import Result, metrics, run_program, write_meta
 from tools.common.runs import RunMetrics, read_lines
 from utils.better_weights import choose_weights
 
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rewrite(folder: Path, **changes: Any) -> None:
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8")) | changes
     kept = {key: value for key, value in meta.items() if value is not None}
-    (folder / "meta.json").write_text(json.dumps(kept), encoding="utf-8")
+    write_meta(folder / "meta.json", kept)
 
 
 def test_every_tool_uses_the_plain_weights_if_the_ema_is_at_chance(

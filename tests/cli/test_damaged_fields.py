@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from engine.checkpoint.chosen import chosen_checkpoint
+from engine.checkpoint.fields import META_HASH
 from engine.checkpoint.folder import META, STATE
-from tests.program import Result, metrics, run_program, train_tiny
+from tests.program import Result, metrics, run_program, train_tiny, write_meta
 from utils.config import load_config
 from utils.distributed.world import ALONE
 
@@ -123,7 +124,7 @@ def damage_meta(run: Path, *damages: tuple[str, Any]) -> None:
     meta = json.loads(path.read_text())
     for place, value in damages:
         replace(meta, place, value)
-    path.write_text(json.dumps(meta))
+    write_meta(path, meta)
 
 
 def damage_state(run: Path, *damages: tuple[str, Any]) -> None:
@@ -173,6 +174,26 @@ def test_fields_of_newer_versions_may_be_missing(run: Path, caplog: pytest.LogCa
     damage_meta(run, *((key, GONE) for key in OLDER_META))
     assert chosen(run) == NEWEST
     assert not caplog.records
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["with a hash", "of an older version"])
+def test_edited_update_is_found_and_moves_nothing(vitamp: Callable[..., Result], run: Path, older: bool) -> None:
+    path = run / "checkpoints" / NEWEST / META
+    meta = json.loads(path.read_text())
+    if older:
+        del meta[META_HASH]
+    path.write_text(json.dumps({**meta, "update": 50}))
+    said = "is of update 50" if older else "damaged or edited, its contents are not what was written"
+    checked = vitamp("verify", run, script="scripts/checkpoint.py")
+    assert (checked.code, said in checked.err, checked.out.count(": good")) == (1, True, 1), checked.text
+    named = vitamp("-resume", path.parent)
+    assert (named.code, said in named.err) == (2, True), named.text
+    assert not list(run.glob("before-resume-*"))
+    assert path.exists()
+    path.write_text(json.dumps(meta))
+    checked = vitamp("verify", run, script="scripts/checkpoint.py")
+    assert (checked.code, checked.out.count(": good")) == (0, 2), checked.text
+    assert chosen(run) == NEWEST
 
 
 def test_unknown_fields_are_ignored(run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import Result, metrics
+from tests.program import Result, metrics, write_meta
 from utils.config import load_config
 
 SWIN = """\
@@ -75,7 +75,7 @@ def as_begun_earlier(run: Path) -> None:
         values = json.loads(meta.read_text())
         optimizer = {"EPS": 1e-8, "BETAS": [0.9, 0.999], "MOMENTUM": 0.9}
         values["settings"] |= {f"TRAIN.OPTIMIZER.{key}": value for key, value in optimizer.items()}
-        meta.write_text(json.dumps(values))
+        write_meta(meta, values)
 
 
 @pytest.mark.parametrize("what", ["run", "checkpoint"])

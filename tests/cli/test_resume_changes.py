@@ -194,6 +194,23 @@ def test_batch_and_order_cannot_change_in_the_middle_of_an_epoch(
     assert saved(run) == {"step-000000005"}
 
 
+def test_copies_under_own_names_are_left_alone(vitamp: Callable[..., Result], run: Path) -> None:
+    """Names like step-000000044.mine are the user's: not pruned, not resumed from, not moved, not listed."""
+    root = run / "checkpoints"
+    own = [root / name for name in ("step-000000044.mine", "step-000000044-notes", "step-000000999.bak", "step-7")]
+    for folder in own:
+        shutil.copytree(root / "step-000000088", folder)
+    kept = {path: path.read_bytes() for folder in own for path in folder.rglob("*")}
+    listed = vitamp("list", run, script="scripts/checkpoint.py")
+    assert "2 checkpoints, " in listed.out, listed.text
+    done = vitamp("-resume", run, "-last_epoch", 1, "KEEP_LAST=1", "TRAIN.NUM_EPOCHS=3")
+    assert done.code == 0, done.text
+    assert saved(run / "before-resume-44") == {"step-000000088"}
+    assert saved(run) - {folder.name for folder in own} == {index(run)["best"], "step-000000132"}
+    assert "had already finished: 132 updates" in vitamp("-resume", "auto", "-output", run, "TRAIN.NUM_EPOCHS=3").out
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
 def test_changed_keep_last_never_prunes_the_best(vitamp: Callable[..., Result], run: Path) -> None:
     best = index(run)["best"]
     done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3", "KEEP_LAST=1", "TRAIN.BASE_LR=0", "TRAIN.MODEL_EMA=false")

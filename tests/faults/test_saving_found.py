@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +16,14 @@ import torch
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import MODEL, STATE, folder_name, save_checkpoint
 from tests.faults.killing import Run
-from tests.program import Result
+from tests.program import Result, write_meta
 
 
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
     root = tmp_path / "run" / "checkpoints"
-    save_checkpoint(root, 1, {MODEL: {"weight": torch.zeros(2500)}}, {}, {"epoch": 1, "update": 1})
-    for update in range(2, 51):
-        shutil.copytree(root / folder_name(1), root / folder_name(update))
+    for update in range(1, 51):
+        save_checkpoint(root, update, {MODEL: {"weight": torch.zeros(2500)}}, {}, {"epoch": 1, "update": update})
     return root
 
 
@@ -129,7 +127,7 @@ def put_in(folder: Path, state: dict[str, Any]) -> None:
     content = json.loads((folder / "meta.json").read_text())
     data = (folder / STATE).read_bytes()
     content["files"][STATE] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (folder / "meta.json").write_text(json.dumps(content))
+    write_meta(folder / "meta.json", content)
 
 
 class Harm:

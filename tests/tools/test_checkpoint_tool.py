@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from engine.checkpoint.folder import EMA, MODEL, save_checkpoint
 from engine.checkpoint.weights_file import read_header
-from tests.program import Result, metrics, save_image, train_tiny
+from tests.program import Result, metrics, save_image, train_tiny, write_meta
 
 TOOL = "scripts/checkpoint.py"
 NAMES = [f"step-{update:09d}" for update in (22, 44, 66, 88)]
@@ -158,7 +158,7 @@ def test_written_files_have_no_paths(vitamp: Callable[..., Result], run: Path, t
     for given, kept in ((paths, {"DATA.DATASET": "hf:"}), (public, public)):
         for file in copy.glob("checkpoints/*/meta.json"):
             meta = json.loads(file.read_text())
-            file.write_text(json.dumps({**meta, "settings": {**meta["settings"], **given}}))
+            write_meta(file, {**meta, "settings": {**meta["settings"], **given}})
         for name, script, *words in (
             ("strip", TOOL, "strip", copy),
             ("average", TOOL, "average", copy, "-last", 2),

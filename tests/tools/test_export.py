@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from engine.saved.predictions import validation_predictions
 from engine.saved.trained import Trained, load_trained
-from tests.program import ROOT, Result, train_tiny
+from tests.program import ROOT, Result, train_tiny, write_meta
 from tools.export.check import CheckImages, compare
 from utils.errors import TrainingError
 
@@ -141,7 +141,7 @@ def test_without_data_the_check_uses_noise_and_says_so(tool: Export, run: Path, 
     for meta in moved.glob("checkpoints/*/meta.json"):
         held = json.loads(meta.read_text())
         held["settings"] |= {"DATA.DATASET": "imagefolder", "DATA.DATA_PATH": str(tmp_path / "gone")}
-        meta.write_text(json.dumps(held))
+        write_meta(meta, held)
     code, said = tool(moved, "-to", "safetensors", "-out", tmp_path / "m.safetensors")
     assert code == 0, said
     assert f"{tmp_path / 'gone'} does not exist" in said

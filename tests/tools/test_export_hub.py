@@ -20,7 +20,7 @@ from PIL import Image
 from datasets.given import open_given
 from engine.saved.predictions import validation_predictions
 from engine.saved.trained import load_trained
-from tests.program import Result, metrics, save_image, train_tiny
+from tests.program import Result, metrics, save_image, train_tiny, write_meta
 from tests.tools.timm_alone import Tool, check_equal, in_timm_alone, pictures_of
 
 NAMES = ["a cat", "dog|wolf", "élan"]
@@ -141,7 +141,7 @@ def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tm
             held = json.loads(meta.read_text())
             held["settings"] |= {"DATA.DATASET": data, "MODEL.PRETRAINED": weights}
             held["settings"]["TRAIN.CLASS_WEIGHTS"] = "/secret/classes.txt"
-            meta.write_text(json.dumps(held))
+            write_meta(meta, held)
         words = ("-to", "hub", "-output", tmp_path / "hub", "-overwrite", "-dtype", "bf16")
         code, said = export_tool(moved, *words, "-images", tmp_path / "pictures")
         assert code == 0, said
@@ -239,7 +239,7 @@ def test_overwrite_replaces_only_files_of_the_export(export_tool: Tool, digits_r
     assert (code, "is not empty; name another folder, or give -overwrite" in said) == (2, True)
     assert (folder / "README.md").read_text() == "old"
     weights = next(digits_run.glob("checkpoints/step-*/model.safetensors"))
-    moved = tmp_path / "alone" / "step-000000001"
+    moved = tmp_path / "alone" / weights.parent.name
     moved.parent.mkdir()
     moved.symlink_to(weights.parent)
     code, said = export_tool(*words, "-overwrite")

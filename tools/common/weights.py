@@ -14,7 +14,7 @@ from torch import Tensor
 
 from datasets.shards import hub
 from engine.checkpoint.chosen import checkpoint_of
-from engine.checkpoint.folder import EMA, META, Checkpoint, inspect, raising_os_errors, verify
+from engine.checkpoint.folder import EMA, Checkpoint, checkpoints_in, inspect, place_of, raising_os_errors, verify
 from engine.checkpoint.saved import FILES, Saved, find_saved
 from engine.checkpoint.weights_file import MADE_BY
 from engine.optim.class_weights import BALANCED
@@ -96,14 +96,13 @@ def folders_of(path: Path) -> list[Path]:
     """Checkpoint folders of a path, oldest first: all of a run, or the one that the path is or is in."""
     if not path.exists():
         raise UserError(f"{path}: no such file or folder.")
-    folder = path.parent if path.is_file() else path
-    if (folder / META).exists() or folder.name.startswith("step-"):
+    folder, root = place_of(path)
+    if folder is not None:
         return [folder]
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = sorted(root.glob("step-*"))
+    found = checkpoints_in(root)
     if not found:
         raise UserError(f"{path}: no checkpoint found (looked for {root}/step-*).")
-    return found
+    return [*found.values()]
 
 
 def _last(path: Path, count: int) -> list[Path]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.checkpoint.fields import META_HASH
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import (
     META,
@@ -22,11 +23,13 @@ from engine.checkpoint.folder import (
     STATE,
     Checkpoint,
     best_of,
+    checkpoints_in,
     folder_name,
     inspect,
     prune,
     read_index,
     save_checkpoint,
+    update_in,
     verify,
     write_index,
 )
@@ -200,16 +203,19 @@ def test_damaged_newest_checkpoint_falls_back(
 
 
 def test_any_flipped_bit_in_meta_is_handled(tmp_path: Path) -> None:
-    """meta.json has no hash of its own: with any bit flipped it is used or refused, without a traceback."""
+    """With any bit flipped, meta.json is refused, unless it still says the same: only its own hash may be gone."""
     save(tmp_path, 1)
     bad = save(tmp_path, 2) / META
     whole = bad.read_bytes()
+    fields = json.loads(whole)
+    del fields[META_HASH]
     refused = 0
     for bit in range(0, 8 * len(whole), 3):
         flip_bit(bad, bit)
         found = newest_good(tmp_path)
         assert found is not None
         refused += found.folder.name == folder_name(1)
+        assert found.folder.name == folder_name(1) or fields.items() <= found.meta.items(), (bit, found.meta)
         bad.write_bytes(whole)
     assert refused > len(whole)
 
@@ -285,6 +291,44 @@ def test_prune_keeps_newest_best_and_later_ones(
         save(tmp_path, update)
     prune(tmp_path, keep, folder_name(last), folder_name(best) if best else None)
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder_name(update) for update in left]
+
+
+@pytest.mark.parametrize(
+    ("name", "update"),
+    [("step-000000005", 5), ("step-1234567890", 1234567890)]
+    + [(name, None) for name in ("step-5", "step-0000000005", "step-000000005.mine", "step-00000000\u0665", "step-")],
+)
+def test_only_written_names_are_checkpoints(tmp_path: Path, name: str, update: int | None) -> None:
+    (tmp_path / name).mkdir()
+    assert update_in(name) == update
+    assert checkpoints_in(tmp_path) == ({} if update is None else {update: tmp_path / name})
+    (tmp_path / name).rmdir()
+    (tmp_path / name).touch()
+    assert checkpoints_in(tmp_path) == {}, "a file is no checkpoint"
+
+
+def test_hidden_folders_of_the_user_are_kept(tmp_path: Path) -> None:
+    own = {tmp_path / name for name in (".tmp-mine", ".tmp-5-backup", ".tmp-old-copies", ".tmp-gone-step-5.mine")}
+    ours = {tmp_path / name for name in (".tmp-5-77", ".tmp-old-step-000000001", ".tmp-gone-step-000000002")}
+    for folder in own | ours:
+        folder.mkdir()
+    for update in (1, 2):
+        save(tmp_path, update)
+    assert set(tmp_path.iterdir()) == own | {tmp_path / folder_name(update) for update in (1, 2)}
+
+
+def test_checkpoint_of_another_update_than_its_name_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 22)
+    meta = {**json.loads((folder / META).read_text()), "update": 12}
+    (folder / META).write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="damaged or edited"):
+        inspect(folder)
+    del meta[META_HASH]  # as by an older version
+    (folder / META).write_text(json.dumps(meta))
+    with pytest.raises(UserError, match=r"is of update 12\. If you renamed the folder, name it step-000000012 again"):
+        inspect(folder)
+    assert inspect(folder.rename(tmp_path / "copy")).meta["update"] == 12, "a copy may have any name"
+    assert inspect((tmp_path / "copy").rename(tmp_path / folder_name(12)))
 
 
 def test_inspect_names_missing_or_unreadable_file(tmp_path: Path) -> None:

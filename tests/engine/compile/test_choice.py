@@ -16,6 +16,7 @@ from engine.compile import choice
 from engine.compile.choice import CompileChoice, choose_compiling
 from engine.compile.gain import estimate_gain
 from tests.engine.small import OFF, parts_of
+from tests.program import write_meta
 from utils.config import Config, TrainConfig, load_config
 from utils.distributed.world import ALONE, World
 from utils.errors import UserError
@@ -120,7 +121,7 @@ def test_gpu_checkpoint_resumes_on_a_cpu_without_compiling(vitamp: Callable, tin
     for meta in run.glob("checkpoints/step-*/meta.json"):
         told = json.loads(meta.read_text())
         told["choices"] |= {"compile": "whole", "computed_in": "cuda fp32"}
-        meta.write_text(json.dumps(told))
+        write_meta(meta, told)
     done = vitamp(*words, "-resume", "auto", env={"CXX": "no-such-compiler"})
     assert done.code == 0, done.text
     assert "The resumed run used TRAIN.COMPILE whole, but on cuda instead of cpu" in done.out

@@ -20,7 +20,7 @@ from engine.checkpoint.saved import find_saved
 from engine.checkpoint.shard_files import shard_name
 from engine.saved.predictions import Predictions, guesses, validation_predictions
 from engine.saved.trained import load_trained
-from tests.program import Result, metrics
+from tests.program import Result, metrics, write_meta
 from tools.checkpoint import command as checkpoint
 from utils.errors import TrainingError, UserError
 
@@ -45,7 +45,7 @@ def alone(run: Path, place: Path) -> Path:
 def rewrite(folder: Path, **changes: Any) -> None:
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8")) | changes
     kept = {key: value for key, value in meta.items() if value is not None}
-    (folder / "meta.json").write_text(json.dumps(kept), encoding="utf-8")
+    write_meta(folder / "meta.json", kept)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from engine.amp.precision import Precision
 from engine.amp.prepare_model import prepare_model
 from engine.checkpoint.folder import Checkpoint
 from engine.checkpoint.state import check_samples, restore
+from engine.compile.cache import prepare_compiler_cache
 from engine.distill.targets import distil, teacher_of
 from engine.distill.teacher import check_teacher_matches
 from engine.inputs.mixup import build_batch_transform
@@ -38,7 +39,7 @@ from engine.measure.meters import TrainMeters
 from engine.measure.progress import Best, Position
 from engine.measure.stage_times import DATA, stages_of
 from engine.measure.task import task_of
-from engine.optim.build import build_optimizer, scaled_learning_rates
+from engine.optim.build import build_optimizer, compiles_step, scaled_learning_rates
 from engine.optim.class_weights import class_weights
 from engine.optim.ema import Ema
 from engine.optim.groups import list_groups
@@ -232,6 +233,8 @@ def update_parts(
         _shard(model, ema, precision, sharding)
     rates = scaled_learning_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
+    if compiles_step(optimizer):
+        prepare_compiler_cache(config.DATA)
     schedule = Schedule(
         build_scheduler(optimizer, train, rates, per_epoch),
         optimizer,

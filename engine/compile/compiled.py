@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import warnings
 from collections.abc import Callable
 from time import perf_counter
@@ -21,13 +20,12 @@ from torch import Tensor, nn
 
 from datasets import Batch
 from engine.amp.precision import Precision
+from engine.compile.cache import CACHE, prepare_compiler_cache
 from engine.compile.choice import BLOCKS, CUDA_GRAPHS, NONE, CompileChoice
 from engine.inputs.mixup import no_transform
-from engine.machine.device import processor
 from engine.machine.late_compiler import uncompiled
 from engine.update import ForwardResult, Parts
 from models.blocks import blocks_of
-from utils.cache import cache_folder
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.cpus import cores
@@ -35,7 +33,6 @@ from utils.errors import TrainingError, UserError
 from utils.log import log
 
 BACKEND = "inductor"
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
 ATTENTION = " attention="
 """Start of our part of torch's graph-cache key."""
 MAX_GRAPHS = 256
@@ -155,13 +152,8 @@ def _configure_compiler(data: DataConfig, precision: Precision) -> None:
     import torch._dynamo.config as tracing
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # Importing the compiler may have set the variable to torch's default.
-    if os.environ.get(CACHE, default_cache_dir()) == default_cache_dir():
-        # A folder of the user's own, because code in it is executed; and one per kind of processor.
-        kind = re.sub(r"\W+", "-", f"{processor()} {torch.backends.cpu.get_cpu_capability()}")
-        os.environ[CACHE] = str(cache_folder(data, f"compiled/{kind}"))
+    prepare_compiler_cache(data)
     tracing.recompile_limit = MAX_GRAPHS
     tracing.optimize_ddp = False  # it splits graphs at DDP's buckets; blocks are separate graphs already
     autograd.force_non_lazy_backward_lowering = True  # else the backward pass is compiled at its first call
@@ -189,4 +181,6 @@ def _set_cache_key(precision: Precision) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line with content: not "backend='inductor' raised:"."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)

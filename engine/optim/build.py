@@ -86,6 +86,11 @@ def build_optimizer(
     return optimizer
 
 
+def compiles_step(optimizer: Optimizer) -> bool:
+    """Whether the optimiser calls torch.compile, whatever TRAIN.COMPILE is: timm's Kron does."""
+    return type(optimizer).__name__ == "Kron"
+
+
 def describe_optimizer(optimizer: Optimizer, name: str) -> str:
     """Name of the optimiser and the values it uses: 'AdamW (betas 0.9 and 0.999, eps 1e-08)'."""
     used = []

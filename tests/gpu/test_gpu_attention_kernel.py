@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from timm.layers.attention import Attention
 from torch import Tensor
 
-from engine.compile.compiled import CACHE
+from engine.compile.cache import CACHE
 from engine.speed.attention import PACKED, apply_attention
 from engine.speed.kernels.attention import packed_attention
 from engine.speed.packed_attention import PackedAttention

@@ -16,6 +16,7 @@ import torch
 
 from engine.amp.precision import Precision
 from engine.compile import compiled as compiling
+from engine.compile.cache import CACHE
 from engine.compile.choice import BLOCKS, WHOLE, CompileChoice
 from engine.compile.compiled import compile_update
 from engine.evaluate import evaluate
@@ -50,7 +51,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would keep all of it
-    monkeypatch.setenv(compiling.CACHE, str(tmp_path / "compiled"))
+    monkeypatch.setenv(CACHE, str(tmp_path / "compiled"))
     torch.compiler.reset()
     counters.clear()
     with ExitStack() as former:

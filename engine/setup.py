@@ -295,6 +295,7 @@ def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
             "per_process": data.BATCH_SIZE,
             "accumulated": config.TRAIN.ACCUM_ITER,
             "processes": run.world.size,
+            "asked": run.asked_accumulation or config.TRAIN.ACCUM_ITER,
         },
         "choices": ready.choices,
         "samples": identity_of(ready.train_set, ready.train_loader.order),

@@ -39,6 +39,8 @@ class Batch(_Fields):
     per_process: Number
     accumulated: Number
     processes: Number
+    asked: Number | None = None
+    """TRAIN.ACCUM_ITER of the settings."""
 
 
 class Samples(_Fields):

@@ -51,21 +51,29 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
     elif checkpoint is not None and saved is not None:
         settled, kept = config, checkpoint
         config = on_every_rank(world, lambda: with_kept_batch(settled, kept, world.size))
-    return replace(run, config=config, auto_batch_size=auto or before == config.DATA.BATCH_SIZE)
+    return replace(
+        run,
+        config=config,
+        auto_batch_size=auto or before == config.DATA.BATCH_SIZE,
+        asked_accumulation=run.config.TRAIN.ACCUM_ITER,
+    )
 
 
 def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:
     """Change the accumulation if the number of processes changed, so that the global batch stays the same.
 
-    Not if the settings ask for another batch, too.
+    It may have changed in an earlier resume: then the settings still ask for the accumulation of the first number of
+    processes. Nothing changes if the settings ask for another batch than they did before.
     """
     saved = checkpoint.meta.get("batch")
     train, data = config.TRAIN, config.DATA
-    if saved is None or saved["processes"] == processes:
+    if saved is None or data.BATCH_SIZE != saved["per_process"]:
         return config
-    if (saved["per_process"], saved["accumulated"]) != (data.BATCH_SIZE, train.ACCUM_ITER):
+    if train.ACCUM_ITER not in (saved["accumulated"], saved.get("asked")):
         return config
     total, at_once = _global(saved), data.BATCH_SIZE * processes
+    if total == at_once * train.ACCUM_ITER:
+        return config
     if total % at_once:
         other = f", or set TRAIN.GLOBAL_BATCH={total} and a -batch_size that divides {total // processes}"
         raise UserError(
@@ -73,11 +81,10 @@ def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> C
             f"{processes} processes with DATA.BATCH_SIZE {data.BATCH_SIZE}, no TRAIN.ACCUM_ITER gives that global "
             f"batch. Choose another number of processes{other * (total % processes == 0)}."
         )
+    if processes != saved["processes"]:
+        log.info("Number of processes: %d instead of %d.", processes, saved["processes"])
     log.info(
-        "Number of processes: %d instead of %d. TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays "
-        "%d.",
-        processes,
-        saved["processes"],
+        "TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays %d.",
         total // at_once,
         train.ACCUM_ITER,
         total,

@@ -23,3 +23,5 @@ class Run:
     """CPU threads of this process."""
     auto_batch_size: bool = False
     """Whether DATA.BATCH_SIZE was found by `auto`."""
+    asked_accumulation: int | None = None
+    """TRAIN.ACCUM_ITER of the settings; the run may have chosen another to keep its global batch."""

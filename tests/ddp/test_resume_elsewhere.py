@@ -36,6 +36,22 @@ def test_the_global_batch_is_kept_and_every_bit_with_it(
     assert metrics(stopped, "train") == metrics(elsewhere, "train")
 
 
+def test_the_same_command_keeps_the_global_batch_in_a_second_resume_on_fewer_processes(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    """The settings ask for one micro-batch per update, as on the two processes that the run began with."""
+    run = tmp_path / "run"
+    words = ("-cfg", tiny, *WORDS, "-output", run, "-resume", "auto")
+    both = vitamp(*words, "-ngpus", 2, "TRAIN.MAX_UPDATES=20", script="main_multi_gpu.py")
+    first, again = (vitamp(*words, f"TRAIN.MAX_UPDATES={updates}") for updates in (30, 60))
+    assert (both.code, first.code, again.code) == (0, 0, 0), again.text
+    for resumed in (first, again):
+        assert "TRAIN.ACCUM_ITER is 2 instead of 1, so that the global batch stays 32" in resumed.out
+    assert "Number of processes: 1 instead of 2" in first.out
+    assert "Number of processes" not in again.out
+    assert [line["update"] for line in metrics(run, "train")] == [*range(5, 65, 5)]
+
+
 def test_what_cannot_keep_it_is_refused(vitamp: Callable[..., Result], stopped: Path) -> None:
     done = vitamp("-resume", stopped, "-ngpus", 3, script="main_multi_gpu.py")
     assert done.code == 2, done.text

@@ -67,7 +67,7 @@ def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> C
     """
     saved = checkpoint.meta.get("batch")
     train, data = config.TRAIN, config.DATA
-    if saved is None or data.BATCH_SIZE != saved["per_process"]:
+    if saved is None or saved["per_process"] != data.BATCH_SIZE:
         return config
     if train.ACCUM_ITER not in (saved["accumulated"], saved.get("asked")):
         return config

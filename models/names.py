@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import timm
 from timm.models.vision_transformer import VisionTransformer
 
 from utils.config.model import ModelConfig
-from utils.errors import UserError, nearest
+from utils.errors import UserError, either, nearest
 
 # Model of each TYPE for a NAME that is no timm model. PaddleViT's default for NAME is the TYPE itself.
 DEFAULTS = {
@@ -23,6 +24,10 @@ RECIPES = {
     "swin_base_patch4_window7_224_21k_1k": "swin_base_patch4_window7_224.ms_in22k_ft_in1k",
     "swin_base_patch4_window12_384_21k_1k": "swin_base_patch4_window12_384.ms_in22k_ft_in1k",
 }
+
+
+MOST_SUGGESTED = 3
+"""Models suggested for a name that several begin with."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def resolve(model: ModelConfig, sizes_given: bool) -> Base:
         raise UserError(
             f"MODEL.TYPE: '{model.TYPE}' cannot be built from sizes (MODEL.EMBED_DIM, ...); only "
             f"{', '.join(DEFAULTS)} can: set TYPE to one of them.{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME "
-            f"to a timm model; '{name}' is not one.{nearest(name, [*timm.list_models(), *RECIPES])}"
+            f"to a timm model; '{name}' is not one.{similar_models(name)}"
         )
     raise UserError(_unknown(model, name))
 
@@ -73,8 +78,18 @@ def _unknown(model: ModelConfig, name: str) -> str:
         )
     else:
         why = f"and MODEL.TYPE '{model.TYPE}' is not one of {', '.join(DEFAULTS)}"
-    suggestion = nearest(name, [*timm.list_models(), *RECIPES])
-    return f"MODEL.NAME: '{name}' is not a timm model, {why}.{suggestion} -list_models shows all names."
+    return f"MODEL.NAME: '{name}' is not a timm model, {why}.{similar_models(name)} -list_models shows all names."
+
+
+def similar_models(name: str, more: Sequence[str] = ()) -> str:
+    """' Did you mean A, B or C?': the models with most weights whose names begin so, or the most similar name.
+
+    `more`: other names that are possible, such as those of weights.
+    """
+    beginning = [one for one in timm.list_models() if one.startswith(name.casefold())] if name else []
+    beginning.sort(key=lambda one: (-len(timm.list_pretrained(f"{one}.*")), one))
+    most = beginning[:MOST_SUGGESTED]
+    return f" Did you mean {either(most)}?" if most else nearest(name, [*timm.list_models(), *RECIPES, *more])
 
 
 def family_problem(model: ModelConfig, reference: Any) -> str | None:

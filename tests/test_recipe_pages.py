@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.lint import for_each
 from tests.program import Result, metrics, save_image
-from utils.config import load_config
+from tools.common.precisions import read_modes
+from utils.config import AmpConfig, load_config
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "recipes"
 NAMES = ("caltech101_vit", "caltech256_resnet50", "fleet", "paddlevit", "simplenet")
@@ -267,3 +268,9 @@ def test_paddles_loss_scale(vitamp: Callable[..., Result], tmp_path: Path, comma
     done = vitamp(*command.words, *small, script=command.script, timeout=400)
     assert done.code == 0, done.text
     assert metrics(tmp_path / "run", "train")[0]["scale"] == 1024
+
+
+def test_the_first_table_of_caltech101_has_the_four_precisions_of_the_tutorial() -> None:
+    first, *_ = commands("caltech101_vit", "benchmark_amp")
+    asked = first.words[first.words.index("-modes") + 1]
+    assert {mode.name for mode in read_modes(asked, AmpConfig(), torch.device("cpu"))} == {"fp16", "NAIVE-fp16", "apex"}

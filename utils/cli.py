@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
         positionals: list[str] = []
         words: dict[str, str] = {}
         before: Flag | None = None
-        for flag, value in split(argv, self.known):
+        for flag, value in split(argv, self.known, self.settings):
             if flag is not None:
                 flags.append(f"--{flag.name}" if value is None else f"--{flag.name}={value}")
             elif self.settings and WORD.fullmatch(value):
@@ -174,9 +174,12 @@ def _value(name: str, argument: Flag | Positional, text: str) -> Any:
         raise UserError(f"{name} {text}: {error}.") from None
 
 
-def split(argv: Sequence[str], known: Mapping[str, Flag]) -> Iterator[tuple[Flag | None, Any]]:
+def split(
+    argv: Sequence[str], known: Mapping[str, Flag], takes_settings: bool = True
+) -> Iterator[tuple[Flag | None, Any]]:
     """(flag, its value or None) for each flag, (None, word) for each other word. UserError with all unknown flags."""
-    rest, unknown = list(argv), []
+    rest, unknown = list(argv), {}
+    names = [name for name in known if name != IGNORED.name]
     while rest:
         text = rest.pop(0)
         if text == "--":
@@ -188,7 +191,9 @@ def split(argv: Sequence[str], known: Mapping[str, Flag]) -> Iterator[tuple[Flag
             continue
         flag, value = _find_flag(match[1].replace("-", "_"), known), match[2]
         if flag is None:
-            unknown.append(_unknown_flag(text, match[1].replace("-", "_"), known, _take_values(rest)))
+            name = match[1].replace("-", "_")
+            value = ",".join(_take_values(rest)) if value is None else value
+            unknown[text.partition("=")[0]] = suggest_flag(name, value, names, takes_settings)
             continue
         if value is not None and not flag.value:
             raise UserError(f"{text}: -{flag.name} takes no value; leave out '={value}'")
@@ -196,11 +201,17 @@ def split(argv: Sequence[str], known: Mapping[str, Flag]) -> Iterator[tuple[Flag
         if value is None and flag.value and rest and not FLAG.fullmatch(rest[0]) and _is_value(flag, rest[0]):
             value = rest.pop(0)
         yield flag, "" if value is None and flag.value and not flag.optional_value else value
-    if len(unknown) == 1:
-        raise UserError(f"unknown flag {unknown[0]} -h lists all flags.")
     if unknown:
-        lines = "".join(f"\n  {line}" for line in unknown)
-        raise UserError(f"{len(unknown)} unknown flags; -h lists all flags:{lines}")
+        raise _unknown_flags([f"{flag}.{suggestion}" for flag, suggestion in unknown.items()])
+
+
+def _unknown_flags(lines: Sequence[str]) -> UserError:
+    if len(lines) == 1:
+        return UserError(f"unknown flag {lines[0]} -h lists all flags.")
+    found = "".join(f"\n  {line}" for line in lines)
+    return UserError(
+        f"{len(lines)} unknown flags; -h lists all flags, docs/migrating.md those of other programs:{found}"
+    )
 
 
 def _is_value(flag: Flag, word: str) -> bool:
@@ -220,12 +231,6 @@ def _take_values(rest: list[str]) -> list[str]:
     while rest and not FLAG.fullmatch(rest[0]) and not WORD.fullmatch(rest[0]) and rest[0] != "--":
         values.append(rest.pop(0))
     return values
-
-
-def _unknown_flag(text: str, name: str, known: Mapping[str, Flag], values: Sequence[str]) -> str:
-    spelling, equals, value = text.partition("=")
-    names = [name for name in known if name != IGNORED.name]
-    return f"{spelling}.{suggest_flag(name, value if equals else ','.join(values), names)}"
 
 
 def parse(argv: Sequence[str], program: str) -> CommandLine:

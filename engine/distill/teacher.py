@@ -24,9 +24,9 @@ from engine.checkpoint.weights_file import read_header
 from engine.inputs.normalize import per_channel
 from engine.machine.memory import is_out_of_memory
 from models import build_model, check_pretrained, count_parameters, load_pretrained
-from models.names import is_timm_name
+from models.names import is_timm_name, similar_models
 from utils.config import Config
-from utils.errors import UserError, nearest
+from utils.errors import UserError
 from utils.log import log
 
 KEY = "TRAIN.TEACHER_MODEL"
@@ -219,7 +219,7 @@ def _parse(setting: str) -> tuple[str | None, str]:
         return None, str(path)
     if is_timm_name(setting):
         return setting, setting
-    suggestion = nearest(setting, timm.list_pretrained())
+    suggestion = similar_models(setting, timm.list_pretrained())
     raise UserError(f"{KEY} {setting}: no such file, folder or timm model.{suggestion} {FORMS}")
 
 

@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
-from models.names import is_timm_name
+from models.names import is_timm_name, similar_models
 from utils.better_weights import BOTH, Wanted, Which, choose_weights
 from utils.errors import UserError, nearest
 from utils.files import NotRegular, require_regular
@@ -127,7 +127,7 @@ def _local(source: str, ema: bool | None) -> Source | None:
             raise UserError(f"Pretrained weights {path}: no such file, but there is {candidate.name}.")
     if path.name != source or path.name.endswith(ENDINGS):
         raise _no_such_file(path)
-    suggestion = nearest(source, [*timm.list_models(), *timm.list_pretrained()])
+    suggestion = similar_models(source, timm.list_pretrained())
     raise UserError(f"MODEL.PRETRAINED '{source}': not a file or folder, and not a timm model.{suggestion}")
 
 

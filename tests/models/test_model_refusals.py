@@ -43,6 +43,7 @@ def refusal(image_size: int = 224, **settings: Any) -> str:
         ({"TYPE": "swin"}, ["MODEL.TYPE swin", "MODEL.NAME vit_base_patch16_224", "VisionTransformer"]),
         ({"TYPE": "deit", "NAME": "resnet50"}, ["MODEL.TYPE deit", "ResNet"]),
         ({"NAME": "vit_bas_patch16_224"}, ["'vit_bas_patch16_224'", "Did you mean vit_base_patch16_224?"]),
+        ({"NAME": "vit_tiny"}, ["'vit_tiny'", "Did you mean vit_tiny_patch16_224, ", " or "]),
         (
             {"TYPE": "cnn", "NAME": "resnet5O", "EMBED_DIM": 8},
             ["MODEL.TYPE: 'cnn' cannot be built from sizes (MODEL.EMBED_DIM, ...)", "'resnet5O' is not"],

@@ -59,9 +59,19 @@ RGB_ONLY = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 
 def family_of(given: Mapping[str, Entry]) -> str:
     """The family of TYPE; vit, whose defaults are the schema's, for any other word."""
-    value = given[TYPE].value if TYPE in given else default_of(TYPE)
-    word = value.strip().casefold() if isinstance(value, str) else ""
+    word = _type_of(given)
     return word if word in FAMILIES else "vit"
+
+
+def foreign_type(given: Mapping[str, Entry]) -> str:
+    """TYPE, if it is none of the families; else ''."""
+    word = _type_of(given)
+    return "" if word in FAMILIES else word
+
+
+def _type_of(given: Mapping[str, Entry]) -> str:
+    value = given[TYPE].value if TYPE in given else default_of(TYPE)
+    return value.strip().casefold() if isinstance(value, str) else ""
 
 
 def defaults_of(family: str, given: Mapping[str, Entry]) -> dict[str, Any]:

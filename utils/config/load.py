@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from utils.config.checks import conflicts, notes, scaled_learning_rates
-from utils.config.families import defaults_of, family_note, family_of, implied_by, implied_note
+from utils.config.families import (
+    FAMILIES,
+    TYPE,
+    defaults_of,
+    family_note,
+    family_of,
+    foreign_type,
+    implied_by,
+    implied_note,
+)
 from utils.config.fields import is_no_value, retired_values
-from utils.config.keys import allowed, choices, default_of, nested, settings, value_of
+from utils.config.keys import allowed, choices, default_of, nested, settings, suggest, value_of
 from utils.config.kinds import folded
 from utils.config.read import Entry, read_files, read_words
 from utils.config.resumed import former_defaults, resolved_by_run, with_former
 from utils.config.schema import Config
-from utils.errors import UserError, nearest
+from utils.errors import UserError, closest, nearest
 
 DEFAULT = "default"
 
@@ -68,7 +77,8 @@ def load_config(
     implied_entries = {key: Entry(value, f"{DEFAULT} (DATA.MULTI_LABEL)") for key, value in implied.items()}
     entries = {**family_entries, **implied_entries, **former, **given, **resolved}
 
-    problems = [problem for layer in [*files, word_layer] for problem in layer.problems]
+    problems = list(_unknown_keys(given, [key for layer in [*files, word_layer] for key in layer.unknown]))
+    problems += [problem for layer in [*files, word_layer] for problem in layer.problems]
     config, invalid = _validate(entries)
     problems += invalid
     sources = {key: entries[key].source if key in entries else DEFAULT for key in settings()}
@@ -88,6 +98,20 @@ def config_of_run(file: str) -> Config:
     known = {key for layer in read_files(file) for key in layer.entries}
     newer = {key: (value, file) for key, value in with_former({}).items() if key not in known}
     return load_config(file, newer).config
+
+
+def _unknown_keys(given: Mapping[str, Entry], unknown: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """One line per key; the keys of a model that vitamp does not build are reported with its MODEL.TYPE."""
+    kind = foreign_type(given)
+    of_type = [key for key, _ in unknown if kind and (key.startswith("MODEL.") or not closest(key, settings(), 0.9))]
+    if of_type:
+        yield (
+            f"{_where(given[TYPE].source)}MODEL.TYPE {kind} is not one of {', '.join(FAMILIES)}. To train a model of "
+            f"timm instead, set MODEL.NAME (-list_models '*{kind}*' lists names) and leave out {', '.join(of_type)}"
+        )
+    for key, source in unknown:
+        if key not in of_type:
+            yield f"{source}: unknown key {key}.{suggest(key)}"
 
 
 def _raise_conflicts(config: Config, sources: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from utils.config.fields import is_no_value
-from utils.config.keys import MLP_WIDTH, canonical, sections, settings, suggest, takes_text
+from utils.config.keys import MLP_WIDTH, canonical, sections, settings, takes_text
 from utils.errors import UserError, closest
 from utils.files import only_regular
 
@@ -36,6 +36,8 @@ class Layer:
     name: str
     entries: dict[str, Entry] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    unknown: list[tuple[str, str]] = field(default_factory=list)
+    """(key as written, source)"""
 
     def at(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"
@@ -56,9 +58,6 @@ class Layer:
             return
         inside = ", ".join(k.rpartition(".")[2] for k in settings() if k.rpartition(".")[0] == section)
         self.problems.append(f"{source}: {section} is a section, not a setting. Its keys: {inside}.")
-
-    def unknown(self, key: str, source: str) -> None:
-        self.problems.append(f"{source}: unknown key {key}.{suggest(key)}")
 
 
 def read_files(cfg: str) -> list[Layer]:
@@ -154,7 +153,7 @@ def _take(key: str, node: yaml.Node, source: str, layer: Layer) -> None:
     elif today in settings() or today == MLP_WIDTH:
         layer.set(today, _plain(node, source, layer), source)
     else:
-        layer.unknown(key, source)
+        layer.unknown.append((key, source))
 
 
 def _plain(node: yaml.Node, source: str, layer: Layer) -> Any:
@@ -216,7 +215,7 @@ def read_words(words: Mapping[str, str]) -> Layer:
         elif key == "BASE":
             layer.problems.append(f"{layer.name}: BASE belongs in a YAML file")
         else:
-            layer.unknown(key, layer.name)
+            layer.unknown.append((key, layer.name))
     return layer
 
 

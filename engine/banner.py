@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from datasets import balanced_order
@@ -12,6 +13,7 @@ from engine.inputs.token_drop import describe_shortcuts
 from engine.machine.context import Run
 from engine.machine.device import describe_devices
 from engine.machine.environment import arguments, libraries
+from engine.measure.ranking import LEAST_POSITIVES, describe_untuned
 from engine.optim.build import describe_learning_rate, describe_optimizer, scaled_learning_rates
 from engine.optim.class_weights import describe_class_weights
 from engine.optim.groups import describe_muon
@@ -37,6 +39,8 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         ("data", _data(config, ready)),
         ("inputs", _inputs(config.DATA)),
     ]
+    if words := _thresholds(config, ready):
+        rows.append(("thresholds", words))
     if isinstance(ready, ReadyToTrain):
         if ready.parts.sharding is not None:
             rows.append(("strategy", ready.parts.sharding.words()))
@@ -74,6 +78,16 @@ def _data(config: Config, ready: Ready) -> str:
             f"of {size}, {classes}"
         )
     return text if config.DATA.FOLD is None else f"{text}; validation on fold {config.DATA.FOLD}"
+
+
+def _thresholds(config: Config, ready: Ready) -> str:
+    """Classes with too few validation images for a threshold of their own; '' with one label per image."""
+    labels = ready.val_set.sample_labels() if config.DATA.MULTI_LABEL else None
+    if labels is None:
+        return ""
+    names = ready.val_set.classes or []
+    untuned = np.flatnonzero(labels.sum(0, dtype=np.int64) < LEAST_POSITIVES)
+    return describe_untuned(untuned, [*names, *range(len(names), labels.shape[1])])
 
 
 def _classes(config: Config, ready: ReadyToTrain) -> str:

@@ -15,9 +15,11 @@ from datasets.labels import ANY_LABEL, check_class_count, log_unused_outputs, wa
 from datasets.shards.index import ShardIndex
 from datasets.shards.layout import MANIFEST, ShardSet
 from datasets.shards.stores import Range, Remote, Store, open_store
+from datasets.sources.label_sets import separator_in
 from datasets.sources.split import split_rows
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.log import log
 
 
 class ShardSamples(Samples):
@@ -132,6 +134,14 @@ def open_split(shards: ShardSet, data: DataConfig, train: bool, num_classes: int
 def check_splits(shards: ShardSet, data: DataConfig, num_classes: int, train: bool) -> None:
     """Index the splits that a run needs, and check their labels."""
     owner = f"data set in {shards.store.root}"
+    if found := separator_in(shards.classes or ()):
+        log.warning(
+            "The %s: the class %r looks like several labels, separated by a %s. To train on each of them, give the "
+            "labels as lists in parquet files, or as a csv table, with DATA.MULTI_LABEL=true.",
+            owner,
+            found[1],
+            found[0],
+        )
     if shards.classes is not None:
         check_class_count(len(shards.classes), num_classes, f"The {owner}")
     splits = [open_split(shards, data, training, num_classes, 1) for training in ([True, False] if train else [False])]

@@ -19,7 +19,7 @@ from datasets.labels import (
     warn_empty_classes,
 )
 from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file
-from datasets.sources.label_sets import SEPARATOR, LabelSet, classes_in, labels_in, labels_marked, rows_of
+from datasets.sources.label_sets import LabelSet, classes_in, labels_in, labels_marked, rows_of, warn_of_lists
 from datasets.sources.split import split_files
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
@@ -67,15 +67,16 @@ class _Table:
 
 
 def _samples(data: DataConfig, train: bool, num_classes: int) -> FileSamples:
-    tables, several = _table_files(data), data.MULTI_LABEL
-    table = _read(tables[0 if train else -1], several)
-    files = table.labelled(table if train else _read(tables[0], several), num_classes)
+    tables = _table_files(data)
+    table = _read(tables[0 if train else -1], data)
+    files = table.labelled(table if train else _read(tables[0], data), num_classes)
     return split_files(files, data, train) if len(tables) == 1 else files.samples()
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    tables = [_read(file, data.MULTI_LABEL) for file in _table_files(data)]
+    tables = [_read(file, data) for file in _table_files(data)]
     first = tables[0]
+    _warn_of_lists(first)
     files = first.labelled(first, num_classes)
     log_unused_outputs(len(files.classes), num_classes, f"The table {first.file}")
     warn_empty_classes(files.labels, files.classes, f"The table {first.file}")
@@ -85,8 +86,6 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         validation = tables[1].labelled(first, num_classes).labels
     if data.MULTI_LABEL:
         _warn_unmeasured(validation, files.classes)
-    else:
-        _warn_unsplit_labels(first)
     for table in tables if train else tables[-1:]:
         check_first_files(table.file, table.paths)
 
@@ -96,22 +95,22 @@ def _warn_unmeasured(validation: np.ndarray, classes: list[str] | range) -> None
     if len(unmeasured):
         log.warning(
             "The validation split has no image of %d of %d classes (the first: %s): mAP and macro F1 leave "
-            "these classes out, and predict.py uses a threshold of 0.5 for them.",
+            "these classes out.",
             len(unmeasured),
             len(classes),
             classes[unmeasured[0]],
         )
 
 
-def _warn_unsplit_labels(table: _Table) -> None:
-    row = next((row for row, text in enumerate(table.targets) if SEPARATOR in text), None)
-    if row is not None:
-        log.warning(
-            "%s: the target %r is taken as the name of one class. If it lists several labels, set "
-            "DATA.MULTI_LABEL=true.",
-            table.where(row),
-            table.targets[row],
-        )
+def _warn_of_lists(table: _Table) -> None:
+    if table.columns is not None:
+        return
+    if table.sets:
+        rows = [(label, row) for row, of_image in enumerate(table.sets) for label in of_image]
+    else:
+        rows = [(target, row) for row, target in enumerate(table.targets)]
+    first_rows = dict(reversed(rows))
+    warn_of_lists((label for label, _ in rows), bool(table.sets), lambda label: table.where(first_rows[label]))
 
 
 def _table_files(data: DataConfig) -> list[Path]:
@@ -142,8 +141,8 @@ class _Head(NamedTuple):
     last: int
 
 
-def _read(file: Path, several: bool) -> _Table:
-    """`several`: DATA.MULTI_LABEL."""
+def _read(file: Path, data: DataConfig) -> _Table:
+    several = data.MULTI_LABEL
     try:
         with open(file, encoding="utf-8-sig", newline="", opener=only_regular) as opened:
             rows = csv.reader(opened, strict=True)
@@ -162,7 +161,7 @@ def _read(file: Path, several: bool) -> _Table:
                 if not several:
                     table.targets.append(targets[0].strip())
                 elif table.columns is None:
-                    table.sets.append(labels_in(targets[0], where))
+                    table.sets.append(labels_in(targets[0], data.LABEL_SEPARATOR, where))
                 else:
                     table.sets.append(labels_marked(targets, table.columns, where))
                 if head.name is not None:

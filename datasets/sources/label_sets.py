@@ -2,26 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from datasets.labels import ANY_LABEL, check_class_count, check_label
 from utils.errors import UserError, nearest
+from utils.log import log
 
-SEPARATOR = ";"
+SEPARATORS: dict[str, str | None] = {"semicolon": ";", "bar": "|", "comma": ",", "space": None}
+"""Values of DATA.LABEL_SEPARATOR, and the argument of `str.split`."""
+LEAST_RECURRING = {"semicolon": 0.0, "bar": 0.5, "comma": 0.5, "space": 0.9}
+"""Fraction of the parts of labels that must recur in other labels, so that the labels look like lists."""
 LabelSet = tuple[str, ...]
 """The labels of one image as its table has them; empty for an image of no class."""
 
 
-def labels_in(text: str, where: str) -> LabelSet:
-    """The labels of a field such as `cat;dog`; none in an empty one."""
+def labels_in(text: str, separator: str, where: str) -> LabelSet:
+    """The labels of a field such as `cat;dog`; none in an empty one. `separator`: DATA.LABEL_SEPARATOR."""
     if not text.strip():
         return ()
-    labels = tuple(label.strip() for label in text.split(SEPARATOR))
+    labels = _parts(text, separator)
     if "" in labels:
-        raise UserError(f"{where}: {text!r} has an empty label; separate labels by one {SEPARATOR}, as in cat;dog.")
+        raise UserError(
+            f"{where}: {text!r} has an empty label; separate labels by one {separator} (DATA.LABEL_SEPARATOR)."
+        )
     return _without_repeats(labels, where)
+
+
+def separator_in(labels: Iterable[str]) -> tuple[str, str] | None:
+    """The value of DATA.LABEL_SEPARATOR by which these labels look like lists of labels, and the first such label.
+
+    None for names such as `golden retriever`: the parts of lists recur in other lists, or as labels of their own.
+    """
+    distinct = list(dict.fromkeys(labels))
+    for separator in SEPARATORS:
+        lists = {label: parts for label in distinct if len(parts := set(_parts(label, separator))) > 1}
+        alone = set(distinct) - set(lists)
+        found = Counter(part for parts in lists.values() for part in parts if part)
+        recurring = sum(count > 1 or part in alone for part, count in found.items())
+        if not lists or recurring < LEAST_RECURRING[separator] * len(found):
+            continue
+        # Names of several words recur, too, in `red car`, `blue car`, `red bus`, `blue bus`.
+        lengths = {len(parts) for parts in lists.values()}
+        if separator == "space" and (len(found) >= len(distinct) or (len(lengths) == 1 and not alone & set(found))):
+            continue
+        return separator, next(iter(lists))
+    return None
+
+
+def warn_of_lists(labels: Iterable[str], several: bool, where: Callable[[str], str]) -> None:
+    """Warn of labels that look like lists but are read as one class each. `several`: DATA.MULTI_LABEL is set."""
+    if (found := separator_in(labels)) is None:
+        return
+    separator, first = found
+    needed = [] if several else ["DATA.MULTI_LABEL=true"]
+    needed += [f"DATA.LABEL_SEPARATOR={separator}"] if several or separator != "semicolon" else []
+    log.warning(
+        "%s: the label %r is read as one class. If it lists several labels, separated by a %s, set %s.",
+        where(first),
+        first,
+        separator,
+        " ".join(needed),
+    )
+
+
+def _parts(text: str, separator: str) -> LabelSet:
+    return tuple(part.strip() for part in text.split(SEPARATORS[separator]))
 
 
 def labels_marked(fields: Sequence[str], columns: Sequence[str], where: str) -> LabelSet:

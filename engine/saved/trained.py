@@ -22,7 +22,7 @@ from engine.checkpoint.saved import Saved, config_of, find_saved
 from engine.checkpoint.state import load_weights
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
-from engine.measure.ranking import HALF
+from engine.measure.ranking import HALF, describe_untuned
 from engine.setup import model_in_precision
 from utils.better_weights import Wanted, Which
 from utils.cli import CommandLine, amp_settings
@@ -88,7 +88,8 @@ class Trained:
         classes = int(self.config.MODEL.NUM_CLASSES)
         if found is not None and len(found) == classes:
             words = "a class is predicted if its probability reaches its own threshold, found in the model's validation"
-            return list(found), words
+            untuned = [label for label, threshold in enumerate(found) if threshold == HALF]
+            return list(found), "; ".join(filter(None, (words, describe_untuned(untuned, self.names()))))
         words = f"a class is predicted if its probability reaches {HALF}, because these weights have no thresholds"
         return [HALF] * classes, words
 

@@ -59,6 +59,10 @@ def test_evaluate_has_the_metrics_of_the_run(vitamp: Vitamp, run: Path, tmp_path
     unlabelled = int((rows.sum(1) == 0).sum())
     assert f"61 images with {rows.sum()} labels of 4 classes; {unlabelled} images without a label" in text
     assert "a class is predicted if its probability reaches its own threshold, found in the model's validation" in text
+    words = "1 of 4 classes keep a threshold of 0.5, with fewer than 20 validation images: north"
+    assert words in text
+    assert words in (run / "log.txt").read_text()
+    assert found["figures"]["model"]["per_class"]["threshold"][CLASSES.index("north")] == 0.5
 
 
 def test_evaluate_matches_classes_of_other_data_by_name(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
@@ -148,6 +152,7 @@ def test_report_has_average_precision_of_each_class(vitamp: Vitamp, run: Path, t
     assert done.code == 0, done.text
     page = (tmp_path / "r.html").read_text()
     assert "Classes, lowest average precision first" in page
+    assert "1 of 4 classes keep a threshold of 0.5, with fewer than 20 validation images: north" in page
     assert "Confusion matrix" not in page
     assert "Mean average precision (%)" in page
     assert "top-1" not in page.partition("Details of the run")[0].partition("<body")[2]

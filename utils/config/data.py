@@ -99,6 +99,9 @@ class DataConfig(Section):
         "An image can have several labels, one or none; they are read from a csv table, or from lists in parquet files "
         "(docs/data.md).",
     )
+    LABEL_SEPARATOR: Annotated[Literal["semicolon", "bar", "comma", "space"], BeforeValidator(folded)] = setting(
+        "semicolon", "What separates the labels of an image in a csv table (MULTI_LABEL): ; or | or , or spaces."
+    )
     LABEL_SPLIT: Annotated[Literal["iterative", "sets"], BeforeValidator(folded)] = setting(
         "iterative",
         "How images with several labels are split by VAL_FRACTION or FOLD. iterative: each label in proportion "

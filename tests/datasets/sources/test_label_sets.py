@@ -80,7 +80,11 @@ def test_columns_of_the_validation_table_may_have_another_order(table: Callable[
 @pytest.mark.parametrize(
     ("lines", "header", "said"),
     [
-        (["0.png,ant;;bee"], "path,labels", "all.csv:2: 'ant;;bee' has an empty label; separate labels by one ;"),
+        (
+            ["0.png,ant;;bee"],
+            "path,labels",
+            "all.csv:2: 'ant;;bee' has an empty label; separate labels by one semicolon",
+        ),
         (["0.png,ant;ant"], "path,labels", "all.csv:2: the label 'ant' appears twice"),
         (["0.png,", "1.png, "], "path,labels", "all.csv: no image has a label"),
         (["0.png,0;two"], "path,labels", "all.csv:2: the label 'two' is not a whole number, but the first label is"),
@@ -124,12 +128,64 @@ def test_other_data_sets_are_refused(settings: Settings) -> None:
         check_dataset(settings(DATASET="digits", MULTI_LABEL=True), 10)
 
 
-def test_a_target_with_separators_is_warned_of(
+PLANET = ["haze primary", "cloudy", "clear primary", "clear primary water", "haze primary water", "clear water"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "first", "setting"),
+    [
+        (["cow", "ant;bee"], "ant;bee", "MULTI_LABEL=true."),
+        (["cat,dog", "cat", "dog"], "cat,dog", "MULTI_LABEL=true DATA.LABEL_SEPARATOR=comma."),
+        (["cat|dog", "dog|bird", "cat|bird"], "cat|dog", "MULTI_LABEL=true DATA.LABEL_SEPARATOR=bar."),
+        (["cat", "dog", "cat dog", "bird"], "cat dog", "MULTI_LABEL=true DATA.LABEL_SEPARATOR=space."),
+        (PLANET, "haze primary", "MULTI_LABEL=true DATA.LABEL_SEPARATOR=space."),
+        (["cat,dog;bird", "cat,bird;dog", "cat"], "cat,dog;bird", "MULTI_LABEL=true."),
+        (["golden retriever", "labrador retriever", "cat"], None, ""),
+        (["tiger shark", "tiger", "cat shark", "great white shark"], None, ""),
+        (["red car", "blue car", "red bus", "blue bus", "bicycle"], None, ""),
+        (["Smith, John", "Smith, Anna", "Jones, Mary"], None, ""),
+    ],
+)
+def test_targets_that_look_like_lists_are_warned_of(
+    table: Callable[..., Path],
+    settings: Settings,
+    said: pytest.LogCaptureFixture,
+    targets: list[str],
+    first: str | None,
+    setting: str,
+) -> None:
+    root = two(table, [f'"{target}"' for target in targets], [f'"{targets[0]}"'], "path,target")
+    check_dataset(settings(DATASET="csv", DATA_PATH=str(root)), 6)
+    warnings = [record.getMessage() for record in said.records if "is read as one class" in record.getMessage()]
+    if first is None:
+        assert not warnings
+        return
+    (warning,) = warnings
+    row = targets.index(first) + 2
+    assert f"train.csv:{row}: the label '{first}' is read as one class." in warning
+    assert warning.endswith(f"set DATA.{setting}")
+
+
+def test_lists_with_another_separator_are_warned_of_with_multi_label(
     table: Callable[..., Path], settings: Settings, said: pytest.LogCaptureFixture
 ) -> None:
-    root = two(table, ["ant;bee", "cow"], ["cow"], "path,target")
-    check_dataset(settings(DATASET="csv", DATA_PATH=str(root)), 3)
-    assert "train.csv:2: the target 'ant;bee' is taken as the name of one class" in said.text
+    root = two(table, ["cat|dog", "cat", "dog|cow"], ["dog|cat"])
+    data = settings(DATASET="csv", DATA_PATH=str(root), MULTI_LABEL=True)
+    with pytest.raises(UserError, match=r"has no class 'dog\|cat'"):
+        check_dataset(data, 3)
+    assert "train.csv:2: the label 'cat|dog' is read as one class" in said.text
+    assert said.text.rstrip().endswith("set DATA.LABEL_SEPARATOR=bar.")
+    said.clear()
+    data = settings(DATASET="csv", DATA_PATH=str(root), MULTI_LABEL=True, LABEL_SEPARATOR="bar")
+    assert rows(data, True) == [[1, 0, 1], [1, 0, 0], [0, 1, 1]]
+    assert "one class" not in said.text
+
+
+@pytest.mark.parametrize(("separator", "field"), [("comma", '"ant, cow"'), ("space", "ant  cow")])
+def test_each_separator_is_read(table: Callable[..., Path], settings: Settings, separator: str, field: str) -> None:
+    root = two(table, [field, "", "bee"], ["cow"])
+    data = settings(DATASET="csv", DATA_PATH=str(root), MULTI_LABEL=True, LABEL_SEPARATOR=separator)
+    assert rows(data, True) == TRAIN
 
 
 def test_classes_that_validation_lacks_are_named(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from datasets import PADDING, Batch, validation_batches
 from engine.measure.meters import TrainMeters
-from engine.measure.ranking import HALF, rank, scores_of
+from engine.measure.ranking import HALF, LEAST_POSITIVES, describe_untuned, rank, scores_of
 from engine.measure.task import F1Means, MultiLabel, MultiLabelMetrics, SingleLabel
 from tests.engine.small import CPU
 from utils.distributed.world import ALONE
@@ -109,6 +109,22 @@ def test_thresholds_have_the_highest_f1(coarse: bool) -> None:
         assert found.thresholds[label] not in scores[:, label], "halfway between two scores"
     assert found.f1_macro_tuned == pytest.approx(float(np.mean(expected)), abs=1e-12)
     assert found.f1_macro_tuned >= found.f1_macro
+
+
+def test_rare_classes_keep_a_threshold_of_a_half() -> None:
+    """A threshold that was chosen on a few positives is worse on other images than 0.5, again and again."""
+    generator = np.random.default_rng(0)
+    truth = np.zeros((400, 2), dtype=bool)
+    truth[:LEAST_POSITIVES, 0] = truth[: LEAST_POSITIVES - 1, 1] = True
+    scores = 0.3 * generator.random((400, 2)) + 0.1 * truth
+    found = scores_of(scores, truth)
+    assert found.thresholds[0] < 0.4
+    assert found.thresholds[1] == HALF
+    assert found.average_precision[1] > 0
+    assert describe_untuned([1], ["ant", "bee"]) == (
+        "1 of 2 classes keep a threshold of 0.5, with fewer than 20 validation images: bee"
+    )
+    assert describe_untuned(range(12), range(80)).endswith(": 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more")
 
 
 def test_rank_of_odd_scores() -> None:

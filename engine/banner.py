@@ -26,6 +26,7 @@ from utils.cli import version_text
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.distributed.world import World
+from utils.text import counted
 
 
 def banner(run: Run, ready: Ready, folder: Path | None) -> str:
@@ -106,10 +107,9 @@ def _inputs(data: DataConfig) -> str:
 
 
 def _batch(config: Config, ready: ReadyToTrain, world: World) -> str:
-    updates = ready.train_loader.order.updates
     return (
-        f"{config.DATA.BATCH_SIZE} per device x {world.size} device{'s' if world.size > 1 else ''} x "
-        f"{config.TRAIN.ACCUM_ITER} accumulated = {global_batch(config, world)}; {updates:,} updates per epoch"
+        f"{config.DATA.BATCH_SIZE} per device x {counted(world.size, 'device')} x "
+        f"{config.TRAIN.ACCUM_ITER} accumulated = {global_batch(config, world)}; {ready.train_loader.order.words()}"
     )
 
 
@@ -118,9 +118,9 @@ def _training(config: Config, optimizer: torch.optim.Optimizer, world: World) ->
     warmup = min(train.WARMUP_EPOCHS, train.NUM_EPOCHS)
     *_, end = scaled_learning_rates(train, images)
     text = (
-        f"{train.NUM_EPOCHS} epochs, {describe_optimizer(optimizer, train.OPTIMIZER.NAME)}, "
-        f"learning rate {describe_learning_rate(train, images)} after {warmup:g} "
-        f"epoch{'s' * (warmup != 1)} of warm-up, then {describe_schedule(train, end)}"
+        f"{counted(train.NUM_EPOCHS, 'epoch')}, {describe_optimizer(optimizer, train.OPTIMIZER.NAME)}, "
+        f"learning rate {describe_learning_rate(train, images)} after "
+        f"{counted(warmup, 'epoch')} of warm-up, then {describe_schedule(train, end)}"
     )
     text += f"; weight decay {train.WEIGHT_DECAY:g}"
     if loss := describe_loss(train):

@@ -134,6 +134,8 @@ def _announce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, lock
         log.info(advice)
     folder = None if lock is None else make_run_folder(run, "train", lock)
     log.info(banner(run, ready, folder))
+    for warning in ready.train_loader.order.warnings():
+        log.warning(warning)
     if checkpoint:
         log_resumption(checkpoint, run.config, ready.parts, ready.position)
     return folder

@@ -174,6 +174,7 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
         data.REPEATED_AUGMENT,
         balanced or train_set.shuffled,
         None if weights is None else weights[train_set.sample_labels()],
+        data.LAST_BATCH_WEIGHT == "full",
     )
     if (copies := data.REPEATED_AUGMENT * (balanced.copies if balanced else 1)) > 1:
         train_set = Repeated(train_set, copies)

@@ -122,10 +122,10 @@ class Trainer:
         self.parts.start_epoch(position.epoch)
         for window in self.train_loader.epoch(position.epoch, start=position.step):
             train_update(self.parts, window, position.update + 1)
+            self.throughput.count(self.train_loader.order.samples_of(position.step))
             position.step += 1
             position.update += 1
             signals.deferred = True
-            self.throughput.count(self.world.size * sum(len(share.indices) for share in window.shares if share.weight))
             self.reporter.moved(position)
             self._profiler.step()
             self._health.report(position, together=False)

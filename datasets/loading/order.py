@@ -14,8 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from datasets.base import PADDING, ImageDataset
+from utils.config.data import DropLast
 from utils.errors import UserError
 from utils.seeding import key
+from utils.text import counted
+
+FEW = 0.1
+"""Warn if the last update has less than this fraction of the others' samples, or if an epoch leaves out more."""
 
 
 class Share(NamedTuple):
@@ -25,9 +30,9 @@ class Share(NamedTuple):
     """Position in the global window, which seeds its random numbers."""
     indices: np.ndarray
     weight: float
-    """Factor of the mean loss; it makes the sum over ranks the mean over the window's micro-batches.
+    """Factor of the mean loss; it makes the sum over ranks the mean over the window's samples.
 
-    With class weights, it makes the sum the weighted mean over the window's samples.
+    With class weights, it makes the sum their weighted mean.
     """
 
 
@@ -42,23 +47,29 @@ class EpochOrder:
         rank: int,
         world: int,
         seed: int,
-        drop_last: bool,
+        drop_last: DropLast,
         copies: int = 1,
         shuffled: Callable[[np.random.Generator], np.ndarray] | None = None,
         sample_weights: np.ndarray | None = None,
+        count_as_full: bool = False,
     ) -> None:
         """`shuffled` gives the order of an epoch; by default a plain permutation, with all samples once.
 
-        `sample_weights`: the weight of each sample in the loss; None: all are equal.
+        `sample_weights`: the weight of each sample in the loss; None: all are equal. `count_as_full`: an incomplete
+        micro-batch weighs as much as a complete one (DATA.LAST_BATCH_WEIGHT).
         """
         self.samples, self.batch_size, self.accum, self.copies = samples, batch_size, accum, copies
         self.rank, self.world, self.seed = rank, world, seed
         self._shuffled = shuffled or (lambda generator: generator.permutation(samples))
-        self._sample_weights = sample_weights
-        self._micro_batches = samples // batch_size if drop_last else -(-samples // batch_size)
-        if not self._micro_batches:
-            raise UserError(_too_large(samples, batch_size))
+        self._sample_weights, self._count_as_full = sample_weights, count_as_full
         self._per_window = accum * world
+        self.global_batch = batch_size * self._per_window
+        unit = self.global_batch if drop_last == "update" else batch_size if drop_last else 1
+        self.used = samples // unit * unit
+        """Samples of an epoch, without those that DATA.DROP_LAST leaves out."""
+        if not self.used:
+            raise UserError(_too_large(samples, unit, batch_size))
+        self._micro_batches = -(-self.used // batch_size)
         self.updates = -(-self._micro_batches // self._per_window)
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[tuple[Share, ...]]:
@@ -66,6 +77,34 @@ class EpochOrder:
         permutation = self.permutation(epoch)
         for update in range(start, self.updates):
             yield self._window(permutation, update * self._per_window)
+
+    def samples_of(self, update: int) -> int:
+        """Samples of all ranks in an update, counted from 0 within the epoch."""
+        return min(self.global_batch, self.used - update * self.global_batch)
+
+    def words(self) -> str:
+        """For the banner of a run."""
+        last, left_out = self.samples_of(self.updates - 1), self.samples - self.used
+        text = f"{counted(self.updates, 'update')} per epoch"
+        if last < self.global_batch:
+            text += f", {'the last' if self.updates > 1 else 'which is'} of {counted(last, 'image')}"
+        return text + (f"; {counted(left_out, 'image')} left out" if left_out else "")
+
+    def warnings(self) -> Iterator[str]:
+        """Lines about updates that are much smaller than the others, and about images that are left out."""
+        last, left_out = self.samples_of(self.updates - 1), self.samples - self.used
+        if self.updates > 1 and last < FEW * self.global_batch:
+            yield (
+                f"The last update of each epoch has {counted(last, 'image')}, the others {self.global_batch:,}, at the "
+                "same learning rate. DATA.DROP_LAST=update leaves it out."
+            )
+        if left_out > FEW * self.samples:
+            yield (
+                f"Each epoch leaves out {left_out:,} of the {self.samples:,} training images, in each epoch others, "
+                f"because its {counted(self.updates, 'update')} of {self.global_batch:,} images "
+                f"{'takes' if self.updates == 1 else 'take'} the rest. To use all images, set DATA.DROP_LAST=false; "
+                "for more updates, choose a smaller -batch_size."
+            )
 
     def permutation(self, epoch: int) -> np.ndarray:
         """Samples in the order of an epoch."""
@@ -101,9 +140,11 @@ class EpochOrder:
 
     def _weights(self, window: list[np.ndarray]) -> list[float]:
         """Weights of a window's micro-batches, equal on all ranks, since each knows the labels of the whole window."""
-        if self._sample_weights is None:
-            return [1 / len(window)] * len(window)
-        sums = [float(self._sample_weights[indices % self.samples].sum()) for indices in window]
+        weights = self._sample_weights
+        if weights is not None:
+            sums = [float(weights[indices % self.samples].sum()) for indices in window]
+        else:
+            sums = [1 if self._count_as_full else len(indices) for indices in window]
         total = sum(sums)
         return [of_one / total for of_one in sums]
 
@@ -131,9 +172,15 @@ def validation_batches(samples: int, batch_size: int, rank: int, world: int) -> 
     return list(padded.reshape(batches, size)) if batches else []
 
 
-def _too_large(samples: int, batch_size: int) -> str:
+def _too_large(samples: int, unit: int, batch_size: int) -> str:
     if not samples:
         return "The training set is empty: DATA.DATASET and DATA.DATA_PATH must name one with images."
+    if unit > batch_size:
+        return (
+            f"An update takes {unit} images (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER), but the training set has "
+            f"only {samples}: not one full update. Use a smaller global batch, or keep incomplete updates with "
+            f"DATA.DROP_LAST={'batch' if samples >= batch_size else 'false'}."
+        )
     return (
         f"DATA.BATCH_SIZE is {batch_size}, but the training set has only {samples} images: not one full batch. "
         f"Set it to {samples} or less, or keep partial batches with DATA.DROP_LAST=false."

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from engine.amp.fp32_modules import is_forced
 from engine.amp.op_lists import OPERATORS
 from engine.amp.precision import dtype_name
-from utils.text_table import aligned
+from utils.text import aligned
 
 HEADINGS = ("module", "class", "parameters", "inputs", "outputs", "operations")
 

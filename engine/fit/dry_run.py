@@ -28,9 +28,8 @@ from engine.machine.memory import LiveMemory, is_out_of_memory, peak_memory_gb, 
 from engine.measure.bottleneck import advise_faster_loading
 from engine.optim.ema import on_device
 from engine.parallel.fsdp import local_shard
-from engine.setup import ReadyToTrain, global_batch, setting_of
+from engine.setup import ReadyToTrain, setting_of
 from engine.unfreeze import unfreeze_if_due
-from utils.config import Config
 from utils.distributed.world import World, all_gather, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
 from utils.log import log
@@ -52,7 +51,7 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
         windows = _windows(ready)
         window, batch = on_every_rank(world, lambda: _first(windows))
         memory, updates = _time_updates(ready, world, window, batch)
-        _log_first_batch(config, ready, batch)
+        _log_first_batch(ready, batch)
         faster = advise_faster_loading(setting_of(ready))
         speed = Speed(updates, *_time_loading(ready, world, windows), faster, _time_validation(ready, world))
     except Exception as error:
@@ -145,7 +144,7 @@ def _measure_memory(ready: ReadyToTrain, update: Callable[[], object]) -> Memory
     )
 
 
-def _log_first_batch(config: Config, ready: ReadyToTrain, batch: Batch) -> None:
+def _log_first_batch(ready: ReadyToTrain, batch: Batch) -> None:
     parts = ready.parts
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
     loss = reading.epoch.loss
@@ -153,7 +152,7 @@ def _log_first_batch(config: Config, ready: ReadyToTrain, batch: Batch) -> None:
         "First batch: %s, loss %.4f (mean over all updates tried on it, each with %d images), last gradient norm %.4f",
         tuple(batch.images.shape),
         loss,
-        global_batch(config, parts.world),
+        ready.train_loader.order.samples_of(0),
         reading.grad_norm,
     )
     if not math.isfinite(loss) or reading.first_bad >= 0:

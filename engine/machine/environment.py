@@ -26,7 +26,7 @@ from utils.distributed.processes import start_time_of
 from utils.distributed.world import World
 from utils.errors import AllRanksUserError
 from utils.log import log
-from utils.text_table import aligned
+from utils.text import aligned
 
 MAX_ROWS = 16
 # Settings that may differ between ranks.

@@ -12,7 +12,7 @@ from tools.common.progress import progress
 from tools.common.weights import folders_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
-from utils.text_table import aligned
+from utils.text import aligned
 
 COLUMNS = ("checkpoint", "epoch", "update", "loss", "top-1", "EMA top-1", "size", "written", "")
 METRICS = (("loss", ".4f"), ("acc1", ".2f"), ("ema_acc1", ".2f"))

@@ -109,7 +109,7 @@ def _train(job: Job, ready: ReadyToTrain, windows: Iterator[Window], device: tor
     for update in range(1, job.updates + 1):
         window = next(windows)
         train_update(parts, window, update)
-        curve.close_update()
+        curve.close_update(window)
         timer.count(update, sum(len(share.indices) for share in window.shares))
         if parts.watch is not None:
             result.notes += [blame.words() for blame in parts.watch.take()]
@@ -141,8 +141,9 @@ class _LossCurve:
         self._micro_batches.append(loss.detach())
         return loss
 
-    def close_update(self) -> None:
-        self._updates.append(torch.stack(self._micro_batches).mean())
+    def close_update(self, window: Window) -> None:
+        losses = zip(self._micro_batches, window.shares, strict=True)
+        self._updates.append(torch.stack([loss * share.weight for loss, share in losses]).sum())
         self._micro_batches.clear()
 
     def values(self) -> list[float]:

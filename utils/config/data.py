@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from utils.config.fields import Section, setting, with_retired
 from utils.config.kinds import (
@@ -23,6 +23,13 @@ from utils.config.kinds import (
     folded,
     read_fold,
 )
+
+
+def _true_is_batch(value: str | bool) -> str | bool:
+    return "batch" if value is True else value
+
+
+DropLast = Annotated[Literal["batch", "update"] | bool, BeforeValidator(folded), AfterValidator(_true_is_batch)]
 
 
 class DataConfig(Section):
@@ -55,7 +62,16 @@ class DataConfig(Section):
         "Training: shuffle: no image twice in an epoch. balanced: each class equally often, in an epoch of the "
         "same length; images of rare classes repeat, each time with a new augmentation.",
     )
-    DROP_LAST: bool = setting(True, "Drop the last micro-batch of an epoch if it is incomplete.")
+    DROP_LAST: DropLast = setting(
+        "batch",
+        "What to drop at the end of an epoch, if it is incomplete. batch (or true): the last micro-batch. update: the "
+        "last update. false: nothing.",
+    )
+    LAST_BATCH_WEIGHT: Annotated[Literal["images", "full"], BeforeValidator(folded)] = setting(
+        "images",
+        "DROP_LAST false: weight of an incomplete last micro-batch in its update. images: each image counts as much "
+        "as any other. full: the micro-batch counts as much as a complete one, as in runs of earlier versions.",
+    )
     CROP: Literal["random", "pad", "none"] = setting(
         "random",
         "Training: random: a random crop by CROP_SCALE and CROP_RATIO. pad: resize to IMAGE_SIZE without keeping the "

@@ -23,6 +23,7 @@ FORMER: dict[str, Any] = {
     "TRAIN.OPTIMIZER.BETAS": (0.9, 0.999),
     "TRAIN.OPTIMIZER.MOMENTUM": 0.9,
     "DATA.LABEL_SPLIT": "sets",
+    "DATA.LAST_BATCH_WEIGHT": "full",
 }
 """Defaults of earlier versions that have changed since. A run that is older than a setting behaved like this, too."""
 CLIPPED = "TRAIN.WARMUP_EPOCHS"

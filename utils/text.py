@@ -1,8 +1,14 @@
-"""Plain-text tables for the log and the console."""
+"""Plain text for the log and the console: numbers with their nouns, and aligned tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+
+def counted(number: float, noun: str) -> str:
+    """'1 update', '1,234 updates', '2 processes'."""
+    plural = noun + ("es" if noun.endswith(("s", "x", "tch", "sh")) else "s")
+    return f"{number:{',' if isinstance(number, int) else 'g'}} {noun if number == 1 else plural}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,0 +1,162 @@
+"""An incomplete last micro-batch counts by its images: an update's gradient is the mean over its images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from datasets import Batch, Window
+from engine.checkpoint.folder import inspect
+from engine.measure.meters import TrainMeters
+from engine.measure.task import MultiLabel
+from engine.setup import ReadyToTrain
+from tests.engine.amp.modes import MODES, PLAIN_STEPS, WITH_MASTERS, change
+from tests.engine.small import CPU, build, windows
+from tests.program import Result, metrics, train_tiny, write_meta
+from utils.distributed.world import ALONE
+from utils.seeding import seed_all
+
+SIZES = [24, 24, 24, 24, 4]
+DATA = {"DATA__DATASET": "synthetic", "DATA__SYNTHETIC_TRAIN": 100, "DATA__SYNTHETIC_VAL": 20, "DATA__BATCH_SIZE": 24}
+ONE_UPDATE = {**DATA, **PLAIN_STEPS, "DATA__DROP_LAST": "false", "TRAIN__ACCUM_ITER": 5}
+MIXED = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__CUTMIX_ALPHA": 1.0, "TRAIN__MIXUP_MODE": "elem", "TRAIN__SMOOTHING": 0.1}
+Vitamp = Callable[..., Result]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def summed(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, reduction="sum")
+
+
+def summed_smooth(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
+
+
+def summed_bce(logits: Tensor, targets: Tensor) -> Tensor:
+    targets = F.one_hot(targets, logits.shape[1]).float() if targets.ndim == 1 else targets
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1).sum()
+
+
+def summed_distilled(logits: Tensor, targets: Tensor) -> Tensor:
+    labels, teacher = targets.unbind(1)
+    own, theirs = F.log_softmax(logits / 3, 1), F.log_softmax(teacher / 3, 1)
+    return 0.5 * summed(logits, labels) + 0.5 * 9 * F.kl_div(own, theirs, reduction="sum", log_target=True)
+
+
+PATHS: dict[str, tuple[dict[str, Any], Loss]] = {
+    "labels": ({}, summed),
+    "dropout": ({"MODEL__DROPOUT": 0.1, "MODEL__DROPPATH": 0.1}, summed),
+    "mixed": (MIXED, summed_smooth),
+    "bce": ({"TRAIN__LOSS": "bce"}, summed_bce),
+    "several labels": ({"TRAIN__LOSS": "bce"}, summed_bce),
+    "distilled": ({"TRAIN__DISTILLATION_TYPE": "soft", "TRAIN__DISTILLATION_TAU": 3}, summed_distilled),
+    **{mode: (MODES[mode], summed) for mode in WITH_MASTERS},
+}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_tiny(tmp_path_factory.mktemp("teacher"), "SEED=7", "TRAIN.MAX_UPDATES=2")
+
+
+def only_window(ready: ReadyToTrain, several: bool = False) -> Window:
+    """The one window of an epoch of 100 images, whose last micro-batch has 4."""
+    window = next(windows(ready))
+    pairs = list(window)
+    assert [len(batch.images) for _, batch in pairs] == SIZES
+    if several:
+        pairs = [(share, batch._replace(labels=torch.rand(len(batch.labels), 10).round())) for share, batch in pairs]
+    return Window(window.shares, iter([batch for _, batch in pairs]))
+
+
+def plain_gradient(ready: ReadyToTrain, batches: list[Batch], loss: Loss) -> Tensor:
+    """Gradient of the sum of all images' losses, divided by their number."""
+    model, parts = ready.model.train(), ready.parts
+    for number, batch in enumerate(batches):
+        seed_all(0, "micro", 1, number)
+        seen = parts.change((batch.images.float() / 255 - 0.5) / 0.5, batch.labels)
+        (loss(model(seen.images), seen.targets) / sum(SIZES)).backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_gradient_is_the_mean_over_the_images(tiny: Path, teacher: Path, path: str) -> None:
+    words, loss = PATHS[path]
+    fp32 = {**ONE_UPDATE, **(words if path not in MODES else {})}
+    if path == "distilled":
+        fp32["TRAIN__TEACHER_MODEL"] = teacher
+    ours, plain = build(tiny, **{**fp32, **words}), build(tiny, **fp32)
+    several = path == "several labels"
+    if several:
+        ours.parts.meters = TrainMeters(CPU, ALONE, MultiLabel(10))
+    window = only_window(ours, several)
+    batches = list(window)
+    expected = plain_gradient(plain, [batch for _, batch in batches], loss)
+    moved = -change(ours, Window(window.shares, iter([batch for _, batch in batches])))
+    rounding = 1e-5 if path not in MODES else 0.03
+    assert (moved - expected).norm() < rounding * expected.norm()
+
+
+def as_words(settings: dict[str, Any]) -> list[str]:
+    return [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_two_processes_move_by_the_mean_over_the_images(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, strategy: str
+) -> None:
+    """Of the five micro-batches, one process gets three and the other two; the last of these has four images."""
+    run, words = tmp_path / "run", as_words({**ONE_UPDATE, "TRAIN__ACCUM_ITER": 3})
+    where = ("-cfg", tiny, "-output", run, "-ngpus", 2, f"DIST.STRATEGY={strategy}")
+    done = vitamp(*where, *words, "TRAIN.MAX_UPDATES=1", "REPORT_FREQ=1", script="main_multi_gpu.py")
+    assert done.code == 0, done.text
+    plain = build(tiny, **ONE_UPDATE)
+    start = {name: weight.detach().clone() for name, weight in plain.model.named_parameters()}
+    batches = [batch for _, batch in only_window(plain)]
+    expected = plain_gradient(plain, batches, summed)
+    saved = inspect(run / "checkpoints" / "step-000000001").tensors()
+    moved = torch.cat([(weight - saved[name]).flatten() for name, weight in start.items()])
+    assert (moved - expected).norm() < 1e-5 * expected.norm()
+    (line,) = metrics(run, "train")
+    with torch.no_grad():
+        plain.model.load_state_dict(start, strict=False)
+        losses = [summed(plain.model((b.images.float() / 255 - 0.5) / 0.5), b.labels) for b in batches]
+    assert line["loss"] == pytest.approx(float(sum(losses)) / 100, rel=1e-5), "the meter weighs by images too"
+
+
+def as_begun_earlier(run: Path) -> None:
+    """Take the key from the run's files: an earlier version did not have it."""
+    config = run / "config.yaml"
+    lines = config.read_text().splitlines(keepends=True)
+    config.write_text("".join(line for line in lines if "LAST_BATCH_WEIGHT" not in line))
+    for meta in run.glob("checkpoints/step-*/meta.json"):
+        values = json.loads(meta.read_text())
+        del values["settings"]["DATA.LAST_BATCH_WEIGHT"]
+        values["settings"]["DATA.DROP_LAST"] = False
+        write_meta(meta, values)
+
+
+def test_resumed_run_of_an_earlier_version_keeps_its_weights(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    """The same numbers as an uninterrupted run with that version's weights, and other ones than with those of today."""
+    words = as_words({**DATA, "DATA__DROP_LAST": "false", "TRAIN__ACCUM_ITER": 3, "REPORT_FREQ": 1, "SAVE_FREQ": 1})
+    former = "DATA.LAST_BATCH_WEIGHT=full"
+    whole, today, run = (tmp_path / name for name in ("whole", "today", "run"))
+    assert vitamp("-cfg", tiny, "-output", whole, *words, former).code == 0
+    assert vitamp("-cfg", tiny, "-output", today, *words).code == 0
+    assert vitamp("-cfg", tiny, "-output", run, *words, former, "TRAIN.MAX_UPDATES=3").code == 0
+    as_begun_earlier(run)
+    done = vitamp("-cfg", tiny, "-output", run, "-resume", "auto", *words)
+    assert done.code == 0, done.text
+    losses = [[line["loss"] for line in metrics(place, "train")] for place in (run, whole, today)]
+    assert losses[0] == losses[1] != losses[2]
+    (line,) = [line for line in done.text.splitlines() if "LAST_BATCH_WEIGHT" in line]
+    assert "keeps the defaults it started with" in line
+    assert "DATA.LAST_BATCH_WEIGHT full (images now)" in line
+    assert "LAST_BATCH_WEIGHT: full" in (run / "config.yaml").read_text(), "and so does the next resume"

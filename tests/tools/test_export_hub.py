@@ -105,7 +105,7 @@ def test_card_has_metadata_results_settings_and_no_path(
     card = ModelCard(text)
     assert card.data.get("library_name") == "timm"
     assert card.data.get("license") == "mit"
-    assert card.data.get("datasets") == ["imagefolder"]
+    assert card.data.get("datasets") is None, "imagefolder is a layout"
     assert card.data.get("metrics") == ["accuracy"]
     assert {"image-classification", "timm"} <= set(card.data.get("tags"))
     best = max(line["acc1"] for line in metrics(photo_run, "val"))
@@ -132,8 +132,10 @@ def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tm
     save_image(tmp_path / "pictures" / "a.jpg", seed=0)
     for data, weights, named in (
         ("hf:ylecun/mnist", "vit_tiny_patch16_224", ("ylecun/mnist", "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")),
-        ("hf:/secret/images", "/secret/weights.pth", ("parquet", None)),
+        ("hf:/secret/images", "/secret/weights.pth", (None, None)),
         ("cifar10", None, ("uoft-cs/cifar10", None)),
+        ("imagenet2012", None, (None, None)),
+        ("digits", None, (None, None)),
     ):
         moved = tmp_path / "moved"
         shutil.copytree(digits_run, moved, dirs_exist_ok=True)
@@ -147,9 +149,31 @@ def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tm
         assert code == 0, said
         text = (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
         card = ModelCard(text).data
-        assert (card.get("datasets"), card.get("base_model")) == ([named[0]], named[1])
+        assert (card.get("datasets"), card.get("base_model")) == (named[0] and [named[0]], named[1])
+        assert ("ILSVRC" in text, "trained with vitamp on" in text) == (
+            False,
+            data in ("digits", "cifar10") or "mnist" in data,
+        )
         assert "They are stored in bf16 here." in text
         assert "secret" not in text
+
+
+@pytest.mark.parametrize(("training_images", "claimed"), [(16, False), (1_281_167, True)])
+def test_card_names_imagenet_only_for_its_number_of_images(
+    export_tool: Tool, imagenet: Path, tmp_path: Path, training_images: int, claimed: bool
+) -> None:
+    """imagenet2012 is a layout, too: lists of paths and labels, of any images."""
+    words = ("-data_path", imagenet, "-image_size", 32, "DATA.IMAGE_CHANNELS=3", "MODEL.NUM_CLASSES=1000")
+    more = ("DATA.DATASET=imagenet2012", "DATA.BATCH_SIZE=4", "DATA.NUM_WORKERS=0", "TRAIN.MAX_UPDATES=1")
+    run = train_tiny(tmp_path, *words, *more)
+    about = json.loads((run / "run.json").read_text())
+    about["samples"] = {"train": training_images, "val": 50_000}
+    (run / "run.json").write_text(json.dumps(about))
+    code, said = export_tool(run, "-to", "hub", "-output", tmp_path / "hub", "-check", 2)
+    assert code == 0, said
+    text = (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
+    assert ("ILSVRC/imagenet-1k" in text) == claimed
+    assert ("| data set | unknown: the run knows no name of it |" in text) == (not claimed)
 
 
 @pytest.mark.slow

@@ -27,7 +27,10 @@ HUB_IDS = {
     "pets": "timm/oxford-iiit-pet",
 }
 """DATA.DATASET -> its name on the Hub, where that differs"""
-IMAGENET = "ILSVRC/imagenet-1k"
+IMAGENET, IMAGENET_SAMPLES = "ILSVRC/imagenet-1k", {"train": 1_281_167, "val": 50_000}
+LAYOUTS = ("csv", "imagefolder", "imagenet2012", "shards")
+"""Values of DATA.DATASET that say how images are stored, not which they are"""
+UNKNOWN = "unknown"
 SHOWN_SECTIONS = ("MODEL.", "DATA.", "TRAIN.", "AMP.", "SEED")
 MOST_CLASSES = 50
 """Class names in the card; all are in config.json"""
@@ -69,15 +72,25 @@ class Card:
         return needed_by_tools(self.export.trained.saved).get("settings", {})
 
     @property
-    def dataset(self) -> str:
-        """Name of the data set, on the Hub where it has one; never a path."""
-        data = self.export.trained.config.DATA
-        if data.DATASET.startswith(hub_data.PREFIX):
-            place = data.DATASET.removeprefix(hub_data.PREFIX)
-            return "parquet" if hub_data.is_path(place) else "/".join(place.split("/")[:2])
-        if data.DATASET == "imagenet2012" and self.export.metadata["num_classes"] == 1000:
+    def dataset(self) -> str | None:
+        """Name of the data set, if the run knows it; None for a layout. Never a path."""
+        name = self.export.trained.config.DATA.DATASET
+        if name.startswith(hub_data.PREFIX):
+            place = name.removeprefix(hub_data.PREFIX)
+            return None if hub_data.is_path(place) else "/".join(place.split("/")[:2])
+        if name == "imagenet2012" and self.samples == IMAGENET_SAMPLES and self.export.metadata["num_classes"] == 1000:
             return IMAGENET
-        return HUB_IDS.get(data.DATASET, data.DATASET)
+        return None if name in LAYOUTS else HUB_IDS.get(name, name)
+
+    @property
+    def on_hub(self) -> list[str] | None:
+        """The data set, if it has a name on the Hub."""
+        return [self.dataset] if self.dataset is not None and "/" in self.dataset else None
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """Number of images of each split, as far as it is known."""
+        return self.run.about.get("samples", {}) if self.run else {}
 
     @property
     def base_model(self) -> str | None:
@@ -93,8 +106,8 @@ class Card:
         results = [
             EvalResult(
                 task_type=TASK,
-                dataset_type=self.dataset,
-                dataset_name=self.dataset,
+                dataset_type=self.dataset or UNKNOWN,
+                dataset_name=self.dataset or UNKNOWN,
                 dataset_split="validation",
                 metric_type="accuracy",
                 metric_name=f"{METRICS[name]} (%)",
@@ -109,7 +122,7 @@ class Card:
             pipeline_tag=TASK,
             license=self.license,
             base_model=self.base_model,
-            datasets=[self.dataset],
+            datasets=self.on_hub,
             metrics=["accuracy"],
             model_name=self.title,
             eval_results=results or None,
@@ -119,9 +132,10 @@ class Card:
         about, module = self.export.metadata, self.export.model.module
         parameters, _ = count_parameters(module)
         base = f", fine-tuned from {_code(self.base_model)}" if self.base_model else ""
+        data = f" on {_code(self.dataset)}" if self.dataset else ""
         return (
             f"An image classifier: timm's {type(module).__name__} ({_code(about['model'])}) with {parameters:,} "
-            f"parameters and {about['num_classes']:,} classes, trained with vitamp on {_code(self.dataset)}{base}."
+            f"parameters and {about['num_classes']:,} classes, trained with vitamp{data}{base}."
         )
 
     def _loading(self) -> str:
@@ -154,7 +168,7 @@ class Card:
         )
 
     def _data(self) -> str:
-        about, samples = self.export.metadata, self.run.about.get("samples", {}) if self.run else {}
+        about, samples = self.export.metadata, self.samples
         size, names = about["image_size"], self.export.trained.classes
         colours = "grey" if about["channels"] == 1 else "RGB"
         if about["crop"] == "none":
@@ -164,7 +178,7 @@ class Card:
         listed = ", ".join(_code(name) for name in (names or [])[:MOST_CLASSES])
         more = f", and {len(names) - MOST_CLASSES:,} more in config.json" if names and len(names) > MOST_CLASSES else ""
         rows = {
-            "data set": _code(self.dataset),
+            "data set": _code(self.dataset) if self.dataset else f"{UNKNOWN}: the run knows no name of it",
             "training images": f"{samples['train']:,}" if "train" in samples else "",
             "validation images": f"{samples['val']:,}" if "val" in samples else "",
             "classes": f"{about['num_classes']:,}{': ' if listed else ''}{listed}{more}",
@@ -195,7 +209,8 @@ class Card:
             for key, value in self.public_settings.items()
             if key.startswith(SHOWN_SECTIONS) and one_line(value) != one_line(_listed(default_of(key)))
         }
-        differing |= {"DATA.DATASET": self.dataset} if hub_data.PREFIX in str(differing.get("DATA.DATASET")) else {}
+        if hub_data.PREFIX in str(differing.get("DATA.DATASET")):
+            differing["DATA.DATASET"] = self.dataset or "parquet"
         lines = "\n".join(f"{key}={one_line(value)}" for key, value in differing.items())
         versions = self.run.about.get("versions", {}) if self.run else {}
         trained_in = f"Precision: {self.run.precision}. " if self.run else ""

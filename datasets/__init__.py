@@ -4,8 +4,9 @@ from datasets.base import PADDING, Batch, ImageDataset
 from datasets.damage.exclude import warn_unmatched
 from datasets.decoding.reader import decoder_of
 from datasets.loading.balanced import balanced_order
+from datasets.loading.identity import data_identity, identity_of
 from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
-from datasets.loading.order import EpochOrder, Share, identity_of, validation_batches
+from datasets.loading.order import EpochOrder, Share, validation_batches
 from datasets.recognise import recognise
 from datasets.registry import check_dataset, count_classes, names, open_dataset, source_of
 from datasets.variants import Repeated, Sized
@@ -25,6 +26,7 @@ __all__ = [
     "balanced_order",
     "check_dataset",
     "count_classes",
+    "data_identity",
     "decoder_of",
     "identity_of",
     "names",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -64,6 +65,10 @@ class Samples(ABC):
     @abstractmethod
     def name(self, index: int) -> str:
         """Name of a sample in messages and in lists of broken images, such as its path."""
+
+    def names(self) -> Iterator[bytes]:
+        """Bytes that depend on the names of all samples and their order, but not on where the data set is."""
+        yield from (os.fsencode(self.name(index)) + b"\0" for index in range(len(self)))
 
     def prefetch(self, indices: Sequence[int]) -> None:  # noqa: B027 - most sources have nothing to prefetch
         """Announce the samples that are read next. A remote source can fetch them all at once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,10 @@ class Remaining(Samples):
 
     def name(self, index: int) -> str:
         return self.samples.name(int(self._old_index[index]))
+
+    def names(self) -> Iterator[bytes]:
+        yield from self.samples.names()
+        yield self._old_index.tobytes()
 
     def prefetch(self, indices: Sequence[int]) -> None:
         self.samples.prefetch([int(self._old_index[index]) for index in indices])

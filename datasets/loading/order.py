@@ -7,13 +7,12 @@ processes with the same global batch gets the same micro-batches with the same n
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from datasets.base import PADDING, ImageDataset
+from datasets.base import PADDING
 from utils.config.data import DropLast
 from utils.errors import UserError
 from utils.seeding import key
@@ -147,15 +146,6 @@ class EpochOrder:
             sums = [1 if self._count_as_full else len(indices) for indices in window]
         total = sum(sums)
         return [of_one / total for of_one in sums]
-
-
-def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, int | str]:
-    """Fingerprint of samples and order, equal on all ranks and independent of where the data set is."""
-    # The order depends on excluded images (DATA.EXCLUDE) too.
-    digest = hashlib.sha256(order.permutation(1).tobytes())
-    if samples := dataset.single_images():
-        digest.update(samples.labels.tobytes())
-    return {"number": order.samples, "updates": order.updates, "order": digest.hexdigest()}
 
 
 def validation_batches(samples: int, batch_size: int, rank: int, world: int) -> list[np.ndarray]:

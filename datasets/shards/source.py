@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -60,6 +60,15 @@ class ShardSamples(Samples):
     def name(self, index: int) -> str:
         row = self._row(index)
         return f"{self.store.root}/{self._index.shards[self._index.shard[row]]}/{self._index.name(row)}"
+
+    def names(self) -> Iterator[bytes]:
+        index, rows = self._index, slice(None) if self._rows is None else self._rows
+        lengths, chosen = np.diff(index.name_ends, prepend=0), np.zeros(len(index), dtype=bool)
+        chosen[rows] = True
+        yield "\0".join(index.shards).encode(errors="surrogateescape")
+        for column in (index.shard, index.size, lengths):
+            yield column[rows].astype(np.int64).tobytes()
+        yield index.names[np.repeat(chosen, lengths)].tobytes()
 
     def prefetch(self, indices: Sequence[int]) -> None:
         if not isinstance(self.store, Remote):

@@ -34,6 +34,11 @@ class PathTable:
         begin, end = self._ends[index : index + 2]
         return os.fsdecode(self._block[begin:end])
 
+    def blocks(self) -> Iterator[bytes]:
+        """All paths and where each one ends, as bytes."""
+        yield self._block
+        yield self._ends.tobytes()
+
 
 class FileSamples(Samples):
     """Image files below one folder."""
@@ -46,6 +51,9 @@ class FileSamples(Samples):
 
     def name(self, index: int) -> str:
         return f"{self.root}/{self.paths[index]}"
+
+    def names(self) -> Iterator[bytes]:
+        yield from self.paths.blocks()
 
 
 class FileList(NamedTuple):

@@ -47,6 +47,7 @@ class Samples(_Fields):
     number: Number
     updates: Number
     order: str
+    data: str | None = None
 
 
 class Choices(_Fields):

@@ -155,21 +155,25 @@ def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any
     """
     _check_fold(checkpoint, data)
     saved = checkpoint.meta.get("samples") or now  # older checkpoints have none
-    if saved["order"] == now["order"]:
+    change = _change_of_samples(saved, now)
+    if change is None:
         return
     if not 0 < position.step < saved["updates"]:
-        log.warning(
-            "The training samples or their order differ from those of the checkpoint: %d samples now, %d then.",
-            now["number"],
-            saved["number"],
-        )
+        log.warning("The training samples have changed since the checkpoint: %s.", change)
         return
     raise UserError(
-        f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples or their order have "
-        f"changed since ({saved['number']} samples then, {now['number']} now). They depend on SEED, DATA.SAMPLER, "
-        "DATA.EXCLUDE, DATA.VAL_FRACTION and the files. Restore the former samples and order, or resume from the end "
-        "of a saved epoch with -last_epoch."
+        f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "
+        f"{change}. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.VAL_FRACTION and the files. Restore the "
+        "former samples and order, or resume from the end of a saved epoch with -last_epoch."
     )
+
+
+def _change_of_samples(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
+    if saved["number"] != now["number"]:
+        return f"{saved['number']} then, {now['number']} now"
+    if saved.get("data", now["data"]) != now["data"]:  # older checkpoints have only the order and the labels
+        return f"{now['number']} as before, but with other names or labels, or named in another order"
+    return None if saved["order"] == now["order"] else f"{now['number']} as before, in another order"
 
 
 def _check_fold(checkpoint: Checkpoint, data: DataConfig) -> None:

@@ -74,7 +74,7 @@ def test_other_sampler_within_an_epoch_is_refused(vitamp: Vitamp, tiny: Path, tm
     assert vitamp(*words, "TRAIN.MAX_UPDATES=10").code == 0
     done = vitamp(*words, "DATA.SAMPLER=balanced", "-resume", "auto")
     assert done.code == 2, done.text
-    assert "(1437 samples then, 1437 now). They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE" in done.err
+    assert "1437 as before, in another order. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE" in done.err
 
 
 def test_other_fold_is_refused_on_resuming(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

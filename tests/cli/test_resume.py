@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.program import ROOT, Result, metrics
+from tests.program import ROOT, Result, metrics, save_image, write_meta
 from tests.waiting import until
 
 # Everything that has a state or draws random numbers.
@@ -236,13 +236,43 @@ def test_changed_samples_are_refused_only_in_the_middle_of_an_epoch(
     for changed in ((), (f"DATA.EXCLUDE={other}",), (f"DATA.EXCLUDE={first}", "SEED=1")):
         refused = go_on(12, *changed)
         assert refused.code == 2, refused.text
-        assert "saved within epoch 1, but the training samples or their order have changed since" in refused.err
-        assert "(23 samples then, " in refused.err
+        assert "saved within epoch 1, but the training samples have changed since: 23 " in refused.err
         assert newest(run) == 4
     assert go_on(6, f"DATA.EXCLUDE={first}").code == 0
     between = go_on(8)
     assert between.code == 0, between.text
     assert "changed since: DATA.EXCLUDE" in between.out
+
+
+@pytest.mark.parametrize("change", ["renamed", "swapped"])
+@pytest.mark.parametrize("older", [False, True], ids=["this version", "an older version"])
+def test_renamed_and_swapped_images_are_refused_in_the_middle_of_an_epoch(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, change: str, older: bool
+) -> None:
+    """Checkpoints of older versions know nothing of the names: they resume as before."""
+    place, run = tmp_path / "data", tmp_path / "run"
+    for split, name, number in ((s, n, k) for s in ("train", "val") for n in ("ant", "bee") for k in range(4)):
+        save_image(place / split / name / f"{name}-{number}.jpg", seed=number)
+    data = ("-dataset", "imagefolder", "-data_path", place, "-batch_size", 2, "DATA.NUM_WORKERS=0")
+    words = ("-cfg", tiny, "-output", run, *data, "DATA.IMAGE_CHANNELS=3", "-resume", "auto", "SAVE_FREQ=1")
+    assert vitamp(*words, "TRAIN.MAX_UPDATES=2").code == 0
+    if older:
+        meta = json.loads((run / "checkpoints" / "step-000000002" / "meta.json").read_text())
+        del meta["samples"]["data"]
+        write_meta(run / "checkpoints" / "step-000000002" / "meta.json", meta)
+    moved = place.rename(tmp_path / "moved")
+    assert vitamp(*words, "-data_path", moved, "TRAIN.MAX_UPDATES=3").code == 0, "moving it changes nothing"
+    shutil.rmtree(run / "checkpoints" / "step-000000003")
+    train, swaps = moved / "train", {"ant/ant-0.jpg": "bee/ant-0.jpg", "bee/bee-3.jpg": "ant/bee-3.jpg"}
+    for old, new in ({"bee/bee-0.jpg": "bee/bee-9.jpg"} if change == "renamed" else swaps).items():
+        (train / old).rename(train / new)
+    done = vitamp(*words, "-data_path", moved, "TRAIN.MAX_UPDATES=4")
+    if older:
+        assert done.code == 0, done.text
+        return
+    assert done.code == 2, done.text
+    assert "the training samples have changed since: 8 as before, but with other names or labels" in done.err
+    assert newest(run) == 2
 
 
 def test_resume_does_not_depend_on_the_working_directory(

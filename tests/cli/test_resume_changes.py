@@ -67,7 +67,10 @@ ALLOWED: dict[str, tuple[Iterable[object], str]] = {
     "other accumulation, the same global batch": (["-accum_iter", 2, "-batch_size", 16], "changed since"),
     "bf16": (["-amp", "bf16"], "changed since: AMP.ENABLED: false -> true"),
     "fp16": (["-amp", "fp16"], "changed since: AMP.ENABLED: false -> true"),
-    "another seed": (["SEED=1"], "The training samples or their order differ from those of the checkpoint"),
+    "another seed": (
+        ["SEED=1"],
+        "The training samples have changed since the checkpoint: 1437 as before, in another order.",
+    ),
     "no EMA": (["TRAIN.MODEL_EMA=false"], "changed since: TRAIN.MODEL_EMA: true -> false"),
     "another rate": (["TRAIN.BASE_LR=1e-3"], "the next update's learning rate is 7.500e-04"),
     "another schedule": (["TRAIN.LR_SCHEDULER.NAME=step"], "the next update's learning rate is 2.000e-03"),
@@ -232,7 +235,7 @@ def test_learning_rate_follows_epochs_if_the_data_set_changed(
     (place / "train_list.txt").write_text("\n".join((lines * 5)[:samples]) + "\n")
     done = vitamp(*words, MORE)
     assert done.code == 0, done.text
-    assert f"{samples} samples now, 24 then" in done.err
+    assert f"The training samples have changed since the checkpoint: 24 then, {samples} now." in done.err
     assert "epoch 3, 12 updates done; the next update's learning rate is 1.500e-03" in done.out
     check_whole(run, {"step-000000006", "step-000000012"}, last_epoch=4)
     rates = [line["lr"] for line in metrics(run, "train") if line["epoch"] > 2]

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from utils.config.data import DataConfig
+from utils.config.kinds import AUTO
 from utils.config.train import TrainConfig
 from utils.log import log
 from utils.seeding import key, seed_host
@@ -39,6 +40,23 @@ Encoded = bytes | np.ndarray
 
 Stored = Literal["files", "tar files", "pixels"]
 """How images are stored: as single files, as encoded images in tar files, or as raw pixels."""
+
+Part = Literal["train", "val", "test"]
+TITLES = {"train": "training split", "val": "validation split", "test": "test split", "all": "all images"}
+"""Values of DATA.PART -> what they are called in messages."""
+
+
+def part_of(data: DataConfig, train: bool) -> Part | Literal["all"]:
+    """The split to open: the training split, or the one that DATA.PART names, by default the validation split."""
+    return "train" if train else "val" if data.PART == AUTO else data.PART
+
+
+def parts_read(data: DataConfig, train: bool, existing: Sequence[Part] = ("train", "val")) -> Sequence[Part]:
+    """The splits that a run reads: two in training; in evaluation those of DATA.PART, for `all` the `existing` ones."""
+    part = part_of(data, False)
+    if train:
+        return "train", "val"
+    return existing if part == "all" else (part,)
 
 
 class Samples(ABC):
@@ -140,6 +158,28 @@ class ImageDataset(Dataset[Batch]):
     def __getitems__(self, keys: list[Key]) -> Batch: ...
 
 
+class Joined(Samples):
+    """Several splits of a data set, one after the other."""
+
+    def __init__(self, splits: Sequence[Samples]) -> None:
+        self.splits = splits
+        self.labels = np.concatenate([split.labels for split in splits])
+        self.classes, self.stored, self.remote = splits[0].classes, splits[0].stored, splits[0].remote
+        self._begins = np.cumsum([0, *(len(split) for split in splits)])
+
+    def read(self, index: int) -> Encoded:
+        split, inside = self._place(index)
+        return split.read(inside)
+
+    def name(self, index: int) -> str:
+        split, inside = self._place(index)
+        return split.name(inside)
+
+    def _place(self, index: int) -> tuple[Samples, int]:
+        number = int(np.searchsorted(self._begins, index, side="right")) - 1
+        return self.splits[number], index - int(self._begins[number])
+
+
 def comes_split(data: DataConfig) -> bool:  # noqa: ARG001 - true of all data of such a source
     """`Source.is_unsplit` of data sets that come with a validation split."""
     return False
@@ -150,8 +190,8 @@ class Source:
     """A data set that DATA.DATASET can name."""
 
     open: Callable[[DataConfig, bool, int, int, torch.device], ImageDataset]
-    """(data, train, num_classes, seed, device) -> the training or validation split. With labels.ANY_LABEL as
-    num_classes, labels are not checked."""
+    """(data, train, num_classes, seed, device) -> the split of `part_of`. With labels.ANY_LABEL as num_classes, labels
+    are not checked."""
     check: Callable[[DataConfig, int, bool], None]
     """(data, num_classes, train): raise UserError for problems that show without opening an image"""
     single: Callable[[DataConfig], Callable[[Encoded, torch.Tensor], None]] | None = None

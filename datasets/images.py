@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,10 +15,13 @@ from datasets.base import (
     Broken,
     Encoded,
     ImageDataset,
+    Joined,
     Key,
+    Part,
     Samples,
     Source,
     comes_split,
+    part_of,
     seed_sample,
 )
 from datasets.damage.broken import allowed
@@ -148,19 +151,30 @@ class Images(ImageDataset):
         self.pixels(self.samples.read(index), out)
 
 
+def _two_parts(data: DataConfig) -> Sequence[Part]:  # noqa: ARG001 - true of all data of such a source
+    return "train", "val"
+
+
 def image_source(
-    samples: Callable[[DataConfig, bool, int], Samples],
+    samples: Callable[[DataConfig, Part, int], Samples],
     check: Callable[[DataConfig, int, bool], None],
     fetches: bool = False,
     count: Callable[[DataConfig, bool], int] | None = None,
     is_unsplit: Callable[[DataConfig], bool] = comes_split,
     multi_label: bool = False,
     reads_path: bool = True,
+    parts: Callable[[DataConfig], Sequence[Part]] = _two_parts,
 ) -> Source:
-    """A source whose images are read one by one. `samples`: (data, train, num_classes) -> the samples of a split."""
+    """A source whose images are read one by one.
+
+    `samples`: (data, part, num_classes) -> the samples of a split. `parts`: the splits that the data has.
+    """
 
     def open_split(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - images are read on the host
-        return Images(samples(data, train, num_classes), data, train, seed)
+        part = part_of(data, train)
+        if part == "all":
+            return Images(Joined([samples(data, one, num_classes) for one in parts(data)]), data, train, seed)
+        return Images(samples(data, part, num_classes), data, train, seed)
 
     return Source(
         open_split,

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from datasets.sources import csv_table, imagenet2012
 from datasets.sources.files import readable_folder
-from datasets.sources.imagefolder import VALIDATION_NAMES, layout_of
+from datasets.sources.imagefolder import layout_of
+from datasets.sources.split import SPLIT_NAMES, TEST
+from utils.config.data import DataConfig
 from utils.errors import UserError
 
 LAYOUTS = """Expected layout, one of:
@@ -40,15 +42,17 @@ def recognise(place: str) -> tuple[str, str] | None:
 def _layouts(root: Path) -> dict[str, str]:
     """Value for DATA.DATASET -> what the folder has, in the order of precedence."""
     found = {}
-    lists = [name for name in (imagenet2012.TRAIN_LIST, imagenet2012.VAL_LIST) if (root / name).is_file()]
-    tables = [name for name in csv_table.SPLITS if (root / name).is_file()]
+    lists, tables = (
+        [file for split in SPLIT_NAMES if split != TEST and (root / (file := name(split))).is_file()]
+        for name in (imagenet2012.list_name, csv_table.table_name)
+    )
     if lists:
         found["imagenet2012"] = " and ".join(lists)
     if tables:
         found["csv"] = " and ".join(tables)
-    if any(_has_tars(root / name) for name in ("", "train", *VALIDATION_NAMES)):
+    if any(_has_tars(root / name) for name in ("", *SPLIT_NAMES)):
         found["shards"] = "tar files"
-    if folders := layout_of(root):
+    if folders := layout_of(root, DataConfig()):
         found["imagefolder"] = folders
     return found
 

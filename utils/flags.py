@@ -114,6 +114,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("data_path", "folder of the data set", "DIR", ("DATA.DATA_PATH",)),
         Flag(
+            "part",
+            "with -eval: split to evaluate: train, val, test or all",
+            "PART",
+            ("DATA.PART",),
+            default_text="val; all of other data than the model's without a validation split",
+        ),
+        Flag(
             "batch_size",
             "images per process, also for validation; auto: as many as fit into memory",
             "N|auto",

@@ -12,6 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
+from datasets.base import Part
 from datasets.images import image_source
 from datasets.shards.layout import LABEL_SETS, MANIFEST, ShardSet, finish_set
 from datasets.shards.parquet import Columns, columns_of, find_splits, require_pyarrow, rows
@@ -159,8 +160,8 @@ def _shard_set(data: DataConfig) -> ShardSet:
     return ShardSet(Folder(_copied_folder(data)), data)
 
 
-def _samples(data: DataConfig, train: bool, num_classes: int) -> ShardSamples:
-    return open_split(_shard_set(data), data, train, num_classes, ALL_SHARDS)
+def _samples(data: DataConfig, part: Part, num_classes: int) -> ShardSamples:
+    return open_split(_shard_set(data), data, part, num_classes, ALL_SHARDS)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -168,7 +169,13 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
 
 
 def _is_unsplit(data: DataConfig) -> bool:
-    return _shard_set(data).split(False)[1]
+    return _shard_set(data).split("val")[1]
 
 
-SOURCE = image_source(_samples, _check, fetches=True, is_unsplit=_is_unsplit, multi_label=True, reads_path=False)
+def _existing(data: DataConfig) -> list[Part]:
+    return _shard_set(data).existing()
+
+
+SOURCE = image_source(
+    _samples, _check, fetches=True, is_unsplit=_is_unsplit, multi_label=True, reads_path=False, parts=_existing
+)

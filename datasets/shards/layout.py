@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from datasets.base import Part
 from datasets.shards.index import ReadShards, ShardIndex, from_bytes, make_index
 from datasets.shards.stores import Folder, ShardFile, Store
 from datasets.shards.tar import DOTS
 from datasets.sources.files import leads_out
-from datasets.sources.imagefolder import VALIDATION_NAMES
-from datasets.sources.split import split_named_in, warn_of_skipped
+from datasets.sources.split import distinct, named_parts, no_such_part, split_named_in, split_names, warn_of_skipped
 from datasets.sources.walk import warn_once
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
@@ -30,7 +29,7 @@ LABEL_SETS = "label_sets"
 MADE_BY = "vitamp"
 """Mark of our manifest: other programs use the same file name."""
 LAYOUT = """Expected layout, of tar files with key.jpg and key.cls (or key.json) for each image:
-  {root}/train/0000.tar, {root}/val/0000.tar    (or validation/, or test/)
+  {root}/train/0000.tar, {root}/val/0000.tar    (or valid/, validation/, dev/)
 or {root}/anything-train-0000.tar, {root}/anything-val-0000.tar
 or {root}/anything.tar, to be split by DATA.VAL_FRACTION
 scripts/pack_images.py makes such files."""
@@ -46,16 +45,24 @@ class ShardSet:
         self.label_sets: list[list[int]] | None = (self._manifest or {}).get(LABEL_SETS)
         self.splits = self._listed(self._manifest) if self._manifest else self._found()
 
-    def split(self, train: bool) -> tuple[str, bool]:
+    def split(self, part: Part) -> tuple[str, bool]:
         """Name of the stored split to read, and whether training and validation share it."""
-        names = ("train", "all") if train else ("val", "train", "all")
-        for name in names:
+        names = {"train": ("train", "all"), "val": ("val", "train", "all"), "test": ("test",)}
+        for name in names[part]:
             if name in self.splits:
                 return name, name == "all" or (name == "train" and "val" not in self.splits)
+        if part == "test" and self.splits:
+            raise no_such_part(part, self.store.root)
         what = "no tar file for training" if self.splits else "no tar file"
         raise UserError(
             f"DATA.DATA_PATH (-data_path): there is {what} in {self.store.root}. {LAYOUT.format(root=self.store.root)}"
         )
+
+    def existing(self) -> list[Part]:
+        """All its splits, each once."""
+        if self.split("val")[1]:
+            return ["train", "val"]
+        return distinct({part: self.splits[part] for part in ("train", "val", "test") if part in self.splits})
 
     def index(self, split: str) -> ShardIndex:
         """Index of a split. Skipped files in its tar files are logged, once per process."""
@@ -157,23 +164,22 @@ class ShardSet:
         return splits
 
     def _found(self) -> dict[str, list[ShardFile]]:
-        """Shards by folder, else by file name. Validation is the first of val, validation and test that exists."""
-        named: dict[str, list[ShardFile]] = {name: self.store.tars(name) for name in ("train", *VALIDATION_NAMES)}
+        """Shards by folder, else by file name."""
+        names = split_names(self.data)
+        named: dict[str, list[ShardFile]] = {name: self.store.tars(name) for name in names}
         if any(named.values()):
             # A server may list the folders of the splits and refuse to list the one above them.
-            named["all"] = [] if self.store.remote else self.store.tars()
+            others = [] if self.store.remote else self.store.tars()
         else:
-            named = defaultdict(list)
+            others = []
             for file in self.store.tars():
-                named[split_named_in(file.name, VALIDATION_NAMES) or "all"].append(file)
-        others = named.pop("all", [])
-        validation = next((named[name] for name in VALIDATION_NAMES if named.get(name)), [])
-        splits = {"train": named.get("train", []), "val": validation}
-        if not any(splits.values()):
-            splits = {"all": others}
-        else:
-            warn_of_skipped(self.store.root, [file.name for file in others])
-        return {name: files for name, files in splits.items() if files}
+                split = split_named_in(file.name, names)
+                (named[split] if split else others).append(file)
+        parts = named_parts([name for name, files in named.items() if files], self.store.root)
+        if not parts:
+            return {"all": others} if others else {}
+        warn_of_skipped(self.store.root, [file.name for file in others])
+        return {part: named[name] for part, name in parts.items()}
 
 
 def finish_set(

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets.sources.split import split_named_in, warn_of_skipped
+from datasets.sources.split import SPLIT_NAMES, distinct, named_parts, split_named_in, warn_of_skipped
 from utils.errors import UserError
 from utils.files import require_regular
 
-VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
-"""Names of validation splits on the hub; the first that exists is used."""
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "labels", "fine_label", "target", "class")
 ROWS = 64
 """Rows read at once, which bounds the memory in use, besides a piece of the file."""
@@ -45,26 +43,31 @@ def require_pyarrow(dataset: str) -> None:
 
 
 def find_splits(root: Path, dataset: str) -> dict[str, list[Path]]:
-    """Parquet files of the training and validation splits; all are 'train' if no name says which is which."""
-    files = sorted(path for path in root.rglob("*.parquet") if not path.name.startswith("."))
+    """Parquet files of each split; all are 'train' if no name says which is which."""
+    files = sorted(path for path in root.rglob("*.parquet") if not _is_hidden(path.relative_to(root)))
     if not files:
         raise UserError(f"DATA.DATASET {dataset}: there is no parquet file in {root}. {LAYOUT.format(root=root)}")
     named: dict[str, list[Path]] = defaultdict(list)
     for path in files:
         named[_split_of(path.relative_to(root))].append(path)
-    if not any(name in named for name in ("train", *VALIDATION_NAMES)):
-        named = {"train": named[""]}
-    warn_of_skipped(str(root), [str(path.relative_to(root)) for path in named.get("", [])])
-    splits = {"train": named.get("train", [])}
-    splits["val"] = next((named[name] for name in VALIDATION_NAMES if named.get(name)), [])
+    parts = named_parts([name for name in SPLIT_NAMES if name in named], root)
+    splits = {part: named[parts[part]] for part in distinct(parts)}
+    if not splits:
+        splits = {"train": named[""]}
+    else:
+        warn_of_skipped(str(root), [str(path.relative_to(root)) for path in named.get("", [])])
     for of_split in splits.values():
         _refuse_several(root, of_split, dataset)
-    return {name: of_split for name, of_split in splits.items() if of_split}
+    return splits
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _split_of(path: Path) -> str:
     """Split named by the file, else by its nearest folder; '' for none."""
-    return next((name for part in reversed(path.parts) if (name := split_named_in(part, VALIDATION_NAMES))), "")
+    return next((name for part in reversed(path.parts) if (name := split_named_in(part))), "")
 
 
 def _refuse_several(root: Path, files: list[Path], dataset: str) -> None:

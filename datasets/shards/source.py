@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from datasets.base import Encoded, Samples
+from datasets.base import TITLES, Encoded, Part, Samples, parts_read
 from datasets.decoding.reader import Unreadable
 from datasets.images import image_source
 from datasets.labels import ANY_LABEL, check_class_count, log_unused_outputs, warn_empty_classes
@@ -124,9 +124,9 @@ def _npy_shape(header: bytes) -> tuple[int, int, int]:
     return shape
 
 
-def open_split(shards: ShardSet, data: DataConfig, train: bool, num_classes: int, window: int) -> ShardSamples:
+def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int, window: int) -> ShardSamples:
     """Open a split of a set of shards and check its labels."""
-    name, shared = shards.split(train)
+    name, shared = shards.split(part)
     index = shards.index(name)
     several = shards.label_sets is not None
     if several and not data.MULTI_LABEL:
@@ -136,7 +136,7 @@ def open_split(shards: ShardSet, data: DataConfig, train: bool, num_classes: int
     labels = _label_rows(shards, index, num_classes) if several else index.label
     if not several:
         _check_labels(shards, index, num_classes)
-    rows = split_rows(labels, data, train) if shared else None
+    rows = split_rows(labels, data, part, shards.store.root, shards.classes) if shared else None
     return ShardSamples(shards.store, index, labels, shards.classes, window, rows)
 
 
@@ -153,14 +153,15 @@ def check_splits(shards: ShardSet, data: DataConfig, num_classes: int, train: bo
         )
     if shards.classes is not None:
         check_class_count(len(shards.classes), num_classes, f"The {owner}")
-    splits = [open_split(shards, data, training, num_classes, 1) for training in ([True, False] if train else [False])]
+    parts = parts_read(data, train, shards.existing())
+    splits = [open_split(shards, data, part, num_classes, 1) for part in parts]
     labels = splits[0].labels
     number = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
     classes = shards.classes if shards.classes is not None else range(number)
     log_unused_outputs(len(classes), num_classes, f"The {owner}")
-    warn_empty_classes(splits[0].labels, classes, f"The {'training' if train else 'validation'} split of the {owner}")
-    if train and not shards.split(False)[1]:  # rare classes are always missing in a validation split made by us
-        warn_empty_classes(splits[1].labels, classes, f"The validation split of the {owner}")
+    for part, split in zip(parts, splits, strict=True):
+        if part == "train" or not shards.split(part)[1]:  # `split_rows` warns of a validation split that it makes
+            warn_empty_classes(split.labels, classes, f"The {TITLES[part]} of the {owner}")
 
 
 def _label_rows(shards: ShardSet, index: ShardIndex, num_classes: int) -> np.ndarray:
@@ -200,8 +201,8 @@ def _refuse(shards: ShardSet, index: ShardIndex, row: int, label: int, num_class
     )
 
 
-def _samples(data: DataConfig, train: bool, num_classes: int) -> ShardSamples:
-    return open_split(ShardSet(open_store(data.DATA_PATH), data), data, train, num_classes, data.SHARD_WINDOW)
+def _samples(data: DataConfig, part: Part, num_classes: int) -> ShardSamples:
+    return open_split(ShardSet(open_store(data.DATA_PATH), data), data, part, num_classes, data.SHARD_WINDOW)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -209,7 +210,11 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
 
 
 def _is_unsplit(data: DataConfig) -> bool:
-    return ShardSet(open_store(data.DATA_PATH), data).split(False)[1]
+    return ShardSet(open_store(data.DATA_PATH), data).split("val")[1]
 
 
-SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit, multi_label=True)
+def _existing(data: DataConfig) -> list[Part]:
+    return ShardSet(open_store(data.DATA_PATH), data).existing()
+
+
+SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit, multi_label=True, parts=_existing)

@@ -186,10 +186,10 @@ class Remote(Store):
             raise UserError(f"{self.root}/{folder} cannot be listed: {_reason(error)}") from None
         shards = []
         for entry in entries:
-            if not entry["name"].endswith(".tar"):
+            name = entry["name"].rstrip("/").rpartition("/")[2]
+            if not name.endswith(".tar") or name.startswith("."):
                 continue
             size = entry["size"] if entry.get("size") is not None else files.size(entry["name"])
-            name = entry["name"].rstrip("/").rpartition("/")[2]
             shards.append(ShardFile(f"{folder}/{name}" if folder else name, int(size or 0), _stamp(entry)))
         return sorted(shards)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets.base import Source
+from datasets.base import Part, Source, parts_read
 from datasets.images import image_source
 from datasets.labels import check_class_count, log_unused_outputs
 from datasets.sources.files import FileList, FileSamples
@@ -26,8 +26,8 @@ class Caltech(Published):
     def source(self) -> Source:
         return image_source(self.samples, self.check, fetches=True, is_unsplit=lambda _data: True)
 
-    def samples(self, data: DataConfig, train: bool, num_classes: int) -> FileSamples:
-        return split_files(self._files(self.existing_folder(data), data, num_classes), data, train)
+    def samples(self, data: DataConfig, part: Part, num_classes: int) -> FileSamples:
+        return split_files(self._files(self.existing_folder(data), data, num_classes), data, part)
 
     def check(self, data: DataConfig, num_classes: int, train: bool) -> None:
         files = self._files(self.fetched_folder(data), data, num_classes)
@@ -35,7 +35,8 @@ class Caltech(Published):
         # There is no list of the images, so their number is all that can be checked.
         if len(files.paths) < self.images:
             log.warning("%s has %s images; %s were published.", files.root, f"{len(files.paths):,}", f"{self.images:,}")
-        split_files(files, data, train)
+        for part in parts_read(data, train):
+            split_files(files, data, part)
 
     def _files(self, folder: Path, data: DataConfig, num_classes: int) -> FileList:
         inner = folder / self.required[0]
@@ -43,7 +44,7 @@ class Caltech(Published):
         if not classes:
             raise self.damaged(folder, f"{inner.name} has no class folders")
         check_class_count(len(classes), num_classes, f"The data set {data.DATASET}")
-        files = class_files(inner, classes)
+        files = class_files(inner, classes, data)
         if not files.paths:
             raise self.damaged(folder, f"the class folders in {inner.name} have no images")
         return files

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from datasets.base import ImageDataset, Source
+from datasets.base import ImageDataset, Source, part_of
 from datasets.labels import check_class_count, log_unused_outputs
 from datasets.memory import ArrayPixels, ArraySamples, open_arrays
 from datasets.sources.published import Published
@@ -42,10 +42,12 @@ class Cifar(Published):
     def open(self, data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageDataset:
         folder = self.existing_folder(data)
         classes = self._classes(folder, data, num_classes)
-        contents = [self._read(folder, name, len(classes)) for name in (self.train if train else [self.validation])]
+        part = part_of(data, train)
+        files = (*(self.train if part in ("train", "all") else ()), *([self.validation] if part != "train" else ()))
+        contents = [self._read(folder, name, len(classes)) for name in files]
         pixels = np.concatenate([pixels for pixels, _ in contents])
         labels = np.concatenate([labels for _, labels in contents])
-        owner = f"{data.DATASET}:{'train' if train else 'test'}"
+        owner = f"{data.DATASET}:{'test' if part == 'val' else part}"
         return open_arrays(ArraySamples(pixels, labels, classes, owner), data, train, seed, device)
 
     def check(self, data: DataConfig, num_classes: int, train: bool) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from datasets.base import Part, parts_read
 from datasets.images import image_source
 from datasets.labels import (
     check_class_count,
@@ -20,7 +22,7 @@ from datasets.labels import (
 )
 from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file
 from datasets.sources.label_sets import LabelSet, classes_in, labels_in, labels_marked, rows_of, warn_of_lists
-from datasets.sources.split import split_files
+from datasets.sources.split import distinct, named_parts, no_such_part, split_files, split_names
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.files import kind_of_path, only_regular
@@ -32,10 +34,9 @@ PLURALS = ("targets", "labels", "classes")
 """Names of the column that may hold several labels, besides TARGETS"""
 NAMES = "class_name"
 """Column with the class names of numbered targets"""
-SPLITS = ("train.csv", "val.csv")
 LAYOUT = """Expected layout:
   {root}/train.csv    a header such as path,target, then lines such as images/cat 1.jpg,cat
-  {root}/val.csv
+  {root}/val.csv    (or valid.csv, validation.csv, dev.csv; test.csv if there is one)
 or a single file, given as DATA.DATA_PATH and split by DATA.VAL_FRACTION: {root}/all.csv
 Paths are relative to the file; a target is a name or a whole number from 0. With DATA.MULTI_LABEL=true
 a target is a list of any length, such as cat;dog, or every column but the path is a class and holds 0 or 1."""
@@ -66,27 +67,37 @@ class _Table:
         return FileList(self.file.parent, self.paths, labels, classes)
 
 
-def _samples(data: DataConfig, train: bool, num_classes: int) -> FileSamples:
+def table_name(split: str) -> str:
+    """File name of the table of a split."""
+    return f"{split}.csv"
+
+
+def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     tables = _table_files(data)
-    table = _read(tables[0 if train else -1], data)
-    files = table.labelled(table if train else _read(tables[0], data), num_classes)
-    return split_files(files, data, train) if len(tables) == 1 else files.samples()
+    if isinstance(tables, Path):
+        table = _read(tables, data)
+        return split_files(table.labelled(table, num_classes), data, part)
+    table = _read(_file_of(tables, part), data)
+    return table.labelled(table if part == "train" else _read(tables["train"], data), num_classes).samples()
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    tables = [_read(file, data) for file in _table_files(data)]
-    first = tables[0]
+    given = _table_files(data)
+    parts = parts_read(data, train, _existing(data))
+    first = _read(given if isinstance(given, Path) else given["train"], data)
     _warn_of_lists(first)
     files = first.labelled(first, num_classes)
+    if isinstance(given, Path):
+        read = [first]
+        validation = [split_files(files, data, part) for part in parts][-1].labels
+    else:
+        read = [first if part == "train" else _read(_file_of(given, part), data) for part in parts]
+        validation = [table.labelled(first, num_classes) for table in read][-1].labels
     log_unused_outputs(len(files.classes), num_classes, f"The table {first.file}")
     warn_empty_classes(files.labels, files.classes, f"The table {first.file}")
-    if len(tables) == 1:
-        validation = split_files(files, data, train=False).labels
-    else:
-        validation = tables[1].labelled(first, num_classes).labels
     if data.MULTI_LABEL:
         _warn_unmeasured(validation, files.classes)
-    for table in tables if train else tables[-1:]:
+    for table in read:
         check_first_files(table.file, table.paths)
 
 
@@ -113,22 +124,29 @@ def _warn_of_lists(table: _Table) -> None:
     warn_of_lists((label for label, _ in rows), bool(table.sets), lambda label: table.where(first_rows[label]))
 
 
-def _table_files(data: DataConfig) -> list[Path]:
-    """The file of each split, or one file for both."""
+def _table_files(data: DataConfig) -> Path | dict[Part, Path]:
+    """The file of each split, or one file for all."""
     if data.DATA_PATH is None:
         raise UserError(f"DATA.DATASET csv needs DATA.DATA_PATH (-data_path). {LAYOUT.format(root='/data/cats')}")
     root = Path(data.DATA_PATH).expanduser()
     if root.is_file():
-        return [root]
-    files = [root / name for name in SPLITS]
-    for file in files:
-        if not file.is_file():
-            if root.is_dir():
-                problem = f"there is no file {file}"
-            else:
-                problem = no_file(root) if kind_of_path(root) else f"{root} does not exist"
-            raise UserError(f"DATA.DATA_PATH (-data_path): {problem}. {LAYOUT.format(root=root)}")
-    return files
+        return root
+    names = split_names(data) if data.LISTING > 1 else ("train", "val")
+    parts = named_parts([name for name in names if (root / table_name(name)).is_file()], root)
+    missing: list[Part] = [part for part in ("train", "val") if part not in parts]
+    if missing:
+        if root.is_dir():
+            problem = f"there is no file {root / table_name(missing[0])}"
+        else:
+            problem = no_file(root) if kind_of_path(root) else f"{root} does not exist"
+        raise UserError(f"DATA.DATA_PATH (-data_path): {problem}. {LAYOUT.format(root=root)}")
+    return {part: root / table_name(name) for part, name in parts.items()}
+
+
+def _file_of(tables: dict[Part, Path], part: Part) -> Path:
+    if part not in tables:
+        raise no_such_part(part, tables["train"].parent)
+    return tables[part]
 
 
 class _Head(NamedTuple):
@@ -275,7 +293,12 @@ def _whole_number(text: str) -> int | None:
 
 
 def _is_unsplit(data: DataConfig) -> bool:
-    return len(_table_files(data)) == 1
+    return isinstance(_table_files(data), Path)
 
 
-SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit, multi_label=True)
+def _existing(data: DataConfig) -> Sequence[Part]:
+    tables = _table_files(data)
+    return ("train", "val") if isinstance(tables, Path) else distinct(tables)
+
+
+SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit, multi_label=True, parts=_existing)

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from datasets.base import Source
+from datasets.base import Source, part_of
 from datasets.labels import check_class_count, log_unused_outputs
 from datasets.memory import ArrayPixels, ArraySamples, InMemory
-from datasets.sources.split import split, split_by_fold
+from datasets.sources.split import no_such_part, split, split_by_fold
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -62,7 +62,10 @@ def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: to
         splits = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:
         splits = split(labels, VALIDATION_FRACTION, 0, "digits")
-    chosen = splits[0 if train else 1]
+    part = part_of(data, train)
+    if part == "test":
+        raise no_such_part(part, "the data set digits")
+    chosen = np.concatenate(splits) if part == "all" else splits[0 if part == "train" else 1]
     samples = ArraySamples(pixels[chosen, :, :, None], labels[chosen], CLASSES, "digits")
     return InMemory(samples, data, train, seed, device, cropped=False)
 

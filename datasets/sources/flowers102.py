@@ -1,4 +1,4 @@
-"""`flowers102`: Oxford's 102 Category Flower Dataset, with its published training and validation splits."""
+"""`flowers102`: Oxford's 102 Category Flower Dataset, with its published training, validation and test splits."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from pathlib import Path
 
 import numpy as np
 
+from datasets.base import Part
 from datasets.sources.files import FileList
 from datasets.sources.published import PublishedLists
 from utils.files import only_regular
 
 SETS, LABELS = "setid.mat", "imagelabels.mat"
+SETS_OF: dict[Part, str] = {"train": "trnid", "val": "valid", "test": "tstid"}
 CLASSES = 102
 
 
 class Flowers(PublishedLists):
-    def read_split(self, folder: Path, train: bool) -> FileList:
-        numbers = self._read(folder, SETS, "trnid" if train else "valid")
+    parts = tuple(SETS_OF)
+
+    def read_split(self, folder: Path, part: Part) -> FileList:
+        numbers = self._read(folder, SETS, SETS_OF[part])
         labels = self._read(folder, LABELS, "labels") - 1  # published numbers and labels count from 1
         if numbers.min() < 1 or numbers.max() > len(labels):
             raise self.damaged(folder, f"{SETS} names images that {LABELS} does not have")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from datasets.base import Part
 from datasets.sources.files import FileList
 from datasets.sources.published import PublishedLists
 from utils.files import read_regular_text
@@ -15,9 +16,9 @@ TRAIN, VALIDATION = "meta/train.json", "meta/test.json"
 
 
 class Food(PublishedLists):
-    def read_split(self, folder: Path, train: bool) -> FileList:
+    def read_split(self, folder: Path, part: Part) -> FileList:
         classes = sorted(self._read(folder, TRAIN))
-        of_class = self._read(folder, TRAIN if train else VALIDATION)
+        of_class = self._read(folder, TRAIN if part == "train" else VALIDATION)
         if sorted(of_class) != classes:
             raise self.damaged(folder, f"{TRAIN} and {VALIDATION} differ in their classes")
         paths = [f"images/{path}.jpg" for name in classes for path in of_class[name]]

@@ -7,55 +7,75 @@ from pathlib import Path
 
 import numpy as np
 
+from datasets.base import TITLES, Part, parts_read
 from datasets.decoding.stored import ENDINGS
 from datasets.images import image_source
 from datasets.labels import check_class_count, log_unused_outputs, warn_empty_classes
 from datasets.sources.files import FileList, FileSamples, data_folder
-from datasets.sources.split import split_files
+from datasets.sources.split import (
+    TEST,
+    VALIDATION_NAMES,
+    distinct,
+    named_parts,
+    no_such_part,
+    split_files,
+    split_names,
+)
 from datasets.sources.walk import SkippedFiles, images_below
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
 
-VALIDATION_NAMES = ("val", "validation", "test")
-SPLIT_NAMES = {"train", *VALIDATION_NAMES}
 LAYOUT = """Expected layout:
   {root}/train/<class>/image.jpg
-  {root}/val/<class>/image.jpg    (or validation/, or test/)"""
+  {root}/val/<class>/image.jpg    (or valid/, validation/, dev/)
+  {root}/test/<class>/image.jpg   (if there is one)"""
 LAYOUT_WITHOUT_SPLITS = """or, to be split by DATA.VAL_FRACTION:
   {root}/<class>/image.jpg"""
 
 
-def split_folder_samples(root: Path, train: bool, num_classes: int) -> FileSamples:
+def split_folder_samples(root: Path, data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     """All images of a split that is a folder, in the order of class and path."""
-    folder = _split_folder(root, train)
+    folder = _split_folder(root, data, part)
     classes = _class_names(root, folder)
     check_class_count(len(classes), num_classes, f"The data set in {root}")
-    files = class_files(folder, classes)
+    files = class_files(folder, classes, data)
     if not files.paths:
         raise UserError(_no_images(folder, root))
     return files.samples()
 
 
-def check_split_folders(root: Path, num_classes: int, train: bool) -> None:
+def check_split_folders(root: Path, data: DataConfig, num_classes: int, train: bool) -> None:
     """Report missing and empty splits from a look at the folders, without listing every file."""
     classes: list[str] = []
-    for training in [True, False] if train else [False]:
-        folder = _split_folder(root, training)
+    for part in parts_read(data, train, split_folders_of(root, data)):
+        folder = _split_folder(root, data, part)
         classes = _class_names(root, folder)
         check_class_count(len(classes), num_classes, f"The data set in {root}")
-        with_images = np.flatnonzero([_has_images(folder / name) for name in classes])
+        with_images = np.flatnonzero([_has_images(folder / name, data) for name in classes])
         if not len(with_images):
             raise UserError(_no_images(folder, root))
         warn_empty_classes(with_images, classes, str(folder))
     log_unused_outputs(len(classes), num_classes, f"The data set in {root}")
 
 
-def _split_folder(root: Path, train: bool) -> Path:
-    names = ("train",) if train else VALIDATION_NAMES
-    for name in names:
-        if (root / name).is_dir():
-            return root / name
+def split_folders_of(root: Path, data: DataConfig) -> list[Part]:
+    """The splits that are folders; a folder test without class folders is none."""
+    parts = distinct(_parts(root, data))
+    return [part for part in parts if part != "test" or TEST in _split_folders(root, data)]
+
+
+def _parts(root: Path, data: DataConfig) -> dict[Part, str]:
+    return named_parts([name for name in split_names(data) if (root / name).is_dir()], root)
+
+
+def _split_folder(root: Path, data: DataConfig, part: Part) -> Path:
+    parts = _parts(root, data)
+    if part in parts:
+        return root / parts[part]
+    if part == "test":
+        raise no_such_part(part, root)
+    names = ("train",) if part == "train" else VALIDATION_NAMES
     expected = " or ".join(str(root / name) for name in names)
     raise UserError(f"DATA.DATA_PATH (-data_path): there is no folder {expected}. {LAYOUT.format(root=root)}")
 
@@ -71,15 +91,19 @@ def _class_names(root: Path, folder: Path) -> list[str]:
         first = min(unknown)
         raise UserError(
             f"{folder / first}: the training split {train} has no class of that name.{nearest(first, classes)} "
-            "Every class in the validation split must also be in the training split."
+            f"Every class in the {_title(folder)} must also be in the training split."
         )
     return classes
 
 
-def class_files(folder: Path, classes: list[str]) -> FileList:
+def _title(folder: Path) -> str:
+    return TITLES["test" if folder.name == "test" else "val"]
+
+
+def class_files(folder: Path, classes: list[str], data: DataConfig) -> FileList:
     """All images in the class folders, in the order of class and path."""
-    skipped = SkippedFiles()
-    by_class = [sorted(images_below(str(folder / name), skipped, hidden=True)) for name in classes]
+    skipped, hidden = SkippedFiles(), data.LISTING == 1
+    by_class = [sorted(images_below(str(folder / name), skipped, hidden)) for name in classes]
     skipped.warn(str(folder))
     paths = [f"{name}/{path}" for name, of_class in zip(classes, by_class, strict=True) for path in of_class]
     return FileList(
@@ -93,8 +117,8 @@ def subfolders(folder: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _has_images(folder: Path) -> bool:
-    return next(images_below(str(folder), hidden=True), None) is not None
+def _has_images(folder: Path, data: DataConfig) -> bool:
+    return next(images_below(str(folder), hidden=data.LISTING == 1), None) is not None
 
 
 def _no_images(folder: Path, root: Path) -> str:
@@ -102,45 +126,47 @@ def _no_images(folder: Path, root: Path) -> str:
     return f"{folder} has no images in class folders (image files end in {kinds}). {LAYOUT.format(root=root)}"
 
 
-def _samples(data: DataConfig, train: bool, num_classes: int) -> FileSamples:
+def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     root = data_folder(data)
-    if _has_splits(root):
-        return split_folder_samples(root, train, num_classes)
-    return split_files(_unsplit_files(root, num_classes), data, train)
+    if _has_splits(root, data):
+        return split_folder_samples(root, data, part, num_classes)
+    return split_files(_unsplit_files(root, data, num_classes), data, part)
 
 
-def _unsplit_files(root: Path, num_classes: int) -> FileList:
+def _unsplit_files(root: Path, data: DataConfig, num_classes: int) -> FileList:
     classes = subfolders(root)
     check_class_count(len(classes), num_classes, f"The data set in {root}")
-    return class_files(root, classes)
+    return class_files(root, classes, data)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     root = data_folder(data)
-    if _has_splits(root):
-        _check_splits(root, num_classes, train)
+    if _has_splits(root, data):
+        _check_splits(root, data, num_classes, train)
         return
     for name in subfolders(root):
-        if splits := _split_folders(root / name):
+        if splits := _split_folders(root / name, data):
             raise UserError(
                 f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
                 f"class folders in {' and '.join(f'{split}/' for split in splits)}. Try -data_path {root / name}."
             )
-    files = _unsplit_files(root, num_classes)
+    files = _unsplit_files(root, data, num_classes)
     if not files.paths:
         raise UserError(f"{_no_images(root, root)}\n{LAYOUT_WITHOUT_SPLITS.format(root=root)}")
-    for name in sorted(SPLIT_NAMES.intersection(files.classes)):
+    for name in sorted({*split_names(data)}.intersection(files.classes)):
         log.warning("%s is taken for a class, not for a split, because no folder in it has images.", root / name)
     log_unused_outputs(len(files.classes), num_classes, f"The data set in {root}")
     warn_empty_classes(files.labels, files.classes, str(root))
-    split_files(files, data, train)
+    for part in parts_read(data, train):
+        split_files(files, data, part)
 
 
-def _check_splits(root: Path, num_classes: int, train: bool) -> None:
+def _check_splits(root: Path, data: DataConfig, num_classes: int, train: bool) -> None:
     try:
-        check_split_folders(root, num_classes, train)
+        check_split_folders(root, data, num_classes, train)
     except UserError as error:
-        others, splits = [name for name in subfolders(root) if name not in SPLIT_NAMES], _split_folders(root)
+        others = [name for name in subfolders(root) if name not in split_names(data)]
+        splits = _split_folders(root, data)
         if not others or not splits:
             raise
         raise UserError(
@@ -149,42 +175,49 @@ def _check_splits(root: Path, num_classes: int, train: bool) -> None:
         ) from None
 
 
-def _has_splits(root: Path) -> bool:
+def _has_splits(root: Path, data: DataConfig) -> bool:
     """Whether folders called train, val and so on are splits. Train can also be a class, beside other class folders."""
     names = subfolders(root)
-    return bool(_split_folders(root)) or (bool(names) and SPLIT_NAMES.issuperset(names))
+    return bool(_split_folders(root, data)) or (bool(names) and {*split_names(data)}.issuperset(names))
 
 
-def _split_folders(root: Path) -> list[str]:
+def _split_folders(root: Path, data: DataConfig) -> list[str]:
     """Folders with the name of a split and class folders that have images."""
     return [
         name
         for name in subfolders(root)
-        if name in SPLIT_NAMES and any(_has_images(root / name / inner) for inner in subfolders(root / name))
+        if name in split_names(data)
+        and any(_has_images(root / name / inner, data) for inner in subfolders(root / name))
     ]
 
 
-def count_split_classes(root: Path, train: bool) -> int:
+def count_split_classes(root: Path, data: DataConfig, train: bool) -> int:
     """Number of class folders, of the training split if there is one."""
-    return len(_class_names(root, _split_folder(root, train)))
+    part = parts_read(data, train, split_folders_of(root, data))[0]
+    return len(_class_names(root, _split_folder(root, data, part)))
 
 
 def _count(data: DataConfig, train: bool) -> int:
     root = data_folder(data)
-    return count_split_classes(root, train) if _has_splits(root) else len(subfolders(root))
+    return count_split_classes(root, data, train) if _has_splits(root, data) else len(subfolders(root))
 
 
-def layout_of(root: Path) -> str | None:
+def layout_of(root: Path, data: DataConfig) -> str | None:
     """The class folders in `root`, in words; None if there are none with images."""
-    if splits := _split_folders(root):
+    if splits := _split_folders(root, data):
         return f"class folders in {' and '.join(f'{name}/' for name in splits)}"
-    if any(_has_images(root / name) for name in subfolders(root)):
+    if any(_has_images(root / name, data) for name in subfolders(root)):
         return "class folders without train/ and val/, to be split by DATA.VAL_FRACTION"
     return None
 
 
 def _is_unsplit(data: DataConfig) -> bool:
-    return not _has_splits(data_folder(data))
+    return not _has_splits(data_folder(data), data)
 
 
-SOURCE = image_source(_samples, _check, count=_count, is_unsplit=_is_unsplit)
+def _existing(data: DataConfig) -> list[Part]:
+    root = data_folder(data)
+    return split_folders_of(root, data) if _has_splits(root, data) else ["train", "val"]
+
+
+SOURCE = image_source(_samples, _check, count=_count, is_unsplit=_is_unsplit, parts=_existing)

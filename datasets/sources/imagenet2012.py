@@ -4,56 +4,67 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from datasets.base import Part, parts_read
 from datasets.images import image_source
 from datasets.labels import ANY_LABEL
 from datasets.sources.files import FileSamples, check_list, data_folder, no_file, read_list
 from datasets.sources.imagefolder import (
-    VALIDATION_NAMES,
     check_split_folders,
     count_split_classes,
     split_folder_samples,
+    split_folders_of,
 )
+from datasets.sources.split import distinct, named_parts, no_such_part, split_names
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
-TRAIN_LIST, VAL_LIST = "train_list.txt", "val_list.txt"
+TRAIN_LIST = "train_list.txt"
 LAYOUT = """Expected layout:
   {root}/train_list.txt    lines like: train/n01440764/n01440764_10026.JPEG 0
-  {root}/val_list.txt      lines like: val/ILSVRC2012_val_00000001.JPEG 65
+  {root}/val_list.txt      lines like: val/ILSVRC2012_val_00000001.JPEG 65    (or valid_list.txt, ...)
   {root}/train/..., {root}/val/...    the images
 or, without list files, class folders:
   {root}/train/<class>/image.JPEG
   {root}/val/<class>/image.JPEG"""
 
 
-def _samples(data: DataConfig, train: bool, num_classes: int) -> FileSamples:
+def list_name(split: str) -> str:
+    """File name of the list of a split."""
+    return f"{split}_list.txt"
+
+
+def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     root = data_folder(data)
-    if not _has_lists(root):
-        return split_folder_samples(root, train, num_classes)
-    paths, labels = read_list(_list_file(root, train), num_classes)
+    lists = _lists(root, data)
+    if not lists:
+        return split_folder_samples(root, data, part, num_classes)
+    paths, labels = read_list(_list_file(root, lists, part), num_classes)
     return FileSamples(root, paths, labels, None)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     root = data_folder(data)
-    if not _has_lists(root):
-        check_split_folders(root, num_classes, train)
+    lists = _lists(root, data)
+    if not lists:
+        check_split_folders(root, data, num_classes, train)
         return
-    for training in [True, False] if train else [False]:
-        check_list(_list_file(root, training), num_classes)
+    for part in parts_read(data, train, distinct(lists)):
+        check_list(_list_file(root, lists, part), num_classes)
 
 
-def _has_lists(root: Path) -> bool:
-    """Whether the data set has list files, which take precedence over folders; UserError if it has neither."""
-    if any((root / name).is_file() for name in (TRAIN_LIST, VAL_LIST)):
-        return True
-    if any((root / name).is_dir() for name in ("train", *VALIDATION_NAMES)):
-        return False
-    raise _missing(root / TRAIN_LIST)
+def _lists(root: Path, data: DataConfig) -> dict[Part, str]:
+    """The splits that are list files, which take precedence over folders; UserError if it has neither."""
+    names = split_names(data) if data.LISTING > 1 else ("train", "val")
+    lists = named_parts([name for name in names if (root / list_name(name)).is_file()], root)
+    if not lists and not any((root / name).is_dir() for name in split_names(data)):
+        raise _missing(root / TRAIN_LIST)
+    return lists
 
 
-def _list_file(root: Path, train: bool) -> Path:
-    file = root / (TRAIN_LIST if train else VAL_LIST)
+def _list_file(root: Path, lists: dict[Part, str], part: Part) -> Path:
+    if part == "test" and part not in lists:
+        raise no_such_part(part, root)
+    file = root / list_name(lists.get(part, part))
     if not file.is_file():
         raise _missing(file)
     return file
@@ -65,9 +76,16 @@ def _missing(file: Path) -> UserError:
 
 def _count(data: DataConfig, train: bool) -> int:
     root = data_folder(data)
-    if not _has_lists(root):
-        return count_split_classes(root, train)
-    return int(read_list(_list_file(root, train), ANY_LABEL)[1].max()) + 1
+    lists = _lists(root, data)
+    if not lists:
+        return count_split_classes(root, data, train)
+    part = parts_read(data, train, distinct(lists))[0]
+    return int(read_list(_list_file(root, lists, part), ANY_LABEL)[1].max()) + 1
 
 
-SOURCE = image_source(_samples, _check, count=_count)
+def _existing(data: DataConfig) -> list[Part]:
+    root = data_folder(data)
+    return distinct(_lists(root, data)) or split_folders_of(root, data)
+
+
+SOURCE = image_source(_samples, _check, count=_count, parts=_existing)

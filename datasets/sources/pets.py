@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from datasets.base import Part
 from datasets.sources.files import FileList
 from datasets.sources.published import PublishedLists
 from utils.files import read_regular_text
@@ -14,8 +15,8 @@ TRAIN, VALIDATION = "annotations/trainval.txt", "annotations/test.txt"
 
 
 class Pets(PublishedLists):
-    def read_split(self, folder: Path, train: bool) -> FileList:
-        images = self._read(folder, TRAIN if train else VALIDATION)
+    def read_split(self, folder: Path, part: Part) -> FileList:
+        images = self._read(folder, TRAIN if part == "train" else VALIDATION)
         # The name of an image is its breed and a number.
         breeds = {label: name.rpartition("_")[0] for name, label in self._read(folder, TRAIN) + images}
         if sorted(breeds) != list(range(len(breeds))):

@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from datasets.base import Source
+from datasets.base import TITLES, Part, Source, parts_read
 from datasets.images import image_source
 from datasets.labels import check_class_count, log_unused_outputs, warn_empty_classes
 from datasets.sources.download import fetch_once
@@ -96,27 +97,29 @@ class Published:
 class PublishedLists(Published, ABC):
     """A published data set with lists of the images of its splits."""
 
+    parts: ClassVar[tuple[Part, ...]] = ("train", "val")
+    """Its splits. Without "test", the published test split is used for validation."""
+
     @abstractmethod
-    def read_split(self, folder: Path, train: bool) -> FileList:
+    def read_split(self, folder: Path, part: Part) -> FileList:
         """Read the list of a split."""
 
     def source(self) -> Source:
-        return image_source(self.samples, self.check, fetches=True)
+        return image_source(self.samples, self.check, fetches=True, parts=lambda _data: self.parts)
 
-    def samples(self, data: DataConfig, train: bool, num_classes: int) -> FileSamples:
-        return self._checked_split(self.existing_folder(data), data, train, num_classes).samples()
+    def samples(self, data: DataConfig, part: Part, num_classes: int) -> FileSamples:
+        return self._checked_split(self.existing_folder(data), data, part, num_classes).samples()
 
     def check(self, data: DataConfig, num_classes: int, train: bool) -> None:
         folder, classes = self.fetched_folder(data), range(0)
-        for training in [True, False] if train else [False]:
-            _, paths, labels, classes = self._checked_split(folder, data, training, num_classes)
+        for part in parts_read(data, train, self.parts):
+            _, paths, labels, classes = self._checked_split(folder, data, part, num_classes)
             self._check_files(folder, paths)
-            title = "training" if training else "validation"
-            warn_empty_classes(labels, classes, f"The {title} split of the data set {data.DATASET}")
+            warn_empty_classes(labels, classes, f"The {TITLES[part]} of the data set {data.DATASET}")
         log_unused_outputs(len(classes), num_classes, f"The data set {data.DATASET}")
 
-    def _checked_split(self, folder: Path, data: DataConfig, train: bool, num_classes: int) -> FileList:
-        files = self.read_split(folder, train)
+    def _checked_split(self, folder: Path, data: DataConfig, part: Part, num_classes: int) -> FileList:
+        files = self.read_split(folder, part)
         check_class_count(len(files.classes), num_classes, f"The data set {data.DATASET}")
         return files
 

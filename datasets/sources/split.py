@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from datasets.labels import members_of_classes
+from datasets.base import TITLES, Part
+from datasets.labels import images_of_classes, members_of_classes
 from datasets.sources.files import FileList, FileSamples
 from datasets.sources.stratify import stratified
 from datasets.sources.walk import warn_once
@@ -18,11 +19,51 @@ from utils.errors import UserError
 from utils.seeding import key
 
 MOST_NAMED = 5
+TRAIN, TEST = "train", "test"
+VALIDATION_NAMES = ("val", "valid", "validation", "dev")
+"""Names of a validation split, in all kinds of data sets. The first that exists is read."""
+SPLIT_NAMES = (TRAIN, *VALIDATION_NAMES, TEST)
 
 
-def split_named_in(name: str, validation_names: Iterable[str]) -> str | None:
-    """The word in a file or folder name that names a split: `train` or one of `validation_names`."""
-    match = re.search(rf"(?<![a-z])(train|{'|'.join(validation_names)})(?![a-z])", name.lower())
+def split_names(data: DataConfig) -> tuple[str, ...]:
+    """All names of splits, by DATA.LISTING."""
+    return SPLIT_NAMES if data.LISTING > 1 else (TRAIN, "val", "validation", TEST)
+
+
+def named_parts(names: Sequence[str], where: object) -> dict[Part, str]:
+    """Which of the names that `where` has is which split. They are in the order of SPLIT_NAMES."""
+    parts: dict[Part, str] = {"train": TRAIN} if TRAIN in names else {}
+    validation = [name for name in names if name not in (TRAIN, TEST)]
+    if validation:
+        parts["val"] = validation[0]
+    elif TEST in names:
+        parts["val"] = TEST
+        if TRAIN in names:
+            warn_once(
+                f"{where}: the split test is used for validation, because there is no other. It then chooses the best "
+                "checkpoint, so accuracy on it is a little too high for a test result."
+            )
+    if len(validation) > 1:
+        warn_once(f"{where}: {validation[0]} is the validation split; {', '.join(validation[1:])} not read.")
+    if TEST in names:
+        parts["test"] = TEST
+    return parts
+
+
+def distinct(parts: Mapping[Part, object]) -> list[Part]:
+    """The splits of `named_parts`, without `test` if it is the validation split."""
+    return [part for part in parts if part != "test" or parts["val"] != parts["test"]]
+
+
+def no_such_part(part: str, where: object) -> UserError:
+    """The error for a split that the data set does not have."""
+    instead = "-part all evaluates all images" if part == "val" else "-part val evaluates the validation split"
+    return UserError(f"DATA.PART (-part) {part}: {where} has no {TITLES[part]}; {instead}.")
+
+
+def split_named_in(name: str, names: Iterable[str] = SPLIT_NAMES) -> str | None:
+    """The word in a file or folder name that names a split."""
+    match = re.search(rf"(?<![a-z])({'|'.join(names)})(?![a-z])", name.lower())
     return match[1] if match else None
 
 
@@ -36,17 +77,22 @@ def warn_of_skipped(root: str, files: Sequence[str]) -> None:
         )
 
 
-def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split") -> tuple[np.ndarray, np.ndarray]:
+def split(
+    labels: np.ndarray, fraction: float, seed: int, purpose: str = "split", of_each: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the training and the validation split, each ascending; they depend on the arguments alone.
 
-    The split is stratified: each class gives the same fraction, and keeps at least one image for training.
+    The split is stratified: each class gives the same fraction, and keeps at least one image for training. `of_each`:
+    each class of two or more images gives at least one, even if the validation split becomes larger for it.
     """
     members = _shuffled_classes(labels, seed, purpose)
     sizes = np.array([len(of_class) for of_class in members])
     exact = sizes * fraction
     counts = np.floor(exact).astype(int)
+    if of_each:
+        counts = np.maximum(counts, sizes > 1)
     # Rounding down gives too few; the classes with the largest remainders give one more each.
-    missing = math.ceil(round(len(labels) * fraction, 6)) - counts.sum()  # 70 * 0.1 is a little more than 7
+    missing = max(0, math.ceil(round(len(labels) * fraction, 6)) - counts.sum())  # 70 * 0.1 is a little more than 7
     by_remainder = np.argsort(counts - exact, kind="stable")
     counts[by_remainder[counts[by_remainder] < sizes[by_remainder] - 1][:missing]] += 1
     if not counts.any():
@@ -128,18 +174,47 @@ def _subsets_by_label_sets(labels: np.ndarray, sizes: list[int], data: DataConfi
     return subset_of
 
 
-def split_rows(labels: np.ndarray, data: DataConfig, train: bool) -> np.ndarray:
-    """Indices of one split of samples with these labels, by DATA.FOLD or else DATA.VAL_FRACTION."""
+def split_rows(
+    labels: np.ndarray, data: DataConfig, part: Part, where: object, classes: Sequence[object] | None
+) -> np.ndarray:
+    """Indices of one split of samples with these labels, by DATA.FOLD or else DATA.VAL_FRACTION.
+
+    `where` has these samples, of these classes; None: they have no names.
+    """
+    if part == "test":
+        raise no_such_part(part, where)
     if labels.ndim == 2:
         splits = split_several_labels(labels, data)
     elif data.fold is not None:
         splits = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:
-        splits = split(labels, data.VAL_FRACTION, data.SPLIT_SEED)
-    return splits[0 if train else 1]
+        splits = split(labels, data.VAL_FRACTION, data.SPLIT_SEED, of_each=data.LISTING > 1)
+        _warn_unvalidated(labels, splits[1], data, where, classes)
+    return splits[0 if part == "train" else 1]
 
 
-def split_files(files: FileList, data: DataConfig, train: bool) -> FileSamples:
+def _warn_unvalidated(
+    labels: np.ndarray, validation: np.ndarray, data: DataConfig, where: object, classes: Sequence[object] | None
+) -> None:
+    """Warn of classes without a validation image, and of a validation split much larger than DATA.VAL_FRACTION."""
+    names = classes or range(max(int(labels.max()), 0) + 1)
+    of_class, validated = (images_of_classes(of, len(names)) for of in (labels, labels[validation]))
+    missing = [str(names[label]) for label in np.flatnonzero((of_class > 0) & (validated == 0)).tolist()]
+    if missing:
+        more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        warn_once(
+            f"{where}: the validation split has no image of {len(missing)} of {len(names)} classes "
+            f"({', '.join(missing[:MOST_NAMED])}{more}), which have too few images for DATA.VAL_FRACTION "
+            f"{data.VAL_FRACTION:g}."
+        )
+    if len(validation) > 1.5 * data.VAL_FRACTION * len(labels) + 1:
+        warn_once(
+            f"{where}: {len(validation):,} of {len(labels):,} images validate, more than DATA.VAL_FRACTION "
+            f"{data.VAL_FRACTION:g}, because each class gives at least one."
+        )
+
+
+def split_files(files: FileList, data: DataConfig, part: Part) -> FileSamples:
     """One split of these files, as `split_rows` chooses it."""
-    chosen = split_rows(files.labels, data, train)
+    chosen = split_rows(files.labels, data, part, files.root, files.classes)
     return files._replace(paths=[files.paths[index] for index in chosen], labels=files.labels[chosen]).samples()

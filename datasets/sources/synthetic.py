@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from datasets.base import PADDING, Batch, ImageDataset, Key, Source
+from datasets.base import PADDING, Batch, ImageDataset, Key, Source, part_of
+from datasets.sources.split import no_such_part
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.seeding import key
@@ -45,7 +46,11 @@ class Synthetic(ImageDataset):
 
 
 def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Synthetic:
-    return Synthetic(data.SYNTHETIC_TRAIN if train else data.SYNTHETIC_VAL, data, num_classes, seed, device)
+    part = part_of(data, train)
+    if part == "test":
+        raise no_such_part(part, "the data set synthetic")
+    samples = {"train": data.SYNTHETIC_TRAIN, "val": data.SYNTHETIC_VAL}
+    return Synthetic(samples.get(part) or sum(samples.values()), data, num_classes, seed, device)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:

@@ -12,6 +12,8 @@ from utils.log import log
 
 MOST_NAMES, MOST_KINDS = 2, 8
 """Files named of each kind, and kinds named, in one line"""
+HIDDEN, HIDDEN_FOLDER = "hidden files", "hidden folders"
+"""Kinds under which files and folders whose name begins with a dot are counted as skipped"""
 
 
 class SkippedFiles:
@@ -43,7 +45,9 @@ class SkippedFiles:
         count = self._counts.total()
         kinds = sorted(self._counts, key=lambda kind: (-self._counts[kind], kind))
         parts = [self._of_kind(kind) for kind in kinds[:MOST_KINDS]] + ["..."] * (len(kinds) > MOST_KINDS)
-        return f"skipped {count:,} file{'s' if count > 1 else ''}: {', '.join(parts)}"
+        end = "s" * (count > 1)
+        nouns = [f"file{end}"] * (count > self._counts[HIDDEN_FOLDER]) + [f"folder{end}"] * (HIDDEN_FOLDER in kinds)
+        return f"skipped {count:,} {' and '.join(nouns)}: {', '.join(parts)}"
 
     def _of_kind(self, kind: str) -> str:
         count, names = self._counts[kind], self._names[kind]
@@ -69,7 +73,7 @@ def images_below(folder: str, skipped: SkippedFiles | None = None, hidden: bool 
     """Paths relative to `folder`: its own images in the order of names, then those of each subfolder.
 
     Links to folders are followed, unless they lead back to a folder above. `hidden`: also search folders whose name
-    begins with a dot. Files without the extension of an image are counted in `skipped`.
+    begins with a dot, as earlier versions did. What is not read is counted in `skipped`.
     """
     return _images(folder, "", (), skipped, hidden)
 
@@ -87,12 +91,13 @@ def _images(
     except OSError as error:
         log.warning("Skipping the folder %s, which cannot be read: %s.", folder, error.strerror)
         return
+    skipped = SkippedFiles() if skipped is None else skipped
     for name, is_folder in names:
-        if is_folder or name.startswith("."):
-            continue
-        if name.lower().endswith(ENDINGS):
+        if name.startswith(".") and not (is_folder and hidden):
+            skipped.add(name, HIDDEN_FOLDER if is_folder else HIDDEN)
+        elif not is_folder and name.lower().endswith(ENDINGS):
             yield f"{inside}{name}"
-        elif skipped is not None:
+        elif not is_folder:
             skipped.add(name)
     for name, is_folder in names:
         if is_folder and (hidden or not name.startswith(".")):

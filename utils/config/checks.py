@@ -33,7 +33,7 @@ LEARNING_RATES = ("TRAIN.BASE_LR", "TRAIN.WARMUP_START_LR", "TRAIN.END_LR")
 def conflicts(config: Config) -> list[Problem]:
     """All conflicts, to be reported together."""
     return [
-        *_data(config.DATA),
+        *_data(config.DATA, config.EVAL),
         *_model(config),
         *_train(config),
         *_labels(config),
@@ -44,7 +44,9 @@ def conflicts(config: Config) -> list[Problem]:
     ]
 
 
-def _data(data: DataConfig) -> Iterator[Problem]:
+def _data(data: DataConfig, evaluates: bool) -> Iterator[Problem]:
+    if data.PART not in (AUTO, "val") and not evaluates:
+        yield "DATA.PART", f"{data.PART} is for -eval; training always validates on the validation split"
     needed = "1" if data.IMAGE_CHANNELS == 1 else f"1 or {data.IMAGE_CHANNELS}"
     for key, values in (("DATA.IMAGENET_MEAN", data.IMAGENET_MEAN), ("DATA.IMAGENET_STD", data.IMAGENET_STD)):
         equal_for_grey = data.IMAGE_CHANNELS == 1 and len(set(values)) == 1

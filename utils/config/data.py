@@ -100,9 +100,20 @@ class DataConfig(Section):
     SYNTHETIC_VAL: Positive = setting(1280, "Data set 'synthetic': number of validation images.")
     VAL_FRACTION: float = setting(
         0.1,
-        "Fraction of the images that becomes the validation split, if the data set has none; digits always uses 0.2.",
+        "Fraction of each class that becomes the validation split, if the data set has none; digits always uses 0.2.",
         gt=0,
         lt=1,
+    )
+    LISTING: Annotated[Literal[1, 2], BeforeValidator(as_integer)] = setting(
+        2,
+        "Rules by which images are found and split. 2: hidden folders are skipped; val, valid, validation and dev name "
+        "a validation split, and test validates only without one; VAL_FRACTION takes at least one image of each class "
+        "of two or more. 1: the rules of earlier versions, which their resumed runs keep.",
+    )
+    PART: Annotated[Literal["auto", "train", "val", "test", "all"], BeforeValidator(folded)] = setting(
+        "auto",
+        "Split that -eval evaluates; auto: val, or all images of data that the model was not trained on, if it has no "
+        "validation split of its own.",
     )
     FOLD: FoldText = setting(
         None,

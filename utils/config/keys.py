@@ -23,7 +23,7 @@ RENAMED = {
 MLP_WIDTH = "MODEL.MLP_DIM"
 NESTED = "MODEL.TRANS"
 OF_ONE_START = (
-    *("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "NGPUS"),
+    *("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS"),
     *("DIST.HOST", "DIST.PORT", "DIST.RANK", "DIST.WORLD_SIZE"),
 )
 """Settings of one start, not of the run: where it was, how it was launched, and for how long."""

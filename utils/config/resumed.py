@@ -24,6 +24,7 @@ FORMER: dict[str, Any] = {
     "TRAIN.OPTIMIZER.MOMENTUM": 0.9,
     "DATA.LABEL_SPLIT": "sets",
     "DATA.LAST_BATCH_WEIGHT": "full",
+    "DATA.LISTING": 1,
 }
 """Defaults of earlier versions that have changed since. A run that is older than a setting behaved like this, too."""
 CLIPPED = "TRAIN.WARMUP_EPOCHS"

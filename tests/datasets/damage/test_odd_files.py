@@ -199,7 +199,7 @@ def test_image_extensions_are_the_same_everywhere(tmp_path: Path) -> None:
         folder = tmp_path / "one"
         folder.mkdir(exist_ok=True)
         (image.convert("1") if ending == ".pbm" else image).save(folder / f"x{ending}")
-    paths = class_files(tmp_path, ["one"]).paths
+    paths = class_files(tmp_path, ["one"], DataConfig()).paths
     assert {Path(path).suffix for path in paths} == set(made)
     assert [os.path.relpath(path, tmp_path) for path in find_images([str(tmp_path)])] == paths
     assert f" {' '.join(ENDINGS)};" in (ROOT / "docs" / "data.md").read_text(encoding="utf-8").replace("\n", " ")
@@ -215,8 +215,8 @@ def test_skipped_files_are_counted_by_extension(tmp_path: Path, walk: str, said:
     for name in ("photo.heic", "b.HEIC", "c.heic", "notes.txt", "Makefile", ".hidden"):
         (tmp_path / "one" / name).write_bytes(b"x")
     for _ in range(2):
-        class_files(tmp_path, ["one"]) if walk == "training" else find_images([str(tmp_path)])
-    line = "skipped 5 files: .heic 3 (b.HEIC, c.heic, ...), .txt 1 (notes.txt), no extension 1 (Makefile)"
+        class_files(tmp_path, ["one"], DataConfig()) if walk == "training" else find_images([str(tmp_path)])
+    line = "skipped 6 files: .heic 3 (b.HEIC, c.heic, ...), .txt 1 (notes.txt), hidden files 1 (.hidden), no extension 1"
     assert said.text.count(f"{tmp_path}: {line}") == 1
 
 
@@ -235,7 +235,7 @@ def test_circular_links_are_not_followed(tmp_path: Path) -> None:
     for name in ("back", "again"):
         (tmp_path / "one" / name).symlink_to(tmp_path)
     (tmp_path / "one" / "self").symlink_to("self")
-    assert class_files(tmp_path, ["one"]).paths == ["one/a.png"]
+    assert class_files(tmp_path, ["one"], DataConfig()).paths == ["one/a.png"]
     assert find_images([str(tmp_path)]) == [str(tmp_path / "one" / "a.png")]
 
 

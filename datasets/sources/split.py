@@ -189,7 +189,8 @@ def split_rows(
         splits = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:
         splits = split(labels, data.VAL_FRACTION, data.SPLIT_SEED, of_each=data.LISTING > 1)
-        _warn_unvalidated(labels, splits[1], data, where, classes)
+        if data.PART != "all":
+            _warn_unvalidated(labels, splits[1], data, where, classes)
     return splits[0 if part == "train" else 1]
 
 

@@ -216,7 +216,9 @@ def test_skipped_files_are_counted_by_extension(tmp_path: Path, walk: str, said:
         (tmp_path / "one" / name).write_bytes(b"x")
     for _ in range(2):
         class_files(tmp_path, ["one"], DataConfig()) if walk == "training" else find_images([str(tmp_path)])
-    line = "skipped 6 files: .heic 3 (b.HEIC, c.heic, ...), .txt 1 (notes.txt), hidden files 1 (.hidden), no extension 1"
+    line = (
+        "skipped 6 files: .heic 3 (b.HEIC, c.heic, ...), .txt 1 (notes.txt), hidden files 1 (.hidden), no extension 1"
+    )
     assert said.text.count(f"{tmp_path}: {line}") == 1
 
 

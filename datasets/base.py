@@ -118,6 +118,8 @@ class ImageDataset(Dataset[Batch]):
     """Batches come straight from (device) memory; loading processes would only slow this down."""
     copies: int = 1
     """How often a sample can be in an epoch, each time with other random numbers; see `variants.Repeated`."""
+    background: str = ""
+    """DATA.BACKGROUND in words, if images are decoded."""
     max_bad: int = 0
     """Number of unreadable images at which training still continues."""
 

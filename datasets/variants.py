@@ -17,6 +17,7 @@ class _Variant(ImageDataset):
     def __init__(self, inner: ImageDataset) -> None:
         self.inner = inner
         self.classes, self.in_memory, self.max_bad = inner.classes, inner.in_memory, inner.max_bad
+        self.background = inner.background
 
     def __len__(self) -> int:
         return len(self.inner)

@@ -46,4 +46,5 @@ def evaluate(
     finally:
         model.train(training)
     loader.broken.raise_together(world)
+    loader.transparent.log_once(world)
     return tally.metrics(world)

@@ -78,7 +78,7 @@ class Trainer:
         self.reporter.run("resume" if self.position.update else "start", self.position, self.throughput.total)
         try:
             self._train()
-            self.train_loader.broken.share(self.world)
+            self.train_loader.share(self.world)
         except Stopped as stopped:
             self._pause(stopped)
             return stopped.exit_code
@@ -159,7 +159,7 @@ class Trainer:
         due = finished % config.SAVE_FREQ == 0 or self._is_due(config.SAVE_EVERY_UPDATES)
         if self._save_minutes_passed() or due or kept or last or improved:
             self._save(finished)
-        self.train_loader.broken.share(self.world)
+        self.train_loader.share(self.world)
         self._draw()
         self._restart_clocks()
 

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from datasets.base import Encoded
+from datasets.decoding.background import background_of
 from datasets.decoding.exif import upright
 from datasets.decoding.jpeg import JpegStored
 from datasets.decoding.stored import MOST_PIXELS, ArrayStored, PilStored, Stored
@@ -30,6 +31,7 @@ class Reader:
 
     def __init__(self, data: DataConfig) -> None:
         self.channels, self.turns = data.IMAGE_CHANNELS, data.EXIF_ROTATE
+        self.background = background_of(data)
         self.by_simplejpeg = decoder_of(data) == "simplejpeg"
 
     def open(self, encoded: Encoded) -> Stored:
@@ -49,7 +51,7 @@ class Reader:
                 pass  # PIL supports more kinds of JPEG, and has better error messages
         # PIL warns of odd EXIF data and large sizes in images that it can read, which is noise during training.
         with warnings.catch_warnings(action="ignore"):
-            return PilStored(data, self.channels)
+            return PilStored(data, self.channels, self.background)
 
 
 @contextlib.contextmanager

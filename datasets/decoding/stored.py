@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from datasets.decoding.background import Colour, on_background
+
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 """Formats that PIL may open. It knows more, but one of them starts a program, and none is for photographs."""
 ENDINGS = (
@@ -61,9 +63,10 @@ class ArrayStored(Stored):
 class PilStored(Stored):
     """An image that PIL reads."""
 
-    def __init__(self, data: bytes, channels: int) -> None:
+    def __init__(self, data: bytes, channels: int, background: Colour | None = None) -> None:
+        """`background`: colour behind transparent pixels; None drops the alpha channel."""
         self.image = Image.open(io.BytesIO(data), formats=_formats())
-        self.channels = channels
+        self.channels, self.background = channels, background
         self.width, self.height = self.image.size
 
     def shrink(self, factor: int) -> int:
@@ -77,7 +80,7 @@ class PilStored(Stored):
         part = self.image
         if box != (0, 0, *part.size):
             part = part.crop((left, top, left + width, top + height))
-        pixels = np.asarray(as_rgb_or_grey(part, self.channels))
+        pixels = np.asarray(as_rgb_or_grey(part, self.channels, self.background))
         return pixels if pixels.ndim == 3 else pixels[:, :, None]
 
 
@@ -88,7 +91,7 @@ def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
     return pixels
 
 
-def as_rgb_or_grey(image: Image.Image, channels: int) -> Image.Image:
+def as_rgb_or_grey(image: Image.Image, channels: int, background: Colour | None) -> Image.Image:
     """An image of any mode as RGB, or as grey for one channel. ValueError if its value for white is unknown."""
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers of unknown range; store 8 or 16 bits")
@@ -96,9 +99,7 @@ def as_rgb_or_grey(image: Image.Image, channels: int) -> Image.Image:
         # Pillow's own conversion clips at 255, which turns most 16-bit images white. Mode "I" has 32 bits; Pillow uses
         # it for 16-bit files of some formats, such as PGM, and scales their values to 65535.
         image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
-    elif "transparency" in image.info:
-        image = image.convert("RGBA")
-    return image.convert("L" if channels == 1 else "RGB")
+    return on_background(image, background).convert("L" if channels == 1 else "RGB")
 
 
 @functools.cache

@@ -15,12 +15,15 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from datasets.base import Batch, Broken, ImageDataset, Key
+from datasets.base import PADDING, Batch, Broken, ImageDataset, Key
 from datasets.damage.broken import BrokenImages, BrokenInValidation
+from datasets.decoding.background import take_transparent
 from datasets.loading.order import EpochOrder, Share, validation_batches
 from datasets.loading.plan import Plan
+from datasets.loading.transparent import Transparent
 from datasets.loading.workers import WatchedIterator, WatchedLoader, WorkerDied
 from utils.cpus import cores
+from utils.distributed.world import World
 from utils.errors import TrainingError
 from utils.heap import keep_freed_memory
 from utils.log import log
@@ -75,7 +78,8 @@ class TrainLoader(_Loader):
     def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
         self.order, self.workers = order, workers
         self.broken = BrokenImages(dataset.max_bad)
-        self._feed = _Feed(dataset, workers, seed, device, self.broken)
+        self.transparent = Transparent("training", dataset.background)
+        self._feed = _Feed(dataset, workers, seed, device, self.broken, self.transparent)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """Windows from update `start` (counted from 0) to the end of the epoch."""
@@ -85,6 +89,11 @@ class TrainLoader(_Loader):
             window = Window(shares, batches)
             yield window
             window.finish()
+
+    def share(self, world: World) -> None:
+        """Report unreadable and transparent images of all ranks. A collective call at the end of an epoch."""
+        self.broken.share(world)
+        self.transparent.log_once(world)
 
     def on_arrival(self, call: Callable[[], None]) -> None:
         """Set a function to call when a batch arrives, before it is copied to the device."""
@@ -107,7 +116,8 @@ class ValLoader(_Loader):
         """`broken`: collects the images that cannot be read; by default they end the validation with an error."""
         self._batches = validation_batches(len(dataset), batch_size, rank, world)
         self.broken = BrokenInValidation() if broken is None else broken
-        self._feed = _Feed(dataset, min(workers, len(self._batches)), 0, device, self.broken)
+        self.transparent = Transparent("evaluated", dataset.background)
+        self._feed = _Feed(dataset, min(workers, len(self._batches)), 0, device, self.broken, self.transparent)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -126,8 +136,9 @@ class _Feed:
         seed: int,
         device: torch.device,
         broken: BrokenImages | BrokenInValidation,
+        transparent: Transparent,
     ) -> None:
-        self._broken = broken
+        self._broken, self._transparent = broken, transparent
         self._fetch = _Fetch(dataset)
         self._device = device
         self.on_arrival: Callable[[], None] | None = None
@@ -211,6 +222,7 @@ class _Feed:
         if self.on_arrival is not None:
             self.on_arrival()
         self._broken.add(fetched.broken)
+        self._transparent.add(fetched.transparent, fetched.images)
         if isinstance(fetched.batch, TrainingError):
             raise fetched.batch
         if self._copies is None:
@@ -233,6 +245,9 @@ class Fetched(NamedTuple):
 
     batch: Batch | TrainingError
     broken: list[Broken]
+    images: int
+    transparent: int
+    """Images among them with transparent pixels"""
 
 
 class _Fetch(Dataset[Any]):
@@ -242,11 +257,13 @@ class _Fetch(Dataset[Any]):
         self.dataset = dataset
 
     def __getitems__(self, keys: list[Key]) -> Fetched:
+        take_transparent()  # leaves out images that were read for another purpose
         try:
             batch = self.dataset.__getitems__(keys)
         except TrainingError as error:
             batch = error
-        return Fetched(batch, self.dataset.take_broken())
+        images = sum(index != PADDING for _, index in keys)
+        return Fetched(batch, self.dataset.take_broken(), images, take_transparent())
 
 
 def _unchanged(batch: Any) -> Any:

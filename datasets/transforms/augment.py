@@ -9,6 +9,7 @@ from PIL import Image, ImageOps
 from timm.data import auto_augment as timm_augment
 from torchvision.transforms import InterpolationMode, v2
 
+from datasets.decoding.background import mean_colour
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -75,6 +76,5 @@ def _options(data: DataConfig, spread: float = MAGNITUDE_SPREAD) -> dict[str, An
 
 
 def _fill(data: DataConfig) -> list[int]:
-    """The mean colour, which normalisation maps to 0."""
-    shades = [min(255, max(0, round(255 * value))) for value in data.IMAGENET_MEAN]
-    return shades if len(shades) == data.IMAGE_CHANNELS else [shades[0]] * data.IMAGE_CHANNELS
+    """The mean colour, in as many channels as the images have."""
+    return list(mean_colour(data)[: data.IMAGE_CHANNELS])

@@ -89,6 +89,7 @@ def batches_of(
             real = batch.indices != PADDING
             yield trained.logits(batch.images)[real], batch.labels[real], batch.indices[real]
         loader.broken.raise_together(ALONE)
+        loader.transparent.log_once(ALONE)
     finally:
         loader.close()
 

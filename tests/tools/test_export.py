@@ -20,10 +20,13 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
+from datasets.decoding.background import background_of
+from datasets.transforms.pixels import Pixels
 from engine.saved.predictions import validation_predictions
 from engine.saved.trained import Trained, load_trained
 from tests.program import ROOT, Result, train_tiny, write_meta
 from tools.export.check import CheckImages, compare
+from utils.config.data import DataConfig
 from utils.errors import TrainingError
 
 PAGE = ROOT / "docs" / "export.md"
@@ -282,6 +285,34 @@ def test_documented_code_rotates_photographs_as_the_run_did(consumers: Path, tmp
     done = subprocess.run(words, cwd=consumers, capture_output=True, text=True, check=True)
     wanted = np.rot90(pixels, -1) if rotated else pixels
     assert json.loads(done.stdout) == [wanted.tolist()]
+
+
+DISC = Image.radial_gradient("L").resize((40, 31))
+ODD_FILES: dict[str, Image.Image] = {
+    "16 bits": Image.fromarray(np.asarray(DISC).astype(np.uint16) * 200 + 77),
+    "alpha": Image.merge("RGBA", (DISC, DISC.rotate(90), DISC.rotate(180), DISC)),
+    "grey and alpha": Image.merge("LA", (DISC, DISC.rotate(90))),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+@pytest.mark.parametrize("background", ["white", "drop", (10, 200, 30)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_documented_code_prepares_odd_files_as_validation_does(
+    consumers: Path, tmp_path: Path, kind: str, background: str | tuple[int, ...], channels: int
+) -> None:
+    ODD_FILES[kind].save(tmp_path / "a.png")
+    values = {"IMAGE_SIZE": 16, "IMAGE_CHANNELS": channels, "CROP_PCT": 0.9, "BACKGROUND": background}
+    data = DataConfig.model_validate(values)
+    wanted = torch.empty(channels, 16, 16, dtype=torch.uint8)
+    Pixels(data, train=False)((tmp_path / "a.png").read_bytes(), wanted)
+    about = {"image_size": 16, "channels": channels, "crop": "middle", "crop_pct": 0.9, "interpolation": "bicubic"}
+    about |= {"input": "pixels", "background": background_of(data)}
+    code = "import json, sys, prepare; print(prepare.prepare(sys.argv[1], json.loads(sys.argv[2])).tolist())"
+    words = [sys.executable, "-c", code, str(tmp_path / "a.png"), json.dumps(about)]
+    done = subprocess.run(words, cwd=consumers, capture_output=True, text=True, check=True)
+    got = torch.tensor(json.loads(done.stdout)).expand(channels, 16, 16)
+    assert (got - wanted.int()).abs().max() <= 1
 
 
 @pytest.mark.slow

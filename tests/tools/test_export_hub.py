@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -125,6 +126,29 @@ def test_card_has_metadata_results_settings_and_no_path(
         assert expected in text
     held = text.encode() + (tmp_path / "photos" / "config.json").read_bytes()
     assert not [place for place in (photos, photo_run, tmp_path, sys.prefix) if str(place).encode() in held]
+
+
+def test_code_of_the_card_reads_odd_files_as_the_run_does(export_tool: Tool, photo_run: Path, tmp_path: Path) -> None:
+    """Transparent pixels and 16 bits; rotated photographs are prepared by the same function."""
+    disc = Image.radial_gradient("L").resize((70, 61))
+    Image.merge("RGBA", (disc, disc.rotate(90), disc, disc)).save(tmp_path / "alpha.png")
+    Image.fromarray(np.asarray(disc).astype(np.uint16) * 200).save(tmp_path / "deep.png")
+    code, said = export_tool(photo_run, "-to", "hub", "-output", tmp_path / "photos", "-license", "mit", "-check", 2)
+    assert code == 0, said
+    card = (tmp_path / "photos" / "README.md").read_text(encoding="utf-8")
+    assert "| transparent pixels | composited on RGB 255, 255, 255 |" in card
+    paths = [str(tmp_path / name) for name in ("alpha.png", "deep.png")]
+    written = card.split("```python\n")[1].split("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", written, *paths], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    trained = load_trained(photo_run, device="cpu", amp="off")
+    found = validation_predictions(trained, open_given(paths, trained.config.DATA), workers=0)
+    best = found.logits.softmax(-1).max(-1)
+    for line, path, probability, label in zip(done.stdout.splitlines(), paths, best[0], best[1], strict=True):
+        assert line.startswith(f"{path} {NAMES[int(label)]} ")
+        assert float(line.rsplit(" ", 1)[1]) == pytest.approx(float(probability), abs=4e-3)
 
 
 def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ HEADINGS = {
     CONFLICTS: "the same bytes with different labels",
     DUPLICATES: "duplicates within a split",
     OVERLAP: "in the training and in the validation split",
-    MODES: "stored in another colour mode; converted when read",
+    MODES: "stored in another colour mode; converted when read (transparent images by DATA.BACKGROUND)",
     SMALL: "smaller than IMAGE_SIZE; enlarged when read",
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import timm
 from huggingface_hub import EvalResult, ModelCardData
 
+from datasets.decoding.background import OPAQUE
 from datasets.shards import hub as hub_data
 from models import count_parameters
 from models.names import is_timm_name
@@ -140,15 +141,14 @@ class Card:
 
     def _loading(self) -> str:
         names = 'model.pretrained_cfg["label_names"]' if self.export.trained.classes else None
-        colours = "L" if self.export.metadata["channels"] == 1 else "RGB"
-        rotated = self.export.trained.config.DATA.EXIF_ROTATE
-        opened = "ImageOps.exif_transpose(Image.open(path))" if rotated else "Image.open(path)"
+        rotated = self.export.metadata["exif_rotate"]
         source = f"hf-hub:{self.repository}" if self.repository else f"local-dir:{self.title}"
         return "\n".join(
             (
                 "```python",
                 "import sys",
                 "",
+                "import numpy as np",
                 "import timm",
                 "import torch",
                 f"from PIL import Image{', ImageOps' if rotated else ''}",
@@ -157,8 +157,13 @@ class Card:
                 + ("" if self.repository else "  # the path of this folder"),
                 "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
                 f"names = {names}" if names else f"names = range({self.export.metadata['num_classes']})",
+                "",
+                "",
+                *self._opening(),
+                "",
+                "",
                 "for path in sys.argv[1:]:",
-                f'    image = transform({opened}.convert("{colours}"))',
+                "    image = transform(opened(path))",
                 "    with torch.no_grad():",
                 "        probabilities = model(image[None]).softmax(1)[0]",
                 "    label = int(probabilities.argmax())",
@@ -166,6 +171,25 @@ class Card:
                 "```",
             )
         )
+
+    def _opening(self) -> list[str]:
+        """A function that opens an image as vitamp does."""
+        about = self.export.metadata
+        lines = ["def opened(path):", "    image = Image.open(path)"]
+        if about["exif_rotate"]:
+            lines.append("    image = ImageOps.exif_transpose(image)")
+        lines += [
+            '    if image.mode.startswith("I"):  # 16 bits',
+            "        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))",
+        ]
+        if about["background"] is not None:
+            lines += [
+                "    if image.has_transparency_data:",
+                '        image = image.convert("RGBA")',
+                f'        behind = Image.new("RGBA", image.size, {(*about["background"], OPAQUE)})',
+                "        image = Image.alpha_composite(behind, image)",
+            ]
+        return [*lines, f'    return image.convert("{"L" if about["channels"] == 1 else "RGB"}")']
 
     def _data(self) -> str:
         about, samples = self.export.metadata, self.samples
@@ -183,6 +207,9 @@ class Card:
             "validation images": f"{samples['val']:,}" if "val" in samples else "",
             "classes": f"{about['num_classes']:,}{': ' if listed else ''}{listed}{more}",
             "input": f"{colours}, {how}, {about['interpolation']}",
+            "transparent pixels": "dropped alpha"
+            if about["background"] is None
+            else f"composited on RGB {', '.join(map(str, about['background']))}",
             "mean": ", ".join(f"{value:g}" for value in about["mean"]),
             "standard deviation": ", ".join(f"{value:g}" for value in about["std"]),
         }

@@ -13,6 +13,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from datasets.decoding.background import background_of
 from datasets.given import squeezes
 from engine.checkpoint.state import load_weights
 from engine.checkpoint.weights_file import MADE_BY
@@ -91,6 +92,7 @@ def metadata(trained: Trained, model: TimmModel, options: Options) -> dict[str, 
         "crop_pct": data.CROP_PCT,
         "interpolation": data.INTERPOLATION,
         "exif_rotate": data.EXIF_ROTATE,
+        "background": background_of(data),
         **(_of_multi_label(trained) if trained.multi_label else {}),
     }
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools.common.command_line import Tool, ToolLine, run_tool
-from utils.config import Config
+from utils.config import Loaded
+from utils.config.write import one_line
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
@@ -65,28 +66,32 @@ def _pack(argv: list[str]) -> int:
     if len(places) != 2:
         given = f"got {len(places)}: {' '.join(places)}" if places else "got neither"
         raise UserError(f"pack_images.py needs SRC (what to pack) and DST (the folder to write); {given}. See -h.")
-    config = _config(line, places[0])
+    loaded = _load(line, places[0])
+    config = loaded.config
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.pack_images.run import pack
 
     try:
-        pack(config.DATA, config.MODEL.NUM_CLASSES, Path(places[1]).expanduser(), _settings(line, config), jobs)
+        pack(config.DATA, config.MODEL.NUM_CLASSES, Path(places[1]).expanduser(), _settings(line, loaded), jobs)
     except KeyboardInterrupt:
         log.warning("interrupted; finished tar files stay, and the same command resumes")
         return EXIT_INTERRUPTED
     return EXIT_DONE
 
 
-def _config(line: ToolLine, source: str) -> Config:
+def _load(line: ToolLine, source: str) -> Loaded:
     if "DATA.DATA_PATH" in line.run.flags:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
     place = "DATA.DATASET" if source.startswith("hf:") else "DATA.DATA_PATH"
-    return line.load({place: (source, "SRC")}).config
+    return line.load({place: (source, "SRC")})
 
 
-def _settings(line: ToolLine, config: Config) -> dict[str, int | str | bool]:
+def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
     """Settings that the packed bytes depend on: stored with them, and compared when packing resumes."""
+    from datasets.decoding.background import background_of
+
+    config = loaded.config
     chosen = [name for name in ("raw", "keep") if name in line.given]
     if len(chosen) > 1:
         raise UserError("-raw and -keep exclude each other; give one.")
@@ -99,10 +104,18 @@ def _settings(line: ToolLine, config: Config) -> dict[str, int | str | bool]:
             "DATA.EXIF_ROTATE=true has no effect with -keep, which copies files unchanged. Leave it out here, and set "
             "it when training."
         )
+    if chosen == ["keep"] and not loaded.is_default("DATA.BACKGROUND"):
+        raise UserError(
+            "DATA.BACKGROUND has no effect with -keep, which copies files unchanged, with their transparency. Leave it "
+            "out here, and set it when training."
+        )
     settings: dict[str, int | str | bool] = {"kind": chosen[0] if chosen else "jpeg"}
     if "short_side" not in unused:
         settings["short_side"] = line.asked.short_side or SHORT_SIDE
     if "quality" not in unused:
         settings["quality"] = line.asked.quality or QUALITY
     settings["shard_images"] = line.asked.shard_images
+    if chosen != ["keep"]:
+        background = config.DATA.BACKGROUND
+        settings["background"] = one_line(background_of(config.DATA) if background == "mean" else background)
     return {**settings, "channels": config.DATA.IMAGE_CHANNELS, "upright": config.DATA.EXIF_ROTATE}

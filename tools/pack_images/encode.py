@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from datasets.base import Encoded
+from datasets.decoding.background import take_transparent
 from datasets.decoding.exif import Turned
 from datasets.decoding.reader import Reader, decoding_errors
 from datasets.decoding.stored import Box
@@ -23,6 +24,8 @@ class Packed(NamedTuple):
     content: bytes
     small: bool
     """Not larger than the short side, so kept unchanged"""
+    transparent: bool = False
+    """Has transparent pixels"""
 
 
 class Encoder:
@@ -34,19 +37,23 @@ class Encoder:
         self.short_side, self.quality = int(settings.get("short_side", 0)), int(settings.get("quality", 0))
 
     def __call__(self, encoded: Encoded, name: str) -> Packed:
-        pixels, turned = self._pixels(encoded)
+        pixels, turned, transparent = self._pixels(encoded)
         small = bool(self.short_side) and min(pixels.shape[:2]) <= self.short_side
         if self.kind == "raw" or isinstance(encoded, np.ndarray):
-            return Packed("npy", as_npy(pixels if small or self.kind == "keep" else self._resized(pixels)), small)
-        if self.kind == "keep" or (small and not turned):
-            return Packed(_kind(name, encoded), encoded, small)
-        return Packed("jpg", self._jpeg(pixels if small else self._resized(pixels)), False)
+            content = as_npy(pixels if small or self.kind == "keep" else self._resized(pixels))
+            return Packed("npy", content, small, transparent)
+        # A file that is kept would follow the settings of training, not those of the other packed images.
+        if self.kind == "keep" or (small and not turned and not transparent):
+            return Packed(_kind(name, encoded), encoded, small, transparent)
+        return Packed("jpg", self._jpeg(pixels if small else self._resized(pixels)), False, transparent)
 
-    def _pixels(self, encoded: Encoded) -> tuple[np.ndarray, bool]:
-        """All pixels, and whether EXIF rotated them: then the file itself would look different in training."""
+    def _pixels(self, encoded: Encoded) -> tuple[np.ndarray, bool, bool]:
+        """All pixels, whether EXIF rotated them, and whether some of them are transparent."""
+        take_transparent()
         with decoding_errors(encoded):
             stored = self.reader.open(encoded)
-            return stored.cut(Box(0, 0, stored.width, stored.height)), isinstance(stored, Turned)
+            pixels = stored.cut(Box(0, 0, stored.width, stored.height))
+        return pixels, isinstance(stored, Turned), bool(take_transparent())
 
     def _resized(self, pixels: np.ndarray) -> np.ndarray:
         """Resized down to the short side. Pillow's filter averages over all pixels, so there is no aliasing."""

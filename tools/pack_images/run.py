@@ -21,6 +21,7 @@ from datasets import check_dataset, open_dataset
 from datasets.base import Samples
 from datasets.damage.broken import allowed
 from datasets.damage.exclude import name_prefix
+from datasets.decoding.background import background_words
 from datasets.shards.index import read_shard
 from datasets.shards.layout import MADE_BY, MANIFEST, ShardSet, finish_set
 from datasets.shards.stores import Folder, ShardFile
@@ -36,7 +37,7 @@ from utils.seeding import key
 
 SPLITS = {"train": True, "val": False}
 SETTINGS = "settings.json"
-KEYS = {"channels": "DATA.IMAGE_CHANNELS", "upright": "DATA.EXIF_ROTATE"}
+KEYS = {"channels": "DATA.IMAGE_CHANNELS", "upright": "DATA.EXIF_ROTATE", "background": "DATA.BACKGROUND"}
 """Entries of a packed data set -> the settings that they are from"""
 ANY_CLASSES = 1 << 31
 """Packing has no classifier, so no label is out of range"""
@@ -55,7 +56,7 @@ def pack(data: DataConfig, num_classes: int, folder: Path, settings: dict[str, A
     shards = [shard for split, samples in splits.items() for shard in _plan(split, samples, settings["shard_images"])]
     work = Work(folder, splits, data, settings, multiprocessing.Value("q", 0), multiprocessing.Event())
     records = _make_shards(work, shards, jobs or cores())
-    _finish(folder, records, about, splits["train"].classes, jobs or cores())
+    _finish(folder, records, about, splits["train"].classes, jobs or cores(), background_words(data))
 
 
 def _samples(data: DataConfig, train: bool) -> Samples:
@@ -91,6 +92,8 @@ def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
     if before is None:
         return False
     packed = {name: before.get(name) for name in about}
+    if isinstance(packed["how"], dict) and "background" in about["how"]:
+        packed["how"] = {"background": "drop", **packed["how"]}  # what earlier versions did
     if before.get("made_by") != MADE_BY or packed != about:
         raise UserError(f"DST {folder} has a data set packed {_difference(packed, about)}. Name another folder.")
     if not (folder / MANIFEST).exists():
@@ -180,7 +183,9 @@ def _finished_shards(futures: list[Future[Record]], work: Work, images: int) -> 
             yield from (future.result() for future in finished)
 
 
-def _finish(folder: Path, records: list[Record], about: dict[str, Any], classes: list[str] | None, jobs: int) -> None:
+def _finish(
+    folder: Path, records: list[Record], about: dict[str, Any], classes: list[str] | None, jobs: int, background: str
+) -> None:
     names: dict[str, list[str]] = defaultdict(list)
     for record in records:
         names[record.name.partition("/")[0]].append(record.name)
@@ -200,6 +205,10 @@ def _finish(folder: Path, records: list[Record], about: dict[str, Any], classes:
     size, before = sum(record.bytes for record in records), sum(record.bytes_before for record in records)
     if small:
         log.info("%d images are not larger than -short_side and kept their size.", small)
+    if transparent := sum(record.transparent for record in records):
+        kept = about["how"]["kind"] == "keep"
+        words = "kept; DATA.BACKGROUND of the training decides" if kept else background
+        log.info("%d images have transparent pixels: %s", transparent, words)
     log.info(
         "%d images in %d tar files, %s MB (%s MB before), %d left out. Train with: -dataset shards -data_path %s",
         samples,

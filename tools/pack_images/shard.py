@@ -51,6 +51,7 @@ class Record:
     sha256: str = ""
     samples: int = 0
     small: int = 0
+    transparent: int = 0
     bytes_before: int = 0
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """(name, reason) of each unreadable image"""
@@ -138,6 +139,7 @@ def _write(shard: Shard, path: Path, work: Work, encoder: Encoder) -> Record:
                 writer.add(f"{number:08d}", packed.kind, packed.content, int(samples.labels[number]))
                 record.samples += 1
                 record.small += packed.small
+                record.transparent += packed.transparent
                 record.bytes_before += before
             _count(work, 1)
     finally:

@@ -62,6 +62,8 @@ def predict_images(
         loader.close()
         bar.close()
     form.end()
+    if transparent := loader.transparent.summary():
+        print(transparent, file=sys.stderr)
     if failed:
         log.warning("%d of %d images could not be read.", failed, len(paths))
     return failed

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator
 
 from utils.config.fields import Section, setting, with_retired
 from utils.config.kinds import (
+    Background,
     Count,
     Fold,
     FoldText,
@@ -148,6 +149,11 @@ class DataConfig(Section):
     )
     DCT_SCALE: bool = setting(
         False, "Decode JPEG files at half the size or less, if the crop is at least twice IMAGE_SIZE."
+    )
+    BACKGROUND: Background = setting(
+        "white",
+        "Colour behind transparent pixels: white, black, mean (IMAGENET_MEAN) or [r, g, b], each from 0 to 255; drop: "
+        "ignore transparency, so that the colours stored under it appear.",
     )
     EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.")
     SHARD_WINDOW: Positive = setting(8, "Data set 'shards': number of tar files whose samples are shuffled together.")

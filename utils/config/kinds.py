@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 
@@ -30,6 +30,11 @@ def _as_tuple(value: Any) -> Any:
 def _as_names(value: Any) -> Any:
     """A list of names from one name, or from several separated by commas without brackets."""
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+def _as_background(value: Any) -> Any:
+    """A word, or three numbers as a list is written."""
+    return folded(value) if isinstance(value, str) and value.strip().isalpha() else _as_tuple(value)
 
 
 def as_integer(value: Any) -> Any:
@@ -84,6 +89,25 @@ FoldText = Annotated[
     ),
 ]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
+Shade = Annotated[int, Field(ge=0, le=255)]
+Background = Annotated[
+    Literal["white", "black", "mean", "drop"] | tuple[Shade, Shade, Shade],
+    BeforeValidator(_as_background),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "enum": ["white", "black", "mean", "drop"]},
+                {
+                    "type": "array",
+                    "items": {"type": "integer", "minimum": 0, "maximum": 255},
+                    "minItems": 3,
+                    "maxItems": 3,
+                    "description": "[r, g, b] of 0 to 255",
+                },
+            ]
+        }
+    ),
+]
 Integers = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
 SizeSteps = tuple[tuple[NonNegative, Positive], ...]

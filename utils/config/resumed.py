@@ -25,6 +25,7 @@ FORMER: dict[str, Any] = {
     "DATA.LABEL_SPLIT": "sets",
     "DATA.LAST_BATCH_WEIGHT": "full",
     "DATA.LISTING": 1,
+    "DATA.BACKGROUND": "drop",
 }
 """Defaults of earlier versions that have changed since. A run that is older than a setting behaved like this, too."""
 CLIPPED = "TRAIN.WARMUP_EPOCHS"

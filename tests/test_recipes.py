@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.lint import for_each
+from utils.cli import parse
 from utils.config import Config, ModelConfig, load_config
 from utils.config.kinds import AUTO
 
@@ -129,6 +130,12 @@ def test_measured_figures_in_a_header_are_those_of_the_results(size: str, batch:
     hours = 300 * IMAGES / speed / 3600
     assert (f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.1f} days") in time
     assert f"{speed:,.0f} images/s" in time
+    words = time[time.index("-amp bf16") : time.index(";")].split()
+    command = parse(words, "main_single_gpu.py")
+    as_measured = load_config(str(CONFIGS / f"vit_{size}_patch16_224.yaml"), command.flags, command.words).config
+    assert batch == as_measured.DATA.BATCH_SIZE
+    assert (as_measured.AMP.DTYPE, as_measured.TRAIN.COMPILE, as_measured.MODEL.DROPOUT) == ("bf16", "whole", 0)
+    assert as_measured.TRAIN.MODEL_EMA
 
 
 @pytest.mark.slow

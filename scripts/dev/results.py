@@ -4,6 +4,7 @@
     python scripts/dev/results.py collect digits RUN [RUN ...]   # the runs' folders -> docs/results/digits.json
     python scripts/dev/results.py tables                         # rewrite the tables in README.md and docs/
     python scripts/dev/results.py tables --check                 # exit 1 if a table differs from its JSON file
+    python scripts/dev/results.py ages                           # how many commits ago each result was measured
 
 The -json files of scripts/benchmark_data.py and scripts/benchmark_amp.py, and the compare.json of scripts/compare.py,
 are results as they are.
@@ -18,6 +19,7 @@ import json
 import re
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,6 +33,7 @@ from tools.benchmark_amp.results import Results  # noqa: E402
 from tools.benchmark_amp.tables import TABLES  # noqa: E402
 from tools.benchmark_data.report import markdown  # noqa: E402
 from tools.common.runs import RunMetrics, is_end, read_lines  # noqa: E402
+from tools.common.tables import at_commit  # noqa: E402
 from tools.compare.table import markdown as comparison_as_markdown  # noqa: E402
 from utils.config import load_config  # noqa: E402
 from utils.errors import UserError  # noqa: E402
@@ -172,7 +175,7 @@ def by_recipe(fields: Row, name: str) -> str:
 
 
 def h200_summary() -> str:
-    """One row per model: images/s of timm's loop, of timm with its best flags, and ours, all in bf16."""
+    """One row per model: images/s of timm's loop, of timm with its best flags, and ours, all in bf16; then how."""
     lines = [
         "| model, batch | timm, bf16 | timm, fused AdamW, compiled | vitamp, compiled "
         "| speed-up over each timm column |",
@@ -186,12 +189,44 @@ def h200_summary() -> str:
         model, batch = (words[words.index(flag) + 1] for flag in ("-model", "-batch_size"))
         speeds = f"{plain:,.0f} images/s | {best:,.0f} | **{ours:,.0f}**"
         lines.append(f"| {model}, {batch} | {speeds} | {ours / plain:.2f}x, {ours / best:.2f}x |")
-    return "\n".join(lines) + "\n"
+    how = "benchmark_amp.py timm -model MODEL -batch_size N -precisions bf16 -compile -timm_train train.py"
+    when = f"{results['date']}{at_commit(results)}"
+    about = f"Measured with `python scripts/{how}`, {when}: on one GPU, without dropout, {results['rounds']} rounds."
+    return "\n".join([*lines, "", about, "", *_fp16_against_bf16()]) + "\n"
+
+
+def _fp16_against_bf16() -> list[str]:
+    """What is known of `-amp` alone, which is fp16 on a GPU."""
+    results = Results.read(json.loads((RESULTS / "modes_h200_base.json").read_text(encoding="utf-8")))
+    fp16, bf16 = (results.median(f"{mode}, synthetic", "images_per_second") for mode in ("fp16", "bf16"))
+    if fp16 is None or bf16 is None:
+        return []
+    rounds = f"{results['rounds']} round{'s' * (results['rounds'] != 1)}"
+    return [
+        "To train in this way, use `-amp bf16 TRAIN.COMPILE=whole` on one GPU. `-amp` alone is fp16 with loss scaling "
+        f"on a GPU. Not compiled, a ViT-B in fp16 was {100 * (1 - fp16 / bf16):.0f} % slower than in bf16 "
+        f"({fp16:,.0f} and {bf16:,.0f} images/s, {rounds}, batch 128); compiled, fp16 is unmeasured."
+    ]
 
 
 def _spread(values: list[float]) -> str:
     mean = statistics.fmean(values)
     return f"{mean:.2f} ± {statistics.stdev(values):.2f}" if len(values) > 1 else f"{mean:.2f}"
+
+
+def ages() -> list[str]:
+    """For each results file that names its commit: how many commits ago that was."""
+    lines = []
+    for path in sorted(RESULTS.glob("*.json")):
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        commit = (fields.get("git") or fields).get("commit")
+        if commit:
+            counted = subprocess.run(
+                ["git", "rev-list", "--count", f"{commit}..HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            age = f"{counted.stdout.strip()} commits ago" if counted.returncode == 0 else "not in this history"
+            lines.append(f"{path.name:30} {commit[:7]}, {age}")
+    return lines
 
 
 def pages() -> list[Path]:
@@ -216,6 +251,9 @@ def main(words: list[str]) -> int:
             if "--check" not in words:
                 page.write_text(filled(page), encoding="utf-8")
         return 1 if stale and "--check" in words else 0
+    if words == ["ages"]:
+        print("\n".join(ages()))
+        return 0
     print(__doc__)
     return 2
 

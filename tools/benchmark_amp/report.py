@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tools.benchmark_amp.results import Results
 from tools.benchmark_amp.table import Table
-from tools.common.tables import in_columns, in_markdown, source
+from tools.common.tables import at_commit, in_columns, in_markdown, source
 
 
 def lines(table: Table, results: Results) -> list[str]:
@@ -26,6 +26,7 @@ def markdown(table: Table, results: Results, link: str) -> str:
     rounds = f"{results['rounds']} round{'s' * (results['rounds'] != 1)}"
     rounds += ", fewer where the time ran out" if results["cut"] else ""
     text.append(
-        f"Contenders alternate, {rounds}. Measured on {results.machine()}: `{results['command']}`. {source(link)}"
+        f"Contenders alternate, {rounds}. Measured on {results.machine()}{at_commit(results)}: "
+        f"`{results['command']}`. {source(link)}"
     )
     return "\n".join(text) + "\n"

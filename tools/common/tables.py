@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 Rows = Sequence[Sequence[str]]
 """The first row is the heading."""
@@ -21,6 +22,12 @@ def in_markdown(rows: Rows) -> list[str]:
     head, *body = rows
     cells = [head, ["---"] * len(head), *body]
     return ["| " + " | ".join(row) + " |" for row in cells]
+
+
+def at_commit(about: Mapping[str, Any]) -> str:
+    """', commit 7151f42' of measurements, if they were made in a checkout."""
+    git = about.get("git")
+    return f", commit {git['commit'][:7]}{' with changes' * git['changed']}" if git else ""
 
 
 def source(link: str) -> str:

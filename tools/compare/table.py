@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tools.common.tables import in_markdown, source
+from tools.common.tables import at_commit, in_markdown, source
 from tools.compare.verdict import ByMode, Metrics, by_mode, judge, spread, times_as_fast, unit, values_of, variation
 
 
@@ -93,5 +93,6 @@ def markdown(about: dict[str, Any], link: str) -> str:
     lines = [*in_markdown(table(runs, about["compared"])), ""]
     lines += [f"> {line.strip()}" for line in sentences({**about, "verdicts": verdicts})]
     lines += ["", *(f"- {note}" for note in notes(about)), ""]
-    lines.append(f"Measured on {about['device']}, {versions}, {about['date']}: `{about['command']}`. {source(link)}")
+    measured = f"Measured on {about['device']}, {versions}, {about['date']}{at_commit(about)}"
+    lines.append(f"{measured}: `{about['command']}`. {source(link)}")
     return "\n".join(lines) + "\n"

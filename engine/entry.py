@@ -32,6 +32,7 @@ from utils.errors import (
 )
 from utils.gpus import limit_visible_gpus
 from utils.log import log, logs_to_terminal, start_log
+from utils.parent import die_with_starting_tool
 from utils.run_folder import run_folder_of
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
 
@@ -42,6 +43,7 @@ SECONDS_FOR_OTHER_RANK = 5
 def main(script: str, many: bool) -> NoReturn:
     """Run the program and exit. `many`: it may start several processes, or be one of several."""
     signals.listen()
+    die_with_starting_tool()
     import_wandb_late()
     import_compiler_late()
     watch_standard_output()

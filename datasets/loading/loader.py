@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import signal
@@ -27,11 +26,11 @@ from utils.distributed.world import World
 from utils.errors import TrainingError
 from utils.heap import keep_freed_memory
 from utils.log import log
+from utils.parent import die_with_parent
 
 MOST_WORKERS = 16
 MOST_DEATHS = 3
 """Deaths of loading processes in a row, without a batch in between, that end training."""
-PR_SET_PDEATHSIG = 1
 
 
 def auto_workers(local_world: int) -> int:
@@ -278,6 +277,5 @@ def start_worker(_: int) -> None:
     torch.set_num_threads(1)
     # Errors are sent to the training process; the rest is noise of shutting down when that process ends.
     sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    die_with_parent(signal.SIGKILL)
     keep_freed_memory()

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from datasets.sources.digits import read_digits  # noqa: E402
 from engine.machine.device import processor  # noqa: E402
+from utils.parent import as_child  # noqa: E402
 
 MODEL, SIDE = "vit_tiny_patch16_224", 48
 OLD_CLASSES, NEW_CLASSES = range(5, 10), range(5)
@@ -140,7 +141,7 @@ class Bench:
 
     def _execute(self, *words: Path | str) -> None:
         command = [sys.executable, *map(str, words)]
-        done = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=self._folder, env=as_child(), capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{shlex.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
 

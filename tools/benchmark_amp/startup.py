@@ -19,6 +19,7 @@ from tools.benchmark_amp.table import Chart, Contender, Plan, Section, Table
 from tools.common.command_line import ToolLine
 from tools.common.settings import non_defaults
 from utils.flags import Flag, whole
+from utils.parent import as_child
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = Path(__file__).with_name("startup_probe.py")
@@ -75,7 +76,12 @@ def _run_python(words: list[str]) -> Metrics:
     before, began = _cpu_seconds(), time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+            [sys.executable, *words],
+            env=as_child(),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"{sys.executable} {words[0]} did not end within {TIMEOUT_SECONDS} s"}

@@ -14,6 +14,7 @@ from datasets.images import Images
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import TrainingError
+from utils.parent import as_child
 
 PACK_IMAGES = Path(__file__).parents[2] / "scripts" / "pack_images.py"
 QUALITY = 90
@@ -40,7 +41,7 @@ def pack(parts: dict[bool, Images], orders: dict[bool, np.ndarray], changes: Tra
         how = ["-dataset", "imagefolder", "-short_side", str(side), f"DATA.IMAGE_CHANNELS={data.IMAGE_CHANNELS}"]
         command = [sys.executable, str(PACK_IMAGES), str(source), str(packed), *words, *how]
         # Show only errors: the packed images are temporary.
-        if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+        if subprocess.run(command, env=as_child(), stdout=subprocess.DEVNULL, check=False).returncode:
             raise TrainingError(
                 "packing failed, see the error above; -parts train,val,stages,loader measures everything else."
             )

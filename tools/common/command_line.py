@@ -21,6 +21,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, T
 from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.gpus import limit_visible_gpus
 from utils.log import log, start_log
+from utils.parent import die_with_starting_tool
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 
 PAGES = {
@@ -89,6 +90,7 @@ def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
 
 def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run `work`; report an error as one line of text and return an exit code."""
+    die_with_starting_tool()
     start_log(to_terminal=True)
     forget_written_files()
     watch_standard_output()

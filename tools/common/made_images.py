@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFilter
 from utils.cache import cache_folder
 from utils.config import Config
 from utils.cpus import cores
+from utils.parent import die_with_parent
 from utils.seeding import key
 
 CLASSES = 50
@@ -86,7 +87,7 @@ def _make_all(tasks: list[_Task], processes: int) -> Iterator[None]:
     if not tasks:
         return
     # Spawned, not forked: this process may have running threads of torch.
-    with multiprocessing.get_context("spawn").Pool(min(processes, len(tasks))) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(tasks)), die_with_parent) as pool:
         yield from tqdm(
             pool.imap_unordered(_make, tasks, chunksize=4), "making images", len(tasks), leave=False, disable=None
         )

@@ -6,12 +6,10 @@ With one process per measurement, the peak memory is its own, and no setting of 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import logging
 import multiprocessing
 import signal
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -32,8 +30,8 @@ from engine.wrapping import wrap
 from utils.config import Config
 from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, on_every_rank
+from utils.parent import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 PRELOADED = ["torch", "torchvision.transforms.v2", "timm", "timm.optim", "timm.scheduler", "pydantic"]
 """Imported once by the fork server, for all measuring processes."""
 MOST_WARMUP = 10
@@ -123,8 +121,7 @@ def _begin_process(start_method: str) -> None:
     multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence_torchao()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    die_with_parent()
 
 
 def silence_torchao() -> None:

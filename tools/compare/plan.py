@@ -16,6 +16,7 @@ from utils.config import Config, differences, load_config, to_yaml
 from utils.config.kinds import Fold
 from utils.errors import UserError
 from utils.files import write_atomically
+from utils.parent import die_with_parent
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +169,7 @@ def _folder(mode: Mode, seed: int, fold: Fold | None) -> str:
 
 def in_another_process(work: Callable[..., T], *given: object) -> T:
     """Call `work` in a new process; return its result, or raise its error."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), die_with_parent) as process:
         return process.submit(work, *given).result()
 
 

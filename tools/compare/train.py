@@ -21,6 +21,7 @@ from engine.measure.progress import clock
 from tools.compare.metrics import fraction_done, is_finished, metrics_of
 from tools.compare.plan import Plan, Run, command_of, write_settings
 from utils.log import log
+from utils.parent import as_child
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.5
@@ -34,7 +35,11 @@ def start(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a run in a session of its own, so that Ctrl-C reaches this process, which forwards it once."""
     script, *words = command
     return subprocess.Popen(
-        [sys.executable, str(ROOT / script), *words], stdout=output, stderr=output, start_new_session=True
+        [sys.executable, str(ROOT / script), *words],
+        env=as_child(),
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
     )
 
 

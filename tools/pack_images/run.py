@@ -33,6 +33,7 @@ from utils.cpus import cores
 from utils.errors import TrainingError, UserError
 from utils.files import write_atomically
 from utils.log import log
+from utils.parent import die_with_parent
 from utils.seeding import key
 
 SPLITS = {"train": True, "val": False}
@@ -194,7 +195,7 @@ def _finish(
     checksums = {record.name: {"sha256": record.sha256} for record in records}
 
     def read_all(found: Iterable[ShardFile]) -> Iterable[TarSamples]:
-        with ProcessPoolExecutor(jobs) as pool:
+        with ProcessPoolExecutor(jobs, initializer=die_with_parent) as pool:
             yield from pool.map(partial(read_shard, Folder(folder)), found)
 
     try:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import json
 import os
 import signal
-import sys
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,8 +21,8 @@ from tools.pack_images.encode import Encoder, Packed
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 from utils.files import write_atomically
+from utils.parent import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 RECORDS = ".packing"
 """Folder in DST while packing is unfinished, with a record of each finished shard"""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -82,8 +80,7 @@ def start_process(work: Work) -> None:
     """Initialise a packing process: it ignores Ctrl-C, which the main process handles, and dies with that process."""
     global _state
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    die_with_parent(signal.SIGKILL)
     _state = work, Encoder(work.data, work.settings)
 
 

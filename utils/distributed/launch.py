@@ -13,6 +13,7 @@ import uuid
 from types import FrameType
 
 from utils.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from utils.parent import die_with
 
 LAUNCHER_PID = "VITAMP_LAUNCHER_PID"
 SECONDS_TO_SAVE = 60
@@ -110,11 +111,5 @@ def _children() -> list[int]:
 def die_with_launcher() -> None:
     """In a rank: save and exit when the launcher is killed by SIGKILL, instead of training on as an orphan."""
     parent = os.environ.get(LAUNCHER_PID)
-    if (parent is None and "TORCHELASTIC_RUN_ID" not in os.environ) or sys.platform != "linux":
-        return
-    import ctypes
-
-    set_parent_death_signal = 1
-    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
-    if parent is not None and os.getppid() != int(parent):  # it died before the line above
-        os.kill(os.getpid(), signal.SIGTERM)
+    if parent is not None or "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(None if parent is None else int(parent), signal.SIGTERM)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.amp.fp32_modules import forced_modules
 from engine.amp.skip_watch import SkipRecord
 from engine.checkpoint.folder import EMA, MODEL, STATE, Checkpoint
 from engine.checkpoint.optimizer_state import load_optimizer, trained_weights
@@ -23,10 +22,11 @@ from engine.measure.progress import Best, Position
 from engine.parallel.fsdp import Sharding, is_sharded, local_shard, local_shards
 from engine.speed.channels_last import match_memory_format
 from engine.update import Parts
-from models import frozen_weights, is_inside
+from models import frozen_weights
 from utils.config import Config, DataConfig, config_of_run, differences, load_config
 from utils.config.keys import OF_ONE_START, settings
 from utils.config.resumed import with_former
+from utils.distributed.world import sum_over_ranks
 from utils.errors import UserError
 from utils.log import log
 from utils.run_folder import run_folder_of
@@ -116,15 +116,11 @@ def _restore(
     moments = checkpoint.lazy_tensors(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
     load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
     match_memory_format(parts.optimizer)
-    if sharding is not None and parts.precision.level == "O2":
-        forced = forced_modules(parts.model)
-        if unforced := [name for name in state["fp32_modules"] if not is_inside(name, forced)]:
-            raise UserError(
-                f"{checkpoint.folder}: AMP.AUTO_FP32 had moved modules to fp32, but sharded modules (DIST.STRATEGY "
-                f"fsdp) cannot be moved at AMP.LEVEL O2. Add {unforced} to AMP.FP32_MODULES."
-            )
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
-        parts.force_fp32(state["fp32_modules"])
+        if sharding is None:
+            parts.force_fp32(state["fp32_modules"])
+        else:  # done before the weights were sharded
+            parts.moved_to_fp32 = list(state["fp32_modules"])
         log.info("Modules that AMP.AUTO_FP32 moved to fp32 before the resume: %s", ", ".join(state["fp32_modules"]))
     if state["scaler"] and parts.precision.scaler.is_enabled():
         parts.precision.scaler.load_state_dict(state["scaler"])
@@ -242,13 +238,18 @@ def finite(tensors: dict[str, Tensor]) -> bool:
 
 
 def finite_everywhere(parts: Parts) -> bool:
-    """Whether the model's weights are finite, on all ranks. A collective call if they are sharded."""
-    result = finite(parts.model.state_dict())
-    return result if parts.sharding is None else parts.sharding.true_on_all(result)
+    """Whether all weights that a checkpoint would hold are finite. A collective call: the ranks agree.
+
+    Of unsharded tensors, rank 0's are saved. The others' may differ: batch norm's statistics of their own images do.
+    """
+    tensors = parts.model.state_dict()
+    saved = {name: tensor for name, tensor in tensors.items() if parts.world.first or is_sharded(tensor)}
+    bad = torch.tensor(int(not finite(saved)), device=parts.precision.device)
+    return not bool(sum_over_ranks(bad, parts.world))
 
 
 def _all_finite(tensors: list[Tensor], order: float) -> bool:
-    norms = torch._foreach_norm(tensors, order)
+    norms = torch._foreach_norm(tensors, order) if tensors else [torch.zeros(())]
     return bool(torch.isfinite(torch.stack([n.float() for n in norms])).all())
 
 

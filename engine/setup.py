@@ -23,6 +23,7 @@ from datasets import (
     open_dataset,
     warn_unmatched,
 )
+from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
 from engine.amp.prepare_model import prepare_model
 from engine.checkpoint.folder import Checkpoint
@@ -130,6 +131,9 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     train, updates = config.TRAIN, loader.order.updates
     in_precision = ready.model, ready.inputs, ready.precision
     weights = weights_of_classes(config, train_set)
+    if sharding is not None and checkpoint is not None and ready.precision.level in ("O1", "O2"):
+        # FSDP decides once, when it shards them, in which dtype it gathers weights.
+        force_fp32(ready.model, checkpoint.state(mapped=True)["fp32_modules"], device.type)
     parts = update_parts(config, world, device, in_precision, updates, sharding, weights)
     if train.OPTIMIZER.LIST:
         log.info(list_groups(ready.model, parts.optimizer))

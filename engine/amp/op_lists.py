@@ -142,7 +142,8 @@ def check_names(white: Iterable[str], black: Iterable[str]) -> None:
                 )
         if "mul" in names:
             log.warning("%s: mul is torch's elementwise product; Paddle's mul is called linear here.", key)
-    both = _operators(lists["AMP.CUSTOM_WHITE_LIST"]).keys() & _operators(lists["AMP.CUSTOM_BLACK_LIST"]).keys()
+    on_white, on_black = (operators_named(names).keys() for names in lists.values())
+    both = on_white & on_black
     if both:
         names = ", ".join(sorted(both))
         raise UserError(
@@ -161,7 +162,7 @@ class OpLists:
     def __init__(self, device_type: str, white: Iterable[str], black: Iterable[str]) -> None:
         self.device_type = device_type
         self._names = (*white, *black)
-        self.white, self.black = _operators(white), _operators(black)
+        self.white, self.black = operators_named(white), operators_named(black)
         self._called: set[str] = set()
         self._undo: ExitStack | None = None
 
@@ -195,7 +196,7 @@ class OpLists:
 
     def warn_uncalled(self) -> None:
         """Warn about listed operators that the model has not called under autocast; call it after the first update."""
-        uncalled = [name for name in self._names if not _operators([name]).keys() & self._called]
+        uncalled = [name for name in self._names if not operators_named([name]).keys() & self._called]
         if self._undo is not None and uncalled:
             log.warning(
                 "AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: the model never calls %s; listing %s has no effect.",
@@ -211,7 +212,7 @@ class OpLists:
         self.remove()
 
 
-def _operators(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def operators_named(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Map torch's names to overloads, after translating Paddle's names."""
     return {own: OPERATORS[own] for name in names for own in PADDLE.get(name, (name,))}
 

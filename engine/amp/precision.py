@@ -119,7 +119,7 @@ class Precision:
         self.fp8 = low and amp.DTYPE == "fp8"
         self.validates_in_amp = low and amp.EVAL
         self.tf32 = amp.TF32
-        self._in_fp32 = amp.CUSTOM_BLACK_LIST
+        self.black_list = amp.CUSTOM_BLACK_LIST
         # bf16 has fp32's range: gradients do not underflow, so the loss is scaled only if the settings say so.
         scaled = self.choice.dtype is torch.float16 if amp.LOSS_SCALING is None else amp.LOSS_SCALING
         self.scaler = LossScaler(device.type, amp, enabled=low and scaled, half_gradients=self.level == "O3")
@@ -195,7 +195,7 @@ class Precision:
         scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
         if self.choice.dtype is torch.float16 and not self.scaler.is_enabled():
             scaling = "without loss scaling (AMP.LOSS_SCALING false)"
-        listed = f" with {', '.join(self._in_fp32)} in fp32" * bool(self._in_fp32)
+        listed = f" with {', '.join(self.black_list)} in fp32" * bool(self.black_list)
         return f"{self.name} {how}{listed}, {scaling} ({self.choice.reason})"
 
 

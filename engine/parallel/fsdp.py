@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from engine.amp.cast_weights import cast_weights
 from engine.amp.fp32_modules import forced_modules
 from engine.amp.half_copy import BATCH_NORM, NORMS
-from engine.amp.precision import Precision
+from engine.amp.precision import Precision, dtype_name
 from models import is_inside
 from models.blocks import blocks_of
 from utils.config import Config
-from utils.distributed.world import World, raise_on_every_rank, sum_over_ranks
+from utils.distributed.world import World, raise_on_every_rank
 from utils.errors import UserError
 from utils.log import log
 
@@ -70,12 +71,12 @@ class Sharding:
         self.count = sizes[-1]
         self.nth = self._mesh.get_local_rank(SHARDS)
         self.writes = not by_machine or self._mesh.get_local_rank(COPIES) == 0
+        self._gathered = ""
 
     def words(self) -> str:
         machines = self._world.size // self.count
-        return f"fsdp: weights sharded over {self.count} processes" + (
-            f" on each of {machines} machines" if machines > 1 else ""
-        )
+        each = f" on each of {machines} machines" if machines > 1 else ""
+        return f"fsdp: weights sharded over {self.count} processes{each}{self._gathered}"
 
     def shard(self, model: nn.Module, precision: Precision, computing: bool = True) -> None:
         """Shard the weights of `model`, before an optimiser is made for them.
@@ -84,15 +85,16 @@ class Sharding:
         """
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        full = MixedPrecisionPolicy(cast_forward_inputs=False)
-        half = full
-        if computing and precision.computes_in_copy:
+        half = full = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if computing and precision.level == "O1":
+            half = self._policy_of_o1(model, precision) or full
+        elif computing and precision.computes_in_copy:
             half = MixedPrecisionPolicy(
                 param_dtype=precision.choice.dtype,
                 reduce_dtype=torch.float32,
                 cast_forward_inputs=precision.level == "NAIVE",
             )
-        in_fp32 = _fp32_modules(model, precision.level) if half is not full else {}
+        in_fp32 = _fp32_modules(model, precision.level) if half is not full and precision.level != "O1" else {}
         fp32_names = [name for name in in_fp32 if name]
         try:
             for name, unit in (*blocks_of(model), ("", model)):
@@ -114,6 +116,30 @@ class Sharding:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
+    def _policy_of_o1(self, model: nn.Module, precision: Precision) -> MixedPrecisionPolicy | None:
+        """Gather in half precision only what autocast would cast; None if that is not possible.
+
+        Each use under autocast of a weight in fp32 keeps its half-precision copy for the backward pass, whereas FSDP
+        frees the weights that it gathers.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        half = dtype_name(precision.choice.dtype)
+        if not precision.validates_in_amp:
+            self._gathered = ", gathered in fp32 since AMP.EVAL is false"
+            return None
+        if not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
+            self._gathered = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
+            return None
+        self._gathered = f", gathered in {half} where autocast casts them"
+        cast = {id(weight) for weight in cast_weights(model, precision.black_list)}
+        return MixedPrecisionPolicy(
+            param_dtype=precision.choice.dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+            param_dtype_override_fn=lambda weight: None if id(weight) in cast else weight.dtype,
+        )
+
     def _shard_unit(self, fully_shard: Any, modules: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy) -> None:
         # Free gathered weights after the forward pass in any case: between updates each rank holds its shard only.
         fully_shard(modules, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
@@ -133,11 +159,6 @@ class Sharding:
         shape, stride = parameter.shape, parameter.stride()
         placed = parameter.placements
         return DTensor.from_local(rows, parameter.device_mesh, placed, run_check=False, shape=shape, stride=stride)
-
-    def true_on_all(self, good: bool) -> bool:
-        """Whether `good` is true on all ranks. A collective call."""
-        device = torch.device(self._mesh.device_type)
-        return not bool(sum_over_ranks(torch.tensor(int(not good), device=device), self._world))
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ class LinearPatches(nn.Module):
 
     kernel_dtype: torch.dtype | None = None
     """On a CPU, dtype of the inputs that our kernels compute."""
+    autocast_operators = ("linear", "conv2d")
+    """As in `engine/amp/cast_weights.py`."""
     kernel_size: tuple[int, int]
     weight: Tensor
     bias: Tensor | None

@@ -152,25 +152,23 @@ def test_it_goes_on_from_ddp(place: Path, whole: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resume_in_o2_needs_moved_modules_in_fp32_modules(place: Path, whole: Path, tmp_path: Path) -> None:
-    """AMP.AUTO_FP32 of a ddp run moved them; sharded modules cannot be moved."""
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_modules_moved_to_fp32_stay_there(place: Path, whole: Path, tmp_path: Path, level: str) -> None:
+    """AMP.AUTO_FP32 of a ddp run moved them. FSDP must know them before it shards the weights."""
+    modules = ["blocks.0.mlp.fc1", "blocks.1.attn"]
     source = inspect(whole / "checkpoints" / f"step-{STOPPED_AT:09d}")
-    state = {**source.state(), "fp32_modules": ["blocks.0.mlp.fc1", "blocks.1.attn"]}
+    state = {**source.state(), "fp32_modules": modules}
     meta = {key: value for key, value in source.meta.items() if key not in ("format", "files")}
     moved = save_checkpoint(tmp_path, STOPPED_AT, {name: source.tensors(name) for name in (MODEL, EMA)}, state, meta)
-    words = ("-cfg", place / "tiny.yaml", *WORDS, FSDP, "-amp", "bf16", "AMP.LEVEL=O2", "-resume", moved, "-ngpus", 2)
-    words = (*words, f"TRAIN.MAX_UPDATES={STOPPED_AT + 2}")
-
-    def resume(*modules: str) -> Result:
-        more = ("-output", tmp_path / "run", f"AMP.FP32_MODULES=[{','.join(modules)}]")
-        return run_program(*words, *more, script="main_multi_gpu.py", streams=tmp_path, timeout=240)
-
-    refused = resume("blocks.0.mlp", "head")
-    assert refused.code == 2, refused.text
-    assert "Add ['blocks.1.attn'] to AMP.FP32_MODULES." in refused.err
-    done = resume("blocks.0.mlp", "blocks.1.attn")
-    assert done.code == 0, done.text
-    assert [line["update"] for line in metrics(tmp_path / "run", "train")] == [STOPPED_AT + 1, STOPPED_AT + 2]
+    words = ("-amp", "bf16", f"AMP.LEVEL={level}", "-resume", moved, f"TRAIN.MAX_UPDATES={STOPPED_AT + 2}")
+    ours, theirs = (
+        start(place, f"moved {level} {strategy}", *words, f"DIST.STRATEGY={strategy}")[0]
+        for strategy in ("fsdp", "ddp")
+    )
+    losses = [[line["loss"] for line in metrics(run, "train")] for run in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    saved = inspect(ours / "checkpoints" / f"step-{STOPPED_AT + 2:09d}")
+    assert saved.state()["fp32_modules"] == modules, "for the next resume"
 
 
 def test_saved_weights_can_be_looked_at_and_handed_on(

@@ -1,0 +1,162 @@
+"""FSDP's memory and traffic, counted in bytes on two processes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.machine.context import Run
+from engine.parallel.fsdp import build_sharding
+from engine.setup import ReadyToTrain, build_for_training
+from engine.update import accumulate
+from tests.engine.small import CPU
+from tests.program import TINY_DIGITS
+from utils.config import load_config
+from utils.distributed.world import World
+
+RANKS = 2
+WORDS = {"DATA.BATCH_SIZE": "3", "MODEL.EMBED_DIM": "32", "MODEL.DEPTH": "2", "DIST.STRATEGY": "fsdp"}
+BF16 = {"AMP.ENABLED": "true", "AMP.DTYPE": "bf16"}
+WAYS: dict[str, dict[str, str]] = {
+    "O0": {},
+    "O1": BF16,
+    "O2": BF16 | {"AMP.LEVEL": "O2"},
+    "eval in fp32": BF16 | {"AMP.EVAL": "false"},
+    "linear in fp32": BF16 | {"AMP.CUSTOM_BLACK_LIST": "[fc]"},
+    "mlp in fp32": BF16 | {"AMP.FP32_MODULES": "[blocks.*.mlp]"},
+}
+LINEAR = ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias", "head.weight", "head.bias")
+MLP = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+CONVOLUTION = ("patch_embed.proj.weight", "patch_embed.proj.bias")
+IN_HALF: dict[str, tuple[str, ...]] = {
+    "O0": (),
+    "O1": (*LINEAR, *MLP, *CONVOLUTION),
+    "eval in fp32": (),
+    "linear in fp32": CONVOLUTION,
+    "mlp in fp32": (*LINEAR, *CONVOLUTION),
+}
+"""Ends of the names of the weights that are gathered in half precision."""
+HALF_AT_O1 = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")  # from torch 2.15 on
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that this rank gathers, and those that it reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = self.reduced = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in str(func):
+            self.gathered += args[0].nbytes
+        elif "reduce_scatter" in str(func):
+            self.reduced += args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Counts:
+    saved: int
+    """Bytes of weights, or of casts of them, that are in memory between the forward and the backward pass."""
+    gathered: int
+    reduced: int
+
+
+def shapes_of(weight: Tensor) -> list[torch.Size]:
+    """Shapes in which the backward pass may need a matrix, or a convolution's weights."""
+    flat = weight.flatten(1)
+    return [weight.shape, flat.shape, flat.T.shape]
+
+
+def counts_of(ready: ReadyToTrain) -> Counts:
+    """Compute the gradients of one update."""
+    matrices = {shape for p in ready.model.parameters() if p.ndim > 1 for shape in shapes_of(p)}
+    saved: list[Tensor] = []
+    in_memory = 0
+    compute = ready.parts.compute
+
+    def counted(batch: Any) -> Any:
+        nonlocal in_memory
+        result = compute(batch)
+        storages = [tensor.untyped_storage() for tensor in saved if tensor.shape in matrices]
+        in_memory += sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # 0 if FSDP has freed it
+        saved.clear()
+        return result
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    ready.parts.compute = counted  # pyright: ignore[reportAttributeAccessIssue]
+    with Traffic() as traffic, saved_tensors_hooks(save, lambda tensor: tensor):
+        accumulate(ready.parts, next(iter(ready.train_loader.epoch(1))), 1)
+    return Counts(in_memory, traffic.gathered, traffic.reduced)
+
+
+def _rank(rank: int, folder: Path, ways: dict[str, dict[str, str]]) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    world, counts = World(rank, RANKS, rank, RANKS), {}
+    for name, words in ways.items():
+        config = load_config(str(folder / "tiny.yaml"), words=WORDS | words).config
+        ready = build_for_training(Run(config, world, CPU, 1), None, build_sharding(config, world, CPU))
+        counts[name] = vars(counts_of(ready))
+        shapes = {name: list(weight.shape) for name, weight in ready.model.named_parameters()}
+        if rank == 0:
+            (folder / "counts.json").write_text(json.dumps([counts, shapes]))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Counts], dict[str, list[int]]]:
+    """Counts by way, and shapes of the weights."""
+    folder = tmp_path_factory.mktemp("bytes")
+    (folder / "tiny.yaml").write_text(TINY_DIGITS)
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=_rank, args=(rank, folder, WAYS)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    counts, shapes = json.loads((folder / "counts.json").read_text())
+    return {name: Counts(**numbers) for name, numbers in counts.items()}, shapes
+
+
+def bytes_of(shapes: dict[str, list[int]], in_half: tuple[str, ...]) -> int:
+    """Bytes of all weights, with their rows padded to the same number on each rank."""
+    sizes = {name: torch.Size((-(-rows // RANKS) * RANKS, *rest)).numel() for name, (rows, *rest) in shapes.items()}
+    return sum(size * (2 if name.endswith(in_half) else 4) for name, size in sizes.items())
+
+
+@pytest.mark.parametrize("way", IN_HALF)
+def test_o1_gathers_in_half_only_what_autocast_casts(
+    counted: tuple[dict[str, Counts], dict[str, list[int]]], way: str
+) -> None:
+    """Twice per micro-batch; norms, tokens and position embeddings in fp32. Gradients are reduced in fp32."""
+    counts, shapes = counted
+    in_half = IN_HALF[way] if HALF_AT_O1 else ()
+    assert counts[way].gathered == 2 * bytes_of(shapes, in_half)
+    assert counts[way].reduced == bytes_of(shapes, ())
+
+
+@pytest.mark.parametrize("way", ["O0", "O1", "O2"])
+def test_no_gathered_weight_is_kept_for_the_backward_pass(
+    counted: tuple[dict[str, Counts], dict[str, list[int]]], way: str
+) -> None:
+    counts, _ = counted
+    if way != "O1" or HALF_AT_O1:
+        assert counts[way].saved == 0
+    else:
+        assert counts[way].saved > 0, "casts by autocast"

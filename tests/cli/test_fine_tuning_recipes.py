@@ -77,6 +77,19 @@ def test_one_line_trains_with_the_classes_of_the_data_and_the_preprocessing_of_t
     }
 
 
+def test_twelve_photos_are_trained_on_in_every_epoch(
+    vitamp: Callable[..., Result], place: Path, tmp_path: Path
+) -> None:
+    for number in range(12):
+        save_image(tmp_path / "photos" / f"class_{number % 2}" / f"{number}.jpg", seed=number)
+    line = one_line(place, tmp_path / "run")
+    line[line.index(place / "flowers")] = tmp_path / "photos"
+    done = vitamp(*line, "-epochs", 1, "-batch_size", 32)
+    assert done.code == 0, done.text
+    assert "10 training and 2 validation images" in done.out
+    assert "1 update per epoch, which is of 10 images" in done.out
+
+
 def test_the_same_line_resumes_without_the_weights(
     vitamp: Callable[..., Result], place: Path, trained: tuple[Path, Result], tmp_path: Path
 ) -> None:

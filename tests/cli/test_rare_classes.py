@@ -33,6 +33,14 @@ def test_log_names_sampler_and_weights(whole: Path) -> None:
     log = (whole / "log.txt").read_text()
     assert "sampler balanced: 143 or 144 images of each of 10 classes per epoch, each image at most 2 times" in log
     assert "class weights balanced: 0.98" in log
+    assert "TRAIN.CLASS_WEIGHTS balanced weighs their images besides" in log, "rare classes would count twice"
+
+
+@pytest.mark.parametrize("word", BALANCED[:2])
+def test_only_sampler_and_weights_together_are_warned_of(vitamp: Vitamp, tiny: Path, word: str) -> None:
+    done = vitamp("-cfg", tiny, "-dry_run", word)
+    assert done.code == 0, done.text
+    assert "weighs their images besides" not in done.text
 
 
 def test_stopped_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, tiny: Path, tmp_path: Path, whole: Path) -> None:

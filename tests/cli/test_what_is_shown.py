@@ -55,6 +55,15 @@ def test_fleet_log_lines_count_from_0(vitamp: Callable[..., Result], tiny: Path,
     assert "epoch and batch lines count from 0" in done.out
 
 
+def test_start_says_how_many_images_an_epoch_leaves_out(vitamp: Callable[..., Result], tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, "-dry_run", "-batch_size", 1000, "DATA.DROP_LAST=true")
+    assert "= 1000; 1 update per epoch; 437 images left out" in done.out
+    assert "Each epoch leaves out 437 of the 1,437 training images" in done.err
+    done = vitamp("-cfg", tiny, "-dry_run", "-batch_size", 13, "-accum_iter", 22, "DATA.DROP_LAST=false")
+    assert "= 286; 6 updates per epoch, the last of 7 images" in done.out
+    assert "The last update of each epoch has 7 images, the others 286" in done.err
+
+
 def test_piped_output_has_plain_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1")
     assert "\r" not in done.text

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from utils.config.data import DataConfig
 from utils.config.fields import why_without_effect
 from utils.config.keys import default_of, settings, value_of
 from utils.config.kinds import AUTO
-from utils.config.read import Entry
 from utils.config.schema import Config
 from utils.config.train import TrainConfig
 from utils.config.write import one_line
@@ -26,8 +25,6 @@ OVERRIDDEN_BY = {
     "TRAIN.TRIVIAL_AUGMENT": ("TRAIN.COLOR_JITTER",),
 }
 EFFECTIVE_WITHOUT_AMP = {"AMP.ENABLED", "AMP.TF32"}
-SCALE = "TRAIN.LINEAR_SCALED_LR"
-LEARNING_RATES = ("TRAIN.BASE_LR", "TRAIN.WARMUP_START_LR", "TRAIN.END_LR")
 
 
 def conflicts(config: Config) -> list[Problem]:
@@ -370,27 +367,3 @@ def _data_notes(data: DataConfig, given: Mapping[str, str]) -> Iterator[str]:
         yield f"DATA.VAL_FRACTION has no effect: DATA.FOLD {data.fold} validates on 1/{data.fold.folds} of the images"
     if data.SAMPLER == "balanced" and "DATA.SHARD_WINDOW" in given:
         yield "DATA.SHARD_WINDOW has no effect: DATA.SAMPLER balanced draws from all tar files at once"
-
-
-def scaled_learning_rates(
-    config: Config, layers: Sequence[Mapping[str, Entry]], sources: Mapping[str, str]
-) -> Iterator[str]:
-    """A warning about learning rates that LINEAR_SCALED_LR multiplies though their setter may not expect it.
-
-    That is where a rate is set in a later layer than the scale: on the command line over a file, in a file over its
-    BASE. `layers`: the settings of BASE files, file and command line; the last one wins.
-    """
-    reference = config.TRAIN.scale_reference
-    if reference is None:
-        return
-
-    def layer_of(key: str) -> int:
-        return max((number for number, layer in enumerate(layers) if key in layer), default=-1)
-
-    later = [key for key in LEARNING_RATES if layer_of(key) > layer_of(SCALE) and value_of(config, key)]
-    if later:
-        rates = ", ".join(f"{key} {one_line(value_of(config, key))} ({sources[key]})" for key in later)
-        yield (
-            f"{rates}: multiplied by (global batch / {reference:g}), because {SCALE} is {reference:g} "
-            f"({sources[SCALE]}). Set {SCALE}=null to train at the given learning rate"
-        )

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from utils.config.checks import conflicts, notes, scaled_learning_rates
+from utils.config.checks import conflicts, notes
 from utils.config.families import (
     FAMILIES,
     TYPE,
@@ -25,6 +25,7 @@ from utils.config.kinds import folded
 from utils.config.read import Entry, read_files, read_words
 from utils.config.resumed import former_defaults, resolved_by_run, with_former
 from utils.config.schema import Config
+from utils.config.warnings import warnings
 from utils.errors import UserError, closest, nearest
 
 DEFAULT = "default"
@@ -90,7 +91,7 @@ def load_config(
     lines += _retired(given)
     sources_given = {key: entry.source for key, entry in given.items()}
     lines += [f"{note}{_of_family(sources, note)}" for note in notes(config, sources_given)]
-    return Loaded(config, sources, tuple(lines), tuple(scaled_learning_rates(config, layers, sources)))
+    return Loaded(config, sources, tuple(lines), tuple(warnings(config, layers, sources)))
 
 
 def config_of_run(file: str) -> Config:

@@ -39,7 +39,11 @@ class Tally:
 
     @property
     def waited_percent(self) -> float:
-        """Percent of the time spent waiting for data: of the device's time if it was measured, else of the host's."""
+        """Percent of the time spent waiting for data: of the device's time if it was measured, else of the host's.
+
+        The device's is right. The host runs ahead of a GPU: it also waits while the GPU still computes, and its wait
+        leaves out the time in which the GPU is idle until the host has started the next work.
+        """
         if self.stages is not None:
             return self.stages.percent()[DATA]
         return 100 * min(self.waited / max(self.seconds, 1e-9), 1.0)
@@ -69,10 +73,13 @@ class Bottleneck:
     could_take: float
     """Images per second if the data were always ready."""
     text: str
+    shares: dict[str, float]
+    """Percent of the time by stage, or of computing and waiting for data if stages are not measured"""
 
     def as_dict(self) -> dict[str, Any]:
         rounded = {"percent": round(self.percent, 2), "images_per_second": round(self.images_per_second, 2)}
-        return {**asdict(self), **rounded, "could_take": round(self.could_take, 2)}
+        shares = {stage: round(percent, 2) for stage, percent in self.shares.items()}
+        return {**asdict(self), **rounded, "could_take": round(self.could_take, 2), "shares": shares}
 
 
 def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None = None) -> Bottleneck | None:
@@ -96,7 +103,13 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None =
     else:
         text = _otherwise_bound(bound, percents[bound], device)
     computed = stages[FORWARD] + stages[BACKWARD] + stages.get(TEACHER, 0.0) if stages else 100 - longest
-    return Bottleneck(bound, percents.get(bound, computed), rate, could_take, text)
+    shares = stages or {"computing": 100 - longest, "waiting for data": longest}
+    return Bottleneck(bound, percents.get(bound, computed), rate, could_take, text, shares)
+
+
+def shown_rate(images_per_second: float) -> str:
+    """1234.5 -> '1,234', 0.31 -> '0.31'."""
+    return f"{images_per_second:,.0f}" if images_per_second >= 10 else f"{images_per_second:.2g}"
 
 
 @dataclass
@@ -119,8 +132,9 @@ class BottleneckMonitor:
 
 def _input_bound(device: str, waited: float, rate: float, could_take: float, setting: Setting) -> str:
     return (
-        f"input-bound: the {device} waited for data {waited:.0f} % of the time. The loader delivers {rate:,.0f} "
-        f"images/s; the model could train on {could_take:,.0f}. {advise_faster_loading(setting)}."
+        f"input-bound: the {device} waited for data {waited:.0f} % of the time. The loader delivers "
+        f"{shown_rate(rate)} images/s; the model could train on {shown_rate(could_take)}. "
+        f"{advise_faster_loading(setting)}."
     )
 
 

@@ -17,6 +17,7 @@ from engine.measure.stage_times import Stages, StageTimes
 class Perf:
     images_per_second: float
     data_wait_percent: float
+    """See `Tally.waited_percent`."""
     peak_memory_gb: float
     seconds: float
     stages: StageTimes | None = None
@@ -77,8 +78,8 @@ class Throughput:
             self._later += now
         else:
             self._first, self._started = now, True
-        rate, wait = now.images / passed, 100 * min(waited / passed, 1.0)
-        perf = Perf(rate, wait, peak_memory_gb(self._device), self.total, now.stages, self._mfu(rate))
+        rate = now.images / passed
+        perf = Perf(rate, now.waited_percent, peak_memory_gb(self._device), self.total, now.stages, self._mfu(rate))
         self._reset()
         return perf
 

@@ -67,6 +67,38 @@ def test_metrics_of_one_run(page: Page, tmp_path: Path) -> None:
     assert "finished" in text
 
 
+def test_time_spent_waiting_is_one_number(page: Page, tmp_path: Path) -> None:
+    """The bar and the sentence of a card are of the same updates; without a sentence, long reports count for more."""
+    run = make_run(tmp_path / "slow")
+    assert "waiting for data 2.0 %" in page(run).text
+    metrics = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    for number, line in enumerate(line for line in lines if line["event"] == "train"):
+        # Of each epoch, one report waits for most of the time.
+        line["perf"] |= (
+            {"images_per_second": 0.1, "data_wait_percent": 80} if number % 2 else {"images_per_second": 0.4}
+        )
+    lines[-1]["perf"].pop("verdict")
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    assert "waiting for data 67.7 %" in page(run).text, "(4 x 80 % x 100 s + 3 x 2 % x 25 s) / 475 s"
+    lines[-1]["perf"]["verdict"] = {"text": "waited for data 44 % of the time", "shares": {"data": 44, "forward": 56}}
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    text = page(run).text
+    assert "data 44.0 % forward 56.0 % waited for data 44 % of the time" in text
+    assert "0.1 images/s" in text, "not 0"
+
+
+@pytest.mark.parametrize("value", [1e-4, 1e-9, 0.7, 100.0, 0.0, -3.0])
+def test_constant_curve_is_drawn_at_its_value(value: float) -> None:
+    chart = Chart("Learning rate", [Curve([(0.0, value), (10.0, value)], "rate", Style(0))])
+    low, high = chart._y_range
+    assert low < value < high
+    assert high - low <= max(0.11 * abs(value), 1 if value == 0 else 0)
+    texts = [text for _, text in chart.y_ticks()]
+    assert len(texts) == len(set(texts)) >= 3
+    assert any(float(text.replace("k", "e3")) == pytest.approx(value) for text in texts)
+
+
 def test_time_and_speed_of_a_resumed_run(page: Page, tmp_path: Path) -> None:
     """Each start has its own clock, and its first report does not count for the speed."""
     run = make_run(tmp_path / "resumed", seconds=3600)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from engine.measure.bottleneck import shown_rate
 from tools.common.tables import at_commit, in_markdown, source
 from tools.compare.verdict import ByMode, Metrics, by_mode, judge, spread, times_as_fast, unit, values_of, variation
 
@@ -41,7 +42,7 @@ def table(runs: ByMode, modes: Sequence[str]) -> list[list[str]]:
             [
                 mode,
                 str(len(ours)),
-                shown("images_per_second", lambda value: f"{value:,.0f}"),
+                shown("images_per_second", shown_rate),
                 shown("seconds_per_epoch", lambda value: f"{value:.3g}"),
                 "1" if mode == modes[0] else f"{speed.value:.2f}" if speed else "-",
                 shown("peak_memory_gb", lambda value: f"{value:.2f} GB"),

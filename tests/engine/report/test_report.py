@@ -15,6 +15,7 @@ from engine.amp.skip_watch import Blame
 from engine.measure import throughput
 from engine.measure.meters import Reading
 from engine.measure.progress import Position, clock, seconds_of
+from engine.measure.stage_times import DATA, FORWARD, HostStages
 from engine.measure.task import Means
 from engine.measure.throughput import Perf, Throughput
 from engine.report.reporter import Reporter
@@ -206,6 +207,20 @@ def test_clock_formats_seconds(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(("text", "seconds"), [("01:30:00", 5400.0), ("00:00:07", 7.0), ("100:00:01", 360001.0)])
 def test_seconds_of_parses_clock(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
+
+
+def test_log_line_has_one_number_for_the_wait() -> None:
+    """With stages it is the device's: it had no data for half its time, while the host did other work than wait."""
+    stages = HostStages(iter([0.0, 5.0, 10.0]).__next__)
+    made = Throughput(CPU, stages)
+    made.count(64)
+    stages.begin()
+    stages.lap(DATA)
+    stages.lap(FORWARD)
+    perf = made.read(waited=0.0)
+    assert perf.data_wait_percent == 50.0
+    assert perf.as_dict()["data_wait_percent"] == 50.0
+    assert "Stages: data 50% " in perf.words()
 
 
 def test_pace_covers_the_time_between_reports(monkeypatch: pytest.MonkeyPatch) -> None:

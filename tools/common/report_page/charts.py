@@ -189,7 +189,7 @@ class Chart:
         if not found:
             return 0.0, 1.0
         low, high = min(found), max(found)
-        margin = (high - low) * 0.06 or max(abs(high) * 0.05, 0.5)
+        margin = (high - low) * 0.06 or abs(high) * 0.05 or 0.5
         return (0.0 if 0 <= low < 0.3 * high and not self.logarithmic else low - margin), high + margin
 
     def _scaled(self, y: float) -> float:
@@ -221,7 +221,8 @@ def round_numbers(low: float, high: float, count: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
     first = math.ceil(low / step - 1e-9)
-    return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    digits = 2 - math.floor(math.log10(step))
+    return [round(number * step, digits) for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def labelled(ticks: list[float]) -> list[tuple[float, str]]:

@@ -105,7 +105,6 @@ def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evalua
         no_settings="None." if readable else "Unknown: the config.yaml of at least one run is missing or unreadable.",
         charts=charts(runs),
         side_by_side=side_by_side(runs),
-        shares=[_shares(run) for run in runs],
         amp=[_amp(run) for run in runs],
         evaluations=evaluations,
         width=WIDTH,
@@ -133,17 +132,6 @@ def _subtitle(runs: Sequence[Run]) -> str:
     what = dict.fromkeys(f"{config.MODEL.NAME} on {config.DATA.DATASET}" for config in known)
     devices = dict.fromkeys(str(run.about["device"]) for run in runs if run.about.get("device"))
     return "; ".join([*what, *devices])
-
-
-def _shares(run: Run) -> list[tuple[str, float]]:
-    """(stage, percent of the time) where stages were measured, else computing and waiting for data."""
-    stages = run.stages()
-    if stages:
-        total = sum(stages.values())
-        return [(stage, 100 * value / total) for stage, value in stages.items()]
-    if run.waited is None:
-        return []
-    return [("computing", 100 - run.waited), ("waiting for data", run.waited)]
 
 
 def _amp(run: Run) -> Amp:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from engine.checkpoint.saved import find_saved
+from engine.measure.bottleneck import shown_rate
 from engine.measure.progress import clock
 from engine.report.course import Course
 from tools.common.runs import RunMetrics, read_lines
@@ -79,11 +79,11 @@ class Run:
     def seconds(self) -> float | None:
         return self.metrics.seconds or None
 
-    @property
-    def verdict(self) -> str:
-        """Last verdict of the run on where its time went."""
-        verdicts = [line["perf"]["verdict"]["text"] for line in self.lines if "verdict" in line.get("perf", {})]
-        return str(verdicts[-1]) if verdicts else ""
+    @cached_property
+    def verdict(self) -> Line:
+        """Last verdict of the run on where its time went, as `Bottleneck.as_dict` has it; empty without one."""
+        verdicts = [line["perf"]["verdict"] for line in self.lines if "verdict" in line.get("perf", {})]
+        return verdicts[-1] if verdicts else {}
 
     def best(self, metric: str = "acc1") -> tuple[float, str] | None:
         """Best top-1 (or `metric`) of all validations in percent, and its epoch and weights."""
@@ -98,21 +98,22 @@ class Run:
         except UserError:  # there is no complete checkpoint
             return ""
 
-    def stages(self) -> dict[str, float]:
-        """Milliseconds per update of each stage; empty without REPORT_STAGES."""
-        times: dict[str, list[float]] = {}
-        for line in self.of("train")[1:]:
-            for key, value in line.get("perf", {}).items():
-                if key.endswith("_ms") and value is not None:
-                    times.setdefault(key.removesuffix("_ms"), []).append(value)
-        return {stage: median(values) for stage, values in times.items() if median(values) > 0}
-
     @property
-    def waited(self) -> float | None:
-        """Percent of the training time spent waiting for data."""
-        found = [line.get("perf", {}).get("data_wait_percent") for line in self.of("train")]
-        known = [share for share in found if share is not None]
-        return median(known) if known else None
+    def shares(self) -> dict[str, float]:
+        """Percent of the time by stage: the verdict's, else the mean over the reports, weighted by their time."""
+        if shares := self.verdict.get("shares"):
+            return {stage: percent for stage, percent in shares.items() if percent > 0}
+        reports, before = [], 0
+        for line in self.of("train"):
+            updates, perf = max(line["update"] - before, 1), line.get("perf", {})
+            before = line["update"]
+            if (rate := perf.get("images_per_second")) and perf.get("data_wait_percent") is not None:
+                reports.append((updates / rate, perf["data_wait_percent"]))
+        if not reports:
+            return {}
+        reports = reports[1:] or reports  # the first includes the start
+        waited = sum(seconds * percent for seconds, percent in reports) / sum(seconds for seconds, _ in reports)
+        return {"computing": 100 - waited, "waiting for data": waited}
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -215,7 +216,7 @@ _ROWS = (
     ("last mAP", lambda run: _last_text(run, "map")),
     ("checkpoint", lambda run: run.best_checkpoint),
     ("precision", lambda run: run.precision),
-    ("images/s", lambda run: f"{run.speed:,.0f}" if run.speed else ""),
+    ("images/s", lambda run: shown_rate(run.speed) if run.speed else ""),
     ("peak memory", lambda run: f"{run.peak_memory:.2f} GB" if run.peak_memory else ""),
     ("training time", lambda run: clock(run.seconds) if run.seconds is not None else ""),
     ("epochs", _epochs),

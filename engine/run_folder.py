@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 from datasets import decoder_of
+from engine.checkpoint.folder import INDEX
 from engine.machine.context import Run
 from engine.machine.device import describe_devices
 from engine.measure.mfu import Peak, as_noted, peak_of
@@ -16,7 +18,7 @@ from models import count_parameters
 from utils.config import Config, to_yaml
 from utils.distributed.world import broadcast, on_rank_0
 from utils.errors import UserError
-from utils.files import write_atomically
+from utils.files import kind_of_path, try_to_write, write_atomically
 from utils.log import log, log_into
 from utils.resumed_run import resumed_run, target_folder
 from utils.run_folder import (
@@ -30,7 +32,7 @@ from utils.run_folder import (
 
 NOTES = tuple(tracker.note for tracker in TRACKERS.values())
 WRITTEN_WHOLE = ("broken.txt", "config.yaml", "curves.png", "index.json", "metrics.jsonl", "run.json", *NOTES)
-"""Files of a run that are named .NAME.PID until they are complete."""
+"""Files of a run that are named .NAME.NUMBER until they are complete."""
 
 
 def lock_existing_folder(config: Config, lock: FolderLock) -> None:
@@ -52,6 +54,7 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
             raise UserError(f"{folder}: another run has just started in this folder; name another -output.")
         if lock is not None:  # no run is alive in this folder
             _remove_unfinished(folder)
+            _check_checkpoints(folder / "checkpoints")
         return str(folder)
 
     folder = Path(broadcast(on_rank_0(world, make), world))
@@ -60,11 +63,21 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
     return folder
 
 
+def _check_checkpoints(root: Path) -> None:
+    """Raise UserError if checkpoints cannot be written into an existing folder: it may be on another disk."""
+    if root.is_dir():
+        with os_errors_as_user_errors(root):
+            try_to_write(root / INDEX)
+    elif root.exists() or root.is_symlink():
+        what = kind_of_path(root) or f"a link to {os.readlink(root)}, which does not exist"
+        raise UserError(f"{root}: is {what}, so no checkpoint can be saved. Fix this, or choose another -output.")
+
+
 def _remove_unfinished(folder: Path) -> None:
     """Remove files that a killed run was still writing."""
     for path in (*folder.glob(".*"), *(folder / "checkpoints").glob(".*")):
-        name, _, process = path.name[1:].rpartition(".")
-        if name in WRITTEN_WHOLE and process.isdecimal():
+        name, _, number = path.name[1:].rpartition(".")
+        if name in WRITTEN_WHOLE and number.isdecimal():
             with contextlib.suppress(OSError):
                 path.unlink()
 

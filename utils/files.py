@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 _KINDS = {
@@ -74,19 +75,44 @@ def kind_of_path(path: Path) -> str | None:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace a file atomically: a reader finds the old content or the new one. Raises OSError."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
+    """Yield a hidden path to write to; then sync that file to the disk, if wanted, and rename it to `path`.
+
+    An error removes it. An OSError about it names `path`.
+    """
+    # A name by chance: the number of a process is not unique on a disk that several machines share.
+    unfinished = path.with_name(f".{path.name}.{int.from_bytes(os.urandom(4))}")
     try:
-        with open(unfinished, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield unfinished
+        if sync:
+            with open(unfinished, "rb") as file:
+                os.fsync(file.fileno())
         os.replace(unfinished, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.filename in (None, str(unfinished), unfinished):
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
+
+
+class _Tried(Exception):
+    """Ends a trial before anything is renamed."""
+
+
+def try_to_write(path: Path) -> None:
+    """Raise OSError unless a file can be written beside `path`: permissions do not show a full or read-only disk."""
+    with contextlib.suppress(_Tried), replacing(path) as unfinished:
+        with open(unfinished, "xb") as file:
+            file.write(b"trial")
+            file.flush()
+            os.fsync(file.fileno())
+        raise _Tried
 
 
 def _error_for(path: str | os.PathLike[str], mode: int) -> OSError:

@@ -113,6 +113,34 @@ def test_a_full_disk_is_seen_before_training(vitamp: Callable[..., Result], tiny
     assert "Traceback" not in done.text
 
 
+@pytest.mark.parametrize("harm", ["read-only", "full", "a file", "a link to a folder that is gone"])
+def test_unwritable_checkpoints_in_a_writable_run_are_seen_before_training(
+    vitamp: Callable[..., Result], tiny: Path, disk: SmallDisk, tmp_path: Path, harm: str
+) -> None:
+    folder, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    folder.mkdir()
+    said = {"read-only": "Read-only file system", "full": "No space left on device"}.get(harm, f"is {harm[:6]}")
+    if harm == "read-only":
+        root.symlink_to(disk.folder)
+        disk.freeze(disk.folder)
+    elif harm == "full":
+        root.symlink_to(disk.folder)
+        disk.fill()
+    elif harm == "a file":
+        root.touch()
+    else:
+        root.symlink_to(tmp_path / "gone")
+    words = ("-cfg", tiny, "-output", folder, "-resume", "auto", "TRAIN.NUM_EPOCHS=1")
+    done = vitamp(*words)
+    assert done.code == 2, done.text
+    assert f"{root}" in done.err
+    assert said in done.err
+    assert "Traceback" not in done.text
+    assert "Epoch[" not in done.out
+    root.unlink()
+    assert vitamp(*words).code == 0
+
+
 @pytest.mark.parametrize("what", [MODEL, "state.pt", "meta.json"])
 def test_the_systems_error_is_kept_whichever_file_it_hits(disk: SmallDisk, what: str) -> None:
     """torch and safetensors hide it in errors of their own kinds."""

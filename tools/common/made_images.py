@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import multiprocessing
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from PIL import Image, ImageDraw, ImageFilter
 from utils.cache import cache_folder
 from utils.config import Config
 from utils.cpus import cores
+from utils.files import replacing
 from utils.parent import die_with_parent
 from utils.seeding import key
 
@@ -95,10 +95,8 @@ def _make_all(tasks: list[_Task], processes: int) -> Iterator[None]:
 
 def _make(task: _Task) -> None:
     encoded = made_jpeg(task.size, task.seed, task.number)
-    # A name that no data set takes for an image, until the file is complete.
-    unfinished = task.path.with_name(f".{task.path.name}.{os.getpid()}")
-    unfinished.write_bytes(encoded)
-    unfinished.replace(task.path)
+    with replacing(task.path, sync=False) as unfinished:  # which no data set takes for an image
+        unfinished.write_bytes(encoded)
 
 
 def made_jpeg(size: str, seed: int, number: int) -> bytes:

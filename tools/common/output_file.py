@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.files import kind_of_path
+from utils.files import kind_of_path, try_to_write
 from utils.run_folder import is_run_folder
 
 _written: list[Path] = []
@@ -30,7 +30,9 @@ def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "f
         problem = f"{path.parent} is {folder}, not a folder" if folder else f"the folder {path.parent} does not exist"
         raise UserError(f"{where}: {problem}; name a {what} in an existing folder.")
     try:
-        _try_to_write(path)
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(0, "this user may not overwrite it")
+        try_to_write(path)
     except OSError as error:
         raise UserError(f"{where}: cannot be written ({error.strerror}); name another {what}.") from None
     return path
@@ -57,15 +59,6 @@ def check_output_folder(path: Path, flag: str, files: tuple[str, ...], fresh: bo
     for name in files:
         check_output_file(path / name, flag)
     return path
-
-
-def _try_to_write(path: Path) -> None:
-    """Create a file beside `path`: permissions do not show a read-only file system, or a name that is too long."""
-    if path.exists() and not os.access(path, os.W_OK):
-        raise PermissionError(0, "this user may not overwrite it")
-    trial = path.with_name(f".{path.name}.{os.getpid()}")
-    os.close(os.open(trial, os.O_WRONLY | os.O_CREAT, 0o600))
-    trial.unlink()
 
 
 @contextlib.contextmanager

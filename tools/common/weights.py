@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from tools.common.output_file import writing
 from tools.common.progress import progress
 from utils.better_weights import BOTH, LABELS, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError
+from utils.files import replacing
 from utils.log import log
 
 COPIED = (
@@ -185,14 +184,5 @@ def _public(settings: dict[str, Any]) -> dict[str, Any]:
 
 def write_weights(out: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
     """Write the file; it gets its name only when it is complete."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    with writing(out, "-out"):
-        try:
-            with raising_os_errors(out):
-                safetensors.torch.save_file(tensors, temporary, metadata=header)
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(out)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+    with writing(out, "-out"), replacing(out) as unfinished, raising_os_errors(out):
+        safetensors.torch.save_file(tensors, unfinished, metadata=header)

@@ -12,7 +12,6 @@ import ast
 import importlib
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from tools.common.command_line import Tool  # noqa: E402
 from utils.config.fields import why_without_effect  # noqa: E402
 from utils.config.keys import allowed, choices, settings  # noqa: E402
+from utils.files import write_atomically  # noqa: E402
 from utils.flags import BY_NAME, FLAGS, HELP, Flag  # noqa: E402
 from utils.precisions import AMP_WORDS  # noqa: E402
 
@@ -116,9 +116,7 @@ def main(arguments: list[str]) -> int:
         return 2
     out = Path(arguments[0])
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f"{out.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(table()), encoding="utf-8")
-    temporary.replace(out)
+    write_atomically(out, json.dumps(table()))
     return 0
 
 

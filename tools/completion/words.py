@@ -125,10 +125,12 @@ def models(table: dict) -> list[str]:
         asked = subprocess.run([sys.executable, script, "-list_models"], capture_output=True, check=False, text=True)
         if asked.returncode != 0:
             return []
-        temporary = f"{file}.{os.getpid()}"
-        with open(temporary, "w", encoding="utf-8") as text:
-            text.write(asked.stdout)
-        os.replace(temporary, file)
+        sys.path.insert(0, ROOT)
+        from pathlib import Path  # late, both: no other word needs them
+
+        from utils.files import write_atomically
+
+        write_atomically(Path(file), asked.stdout)
     with open(file, encoding="utf-8") as text:
         return text.read().split()
 

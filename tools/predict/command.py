@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, writing
 from tools.predict.show import ENDINGS, FORMATS
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from utils.files import replacing
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
 
@@ -153,11 +153,9 @@ def _opened(out: Path | None) -> Iterator[TextIO]:
             sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
         yield sys.stdout
         return
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with writing(out, "-out"):
-            with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-                yield file
-            temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        writing(out, "-out"),
+        replacing(out) as unfinished,
+        unfinished.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file,
+    ):
+        yield file

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from datasets.sources import csv_table, imagenet2012
@@ -37,6 +39,19 @@ def recognise(place: str) -> tuple[str, str] | None:
     (name, what), *others = found.items()
     more = "".join(f"; it also has {what}, which -dataset {other} reads" for other, what in others)
     return name, f"{path} has {what}{more}"
+
+
+@contextlib.contextmanager
+def offering_layout(data: DataConfig) -> Iterator[None]:
+    """Extend an error of a data set that is not in DATA_PATH by the layouts that are there."""
+    try:
+        yield
+    except UserError as error:
+        found = _layouts(Path(data.DATA_PATH)) if data.DATA_PATH and Path(data.DATA_PATH).is_dir() else {}
+        if not found or data.DATASET in found:
+            raise
+        offers = [f"{data.DATA_PATH} has {what}: -dataset {name} reads them." for name, what in found.items()]
+        raise UserError("\n".join([str(error), *offers])) from None
 
 
 def _layouts(root: Path) -> dict[str, str]:

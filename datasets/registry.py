@@ -8,6 +8,7 @@ from datasets.base import ImageDataset, Source
 from datasets.damage.exclude import check_exclude
 from datasets.decoding.reader import check_decoder
 from datasets.labels import ANY_LABEL
+from datasets.recognise import offering_layout
 from datasets.shards import hub
 from datasets.shards import source as shards
 from datasets.sources import (
@@ -62,9 +63,10 @@ def count_classes(data: DataConfig, train: bool) -> int:
     source = _source(data)
     if source.fetches and data.DOWNLOAD:
         source.check(data, ANY_LABEL, train)
-    if source.count is not None:
-        return source.count(data, train)
-    split = source.open(data, train, ANY_LABEL, 0, torch.device("cpu"))
+    with offering_layout(data):
+        if source.count is not None:
+            return source.count(data, train)
+        split = source.open(data, train, ANY_LABEL, 0, torch.device("cpu"))
     samples = split.single_images()
     if split.classes is None and samples is not None:
         return samples.labels.shape[1] if data.MULTI_LABEL else int(samples.labels.max()) + 1
@@ -89,7 +91,8 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
             data.DATA_PATH,
             data.DATASET,
         )
-    source.check(data, num_classes, train)
+    with offering_layout(data):
+        source.check(data, num_classes, train)
     _check_fold(source, data)
 
 

@@ -21,6 +21,7 @@ from models.weights.paddle_file import EMA_KEYS, WEIGHTS_KEYS, read_pdparams
 from models.weights.paddle_names import convert
 from utils.errors import UserError
 from utils.log import log
+from utils.run_folder import run_folder_of
 
 MOST_NAMED = 5
 """Tensors of each kind that an error names"""
@@ -77,7 +78,7 @@ def _load_tensors(
         if key in before and before[key] != tuple(value.shape)
     ]
     fresh, replacements = _replace_classifier(module, weights, target, label_offset, fresh_modules)
-    _require_match(weights, target, fresh, file, name)
+    _require_match(weights, before, target, fresh, _misfit(file, name))
     module.load_state_dict(weights, strict=False)
     return f"{len(weights)} of {len(target)} tensors", [*changes, *replacements]
 
@@ -127,7 +128,7 @@ def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weigh
     try:
         return dict(convert(weights, module, **options) if len(parameters) > 1 else convert(weights))
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"Pretrained weights {file} do not fit {name}: {error or type(error).__name__}.") from None
+        raise UserError(f"{_misfit(file, name)}: {error or type(error).__name__}.") from None
 
 
 def _adapt_channels(module: nn.Module, weights: Weights) -> Weights:
@@ -178,10 +179,24 @@ def _replaced(prefix: str, there: int, here: int) -> str:
     return f"{prefix} {FRESH} ({there} classes in the file, {here} in the model)"
 
 
-def _require_match(weights: Weights, target: Weights, fresh: set[str], file: Path, name: str) -> None:
-    """Raise UserError for tensors that differ in shape, are missing, or are unknown to the model."""
+def _misfit(file: Path, name: str) -> str:
+    """Beginning of an error; for weights of a run, with the settings that build its model."""
+    run = run_folder_of(file)
+    settings = run / "config.yaml" if run else None
+    advice = f" (-cfg {settings} builds the model of their run)" if settings and settings.is_file() else ""
+    return f"Pretrained weights {file} do not fit {name}{advice}"
+
+
+def _require_match(
+    weights: Weights, before: dict[str, tuple[int, ...]], target: Weights, fresh: set[str], problem: str
+) -> None:
+    """Raise UserError for tensors that differ in shape, are missing, or are unknown to the model.
+
+    `before`: the shapes in the file, before anything was resized. `problem`: the beginning of the error.
+    """
     differing = [
-        f"{key}: {_shape(tuple(weights[key].shape))} in the file, {_shape(tuple(own.shape))} in the model"
+        f"{key}: {_shape(before.get(key, tuple(weights[key].shape)))} in the file, {_shape(tuple(own.shape))} in the "
+        "model"
         for key, own in target.items()
         if key in weights and weights[key].shape != own.shape
     ]
@@ -198,7 +213,7 @@ def _require_match(weights: Weights, target: Weights, fresh: set[str], file: Pat
         if len(tensors) > MOST_NAMED:
             lines.append(f"    ... and {len(tensors) - MOST_NAMED} more")
     if lines:
-        raise UserError("\n".join([f"Pretrained weights {file} do not fit {name}:", *lines]))
+        raise UserError("\n".join([f"{problem}:", *lines]))
 
 
 def _load_npz(module: Any, file: Path, name: str) -> tuple[str, list[str]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.program import Result, save_image
 
@@ -177,3 +178,34 @@ def test_resume_into_another_architecture_is_refused(refuses: Callable[..., Resu
     refuses("-resume", run_folder, "MODEL.EMBED_DIM=24", said=("model.safetensors", "another architecture", wider))
     refuses("-resume", run_folder, "MODEL.DEPTH=2", said=("another architecture", deeper))
     refuses("-resume", run_folder, "TRAIN.OPTIMIZER.NAME=SGD", said=("TRAIN.OPTIMIZER.NAME", "AdamW", "SGD"))
+
+
+def test_data_set_that_is_not_there_comes_with_the_layout_that_is(
+    refuses: Callable[..., Result], tmp_path: Path
+) -> None:
+    """A recipe names a data set, and DATA_PATH holds something else: class folders, or a table."""
+    icons = tmp_path / "icons"
+    for name in ("a/1.png", "a/2.png", "b/1.png", "b/2.png"):
+        save_image(icons / name, seed=1)
+    offer = f"{icons} has class folders without train/ and val/, to be split by DATA.VAL_FRACTION: -dataset imagefolder"
+    for named in ("cifar10", "imagenet2012", "shards", "csv"):
+        refuses("-dataset", named, "-data_path", icons, said=(offer,))
+    refuses("-dataset", "cifar10", "-data_path", icons, "-num_classes", "auto", said=("no cifar10 in", offer))
+    (icons / "train.csv").write_text("path,label\na/1.png,a\nb/1.png,b\n", encoding="utf-8")
+    (icons / "val.csv").write_text("path,label\na/2.png,a\nb/2.png,b\n", encoding="utf-8")
+    refuses("-dataset", "cifar10", "-data_path", icons, said=(offer, "train.csv and val.csv: -dataset csv reads them"))
+
+
+def test_weights_of_a_run_that_do_not_fit_come_with_its_settings(
+    refuses: Callable[..., Result], digits_run: Path, tmp_path: Path
+) -> None:
+    """Sizes are those in the file, not those after timm resized a position embedding."""
+    said = (f"do not fit tiny (-cfg {digits_run}/config.yaml builds the model of their run):", "missing in the file")
+    message = refuses("-pretrained", digits_run, "MODEL.DEPTH=5", "-image_size", 16, said=said).text
+    assert "pos_embed" not in message, "it was resized, and fits"
+    narrow = refuses("-pretrained", digits_run, "MODEL.EMBED_DIM=24", "-image_size", 16, said=("differ",)).text
+    there = load_file(sorted(digits_run.glob("checkpoints/step-*/model.safetensors"))[-1])["pos_embed"].shape
+    assert f"pos_embed: {'x'.join(map(str, there))} in the file" in narrow
+    shutil.copy(sorted(digits_run.glob("checkpoints/step-*/model.safetensors"))[-1], tmp_path / "alone.safetensors")
+    alone = refuses("-pretrained", tmp_path / "alone.safetensors", "MODEL.DEPTH=5", said=("do not fit tiny:",))
+    assert "-cfg" not in alone.err

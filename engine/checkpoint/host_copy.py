@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from utils.log import log
+
 T = TypeVar("T")
 Layout = list[tuple[torch.Size, torch.dtype]]
 CHUNK = 2**28
@@ -26,6 +28,8 @@ class HostCopy:
         self._layout: Layout = []
         self._places: list[Tensor] = []
         self._reserving: threading.Thread | None = None
+        self.problem = ""
+        """Why memory could not be allocated"""
 
     def reserve(self, tree: Any) -> int:
         """Start to allocate memory for the tensors in `tree` in a thread. Returns its size in bytes."""
@@ -35,8 +39,11 @@ class HostCopy:
         self._reserving.start()
         return sum(sizes)
 
-    def take(self, tree: T) -> T:
-        """Copy `tree` with its tensors to host memory, which stays unchanged until the next call."""
+    def take(self, tree: T) -> T | None:
+        """Copy `tree` with its tensors to host memory, which stays unchanged until the next call.
+
+        None if there is not enough memory.
+        """
         tensors = _tensors(tree)
         if self._reserving is not None:
             self._reserving.join()
@@ -44,6 +51,8 @@ class HostCopy:
         if self._layout != _layout(tensors) or not self._places:
             self._layout = _layout(tensors)
             self._allocate(self._layout, _chunks(self._layout))
+        if len(self._places) < len(tensors):
+            return None
         for place, tensor in zip(self._places, tensors, strict=True):
             if tensor.is_cpu and tensor.is_contiguous():
                 # In one thread: memory is the limit, and on a busy machine torch's threads wait long for each other.
@@ -56,9 +65,27 @@ class HostCopy:
         return tree_map_only(Tensor, lambda _: next(places), tree)
 
     def _allocate(self, layout: Layout, sizes: list[int]) -> None:
+        """Allocate a place for each tensor, in pageable memory if there is no page-locked memory; no places if none."""
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread starts on device 0, which may be another rank's
         self._places = []  # free the old memory first: there may be no room for both
+        while not self._places:
+            try:
+                self._places = self._allocated(layout, sizes)
+                return
+            except (RuntimeError, MemoryError) as error:
+                self.problem = f"{size_words(sum(sizes))}: {error}".partition("\n")[0]
+            if not self._pinned:
+                return
+            self._pinned = False
+            log.warning(
+                "There is no page-locked host memory for copies of checkpoints (%s). They are made in pageable memory, "
+                "so each save pauses training for longer.",
+                self.problem,
+            )
+
+    def _allocated(self, layout: Layout, sizes: list[int]) -> list[Tensor]:
+        places: list[Tensor] = []
         remaining = iter(sizes)
         chunk, used = np.empty(0, np.uint8), 0
         for shape, dtype in layout:
@@ -67,8 +94,9 @@ class HostCopy:
                 chunk, used = torch.empty(next(remaining), dtype=torch.uint8, pin_memory=self._pinned).numpy(), 0
                 chunk[::PAGE] = 0  # touch each page now, so that the first copy does not wait for the system
             # From numpy, each tensor gets a storage of its own: torch.save writes whole storages.
-            self._places.append(torch.from_numpy(chunk[used : used + size]).view(dtype).view(shape))
+            places.append(torch.from_numpy(chunk[used : used + size]).view(dtype).view(shape))
             used += _aligned(size)
+        return places
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

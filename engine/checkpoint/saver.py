@@ -159,7 +159,15 @@ class Saver(RankSaver):
         if not self.reserved:
             self.reserve(snapshot)
         live = snapshot.tensors, snapshot.state
-        tensors, state = on_host(live) if self._copy is None else self._copy.take(live)
+        copied = self._copy.take(live) if self._copy is not None else None
+        if self._copy is not None and copied is None:
+            log.warning(
+                "There is no host memory for copies of checkpoints (%s). From now on, training pauses until the files "
+                "are written, as with SAVE_IN_BACKGROUND=false.",
+                self._copy.problem,
+            )
+            self._copy = None
+        tensors, state = copied or on_host(live)
         self._unsaved = snapshot = replace(snapshot, tensors=tensors, state=state)
         if self._copy is None:
             self._attempt(snapshot)

@@ -24,6 +24,7 @@ from engine.checkpoint.saver import SECONDS_AFTER_A_FAILURE, RankSaver, Saver, S
 from engine.update import Parts
 from utils.config import Config
 from utils.distributed.world import World
+from utils.errors import TrainingError
 from utils.log import log
 
 if TYPE_CHECKING:
@@ -109,8 +110,14 @@ class ShardWriter(RankSaver):
             self._thread.join()
         self.reserved = True
         self._update = snapshot.update
-        job = self._copy.take(snapshot.tensors), snapshot.update
+        rows = self._copy.take(snapshot.tensors)
+        if rows is None:
+            raise TrainingError(
+                f"no host memory for a copy of this rank's rows ({self._copy.problem}), so the checkpoint of update "
+                f"{snapshot.update} cannot be written. Use fewer processes per machine, or a machine with more memory."
+            )
         self._superseded.clear()
+        job = rows, snapshot.update
         self._thread = threading.Thread(target=self._follow_orders, args=job, name="saver", daemon=True)
         self._thread.start()
 

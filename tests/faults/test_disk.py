@@ -120,12 +120,11 @@ def test_unwritable_checkpoints_in_a_writable_run_are_seen_before_training(
     folder, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
     folder.mkdir()
     said = {"read-only": "Read-only file system", "full": "No space left on device"}.get(harm, f"is {harm[:6]}")
-    if harm == "read-only":
-        root.symlink_to(disk.folder)
-        disk.freeze(disk.folder)
-    elif harm == "full":
-        root.symlink_to(disk.folder)
-        disk.fill()
+    if harm in ("read-only", "full"):
+        other = disk.folder / "other"
+        other.mkdir()
+        root.symlink_to(other)
+        disk.fill() if harm == "full" else disk.freeze(other)
     elif harm == "a file":
         root.touch()
     else:

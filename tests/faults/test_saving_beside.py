@@ -176,6 +176,57 @@ def test_host_memory_comes_in_chunks_that_no_tensor_crosses(monkeypatch: pytest.
     assert all(map(torch.equal, copy.take(tensors), tensors))
 
 
+@pytest.mark.parametrize("background", [True, False])
+def test_saving_without_memory_for_a_copy_takes_place_in_the_foreground(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, background: bool
+) -> None:
+    def failing(*_: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(HostCopy, "_allocated", failing)
+    saver, weight = Saver(tmp_path, Config(SAVE_IN_BACKGROUND=background), pinned=False), torch.ones(4)
+    for update in (1, 2):
+        saver.save(Snapshot({MODEL: {"weight": weight}}, {"moment": weight}, meta(update), None))
+        assert verify(inspect(tmp_path / folder_name(update))).tensors()["weight"].tolist() == [update] * 4, "at once"
+        weight += 1
+    saver.finish()
+    words = "no host memory for copies of checkpoints (0 kB: none left). From now on, training pauses until the files"
+    assert said.text.count(words) == background
+
+
+@pytest.mark.parametrize("fails", ["pinned", "all", "none"])
+def test_memory_that_cannot_be_reserved(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, fails: str
+) -> None:
+    """The second of three chunks fails: page-locked memory is replaced by pageable memory, and that by none."""
+    allocated, empty = [], torch.empty
+
+    def failing(size: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        allocated.append(pin_memory)
+        if len(allocated) % 3 == 2 and (fails == "all" or (fails == "pinned" and pin_memory)):
+            raise RuntimeError("out of memory\nmore lines")
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(host_copy, "CHUNK", 4096)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", threading.Event)
+    monkeypatch.setattr(threading.Event, "synchronize", lambda _: None, raising=False)
+    tensors = [torch.full((1000,), float(number)) for number in range(3)]
+    copy = HostCopy(pinned=True)
+    monkeypatch.setattr(torch, "empty", failing)
+    copy.reserve(tensors)
+    copied = copy.take(tensors)
+    if fails == "all":
+        assert copied is None
+        assert copy.problem == "12 kB: out of memory"
+    else:
+        assert copied is not None
+        assert all(map(torch.equal, copied, tensors))
+    pageable = "There is no page-locked host memory for copies of checkpoints (12 kB: out of memory)."
+    assert (pageable in said.text) is (fails != "none")
+
+
 def test_killed_between_two_renames_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update saved again replaces what stands there; for a moment neither has the name."""
     root = tmp_path / "checkpoints"

@@ -45,6 +45,11 @@ def squeezes(data: DataConfig) -> bool:
     return getattr(_pixels_of_source(data), "squeezed", data.CROP == "none")
 
 
+def crop_of(data: DataConfig) -> tuple[str, float]:
+    """How validation crops, in timm's words: `crop_mode` and `crop_pct`."""
+    return ("squash", 1.0) if squeezes(data) else (data.CROP_MODE, data.CROP_PCT)
+
+
 def _pixels_of_source(data: DataConfig) -> Callable[[Encoded, Tensor], None] | None:
     """See `Source.single`; None for sources without their own preprocessing."""
     source = SOURCES.get(data.DATASET)

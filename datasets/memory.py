@@ -6,7 +6,6 @@ Each sample has its own random numbers, so its pixels do not depend on the rest 
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +14,12 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from datasets.base import PADDING, Batch, Encoded, ImageDataset, Key, Samples, sample_table
+from datasets.decoding.background import mean_colour
 from datasets.decoding.reader import Reader, decoding_errors
 from datasets.decoding.stored import Box
 from datasets.images import Images
 from datasets.transforms.affine import BatchAffine, has_affine
+from datasets.transforms.crops import resized_size
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -147,15 +148,19 @@ class InMemory(ImageDataset):
 
 
 def resized(images: torch.Tensor, data: DataConfig, squeezed: bool) -> torch.Tensor:
-    """Images (B x C x H x W) at the model's size: squeezed into the square, or resized and centre-cropped."""
+    """Images (B x C x H x W) at the model's size: squeezed into the square, or the centre by DATA.CROP_MODE."""
     size, mode = data.IMAGE_SIZE, InterpolationMode(data.INTERPOLATION)
     if squeezed:
         if images.shape[-2:] == (size, size):
             return images
         return functional.resize(images, [size, size], mode, antialias=True)
-    short_side = math.floor(size / data.CROP_PCT)
-    if short_side != min(images.shape[-2:]):
-        images = functional.resize(images, [short_side], mode, antialias=True)
+    wide, high = resized_size(data, images.shape[-1], images.shape[-2])
+    if (high, wide) != images.shape[-2:]:
+        images = functional.resize(images, [high, wide], mode, antialias=True)
+    if min(wide, high) < size:
+        left, top = max(0, size - wide), max(0, size - high)
+        edges = [left // 2, top // 2, (left + 1) // 2, (top + 1) // 2]
+        images = functional.pad(images, edges, fill=list(mean_colour(data)[: images.shape[1]]))
     return functional.center_crop(images, [size, size])
 
 

@@ -103,7 +103,8 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
 
 def _inputs(data: DataConfig) -> str:
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (data.IMAGENET_MEAN, data.IMAGENET_STD))
-    return f"mean {mean}; std {std}; crop {data.CROP}, CROP_PCT {data.CROP_PCT:g}, {data.INTERPOLATION}"
+    mode = "" if data.CROP_MODE == "center" else f", CROP_MODE {data.CROP_MODE}"
+    return f"mean {mean}; std {std}; crop {data.CROP}, CROP_PCT {data.CROP_PCT:g}{mode}, {data.INTERPOLATION}"
 
 
 def _batch(config: Config, ready: ReadyToTrain, world: World) -> str:

@@ -27,10 +27,12 @@ from utils.config.write import one_line
 from utils.errors import UserError
 from utils.resumed_run import resumed_run
 
-CLASSES, DATASET, INTERPOLATION = "MODEL.NUM_CLASSES", "DATA.DATASET", "DATA.INTERPOLATION"
+CLASSES, DATASET = "MODEL.NUM_CLASSES", "DATA.DATASET"
+INTERPOLATION, CROP_MODE = "DATA.INTERPOLATION", "DATA.CROP_MODE"
 FIELDS = {
     "image_size": "DATA.IMAGE_SIZE",
     "crop_pct": "DATA.CROP_PCT",
+    "crop_mode": CROP_MODE,
     "interpolation": INTERPOLATION,
     "mean": "DATA.IMAGENET_MEAN",
     "std": "DATA.IMAGENET_STD",
@@ -88,7 +90,7 @@ def _with_preprocessing(loaded: Loaded) -> Loaded:
     source = loaded.config.MODEL.PRETRAINED
     resumes = loaded.config.MODEL.RESUME not in (None, AUTO) or resumed_run(loaded.config) is not None
     if source is None or resumes:
-        return loaded
+        return loaded if source is None else loaded.with_values({}, _other_crop_mode(loaded, source))
     known = preprocessing_of(source)
     unset = [key for key in FIELDS.values() if loaded.is_default(key)]
     if known is None or not known.values:
@@ -97,10 +99,10 @@ def _with_preprocessing(loaded: Loaded) -> Loaded:
         return loaded.with_values({}, [note])
     theirs = _for_channels(known.values, loaded.config.DATA.IMAGE_CHANNELS)
     taken, notes = {key: value for key, value in theirs.items() if key in unset}, []
-    if INTERPOLATION in taken and taken[INTERPOLATION] not in choices(INTERPOLATION):
-        mine = loaded.config.DATA.INTERPOLATION
-        unsupported = taken.pop(INTERPOLATION)
-        notes.append(f"{INTERPOLATION} {mine} is used; {known.where} has {unsupported}, which is not supported")
+    for key in (INTERPOLATION, CROP_MODE):
+        if key in taken and taken[key] not in choices(key):
+            mine, unsupported = value_of(loaded.config, key), taken.pop(key)
+            notes.append(f"{key} {mine} is used; {known.where} has {unsupported}, which is not supported")
     if taken:
         notes.insert(0, f"Preprocessing of {known.where}: {_in_words(taken)}")
     for key in (key for key in theirs if key not in unset):
@@ -110,6 +112,14 @@ def _with_preprocessing(loaded: Loaded) -> Loaded:
                 f"{loaded.sources[key]}: {key} {one_line(mine)} is used; {known.where} has {one_line(theirs[key])}"
             )
     return loaded.with_values({key: Entry(value, known.where) for key, value in taken.items()}, notes)
+
+
+def _other_crop_mode(loaded: Loaded, source: str) -> list[str]:
+    """A note if timm's weights, with which a resumed run began, have another crop mode: older runs did not take it."""
+    mine, cfg = loaded.config.DATA.CROP_MODE, timm.get_pretrained_cfg(source) if is_timm_name(source) else None
+    if cfg is None or cfg.crop_mode == mine:
+        return []
+    return [f"{CROP_MODE} {mine} is used, as in the resumed run; timm's {source} has {cfg.crop_mode}"]
 
 
 def preprocessing_of(source: str) -> Preprocessing | None:

@@ -313,6 +313,7 @@ def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
             "image_size": data.IMAGE_SIZE,
             "channels": data.IMAGE_CHANNELS,
             "crop_pct": data.CROP_PCT,
+            "crop_mode": data.CROP_MODE,
             "interpolation": data.INTERPOLATION,
             "mean": per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS),
             "std": per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS),

@@ -17,7 +17,7 @@ REACH = {"bicubic": 2, "bilinear": 1}
 
 
 class View(NamedTuple):
-    """The model's input: `size` x `size` pixels from (`left`, `top`), each covering `across` x `down` image pixels.
+    """`columns` x `rows` pixels of the model's input, from (`left`, `top`), each of `across` x `down` image pixels.
 
     `box` holds all image pixels that contribute. In training these are the crop itself. In validation the surrounding
     pixels contribute at the borders, because the image is resized before it is cropped.
@@ -28,7 +28,8 @@ class View(NamedTuple):
     top: float
     across: float
     down: float
-    size: int
+    columns: int
+    rows: int
     cut_first: bool = True
 
     def shrunk(self, factor: int, width: int, height: int) -> View:
@@ -37,16 +38,14 @@ class View(NamedTuple):
         if self.cut_first:
             left, top = round(box.left / factor), round(box.top / factor)
             right, bottom = round((box.left + box.width) / factor), round((box.top + box.height) / factor)
-            return square(Box(left, top, min(right, width) - left, min(bottom, height) - top), self.size)
+            return square(Box(left, top, min(right, width) - left, min(bottom, height) - top), self.columns)
         box = Box(0, 0, min(math.ceil(box.width / factor), width), min(math.ceil(box.height / factor), height))
-        return View(
-            box,
-            self.left / factor,
-            self.top / factor,
-            self.across / factor,
-            self.down / factor,
-            self.size,
-            cut_first=False,
+        return self._replace(
+            box=box,
+            left=self.left / factor,
+            top=self.top / factor,
+            across=self.across / factor,
+            down=self.down / factor,
         )
 
 
@@ -56,7 +55,7 @@ Views = Callable[[int, int], View]
 
 def square(box: Box, size: int) -> View:
     """The whole `box`, resized to `size` x `size`."""
-    return View(box, box.left, box.top, box.width / size, box.height / size, size)
+    return View(box, box.left, box.top, box.width / size, box.height / size, size, size)
 
 
 def training_views(data: DataConfig) -> Views:
@@ -65,7 +64,7 @@ def training_views(data: DataConfig) -> Views:
 
 
 def validation_views(data: DataConfig) -> Views:
-    """Views of validation: the centre crop, or the whole image if training squeezes it too."""
+    """Views of validation: the centre of the resized image, or the whole image if training squeezes it too."""
     return SqueezedViews(data) if data.CROP == "none" else MiddleViews(data)
 
 
@@ -102,25 +101,34 @@ class SqueezedViews:
         return square(Box(0, 0, width, height), self.size)
 
 
+def resized_size(data: DataConfig, width: int, height: int) -> tuple[int, int]:
+    """Width and height to which validation resizes an image before it takes the centre, by DATA.CROP_MODE."""
+    side = math.floor(data.IMAGE_SIZE / data.CROP_PCT)
+    if data.CROP_MODE == "squash":
+        return side, side
+    if data.CROP_MODE == "border":
+        ratio = max(width, height) / side
+        return max(1, round(width / ratio)), max(1, round(height / ratio))
+    if width <= height:
+        return side, int(side * height / width)
+    return int(side * width / height), side
+
+
 class MiddleViews:
-    """Centre crops: the image is resized so that the crop takes CROP_PCT of its short side."""
+    """The centre of the resized image, which can be smaller than the model's input with CROP_MODE border."""
 
     def __init__(self, data: DataConfig) -> None:
-        self.size = data.IMAGE_SIZE
-        self.short = math.floor(data.IMAGE_SIZE / data.CROP_PCT)
+        self.data, self.size = data, data.IMAGE_SIZE
         self.reach = REACH[data.INTERPOLATION]
 
     def __call__(self, width: int, height: int) -> View:
-        if width <= height:
-            wide, high = self.short, int(self.short * height / width)
-        else:
-            wide, high = int(self.short * width / height), self.short
+        wide, high = resized_size(self.data, width, height)
+        columns, rows = min(wide, self.size), min(high, self.size)
         across, down = width / wide, height / high
-        left, top = round((wide - self.size) / 2), round((high - self.size) / 2)
-        box = Box(0, 0, self._end(left, across, width), self._end(top, down, height))
-        return View(box, left * across, top * down, across, down, self.size, cut_first=False)
+        left, top = round((wide - columns) / 2), round((high - rows) / 2)
+        box = Box(0, 0, self._end(left + columns, across, width), self._end(top + rows, down, height))
+        return View(box, left * across, top * down, across, down, columns, rows, cut_first=False)
 
-    def _end(self, begin: int, scale: float, length: int) -> int:
-        """End of the last image pixel that contributes."""
-        centre_of_last = (begin + self.size - 0.5) * scale
-        return min(length, math.ceil(centre_of_last + self.reach * max(scale, 1.0) + 1))
+    def _end(self, end: int, scale: float, length: int) -> int:
+        """End of the last image pixel that contributes to those before `end`."""
+        return min(length, math.ceil((end - 0.5) * scale + self.reach * max(scale, 1.0) + 1))

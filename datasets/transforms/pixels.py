@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from datasets.base import Encoded
+from datasets.decoding.background import mean_colour
 from datasets.decoding.reader import Reader, decoder_of, decoding_errors
 from datasets.transforms.affine import affine_changes
 from datasets.transforms.augment import ImageChange, image_changes
@@ -39,6 +40,7 @@ class Pixels:
         self.shrinks = data.DCT_SCALE
         self.pad = data.CROP_PAD if train and data.CROP == "pad" else 0
         self.flip = data.FLIP if train else 0.0
+        self.border = mean_colour(data)[: self.channels]
         self.changes: list[ImageChange] = []
         if train:
             self.changes = [*(image_changes(data, augmentation) if augmentation else ()), *affine_changes(data)]
@@ -61,7 +63,14 @@ class Pixels:
             return stored.cut(view.box), view
 
     def finish(self, pixels: np.ndarray, place: np.ndarray) -> None:
-        """Pad, mirror and augment the resized pixels, and copy them to `place` (S x S x C) unless they are in it."""
+        """Pad, mirror and augment the resized pixels, and copy them to `place` (S x S x C) unless they are in it.
+
+        Pixels smaller than `place`, by CROP_MODE border, get a border of the mean colour.
+        """
+        high, wide, _ = pixels.shape
+        if high < self.size or wide < self.size:
+            place[:] = self.border
+            place = place[(self.size - high) // 2 :, (self.size - wide) // 2 :][:high, :wide]
         if self.pad:
             pixels = _padded_crop(pixels, self.pad)
         if self.flip > 0 and random.random() < self.flip:

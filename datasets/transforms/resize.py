@@ -12,7 +12,7 @@ from PIL import Image
 from datasets.transforms.crops import View
 
 Resize = Callable[[np.ndarray, View, np.ndarray | None], np.ndarray]
-"""(pixels of the view's box: height x width x channels, the view, output array) -> size x size x channels
+"""(pixels of the view's box: height x width x channels, the view, output array) -> rows x columns x channels
 
 The result is the output array if resizing can write into it, else a new array.
 """
@@ -37,10 +37,9 @@ class TorchResize:
     def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:
         # The kernel has no offset: pixels left of and above the view are resized too, and then cut off.
         left, top = round((view.left - view.box.left) / view.across), round((view.top - view.box.top) / view.down)
-        size = view.size
-        if max(left, top) > size:
+        if left > view.columns or top > view.rows:
             return self.by_pil(pixels, view)  # such a long strip that most of the work would be cut off
-        shape = (top + size, left + size, pixels.shape[2])
+        shape = (top + view.rows, left + view.columns, pixels.shape[2])
         scales = zip(shape, pixels.shape, (view.down, view.across), strict=False)
         if any(made == stored and scale != 1 for made, stored, scale in scales):
             return self.by_pil(pixels, view)  # the kernel ignores the scale of an axis whose length does not change
@@ -59,9 +58,9 @@ class PilResize:
 
     def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:  # noqa: ARG002 - PIL has no output argument
         left, top = view.left - view.box.left, view.top - view.box.top
-        right, bottom = left + view.size * view.across, top + view.size * view.down
+        right, bottom = left + view.columns * view.across, top + view.rows * view.down
         height, width, channels = pixels.shape
         within = (left, top, min(right, width), min(bottom, height))  # rounding can exceed the image by a tiny bit
         image = Image.fromarray(pixels.squeeze(2) if channels == 1 else pixels)
-        small = image.resize((view.size, view.size), self.filter, box=within)
-        return np.asarray(small).reshape(view.size, view.size, channels)
+        small = image.resize((view.columns, view.rows), self.filter, box=within)
+        return np.asarray(small).reshape(view.rows, view.columns, channels)

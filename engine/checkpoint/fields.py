@@ -109,6 +109,7 @@ class Input(_Fields):
 
     image_size: Number = 1
     crop_pct: float = 1.0
+    crop_mode: str = ""
     interpolation: str = ""
     mean: list[float] = []
     std: list[float] = []

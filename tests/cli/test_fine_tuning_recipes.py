@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import timm
+import torch
 import yaml
 from safetensors import safe_open
 from timm.models import save_for_hf
 
+from datasets.given import open_given
+from engine.saved.predictions import validation_predictions
+from engine.saved.trained import load_trained
 from tests.program import ROOT, Result, run_program, save_image
+from tests.tools.timm_alone import in_timm_alone
 
 MEAN, STD = (0.4, 0.45, 0.55), (0.2, 0.21, 0.22)
 SIZES: dict[str, Any] = {"depth": 1, "embed_dim": 32, "num_heads": 2}
@@ -28,7 +33,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("flowers")
     for number in range(200):
         save_image(folder / "flowers" / f"class_{number % 5}" / f"{number}.jpg", seed=number)
-    described = {"mean": MEAN, "std": STD, "crop_pct": 0.95, "interpolation": "bilinear", "input_size": (3, 32, 32)}
+    described = {"mean": MEAN, "std": STD, "crop_pct": 0.95, "input_size": (3, 32, 32)}
+    described |= {"crop_mode": "squash", "interpolation": "bilinear"}
     model = timm.create_model("vit_base_patch16_224", img_size=32, **SIZES, pretrained_cfg_overlay=described)
     save_for_hf(model, str(folder / "weights"), safe_serialization=True)
     return folder
@@ -56,7 +62,8 @@ def test_one_line_trains_with_the_classes_of_the_data_and_the_preprocessing_of_t
     assert f"MODEL.NUM_CLASSES 5: classes of imagefolder in {data}" in done.out
     assert (
         f"Preprocessing of {place / 'weights' / 'config.json'}: DATA.IMAGE_SIZE 32, DATA.CROP_PCT 0.95, "
-        "DATA.INTERPOLATION bilinear, DATA.IMAGENET_MEAN [0.4, 0.45, 0.55], DATA.IMAGENET_STD [0.2, 0.21, 0.22]"
+        "DATA.CROP_MODE squash, DATA.INTERPOLATION bilinear, DATA.IMAGENET_MEAN [0.4, 0.45, 0.55], "
+        "DATA.IMAGENET_STD [0.2, 0.21, 0.22]"
     ) in done.out
     assert "180 training and 20 validation images" in done.out
     saved = yaml.safe_load((run / "config.yaml").read_text())
@@ -71,6 +78,7 @@ def test_one_line_trains_with_the_classes_of_the_data_and_the_preprocessing_of_t
         "image_size": 32,
         "channels": 3,
         "crop_pct": 0.95,
+        "crop_mode": "squash",
         "interpolation": "bilinear",
         "mean": list(MEAN),
         "std": list(STD),
@@ -102,6 +110,7 @@ def test_the_same_line_resumes_without_the_weights(
     assert {text.partition(":")[0] for text in changed} == {"MODEL.PRETRAINED", "TRAIN.NUM_EPOCHS"}
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (saved["MODEL"]["NUM_CLASSES"], saved["DATA"]["CROP_PCT"]) == (5, 0.95)
+    assert saved["DATA"]["CROP_MODE"] == "squash"
 
 
 def test_the_run_is_evaluated_used_and_exported_with_the_preprocessing_of_the_weights(
@@ -111,6 +120,7 @@ def test_the_run_is_evaluated_used_and_exported_with_the_preprocessing_of_the_we
     evaluated = vitamp("-eval", "-resume", run, "-data_path", place / "flowers", "SAVE=" + str(tmp_path))
     assert evaluated.code == 0, evaluated.text
     assert "mean 0.4, 0.45, 0.55; std 0.2, 0.21, 0.22" in evaluated.out
+    assert "CROP_PCT 0.95, CROP_MODE squash" in evaluated.out
     used = vitamp(run, image, "-device", "cpu", script="scripts/predict.py")
     assert used.code == 0, used.text
     assert "class_" in used.out
@@ -120,15 +130,39 @@ def test_the_run_is_evaluated_used_and_exported_with_the_preprocessing_of_the_we
     with safe_open(str(out), framework="pt") as file:
         header = json.loads(file.metadata()["vitamp"])
     assert (header["mean"], header["crop_pct"], header["interpolation"]) == (list(MEAN), 0.95, "bilinear")
+    assert (header["crop"], header["crop_mode"]) == ("middle", "squash")
+
+
+def test_timm_alone_squeezes_images_as_the_run_does(
+    vitamp: Callable[..., Result], place: Path, trained: tuple[Path, Result], tmp_path: Path
+) -> None:
+    hub = tmp_path / "hub"
+    done = vitamp(trained[0], "-to", "hub", "-output", hub, "-check", 4, script="scripts/export.py")
+    assert done.code == 0, done.text
+    card = (hub / "README.md").read_text()
+    assert "resized without keeping the aspect ratio, then the centre cropped to 32 x 32" in card
+    paths = [place / "flowers" / f"class_{number}" / f"{number}.jpg" for number in range(5)]
+    logits, _ = in_timm_alone(f"local-dir:{hub}", "RGB", paths, tmp_path)
+    model = load_trained(trained[0], device="cpu", amp="off")
+    for mode, agrees in (("squash", True), ("center", False)):
+        data = model.config.DATA.model_copy(update={"DECODER": "pil", "CROP_MODE": mode})
+        found = validation_predictions(model, open_given([str(path) for path in paths], data), workers=0)
+        # timm resizes the whole image, vitamp only what remains of it; this rounds a few pixels differently.
+        assert torch.allclose(found.logits, logits, rtol=0, atol=1e-3) is agrees, mode
 
 
 def test_a_value_of_the_user_is_kept_and_the_difference_is_logged(
     vitamp: Callable[..., Result], place: Path, tmp_path: Path
 ) -> None:
     done = vitamp(
-        *one_line(place, tmp_path / "run"), "-dry_run", "DATA.CROP_PCT=0.8", "DATA.IMAGENET_STD=0.2,0.21,0.22"
+        *one_line(place, tmp_path / "run"),
+        "-dry_run",
+        "DATA.CROP_PCT=0.8",
+        "DATA.CROP_MODE=center",
+        "DATA.IMAGENET_STD=0.2,0.21,0.22",
     )
     assert done.code == 0, done.text
     where = place / "weights" / "config.json"
     assert f"command line: DATA.CROP_PCT 0.8 is used; {where} has 0.95" in done.out
+    assert f"command line: DATA.CROP_MODE center is used; {where} has squash" in done.out
     assert "DATA.IMAGENET_STD [" not in done.out, "equal values need no line"

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data.transforms_factory import transforms_imagenet_eval
 
 from datasets import PADDING, Repeated
 from datasets.base import sample_table
 from datasets.images import Images
-from datasets.memory import ArraySamples, InMemory, open_arrays
+from datasets.memory import ArrayPixels, ArraySamples, InMemory, open_arrays
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -116,6 +117,22 @@ def test_memory_validation_equals_pil(
         got = images(dataset, [index])[0].permute(1, 2, 0).numpy()
         assert got.shape == expected.shape
         assert np.abs(got - expected).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("size", [(SIDE, SIDE + 9), (SIDE + 9, SIDE)])
+def test_single_images_of_a_data_set_in_memory_equal_timms(
+    settings: Settings, mode: str, size: tuple[int, int]
+) -> None:
+    """predict.py prepares photographs of any shape as such a run does."""
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    how: dict[str, Any] = {"crop_pct": 0.9, "crop_mode": mode, "interpolation": "bicubic", "mean": (0.3, 0.5, 0.8)}
+    timms: Any = transforms_imagenet_eval(8, **how, use_prefetcher=True)
+    expected = timms(Image.fromarray(pixels))
+    data = settings(IMAGE_SIZE=8, CROP_PCT=0.9, CROP_MODE=mode, IMAGENET_MEAN=(0.3, 0.5, 0.8))
+    out = torch.empty(3, 8, 8, dtype=torch.uint8)
+    ArrayPixels(data)(pixels, out)
+    assert (out.int() - expected).abs().max() <= 1
 
 
 def test_memory_grey_equals_pils(settings: Settings) -> None:

@@ -15,6 +15,7 @@ from utils.config import Loaded, load_config
 from utils.errors import UserError
 
 DEIT = "deit_small_patch16_224.fb_in1k"
+SQUASHED = "vit_base_patch16_clip_384.openai_ft_in1k"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -55,6 +56,17 @@ def test_a_set_value_is_kept_and_the_difference_noted() -> None:
     assert f"command line: DATA.IMAGENET_MEAN [0.5] is used; timm's {DEIT} has [0.485, 0.456, 0.406]" in said
     assert f"command line: DATA.IMAGE_SIZE 192 is used; timm's {DEIT} has 224" in said
     assert "is used" not in notes(MODEL__PRETRAINED="vit_base_patch16_224.augreg_in21k", DATA__IMAGENET_MEAN="0.5")
+
+
+def test_crop_mode_of_weights_is_taken_but_not_by_an_older_run(tmp_path: Path) -> None:
+    """Runs from before DATA.CROP_MODE cropped the centre, whatever their weights say."""
+    assert resolved(MODEL__PRETRAINED=SQUASHED).config.DATA.CROP_MODE == "squash"
+    (tmp_path / "config.yaml").write_text(f"MODEL: {{PRETRAINED: {SQUASHED}}}\n")
+    (tmp_path / "metrics.jsonl").touch()
+    words = {"DATA.DATASET": "digits", "MODEL.RESUME": str(tmp_path), "MODEL.PRETRAINED": SQUASHED}
+    older = resolve(load_config(None, words=words))
+    assert older.config.DATA.CROP_MODE == "center"
+    assert f"DATA.CROP_MODE center is used, as in the resumed run; timm's {SQUASHED} has squash" in older.notes
 
 
 def test_grey_images_get_the_mean_over_colours() -> None:

@@ -307,12 +307,32 @@ def test_documented_code_prepares_odd_files_as_validation_does(
     wanted = torch.empty(channels, 16, 16, dtype=torch.uint8)
     Pixels(data, train=False)((tmp_path / "a.png").read_bytes(), wanted)
     about = {"image_size": 16, "channels": channels, "crop": "middle", "crop_pct": 0.9, "interpolation": "bicubic"}
-    about |= {"input": "pixels", "background": background_of(data)}
+    about |= {"input": "pixels", "background": background_of(data), "mean": [0.5] * channels}
     code = "import json, sys, prepare; print(prepare.prepare(sys.argv[1], json.loads(sys.argv[2])).tolist())"
     words = [sys.executable, "-c", code, str(tmp_path / "a.png"), json.dumps(about)]
     done = subprocess.run(words, cwd=consumers, capture_output=True, text=True, check=True)
     got = torch.tensor(json.loads(done.stdout)).expand(channels, 16, 16)
     assert (got - wanted.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("size", [(70, 41), (41, 70)])
+@pytest.mark.parametrize("share", [0.9, 1.0])
+def test_documented_code_crops_as_validation_does(
+    consumers: Path, tmp_path: Path, mode: str, size: tuple[int, int], share: float
+) -> None:
+    image = ODD_FILES["alpha"].convert("RGB").resize(size)
+    image.save(tmp_path / "a.png")
+    values = {"IMAGE_SIZE": 32, "CROP_PCT": share, "CROP_MODE": mode, "IMAGENET_MEAN": (0.3, 0.5, 0.8)}
+    data = DataConfig.model_validate({**values, "DECODER": "pil"})
+    wanted = torch.empty(3, 32, 32, dtype=torch.uint8)
+    Pixels(data, train=False)((tmp_path / "a.png").read_bytes(), wanted)
+    about = {"image_size": 32, "channels": 3, "crop": "middle", "crop_mode": mode, "crop_pct": share}
+    about |= {"interpolation": "bicubic", "input": "pixels", "mean": [0.3, 0.5, 0.8]}
+    code = "import json, sys, prepare; print(prepare.prepare(sys.argv[1], json.loads(sys.argv[2])).tolist())"
+    words = [sys.executable, "-c", code, str(tmp_path / "a.png"), json.dumps(about)]
+    done = subprocess.run(words, cwd=consumers, capture_output=True, text=True, check=True)
+    assert (torch.tensor(json.loads(done.stdout)) - wanted.int()).abs().max() <= 2
 
 
 @pytest.mark.slow

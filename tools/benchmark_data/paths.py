@@ -58,6 +58,8 @@ def timm_transform(data: DataConfig, train: bool, changes: TrainConfig) -> Trans
         color_jitter=0.0,
         interpolation=data.INTERPOLATION,
         crop_pct=data.CROP_PCT,
+        crop_mode=data.CROP_MODE,
+        mean=data.IMAGENET_MEAN,
         use_prefetcher=True,
     )
     if train:

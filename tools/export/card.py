@@ -35,6 +35,12 @@ UNKNOWN = "unknown"
 SHOWN_SECTIONS = ("MODEL.", "DATA.", "TRAIN.", "AMP.", "SEED")
 MOST_CLASSES = 50
 """Class names in the card; all are in config.json"""
+RESIZED = {
+    "center": "resized",
+    "squash": "resized without keeping the aspect ratio",
+    "border": "resized with a border of the mean colour",
+}
+"""What happens before the centre is cropped, by `crop_mode`"""
 METRICS = {"acc1": "top-1", "acc5": "top-5", "loss": "loss"}
 
 
@@ -198,7 +204,8 @@ class Card:
         if about["crop"] == "none":
             how = f"resized to {size} x {size} without keeping the aspect ratio"
         else:
-            how = f"resized, then the centre cropped to {size} x {size} (`crop_pct` {about['crop_pct']:g})"
+            how = f"{RESIZED[about['crop_mode']]}, then the centre cropped to {size} x {size}"
+            how += f" (`crop_pct` {about['crop_pct']:g})"
         listed = ", ".join(_code(name) for name in (names or [])[:MOST_CLASSES])
         more = f", and {len(names) - MOST_CLASSES:,} more in config.json" if names and len(names) > MOST_CLASSES else ""
         rows = {

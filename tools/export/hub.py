@@ -77,14 +77,13 @@ def _pretrained_cfg(export: Export) -> dict[str, Any]:
 def _data_config(export: Export) -> dict[str, Any]:
     """The preprocessing of validation, in the words of timm.data."""
     about = export.metadata
-    squeezed = about["crop"] == "none"
     return {
         "input_size": (about["channels"], about["image_size"], about["image_size"]),
         "interpolation": about["interpolation"],
         "mean": tuple(about["mean"]),
         "std": tuple(about["std"]),
-        "crop_pct": 1.0 if squeezed else about["crop_pct"],
-        "crop_mode": "squash" if squeezed else "center",
+        "crop_pct": about["crop_pct"],
+        "crop_mode": about["crop_mode"],
     }
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from datasets.decoding.background import background_of
-from datasets.given import squeezes
+from datasets.given import crop_of, squeezes
 from engine.checkpoint.state import load_weights
 from engine.checkpoint.weights_file import MADE_BY
 from engine.inputs.normalize import Inputs, per_channel
@@ -73,6 +73,7 @@ class ExportModule(nn.Module):
 def metadata(trained: Trained, model: TimmModel, options: Options) -> dict[str, Any]:
     """Metadata of the file, without anything about the machine that wrote it."""
     data, channels = trained.config.DATA, trained.config.DATA.IMAGE_CHANNELS
+    crop_mode, crop_pct = crop_of(data)
     return {
         "made_by": MADE_BY,
         "model": trained.config.MODEL.NAME,
@@ -89,7 +90,8 @@ def metadata(trained: Trained, model: TimmModel, options: Options) -> dict[str, 
         "mean": per_channel(data.IMAGENET_MEAN, channels),
         "std": per_channel(data.IMAGENET_STD, channels),
         "crop": "none" if squeezes(data) else "middle",
-        "crop_pct": data.CROP_PCT,
+        "crop_mode": crop_mode,
+        "crop_pct": crop_pct,
         "interpolation": data.INTERPOLATION,
         "exif_rotate": data.EXIF_ROTATE,
         "background": background_of(data),

@@ -173,6 +173,7 @@ def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
             "image_size": data["IMAGE_SIZE"],
             "channels": data["IMAGE_CHANNELS"],
             "crop_pct": data["CROP_PCT"],
+            "crop_mode": data["CROP_MODE"],
             "interpolation": data["INTERPOLATION"],
             "mean": data["IMAGENET_MEAN"],
             "std": data["IMAGENET_STD"],
@@ -192,6 +193,7 @@ def _settings(converted: Converted, target: Target) -> dict[str, Any]:
         "MODEL.NUM_CLASSES": target.sizes["NUM_CLASSES"],
         **{f"DATA.{key}": target.sizes[key] for key in IMAGE_KEYS},
         "DATA.CROP_PCT": pretrained.crop_pct,
+        "DATA.CROP_MODE": pretrained.crop_mode,
         "DATA.IMAGENET_MEAN": list(pretrained.mean),
         "DATA.IMAGENET_STD": list(pretrained.std),
     }

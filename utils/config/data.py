@@ -51,6 +51,12 @@ class DataConfig(Section):
     CROP_PCT: float = setting(
         0.875, "Validation: side of the centre crop, as a fraction of the image's short side.", gt=0, le=1
     )
+    CROP_MODE: Annotated[Literal["center", "squash", "border"], BeforeValidator(folded)] = setting(
+        "center",
+        "Validation: which side of the image is resized to IMAGE_SIZE / CROP_PCT before the centre is cropped. center: "
+        "the short one. squash: both, without keeping the aspect ratio. border: the long one; the rest is filled with "
+        "IMAGENET_MEAN.",
+    )
     NUM_WORKERS: Count | None = setting(
         None,
         "Loading processes per rank; null: usable cores (a container's CPU quota limits them) / ranks on this "

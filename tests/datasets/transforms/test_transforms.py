@@ -58,15 +58,24 @@ def test_validation_rounds_the_resized_side_down(settings: Settings) -> None:
     assert np.array_equal(got, pixels[12:236, 12:236])
 
 
+MEAN = (0.3, 0.5, 0.8)
+
+
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (100, 61), (64, 64), (40, 900), (901, 40), (2, 3)])
 @pytest.mark.parametrize("decoder", ["auto", "pil"])
-def test_validation_equals_timms(settings: Settings, interpolation: str, size: tuple[int, int], decoder: str) -> None:
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("share", [0.9, 1.0])
+def test_validation_equals_timms(
+    settings: Settings, interpolation: str, size: tuple[int, int], decoder: str, mode: str, share: float
+) -> None:
     """timm resizes the whole image and crops it; we do not compute most of what is cropped off."""
     pixels = np.asarray(Image.fromarray(noise(size[0] // 4 + 2, size[1] // 4 + 2)).resize(size))
-    timms: Any = transforms_imagenet_eval(64, crop_pct=0.9, interpolation=interpolation, use_prefetcher=True)
+    how: dict[str, Any] = {"crop_pct": share, "crop_mode": mode, "interpolation": interpolation, "mean": MEAN}
+    timms: Any = transforms_imagenet_eval(64, **how, use_prefetcher=True)
     expected = timms(Image.fromarray(pixels))
-    data = settings(IMAGE_SIZE=64, CROP_PCT=0.9, INTERPOLATION=interpolation, DECODER=decoder)
+    values = {"CROP_PCT": share, "CROP_MODE": mode, "INTERPOLATION": interpolation, "IMAGENET_MEAN": MEAN}
+    data = settings(IMAGE_SIZE=64, DECODER=decoder, **values)
     difference = np.abs(pixels_of(data, False, pixels).astype(int) - expected.permute(1, 2, 0).numpy())
     assert difference.max() <= 2
     # PIL resizes the sides of a long strip and of a part of it in different order, which rounds differently.

@@ -57,7 +57,7 @@ class Turns:
         return turn
 
     def plan(self, rounds: int, **settings: Any) -> Plan:
-        return Plan(self.contenders, rounds, settings or {"size": 3}, Machine("a device"))
+        return Plan(self.contenders, rounds, settings or {"size": 3}, Machine("a device"), "none")
 
 
 def _sections(results: Results) -> list[Section]:
@@ -65,7 +65,7 @@ def _sections(results: Results) -> list[Section]:
     return [Section("How long", rows, [results.control_line("a", "seconds")])]
 
 
-TABLE = Table("amp", "", (), lambda _line: Plan([], 0, {}, Machine("")), _sections, lambda _results: [])
+TABLE = Table("amp", "", (), lambda _line: Plan([], 0, {}, Machine(""), ""), _sections, lambda _results: [])
 
 
 def test_every_other_round_is_reversed(clock: Clock) -> None:
@@ -130,10 +130,10 @@ def test_file_of_another_measurement_is_refused(
 def test_failed_contender_is_reported_and_not_retried(clock: Clock) -> None:
     turns, tried = Turns(clock, a=1), []
     failing = Contender("b", lambda: tried.append(1) or {"failed": "out of memory"})
-    results = measure(TABLE, Plan([*turns.contenders, failing], 3, {}, Machine("a device")), Budget(100), None)
+    results = measure(TABLE, Plan([*turns.contenders, failing], 3, {}, Machine("a device"), "none"), Budget(100), None)
     assert (len(tried), turns.order) == (1, ["a", "a", "a"])
     with pytest.raises(TrainingError, match="out of memory"):
-        measure(TABLE, Plan([failing], 3, {}, Machine("a device")), Budget(100), None)
+        measure(TABLE, Plan([failing], 3, {}, Machine("a device"), "none"), Budget(100), None)
     results["left_out"] = {"c": "this CPU has none", "d": "this CPU has none"}
     results["turns"].pop("b")
     output = "\n".join(lines(TABLE, results))
@@ -151,7 +151,7 @@ def test_interrupt_keeps_finished_turns_in_the_file(clock: Clock, tmp_path: Path
     def interrupted() -> Metrics:
         raise KeyboardInterrupt
 
-    plan = Plan([*turns.contenders, Contender("b", interrupted)], 2, {}, Machine("a device"))
+    plan = Plan([*turns.contenders, Contender("b", interrupted)], 2, {}, Machine("a device"), "none")
     with pytest.raises(KeyboardInterrupt):
         measure(TABLE, plan, Budget(100), path)
     assert len(json.loads(path.read_text(encoding="utf-8"))["turns"]["a"]) == 1

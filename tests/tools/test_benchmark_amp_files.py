@@ -33,7 +33,8 @@ SECONDS_TO_LEAVE = 10
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_leaves_no_process(name: str, imagenet: Path, tmp_path: Path) -> None:
     script, *words = COMMANDS[name].split()
-    data = ("-dataset", "imagenet2012", "-data_path", str(imagenet), "-device", "cpu", "-threads", "1")
+    files = () if name in ("timm", "scaling") else ("-dataset", "imagenet2012", "-data_path", str(imagenet))
+    data = (*files, "-device", "cpu", "-threads", "1")
     output = ("-output", str(tmp_path / "out")) if name == "choose_precision" else ()
     command = [sys.executable, str(ROOT / "scripts" / script), *words, *data, *WORDS, *SMALL_VIT, *output]
     with (tmp_path / "said").open("w") as said:

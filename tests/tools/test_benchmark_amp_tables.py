@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,35 @@ def test_amp(measured: Callable[..., tuple[Fields, str]]) -> None:
     assert rows[OFF][2:5] == [f"{value:.4g}" for value in (*off, sum(off) / 2)]
     assert [results["turns"][name][0]["precision"] for name in (OFF, ON)] == ["fp32", "bf16"]
     assert all(turn["images_per_second"] * turn["seconds"] == pytest.approx(64) for turn in results["turns"][ON])
+
+
+SMALL = ("-image_size", 32, "-batch_size", 4, "-num_classes", 4, "DATA.IMAGE_CHANNELS=3", "-num_workers", 0)
+
+
+def test_amp_measures_the_images_of_data_path(
+    imagenet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], vitamp: Callable[..., Result]
+) -> None:
+    """Its layout is recognised; a folder that does not exist is refused, and so is any by tables that read none."""
+    vit = ("-model", "tiny", "MODEL.PATCH_SIZE=16", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
+    words = ("amp", *vit, *SMALL, "-device", "cpu", "-iters", 2, "-windows", 1)
+    done = vitamp(*words, "-data_path", imagenet, script="scripts/benchmark_amp.py")
+    assert done.code == 0, done.text
+    (line,) = [line for line in done.out.splitlines() if line.strip().startswith("images: ")]
+    found = re.search(rf"images: those of imagenet2012 in {imagenet}; waiting for data: (\d+) %( to (\d+) %)?", line)
+    assert found is not None, line
+    assert int(found[3] or found[1]) > 0, "files are read by the training process"
+    done = vitamp(*words, script="scripts/benchmark_amp.py")
+    assert "images: synthetic (made on the device); waiting for data: " in done.out
+    for table, path, said in (
+        ("amp", tmp_path / "nowhere", f"{tmp_path / 'nowhere'} does not exist"),
+        ("precisions", tmp_path / "nowhere", f"{tmp_path / 'nowhere'} does not exist"),
+        *((table, imagenet, f"-data_path {imagenet}: this table measures no files") for table in READ_NO_FILES),
+    ):
+        assert main([table, "-data_path", str(path), "-device", "cpu", *map(str, (*vit[:2], *SMALL))]) == 2
+        assert said in capsys.readouterr().err
+
+
+READ_NO_FILES = ("scaling", "simplenet", "timm")
 
 
 def test_trainings_end_for_each_other_without_memory_for_two(monkeypatch: pytest.MonkeyPatch) -> None:

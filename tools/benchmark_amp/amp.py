@@ -6,7 +6,7 @@ import statistics
 
 from tools.benchmark_amp.ceiling import of_peak, peak_line
 from tools.benchmark_amp.results import AGAIN, Results, shown
-from tools.benchmark_amp.settings import MODEL, changed, set_up, synthetic
+from tools.benchmark_amp.settings import MODEL, changed, images_of, set_up, synthetic, users_data
 from tools.benchmark_amp.table import Chart, Contender, Plan, Section, Table
 from tools.common.command_line import ToolLine
 from tools.common.settings import non_defaults
@@ -17,8 +17,8 @@ ABOUT = """Seconds per 100 iterations in seven windows, AMP off and AMP on; thei
     python scripts/benchmark_amp.py amp -cfg configs/vit_base_patch16_224.yaml -batch_size 64
     python scripts/benchmark_amp.py amp -model vit_small_patch16_224 -amp bf16 -iters 20 -windows 3
 
-Images are made on the device, unless -dataset names a data set. -amp chooses the precision of `AMP on` (default:
-what AMP.DTYPE auto chooses on this device)."""
+Images are made on the device, unless -dataset or -data_path names others. -amp chooses the precision of `AMP on`
+(default: what AMP.DTYPE auto chooses on this device)."""
 FLAGS = (
     MODEL,
     Flag("iters", "iterations per window", "N", kind=whole(1), default_text="100; on a CPU 10"),
@@ -28,9 +28,9 @@ OFF, ON = "AMP off", "AMP on"
 
 
 def plan(line: ToolLine) -> Plan:
-    setup = set_up(line)
+    setup = set_up(line, reads_data=True)
     updates = line.asked.iters or (10 if setup.on_cpu else 100)
-    config = synthetic(setup.config, updates) if setup.is_default("DATA.DATASET") else setup.config
+    config = users_data(setup) or synthetic(setup.config, updates)
 
     from tools.benchmark_amp.training import AlternatingTraining, Job
 
@@ -41,7 +41,8 @@ def plan(line: ToolLine) -> Plan:
         training = AlternatingTraining(Job(config.model_copy(update={"AMP": amp}), updates), trainings)
         contenders.append(Contender(name, training.turn, training.close))
     settings = {"iterations": updates, **non_defaults(changed(config, "AMP", ENABLED=True))}
-    return Plan(contenders, line.asked.windows, settings, setup.machine((amps[OFF], amps[ON])), remarks=setup.remarks)
+    machine = setup.machine((amps[OFF], amps[ON]))
+    return Plan(contenders, line.asked.windows, settings, machine, images_of(config), remarks=setup.remarks)
 
 
 def sections(results: Results) -> list[Section]:

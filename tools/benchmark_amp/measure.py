@@ -37,6 +37,7 @@ class Recorder:
             git=git_state(),
             clock_mhz=[],
             settings=json.loads(json.dumps(plan.settings)),
+            images=plan.images,
             rounds=plan.rounds,
             left_out=plan.left_out,
             remarks=plan.remarks,

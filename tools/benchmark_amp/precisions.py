@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tools.benchmark_amp.ceiling import of_peak, peak_line
 from tools.benchmark_amp.results import AGAIN, Results, percent, shown
-from tools.benchmark_amp.settings import MODEL, Setup, changed, set_up, synthetic
+from tools.benchmark_amp.settings import MODEL, ON_THE_DEVICE, Setup, changed, images_of, set_up, synthetic, users_data
 from tools.benchmark_amp.table import ROUNDS, Chart, Contender, Plan, Section, Table
 from tools.common.command_line import ToolLine
 from tools.common.settings import non_defaults
@@ -46,18 +46,23 @@ SYNTHETIC, FILES = "synthetic", "files"
 
 
 def plan(line: ToolLine) -> Plan:
-    setup = set_up(line)
+    setup = set_up(line, reads_data=True)
     updates, made = line.asked.iters or (5 if setup.on_cpu else 50), line.asked.made or (200 if setup.on_cpu else 8000)
-    config, with_files = changed(setup.config, "AMP", ENABLED=False), not line.asked.no_files
+    with_files = not line.asked.no_files
+    given = users_data(setup) if with_files else None
+    config = changed(given or setup.config, "AMP", ENABLED=False)
     modes, left_out = _modes(line.asked.modes, config, setup)
-    if with_files and setup.is_default("DATA.DATASET") and config.DATA.DATA_PATH is None:
+    images = ON_THE_DEVICE
+    if with_files:
+        images += f"; with files, {images_of(config) if given else 'JPEGs made by this tool'}"
+    if with_files and given is None:
         from tools.common.made_images import on_made_images
 
         config = on_made_images(config, made, "small")
     contenders = _contenders(modes, config, updates, with_files)
     settings = {"iterations": updates, "made": made if with_files else 0, **non_defaults(config)}
     machine = setup.machine(mode.amp(config.AMP) for mode in modes)
-    return Plan(contenders, line.asked.rounds, settings, machine, left_out, setup.remarks)
+    return Plan(contenders, line.asked.rounds, settings, machine, images, left_out, setup.remarks)
 
 
 def _modes(words: str | None, config: Config, setup: Setup) -> tuple[list[Mode], dict[str, str]]:

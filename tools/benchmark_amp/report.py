@@ -12,7 +12,14 @@ def lines(table: Table, results: Results) -> list[str]:
     text: list[str] = []
     for section in table.sections(results):
         text += ["", section.title, *in_columns(section.rows), *(f"  {note}" for note in section.notes)]
-    return [*text, "", *(f"  {line}" for line in (*results.failures(), results.machine(), results["command"]))]
+    return [
+        *text,
+        "",
+        *(
+            f"  {line}"
+            for line in (*results.images_lines(), *results.failures(), results.machine(), results["command"])
+        ),
+    ]
 
 
 def markdown(table: Table, results: Results, link: str) -> str:
@@ -21,8 +28,8 @@ def markdown(table: Table, results: Results, link: str) -> str:
     for section in table.sections(results):
         text += [f"{section.title}:", "", *in_markdown(section.rows), ""]
         text += [*(f"- {note}" for note in section.notes), ""] if section.notes else []
-    if failures := results.failures():
-        text += [*(f"- {line}" for line in failures), ""]
+    if notes := [*results.images_lines(), *results.failures()]:
+        text += [*(f"- {line}" for line in notes), ""]
     rounds = f"{results['rounds']} round{'s' * (results['rounds'] != 1)}"
     rounds += ", fewer where the time ran out" if results["cut"] else ""
     text.append(

@@ -108,6 +108,19 @@ class Results(dict[str, Any]):
         images = f"{batch} images" if parts == 1 else f"{parts} micro-batches of {batch} images"
         return f"an iteration is one update of {images}"
 
+    def images_lines(self) -> list[str]:
+        """Note on the images and on the wait for them; none for files of earlier versions."""
+        if "images" not in self:
+            return []
+        medians = {name: self.median(name, "data_wait_percent") for name in self.turns}
+        waits = {name: wait for name, wait in medians.items() if wait is not None}
+        if not waits:
+            return [f"images: {self['images']}"]
+        most = max(waits, key=lambda name: waits[name])
+        least, longest = (f"{wait:.0f} %" for wait in (min(waits.values()), waits[most]))
+        span = longest if least == longest else f"{least} to {longest} (most: {quoted([most])})"
+        return [f"images: {self['images']}; waiting for data: {span} of the time"]
+
     def machine(self) -> str:
         """Device, clock, versions and date."""
         versions = ", ".join(f"{name} {version}" for name, version in self["versions"].items())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.benchmark_amp.results import AGAIN
 from tools.benchmark_amp.scaling_report import NO_EXCHANGE, charts, processes_name, sections
-from tools.benchmark_amp.settings import MODEL, ON_CPU, changed, set_up, synthetic
+from tools.benchmark_amp.settings import MODEL, ON_CPU, ON_THE_DEVICE, changed, set_up, synthetic
 from tools.benchmark_amp.table import ROUNDS, Contender, Plan, Table
 from tools.common.command_line import ToolLine, some_of, whole_numbers
 from tools.common.settings import non_defaults
@@ -93,9 +93,8 @@ def plan(line: ToolLine) -> Plan:
     contenders += _processes(numbers, config, updates)
     measured = {axis: [point.name for point in row if point.name in work] for axis, row in points.items()}
     settings = {"iterations": updates, "base": base.name, "axes": measured, "processes": numbers, "work": work}
-    return Plan(
-        contenders, line.asked.rounds, settings | non_defaults(config), setup.machine(), left_out, setup.remarks
-    )
+    settings |= non_defaults(config)
+    return Plan(contenders, line.asked.rounds, settings, setup.machine(), ON_THE_DEVICE, left_out, setup.remarks)
 
 
 def _points(line: ToolLine, axis: str, base: Point, on_cpu: bool) -> list[Point]:

@@ -10,6 +10,7 @@ from tools.benchmark_amp.ceiling import ceiling
 from tools.benchmark_amp.table import Machine
 from tools.common.command_line import ToolLine, about_one_device, check_one_training
 from utils.config import AmpConfig, Config, Loaded
+from utils.errors import UserError
 from utils.flags import Flag
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 MODEL = Flag("model", "name of the model (or give -cfg FILE)", "NAME")
 ON_CPU: dict[str, Any] = {"MODEL.NAME": "vit_tiny_patch16_224", "DATA.BATCH_SIZE": 8}
 """Defaults on a CPU, where the usual ones would take hours."""
+ON_THE_DEVICE = "synthetic (made on the device)"
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,15 @@ def set_up(
     on_cpu: Mapping[str, Any] = ON_CPU,
     on_gpu: Mapping[str, Any] | None = None,
     fixed: Mapping[str, Any] | None = None,
+    reads_data: bool = False,
 ) -> Setup:
     """Settings of the command line, completed by a table's own defaults, and their device.
 
     `on_cpu`, `on_gpu`: defaults for keys that the user did not set. `fixed`: settings that the table always uses.
+    `reads_data`: whether the table can measure a data set of the user.
     """
+    if not reads_data:
+        _refuse_data(line)
     from engine.machine.device import pick_device
     from utils.distributed.world import ALONE
 
@@ -85,6 +91,39 @@ def set_up(
             f"on a CPU, defaults are small: {', '.join(f'{key} {value}' for key, value in defaults.items())}"
         )
     return Setup(loaded, device, remarks)
+
+
+def _refuse_data(line: ToolLine) -> None:
+    asked = {key: value for key, (value, _) in line.run.flags.items()} | line.run.words
+    for key, flag in (("DATA.DATA_PATH", "-data_path"), ("DATA.DATASET", "-dataset")):
+        if asked.get(key) not in (None, "synthetic"):
+            raise UserError(
+                f"{flag} {asked[key]}: this table measures no files, only data made on the device. Leave {flag} out, "
+                "or use the table amp or precisions, which read the images of a data set."
+            )
+
+
+def users_data(setup: Setup) -> Config | None:
+    """The settings with the data set that the user named, checked; None if none is named."""
+    config = setup.config
+    if setup.is_default("DATA.DATASET"):
+        if config.DATA.DATA_PATH is None:
+            return None
+        from datasets import recognise
+
+        if found := recognise(config.DATA.DATA_PATH):
+            config = changed(config, "DATA", DATASET=found[0])
+    from datasets import check_dataset
+
+    check_dataset(config.DATA, int(config.MODEL.NUM_CLASSES))
+    return config
+
+
+def images_of(config: Config) -> str:
+    """Which images are measured, for the report."""
+    from datasets import source_of
+
+    return ON_THE_DEVICE if config.DATA.DATASET == "synthetic" else f"those of {source_of(config.DATA)}"
 
 
 def synthetic(config: Config, updates: int) -> Config:

@@ -65,7 +65,9 @@ def plan(line: ToolLine) -> Plan:
     ]
     settings = {"width": width, "batch": config.DATA.BATCH_SIZE, "batches": batches, "epochs": epochs}
     settings |= {"accumulated": accumulated, "amp": f"{config.AMP.LEVEL} {config.AMP.DTYPE}", "seed": config.SEED}
-    return Plan(contenders, asked.rounds, settings, machine, remarks=setup.remarks)
+    return Plan(
+        contenders, asked.rounds, settings, machine, "none, but random numbers on the device", remarks=setup.remarks
+    )
 
 
 class SimpleNet:

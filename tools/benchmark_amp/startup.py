@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.benchmark_amp.results import AGAIN, Metrics, Results, percent, shown
-from tools.benchmark_amp.settings import set_up
+from tools.benchmark_amp.settings import images_of, set_up
 from tools.benchmark_amp.table import Chart, Contender, Plan, Section, Table
 from tools.common.command_line import ToolLine
 from tools.common.settings import non_defaults
@@ -46,13 +46,14 @@ def plan(line: ToolLine) -> Plan:
     if not words:
         words = ["-cfg", str(ROOT / DIGITS)]
         line = replace(line, run=replace(line.run, cfg=str(ROOT / DIGITS)))
-    setup = set_up(line, on_cpu={})
+    setup = set_up(line, on_cpu={}, reads_data=True)
     contenders = [
         Contender(COMMAND, partial(_start, words)),
         Contender(FLOOR, partial(_run_python, ["-c", FLOOR])),
         Contender(COMMAND + AGAIN, partial(_start, words)),
     ]
-    return Plan(contenders, line.asked.rounds, non_defaults(setup.config), setup.machine(), remarks=setup.remarks)
+    settings, images = non_defaults(setup.config), images_of(setup.config)
+    return Plan(contenders, line.asked.rounds, settings, setup.machine(), images, remarks=setup.remarks)
 
 
 def _words(line: ToolLine) -> list[str]:

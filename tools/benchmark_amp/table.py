@@ -43,6 +43,8 @@ class Plan:
     rounds: int
     settings: dict[str, Any]
     machine: Machine
+    images: str
+    """Which images are measured."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Name -> why it cannot be measured here."""
     remarks: list[str] = field(default_factory=list)

@@ -111,7 +111,8 @@ def plan(line: ToolLine) -> Plan:
         "timm_loop": "its own train.py" if train_py else "parts of its package",
         **non_defaults(setup.config),
     }
-    return Plan(contenders, line.asked.rounds, settings, machine, left_out, setup.remarks)
+    images = "random, on the device before the timer starts"
+    return Plan(contenders, line.asked.rounds, settings, machine, images, left_out, setup.remarks)
 
 
 def _amp_update(precision: str) -> dict[str, Any]:

@@ -61,6 +61,13 @@ def choose_compiling(
         how, reason = BLOCKS, "one graph would delay the all-reduce of gradients until the backward pass has ended"
         if wanted == AUTO and not has_blocks(parts.model):
             how, reason = NONE, f"auto: {reason}, and {type(parts.model).__name__} has no blocks to compile one by one"
+    if wanted == AUTO and how == NONE and parts.precision.fp8 and parts.precision.device.type == "cuda":
+        log.warning(
+            "fp8 without torch.compile is usually slower than bf16, because casting to 8 bits takes time of its own. "
+            "This run is not compiled (%s): set TRAIN.COMPILE=%s, or use -amp bf16.",
+            reason,
+            WHOLE if world.size == 1 else BLOCKS,
+        )
     choice = CompileChoice(how, config.TRAIN.COMPILE_MODE, reason)
     on_every_rank(world, lambda: _check(choice, parts, world))
     return choice

@@ -47,7 +47,9 @@ def compile_update(parts: Parts, choice: CompileChoice, config: Config) -> None:
 
 
 class Compiled:
-    """Compiled forward pass for micro-batches of `samples` images; each image size is compiled when it first occurs.
+    """Compiled forward pass for micro-batches of `samples` images.
+
+    Each image size, and each fraction of tokens that is left out, is compiled when it first occurs.
 
     The last micro-batch of an epoch may be smaller. It runs in eager mode, as it is not worth another graph.
     """
@@ -58,12 +60,12 @@ class Compiled:
         """Time spent compiling so far."""
         self.after_compiling: Callable[[], None] = lambda: None
         self._parts, self._samples = parts, samples
-        self._sizes: set[torch.Size] = set()
+        self._done: set[tuple[torch.Size, float]] = set()
         self.start()
 
     def start(self) -> None:
         """Compile the modules that compute now; called again when they change."""
-        self._sizes.clear()
+        self._done.clear()
         options: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
         if BACKEND == "inductor":
             options["mode"] = self.choice.torch_mode
@@ -73,27 +75,30 @@ class Compiled:
         if len(batch.images) != self._samples:
             with uncompiled():
                 return self._parts.eager(batch)
-        return self._compute(batch) if batch.images.shape in self._sizes else self._compile_for(batch)
+        drop = self._parts.token_drop
+        kind = batch.images.shape, drop.now if drop else 0.0
+        return self._compute(batch) if kind in self._done else self._compile_for(batch, kind)
 
-    def _compile_for(self, batch: Batch) -> ForwardResult:
-        """Forward pass of the first micro-batch of its size. It compiles the backward pass too."""
+    def _compile_for(self, batch: Batch, kind: tuple[torch.Size, float]) -> ForwardResult:
+        """Forward pass of the first micro-batch of its kind. It compiles the backward pass too."""
         from torch._dynamo.exc import TorchDynamoException
 
-        began, size = perf_counter(), batch.images.shape
+        began, (size, dropped) = perf_counter(), kind
         what = "each block" if self.choice.how == BLOCKS else "the forward and backward pass"
         duration = "minutes on a CPU" if batch.images.device.type == "cpu" else "about a minute"
-        log.info("Compiling %s for %d x %d pixels: this update takes %s.", what, *size[-2:], duration)
+        tokens = f", {100 * dropped:g} % of the patches left out" if dropped else ""
+        log.info("Compiling %s for %d x %d pixels%s: this update takes %s.", what, *size[-2:], tokens, duration)
         try:
             computed = self._compute(batch)
         except TorchDynamoException as error:
-            kind = TrainingError if self.seconds else UserError  # UserError before the first update is done
-            raise kind(
+            failure = TrainingError if self.seconds else UserError  # UserError before the first update is done
+            raise failure(
                 f"TRAIN.COMPILE {self.choice.how}: torch cannot compile this model ({_first_line(error)}). Set "
                 f"TRAIN.COMPILE=none{', or blocks' if self.choice.how != BLOCKS else ''}."
             ) from error
         took = perf_counter() - began
         self.seconds += took
-        self._sizes.add(size)
+        self._done.add(kind)
         log.info("Compiled in %.1f s; cached in %s for other runs.", took, os.environ[CACHE])
         self.after_compiling()
         return computed

@@ -21,13 +21,15 @@ class TokenDrop:
     def __init__(self, train: TrainConfig) -> None:
         self.fraction, self.last = train.TOKEN_DROP, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL
         self.tail = train.TOKEN_DROP_TAIL
+        self.now = 0.0
+        """The fraction left out in this epoch."""
 
     def set(self, epoch: int, *models: nn.Module) -> None:
         """`models`: the one that is saved, and the one that computes if it is another."""
-        fraction = self.fraction if epoch <= self.last else 0.0
+        self.now = self.fraction if epoch <= self.last else 0.0
         for module in (module for model in models for module in model.modules()):
             if isinstance(module, PatchDropout):
-                module.prob = fraction
+                module.prob = self.now
 
     def words(self) -> str:
         epochs = f"{self.tail} epochs" if self.tail > 1 else "epoch"

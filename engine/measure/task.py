@@ -19,6 +19,9 @@ from utils.config import Config
 from utils.distributed.world import World, broadcast, sum_over_ranks
 from utils.errors import AllRanksError
 
+BYTES_AT_ONCE = 64 * 2**20
+"""Most memory of a device that gathering the scores of several labels takes."""
+
 
 class Metrics:
     """Metrics of an update, an epoch or a validation. All but the loss are in percent."""
@@ -202,22 +205,42 @@ class MultiLabel(Task):
 
 
 class _ScoreTable(Tally):
-    """Logits and labels of every sample, in the order of the split: the ranks' rows are added up, with zeros."""
+    """Logits and labels of every sample: each rank keeps its own in host memory, and rank 0 gets all at the end."""
 
     def __init__(self, samples: int, classes: int, device: torch.device) -> None:
-        self._samples, self._classes = samples, classes
-        # The last column counts how often a sample was seen; the last row takes those that only pad a batch.
-        self._rows = torch.zeros(samples + 1, 2 * classes + 1, device=device)
+        self._samples, self._classes, self._device = samples, classes, device
+        self._width = 2 * classes + 1  # the last column counts how often a sample was seen
+        self._indices: list[Tensor] = []
+        self._rows: list[Tensor] = []
 
     def add(self, logits: Tensor, batch: Batch) -> None:
-        rows = torch.cat((logits, batch.labels, torch.ones_like(logits[:, :1])), dim=1)
-        self._rows.index_add_(0, batch.indices.where(batch.indices >= 0, self._samples), rows)
+        rows, indices = (
+            torch.cat((logits, batch.labels, torch.ones_like(logits[:, :1])), dim=1).cpu(),
+            batch.indices.cpu(),
+        )
+        real = indices >= 0  # False for samples that only pad the batch
+        self._rows.append(rows[real])
+        self._indices.append(indices[real])
 
     def metrics(self, world: World) -> MultiLabelMetrics:
-        rows = sum_over_ranks(self._rows[:-1], world).cpu()
-        _check_count(int((rows[:, -1] == 1).sum()), self._samples)
+        rows = self._on_rank_0(world)
+        _check_count(broadcast(int((rows[:, -1] == 1).sum()), world), self._samples)
         # One rank computes, so that the last digits are the same on all and they agree on the best validation.
         return MultiLabelMetrics(**broadcast(self._computed(rows) if world.first else None, world))
+
+    def _on_rank_0(self, world: World) -> Tensor:
+        """All rows, in the order of the split. Ranks add up their rows, and zeros for others', a few rows at a time."""
+        indices, rows = torch.cat(self._indices), torch.cat(self._rows)
+        table = torch.zeros(self._samples if world.first else 0, self._width)
+        at_once = max(1, BYTES_AT_ONCE // (4 * self._width))
+        for first in range(0, self._samples, at_once):
+            last = min(first + at_once, self._samples)
+            own = (indices >= first) & (indices < last)
+            some = torch.zeros(last - first, self._width).index_add_(0, indices[own] - first, rows[own])
+            some = sum_over_ranks(some.to(self._device), world)
+            if world.first:
+                table[first:last] = some.cpu()
+        return table
 
     def _computed(self, rows: Tensor) -> dict[str, Any]:
         logits, labels = rows[:, : self._classes].double(), rows[:, self._classes : -1].double()

@@ -106,7 +106,7 @@ def test_each_planted_defect_is_reported_and_nothing_else(check: Check, tree: Pa
     }
     assert names(defects["duplicate"]) == ["train/ant/copy.jpg"]
     assert names(defects["conflicting_labels"]) == ["train/ant/6.jpg", "train/bee/wrong.jpg"]
-    assert "but label 0 instead of 1" in defects["conflicting_labels"][0]["about"]
+    assert "but ant instead of bee" in defects["conflicting_labels"][0]["about"]
     assert names(defects["in_both_parts"]) == ["train/bee/4.jpg"]
     assert defects["empty_classes"] == []
     assert not defects.get("label_out_of_range")

@@ -184,7 +184,7 @@ def test_check_data_compares_all_labels_of_copies(vitamp: Vitamp, tmp_path: Path
         (tmp_path / f"{name}.csv").write_text("\n".join(["path,labels", *lines]) + "\n")
     done = vitamp("-cfg", write_recipe(tmp_path), script="scripts/check_data.py")
     assert done.code == 1, done.text
-    assert "but label 0 instead of 0;1" in done.out
+    assert f"but {CLASSES[0]} instead of {CLASSES[0]};{CLASSES[1]}" in done.out
 
 
 @pytest.mark.slow

@@ -63,6 +63,8 @@ def test_classes_smaller_than_the_number_of_folds_are_reported(said: pytest.LogC
     split_by_fold(np.array([0] * 9 + [1] * 3 + [4] * 2), Fold(1, 7), 0)
     assert "DATA.FOLD 1/7: 2 of 3 classes have fewer images than folds" in said.text
     assert "The smallest is label 4, with 2 images." in said.text
+    split_by_fold(np.array([0] * 9 + [1] * 3 + [2] * 2), Fold(1, 7), 0, ["ant", "bee", "cat"])
+    assert "The smallest is cat, with 2 images." in said.text
 
 
 def both(data: DataConfig, classes: int) -> tuple[list[str], list[str]]:

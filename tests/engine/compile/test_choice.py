@@ -50,11 +50,12 @@ def choose(
     kept: str | None = None,
     device: str = "cpu",
     began_on: str | None = None,
+    fp8: bool = False,
     **train: Any,
 ) -> CompileChoice:
     model = model or timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=32)
     parts = parts_of(model, torch.optim.SGD(model.parameters()), OFF)
-    parts.precision.device = torch.device(device)
+    parts.precision.device, parts.precision.fp8 = torch.device(device), fp8
     choices = {} if kept is None else {"compile": kept, "computed_in": f"{began_on or device} fp32"}
     return choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, choices)
 
@@ -84,6 +85,23 @@ def test_several_processes_compile_blocks() -> None:
     without_blocks = choose(nn.Linear(2, 2), device="cuda", world=TWO)
     assert without_blocks.how == "none"
     assert without_blocks.reason.endswith("and Linear has no blocks to compile one by one")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("fp8", "updates", "train", "warned"),
+    [
+        (True, SHORT, {}, True),
+        (True, LONG, {}, False),
+        (True, SHORT, {"COMPILE": "none"}, False),
+        (False, SHORT, {}, False),
+    ],
+)
+def test_fp8_that_auto_does_not_compile_is_warned_of(
+    said: pytest.LogCaptureFixture, fp8: bool, updates: int, train: Settings, warned: bool
+) -> None:
+    assert choose(device="cuda", updates=updates, fp8=fp8, **train).how == ("whole" if updates == LONG else "none")
+    assert ("set TRAIN.COMPILE=whole, or use -amp bf16" in said.text) == warned
 
 
 @pytest.mark.usefixtures("gpu")

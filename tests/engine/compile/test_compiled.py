@@ -119,6 +119,21 @@ def test_compiled_updates_mix_the_same_images(tiny: Path, how: str) -> None:
     assert torch.allclose(weights(ours), weights(written), atol=1e-6)
 
 
+def test_end_of_token_dropping_is_logged_as_compiling_and_not_counted_as_training(
+    tiny: Path, said: pytest.LogCaptureFixture
+) -> None:
+    ready = compiled(build(tiny, DATA__BATCH_SIZE=16, TRAIN__TOKEN_DROP=0.5, TRAIN__TOKEN_DROP_TAIL=1), WHOLE)
+    parts, compiled_at = ready.parts, []
+    assert parts.compiled is not None
+    parts.compiled.after_compiling = lambda: compiled_at.append(graphs())
+    for epoch in (1, 1, 2, 2):
+        parts.start_epoch(epoch)
+        train(ready, 1)
+    assert compiled_at == [1, 2], "not at the second update of an epoch"
+    lines = [line for line in said.messages if line.startswith("Compiling")]
+    assert [", 50 % of the patches left out" in line for line in lines] == [True, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [BLOCKS, WHOLE])
 def test_smaller_micro_batches_and_validation_are_not_compiled(tiny: Path, how: str) -> None:

@@ -104,7 +104,9 @@ def split(
     return np.setdiff1d(np.arange(len(labels)), validation), np.sort(validation)
 
 
-def split_by_fold(labels: np.ndarray, fold: Fold, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_by_fold(
+    labels: np.ndarray, fold: Fold, seed: int, classes: Sequence[object] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the training and the validation split, each ascending: fold K of N, and the other folds.
 
     The folds are disjoint and cover all samples. Each class, and all classes together, give every fold the same
@@ -115,9 +117,11 @@ def split_by_fold(labels: np.ndarray, fold: Fold, seed: int) -> tuple[np.ndarray
     members = _shuffled_classes(labels, seed, "folds")
     if small := [of_class for of_class in members if len(of_class) < fold.folds]:
         fewest = min(small, key=len)
+        label = labels[fewest[0]]
+        smallest = classes[label] if classes else f"label {label}"
         warn_once(
             f"DATA.FOLD {fold}: {len(small)} of {len(members)} classes have fewer images than folds, so some folds "
-            f"lack these classes. The smallest is label {labels[fewest[0]]}, with {len(fewest)} "
+            f"lack these classes. The smallest is {smallest}, with {len(fewest)} "
             f"image{'s' * (len(fewest) > 1)}."
         )
     # Counting on from class to class keeps the folds equally large, too.
@@ -186,7 +190,7 @@ def split_rows(
     if labels.ndim == 2:
         splits = split_several_labels(labels, data)
     elif data.fold is not None:
-        splits = split_by_fold(labels, data.fold, data.SPLIT_SEED)
+        splits = split_by_fold(labels, data.fold, data.SPLIT_SEED, classes)
     else:
         splits = split(labels, data.VAL_FRACTION, data.SPLIT_SEED, of_each=data.LISTING > 1)
         if data.PART != "all":

@@ -11,6 +11,7 @@ from engine.machine.context import Run
 from engine.measure.progress import Position
 from utils.config import Config
 from utils.distributed.launch import LAUNCHER_PID
+from utils.distributed.world import BY_HAND
 
 
 def next_commands(run: Run, position: Position, folder: Path, paused: bool = False) -> str:
@@ -39,7 +40,9 @@ def _start(run: Run, flags: str) -> str:
         return f"python {script} {flags}"
     if LAUNCHER_PID in os.environ:
         return f"python {script} -ngpus {size} {flags}"
-    return f"{script} {flags}  # with {run.world.launcher}, as before"
+    by_hand = "by hand, with their -host, -port, -rank and -world_size"
+    how = by_hand if run.world.launcher == BY_HAND else f"by {run.world.launcher}"
+    return f"{script} {flags}  # start its {size} processes {how}, as before"
 
 
 def _longer(config: Config, position: Position) -> str:

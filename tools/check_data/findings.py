@@ -120,9 +120,11 @@ class _Copy(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The label, or all of them, as in 0;2."""
-        label = self.split.samples.labels[self.number]
-        return str(label) if np.ndim(label) == 0 else ";".join(map(str, np.flatnonzero(label))) or "none"
+        """The name of the class, or of all of them, as in cat;dog; numbers where classes have no names."""
+        label, classes = self.split.samples.labels[self.number], self.split.samples.classes
+        numbers = [int(label)] if np.ndim(label) == 0 else np.flatnonzero(label).tolist()
+        names = [classes[one] if classes and 0 <= one < len(classes) else f"label {one}" for one in numbers]
+        return ";".join(map(str, names)) or "no label"
 
     @property
     def name(self) -> str:
@@ -130,7 +132,7 @@ class _Copy(NamedTuple):
 
     def found(self, other: _Copy) -> Found:
         """Finding of this image, which has the bytes of `other`."""
-        labels = "" if self.label == other.label else f", but label {self.label} instead of {other.label}"
+        labels = "" if self.label == other.label else f", but {self.label} instead of {other.label}"
         return _found(self.split, self.number, f"the same bytes as {other.name}{labels}")
 
 

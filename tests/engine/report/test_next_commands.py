@@ -15,11 +15,8 @@ from utils.distributed.world import BY_HAND, SLURM, World
 @pytest.mark.parametrize(
     ("launcher", "how"),
     [
-        (
-            BY_HAND,
-            "-resume runs/a  # start its 4 processes by hand, with their -host, -port, -rank and -world_size, as",
-        ),
-        (SLURM, "-resume runs/a  # start its 4 processes by SLURM, as before"),
+        (BY_HAND, "by hand, with their -host, -port, -rank and -world_size, as before"),
+        (SLURM, "by SLURM, as before"),
     ],
 )
 def test_resuming_several_processes_says_how_they_are_started(
@@ -27,4 +24,4 @@ def test_resuming_several_processes_says_how_they_are_started(
 ) -> None:
     monkeypatch.delenv(LAUNCHER_PID, raising=False)
     run: Any = SimpleNamespace(world=World(0, 4, 0, 4, launcher))
-    assert how in _start(run, "-resume runs/a")
+    assert f"-resume runs/a  # start its 4 processes {how}" in _start(run, "-resume runs/a")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from datasets import check_dataset
 from engine.amp.precision import check_amp
 from engine.checkpoint.find import check_resumable
 from engine.distill.teacher import check_teacher
 from engine.inputs.token_drop import shortcuts_of
+from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
 from engine.optim.class_weights import check_class_weights
 from engine.parallel.fsdp import check_sharding
@@ -36,4 +39,5 @@ def check(config: Config) -> None:
     starts_new_run = config.MODEL.RESUME is None or (config.MODEL.RESUME == AUTO and resumed_run(config) is None)
     if config.MODEL.PRETRAINED and starts_new_run:
         check_pretrained(config.MODEL.PRETRAINED, config.MODEL.RESUME_EMA)
-    check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
+    memory = total_memory(torch.device("cpu"))  # in which weights are initialised
+    check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)

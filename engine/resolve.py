@@ -6,7 +6,6 @@ from its checkpoint instead (utils/config/resumed.py).
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.config.write import one_line
 from utils.errors import UserError
+from utils.files import parse_json
 from utils.resumed_run import resumed_run
 
 CLASSES, DATASET = "MODEL.NUM_CLASSES", "DATA.DATASET"
@@ -164,7 +164,7 @@ def _of_timms_name(name: str, where: str) -> Preprocessing | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({error}).") from None
     return content if isinstance(content, dict) else {}

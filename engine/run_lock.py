@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from utils.errors import UserError
+from utils.files import parse_json
 from utils.log import log
 from utils.run_folder import os_errors_as_user_errors
 
@@ -114,7 +115,7 @@ def _unlock(handle: int) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        found = parse_json(path.read_text(encoding="utf-8", errors="replace"))
         return found if isinstance(found, dict) else {}
     return {}
 

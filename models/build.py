@@ -16,13 +16,28 @@ from models.freeze import freeze, pretrained_cfg
 from models.names import RECIPES, Base, family_problem, resolve
 from models.rates import rate_arguments
 from models.shortcuts import NONE, Shortcuts
-from models.sizes import DERIVED, arguments_of, as_text, given_sizes, heads_problems, patch_problems, same, sizes_of
+from models.sizes import (
+    DERIVED,
+    MOST_BLOCKS,
+    arguments_of,
+    as_text,
+    few_blocks,
+    given_sizes,
+    heads_problems,
+    patch_problems,
+    same,
+    sizes_of,
+    too_many_blocks,
+    weights_of_others,
+)
 from utils.config.model import ModelConfig
 from utils.errors import UserError
 from utils.log import log
 
 LABEL = "vitamp_name"
 """Attribute of a built model with its MODEL.NAME"""
+BYTES = 4
+"""Bytes of a weight when it is initialised."""
 INITIALISERS = {"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 """Operations that initialise weights"""
 _plans: dict[tuple[str, int, int, Shortcuts], Plan] = {}
@@ -35,6 +50,7 @@ class Plan:
     timm_name: str
     arguments: dict[str, Any]
     notes: list[str]
+    weights: int
 
 
 def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
@@ -59,9 +75,17 @@ def build_without_weights(model: ModelConfig, image_size: int, channels: int, sh
     return module
 
 
-def check_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> None:
-    """Raise what `build_model` would raise, without allocating weights."""
-    _plan(model, image_size, channels, shortcuts)
+def check_model(
+    model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE, memory: int | None = None
+) -> None:
+    """Raise what `build_model` would raise, without allocating weights. `memory`: the machine's, in bytes."""
+    plan = _plan(model, image_size, channels, shortcuts)
+    if memory is not None and plan.weights * BYTES > memory:
+        raise UserError(
+            f"The model has {plan.weights:,} weights, which take {plan.weights * BYTES / 2**30:,.0f} GiB in fp32; this "
+            f"machine has {memory / 2**30:,.0f} GiB. Use a smaller MODEL.EMBED_DIM, DEPTH,"
+            " NUM_CLASSES or DATA.IMAGE_SIZE."
+        )
     if model.FREEZE:
         build_without_weights(model, image_size, channels, shortcuts)
 
@@ -136,14 +160,14 @@ def _make_plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Sh
     fixed = {key: value for key, value in wanted.items() if key not in takes}
     if geometry:  # derived sizes cannot be checked if the sizes contradict each other
         fixed = {key: value for key, value in fixed.items() if key not in DERIVED}
-        built = has
+        built, weights = has, 0
     else:
-        built, geometry = _trial(base.timm_name, arguments, has, image_size)
+        built, weights, geometry = _trial(base.timm_name, arguments, has, image_size)
     problems += [_refused(key, value, reference, built) for key, value in fixed.items() if not same(key, value, built)]
     problems += geometry + unsupported
     if problems:
         raise UserError("The model cannot be built:\n" + "\n".join(f"  {line}" for line in problems))
-    return Plan(base.timm_name, arguments, _notes(model, base, edited, has, rates))
+    return Plan(base.timm_name, arguments, _notes(model, base, edited, has, rates), weights)
 
 
 def _without_weights(timm_name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -168,13 +192,20 @@ class _NoInitialisation(TorchFunctionMode):
 
 def _trial(
     timm_name: str, arguments: dict[str, Any], has: dict[str, Any], image_size: int
-) -> tuple[dict[str, Any], list[str]]:
-    """Build the model and run it once without weights; returns its sizes (`has` after a failure) and timm's errors."""
+) -> tuple[dict[str, Any], int, list[str]]:
+    """Build the model and run it once without weights.
+
+    Returns its sizes (`has` after a failure), the number of its weights, and problems, such as timm's errors.
+    """
     try:
+        if blocks := too_many_blocks(arguments):
+            few = _without_weights(timm_name, arguments | few_blocks(arguments))
+            weights = count_parameters(few)[0] + weights_of_others(few, arguments)
+            return has, weights, [f"{blocks:,} blocks ({weights:,} weights); at most {MOST_BLOCKS:,} are supported"]
         module = _without_weights(timm_name, arguments).eval()
     except (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        return has, [f"timm cannot build {timm_name} with {given}: {error or type(error).__name__}"]
+        return has, 0, [f"timm cannot build {timm_name} with {given}: {error or type(error).__name__}"]
     if not arguments_of(module):  # image sizes of ViT and Swin are checked by arithmetic
         try:
             with torch.no_grad():
@@ -182,8 +213,8 @@ def _trial(
         except NotImplementedError:
             pass  # a model whose operations depend on values cannot run without them
         except (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
-            return has, [f"DATA.IMAGE_SIZE {image_size}: {timm_name} does not support images of this size ({error})"]
-    return sizes_of(module), []
+            return has, 0, [f"DATA.IMAGE_SIZE {image_size}: {timm_name} does not support images of this size ({error})"]
+    return sizes_of(module), count_parameters(module)[0], []
 
 
 def _refused(key: str, value: Any, module: nn.Module, has: dict[str, Any]) -> str:

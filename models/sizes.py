@@ -24,6 +24,7 @@ SWIN_ARGUMENTS = {**COMMON_ARGUMENTS, "STAGE_DEPTHS": "depths", "WINDOW_SIZE": "
 # Keys that follow from the others or from the architecture: a given value must equal the model's.
 DERIVED = ("ATTN_HEAD_SIZE", "QK_SCALE")
 FIXED = ("APE", "PATCH_NORM")
+MOST_BLOCKS = 10_000
 SIZE_KEYS = tuple(dict.fromkeys((*VIT_ARGUMENTS, *SWIN_ARGUMENTS, *DERIVED, *FIXED)))
 
 
@@ -70,6 +71,31 @@ def sizes_of(module: nn.Module) -> dict[str, Any]:
         "PATCH_NORM": not isinstance(_dig(module, "patch_embed.norm"), nn.Identity | None),
     }
     return {key: value for key, value in {**own, **common}.items() if value is not None}
+
+
+def _depths(arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Number of blocks in each stage; a ViT has one stage."""
+    depths = arguments.get("depths", arguments.get("depth", ()))
+    return depths if isinstance(depths, tuple) else (depths,)
+
+
+def too_many_blocks(arguments: dict[str, Any]) -> int:
+    """The number of blocks, if building so many would take minutes even without weights; else 0."""
+    blocks = sum(_depths(arguments))
+    return blocks if blocks > MOST_BLOCKS else 0
+
+
+def few_blocks(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for the same model with at most two blocks per stage."""
+    few = tuple(min(depth, 2) for depth in _depths(arguments))
+    return {"depths": few} if "depths" in arguments else {"depth": few[0]}
+
+
+def weights_of_others(few: nn.Module, arguments: dict[str, Any]) -> int:
+    """Number of weights in the blocks that a model built with `few_blocks` lacks."""
+    stages = list(few.layers.children()) if isinstance(few, SwinTransformer) else [few]
+    last = [sum(weight.numel() for weight in _dig(stage, "blocks")[-1].parameters()) for stage in stages]
+    return sum(max(0, depth - 2) * weights for depth, weights in zip(_depths(arguments), last, strict=True))
 
 
 def same(key: str, wanted: Any, has: dict[str, Any]) -> bool:

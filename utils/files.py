@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -122,3 +124,11 @@ def _error_for(path: str | os.PathLike[str], mode: int) -> OSError:
 
 def _kind(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "something unknown")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON text from a file. Nesting that is too deep is a ValueError, like any other damage."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

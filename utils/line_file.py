@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from pathlib import Path
 from typing import Any
+
+from utils.files import parse_json
 
 log = logging.getLogger("vitamp")  # not from utils.log, which imports this file
 
@@ -97,5 +98,5 @@ def parse_json_lines(text: str) -> list[dict[str, Any]]:
     values: list[Any] = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
-            values.append(json.loads(line))
+            values.append(parse_json(line))
     return [value for value in values if isinstance(value, dict)]

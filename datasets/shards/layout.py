@@ -20,7 +20,7 @@ from datasets.sources.walk import warn_once
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.files import write_atomically
+from utils.files import parse_json, write_atomically
 from utils.log import log
 
 MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"
@@ -120,7 +120,7 @@ class ShardSet:
         """The manifest that scripts/pack_images.py wrote, if there is one."""
         content = self.store.read_file(MANIFEST)
         try:
-            manifest = json.loads(content) if content is not None else None
+            manifest = parse_json(content) if content is not None else None
             if not isinstance(manifest, dict) or manifest.get("made_by") != MADE_BY:
                 return None
             shards = [shard for part in manifest["parts"].values() for shard in part["shards"]]

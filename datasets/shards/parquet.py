@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 from datasets.sources.split import SPLIT_NAMES, distinct, named_parts, split_named_in, warn_of_skipped
 from utils.errors import UserError
-from utils.files import require_regular
+from utils.files import parse_json, require_regular
 
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "labels", "fine_label", "target", "class")
 ROWS = 64
@@ -187,7 +186,7 @@ def _image_bytes(column: Any, where: str) -> list[bytes | None]:
 def _features(metadata: dict[bytes, bytes]) -> dict[str, dict[str, Any]]:
     """The hub's metadata of each column."""
     try:
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        features = parse_json(metadata[b"huggingface"])["info"]["features"]
         # The hub's versions write lists as {"feature": ITEM} or as [ITEM].
         found = {name: {"feature": one[0]} if isinstance(one, list) else one for name, one in features.items()}
         return {name: about for name, about in found.items() if isinstance(about, dict)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import tarfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from datasets.decoding.stored import ENDINGS
 from datasets.sources.files import leads_out
 from datasets.sources.walk import SkippedFiles
 from utils.errors import UserError
+from utils.files import parse_json
 from utils.log import log
 
 IMAGE_KINDS = (*(ending.removeprefix(".") for ending in ENDINGS), "npy")
@@ -132,7 +132,7 @@ def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | str | N
     try:
         label = text.decode().strip()
         if member.name.lower().endswith(".json"):
-            value = json.loads(label)
+            value = parse_json(label)
             if not isinstance(value, dict) or "label" not in value:
                 return None
             label = value["label"]

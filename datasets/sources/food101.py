@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from datasets.base import Part
 from datasets.sources.files import FileList
 from datasets.sources.published import PublishedLists
-from utils.files import read_regular_text
+from utils.files import parse_json, read_regular_text
 
 TRAIN, VALIDATION = "meta/train.json", "meta/test.json"
 
@@ -29,7 +28,7 @@ class Food(PublishedLists):
         """Paths of the images of each class."""
         table: dict[str, list[str]] = {}
         with self.reading(folder, name):
-            for key, paths in json.loads(read_regular_text(folder / name)).items():
+            for key, paths in parse_json(read_regular_text(folder / name)).items():
                 table[key] = [str(path) for path in paths]
         return table
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from utils.errors import UserError
+from utils.files import parse_json
 
 FORMAT = 1
 META_HASH = "meta_sha256"
@@ -184,10 +185,10 @@ class State(MovedModules):
 def read_meta(path: Path) -> dict[str, Any]:
     """Read and check a meta.json."""
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent}: incomplete checkpoint, {path.name} is missing.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
     version = meta.get("format", FORMAT) if isinstance(meta, dict) else FORMAT
     if isinstance(version, int) and version != FORMAT:

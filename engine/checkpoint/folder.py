@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.checkpoint.fields import FORMAT, META_HASH, hash_of, read_meta
 from engine.checkpoint.shard_files import JoinedShards, files_of
 from utils.errors import UserError
-from utils.files import write_atomically
+from utils.files import parse_json, write_atomically
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
@@ -192,8 +192,8 @@ def _sync_folder(folder: Path) -> None:
 def read_index(root: Path) -> dict[str, Any]:
     """Names of the last and the best checkpoint, where index.json has them."""
     index: Any = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        index = json.loads((root / INDEX).read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError):
+        index = parse_json((root / INDEX).read_text(encoding="utf-8"))
     names = index if isinstance(index, dict) else {}
     return {key: names[key] if isinstance(names.get(key), str) else None for key in ("last", "best")}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from engine.checkpoint.fields import WeightsMeta, check_fields
 from engine.checkpoint.folder import WEIGHTS
 from utils.better_weights import Which
 from utils.errors import UserError
+from utils.files import parse_json
 
 MADE_BY, EXPORTED = "vitamp", "vitamp"
 """Value of `made_by` in the header; and the one key under which an export has all its fields."""
@@ -64,7 +64,7 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], Which]:
 def _decoded(text: str) -> Any:
     """Lists, dictionaries and null from JSON; any other text unchanged."""
     with contextlib.suppress(ValueError):
-        value = json.loads(text)
+        value = parse_json(text)
         return value if isinstance(value, dict | list) or value is None else text
     return text
 

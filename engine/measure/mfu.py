@@ -6,7 +6,6 @@ that activation checkpointing repeats count once, and masked ones count.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from engine.machine.device import describe_device, synchronize
 from engine.measure.progress import Position
 from models import build_without_weights
 from utils.config import Config
+from utils.files import parse_json
 from utils.log import log
 
 # Dense peaks in TFLOP/s with fp32 accumulation, from the vendor's data sheets (sparse values halved). The names are
@@ -107,7 +107,7 @@ def peak_of(precision: Precision, threads: int, measure: bool, run_file: Path) -
 
 def _saved_peak(run_file: Path) -> Peak | None:
     try:
-        return Peak(**json.loads(run_file.read_text(encoding="utf-8"))["peak"])
+        return Peak(**parse_json(run_file.read_text(encoding="utf-8"))["peak"])
     except (OSError, ValueError, KeyError, TypeError):  # a new run, or one without a peak
         return None
 

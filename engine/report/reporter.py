@@ -22,7 +22,7 @@ from engine.measure.throughput import Perf
 from engine.report.tensorboard import Board
 from engine.report.tracker import TrackedRun
 from utils.config.schema import Config
-from utils.files import write_atomically
+from utils.files import parse_json, write_atomically
 from utils.line_file import LineFile
 from utils.log import log
 from utils.run_folder import os_errors_as_user_errors
@@ -172,7 +172,7 @@ class Reporter:
     def _redraw(self, metrics: Path, since: int) -> None:
         """Draw the points from update `since` on again: a resumed Board hides them, as it may repeat a validation."""
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-        for line in map(json.loads, lines):
+        for line in map(parse_json, lines):
             if line["update"] >= since and line["event"] in ("train", "val"):
                 values = {**line, **line["perf"]}
                 drawn = {name: values[name] for name in DRAWN if name in values}
@@ -238,7 +238,7 @@ def _remove_repeated(metrics: Path, start: Position) -> None:
 def _is_before(line: str, start: Position) -> bool:
     """Whether a line is about something before `start`."""
     try:
-        content = json.loads(line)
+        content = parse_json(line)
         event, update = content["event"], content["update"]
         if update != start.update:
             return update < start.update

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.measure.progress import Best
-from utils.files import write_atomically
+from utils.files import parse_json, write_atomically
 from utils.log import log
 
 
@@ -40,7 +40,7 @@ class Note:
         self._path = path
         self.id: str | None = None
         try:
-            self.id = str(json.loads(path.read_text(encoding="utf-8"))["id"])
+            self.id = str(parse_json(path.read_text(encoding="utf-8"))["id"])
         except (OSError, ValueError, KeyError, TypeError):
             return
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from engine.report.mlflow import Mlflow
@@ -10,6 +9,7 @@ from engine.report.tracker import About, TrackedRun, Tracker
 from engine.report.wandb import Wandb
 from utils.config import Config
 from utils.errors import UserError
+from utils.files import parse_json
 
 TRACKERS: dict[str, type[Tracker]] = {"WANDB": Wandb, "MLFLOW": Mlflow}
 
@@ -46,7 +46,7 @@ def _last_sent(metrics: Path) -> dict[str, int]:
     """Event -> the last update in metrics.jsonl."""
     last: dict[str, int] = {}
     try:
-        for line in map(json.loads, metrics.read_text(encoding="utf-8", errors="replace").splitlines()):
+        for line in map(parse_json, metrics.read_text(encoding="utf-8", errors="replace").splitlines()):
             last[line["event"]] = max(line["update"], last.get(line["event"], -1))
     except (OSError, ValueError, KeyError, TypeError):  # no file yet, or the last line was cut short
         return last

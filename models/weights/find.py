@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import zipfile
@@ -21,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from models.names import is_timm_name, similar_models
 from utils.better_weights import BOTH, Wanted, Which, choose_weights
 from utils.errors import UserError, nearest
-from utils.files import NotRegular, require_regular
+from utils.files import NotRegular, parse_json, require_regular
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".pth.tar")
 PADDLE = ".pdparams"
@@ -144,7 +143,7 @@ def _in_folder(folder: Path) -> Path:
     index = index if index.is_file() else folder / "index.json"
     if index.is_file():
         try:
-            known = json.loads(index.read_text(encoding="utf-8"))
+            known = parse_json(index.read_text(encoding="utf-8"))
             name = known.get("best") or known.get("last")
         except (ValueError, AttributeError, OSError) as error:
             raise UserError(f"{index} cannot be read: {error}.") from None
@@ -182,7 +181,7 @@ def _of_checkpoint(plain: Path, ema: bool | None) -> Source:
 def _meta_beside(weights: Path) -> dict[str, Any]:
     """The meta.json of a checkpoint; empty for a folder with nothing but weights."""
     try:
-        meta = json.loads(weights.with_name("meta.json").read_text(encoding="utf-8"))
+        meta = parse_json(weights.with_name("meta.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return meta if isinstance(meta, dict) else {}

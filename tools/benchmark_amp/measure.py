@@ -16,6 +16,7 @@ from tools.common.output_file import writing
 from tools.common.turns import Budget, alternate
 from utils.cpus import processors
 from utils.errors import TrainingError, UserError
+from utils.files import parse_json
 from utils.log import log
 from utils.run_folder import git_state, versions, write_json
 
@@ -83,7 +84,7 @@ class Recorder:
 def read_results(path: Path) -> Results:
     """Contents of an existing -json file."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = parse_json(path.read_text(encoding="utf-8"))
         if all(key in fields for key in ("table", "command", "rounds", "turns")):
             return Results.read(fields)
     except (OSError, ValueError, TypeError):

@@ -91,9 +91,9 @@ def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
 def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run `work`; report an error as one line of text and return an exit code."""
     die_with_starting_tool()
+    watch_standard_output()
     start_log(to_terminal=True)
     forget_written_files()
-    watch_standard_output()
     try:
         return flush_after(lambda: work(argv))
     except UserError as error:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from tools.common.runs import Lines, RunMetrics, is_end, is_start, last_line, read_lines
 from utils.config import config_of_run
+from utils.files import parse_json
 
 Metrics = dict[str, Any]
 DIVERGED = 1.1
@@ -30,7 +30,7 @@ def fraction_done(folder: Path, epochs: int, updates: int | None) -> float:
 
 def metrics_of(folder: Path) -> Metrics:
     """Metrics of a finished run, as compare.json holds them."""
-    about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    about = parse_json((folder / "run.json").read_text(encoding="utf-8"))
     config = config_of_run(str(folder / "config.yaml"))
     metrics = RunMetrics(read_lines(folder))
     speed, speeds, best = metrics.images_per_second, metrics.speeds, metrics.best_top1

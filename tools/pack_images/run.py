@@ -31,7 +31,7 @@ from tools.pack_images.shard import RECORDS, Record, Shard, Stopped, Work, make_
 from utils.config.data import DataConfig
 from utils.cpus import cores
 from utils.errors import TrainingError, UserError
-from utils.files import write_atomically
+from utils.files import parse_json, write_atomically
 from utils.log import log
 from utils.parent import die_with_parent
 from utils.seeding import key
@@ -84,7 +84,7 @@ def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
     before: dict[str, Any] | None = None
     for file in (folder / MANIFEST, folder / RECORDS / SETTINGS):
         try:
-            before = json.loads(file.read_bytes())
+            before = parse_json(file.read_bytes())
             break
         except (OSError, ValueError):
             continue

@@ -20,7 +20,7 @@ from datasets.shards.tar import TarWriter
 from tools.pack_images.encode import Encoder, Packed
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
-from utils.files import write_atomically
+from utils.files import parse_json, write_atomically
 from utils.parent import die_with_parent
 
 RECORDS = ".packing"
@@ -159,7 +159,7 @@ def _count(work: Work, images: int) -> None:
 def finished_record(path: Path, record_path: Path) -> Record | None:
     """Record of a shard that is complete and unchanged, else None."""
     try:
-        record = Record(**json.loads(record_path.read_bytes()))
+        record = Record(**parse_json(record_path.read_bytes()))
         if path.stat().st_size == record.bytes and digest(path) == record.sha256:
             return record
     except (OSError, ValueError, TypeError):

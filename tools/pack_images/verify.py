@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tools.common.progress import progress
 from tools.pack_images.shard import digest
 from utils.cpus import cores
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
+from utils.files import parse_json
 from utils.log import log
 
 
@@ -50,7 +50,7 @@ def verify(folder: Path, jobs: int | None) -> int:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = parse_json((folder / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(
             f"-verify {folder}: {MANIFEST} cannot be read: {error}. It is written when packing is done."

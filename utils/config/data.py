@@ -20,6 +20,7 @@ from utils.config.kinds import (
     Positive,
     PositiveOrAuto,
     PositiveUnlessAuto,
+    Workers,
     as_integer,
     folded,
     read_fold,
@@ -57,7 +58,7 @@ class DataConfig(Section):
         "the short one. squash: both, without keeping the aspect ratio. border: the long one; the rest is filled with "
         "IMAGENET_MEAN.",
     )
-    NUM_WORKERS: Count | None = setting(
+    NUM_WORKERS: Workers | None = setting(
         None,
         "Loading processes per rank; null: usable cores (a container's CPU quota limits them) / ranks on this "
         "machine, at most 16.",

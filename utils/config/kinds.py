@@ -12,6 +12,8 @@ from utils.config.fields import parse_text
 AUTO = "auto"
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Threads = Annotated[int, Field(ge=1, le=4096)]
+Workers = Annotated[int, Field(ge=0, le=1024)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 FractionAboveZero = Annotated[float, Field(gt=0, le=1)]

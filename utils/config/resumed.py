@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from utils.config.read import Entry, read_files
 from utils.config.schema import Config
 from utils.config.write import one_line
 from utils.errors import UserError
+from utils.files import parse_json
 from utils.run_folder import run_folder_of
 
 FORMER: dict[str, Any] = {
@@ -107,7 +107,7 @@ def _settings_of_run(resume: Any, output: Any) -> tuple[Config, Path] | None:
     meta = (path.parent if path.is_file() else path) / "meta.json"
     run = run_folder_of(path)
     try:
-        values = json.loads(meta.read_text(encoding="utf-8"))["settings"] if meta.is_file() else None
+        values = parse_json(meta.read_text(encoding="utf-8"))["settings"] if meta.is_file() else None
         if values is None and run is not None and (run / "config.yaml").is_file():
             values = {key: e.value for key, e in read_files(str(run / "config.yaml"))[-1].entries.items()}
         known = {key: value for key, value in (values or {}).items() if key in settings()}

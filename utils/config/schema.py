@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
 from utils.config.fields import Section, parse_text, setting, without_effect
-from utils.config.kinds import AboveZero, Count, Names, Positive, folded
+from utils.config.kinds import AboveZero, Count, Names, Positive, Threads, folded
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
 
@@ -89,8 +89,8 @@ class Config(Section):
     MLFLOW: str | None = setting(None, "Experiment of MLflow to log the metrics to; see docs/trackers.md.")
     LOG_STYLE: Literal["paddlevit", "fleet"] = setting("paddlevit", "Format of the training log lines.")
     DEVICE: Literal["cpu", "cuda", "mps"] | None = setting(None, "Device to train on; null: the best available.")
-    NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1)
-    THREADS: Positive | None = setting(
+    NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1, le=1024)
+    THREADS: Threads | None = setting(
         None,
         "CPU threads per process; null: what SLURM reserves per task; without SLURM, usable cores / ranks on this "
         "machine (a container's CPU quota limits the usable cores).",

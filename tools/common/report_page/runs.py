@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from utils.config import Config, config_of_run
 from utils.config.keys import settings, value_of
 from utils.config.write import one_line
 from utils.errors import UserError
+from utils.files import parse_json
 from utils.run_folder import is_run_folder, run_folder_of
 
 Line = dict[str, Any]
@@ -140,7 +140,7 @@ def _config(folder: Path) -> Config | None:
 
 def _json(path: Path) -> Line:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -24,7 +24,7 @@ from engine.measure.stage_times import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER
 from engine.optim.clip import Gradients
 from engine.optim.ema import Ema
 from engine.optim.schedule import Schedule
-from engine.parallel.fsdp import Sharding, set_gradient_sync
+from engine.parallel.fsdp import Sharding
 from utils.distributed.world import World
 from utils.seeding import seed_all
 
@@ -156,7 +156,7 @@ def accumulate(parts: Parts, window: Window, update: int) -> MicroBatches | None
         # Erasing, mixing, dropout and stochastic depth depend on the position of a micro-batch in the run, not on the
         # rank that computes it.
         seed_all(parts.seed, "micro", update, share.number)
-        with sync_gradients(parts.forward, last=nth == len(window)):
+        with sync_gradients(parts, last=nth == len(window)):
             loss, logits, labels = parts.compute(batch)
             lap(FORWARD)
             precision.backward(loss * share.weight)
@@ -170,9 +170,10 @@ def accumulate(parts: Parts, window: Window, update: int) -> MicroBatches | None
     return micro_batches
 
 
-def sync_gradients(forward: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """All-reduce gradients in the backward pass of the last micro-batch only."""
-    if isinstance(forward, DistributedDataParallel) and not last:
-        return forward.no_sync()
-    set_gradient_sync(forward, last)
+def sync_gradients(parts: Parts, last: bool) -> AbstractContextManager[None]:
+    """DDP all-reduces gradients in the backward pass of the last micro-batch only; FSDP as DIST.FSDP_NO_SYNC says."""
+    if isinstance(parts.forward, DistributedDataParallel) and not last:
+        return parts.forward.no_sync()
+    if parts.sharding is not None:
+        parts.sharding.sync_gradients(parts.model, last)
     return nullcontext()

@@ -53,16 +53,16 @@ def build_sharding(config: Config, world: World, device: torch.device) -> Shardi
         log.info("DIST.STRATEGY fsdp has no effect with one process.")
         return None
     raise_on_every_rank(_why_no_hsdp(world) if config.DIST.HSDP else None, world)
-    return Sharding(world, device, config.DIST.HSDP)
+    return Sharding(world, device, config.DIST.HSDP, config.DIST.FSDP_NO_SYNC)
 
 
 class Sharding:
     """This rank's shard: number `nth` of `count`. Where several ranks hold the same shard, one of them `writes` it."""
 
-    def __init__(self, world: World, device: torch.device, by_machine: bool) -> None:
+    def __init__(self, world: World, device: torch.device, by_machine: bool, no_sync: bool) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self._world = world
+        self._world, self._no_sync = world, no_sync
         if by_machine:
             sizes, names = (world.size // world.local_size, world.local_size), (COPIES, SHARDS)
         else:
@@ -76,7 +76,8 @@ class Sharding:
     def words(self) -> str:
         machines = self._world.size // self.count
         each = f" on each of {machines} machines" if machines > 1 else ""
-        return f"fsdp: weights sharded over {self.count} processes{each}{self._gathered}"
+        reduced = ", gradients reduced once per update" * self._no_sync
+        return f"fsdp: weights sharded over {self.count} processes{each}{self._gathered}{reduced}"
 
     def shard(self, model: nn.Module, precision: Precision, computing: bool = True) -> None:
         """Shard the weights of `model`, before an optimiser is made for them.
@@ -144,6 +145,16 @@ class Sharding:
         # Free gathered weights after the forward pass in any case: between updates each rank holds its shard only.
         fully_shard(modules, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
 
+    def sync_gradients(self, model: nn.Module, last: bool) -> None:
+        """Set whether the next backward pass reduces gradients. `last`: it is the last one of an update.
+
+        By default each one does, within the machine, so that each rank only holds gradients of its shard. Across
+        machines (DIST.HSDP), only the last one does.
+        """
+        sharded = cast(Any, model)  # an FSDPModule; importing the class takes half a second
+        sharded.set_requires_gradient_sync(last or not self._no_sync)
+        sharded.set_requires_all_reduce(last)
+
     def rows(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor, split as FSDP does."""
         chunks = whole.chunk(self.count, dim=0)
@@ -172,12 +183,6 @@ def is_sharded(tensor: object) -> bool:
 
 def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: local_shard(tensor.detach()) for name, tensor in tensors.items()}
-
-
-def set_gradient_sync(model: nn.Module, now: bool) -> None:
-    """Set whether the next backward pass reduces gradients, if `model` is sharded."""
-    if hasattr(model, "set_requires_gradient_sync"):  # an FSDPModule; importing the class takes half a second
-        cast(Any, model).set_requires_gradient_sync(now)
 
 
 def read_trained_weights(model: nn.Module) -> None:

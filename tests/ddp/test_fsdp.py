@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import safetensors.torch
 import torch
 
 from engine.checkpoint.folder import EMA, MODEL, inspect, save_checkpoint, verify
-from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program
+from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program, write_meta
 from tests.waiting import free_port
 
 FSDP = "DIST.STRATEGY=fsdp"
@@ -145,6 +146,26 @@ def test_it_goes_on_otherwise(place: Path, dealt: Path, ranks: int, strategy: st
         assert (run / "checkpoints" / f"step-{UPDATES:09d}" / "model.safetensors").exists()
 
 
+def test_resumed_run_of_an_earlier_version_reduces_once_per_update(place: Path, dealt: Path) -> None:
+    """The same bits as with DIST.FSDP_NO_SYNC, and other ones than by default: sums in another order."""
+    first = dealt / "checkpoints" / f"step-{STOPPED_AT:09d}"
+    old = place / "old" / first.name
+    shutil.copytree(first, old)
+    meta = json.loads((old / "meta.json").read_text())
+    del meta["settings"]["DIST.FSDP_NO_SYNC"]
+    write_meta(old / "meta.json", meta)
+    words = (FSDP, "-resume", old, f"TRAIN.MAX_UPDATES={STOPPED_AT + 3}")
+    resumed_run, done = start(place, "of an earlier version", *words)
+    assert "DIST.FSDP_NO_SYNC true (false now)" in done.out
+    assert "gradients reduced once per update" in done.out
+    without, _ = start(place, "without sync", *words[:2], first, words[3], "DIST.FSDP_NO_SYNC=true")
+    synced, _ = start(place, "with sync", *words, "DIST.FSDP_NO_SYNC=false")
+    name = f"checkpoints/step-{STOPPED_AT + 3:09d}/model.shard-1-of-2.safetensors"
+    ours, same, other = ((run / name).read_bytes() for run in (resumed_run, without, synced))
+    assert ours == same
+    assert ours != other
+
+
 @pytest.mark.slow
 def test_it_goes_on_from_ddp(place: Path, whole: Path) -> None:
     run, _ = resumed(place, whole, "from ddp", FSDP, ranks=2)
@@ -253,10 +274,10 @@ def test_out_of_time_all_rows_are_saved_before_anybody_leaves(place: Path) -> No
 
 @pytest.mark.slow
 def test_dealt_out_within_two_machines_it_is_the_same_run(place: Path, tmp_path: Path) -> None:
-    """Four processes whose launcher says that two each are on a machine."""
-    plain, _ = start(place, "four plain", "-accum_iter", "1", ranks=4)
+    """Four processes whose launcher says that two each are on a machine. Both accumulate two micro-batches."""
+    plain, _ = start(place, "four plain", ranks=4)
     run = place / "four on two"
-    by_hand = ("-host", "127.0.0.1", "-port", free_port(), "-world_size", 4, "-accum_iter", 1)
+    by_hand = ("-host", "127.0.0.1", "-port", free_port(), "-world_size", 4)
     words = (FSDP, "DIST.HSDP=true", *by_hand)
     path, ranks = ROOT / "main_multi_gpu.py", []
     for rank in range(4):
@@ -268,6 +289,6 @@ def test_dealt_out_within_two_machines_it_is_the_same_run(place: Path, tmp_path:
     for rank in ranks:
         done = rank.end(240)
         assert done.code == 0, done.text
-    assert agrees(run, plain) == UPDATES + 2
-    names = {path.name for path in (run / "checkpoints" / f"step-{UPDATES:09d}").glob("model*")}
+    assert agrees(run, plain) == UPDATES // 2 + 1 + 2, "13 updates per epoch, and two validations"
+    names = {path.name for path in (run / "checkpoints" / f"step-{UPDATES // 2 + 1:09d}").glob("model*")}
     assert names == {"model.shard-1-of-2.safetensors", "model.shard-2-of-2.safetensors"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.machine.context import Run
-from engine.parallel.fsdp import build_sharding
+from engine.parallel.fsdp import build_sharding, local_shard
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import accumulate
 from tests.engine.small import CPU
@@ -34,6 +35,10 @@ WAYS: dict[str, dict[str, str]] = {
     "O2": BF16 | {"AMP.LEVEL": "O2"},
     "eval in fp32": BF16 | {"AMP.EVAL": "false"},
     "linear in fp32": BF16 | {"AMP.CUSTOM_BLACK_LIST": "[fc]"},
+    "accumulated O0": {"TRAIN.ACCUM_ITER": "2"},
+    "accumulated O1": BF16 | {"TRAIN.ACCUM_ITER": "2"},
+    "no sync O0": {"TRAIN.ACCUM_ITER": "2", "DIST.FSDP_NO_SYNC": "true"},
+    "no sync O1": BF16 | {"TRAIN.ACCUM_ITER": "2", "DIST.FSDP_NO_SYNC": "true"},
     "mlp in fp32": BF16 | {"AMP.FP32_MODULES": "[blocks.*.mlp]"},
 }
 LINEAR = ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias", "head.weight", "head.bias")
@@ -71,6 +76,8 @@ class Counts:
     """Bytes of weights, or of casts of them, that are in memory between the forward and the backward pass."""
     gathered: int
     reduced: int
+    gradients: int
+    """Bytes of the gradients of matrices that are in memory between two micro-batches."""
 
 
 def shapes_of(weight: Tensor) -> list[torch.Size]:
@@ -83,11 +90,12 @@ def counts_of(ready: ReadyToTrain) -> Counts:
     """Compute the gradients of one update."""
     matrices = {shape for p in ready.model.parameters() if p.ndim > 1 for shape in shapes_of(p)}
     saved: list[Tensor] = []
-    in_memory = 0
-    compute = ready.parts.compute
+    in_memory = gradients = 0
+    compute, before = ready.parts.compute, tensors_like_weights(ready.model)
 
     def counted(batch: Any) -> Any:
-        nonlocal in_memory
+        nonlocal in_memory, gradients
+        gradients = tensors_like_weights(ready.model) - before  # before the last micro-batch, in the end
         result = compute(batch)
         storages = [tensor.untyped_storage() for tensor in saved if tensor.shape in matrices]
         in_memory += sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # 0 if FSDP has freed it
@@ -101,7 +109,17 @@ def counts_of(ready: ReadyToTrain) -> Counts:
     ready.parts.compute = counted  # pyright: ignore[reportAttributeAccessIssue]
     with Traffic() as traffic, saved_tensors_hooks(save, lambda tensor: tensor):
         accumulate(ready.parts, next(iter(ready.train_loader.epoch(1))), 1)
-    return Counts(in_memory, traffic.gathered, traffic.reduced)
+    return Counts(in_memory, traffic.gathered, traffic.reduced, gradients)
+
+
+def tensors_like_weights(model: nn.Module) -> int:
+    """Bytes of all tensors with the shape of a matrix of the model, or of this rank's rows of one."""
+    gc.collect()
+    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+    shapes = {part.shape for weight in matrices for part in (weight, local_shard(weight))}
+    tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter) and item.shape in shapes]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
 
 
 def _rank(rank: int, folder: Path, ways: dict[str, dict[str, str]]) -> None:
@@ -160,3 +178,17 @@ def test_no_gathered_weight_is_kept_for_the_backward_pass(
         assert counts[way].saved == 0
     else:
         assert counts[way].saved > 0, "casts by autocast"
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_each_rank_holds_its_shard_of_the_gradients_between_micro_batches(
+    counted: tuple[dict[str, Counts], dict[str, list[int]]], level: str
+) -> None:
+    """With DIST.FSDP_NO_SYNC it holds all, and reduces half as many bytes."""
+    counts, shapes = counted
+    synced, without = counts[f"accumulated {level}"], counts[f"no sync {level}"]
+    whole = bytes_of(shapes, ())
+    assert 0 < synced.gradients <= whole // RANKS
+    assert without.gradients == sum(4 * torch.Size(shape).numel() for shape in shapes.values() if len(shape) > 1)
+    assert (synced.reduced, without.reduced) == (2 * whole, whole)
+    assert synced.gathered == without.gathered == 2 * counts[level].gathered

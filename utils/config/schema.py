@@ -27,6 +27,11 @@ class DistConfig(Section):
     HSDP: bool = setting(
         False, "fsdp: shard the weights within each machine and replicate them across machines; for slow networks."
     )
+    FSDP_NO_SYNC: bool = setting(
+        False,
+        "fsdp with ACCUM_ITER above 1: reduce gradients once per update, not per micro-batch. Less traffic, but each "
+        "process holds the gradients of the whole model between micro-batches, as in runs of earlier versions.",
+    )
     BACKEND: Literal["nccl", "gloo"] | None = setting(
         None, "Communication backend; null: nccl on GPUs, gloo elsewhere."
     )

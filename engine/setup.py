@@ -53,7 +53,6 @@ from models import build_model, frozen_weights, load_pretrained, unfreeze
 from utils.config import Config, config_hash
 from utils.config.keys import values_to_keep
 from utils.config.kinds import AUTO
-from utils.cpus import cores
 from utils.distributed.world import ALONE, World, on_every_rank
 from utils.log import log
 from utils.seeding import seed_all
@@ -212,7 +211,7 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
 
 def _workers(config: Config, world: World) -> int:
     given = config.DATA.NUM_WORKERS
-    return auto_workers(world.local_size) if given is None else given
+    return auto_workers(world) if given is None else given
 
 
 def update_parts(
@@ -287,7 +286,7 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     # A data set without single images is an array of pixels.
     stored, remote = ("pixels", False) if samples is None else (samples.stored, samples.remote)
     compiled = ready.choices.get("compile", "none") != "none"
-    here = max(1, cores() // ready.parts.world.local_size)
+    here = ready.parts.world.own_cores
     return Setting(device.type, amp, compiled, workers, here, stored, remote)
 
 

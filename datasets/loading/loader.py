@@ -21,8 +21,7 @@ from datasets.loading.order import EpochOrder, Share, validation_batches
 from datasets.loading.plan import Plan
 from datasets.loading.transparent import Transparent
 from datasets.loading.workers import WatchedIterator, WatchedLoader, WorkerDied
-from utils.cpus import cores
-from utils.distributed.world import World
+from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
 from utils.heap import keep_freed_memory
 from utils.log import log
@@ -33,9 +32,9 @@ MOST_DEATHS = 3
 """Deaths of loading processes in a row, without a batch in between, that end training."""
 
 
-def auto_workers(local_world: int) -> int:
-    """Loading processes for each of `local_world` training processes on this machine, from the number of cores."""
-    return max(1, min(MOST_WORKERS, cores() // local_world))
+def auto_workers(world: World = ALONE) -> int:
+    """Loading processes for this process, from the number of its cores."""
+    return min(MOST_WORKERS, world.own_cores)
 
 
 class Window:

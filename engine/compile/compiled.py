@@ -28,7 +28,7 @@ from engine.update import ForwardResult, Parts
 from models.blocks import blocks_of
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.cpus import cores
+from utils.distributed.world import World
 from utils.errors import TrainingError, UserError
 from utils.log import log
 
@@ -42,7 +42,7 @@ MAX_GRAPHS = 256
 def compile_update(parts: Parts, choice: CompileChoice, config: Config) -> None:
     """Let updates run compiled code, if `choice` says so. The first update compiles."""
     if choice.how != NONE:
-        _configure_compiler(config.DATA, parts.precision)
+        _configure_compiler(config.DATA, parts.precision, parts.world)
         parts.compiled = Compiled(parts, choice, config.DATA.BATCH_SIZE)
 
 
@@ -153,7 +153,7 @@ def _copy_gradients(model: nn.Module) -> None:
     torch.compiler.cudagraph_mark_step_begin()
 
 
-def _configure_compiler(data: DataConfig, precision: Precision) -> None:
+def _configure_compiler(data: DataConfig, precision: Precision, world: World) -> None:
     import torch._dynamo.config as tracing
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor
@@ -165,8 +165,8 @@ def _configure_compiler(data: DataConfig, precision: Precision) -> None:
     autograd.backward_pass_autocast = "off"  # as in eager mode
     _set_cache_key(precision)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # it advises a switch other than AMP.TF32
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch ignores a container's CPU quota
-        inductor.compile_threads = min(inductor.compile_threads or 1, cores())
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch ignores other ranks and a CPU quota
+        inductor.compile_threads = min(inductor.compile_threads or 1, world.own_cores)
     inductor.fallback_random = True  # the same dropout and stochastic depth as in eager mode
     if precision.device.type == "cpu":  # it warns about a missing GPU if the CUDA toolkit is installed
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ import torch
 
 from engine.machine.no_gpu import has_driver
 from utils.config.schema import Config
-from utils.cpus import cores, first_processor
+from utils.cpus import first_processor
 from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
 from utils.errors import UserError
 from utils.gpus import check_asked_gpus
@@ -46,7 +46,7 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
 
 def set_up_device(config: Config, device: torch.device, world: World) -> int:
     """Set device, threads and determinism. Returns the threads, which are always set: sums depend on their number."""
-    threads = config.THREADS or world.cores or max(1, cores() // world.local_size)
+    threads = config.THREADS or world.own_cores
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -82,7 +82,7 @@ def batches_of(
     Raises TrainingError at the end if an image could not be read.
     """
     number = workers if workers is not None else trained.config.DATA.NUM_WORKERS
-    number = auto_workers(1) if number is None else number
+    number = auto_workers() if number is None else number
     loader = ValLoader(dataset, batch_size(trained), 0, 1, number, trained.precision.device)
     try:
         for batch in loader:

@@ -14,7 +14,7 @@ from engine.machine.device import set_up_device
 from utils import cpus
 from utils.config import load_config
 from utils.cpus import cores, cpu_quota
-from utils.distributed.world import ALONE
+from utils.distributed.world import ALONE, World
 from utils.log import log
 
 VERSIONS = [1, 2]
@@ -97,8 +97,8 @@ def test_threads_and_workers_follow_the_quota_which_is_logged(
         with caplog.at_level(logging.INFO):
             assert set_up_device(load_config(None, {}, {}).config, torch.device("cpu"), ALONE) == 4
             assert torch.get_num_threads() == 4
-            assert auto_workers(1) == 4
-            assert auto_workers(2) == 2
+            assert auto_workers() == 4
+            assert auto_workers(World(local_size=2)) == 2
     finally:
         torch.set_num_threads(before)
     assert caplog.text.count("CPU quota: this process may use 4 of the 16 visible cores (") == 1

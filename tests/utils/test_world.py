@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from utils.config.schema import DistConfig
+from utils.distributed import world as world_of_ranks
 from utils.distributed.port_discovery import candidate_ports
 from utils.distributed.processes import start_time_of
 from utils.distributed.world import World, check_rank_is_known, first_host, read_world, world_from_launcher
@@ -60,11 +61,22 @@ def test_srun_gives_the_first_node_and_the_step() -> None:
     assert len({world.job, *names}) == 4
 
 
+@pytest.mark.parametrize(("bound", "on_node", "own"), [(16, 128, 16), (128, 128, 16), (16, None, 2)])
+def test_cores_that_srun_divided_are_not_divided_again(
+    monkeypatch: pytest.MonkeyPatch, bound: int, on_node: int | None, own: int
+) -> None:
+    monkeypatch.setattr(world_of_ranks, "cores", lambda: bound)
+    slurm = {**SRUN, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}
+    world = read_world(NO_FLAGS, slurm | ({} if on_node is None else {"SLURM_CPUS_ON_NODE": str(on_node)}))
+    assert world is not None
+    assert (world.local_size, world.own_cores) == (8, own)
+
+
 def test_srun_on_one_node_uses_localhost_and_reports_its_cores() -> None:
     here = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_NODEID": "0", "SLURM_CPUS_PER_TASK": "7"}
     world = read_world(NO_FLAGS, here)
     assert world is not None
-    assert (world.local_size, world.cores) == (6, 7)
+    assert (world.local_size, world.cores, world.own_cores) == (6, 7, 7)
     assert world.rendezvous is not None
     assert world.rendezvous[0] == "127.0.0.1"
 

@@ -89,7 +89,7 @@ def _scan(config: Config) -> list[Split]:
 
     splits = {title: _open(config, title == "training") for title in ("training", "validation")}
     warn_unmatched(config.DATA, splits.values())
-    workers = auto_workers(1) if config.DATA.NUM_WORKERS is None else config.DATA.NUM_WORKERS
+    workers = auto_workers() if config.DATA.NUM_WORKERS is None else config.DATA.NUM_WORKERS
     scans = []
     for title, samples in splits.items():
         if samples is None:

@@ -36,7 +36,7 @@ def predict_images(
 
     `topk` None: the usual number. `threshold`: of all classes, where an image has several labels; None: their own.
     """
-    workers = auto_workers(1) if workers is None else workers
+    workers = auto_workers() if workers is None else workers
     unread, failed, row = Unread(), 0, 0
     choose = (
         _label_chooser(trained, topk, threshold) if trained.multi_label else partial(_predict_batch, topk=topk or TOP)

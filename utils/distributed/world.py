@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.schema import DistConfig
+from utils.cpus import cores
 from utils.distributed.processes import ancestor_without
 from utils.errors import AllRanksUserError, UserError
 
@@ -59,6 +60,11 @@ class World:
         """True on rank 0, which writes, prints and decides."""
         return self.rank == 0
 
+    @property
+    def own_cores(self) -> int:
+        """CPU cores for this process: those that the launcher reserved, else its share of the machine's."""
+        return self.cores or max(1, cores() // self.local_size)
+
 
 ALONE = World()
 
@@ -97,9 +103,8 @@ def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
         if launcher != TORCHRUN and int(env[size]) == 1:
             continue  # one shell or launcher per machine, which may start processes of its own
         if launcher == SLURM:
-            cores = int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else None
             local = int(env.get(local_rank, 0)), _tasks_on_this_node(env)
-            return World(int(env[rank]), int(env[size]), *local, launcher, cores=cores)
+            return World(int(env[rank]), int(env[size]), *local, launcher, cores=_cores_of_task(env))
         # Without local rank and size (a Kubernetes operator, a shell script) one process per machine is assumed.
         local = int(env.get(local_rank, 0)), int(env.get(local_size, 1))
         return World(int(env[rank]), int(env[size]), *local, launcher)
@@ -115,6 +120,14 @@ def check_rank_is_known(env: Mapping[str, str] = os.environ) -> None:
                 "environment variable that vitamp reads. Use torchrun or srun, or give each process -host, -port, "
                 "-rank and -world_size."
             )
+
+
+def _cores_of_task(env: Mapping[str, str]) -> int | None:
+    """Cores that SLURM reserved for this task; None if it lets all tasks of a node use all of the job's cores."""
+    if "SLURM_CPUS_PER_TASK" in env:
+        return int(env["SLURM_CPUS_PER_TASK"])
+    visible = cores()  # by default, srun binds each task to cores of its own
+    return visible if visible < int(env.get("SLURM_CPUS_ON_NODE", "0")) else None
 
 
 def _tasks_on_this_node(env: Mapping[str, str]) -> int:

@@ -12,6 +12,7 @@ import torch
 from datasets import Batch, TrainLoader, ValLoader, auto_workers, open_dataset
 from utils.config.data import DataConfig
 from utils.cpus import cores
+from utils.distributed.world import World
 from utils.seeding import seed_all
 
 ROOT = Path(__file__).parents[3]
@@ -104,5 +105,6 @@ def test_take_wait_returns_waiting_time_once(training) -> None:
 
 
 def test_auto_workers_shares_the_cores() -> None:
-    assert auto_workers(1) == min(16, cores())
-    assert auto_workers(10 * cores()) == 1
+    assert auto_workers() == min(16, cores())
+    assert auto_workers(World(local_size=10 * cores())) == 1
+    assert auto_workers(World(local_size=8, cores=12)) == 12, "reserved for this process, not for all eight"

@@ -27,7 +27,7 @@ from tests.engine.small import build, train, windows
 from utils.config import Config
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
-from utils.distributed.world import ALONE
+from utils.distributed.world import ALONE, World
 from utils.errors import UserError
 
 RANDOM = {"MODEL__DEPTH": 2, "MODEL__DROPOUT": 0.1, "MODEL__DROPPATH": 0.2, "DATA__BATCH_SIZE": 16}
@@ -155,6 +155,16 @@ def test_smaller_micro_batches_and_validation_are_not_compiled(tiny: Path, how: 
     assert graphs() == before
 
 
+def test_ranks_share_the_cores_for_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor
+
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    for world, expected in ((World(local_size=8, cores=3), 3), (World(local_size=10**6), 1)):
+        with inductor.patch(compile_threads=32):
+            compiling._configure_compiler(DataConfig(), in_precision("O0"), world)
+            assert inductor.compile_threads == expected
+
+
 @pytest.mark.slow
 def test_modules_forced_to_fp32_during_training_are_compiled_again(tiny: Path) -> None:
     words = {"MODEL__DEPTH": 2, "DATA__BATCH_SIZE": 16, **PRECISIONS["O2"]}
@@ -213,7 +223,7 @@ def test_cached_graphs_are_kept_apart_by_attention() -> None:
     try:
         for kind in ("flash", "efficient", "flash"):
             apply_attention(kind, torch.nn.Identity())
-            compiling._configure_compiler(DataConfig(), in_precision("O0"))
+            compiling._configure_compiler(DataConfig(), in_precision("O0"), ALONE)
             torch.compiler.reset()
             counters.clear()
             torch.compile(torch.nn.functional.scaled_dot_product_attention)(values, values, values)
@@ -228,7 +238,7 @@ def test_graph_cache_key_includes_the_precision() -> None:
     config: Any = torch.compiler.config
     tags = set()
     for level, dtype in [("O0", "bf16"), ("O1", "bf16"), ("O1", "fp16"), ("O1", "bf16"), ("O2", "fp16")]:
-        compiling._configure_compiler(DataConfig(), in_precision(level, dtype))
+        compiling._configure_compiler(DataConfig(), in_precision(level, dtype), ALONE)
         tags.add(config.cache_key_tag)
     assert len(tags) == 4
 
@@ -239,7 +249,7 @@ def test_cached_graphs_are_kept_apart_by_autocasts_dtype() -> None:
     layer, values = torch.nn.Linear(8, 8), torch.randn(4, 8)
     for dtype, expected in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         precision = in_precision("O1", dtype)
-        compiling._configure_compiler(DataConfig(), precision)
+        compiling._configure_compiler(DataConfig(), precision, ALONE)
         torch.compiler.reset()
         with precision.autocast():
             assert torch.compile(layer)(values).dtype is expected

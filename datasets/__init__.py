@@ -8,7 +8,7 @@ from datasets.loading.identity import data_identity, identity_of
 from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
 from datasets.loading.order import EpochOrder, Share, validation_batches
 from datasets.recognise import recognise
-from datasets.registry import check_dataset, count_classes, names, open_dataset, source_of
+from datasets.registry import check_dataset, comes_unsplit, count_classes, names, open_dataset, source_of
 from datasets.variants import Repeated, Sized
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "auto_workers",
     "balanced_order",
     "check_dataset",
+    "comes_unsplit",
     "count_classes",
     "data_identity",
     "decoder_of",

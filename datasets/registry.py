@@ -96,6 +96,11 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     _check_fold(source, data)
 
 
+def comes_unsplit(data: DataConfig) -> bool:
+    """Whether the data comes without a validation split, so that DATA.VAL_FRACTION or DATA.FOLD makes one."""
+    return _named(data).is_unsplit(data)
+
+
 def source_of(data: DataConfig) -> str:
     """The data set, and where it is read from, for messages."""
     return f"{data.DATASET} in {data.DATA_PATH}" if data.DATA_PATH and _named(data).reads_path else data.DATASET

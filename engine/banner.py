@@ -9,6 +9,7 @@ import torch
 
 from datasets import balanced_order
 from engine.distill.targets import teacher_of
+from engine.evaluated_data import images_of_all, title_of
 from engine.inputs.token_drop import describe_shortcuts
 from engine.machine.context import Run
 from engine.machine.device import describe_devices
@@ -72,7 +73,7 @@ def _data(config: Config, ready: Ready) -> str:
     classes = f"{config.MODEL.NUM_CLASSES} classes{', several labels per image' * config.DATA.MULTI_LABEL}"
     size = f"{config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_CHANNELS}"
     if not isinstance(ready, ReadyToTrain):
-        text = f"{config.DATA.DATASET}: {len(ready.val_set):,} validation images of {size}, {classes}"
+        text = f"{title_of(config.DATA)}: {images_of_all(config, config.DATA, len(ready.val_set))} of {size}, {classes}"
     else:
         text = (
             f"{config.DATA.DATASET}: {len(ready.train_set):,} training and {len(ready.val_set):,} validation images "

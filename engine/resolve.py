@@ -15,10 +15,12 @@ import timm
 from datasets import count_classes, recognise, source_of
 from engine.checkpoint.fields import Input, check_fields
 from engine.checkpoint.folder import META
+from engine.checkpoint.saved import Saved, find_saved
 from engine.checkpoint.weights_file import read_header
+from engine.evaluated_data import settings_for_evaluation
 from models import local_weights
 from models.names import is_timm_name
-from utils.config import Loaded
+from utils.config import Config, Loaded
 from utils.config.keys import choices, value_of
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
@@ -53,8 +55,11 @@ class Preprocessing:
 
 
 def resolve(loaded: Loaded) -> Loaded:
-    """The settings with a number for `auto` classes, the layout of DATA_PATH, and the preprocessing of the weights."""
-    return _with_preprocessing(_with_classes(_with_dataset(loaded)))
+    """The settings with a number for `auto` classes, the layout of DATA_PATH, and the preprocessing of the weights.
+
+    For an evaluation also with the split to evaluate.
+    """
+    return _with_part(_with_preprocessing(_with_classes(_with_dataset(loaded))))
 
 
 def _with_dataset(loaded: Loaded) -> Loaded:
@@ -120,6 +125,28 @@ def _other_crop_mode(loaded: Loaded, source: str) -> list[str]:
     if cfg is None or cfg.crop_mode == mine:
         return []
     return [f"{CROP_MODE} {mine} is used, as in the resumed run; timm's {source} has {cfg.crop_mode}"]
+
+
+def _with_part(loaded: Loaded) -> Loaded:
+    if not loaded.config.EVAL:
+        return loaded
+    given = {key for key, source in loaded.sources.items() if source.startswith("-") or source == "command line"}
+    found, notes = settings_for_evaluation(loaded.config, _evaluated(loaded.config), given)
+    return loaded.with_values({key: Entry(value, "the evaluated data") for key, value in found.items()}, notes)
+
+
+def _evaluated(config: Config) -> Saved | None:
+    """The weights that -eval evaluates; None if nothing is known of their training."""
+    wanted, source = config.MODEL.RESUME, config.MODEL.PRETRAINED
+    try:
+        if run := resumed_run(config):
+            return find_saved(run, "auto")[0]
+        if wanted not in (None, AUTO):
+            return find_saved(Path(str(wanted)), "auto")[0]
+        file = local_weights(source) if source else None
+        return find_saved(file, "auto")[0] if file else None
+    except UserError:  # loading the weights reports it, if it is one
+        return None
 
 
 def preprocessing_of(source: str) -> Preprocessing | None:

@@ -69,6 +69,7 @@ class WeightsMeta(_Fields):
     classes: list[str] | None = None
     fp32_modules: list[str] = []
     metrics: dict[str, float | None] = {}
+    samples: Samples | None = None
     settings: dict[str, Any] = {}
     """By dotted key; checked when they are loaded."""
     thresholds: dict[Literal["model", "ema"], list[float]] = {}
@@ -96,7 +97,6 @@ class Meta(WeightsMeta):
     best: BestState | None = None
     batch: Batch | None = None
     frozen: list[str] = []
-    samples: Samples | None = None
 
     @model_validator(mode="after")
     def _lists_files_of_its_own(self) -> Meta:

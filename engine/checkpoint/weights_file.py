@@ -56,7 +56,7 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], Which]:
             "run with python scripts/checkpoint.py strip RUN -out new.safetensors, or validate it with the settings of "
             f"its run: {_validate(file)}"
         )
-    meta = {key: header[key] for key in (*NEEDED, "metrics", "thresholds") if key in header}
+    meta = {key: header[key] for key in (*NEEDED, "metrics", "samples", "thresholds") if key in header}
     check_fields(WeightsMeta, meta, file)
     return meta, "ema" if EMA_WORDS.search(str(header.get("weights"))) else "model"
 

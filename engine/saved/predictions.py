@@ -94,10 +94,11 @@ def batches_of(
         loader.close()
 
 
-def validation_part(trained: Trained) -> ImageDataset:
-    """Validation split of the model's run."""
+def validation_part(trained: Trained, part: str = "val") -> ImageDataset:
+    """Validation split of the model's run, or another one, by DATA.PART."""
     config = trained.config
-    return open_dataset(config.DATA, False, config.MODEL.NUM_CLASSES, config.SEED, trained.precision.device)
+    data = config.DATA.model_copy(update={"PART": part})
+    return open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, trained.precision.device)
 
 
 def batch_size(trained: Trained) -> int:

@@ -235,7 +235,7 @@ def test_training_split_is_evaluated_without_augmentation(
     words = ("-part", "train", "DATA.SHIFT=0.5", "DATA.ROTATE=180")
     twice = [say(digits_run, *words, "-json", tmp_path / f"{n}.json") for n in range(2)]
     assert [done.code for done in twice] == [0, 0], twice[0].err
-    assert "digits, training: 1437 images" in twice[0].out
+    assert "digits, training split: 1,437 of 1,797 images" in twice[0].out
     plain = say(digits_run, "-part", "train")
     assert twice[0].out.partition("top-1")[2].splitlines()[:20] == plain.out.partition("top-1")[2].splitlines()[:20]
 
@@ -267,7 +267,8 @@ def test_bad_command_lines_are_refused(say: Callable[..., SimpleNamespace], digi
         ((), "required: RUN_OR_CHECKPOINT"),
         ((tmp_path / "none",), "no such file or folder"),
         ((digits_run, "-weights", "best"), "takes auto, model, ema or both"),
-        ((digits_run, "-part", "test"), "takes val or train"),
+        ((digits_run, "-part", "test"), "the data set digits has no test split"),
+        ((digits_run, "-part", "vol"), "takes train, val, test or all. Did you mean val?"),
         ((digits_run, "-bins", "0"), "-bins 0: takes a whole number from 1 to 1000"),
         ((digits_run, "-json", tmp_path / "x.txt"), "name a file that ends in .json"),
         ((digits_run, "-confusion", tmp_path / "no" / "x.png"), "does not exist"),

@@ -48,6 +48,14 @@ WEIGHTS = Flag(
     choices=("auto", "model", "ema"),
 )
 """For tools that load a trained model."""
+PART = Flag(
+    "part",
+    "split of the data set: train, val, test or all; training images are not augmented",
+    "PART",
+    default_text="val; of other data than the run's without a validation split all",
+    choices=("train", "val", "test", "all"),
+)
+"""For tools that read the images of the run's data set."""
 OVERWRITE = Flag("overwrite", "replace existing output files")
 """For tools that write a file named by the user."""
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from datasets import ImageDataset, check_dataset, open_dataset
-from datasets.images import Images
 from datasets.labels import ANY_LABEL
-from datasets.memory import ArraySamples, InMemory
+from engine.evaluated_data import data_for_evaluation, images_of_all, title_of
 from engine.saved.trained import Trained
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
@@ -29,6 +29,8 @@ class Part:
     """Model label of each data-set label; None if they are equal."""
     classes: int = 0
     """Number of the model's classes"""
+    counted: str = ""
+    """Its number of images, of how many, for the log"""
 
     def labels(self, labels: Tensor) -> Tensor:
         """The model's labels for those of the data set: one per image, or rows of zeros and ones."""
@@ -42,45 +44,37 @@ class Part:
         return rows
 
 
-def open_part(trained: Trained, train: bool) -> Part:
-    """Open the validation split, or the training split without augmentation."""
-    dataset = _open(trained, train)
-    data = trained.config.DATA
-    title = (
-        f"{data.DATASET}{f' in {data.DATA_PATH}' if data.DATA_PATH else ''}, {'training' if train else 'validation'}"
-    )
+def open_part(trained: Trained, given: Collection[str]) -> tuple[Part, list[str]]:
+    """Open the split to evaluate, without augmentation, and give notes on its choice.
+
+    `given`: the settings on the command line.
+    """
+    config = trained.config
+    data, notes = data_for_evaluation(config, trained.saved, given)
+    dataset = _open(trained, data)
+    title = title_of(data)
     if not len(dataset):
         raise UserError(f"{title}: the split has no images.")
-    return Part(dataset, title, _to_models(trained, dataset, title), int(trained.config.MODEL.NUM_CLASSES))
+    classes = int(config.MODEL.NUM_CLASSES)
+    to_models = _to_models(trained, dataset, title)
+    return Part(dataset, title, to_models, classes, images_of_all(config, data, len(dataset))), notes
 
 
-def _open(trained: Trained, train: bool) -> ImageDataset:
+def _open(trained: Trained, data: DataConfig) -> ImageDataset:
     config, device = trained.config, trained.precision.device
     classes = config.MODEL.NUM_CLASSES
     try:
-        check_dataset(config.DATA, classes, train=train)
-        dataset = open_dataset(config.DATA, train, classes, config.SEED, device)
+        check_dataset(data, classes, train=False)
+        return open_dataset(data, False, classes, config.SEED, device)
     except UserError as error:
         # If there are more classes than the model has, and they have names, the error below names them.
         try:
-            dataset = open_dataset(config.DATA, train, ANY_LABEL, config.SEED, device)
+            dataset = open_dataset(data, False, ANY_LABEL, config.SEED, device)
         except UserError:
             raise error from None
         if dataset.classes is None or trained.classes is None:
             raise error from None
-    return _without_augmentation(dataset, config.DATA, config.SEED, device) if train else dataset
-
-
-def _without_augmentation(dataset: ImageDataset, data: DataConfig, seed: int, device: torch.device) -> ImageDataset:
-    """The training split with the transform of validation."""
-    if not isinstance(dataset, Images | InMemory):
         return dataset
-    if isinstance(dataset.samples, ArraySamples):
-        cropped = dataset.cropped if isinstance(dataset, InMemory) else True
-        return InMemory(dataset.samples, data, False, seed, device, cropped)
-    return Images(
-        dataset.samples, data.model_copy(update={"EXCLUDE": None}), False, seed
-    )  # excluded images are left out already
 
 
 def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | None:

@@ -35,6 +35,7 @@ COPIED = (
     "metrics",
     "thresholds",
     "config_hash",
+    "samples",
 )
 """Fields of meta.json that the header gets."""
 OF_VALIDATION = ("metrics", "thresholds")

@@ -7,7 +7,7 @@
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Settings are those
 of the run; flags and settings of main_single_gpu.py override them, such as -batch_size and -amp, but not those of the
 model and its weights (-cfg, -resume, -pretrained, -num_classes). Classes of another data set are matched by name to
-those of the model.
+those of the model. Other data than the run's is evaluated whole, unless it has a validation split of its own.
 
 Precision, recall and F1 are means over the classes that have images. The calibration error is ECE: the mean distance
 between confidence and accuracy, over bins of equal width. A model with several labels per image gets mAP, F1 and exact
@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from tools.common.command_line import OVERWRITE, Tool, ToolLine, run_tool
+from tools.common.command_line import OVERWRITE, PART, Tool, ToolLine, run_tool
 from tools.common.output_file import check_output_file, writing
 from utils.better_weights import BOTH, Wanted, Which
 from utils.errors import EXIT_DONE, UserError
@@ -36,13 +36,7 @@ OWN = (
         default="auto",
         choices=("auto", "model", "ema", "both"),
     ),
-    Flag(
-        "part",
-        "split to evaluate: val, or train (without augmentation)",
-        "PART",
-        default="val",
-        choices=("val", "train"),
-    ),
+    PART,
     Flag("json", "write all metrics as JSON", "FILE.json", old=("out",)),
     Flag("confusion", "write the confusion matrix", "FILE.csv|png"),
     Flag("bins", "number of bins of the calibration error", "N", default=15, kind=whole(1, 1000)),
@@ -58,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 def _evaluate(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    model, weights, part, bins = (getattr(line.asked, name) for name in ("model", "weights", "part", "bins"))
+    model, weights, bins = (getattr(line.asked, name) for name in ("model", "weights", "bins"))
     out, matrix = line.file("json", ".json"), line.file("confusion", ".csv", ".png")
     _check(line)
     both = weights == "both"
@@ -75,16 +69,19 @@ def _evaluate(argv: list[str]) -> int:
     from tools.evaluate import show, show_labels
 
     log.setLevel("WARNING")  # building the model logs what the training has logged already
-    given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py")})
+    part = {"DATA.PART": (line.asked.part, "-part")} if line.asked.part else {}
+    given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
     trained = load_trained(model, "auto" if both else cast(Wanted, weights), given=given)
     for which in BOTH if both else ():
         trained.saved.require(which)
     if trained.multi_label and matrix is not None:
         raise UserError("-confusion: a confusion matrix needs one label per image; -json has each class's metrics.")
-    data = open_part(trained, part == "train")
+    data, notes = open_part(trained, {*given.flags, *given.words})
     log.setLevel("INFO")
     if not both:
         log.info("%s: %s", model, trained.choice)
+    for note in notes:
+        log.info("%s.", note)
     found: dict[Which, Any] = {}
     for which in BOTH if both else (trained.weights,):
         if which != trained.weights:

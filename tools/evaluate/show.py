@@ -25,7 +25,7 @@ TITLES = {"model": "model", "ema": "EMA"}
 def text(trained: Trained, part: Part, found: dict[Any, Figures]) -> str:
     """Metrics of the model, the EMA or both, and a table of classes."""
     first = next(iter(found.values()))
-    counted = f"{part.title}: {first.images} images of {int((first.support > 0).sum())} classes"
+    counted = f"{part.title}: {part.counted} of {int((first.support > 0).sum())} classes"
     counted += f"; calibration in {len(first.bins)} bins"
     what = f"{trained.config.MODEL.NAME} of {trained.source}, in {trained.precision.name}"
     rows = [["", *(TITLES[which] for which in found)]]

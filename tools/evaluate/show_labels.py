@@ -28,7 +28,7 @@ CELLS = {
 def text(trained: Trained, part: Part, found: dict[Any, LabelFigures]) -> str:
     """Metrics of the model, the EMA or both, and a table of classes."""
     first = next(iter(found.values()))
-    counted = f"{part.title}: {first.images} images with {int(first.support.sum())} labels of "
+    counted = f"{part.title}: {part.counted} with {int(first.support.sum())} labels of "
     counted += f"{int((first.support > 0).sum())} classes; {first.unlabelled} images without a label"
     what = f"{trained.config.MODEL.NAME} of {trained.source}, in {trained.precision.name}; {trained.thresholds()[1]}"
     rows = [["", *(TITLES[which] for which in found)]]

@@ -1,0 +1,117 @@
+"""The images that a model is evaluated on: DATA.PART, and settings that other data than the run's does not inherit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+
+from datasets import comes_unsplit, identity_of, open_dataset, source_of
+from datasets.base import TITLES
+from engine.checkpoint.saved import Saved
+from utils.config import Config
+from utils.config.data import DataConfig
+from utils.config.keys import default_of, value_of
+from utils.config.kinds import AUTO
+from utils.distributed.world import ALONE
+from utils.errors import UserError
+
+PART = "DATA.PART"
+OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.LISTING")
+"""Settings that fit the run's own data alone."""
+
+
+def settings_for_evaluation(
+    config: Config, saved: Saved | None, given: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Settings of DATA that an evaluation of the weights `saved` changes, by key, and notes for the log.
+
+    `given`: the settings on the command line, which stay.
+    """
+    place, data_of_run = source_of(config.DATA), _is_data_of_run(config, saved)
+    if data_of_run == "same place":
+        return ({PART: "val"} if config.DATA.PART == AUTO else {}), []
+    changes: dict[str, Any] = {}
+    notes: list[str] = []
+    if saved is not None and data_of_run != "moved":
+        changes = {key: default_of(key) for key in OF_OWN_DATA if key not in given}
+        if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
+            notes.append(f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {place} is other data")
+    if config.DATA.PART != AUTO:
+        return changes, notes
+    unsplit = comes_unsplit(_with(config, changes).DATA)
+    part = "all" if unsplit and data_of_run == "other" else "val"
+    if data_of_run == "other":
+        why = " and has no validation split of its own" if unsplit else ""
+        notes.append(f"{PART} {part}: {place} is not the data that the model was trained on{why}")
+    elif data_of_run == "moved":
+        notes.append(f"{PART} {part}: {place} is the data that the model was trained on, in another place")
+    elif unsplit:
+        notes.append(
+            f"{PART} {part}: whether the model was trained on {place} is unknown, so the split of a training "
+            "(DATA.VAL_FRACTION) is evaluated; -part all evaluates all images"
+        )
+    return {**changes, PART: part}, notes
+
+
+def _is_data_of_run(config: Config, saved: Saved | None) -> Literal["same place", "moved", "other", "unknown"]:
+    own, samples = (saved.settings() or {}, saved.meta.get("samples")) if saved else ({}, None)
+    if "DATA.DATASET" not in own:
+        return "unknown"
+    place = {"DATASET": own["DATA.DATASET"], "DATA_PATH": own.get("DATA.DATA_PATH")}
+    if _place(config.DATA) == _place(config.DATA.model_copy(update=place)):
+        return "same place"
+    if not samples:
+        return "unknown"
+    return "moved" if _has_samples(config, samples) else "other"
+
+
+def _place(data: DataConfig) -> str:
+    path = data.DATA_PATH
+    if path is not None and "://" not in path:
+        data = data.model_copy(update={"DATA_PATH": os.path.realpath(os.path.expanduser(path))})
+    try:
+        return source_of(data)
+    except UserError:  # an unknown name of a data set, such as that of a folder that was not exported
+        return data.DATASET
+
+
+def _has_samples(config: Config, samples: dict[str, Any]) -> bool:
+    """Whether the training split has the names and labels of these samples, the `identity_of` a run's."""
+    from engine.setup import training_data  # imports torch's training parts, which few evaluations need
+
+    field = "data" if "data" in samples else "order"  # which older checkpoints have
+    try:
+        one_by_one = _with(config, {"DATA.BATCH_SIZE": 1, PART: AUTO})
+        train_set, loader = training_data(one_by_one, ALONE, torch.device("cpu"))
+    except UserError:
+        return False
+    return identity_of(train_set, loader.order).get(field) == samples.get(field)
+
+
+def _with(config: Config, changes: dict[str, Any]) -> Config:
+    """The settings with changes in DATA."""
+    data = config.DATA.model_copy(update={key.removeprefix("DATA."): value for key, value in changes.items()})
+    return config.model_copy(update={"DATA": data})
+
+
+def data_for_evaluation(config: Config, saved: Saved, given: Collection[str]) -> tuple[DataConfig, list[str]]:
+    """DATA as `settings_for_evaluation` changes it, and the notes."""
+    changes, notes = settings_for_evaluation(config, saved, given)
+    return _with(config, changes).DATA, notes
+
+
+def title_of(data: DataConfig) -> str:
+    """'imagefolder in /data/flowers, validation split'."""
+    return f"{source_of(data)}, {TITLES['val' if data.PART == AUTO else data.PART]}"
+
+
+def images_of_all(config: Config, data: DataConfig, images: int) -> str:
+    """'84 of 837 images', where the split was made by a fraction of the images, or is all of them; else '84 images'."""
+    if data.PART != "all" and not comes_unsplit(data):
+        return f"{images:,} images"
+    everything = data.model_copy(update={"PART": "all", "EXCLUDE": None})
+    whole = open_dataset(everything, False, value_of(config, "MODEL.NUM_CLASSES"), config.SEED, torch.device("cpu"))
+    return f"{images:,} of {len(whole):,} images"

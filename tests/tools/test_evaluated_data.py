@@ -1,0 +1,139 @@
+"""Which images a model is evaluated on: -part, and other data than the run's (evaluate.py and -eval)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.program import Result, metrics, save_image
+from tools.checkpoint import command as checkpoint
+
+RECIPE = """\
+DATA: {{DATASET: imagefolder, DATA_PATH: {path}, IMAGE_SIZE: 8, BATCH_SIZE: 8, NUM_WORKERS: 0, EXCLUDE: {exclude}}}
+MODEL: {{NAME: tiny, NUM_CLASSES: 3, PATCH_SIZE: 4, EMBED_DIM: 16, DEPTH: 1, NUM_HEADS: 2}}
+TRAIN: {{NUM_EPOCHS: 1, WARMUP_EPOCHS: 0, BASE_LR: 2e-3}}
+THREADS: 1
+DEVICE: cpu
+"""
+
+
+def folders(root: Path, prefix: str, each: int, classes: str = "abc") -> Path:
+    for name in classes:
+        for number in range(each):
+            save_image(root / name / f"{prefix}{number}.jpg", seed=ord(name) * 100 + number, size=(12, 12))
+    return root
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    """A run on 30 images in class folders, without one that DATA.EXCLUDE names."""
+    from tests.program import run_program
+
+    folders(place / "own", "own", 10)
+    (place / "exclude.txt").write_text("a/own3.jpg\nb/new1.jpg\n")
+    recipe = RECIPE.format(path=place / "own", exclude=place / "exclude.txt")
+    (place / "icons.yaml").write_text(recipe)
+    done = run_program("-cfg", place / "icons.yaml", "-output", place / "run", streams=place)
+    assert done.code == 0, done.text
+    return place / "run"
+
+
+def evaluated(vitamp: Callable[..., Result], run: Path, *words: object) -> str:
+    """The line of evaluate.py that counts the images, after checking that it and -eval have the same metrics."""
+    out = run.parent / "eval.json"
+    done = vitamp(run, *words, "-json", out, "-overwrite", script="scripts/evaluate.py")
+    assert done.code == 0, done.text
+    shutil.rmtree(run.parent / "eval", ignore_errors=True)
+    same = vitamp("-eval", "-resume", run, "-output", run.parent / "eval", *words)
+    assert same.code == 0, same.text
+    (line,) = metrics(run.parent / "eval", "val")
+    found = json.loads(out.read_text(encoding="utf-8"))["figures"]["model"]
+    assert (found["acc1"], found["nll"]) == (line["acc1"], pytest.approx(line["loss"], rel=1e-6))
+    (counts,) = [one for one in done.out.splitlines() if "calibration in" in one]
+    counts = counts.partition(" of 3 classes")[0]
+    assert f"{counts} of 8 x 8" in same.text
+    return counts + "".join(f"\n{note}" for note in done.out.splitlines() if note.startswith("DATA."))
+
+
+def test_each_part_of_the_runs_own_data(vitamp: Callable[..., Result], run: Path, place: Path) -> None:
+    own = f"imagefolder in {place / 'own'}"
+    assert evaluated(vitamp, run) == f"{own}, validation split: 3 of 30 images"
+    assert evaluated(vitamp, run, "-part", "train") == f"{own}, training split: 26 of 30 images"
+    assert evaluated(vitamp, run, "-part", "all") == f"{own}, all images: 29 of 30 images"
+    done = vitamp(run, "-part", "test", script="scripts/evaluate.py")
+    assert done.code == 2
+    assert "has no test split; -part val evaluates the validation split" in done.err
+
+
+def test_all_of_other_data_is_evaluated_without_the_runs_exclusions(
+    vitamp: Callable[..., Result], run: Path, place: Path, tmp_path: Path
+) -> None:
+    other = folders(tmp_path / "new", "new", 5)
+    found = evaluated(vitamp, run, "-data_path", other)
+    why = "is not the data that the model was trained on and has no validation split of its own"
+    assert f"imagefolder in {other}, all images: 15 of 15 images\n" in found
+    assert f"\nDATA.PART all: imagefolder in {other} {why}." in found
+    assert f"DATA.EXCLUDE {place / 'exclude.txt'} of the run has no effect: imagefolder in {other} is other" in found
+    excluded = evaluated(vitamp, run, "-data_path", other, f"DATA.EXCLUDE={place / 'exclude.txt'}")
+    assert f"imagefolder in {other}, all images: 14 of 15 images\n" in excluded
+    part = evaluated(vitamp, run, "-data_path", other, "-part", "val")
+    assert part.startswith(f"imagefolder in {other}, validation split: 3 of 15 images")
+
+
+def test_other_data_with_splits_is_evaluated_on_its_validation_split(
+    vitamp: Callable[..., Result], run: Path, tmp_path: Path
+) -> None:
+    for name, each in (("train", 5), ("valid", 2), ("test", 3)):
+        folders(tmp_path / "new" / name, name, each)
+    found = evaluated(vitamp, run, "-data_path", tmp_path / "new")
+    assert found.startswith(f"imagefolder in {tmp_path / 'new'}, validation split: 6 images\n")
+    assert "is not the data that the model was trained on." in found
+    test = evaluated(vitamp, run, "-data_path", tmp_path / "new", "-part", "test")
+    assert test.startswith(f"imagefolder in {tmp_path / 'new'}, test split: 9 images")
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_data_that_has_moved_keeps_the_split_of_the_run(
+    vitamp: Callable[..., Result], run: Path, place: Path, tmp_path: Path, older: bool
+) -> None:
+    shutil.copytree(place / "own", tmp_path / "moved")
+    if older:  # its checkpoint has the labels and the order of the samples, not their names
+        run = shutil.copytree(run, tmp_path / "run")
+        (file,) = run.glob("checkpoints/*/meta.json")
+        meta = json.loads(file.read_text())
+        del meta["samples"]["data"]
+        del meta["meta_sha256"]
+        file.write_text(json.dumps(meta))
+    found = evaluated(vitamp, run, "-data_path", tmp_path / "moved")
+    assert found.startswith(f"imagefolder in {tmp_path / 'moved'}, validation split: 3 of 30 images\n")
+    assert "is the data that the model was trained on, in another place." in found
+    (tmp_path / "moved" / "a" / "own3.jpg").rename(tmp_path / "moved" / "a" / "own99.jpg")
+    assert "all images: 30 of 30 images" in evaluated(vitamp, run, "-data_path", tmp_path / "moved")
+
+
+def test_stripped_weights_recognise_the_data_of_their_run(
+    vitamp: Callable[..., Result], run: Path, place: Path, tmp_path: Path
+) -> None:
+    assert checkpoint.main(["strip", str(run), "-out", str(tmp_path / "w.safetensors")]) == 0
+    other = folders(tmp_path / "new", "new", 5)
+    for data, said in ((place / "own", "validation split: 3 of 30"), (other, "all images: 15 of 15")):
+        words = ("-data_path", data, f"DATA.EXCLUDE={place / 'exclude.txt'}" if data != other else "SEED=0")
+        done = vitamp(tmp_path / "w.safetensors", *words, script="scripts/evaluate.py")
+        assert done.code == 0, done.text
+        assert said in done.out
+
+
+def test_part_is_for_evaluation(vitamp: Callable[..., Result], place: Path, run: Path, tmp_path: Path) -> None:
+    assert run.is_dir()
+    done = vitamp("-cfg", place / "icons.yaml", "-part", "test", "-output", tmp_path / "run")
+    assert done.code == 2
+    assert "-part: DATA.PART: test is for -eval; training always validates on the validation split" in done.err

@@ -50,7 +50,7 @@ FLOORS: dict[str, list[str]] = {
         "update",
         "checkpoint compile",
         "report distill",
-        "trainer+setup+wrapping+unfreeze+evaluate+preflight+resolve+banner+run_folder+run_lock+branch",
+        "trainer+setup+wrapping+unfreeze+evaluate+preflight+resolve+banner+run_folder+run_lock+branch+evaluated_data",
         "fit saved",
         "entry+run+run_evaluation",
     ],

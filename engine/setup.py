@@ -27,7 +27,8 @@ from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
 from engine.amp.prepare_model import prepare_model
 from engine.checkpoint.folder import Checkpoint
-from engine.checkpoint.state import check_samples, restore
+from engine.checkpoint.refusals import check_batch, check_samples
+from engine.checkpoint.state import restore
 from engine.compile.cache import prepare_compiler_cache
 from engine.distill.targets import distil, teacher_of
 from engine.distill.teacher import check_teacher_matches
@@ -143,8 +144,9 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         from_ema = bool(config.MODEL.RESUME_EMA) and config.MODEL.RESUME != AUTO
-        position, best = restore(parts, checkpoint, global_batch(config, world), updates, from_ema)
-        check_samples(checkpoint, position, identity_of(train_set, loader.order), config.DATA)
+        position, best = restore(parts, checkpoint, updates, from_ema)
+        check_batch(checkpoint, position, config, world)
+        check_samples(checkpoint, position, identity_of(train_set, loader.order), config, world)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
     parts.set_up_forward()

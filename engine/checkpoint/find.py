@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
     found = newest_good(root, epoch, check)
     if found is None:
         which = f" of epoch {epoch}" if epoch else ""
-        raise UserError(f"-resume {path}: no usable checkpoint{which} found (looked for {root}/step-*).")
+        saved = f" {_ends_in_words(root)}" if epoch else ""
+        raise UserError(f"-resume {path}: no usable checkpoint{which} found (looked for {root}/step-*).{saved}")
     return found
 
 
@@ -69,7 +71,7 @@ def _of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
     if epoch and not _ends(checkpoint, epoch):
         raise UserError(
             f"{checkpoint.folder}: saved in epoch {checkpoint.meta['epoch']}, not at the end of epoch {epoch} "
-            "(TRAIN.LAST_EPOCH)."
+            f"(TRAIN.LAST_EPOCH). {_ends_in_words(checkpoint.folder.parent)}"
         )
     return checkpoint
 
@@ -77,6 +79,25 @@ def _of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
 def _ends(checkpoint: Checkpoint, epoch: int) -> bool:
     """Whether it was saved at the end of that epoch, not within it."""
     return checkpoint.meta["epoch"] == epoch and checkpoint.meta.get("epoch_finished", False)
+
+
+def ended_epochs(root: Path) -> dict[int, int]:
+    """Epochs at whose end a checkpoint was saved -> its update."""
+    found = {}
+    for update, folder in checkpoints_in(root).items():
+        with contextlib.suppress(UserError):
+            checkpoint = inspect(folder)
+            if _ends(checkpoint, checkpoint.meta["epoch"]):
+                found[checkpoint.meta["epoch"]] = update
+    return found
+
+
+def _ends_in_words(root: Path) -> str:
+    epochs = sorted(ended_epochs(root))
+    if not epochs:
+        return "No checkpoint was saved at the end of an epoch."
+    saved = f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {', '.join(map(str, epochs))}"
+    return f"There is a checkpoint of the end of {saved}: use -last_epoch {epochs[-1]}."
 
 
 def newest_good(root: Path, epoch: int = 0, check: Check = verify) -> Checkpoint | None:

@@ -23,7 +23,7 @@ from engine.parallel.fsdp import Sharding, is_sharded, local_shard, local_shards
 from engine.speed.channels_last import match_memory_format
 from engine.update import Parts
 from models import frozen_weights
-from utils.config import Config, DataConfig, config_of_run, differences, load_config
+from utils.config import Config, config_of_run, differences, load_config
 from utils.config.keys import OF_ONE_START, settings
 from utils.config.resumed import with_former
 from utils.distributed.world import sum_over_ranks
@@ -89,9 +89,7 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def restore(
-    parts: Parts, checkpoint: Checkpoint, global_batch: int, per_epoch: int, from_ema: bool = False
-) -> tuple[Position, Best]:
+def restore(parts: Parts, checkpoint: Checkpoint, per_epoch: int, from_ema: bool = False) -> tuple[Position, Best]:
     """Restore all of the training state but the optimiser's settings, which come from the config.
 
     `from_ema`: resume with the saved EMA as the model's weights.
@@ -101,13 +99,13 @@ def restore(
             f"MODEL.RESUME_EMA: {checkpoint.folder} has no {EMA}; the run had no EMA. Leave the setting out."
         )
     try:
-        return _restore(parts, checkpoint, checkpoint.state(), global_batch, per_epoch, EMA if from_ema else MODEL)
+        return _restore(parts, checkpoint, checkpoint.state(), per_epoch, EMA if from_ema else MODEL)
     except (KeyError, TypeError) as error:
         raise UserError(f"{checkpoint.folder / STATE}: not a state that vitamp saved ({error!r}).") from None
 
 
 def _restore(
-    parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], global_batch: int, per_epoch: int, weights: str
+    parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], per_epoch: int, weights: str
 ) -> tuple[Position, Best]:
     sharding = parts.sharding
     load_weights(parts.model, checkpoint.lazy_tensors(weights), f"{checkpoint.folder / weights}", sharding)
@@ -134,54 +132,9 @@ def _restore(
             log.info("The EMA starts from the checkpoint's weights, since the checkpoint has no EMA.")
     position = Position(**{"validated": state["position"]["update"], **state["position"]})
     best = _best_of(state["best"])
-    if position.step and state["global_batch"] != global_batch:
-        raise UserError(
-            f"{checkpoint.folder}: saved within an epoch with a global batch of {state['global_batch']}, but this "
-            f"run's is {global_batch} (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER). Make them equal."
-        )
     parts.schedule.restore(_place_on_schedule(state["moved"], _updates_of_an_epoch(checkpoint, position), per_epoch))
     parts.meters.restore(**state["meters"])
     return position, best
-
-
-def check_samples(checkpoint: Checkpoint, position: Position, now: dict[str, Any], data: DataConfig) -> None:
-    """Raise UserError for another fold, or if the rest of an epoch would have other samples or another order.
-
-    `now`: the `identity_of` them.
-    """
-    _check_fold(checkpoint, data)
-    saved = checkpoint.meta.get("samples") or now  # older checkpoints have none
-    change = _change_of_samples(saved, now)
-    if change is None:
-        return
-    if not 0 < position.step < saved["updates"]:
-        log.warning("The training samples have changed since the checkpoint: %s.", change)
-        return
-    raise UserError(
-        f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "
-        f"{change}. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.VAL_FRACTION and the files. Restore the "
-        "former samples and order, or resume from the end of a saved epoch with -last_epoch."
-    )
-
-
-def _change_of_samples(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
-    if saved["number"] != now["number"]:
-        return f"{saved['number']} then, {now['number']} now"
-    if saved.get("data", now["data"]) != now["data"]:  # older checkpoints have only the order and the labels
-        return f"{now['number']} as before, but with other names or labels, or named in another order"
-    return None if saved["order"] == now["order"] else f"{now['number']} as before, in another order"
-
-
-def _check_fold(checkpoint: Checkpoint, data: DataConfig) -> None:
-    """Raise UserError for another fold: it would validate on images that the run was trained on."""
-    settings = checkpoint.meta.get("settings", {})
-    saved, seed = settings.get("DATA.FOLD"), settings.get("DATA.SPLIT_SEED", 0)
-    if saved != data.FOLD or (saved is not None and seed != data.SPLIT_SEED):
-        raise UserError(
-            f"{checkpoint.folder}: trained with DATA.FOLD {saved or 'null'} and DATA.SPLIT_SEED {seed}; with DATA.FOLD "
-            f"{data.FOLD or 'null'} and DATA.SPLIT_SEED {data.SPLIT_SEED} it would be validated on images that it was "
-            "trained on. Set both back, or start a new run."
-        )
 
 
 def _updates_of_an_epoch(checkpoint: Checkpoint, position: Position) -> int | None:

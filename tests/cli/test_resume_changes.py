@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -195,6 +196,41 @@ def test_batch_and_order_cannot_change_in_the_middle_of_an_epoch(
     assert done.code == 2, done.text
     assert "saved within" in done.err
     assert saved(run) == {"step-000000005"}
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_refused_batch_and_order_name_commands_that_lead_on(
+    vitamp: Callable[..., Result], run: Path, tmp_path: Path, accumulated: int
+) -> None:
+    each = 32 // accumulated
+    batch = ("-batch_size", each, "-accum_iter", accumulated)
+    assert vitamp("-resume", run, MORE, *batch, "TRAIN.MAX_UPDATES=93").code == 0
+    for change in (("-batch_size", 2 * each), ("SEED=1",)):
+        refused = vitamp("-resume", "auto", "-output", run, "TRAIN.MAX_UPDATES=95", *change)
+        assert refused.code == 2, refused.text
+        commands = [shlex.split(line) for line in refused.err.splitlines() if line.startswith("  python ")]
+        assert len(commands) == (2 if change[0] == "-batch_size" else 1), refused.err
+        for number, (_, script, *given) in enumerate(commands):
+            copy = shutil.copytree(run, tmp_path / f"{change[0]}-{number}")
+            words = [word.replace(str(run), str(copy)) for word in given]
+            done = vitamp(*words, "TRAIN.MAX_UPDATES=95", script=script)
+            assert done.code == 0, done.text
+            back = "-last_epoch" in words
+            assert f"epoch 3, {88 if back else 93} updates done" in done.out
+            assert ("-last_epoch 2" in " ".join(words)) is back
+            images = each * accumulated * (2 if back and change[0] == "-batch_size" else 1)
+            assert f"accumulated = {images}; " in done.out
+            assert (copy / "before-resume-88").exists() is back
+
+
+def test_epoch_that_is_not_saved_lists_those_that_are(vitamp: Callable[..., Result], run: Path) -> None:
+    words = "There is a checkpoint of the end of epochs 1, 2: use -last_epoch 2."
+    for path, said in (
+        (run, "no usable checkpoint of epoch 3 found"),
+        (run / "checkpoints" / "step-000000044", "saved in epoch 1, not at the end of epoch 3"),
+    ):
+        done = vitamp("-resume", path, "-last_epoch", 3, MORE)
+        assert (done.code, said in done.err, words in done.err) == (2, True, True), done.text
 
 
 def test_copies_under_own_names_are_left_alone(vitamp: Callable[..., Result], run: Path) -> None:

@@ -19,7 +19,7 @@ from engine.parallel.sync_batch_norm import sync_batch_norm
 from engine.setup import ReadyToTrain
 from models import build_without_weights, classifiers, frozen_weights
 from models.freeze import freeze
-from tests.engine.checkpoint.test_restore import GLOBAL_BATCH, PER_EPOCH, everything, save
+from tests.engine.checkpoint.test_restore import PER_EPOCH, everything, save
 from tests.engine.parallel.test_sync_batch_norm import TWO, precision_on
 from tests.engine.small import build, train, windows
 from utils.config import Config, load_config
@@ -277,7 +277,7 @@ def test_frozen_run_resumes_bit_for_bit(tiny: Path, tmp_path: Path, words: dict[
     checkpoint = save(whole, tmp_path, 4, (1, 4))
     train(whole, 4, source, done=4)
     resumed = build(tiny, **words)
-    restore(resumed.parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+    restore(resumed.parts, checkpoint, PER_EPOCH)
     train(resumed, 4, islice(resumed.train_loader.epoch(1, start=4), 4), done=4)
     ended, expected = everything(resumed), everything(whole)
     assert {key for key in expected if expected[key] != ended.get(key)} == set()
@@ -293,7 +293,7 @@ def test_moments_survive_thawing_and_freezing_again(
     checkpoint = save(head, tmp_path / "a", 3)
     checkpoint.meta["frozen"] = frozen_weights(head.model)
     thawed = build(tiny, **words, MODEL__FREEZE="patch_embed")
-    position, _ = restore(thawed.parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+    position, _ = restore(thawed.parts, checkpoint, PER_EPOCH)
     assert equal_moments(head, thawed, "head.weight")
     with caplog.at_level("INFO", "vitamp"):
         log_resumption(checkpoint, load_config(str(tiny)).config, thawed.parts, position)
@@ -302,7 +302,7 @@ def test_moments_survive_thawing_and_freezing_again(
     train(thawed, 2, done=3)
     assert moved(thawed.model, before) == set(before) - {"patch_embed.proj.weight", "patch_embed.proj.bias"}
     again = build(tiny, **words, MODEL__FREEZE="blocks.*")
-    restore(again.parts, save(thawed, tmp_path / "b", 5), GLOBAL_BATCH, PER_EPOCH)
+    restore(again.parts, save(thawed, tmp_path / "b", 5), PER_EPOCH)
     assert equal_moments(thawed, again, "head.weight")
     assert equal_moments(thawed, again, "norm.bias")
     train(again, 1, done=5)
@@ -320,7 +320,7 @@ def test_resume_from_the_ema_with_frozen_weights(tiny: Path, tmp_path: Path) -> 
     assert trained.parts.ema is not None
     average = trained.parts.ema.module.state_dict()
     resumed = build(tiny, **EMA, **BACKBONE)
-    restore(resumed.parts, save(trained, tmp_path / "a", 3), GLOBAL_BATCH, PER_EPOCH, from_ema=True)
+    restore(resumed.parts, save(trained, tmp_path / "a", 3), PER_EPOCH, from_ema=True)
     assert resumed.parts.ema is not None
     assert not moved(resumed.model, average)
     assert not moved(resumed.parts.ema.module, average)
@@ -329,4 +329,4 @@ def test_resume_from_the_ema_with_frozen_weights(tiny: Path, tmp_path: Path) -> 
     assert moved(resumed.model, average) == {"head.weight", "head.bias"}
     without = build(tiny)
     with pytest.raises(UserError, match=r"MODEL\.RESUME_EMA.*the run had no EMA"):
-        restore(without.parts, save(without, tmp_path / "b", 1), GLOBAL_BATCH, PER_EPOCH, from_ema=True)
+        restore(without.parts, save(without, tmp_path / "b", 1), PER_EPOCH, from_ema=True)

@@ -87,7 +87,7 @@ def test_resumed_training_equals_uninterrupted(tiny: Path, tmp_path: Path, words
     train(whole, 5, source, done=6)
 
     resumed = build(tiny, **words)
-    position, best = restore(resumed.parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+    position, best = restore(resumed.parts, checkpoint, PER_EPOCH)
     assert (position, best) == (Position(1, 6, 6), Best(12.5, "ema_acc1", 3, 1, 2))
     now = everything(resumed)
     assert {key for key in at_six if at_six[key] != now.get(key)} <= {"last_rate"}
@@ -104,7 +104,7 @@ def test_resume_restores_loss_scaler(tiny: Path, tmp_path: Path) -> None:
     train(ready, 6)
     checkpoint = save(ready, tmp_path, 6)
     resumed = build(tiny, **words, AMP__INCR_EVERY_N_STEPS=3, AMP__INCR_RATIO=8)
-    restore(resumed.parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+    restore(resumed.parts, checkpoint, PER_EPOCH)
     scaler = resumed.parts.precision.scaler
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (128.0, 2)
     assert (scaler.get_growth_factor(), scaler.get_growth_interval()) == (8.0, 3), "settings are the present ones"
@@ -116,11 +116,11 @@ def test_resume_accepts_another_precision(tiny: Path, tmp_path: Path) -> None:
     plain = build(tiny)
     train(plain, 2)
     to_fp16 = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=32)
-    restore(to_fp16.parts, save(plain, tmp_path / "a", 2), GLOBAL_BATCH, PER_EPOCH)
+    restore(to_fp16.parts, save(plain, tmp_path / "a", 2), PER_EPOCH)
     assert to_fp16.parts.precision.scaler.get_scale() == 32.0
     train(to_fp16, 2, done=2)
     back = build(tiny)
-    restore(back.parts, save(to_fp16, tmp_path / "b", 4), GLOBAL_BATCH, PER_EPOCH)
+    restore(back.parts, save(to_fp16, tmp_path / "b", 4), PER_EPOCH)
     train(back, 1, done=4)
     assert back.parts.schedule.moved == 5
 
@@ -129,20 +129,20 @@ def test_resume_may_add_or_drop_ema(tiny: Path, tmp_path: Path) -> None:
     without = build(tiny)
     train(without, 2)
     later = build(tiny, TRAIN__MODEL_EMA="true")
-    restore(later.parts, save(without, tmp_path / "a", 2), GLOBAL_BATCH, PER_EPOCH)
+    restore(later.parts, save(without, tmp_path / "a", 2), PER_EPOCH)
     assert later.parts.ema is not None
     for name, tensor in later.parts.ema.module.state_dict().items():
         assert torch.equal(tensor, without.parts.model.state_dict()[name]), "it begins with the weights there are"
     train(later, 1, done=2)
     assert int(later.parts.ema.updates) == 1
-    restore(build(tiny).parts, save(later, tmp_path / "b", 3), GLOBAL_BATCH, PER_EPOCH)
+    restore(build(tiny).parts, save(later, tmp_path / "b", 3), PER_EPOCH)
 
 
 def test_resume_takes_optimizer_settings_from_config(tiny: Path, tmp_path: Path) -> None:
     ready = build(tiny, TRAIN__WEIGHT_DECAY=0.1)
     train(ready, 1)
     resumed = build(tiny, TRAIN__WEIGHT_DECAY=0.2, TRAIN__OPTIMIZER__BETAS="0.8 0.9")
-    restore(resumed.parts, save(ready, tmp_path, 1), GLOBAL_BATCH, PER_EPOCH)
+    restore(resumed.parts, save(ready, tmp_path, 1), PER_EPOCH)
     groups = resumed.parts.optimizer.param_groups
     assert {group["weight_decay"] for group in groups} == {0.0, 0.2}
     assert {group["betas"] for group in groups} == {(0.8, 0.9)}
@@ -151,24 +151,24 @@ def test_resume_takes_optimizer_settings_from_config(tiny: Path, tmp_path: Path)
 def test_resume_with_another_architecture_lists_differences(tiny: Path, tmp_path: Path) -> None:
     checkpoint = save(build(tiny), tmp_path, 1)
     with pytest.raises(UserError) as error:
-        restore(build(tiny, MODEL__NUM_CLASSES=12, MODEL__DEPTH=2).parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+        restore(build(tiny, MODEL__NUM_CLASSES=12, MODEL__DEPTH=2).parts, checkpoint, PER_EPOCH)
     text = str(error.value)
     assert "head.weight: (10, 16) in the file, (12, 16) in the model" in text
     assert "blocks.1.norm1.weight: missing in the file" in text
     assert "... and " in text
     with pytest.raises(UserError, match=r"only in the file"):
-        restore(build(tiny).parts, save(build(tiny, MODEL__DEPTH=2), tmp_path / "deep", 1), GLOBAL_BATCH, PER_EPOCH)
+        restore(build(tiny).parts, save(build(tiny, MODEL__DEPTH=2), tmp_path / "deep", 1), PER_EPOCH)
 
 
 def test_resume_with_another_optimizer_is_refused(tiny: Path, tmp_path: Path) -> None:
     checkpoint = save(build(tiny), tmp_path, 1)
     with pytest.raises(UserError, match=r"trained with AdamW, but the optimiser is SGD now"):
-        restore(build(tiny, TRAIN__OPTIMIZER__NAME="SGD").parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+        restore(build(tiny, TRAIN__OPTIMIZER__NAME="SGD").parts, checkpoint, PER_EPOCH)
     state = torch.load(checkpoint.folder / "state.pt", weights_only=True)
     del state["trained"]  # as in checkpoints of before it was kept
     torch.save(state, checkpoint.folder / "state.pt")
     with pytest.raises(UserError, match="WEIGHT_DECAY_ALL"):
-        restore(build(tiny, TRAIN__WEIGHT_DECAY_ALL="true").parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+        restore(build(tiny, TRAIN__WEIGHT_DECAY_ALL="true").parts, checkpoint, PER_EPOCH)
 
 
 def test_resume_keeps_moments_of_regrouped_weights(tiny: Path, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_resume_keeps_moments_of_regrouped_weights(tiny: Path, tmp_path: Path) -
     train(ready, 3)
     checkpoint = save(ready, tmp_path, 3)
     resumed = build(tiny, TRAIN__WEIGHT_DECAY_ALL="true", TRAIN__LAYER_DECAY=0.5)
-    restore(resumed.parts, checkpoint, GLOBAL_BATCH, PER_EPOCH)
+    restore(resumed.parts, checkpoint, PER_EPOCH)
     for name, moments in moments_of(ready).items():
         assert all(torch.equal(value, moments_of(resumed)[name][key]) for key, value in moments.items()), name
     train(resumed, 1, done=3)
@@ -185,13 +185,6 @@ def test_resume_keeps_moments_of_regrouped_weights(tiny: Path, tmp_path: Path) -
 def moments_of(ready: ReadyToTrain) -> dict[str, dict[str, Tensor]]:
     state = ready.parts.optimizer.state
     return {name: state[weight] for name, weight in ready.model.named_parameters() if weight in state}
-
-
-def test_resume_refuses_another_global_batch_within_an_epoch(tiny: Path, tmp_path: Path) -> None:
-    ready = build(tiny)
-    with pytest.raises(UserError, match=r"32.*64"):
-        restore(ready.parts, save(ready, tmp_path, 1, (1, 1)), 64, PER_EPOCH)
-    restore(ready.parts, save(ready, tmp_path, 44, (2, 0)), 64, PER_EPOCH)
 
 
 def test_state_has_plain_types_only(tiny: Path) -> None:

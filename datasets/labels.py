@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from utils.log import log
 
 ANY_LABEL = 2**63
 """In place of a number of classes: labels are not checked. For tools that look for wrong labels. Exceeds int64."""
+
+MOST_WITH_GAPS = 100_000
+"""Classes of which most may lack images if they are counted (-num_classes auto): more than public numberings have."""
 
 
 def members_of_classes(labels: np.ndarray) -> list[np.ndarray]:
@@ -26,9 +29,30 @@ def images_of_classes(labels: np.ndarray, classes: int) -> np.ndarray:
     return np.bincount(labels, minlength=classes)[:classes]
 
 
+def number_of_digits(digits: str) -> int:
+    """The number that these digits are; Python refuses to convert thousands, so it is then one that is no label."""
+    return int(digits) if len(digits) < 1000 else ANY_LABEL
+
+
+def check_gaps(labels: Sequence[int] | np.ndarray, where: Callable[[int], str]) -> None:
+    """Raise UserError if a few labels, as a rule one that is wrong, would make most of very many classes.
+
+    `where`: begins the message about the label at an index.
+    """
+    largest, occurring = int(np.argmax(labels)), len(np.unique(labels))
+    classes = int(labels[largest]) + 1
+    if classes > MOST_WITH_GAPS and occurring < classes / 2:
+        raise UserError(
+            f"{where(largest)}: label {classes - 1} would make {classes:,} classes, but only {occurring:,} labels "
+            f"occur. Correct it; if it is right, set -num_classes {classes} instead of auto."
+        )
+
+
 def check_label(label: int, num_classes: int, where: str) -> None:
     """Raise UserError for a label outside the classes. `where` begins the message."""
     least = -ANY_LABEL if num_classes == ANY_LABEL else 0
+    if num_classes == ANY_LABEL and abs(label) >= ANY_LABEL:
+        raise UserError(f"{where}: label {label} is too large for a class. Correct it.")
     if not least <= label < num_classes:
         raise UserError(
             f"{where}: label {label} does not fit MODEL.NUM_CLASSES {num_classes}: "

@@ -7,7 +7,7 @@ import torch
 from datasets.base import ImageDataset, Source
 from datasets.damage.exclude import check_exclude
 from datasets.decoding.reader import check_decoder
-from datasets.labels import ANY_LABEL
+from datasets.labels import ANY_LABEL, check_gaps
 from datasets.recognise import offering_layout
 from datasets.shards import hub
 from datasets.shards import source as shards
@@ -69,7 +69,10 @@ def count_classes(data: DataConfig, train: bool) -> int:
         split = source.open(data, train, ANY_LABEL, 0, torch.device("cpu"))
     samples = split.single_images()
     if split.classes is None and samples is not None:
-        return samples.labels.shape[1] if data.MULTI_LABEL else int(samples.labels.max()) + 1
+        if data.MULTI_LABEL:
+            return samples.labels.shape[1]
+        check_gaps(samples.labels, samples.name)
+        return int(samples.labels.max()) + 1
     return len(split.classes or ())
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from datasets.base import TITLES, Encoded, Part, Samples, parts_read
 from datasets.decoding.reader import Unreadable
 from datasets.images import image_source
-from datasets.labels import ANY_LABEL, check_class_count, log_unused_outputs, warn_empty_classes
+from datasets.labels import ANY_LABEL, check_class_count, check_gaps, log_unused_outputs, warn_empty_classes
 from datasets.shards.index import ShardIndex
 from datasets.shards.layout import MANIFEST, ShardSet
 from datasets.shards.stores import Range, Remote, Store, open_store
@@ -176,6 +176,9 @@ def _label_rows(shards: ShardSet, index: ShardIndex, num_classes: int) -> np.nda
             f"{shards.store.root}/{MANIFEST} lacks the labels of some images. Remove this folder: the next run with "
             "-dataset hf:NAME_OR_PATH copies the data set again."
         )
+    if num_classes == ANY_LABEL:
+        labels = [(number, label) for number, of_set in enumerate(sets) for label in of_set]
+        check_gaps([label for _, label in labels], lambda place: _first_of_set(shards, index, labels[place][0]))
     for number, of_set in enumerate(sets):
         if wrong := [label for label in of_set if not 0 <= label < width]:
             rows = np.flatnonzero(index.label == number)
@@ -185,6 +188,12 @@ def _label_rows(shards: ShardSet, index: ShardIndex, num_classes: int) -> np.nda
     for number, of_set in enumerate(sets):
         table[number, [label for label in of_set if 0 <= label < width]] = 1  # others are of the other split
     return table[index.label]
+
+
+def _first_of_set(shards: ShardSet, index: ShardIndex, number: int) -> str:
+    """Name of the first image with a set of labels."""
+    rows = np.flatnonzero(index.label == number)
+    return f"{shards.store.root}: {index.name(int(rows[0])) if rows.size else f'label set {number}'}"
 
 
 def _check_labels(shards: ShardSet, index: ShardIndex, num_classes: int) -> None:

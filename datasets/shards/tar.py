@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from datasets.decoding.stored import ENDINGS
+from datasets.labels import number_of_digits
 from datasets.sources.files import leads_out
 from datasets.sources.walk import SkippedFiles
 from utils.errors import UserError
@@ -143,7 +144,7 @@ def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | str | N
     except ValueError as error:
         raise UserError(f"{where}: {member.name} has no valid label: {error}.") from None
     if isinstance(label, str) and label.removeprefix("-").isdecimal():
-        label = int(label)
+        label = number_of_digits(label)
     if isinstance(label, int) and abs(label) > LARGEST_NUMBER:
         raise UserError(f"{where}: {member.name} has the label {label}, which is too large for a class.")
     return label

@@ -14,10 +14,13 @@ import numpy as np
 from datasets.base import Part, parts_read
 from datasets.images import image_source
 from datasets.labels import (
+    ANY_LABEL,
     check_class_count,
+    check_gaps,
     check_label,
     images_of_classes,
     log_unused_outputs,
+    number_of_digits,
     warn_empty_classes,
 )
 from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file
@@ -289,7 +292,15 @@ def _numbered_classes(table: _Table, num_classes: int) -> list[str] | range:
 def _whole_number(text: str) -> int | None:
     """5 for `5`, and for `5.0`, which pandas writes if a column ever had a missing value."""
     match = re.fullmatch(r"(-?[0-9]+)(\.0*)?", text)
-    return int(match[1]) if match else None
+    return number_of_digits(match[1]) if match else None
+
+
+def _count(data: DataConfig, train: bool) -> int:  # noqa: ARG001 - the training table has the classes of both splits
+    given = _table_files(data)
+    first = _read(given if isinstance(given, Path) else given["train"], data)
+    if not first.sets and _whole_number(first.targets[0]) is not None:
+        check_gaps(_numbers(first, ANY_LABEL), first.where)
+    return len(first.labelled(first, ANY_LABEL).classes)
 
 
 def _is_unsplit(data: DataConfig) -> bool:
@@ -301,4 +312,4 @@ def _existing(data: DataConfig) -> Sequence[Part]:
     return ("train", "val") if isinstance(tables, Path) else distinct(tables)
 
 
-SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit, multi_label=True, parts=_existing)
+SOURCE = image_source(_samples, _check, count=_count, is_unsplit=_is_unsplit, multi_label=True, parts=_existing)

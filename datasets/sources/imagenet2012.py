@@ -6,7 +6,7 @@ from pathlib import Path
 
 from datasets.base import Part, parts_read
 from datasets.images import image_source
-from datasets.labels import ANY_LABEL
+from datasets.labels import ANY_LABEL, check_gaps
 from datasets.sources.files import FileSamples, check_list, data_folder, no_file, read_list
 from datasets.sources.imagefolder import (
     check_split_folders,
@@ -80,7 +80,10 @@ def _count(data: DataConfig, train: bool) -> int:
     if not lists:
         return count_split_classes(root, data, train)
     part = parts_read(data, train, distinct(lists))[0]
-    return int(read_list(_list_file(root, lists, part), ANY_LABEL)[1].max()) + 1
+    file = _list_file(root, lists, part)
+    paths, labels = read_list(file, ANY_LABEL)
+    check_gaps(labels, lambda row: f"{file}: {paths[row]}")
+    return int(labels.max()) + 1
 
 
 def _existing(data: DataConfig) -> list[Part]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from datasets.labels import ANY_LABEL, check_class_count, check_label
+from datasets.labels import ANY_LABEL, check_class_count, check_gaps, check_label
 from utils.errors import UserError, nearest
 from utils.log import log
 
@@ -107,6 +107,10 @@ def rows_of(
     index = {name: label for label, name in enumerate(classes)} if isinstance(classes, list) else None
     if index is not None:
         check_class_count(len(classes), num_classes, f"The table {training}")
+    if index is None and num_classes == ANY_LABEL:
+        numbered = [(row, text) for row, of_image in enumerate(sets) for text in of_image]
+        numbers = [_checked(number_of(text), text, num_classes, where(row)) for row, text in numbered]
+        check_gaps(numbers, lambda place: where(numbered[place][0]))
     width = len(classes) if num_classes == ANY_LABEL else num_classes
     rows = np.zeros((len(sets), width), dtype=np.uint8)
     for row, of_image in enumerate(sets):

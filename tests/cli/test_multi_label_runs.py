@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.label_sets import CLASSES, write_recipe, write_set
-from tests.program import ROOT, Result, metrics, run_program
+from tests.program import ROOT, Result, metrics, run_program, write_meta
 from tests.waiting import until
 
 Vitamp = Callable[..., Result]
@@ -188,7 +188,7 @@ def forget_setting(run: Path, name: str) -> None:
     for file in run.glob("checkpoints/step-*/meta.json"):
         meta = json.loads(file.read_text())
         del meta["settings"][f"DATA.{name}"]
-        file.write_text(json.dumps(meta))
+        write_meta(file, meta)
 
 
 @pytest.mark.parametrize(

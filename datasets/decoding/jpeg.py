@@ -20,6 +20,8 @@ RESTARTS, SCAN = 0xDD, 0xDA
 """Markers of the restart interval and of the start of the pixel data"""
 ONLY_CUT_OFF = re.compile(r"extraneous bytes before marker 0xd9$")
 """The decoder's only complaint about an intact file that is decoded with a smaller height: data before its end."""
+OF_DAMAGE = ("Corrupt JPEG data", "Premature end")
+"""Beginnings of the decoder's warnings of damaged data. Its errors, which begin otherwise, can mean a rare format."""
 
 
 class JpegStored(Stored):
@@ -81,6 +83,17 @@ class JpegStored(Stored):
         if self.factor > 1:
             stored.shrink(self.factor)
         return stored.cut(box)
+
+
+def damage_of(data: bytes) -> str:
+    """The decoder's warning of a damaged JPEG file, also if PIL reads it without a word; '' if there is none."""
+    import simplejpeg
+
+    try:
+        simplejpeg.decode_jpeg(data, "GRAY")  # reads all the data, at less cost than in colour
+    except ValueError as error:
+        return str(error) if str(error).startswith(OF_DAMAGE) else ""
+    return ""
 
 
 def _height_offset(data: bytes) -> int | None:

@@ -70,6 +70,50 @@ def test_clean_data_has_no_defects(check: Check, tree: Path) -> None:
     assert not any(found["notes"].values())
 
 
+def test_damaged_jpeg_files_that_pil_reads_are_defects(check: Check, tree: Path, tmp_path: Path) -> None:
+    """A lost third behind which the end marker stands, and noise: PIL shows grey or wrong pixels, and says nothing."""
+    train, listed = tree / "train", tmp_path / "exclude.txt"
+    damaged: list[str] = []
+    kinds: list[dict[str, Any]] = [{}, {"progressive": True}, {"restart_marker_rows": 1}]
+    for number, how in enumerate(kinds):
+        lost, noisy = (train / "ant" / f"{name}{number}.jpg" for name in ("lost", "noisy"))
+        for seed, path in enumerate((lost, noisy)):
+            save_image(path, 500 + 2 * number + seed, size=(160, 120))
+            Image.open(path).save(path, **how)
+        whole = lost.read_bytes()
+        lost.write_bytes(whole[: len(whole) * 7 // 10] + b"\xff\xd9")
+        whole = bytearray(noisy.read_bytes())
+        part = len(whole) // 10
+        whole[-part - 2 : -2] = np.random.default_rng(number).integers(0, 255, part, dtype=np.uint8).tobytes()
+        noisy.write_bytes(whole)
+        for path in (lost, noisy):
+            Image.open(path).load()  # PIL does not complain
+        damaged += [f"train/ant/{path.name}" for path in (lost, noisy)]
+    done, found = check(tree, "-out", listed)
+    assert done.code == 1, done.text
+    assert "DEFECT: damaged, although they can be read: 6" in done.out
+    assert sorted(names(found["defects"]["damaged_but_readable"])) == sorted(damaged)
+    assert not found["defects"].get("unreadable")
+    assert len([line for line in listed.read_text().splitlines() if not line.startswith("#")]) == 6
+
+
+def test_classes_without_validation_images_are_a_note(check: Check, tree: Path) -> None:
+    shutil.rmtree(tree / "val" / "cat")
+    done, found = check(tree)
+    assert done.code == 0, done.text
+    assert "note: classes without validation images: 1\n    cat" in done.out
+    assert found["notes"]["classes_without_validation_images"] == ["cat"]
+
+
+def test_duplicates_that_are_links_are_called_links(check: Check, tree: Path) -> None:
+    for number, link in enumerate((os.symlink, os.link, shutil.copy)):
+        link(tree / "train" / "ant" / f"{3 * number}.jpg", tree / "train" / "ant" / f"z{number}.jpg")
+    done, found = check(tree)
+    assert done.code == 1, done.text
+    about = {Path(one["name"]).name: one["about"] for one in found["defects"]["duplicate"]}
+    assert ["; one is a link" in about[f"z{number}.jpg"] for number in range(3)] == [True, True, False]
+
+
 def test_each_planted_defect_is_reported_and_nothing_else(check: Check, tree: Path, tmp_path: Path) -> None:
     train, val, listed = tree / "train", tree / "val", tmp_path / "exclude.txt"
     (train / "ant" / "0.jpg").write_bytes(b"")

@@ -3,8 +3,9 @@
     python scripts/check_data.py -dataset imagefolder -data_path /data/flowers -num_classes 102
     python scripts/check_data.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -out exclude.txt
 
-Defects: unreadable images, labels out of range, classes without training images, duplicates (equal bytes), images in
-both splits. Notes: images that must be converted, and images smaller than IMAGE_SIZE.
+Defects: unreadable and damaged images, labels out of range, classes without training images, duplicates (equal bytes),
+images in both splits. Notes: classes without validation images, images that must be converted, and images smaller than
+IMAGE_SIZE.
 Exit codes: 0 no defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
 
 Takes the flags and settings of main_single_gpu.py; -num_workers is the number of checking processes.
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from tools.check_data.scan import Split
 
 OWN = (
-    Flag("out", "write a list of unreadable images for DATA.EXCLUDE", "FILE"),
+    Flag("out", "write a list of unreadable and damaged images for DATA.EXCLUDE", "FILE"),
     Flag(
         "exclude_duplicates",
         "also list training images that are in validation too, all duplicates with conflicting labels, and all but the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -48,14 +49,17 @@ class Findings:
     defects: dict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
     notes: dict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
     empty: list[str] = field(default_factory=list)
-    """Classes without training images"""
+    """Classes without training images: a defect"""
+    unvalidated: list[str] = field(default_factory=list)
+    """Other classes without validation images: a note"""
 
     @property
     def clean(self) -> bool:
         return not self.empty and not any(self.defects.values())
 
 
-UNREADABLE, LABELS, DUPLICATES, OVERLAP = "unreadable", "label out of range", "duplicate", "in both parts"
+UNREADABLE, DAMAGED = "unreadable", "damaged but readable"
+LABELS, DUPLICATES, OVERLAP = "label out of range", "duplicate", "in both parts"
 CONFLICTS = "conflicting labels"
 SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
 
@@ -64,11 +68,15 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
     """Findings of all splits, of which training comes first."""
     names = _class_names(splits, num_classes)
     findings = Findings([_classes_of(split, names) for split in splits])
-    findings.empty = findings.classes[0].empty if splits[0].title == "training" else []
+    empty = {classes.split: classes.empty for classes in findings.classes}
+    findings.empty = empty.get("training", [])
+    findings.unvalidated = [name for name in empty.get("validation", []) if name not in findings.empty]
     for split in splits:
         for index, scan in enumerate(split.scans):
             if scan.problem:
                 findings.defects[UNREADABLE].append(_found(split, index, scan.reason, scan.problem))
+            if scan.damage:
+                findings.defects[DAMAGED].append(_found(split, index, scan.damage))
             label = split.samples.labels[index]
             if np.ndim(label) == 0 and not 0 <= label < num_classes:
                 about = f"label {label}; MODEL.NUM_CLASSES {num_classes} allows 0 to {num_classes - 1}"
@@ -133,7 +141,15 @@ class _Copy(NamedTuple):
     def found(self, other: _Copy) -> Found:
         """Finding of this image, which has the bytes of `other`."""
         labels = "" if self.label == other.label else f", but {self.label} instead of {other.label}"
-        return _found(self.split, self.number, f"the same bytes as {other.name}{labels}")
+        link = "; one is a link to the other" if _is_one_file(self.name, other.name) else ""
+        return _found(self.split, self.number, f"the same bytes as {other.name}{link}{labels}")
+
+
+def _is_one_file(name: str, other: str) -> bool:
+    try:
+        return os.path.samefile(name, other)
+    except (OSError, ValueError):  # not files, but images in a tar file or a table
+        return False
 
 
 def _copies(splits: list[Split]) -> Iterator[list[_Copy]]:

@@ -10,6 +10,7 @@ from typing import Any
 from datasets.damage.exclude import line_of
 from tools.check_data.findings import (
     CONFLICTS,
+    DAMAGED,
     DUPLICATES,
     LABELS,
     MODES,
@@ -26,6 +27,7 @@ SHOWN = 10
 TABLE = 40
 HEADINGS = {
     UNREADABLE: "cannot be read",
+    DAMAGED: "damaged, although they can be read",
     LABELS: "labels out of range",
     CONFLICTS: "the same bytes with different labels",
     DUPLICATES: "duplicates within a split",
@@ -39,11 +41,17 @@ def text(findings: Findings) -> str:
     """Report for the terminal: images per class, then defects and notes, SHOWN of each kind."""
     blocks = [_table(classes) for classes in findings.classes]
     if findings.empty:
-        named = ", ".join(findings.empty[:SHOWN]) + (", ..." if len(findings.empty) > SHOWN else "")
-        blocks.append(f"DEFECT: classes without training images: {len(findings.empty)}\n    {named}")
+        blocks.append(f"DEFECT: classes without training images: {_named(findings.empty)}")
     blocks += [_listing("DEFECT: ", kind, found) for kind, found in findings.defects.items() if found]
+    if findings.unvalidated:
+        blocks.append(f"note: classes without validation images: {_named(findings.unvalidated)}")
     blocks += [_listing("note: ", kind, found) for kind, found in findings.notes.items() if found]
     return "\n\n".join(blocks)
+
+
+def _named(classes: list[str]) -> str:
+    """Number and first names of classes."""
+    return f"{len(classes)}\n    {', '.join(classes[:SHOWN])}{', ...' if len(classes) > SHOWN else ''}"
 
 
 def _table(classes: Classes) -> str:
@@ -89,7 +97,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
         "classes": {classes.split: classes.counts for classes in findings.classes},
         **({"images_without_label": unlabelled} if (unlabelled := _unlabelled(findings)) else {}),
         "defects": {"empty_classes": findings.empty, **listed(findings.defects)},
-        "notes": listed(findings.notes),
+        "notes": {"classes_without_validation_images": findings.unvalidated, **listed(findings.notes)},
     }
 
 
@@ -100,7 +108,7 @@ def _unlabelled(findings: Findings) -> dict[str, int]:
 
 def to_exclude(findings: Findings, duplicates: bool, small: bool) -> list[Found]:
     """Images for the exclude list, each once."""
-    chosen = list(findings.defects[UNREADABLE])
+    chosen = findings.defects[UNREADABLE] + findings.defects[DAMAGED]
     if duplicates:
         chosen += findings.defects[CONFLICTS] + findings.defects[DUPLICATES] + findings.defects[OVERLAP]
     if small:

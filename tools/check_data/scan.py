@@ -15,6 +15,8 @@ from torch.utils.data import Dataset
 
 from datasets.base import Encoded, Samples
 from datasets.damage.retry import failure_of
+from datasets.decoding.jpeg import damage_of
+from datasets.decoding.reader import JPEG_START, decoder_of
 from datasets.loading.loader import start_worker
 from datasets.loading.workers import WatchedIterator, WatchedLoader, WorkerDied
 from datasets.transforms.pixels import Pixels
@@ -39,6 +41,8 @@ class Scan(NamedTuple):
     """How the colours are stored; '' where the model takes them so, or where it is unknown"""
     size: tuple[int, int]
     """Width and height; (0, 0) where unknown"""
+    damage: str = ""
+    """The decoder's warning about an image that it could read all the same"""
 
 
 @dataclass
@@ -86,6 +90,7 @@ class _Scanner(Dataset[Any]):
         # Images are decoded whole: training's fastest decoders may stop at the end of a crop and miss damage behind it.
         whole = {"DCT_SCALE": False, "DECODER": "pil" if data.DECODER == "pil" else "auto"}
         self.pixels = Pixels(data.model_copy(update=whole), train=False)
+        self.by_simplejpeg = decoder_of(data.model_copy(update={"DECODER": "auto"})) == "simplejpeg"
         self.out = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
 
     def __len__(self) -> int:
@@ -113,7 +118,8 @@ class _Scanner(Dataset[Any]):
         if isinstance(encoded, np.ndarray):
             height, width, _ = encoded.shape
             return Scan("", "", _digest(encoded.tobytes()), "", (width, height))
-        return Scan("", "", _digest(encoded), *_mode_and_size(encoded, self.channels))
+        damage = damage_of(encoded) if self.by_simplejpeg and encoded.startswith(JPEG_START) else ""
+        return Scan("", "", _digest(encoded), *_mode_and_size(encoded, self.channels), damage)
 
 
 def _digest(content: bytes) -> bytes:

@@ -269,3 +269,19 @@ def test_every_tool_is_asked_for_help() -> None:
         "prepare_caltech256.py",
     }
     assert tools == set(PAGES_OF_TOOLS)
+
+
+def test_remedies_do_not_name_the_recipe_of_the_example() -> None:
+    """A reader with images of their own must not be shown the digits: the tables name no recipe."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert [line for line in page.splitlines() if line.startswith("|") and "vit_digits" in line] == []
+
+
+def test_panels_of_the_curves_are_those_of_the_page() -> None:
+    page = " ".join((ROOT / "docs" / "report.md").read_text(encoding="utf-8").split())
+    names = re.findall(r"_finish\(\w+, course, \"([a-z ]+)\"\)", (ROOT / "engine/report/curves.py").read_text())
+    assert {"loss", "learning rate", "gradient norm", "loss scale"} <= set(names)
+    (panels,) = re.findall(r"has six panels: (.+?)\. Training", page)
+    assert [name for name in names if name not in panels] == []
+    assert "accuracy" in panels
+    assert "speed" in panels

@@ -63,8 +63,8 @@ def _quota_of(folder: Path, version: int) -> Quota | None:
 @functools.cache
 def _log_quota(quota: Quota, visible: int) -> None:
     log.info(
-        "CPU quota: this process may use %g of the %d visible cores (%s). The numbers of threads and loading "
-        "processes are based on it.",
+        "CPU quota: this process may use %g of the %d visible cores (%s). Without -threads and -num_workers, the "
+        "numbers of threads and loading processes follow from the quota.",
         quota.cores,
         visible,
         quota.file,

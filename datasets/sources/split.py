@@ -117,7 +117,7 @@ def split_by_fold(
     members = _shuffled_classes(labels, seed, "folds")
     if small := [of_class for of_class in members if len(of_class) < fold.folds]:
         fewest = min(small, key=len)
-        label = labels[fewest[0]]
+        label = int(labels[fewest[0]])
         smallest = classes[label] if classes else f"label {label}"
         warn_once(
             f"DATA.FOLD {fold}: {len(small)} of {len(members)} classes have fewer images than folds, so some folds "

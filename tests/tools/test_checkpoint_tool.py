@@ -187,7 +187,7 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         (("list", tmp_path / "nothing"), ": no such file or folder"),
         (("list", tmp_path), "no checkpoint found"),
         (("strip", run), "-out"),
-        (("strip", run, "-out", tmp_path / "x.pth"), "name it x.safetensors"),
+        (("strip", run, "-out", tmp_path / "x.pth"), f"use -out {tmp_path}/x.safetensors"),
         (("strip", run, "-out", tmp_path / "no" / "x.safetensors"), "does not exist"),
         (("strip", run, "-out", tmp_path / "there.safetensors"), "already exists"),
         (("strip", damaged / NAMES[0], *out), f"{MODEL} is missing"),

@@ -273,7 +273,10 @@ def test_bad_command_lines_are_refused(say: Callable[..., SimpleNamespace], digi
         ((digits_run, "-json", tmp_path / "x.txt"), "name a file that ends in .json"),
         ((digits_run, "-confusion", tmp_path / "no" / "x.png"), "does not exist"),
         ((digits_run, "-weights", "both", "-confusion", tmp_path / "m.csv"), "m_ema.csv: already exists"),
-        ((digits_run, "-cfg", "x.yaml"), "the settings are those of the run"),
+        (
+            (digits_run, "-cfg", "x.yaml"),
+            "-cfg x.yaml: leave this out. The model is evaluated with the settings",
+        ),
         ((digits_run, "-pretrained", "x.pth"), "the model is the first argument"),
         ((digits_run, "-dataset", "imagefolder"), "needs DATA.DATA_PATH"),
         ((digits_run, "-dataset", "imagefoldr"), "Did you mean imagefolder?"),

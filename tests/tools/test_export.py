@@ -175,7 +175,7 @@ def test_onnx_names_missing_packages(tool: Export, run: Path, tmp_path: Path, mo
     ("words", "expected"),
     [
         (("-to", "onxn", "-out", "m.onnx"), "unknown format 'onxn'; formats are onnx, torch, safetensors and hub"),
-        (("-to", "onnx", "-out", "m.pt"), "onnx files end in .onnx; name it m.onnx"),
+        (("-to", "onnx", "-out", "m.pt"), "onnx files end in .onnx; use -out m.onnx"),
         (("-to", "onnx,torch", "-out", "m.onnx"), "give the name without ending, m"),
         (("-to", "onnx", "-out", "there/m.onnx"), "does not exist"),
         (("-to", "torch", "-out", "old.pt2"), "old.pt2: already exists"),

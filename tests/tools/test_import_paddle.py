@@ -151,7 +151,7 @@ def test_bad_commands_are_refused(tool: Tool, tmp_path: Path) -> None:
     other = write(tmp_path / "other.pdparams", {"conv1.weight": np.ones((2, 2))})
     for words, told in (
         ([tmp_path / "no.pdparams"], "no such file"),
-        ([file, "-out", tmp_path / "w.pth"], "name it w.safetensors"),
+        ([file, "-out", tmp_path / "w.pth"], f"use -out {tmp_path}/w.safetensors"),
         ([file, "-out", tmp_path / "there.safetensors"], "already exists"),
         ([file, "-out", tmp_path / "no" / "w.safetensors"], "does not exist"),
         ([file, "-name", "vit_of_mine"], "timm has no model of that name"),

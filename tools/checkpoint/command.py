@@ -19,7 +19,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, first_word, run_tool
-from tools.common.output_file import check_output_file
+from tools.common.output_file import check_weights_file
 from utils.errors import UserError
 from utils.flags import Flag, Positional, whole
 
@@ -54,7 +54,7 @@ def _run(argv: list[str]) -> int:
     command = first_word(argv, NAME, __doc__, {name: tool.about or "" for name, tool in COMMANDS.items()}, "command")
     asked = COMMANDS[command].read(argv[1:]).asked
     if "out" in asked:
-        _check_out(asked.out, asked.overwrite)
+        check_weights_file(asked.out, fresh=not asked.overwrite)
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.checkpoint import files
@@ -71,9 +71,3 @@ def _run(argv: list[str]) -> int:
     if asked.last is None and len(asked.path) < 2:
         raise UserError("average: give one run with -last K, or several checkpoints.")
     return average(asked.path, asked.last, asked.out, asked.weights)
-
-
-def _check_out(out: Path, overwrite: bool) -> None:
-    if out.suffix != ".safetensors":
-        raise UserError(f"-out {out}: name it {out.stem or 'weights'}.safetensors.")
-    check_output_file(out, "-out", fresh=not overwrite)

@@ -109,7 +109,10 @@ def _matrix_of(matrix: Path, which: Which) -> Path:
 
 def _check(line: ToolLine) -> None:
     if line.run.cfg is not None:
-        raise UserError("-cfg: the settings are those of the run; override them with flags or KEY=VALUE.")
+        raise UserError(
+            f"-cfg {line.run.cfg}: leave this out. The model is evaluated with the settings that it was trained with; "
+            "flags and KEY=VALUE change single settings."
+        )
     for key in REFUSED:
         if key in line.run.flags or key in line.run.words:
             where = line.run.flags[key][1] if key in line.run.flags else key

@@ -182,7 +182,8 @@ def _single_files(out: Path, formats: list[str], overwrite: bool) -> dict[str, P
     if len(formats) == 1:
         ending = ENDINGS[formats[0]]
         if out.suffix != ending:
-            raise UserError(f"-out {out}: {formats[0]} files end in {ending}; name it {out.stem}{ending}.")
+            better = out.parent / f"{out.stem}{ending}"
+            raise UserError(f"-out {out}: {formats[0]} files end in {ending}; use -out {better}.")
         files = {formats[0]: out}
     else:
         if out.suffix in ENDINGS.values():

@@ -19,7 +19,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, Tool, run_tool
-from tools.common.output_file import check_output_file
+from tools.common.output_file import check_weights_file
 from utils.errors import UserError
 from utils.flags import Flag, Positional
 
@@ -42,9 +42,7 @@ def _import(argv: list[str]) -> int:
     out = (asked.out or file.with_suffix(".safetensors")).expanduser()
     if not file.is_file():
         raise UserError(f"{file}: no such file.")
-    if out.suffix != ".safetensors":
-        raise UserError(f"-out {out}: name it {out.stem or 'weights'}.safetensors.")
-    check_output_file(out, "-out", fresh=not asked.overwrite)
+    check_weights_file(out, fresh=not asked.overwrite)
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.import_paddle.weights import import_weights

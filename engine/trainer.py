@@ -237,6 +237,7 @@ class Trainer:
 
     def _validate(self) -> bool:
         """Validate the model and, if there is one, its EMA. True if one of them is the best so far."""
+        self._stop_on_nan(self._read())
         parts, began = self.parts, perf_counter()
         self._health.report(self.position, together=True)  # report skips before a validation that may be interrupted
         models: dict[str, nn.Module] = {"": parts.model}

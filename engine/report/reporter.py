@@ -163,11 +163,12 @@ class Reporter:
         self._plot("val", fields, position.update)
 
     def _summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
-        epoch = f"----- Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}]"
-        log.info(
-            f"{f'----- Epoch {position.epoch - 1}' if self._fleet else epoch}, {means.summary(what)}, "
-            f"time: {seconds:.2f}{whose}"
-        )
+        epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}], "
+        if self.config.EVAL and not position.update:  # weights that are no run's
+            epoch = ""
+        elif self._fleet:
+            epoch = f"Epoch {position.epoch - 1}, "
+        log.info(f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{whose}")
 
     def _redraw(self, metrics: Path, since: int) -> None:
         """Draw the points from update `since` on again: a resumed Board hides them, as it may repeat a validation."""

@@ -34,6 +34,17 @@ def test_diverging_run_stops(vitamp: Callable[..., Result], tiny: Path, tmp_path
     assert not [path for path in run.rglob("*") if path.name.startswith(".tmp")]
 
 
+@pytest.mark.parametrize("when", [("VALIDATE_EVERY_UPDATES=10",), ("TRAIN.MAX_UPDATES=10",)])
+def test_diverged_run_stops_before_it_validates(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, when: tuple[str, ...]
+) -> None:
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *TOO_FAST[:3], "REPORT_FREQ=1000", *when)
+    assert done.code == 1, done.text
+    assert "the gradients became NaN or infinite at update" in done.err
+    assert "Validation" not in done.out
+    assert metrics(tmp_path / "run", "val") == []
+
+
 def test_loss_scaler_handles_overflows(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     """A loss scale that is too large shrinks; skipped updates are counted, and training continues."""
     words = ("-amp", "fp16", "AMP.INIT_LOSS_SCALING=1e9", "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=1")

@@ -96,6 +96,8 @@ def test_eval_reproduces_the_metrics_of_training(vitamp: Callable[..., Result], 
         key: validated[key] for key in ("loss", "acc1", "acc5")
     }
     assert f"acc1 {validated['acc1']:.4f}" in done.out.splitlines()[-1]
+    assert "----- Validation Loss: " in done.out
+    assert "Epoch[" not in done.out, "these weights are of no known epoch"
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 

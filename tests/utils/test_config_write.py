@@ -118,6 +118,18 @@ def test_differences_name_key_and_both_values() -> None:
     assert config_hash(old) != config_hash(new)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "shown"), [("null", 16, False), ("8", 16, False), ("null", 4, True), ("4", 16, True)]
+)
+def test_batch_of_validation_that_follows_the_batch_is_no_change_of_its_own(before: str, now: int, shown: bool) -> None:
+    old = load_config(None, words={"DATA.BATCH_SIZE": "8", "DATA.BATCH_SIZE_EVAL": before}).config
+    new = load_config(None, words={"DATA.BATCH_SIZE": "16", "DATA.BATCH_SIZE_EVAL": str(now)}).config
+    assert differences(old, new) == [
+        "DATA.BATCH_SIZE: 8 -> 16",
+        *[f"DATA.BATCH_SIZE_EVAL: {before} -> {now}"] * shown,
+    ]
+
+
 def test_loading_settings_imports_no_torch() -> None:
     code = "import sys, utils.cli, utils.config; print({'torch', 'timm', 'numpy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

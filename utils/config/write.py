@@ -61,6 +61,10 @@ def _lines(config: Config) -> Iterator[tuple[str, str]]:
 def differences(old: Config, new: Config) -> list[str]:
     """'TRAIN.BASE_LR: 0.003 -> 0.001' for each setting that differs."""
     pairs = ((key, value_of(old, key), value_of(new, key)) for key in settings())
+    if all(config.DATA.BATCH_SIZE_EVAL in (None, config.DATA.BATCH_SIZE) for config in (old, new)):
+        pairs = (
+            pair for pair in pairs if pair[0] != "DATA.BATCH_SIZE_EVAL"
+        )  # -batch_size sets it; null means the same
     return [f"{key}: {one_line(before)} -> {one_line(after)}" for key, before, after in pairs if before != after]
 
 

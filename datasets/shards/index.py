@@ -86,6 +86,9 @@ _ARRAYS = {
 def from_bytes(content: bytes) -> ShardIndex | None:
     """Load an index; None if it is damaged or of another format."""
     try:
+        with zipfile.ZipFile(io.BytesIO(content)) as file:  # an index is not compressed: a bomb would be
+            if sum(member.file_size for member in file.infolist()) > len(content):
+                return None
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             if int(file["format"]) != FORMAT:
                 return None
@@ -93,7 +96,7 @@ def from_bytes(content: bytes) -> ShardIndex | None:
             texts = {name: _lines(file[name]) for name in ("shards", "stamps", "classes")}
             skipped = "".join(_lines(file["passed_over"])) if "passed_over" in file else ""
             index = ShardIndex(**texts, **arrays, skipped=skipped)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, TypeError, EOFError, MemoryError, zipfile.BadZipFile):
         return None
     return index if _is_sound(index, arrays) else None
 

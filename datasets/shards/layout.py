@@ -74,6 +74,8 @@ class ShardSet:
     def _index(self, split: str) -> ShardIndex:
         """The stored index if it is current, else a new one from all headers."""
         shards = self.splits[split]
+        if self.store.remote:
+            self._check_server(shards[0])
         if index := self._beside(split):
             return index
         folder = cache_folder(self.data, "shards")
@@ -90,6 +92,13 @@ class ShardSet:
                 raise UserError(f"{self.store.root}: the tar files of the split '{split}' have no images{skipped}")
             self._save(index, split, cached)
         return index
+
+    def _check_server(self, shard: ShardFile) -> None:
+        """Raise UserError if the server cannot read a part of a file: each image would be a whole tar file."""
+        try:
+            self.store.range((shard.name, 0, 1))
+        except OSError as error:
+            raise UserError(f"{self.store.root}/{shard.name} cannot be read: {error}.") from None
 
     def _beside(self, split: str) -> ShardIndex | None:
         """The index beside the tar files. Times are not compared in a remote store, since uploading changes them."""

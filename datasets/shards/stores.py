@@ -208,7 +208,13 @@ class Remote(Store):
     def range(self, wanted: Range) -> np.ndarray:
         name, offset, size = wanted
         with _as_os_error():
-            return _writable(self._connect()[0].cat_file(self._path(name), start=offset, end=offset + size))
+            content = self._connect()[0].cat_file(self._path(name), start=offset, end=offset + size)
+        if len(content) > size:
+            raise OSError(
+                f"the server ignores requests for a part of a file (Range): it sent {len(content):,} bytes, not "
+                f"{size:,}. Use a server that supports them, or copy the files to a disk"
+            )
+        return _writable(content)
 
     def ranges(self, wanted: Sequence[Range]) -> list[np.ndarray | None]:
         """Many ranges at once, with None for those that failed; an empty list if the whole request fails."""

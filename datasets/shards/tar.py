@@ -23,6 +23,8 @@ LABEL_KINDS = ("cls", "json")
 LARGEST_LABEL = 1 << 20
 """Most bytes of a label member."""
 LARGEST_NUMBER = 1 << 31
+UNREADABLE = (tarfile.TarError, ValueError, OverflowError, RecursionError)
+"""What tarfile raises; the last three for absurd extended headers."""
 DOTS = "more than one dot in the name"
 """Kind under which such images and labels are counted as skipped"""
 MOST_ZEROS = 1 << 20
@@ -82,7 +84,7 @@ def read_tar(file: BinaryIO, size: int, where: str) -> TarSamples:
 def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]:
     try:
         tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 - the file is the caller's
-    except tarfile.TarError as error:
+    except UNREADABLE as error:
         raise UserError(
             f"{where} cannot be read as a tar file: {error}. Compressed tar files are not supported, because images "
             f"are read in place; decompress such a file with gunzip or a similar program."
@@ -100,8 +102,10 @@ def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]
         try:
             file.seek(begin)
             member = tarfile.TarInfo.fromtarfile(tar)
-        except tarfile.TarError:
+        except UNREADABLE:
             raise _damaged(where, size, begin, "the header of a member") from None
+        if member.size < 0 or tar.offset <= begin:  # else the same members would be read again and again
+            raise _damaged(where, size, begin, "the header of a member")
         if member.offset_data + member.size > size:
             raise _damaged(where, size, begin, member.name)
         if leads_out(member.name):
@@ -143,10 +147,11 @@ def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | str | N
             raise ValueError("it is empty")
     except ValueError as error:
         raise UserError(f"{where}: {member.name} has no valid label: {error}.") from None
+    shown = f"{label:.40}" if isinstance(label, str) else str(label)
     if isinstance(label, str) and label.removeprefix("-").isdecimal():
         label = number_of_digits(label)
     if isinstance(label, int) and abs(label) > LARGEST_NUMBER:
-        raise UserError(f"{where}: {member.name} has the label {label}, which is too large for a class.")
+        raise UserError(f"{where}: {member.name} has the label {shown}, which is too large for a class.")
     return label
 
 

@@ -112,6 +112,35 @@ def test_shard_cut_off_after_indexing_is_reported(
     assert "Traceback" not in done.text
 
 
+def pax_size(size: int) -> list[tarfile.TarInfo]:
+    """A member whose extended header gives another size."""
+    info = tarfile.TarInfo("a.txt")
+    info.pax_headers = {"size": str(size)}
+    return [info]
+
+
+def pax_headers(number: int) -> list[tarfile.TarInfo]:
+    """Extended headers that belong to one another instead of a file."""
+    infos = []
+    for k in range(number):
+        info = tarfile.TarInfo(f"{k}")
+        info.type = tarfile.XHDTYPE
+        infos.append(info)
+    return infos
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("members", [pax_size(-1536), pax_size(-512), pax_size(10**30), pax_headers(3000)])
+def test_absurd_tar_headers_are_refused(
+    tmp_path: Path, check: Callable[..., None], members: list[tarfile.TarInfo], first: bool
+) -> None:
+    """Neither read for ever nor a traceback."""
+    others = samples([1, 2])
+    write_tar(write_set(tmp_path) / "train" / "0001.tar", [*members, *others] if first else [*others, *members])
+    with pytest.raises(UserError, match=r"0001\.tar (is damaged or cut off|cannot be read as a tar file)"):
+        check(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["../0009.png", "a/../../0009.png", "/etc/0009.png"])
 def test_tar_members_that_lead_out_are_refused(tmp_path: Path, check: Callable[..., None], name: str) -> None:
     write_tar(write_set(tmp_path) / "train" / "0001.tar", [*samples([1]), (name, picture(9)), ("0009.cls", b"0")])
@@ -157,6 +186,9 @@ def test_links_and_devices_in_tar_files_are_skipped(
         ),
         ([("a.png", picture(0)), ("a.cls", b"-1")], r"label of a\.png is -1"),
         ([("a.png", picture(0)), ("a.cls", b"9" * 30)], r"a\.cls has the label 9+, which is too large"),
+        ([("a.png", picture(0)), ("a.cls", b"9" * 5000)], r"a\.cls has the label 9{40}, which is too large"),
+        ([("a.png", picture(0)), ("a.json", b'{"label": ' + b"9" * 5000 + b"}")], r"a\.json has no valid label"),
+        ([("a.png", picture(0)), ("a.json", b"[" * 90_000)], r"a\.json has no valid label"),
         (
             [("a.png", picture(0)), ("a.cls", b"cat")],
             r"label of a\.png is 'cat'.*that file does not exist",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from datasets import check_dataset
+from datasets.shards.index import from_bytes
 from tests.datasets.opened import part
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from utils.config.data import DataConfig
@@ -42,6 +44,20 @@ def test_index_is_made_once_and_again_after_a_change(
     (tmp_path / "index-train.npz").write_bytes((tmp_path / "index-train.npz").read_bytes()[:500])
     assert makes()
     assert not makes()
+
+
+def test_index_larger_than_its_file_is_refused(tmp_path: Path) -> None:
+    """A compressed index of 1 MB can take 1 GB of memory before its content is looked at."""
+    file = tmp_path / "index-train.npz"
+    np.savez_compressed(file, format=np.array(1), shard_sizes=np.zeros(1 << 25, dtype=np.int64))
+    content = file.read_bytes()
+    assert len(content) < 1 << 20
+    tracemalloc.start()
+    try:
+        assert from_bytes(content) is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
 
 
 def test_index_that_points_outside_is_rebuilt(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:

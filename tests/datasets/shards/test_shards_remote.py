@@ -17,6 +17,7 @@ from tests.datasets.opened import pixels
 from tests.datasets.shards.serving import serving
 from tests.datasets.shards.tar_files import write_set
 from utils.config.data import DataConfig
+from utils.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -100,3 +101,19 @@ def test_remote_shards_are_fetched_batch_by_batch(
             train.samples.read(6)
     finally:
         store.rm("/bucket", recursive=True)
+
+
+def test_server_that_ignores_ranges_is_refused(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+    """Before training, and the server is blamed: else each image would be a whole tar file, and damaged."""
+    pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    write_set(tmp_path / "set", [3])
+    for folder in ("other", "set"):
+        with serving(partial(Handler, directory=str(tmp_path))) as place:
+            if folder == "set":  # with an index, no header would be read
+                open_dataset(of_shards(tmp_path / "set"), True, 3, 0, CPU)
+            with pytest.raises(UserError, match=r"0000\.tar cannot be read: the server ignores requests for a part"):
+                check_dataset(of_shards(f"{place}/set"), 3)

@@ -137,3 +137,30 @@ def test_part_is_for_evaluation(vitamp: Callable[..., Result], place: Path, run:
     done = vitamp("-cfg", place / "icons.yaml", "-part", "test", "-output", tmp_path / "run")
     assert done.code == 2
     assert "-part: DATA.PART: test is for -eval; training always validates on the validation split" in done.err
+
+
+def test_other_tools_take_a_part_of_the_runs_data(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    for part, images in (("val", 3), ("train", 26), ("all", 29)):
+        out = tmp_path / f"{part}.csv"
+        done = vitamp(run, "-part", part, "-topk", 1, "-out", out, script="scripts/predict.py")
+        assert done.code == 0, done.text
+        rows = out.read_text(encoding="utf-8").splitlines()[1:]
+        assert len(rows) == images
+        assert all(row.startswith(f"{run.parent / 'own'}/") for row in rows)
+        page = tmp_path / f"{part}.html"
+        done = vitamp(run, "-part", part, "-out", page, script="scripts/report.py")
+        assert done.code == 0, done.text
+        called = {"val": "validation images", "train": "training images", "all": "images"}[part]
+        assert f"on {images} {called}." in page.read_text(encoding="utf-8")
+    exported = ("-to", "safetensors", "-out", tmp_path / "w.safetensors", "-part", "train")
+    done = vitamp(run, *exported, script="scripts/export.py")
+    assert done.code == 0, done.text
+    assert "checked on 26 images of the run's training split" in done.text
+    for words, said in (
+        ((run,), "IMAGE is missing"),
+        ((run, "-part", "val", "x.jpg"), "-part val predicts the images of the run's data; leave x.jpg out"),
+        ((run, "-part", "test"), "has no test split"),
+    ):
+        done = vitamp(*words, script="scripts/predict.py")
+        assert done.code == 2
+        assert said in done.err

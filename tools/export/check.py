@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from datasets import PADDING, ImageDataset
+from datasets.base import TITLES
 from datasets.given import open_given
+from datasets.sources.walk import SkippedFiles, images_below
 from engine.saved.predictions import name_of, validation_part
 from engine.saved.trained import Trained
 from tools.common.progress import progress_bar
@@ -41,17 +42,17 @@ class CheckImages:
                 yield (part if with_preprocess else trained.inputs(part)).contiguous()
 
 
-def images_for_check(trained: Trained, folder: Path | None, count: int | None) -> CheckImages:
-    """`count` images, evenly chosen from the folder or the validation split; noise if that cannot be read."""
+def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str = "val") -> CheckImages:
+    """`count` images, evenly chosen from the folder or a split of the run's data; noise if that cannot be read."""
     if folder is not None:
         return _choose(_open_folder(trained, folder), count, f"in {folder}")
     try:
-        dataset = validation_part(trained)
+        dataset = validation_part(trained, part)
     except UserError as error:
-        log.warning("The validation images of the run cannot be read: %s", error)
+        log.warning("The images of the run cannot be read: %s", error)
         log.warning("The export is checked on generated noise. To check it on real images: -images DIR")
         return _noise(trained)
-    return _choose(dataset, count, "of the run's validation split")
+    return _choose(dataset, count, f"of the run's {'data' if part == 'all' else TITLES[part]}")
 
 
 def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
@@ -123,11 +124,12 @@ def _describe_differences(
 def _open_folder(trained: Trained, folder: Path) -> ImageDataset:
     if not folder.is_dir():
         raise UserError(f"-images {folder}: not a folder; name a folder with images.")
-    endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings)
+    skipped = SkippedFiles()
+    paths = [str(folder / path) for path in images_below(str(folder), skipped)]
+    skipped.warn(str(folder))
     if not paths:
         raise UserError(f"-images {folder}: no images are in it; name a folder with images.")
-    return open_given([str(path) for path in paths], trained.config.DATA)
+    return open_given(paths, trained.config.DATA)
 
 
 def _choose(dataset: ImageDataset, most: int | None, source: str) -> CheckImages:

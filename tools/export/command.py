@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
-from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, run_tool
+from tools.common.command_line import OVERWRITE, PART, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, check_output_folder
 from tools.export.hub_files import HUB_FILES
 from utils.errors import EXIT_DONE, UserError
@@ -92,6 +93,7 @@ OWN = (
         kind=whole(OPSETS[0], OPSETS[-1]),
     ),
     Flag("images", "check on images in this folder instead of validation images", "DIR", kind=Path),
+    replace(PART, about="check on images of this split of the run's data", default_text="val"),
     Flag("check", "number of images to check on", "N|all", default=IMAGES_CHECKED, kind=_image_count),
     Flag("tolerance", "largest difference allowed, as a fraction of the largest output", "X", kind=_fraction),
 )
@@ -128,7 +130,7 @@ def _export(argv: list[str]) -> int:
             f"-to {HUB}: this model has several labels per image, but the Hub and timm's example code apply a "
             "softmax, which fits only one label; use safetensors, whose header names the sigmoid."
         )
-    images = images_for_check(trained, asked.images, asked.check)
+    images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
     expected = reference_logits(trained, images)
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
     options = Options(asked.dtype, asked.with_preprocess, asked.opset, tolerance)
@@ -167,6 +169,8 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
         problems += [
             f"-{name} {getattr(asked, name)}: works only with -to hub; add hub, or omit -{name}" for name in only_hub
         ]
+    if asked.part and asked.images:
+        problems.append(f"-part {asked.part}: the check is on -images {asked.images}; leave one of them out")
     if asked.public and not asked.push:
         problems.append("-public: works only with -push OWNER/NAME; add -push, or leave -public out")
     if problems:

@@ -3,11 +3,13 @@
     python scripts/predict.py runs/flowers photo.jpg
     python scripts/predict.py runs/flowers 'holiday/*.jpg' more_photos/ -topk 3
     python scripts/predict.py runs/flowers photos/ -format csv -out found.csv
+    python scripts/predict.py runs/flowers -part test -out found.csv
     find /data -name '*.jpg' | python scripts/predict.py runs/flowers - -format jsonl -amp bf16 | gzip > all.jsonl.gz
 
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Images are files,
-folders with their subfolders, globs, or `-` for a list of files on standard input. They are prepared exactly as in the
-run's validation. Results keep the order of the images and are written batch by batch.
+folders with their subfolders, globs, or `-` for a list of files on standard input; or with -part a split of the run's
+data. They are prepared exactly as in the run's validation. Results keep the order of the images and are written batch
+by batch.
 
 Exit codes: 0 done, 1 some images could not be read (each is named; the others are predicted), 2 anything wrong with
 the command, the model, or the disk.
@@ -24,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, run_tool
+from tools.common.command_line import OVERWRITE, PART, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, writing
 from tools.predict.show import ENDINGS, FORMATS
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
@@ -69,6 +71,7 @@ OWN = (
         choices=tuple(FORMATS),
     ),
     Flag("out", "write to a file, which appears only when complete", "FILE", kind=Path),
+    replace(PART, about="predict the images of this split of the run's data", default_text="none"),
     OVERWRITE,
     WEIGHTS,
     replace(BY_NAME["amp"], default_text="as in the run's validation", append=False),
@@ -84,7 +87,7 @@ OWN = (
 )
 PLACES = (
     Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),
-    Positional("images", "IMAGE", "file, folder, glob, or - for a list on stdin", "+"),
+    Positional("images", "IMAGE", "file, folder, glob, or - for a list on stdin", "*"),
 )
 TOOL = Tool("predict.py", __doc__, OWN, PLACES, settings=False)
 
@@ -99,12 +102,16 @@ def _predict(argv: list[str]) -> int:
     log.setLevel("WARNING")  # standard output is for the results
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
+    from datasets.given import open_given
+    from engine.saved.predictions import name_of, validation_part
     from engine.saved.trained import load_trained
     from tools.predict.find import find_images
     from tools.predict.images import TOP, predict_images
 
-    paths = find_images(asked.images)
+    paths = find_images(asked.images) if asked.images else []
     trained = load_trained(asked.path, asked.weights, asked.device, asked.amp)
+    dataset = validation_part(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
+    paths = paths or [name_of(dataset, index) for index in range(len(dataset))]
     print(f"{asked.path}: {trained.choice}{_how(trained, asked.threshold)}", file=sys.stderr)
     shown = asked.topk or (len(trained.names()) if trained.multi_label else TOP)
     with _opened(asked.out) as stream:
@@ -112,7 +119,15 @@ def _predict(argv: list[str]) -> int:
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
         try:
             unreadable = predict_images(
-                trained, paths, form, asked.topk, asked.batch_size, asked.num_workers, progress, asked.threshold
+                trained,
+                dataset,
+                paths,
+                form,
+                asked.topk,
+                asked.batch_size,
+                asked.num_workers,
+                progress,
+                asked.threshold,
             )
             stream.flush()
         except KeyboardInterrupt:
@@ -135,6 +150,10 @@ def _how(trained: Trained, threshold: float | None) -> str:
 
 
 def _check(asked: Namespace) -> None:
+    if bool(asked.images) == bool(asked.part):
+        if asked.part:
+            raise UserError(f"-part {asked.part} predicts the images of the run's data; leave {asked.images[0]} out.")
+        raise UserError("IMAGE is missing: name files or folders, or a split of the run's data with -part test.")
     if asked.out is not None:
         asked.out = check_output_file(asked.out, "-out", fresh=not asked.overwrite)
     if not asked.path.expanduser().exists():

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from datasets import ValLoader, auto_workers
+from datasets import ImageDataset, ValLoader, auto_workers
 from datasets.base import PADDING
-from datasets.given import Unread, open_given
+from datasets.given import Unread
 from engine.saved.predictions import batch_size, guesses
 from engine.saved.trained import Trained
 from tools.predict.show import Form, Guess
@@ -24,6 +24,7 @@ TOP = 5
 
 def predict_images(
     trained: Trained,
+    dataset: ImageDataset,
     paths: list[str],
     form: Form,
     topk: int | None,
@@ -32,7 +33,7 @@ def predict_images(
     progress: bool = False,
     threshold: float | None = None,
 ) -> int:
-    """Write one result per image, in order. Returns the number of unreadable images.
+    """Write one result per image, in order, with its name in `paths`. Returns the number of unreadable images.
 
     `topk` None: the usual number. `threshold`: of all classes, where an image has several labels; None: their own.
     """
@@ -43,7 +44,7 @@ def predict_images(
     )
     size = batch or batch_size(trained)
     workers = 0 if len(paths) <= size else workers  # nothing to prefetch
-    loader = ValLoader(open_given(paths, trained.config.DATA), size, 0, 1, workers, trained.precision.device, unread)
+    loader = ValLoader(dataset, size, 0, 1, workers, trained.precision.device, unread)
     bar = tqdm(total=len(paths), unit=" images", file=sys.stderr, disable=not progress, dynamic_ncols=True)
     form.begin()
     try:

@@ -11,9 +11,10 @@ Without -out, it is report.html in the run's folder, or for several runs in the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from tools.common.command_line import OVERWRITE, Tool, run_tool
+from tools.common.command_line import OVERWRITE, PART, Tool, run_tool
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
 from utils.log import log
@@ -21,6 +22,7 @@ from utils.log import log
 OWN = (
     Flag("out", "file to write", "FILE.html", default_text="report.html in the run's folder", kind=Path),
     OVERWRITE,
+    replace(PART, about="evaluate the best checkpoint on this split of the run's data", default="val", default_text=""),
     Flag("no_predictions", "leave out predictions, and do not evaluate the best checkpoint"),
 )
 TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folder", "+", Path),), settings=False)
@@ -38,6 +40,8 @@ def _report(argv: list[str]) -> int:
 
     from tools.common.report_page.page import write_report
 
-    page = write_report(asked.runs, out, predictions=not asked.no_predictions, overwrite=bool(asked.overwrite))
+    page = write_report(
+        asked.runs, out, predictions=not asked.no_predictions, overwrite=bool(asked.overwrite), part=asked.part
+    )
     log.info("Report: %s", page)
     return EXIT_DONE

@@ -40,6 +40,8 @@ class LabelEvaluation:
     """Classes beyond MOST_ROWS"""
     unmeasured: int
     """Classes without images"""
+    image: str = "validation image"
+    """What an image of its split is called"""
 
 
 def evaluate_labels(trained: Trained, dataset: ImageDataset) -> LabelEvaluation:

@@ -49,10 +49,11 @@ def write_report(
     verdict: str | None = None,
     predictions: bool = True,
     overwrite: bool = True,
+    part: str = "val",
 ) -> Path:
     """Write the page and return its path. `out` None: report.html in the folder of the runs, which is always replaced.
 
-    `predictions`: evaluate the best checkpoints. `overwrite`: replace an existing `out`.
+    `predictions`: evaluate the best checkpoints, on the split `part`. `overwrite`: replace an existing `out`.
     """
     read = read_runs(runs)
     out = check_output_file(
@@ -61,12 +62,13 @@ def write_report(
     evaluations: list[Evaluation | LabelEvaluation | str] = []
     if predictions:
         from tools.common.report_page.predictions import (
+            IMAGE_OF,
             evaluate,
         )  # imports torch and timm, which the rest does not need
 
         for run in read:
-            log.info("%s: evaluating the best checkpoint on the validation set ...", run.name)
-            evaluations.append(evaluate(run.folder))
+            log.info("%s: evaluating the best checkpoint, %ss ...", run.name, IMAGE_OF[part])
+            evaluations.append(evaluate(run.folder, part))
     # File names may have bytes that are not UTF-8: each is shown as a replacement character.
     text = _page(read, verdict, evaluations).encode(errors="surrogateescape").decode(errors="replace")
     with writing(out, "-out"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ MOST_CLASSES = 20
 """Classes in the confusion matrix: more would not be readable on a screen."""
 MOST_PAIRS, MOST_MISTAKES = 15, 12
 THUMBNAIL = 112
+IMAGE_OF = {"train": "training image", "val": "validation image", "test": "test image", "all": "image"}
 
 
 class OfClass(NamedTuple):
@@ -81,15 +82,17 @@ class Evaluation:
     """False: the matrix has only the most confused classes"""
     pairs: list[Pair]
     mistakes: list[Mistake]
+    image: str
+    """What an image of its split is called"""
 
 
-def evaluate(folder: Path) -> Evaluation | LabelEvaluation | str:
-    """Evaluation of the run in `folder`, or the reason why there is none."""
+def evaluate(folder: Path, part: str = "val") -> Evaluation | LabelEvaluation | str:
+    """Evaluation of the run in `folder` on a split of its data, or the reason why there is none."""
     try:
         trained = load_trained(folder)
-        dataset = validation_part(trained)
+        dataset = validation_part(trained, part)
         if trained.multi_label:
-            return evaluate_labels(trained, dataset)
+            return replace(evaluate_labels(trained, dataset), image=IMAGE_OF[part])
         rows, numbers = _rows(trained, dataset)
     except (UserError, TrainingError) as error:
         return str(error)
@@ -107,6 +110,7 @@ def evaluate(folder: Path) -> Evaluation | LabelEvaluation | str:
         has_all_classes=len(chosen) == figures.classes,
         pairs=_pairs(trained, figures),
         mistakes=_mistakes(trained, dataset, rows, numbers),
+        image=IMAGE_OF[part],
     )
 
 

@@ -30,6 +30,7 @@ from engine.report.skips import Health
 from engine.setup import ReadyToTrain, checkpoint_meta, global_batch, setting_of
 from engine.unfreeze import unfreeze_if_due
 from engine.update import train_update
+from utils.distributed.group import group_timeout
 from utils.distributed.world import broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
@@ -68,7 +69,7 @@ class Trainer:
         deadline = Deadline(
             seconds_of(limit) if limit else None, lambda: self._saver.longest or estimate_seconds(self.parts)
         )
-        self._stopping = Stopping(world, deadline.passed)
+        self._stopping = Stopping(world, deadline.passed, group_timeout(config.DIST))
         self.train_loader.broken.write_into(folder)
         if self.parts.compiled is not None:
             self.parts.compiled.after_compiling = self._restart_clocks

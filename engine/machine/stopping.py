@@ -5,6 +5,7 @@ Nothing heavy is imported here, so that signals are handled while torch is still
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import signal
@@ -133,7 +134,8 @@ class Stopping:
     requests every few updates; the interval is all-reduced along with the requests.
     """
 
-    def __init__(self, world: World, time_is_up: Callable[[], bool]) -> None:
+    def __init__(self, world: World, time_is_up: Callable[[], bool], timeout: datetime.timedelta) -> None:
+        """`timeout`: how long the ranks wait for each other, also while rank 0 writes the last checkpoint."""
         self._world, self._time_is_up = world, time_is_up
         self._in_flight: tuple[torch.distributed.Work, torch.Tensor] | None = None
         self._what, self._every, self._left = "", 1, 1
@@ -141,7 +143,7 @@ class Stopping:
         if world.size > 1:
             import torch.distributed
 
-            group = torch.distributed.new_group(backend="gloo")
+            group = torch.distributed.new_group(backend="gloo", timeout=timeout)
             assert isinstance(group, torch.distributed.ProcessGroup)
             self._group = group
 

@@ -21,6 +21,8 @@ from engine.amp.precision import Precision, dtype_name
 from models import is_inside
 from models.blocks import blocks_of
 from utils.config import Config
+from utils.config.schema import DistConfig
+from utils.distributed.group import group_timeout
 from utils.distributed.world import World, raise_on_every_rank
 from utils.errors import UserError
 from utils.log import log
@@ -53,21 +55,23 @@ def build_sharding(config: Config, world: World, device: torch.device) -> Shardi
         log.info("DIST.STRATEGY fsdp has no effect with one process.")
         return None
     raise_on_every_rank(_why_no_hsdp(world) if config.DIST.HSDP else None, world)
-    return Sharding(world, device, config.DIST.HSDP, config.DIST.FSDP_NO_SYNC)
+    return Sharding(world, device, config.DIST)
 
 
 class Sharding:
     """This rank's shard: number `nth` of `count`. Where several ranks hold the same shard, one of them `writes` it."""
 
-    def __init__(self, world: World, device: torch.device, by_machine: bool, no_sync: bool) -> None:
+    def __init__(self, world: World, device: torch.device, dist: DistConfig) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self._world, self._no_sync = world, no_sync
+        self._world, self._no_sync, by_machine = world, dist.FSDP_NO_SYNC, dist.HSDP
         if by_machine:
             sizes, names = (world.size // world.local_size, world.local_size), (COPIES, SHARDS)
         else:
             sizes, names = (world.size,), (SHARDS,)
         self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+        for name in names:
+            self._mesh.get_group(name)._get_backend(device)._set_default_timeout(group_timeout(dist))
         self.count = sizes[-1]
         self.nth = self._mesh.get_local_rank(SHARDS)
         self.writes = not by_machine or self._mesh.get_local_rank(COPIES) == 0

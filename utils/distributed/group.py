@@ -67,11 +67,16 @@ def join(
         store=torch.distributed.PrefixStore("group", store),
         rank=world.rank,
         world_size=world.size,
-        timeout=timeout + LONGER,
+        timeout=group_timeout(dist),
     )
     names, local = [name_of(other) for other in members], _on_this_machine(members, member)
     _watchdog = Watchdog(store.clone(), world, names, timeout.total_seconds(), local)
     return members
+
+
+def group_timeout(dist: DistConfig) -> datetime.timedelta:
+    """Time after which torch ends a collective: that of every group of the run, whose default is torch's own."""
+    return datetime.timedelta(minutes=dist.TIMEOUT) + LONGER
 
 
 def report_refusal(world: World, problem: str) -> None:

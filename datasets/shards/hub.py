@@ -6,6 +6,7 @@ files, and read from there.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 from datasets.base import Part
 from datasets.images import image_source
 from datasets.shards.layout import LABEL_SETS, MANIFEST, ShardSet, finish_set
-from datasets.shards.parquet import Columns, columns_of, find_splits, require_pyarrow, rows
+from datasets.shards.parquet import Columns, choose_files, columns_of, find_splits, require_pyarrow, rows, size_in_tar
 from datasets.shards.source import ShardSamples, check_splits, open_split
 from datasets.shards.stores import Folder
 from datasets.shards.tar import TarWriter
@@ -30,8 +31,8 @@ ALL_SHARDS = 1 << 30
 """Shuffle window, in shards: the copy is on a local disk, where random reads are cheap."""
 LONGEST_REASON = 300
 """Characters of an error message of the hub that are shown; it can be a page long."""
-TAR_OVERHEAD = 1.1
-"""Size of a tar file relative to its contents."""
+CONVERTED = "refs/convert/parquet"
+"""Revision in which the hub keeps its own conversion of data sets of other formats"""
 
 
 def _copied_folder(data: DataConfig) -> Path:
@@ -71,9 +72,17 @@ def _copy_name(place: str, local: bool) -> str:
     return f"{re.sub(r'[^A-Za-z0-9._]+', '-', place).strip('-.')[-60:]}-{digest}"
 
 
+def repository_of(place: str) -> tuple[str, str, str | None]:
+    """(owner/name, folder for a subset, revision) of `owner/name/folder@revision`."""
+    path, _, revision = place.partition("@")
+    owner, _, rest = path.partition("/")
+    name, _, inside = rest.partition("/")
+    return f"{owner}/{name}", inside, revision or None
+
+
 def _download(place: str, data: DataConfig) -> Path:
-    """Download parquet files and return their folder. `place` is owner/name, or owner/name/folder for a subset."""
-    owner_and_name, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:])
+    """Download the parquet files that are needed and return their folder. `place`: see `repository_of`."""
+    name, inside, revision = repository_of(place)
     if not data.DOWNLOAD:
         raise UserError(
             f"DATA.DATASET {data.DATASET} is not on this machine, neither as a folder nor as a copy in DATA.CACHE. "
@@ -81,25 +90,40 @@ def _download(place: str, data: DataConfig) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    log.info("Fetching the parquet files of %s from the Hugging Face hub.", place)
-    pattern = f"{inside}/*.parquet" if inside else "*.parquet"
     try:
-        folder = Path(snapshot_download(owner_and_name, repo_type="dataset", allow_patterns=pattern))
-        if not any(folder.rglob("*.parquet")):
-            # The hub itself converts data sets of other formats to parquet.
-            revision = "refs/convert/parquet"
-            folder = Path(
-                snapshot_download(owner_and_name, repo_type="dataset", allow_patterns=pattern, revision=revision)
-            )
+        sizes = _parquet_files(name, inside, revision)
+        if not sizes and revision is None:
+            revision, sizes = CONVERTED, _parquet_files(name, inside, CONVERTED)
+        # Before anything is fetched: a data set can have a hundred configurations.
+        splits = choose_files(Path(name, inside), [Path(name, file) for file in sizes], data.DATASET)
+        files = [str(file.relative_to(name)) for of_split in splits.values() for file in of_split]
+        size = sum(sizes[file] for file in files) / 1e9
+        log.info("Fetching %d parquet files (%.2f GB) of %s from the Hugging Face hub.", len(files), size, place)
+        patterns = [glob.escape(file) for file in files]
+        folder = Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns, revision=revision))
+    except UserError:
+        raise
     except Exception as error:  # the network, the hub and the disk have errors of many types
         reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
         raise UserError(
-            f"DATA.DATASET {data.DATASET}: {owner_and_name} could not be fetched from the Hugging Face hub: "
+            f"DATA.DATASET {data.DATASET}: {name} could not be fetched from the Hugging Face hub: "
             f"{reason.rstrip('.')}. "
             f"Files fetched so far are kept. Try again, or fetch its parquet files yourself and give their folder as "
             f"hf:/folder."
         ) from None
+    again = f"{PREFIX}{place.partition('@')[0]}@{folder.name}"  # the folder is named by the commit
+    log.info("%s is fetched; to get the same files again, name its revision: %s", data.DATASET, again)
     return folder / inside
+
+
+def _parquet_files(name: str, inside: str, revision: str | None) -> dict[str, int]:
+    """Size of each parquet file below a folder of a data set on the hub."""
+    from huggingface_hub import HfApi
+
+    tree = HfApi().list_repo_tree(name, recursive=True, repo_type="dataset", revision=revision)
+    files = {entry.path: size for entry in tree if (size := getattr(entry, "size", None)) is not None}
+    below = f"{inside}/" if inside else ""
+    return {path: size for path, size in files.items() if path.endswith(".parquet") and path.startswith(below)}
 
 
 def _copy(source: Path, folder: Path, data: DataConfig) -> None:
@@ -107,11 +131,11 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     splits = find_splits(source, data.DATASET)
     files = [file for of_split in splits.values() for file in of_split]
     columns = columns_of(source, files, data.DATASET)
-    size, free = sum(file.stat().st_size for file in files), shutil.disk_usage(folder.parent).free
-    if size * TAR_OVERHEAD > free:
+    size, free = sum(size_in_tar(file, columns) for file in files), shutil.disk_usage(folder.parent).free
+    if size > free:
         raise UserError(
             f"DATA.DATASET {data.DATASET}: its images are copied to {folder.parent} once, which needs "
-            f"{size * TAR_OVERHEAD / 1e9:.1f} GB; {free / 1e9:.1f} GB are free. Set DATA.CACHE to another folder."
+            f"{size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free. Set DATA.CACHE to another folder."
         )
     log.info("%s: copying its images to %s, once (%.2f GB).", data.DATASET, folder, size / 1e9)
     scratch = folder.with_name(f".{folder.name}.part")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from utils.files import parse_json, require_regular
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "labels", "fine_label", "target", "class")
 ROWS = 64
 """Rows read at once, which bounds the memory in use, besides a piece of the file."""
+TAR_BYTES_PER_IMAGE = 4 * 512
+"""Two headers, a label, and the filling up of the image's last block"""
 LAYOUT = """Expected layout:
   {root}/train-00000-of-00002.parquet, ...         or train/0000.parquet
   {root}/validation-00000-of-00001.parquet, ...    or test-..., or none: then DATA.VAL_FRACTION is split off
@@ -43,7 +45,12 @@ def require_pyarrow(dataset: str) -> None:
 
 def find_splits(root: Path, dataset: str) -> dict[str, list[Path]]:
     """Parquet files of each split; all are 'train' if no name says which is which."""
-    files = sorted(path for path in root.rglob("*.parquet") if not _is_hidden(path.relative_to(root)))
+    return choose_files(root, root.rglob("*.parquet"), dataset)
+
+
+def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, list[Path]]:
+    """The same of these parquet files below `root`, which need not exist yet."""
+    files = sorted(path for path in paths if not _is_hidden(path.relative_to(root)))
     if not files:
         raise UserError(f"DATA.DATASET {dataset}: there is no parquet file in {root}. {LAYOUT.format(root=root)}")
     named: dict[str, list[Path]] = defaultdict(list)
@@ -140,6 +147,15 @@ def rows(file: Path, number: int, columns: Columns) -> Iterator[Row]:
             labels = {numbers[one] if columns.names_are_labels else int(one) for one in of_image}
             yield Row(f"{number:05d}/{row:08d}", kind_of(image or b""), image or b"", tuple(sorted(labels)))
             row += 1
+
+
+def size_in_tar(file: Path, columns: Columns) -> int:
+    """Bytes that the images and labels of a file need in a tar file, at most."""
+    about = _open(file).metadata
+    groups = [about.row_group(number) for number in range(about.num_row_groups)]
+    found = [group.column(number) for group in groups for number in range(group.num_columns)]
+    images = sum(one.total_uncompressed_size for one in found if one.path_in_schema.split(".")[0] == columns.image)
+    return images + about.num_rows * TAR_BYTES_PER_IMAGE
 
 
 def _open(file: Path) -> Any:

@@ -84,7 +84,7 @@ class Card:
         name = self.export.trained.config.DATA.DATASET
         if name.startswith(hub_data.PREFIX):
             place = name.removeprefix(hub_data.PREFIX)
-            return None if hub_data.is_path(place) else "/".join(place.split("/")[:2])
+            return None if hub_data.is_path(place) else hub_data.repository_of(place)[0]
         if name == "imagenet2012" and self.samples == IMAGENET_SAMPLES and self.export.metadata["num_classes"] == 1000:
             return IMAGENET
         return None if name in LAYOUTS else HUB_IDS.get(name, name)

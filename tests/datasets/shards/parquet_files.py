@@ -33,10 +33,12 @@ def write(
     columns: tuple[str, str] = ("image", "label"),
     struct: bool = True,
     kind: str = "PNG",
+    size: tuple[int, int] = (30, 20),
+    row_group: int = 4,
 ) -> Path:
     """A parquet file like those on the hub: image k has the label k modulo 3."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    images = [picture(k, kind) for k in numbers]
+    images = [picture(k, kind, size) for k in numbers]
     as_struct = pa.array(
         [{"bytes": image, "path": f"{k}.png"} for k, image in zip(numbers, images, strict=True)],
         pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
@@ -50,7 +52,7 @@ def write(
     )
     if notes is not None:
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": notes}})})
-    pq.write_table(table, path, row_group_size=4)
+    pq.write_table(table, path, row_group_size=row_group)
     return path
 
 

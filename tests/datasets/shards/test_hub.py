@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -86,6 +87,31 @@ def test_hub_copy_is_made_once_and_again_after_a_change(
     write(tmp_path / "set" / "train.parquet", range(30, 45))
     assert len(part(data)) + len(part(data, train=False)) == 15
     assert "copied 15 images" in said.text
+
+
+def test_space_for_a_copy_is_that_of_its_tar_files(
+    tmp_path: Path, of_hub: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small images need many times the space of their parquet file, which has no headers and may be compressed."""
+    data = of_hub(tmp_path / "set")
+    write(tmp_path / "set" / "train.parquet", range(300), size=(5, 5), row_group=100)
+    write(tmp_path / "set" / "val.parquet", range(4))
+    needed: list[float] = []
+
+    def usage(_: object) -> SimpleNamespace:
+        return SimpleNamespace(free=needed[0] if needed else 1e12)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    part(data)
+    (copied,) = (path for path in Path(data.CACHE or "", "hf").iterdir() if path.is_dir())
+    size = sum(file.stat().st_size for file in copied.rglob("*") if file.is_file())
+    assert size > 4 * (tmp_path / "set" / "train.parquet").stat().st_size
+    shutil.rmtree(copied)
+    needed.append(0.95 * size)
+    with pytest.raises(UserError, match=r"GB are free\. Set DATA\.CACHE to another folder"):
+        part(data)
+    needed[0] = 1.5 * size
+    assert len(part(data)) == 300
 
 
 def test_damaged_hub_copy_is_named_and_made_again_once_removed(

@@ -33,6 +33,7 @@ from utils.errors import (
 from utils.gpus import limit_visible_gpus
 from utils.log import log, logs_to_terminal, start_log
 from utils.parent import die_with_starting_tool
+from utils.passwords import redacted
 from utils.run_folder import run_folder_of
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
 
@@ -96,7 +97,7 @@ def _report(text: str, aloud: bool) -> None:
     """Log an error. `aloud`: also print it if this process is a rank that does not print to the terminal."""
     log.error("%s", text)
     if aloud and not logs_to_terminal():
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {redacted(text)}", file=sys.stderr)
     signals.failure_was_reported()
     if not aloud and not logs_to_terminal():
         # The launcher ends all ranks once the first has exited: let a rank that prints the error be that one.

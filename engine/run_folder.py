@@ -20,6 +20,7 @@ from utils.distributed.world import broadcast, on_rank_0
 from utils.errors import UserError
 from utils.files import kind_of_path, try_to_write, write_atomically
 from utils.log import log, log_into
+from utils.passwords import redacted
 from utils.resumed_run import resumed_run, target_folder
 from utils.run_folder import (
     check_output,
@@ -88,7 +89,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
     if not world.first:
         return None
     with os_errors_as_user_errors(folder):  # first: a run that is killed from here on resumes with these settings
-        write_atomically(folder / "config.yaml", to_yaml(config))
+        write_atomically(folder / "config.yaml", redacted(to_yaml(config)))
     peak = peak_of(ready.precision, threads, config.REPORT_STAGES and not config.EVAL, folder / "run.json")
     if peak is not None and not config.EVAL:
         log.info(peak.words())

@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from utils.line_file import LineFile
+from utils.passwords import redacted
 from utils.standard_output import discard_output
 
 log = logging.getLogger("vitamp")
@@ -62,6 +63,12 @@ class _File(logging.Handler):
         super().close()
 
 
+def _hide_passwords(record: logging.LogRecord) -> bool:
+    """Filter of the logger: messages of libraries, too, may have a URL in them."""
+    record.msg, record.args = redacted(record.getMessage()), None
+    return True
+
+
 def _close(logger: logging.Logger) -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -77,6 +84,7 @@ def start_log(to_terminal: bool, survives_closed_pipe: bool = False) -> None:
     _close(log)
     log.setLevel(logging.INFO)
     log.propagate = False
+    log.addFilter(_hide_passwords)
     if to_terminal:
         terminal = _Terminal(survives_closed_pipe)
         terminal.setFormatter(_WithLevel("%(message)s"))
@@ -104,7 +112,7 @@ def log_into(folder: Path, rank: int) -> None:
 
 def write_to_files(text: str, rank_0_is_lost: bool = False) -> None:
     """Write an error to this rank's log file without printing it; to log.txt too, if rank 0 no longer can."""
-    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, redacted(text), (), None)
     for handler in [handler for handler in log.handlers if isinstance(handler, _File)]:
         handler.handle(record)
         if rank_0_is_lost:

@@ -17,6 +17,7 @@ from typing import Any
 
 from utils.errors import UserError
 from utils.files import write_atomically
+from utils.passwords import redacted
 
 FILES_OF_A_RUN = ("config.yaml", "run.json", "metrics.jsonl", "checkpoints")
 
@@ -136,4 +137,4 @@ def git_state() -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(path, redacted(json.dumps(content, indent=2, ensure_ascii=False)) + "\n")

@@ -16,6 +16,7 @@ import numpy as np
 from datasets.sources.files import readable_folder
 from utils.errors import UserError
 from utils.files import only_regular, read_regular
+from utils.passwords import is_redacted
 
 MOST_OPEN = 64
 """Files that a process keeps open: the shards of a window are read alternately, and opening one per image is slow."""
@@ -234,6 +235,11 @@ def open_store(place: str | None) -> Store:
     """Open DATA_PATH, a folder or a URL."""
     if place is None:
         raise UserError("DATA.DATASET shards needs DATA.DATA_PATH (-data_path): the folder or URL of its tar files.")
+    if is_redacted(place):
+        raise UserError(
+            f"DATA.DATA_PATH: {place} is without its password, which no file of a run has. Give the whole URL: "
+            "-data_path."
+        )
     if "://" in place:
         return Remote(place)
     return Folder(readable_folder(place))

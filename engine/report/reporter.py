@@ -25,6 +25,7 @@ from utils.config.schema import Config
 from utils.files import parse_json, write_atomically
 from utils.line_file import LineFile
 from utils.log import log
+from utils.passwords import redacted
 from utils.run_folder import os_errors_as_user_errors
 
 METRICS = "metrics.jsonl"
@@ -85,7 +86,7 @@ class Reporter:
         """Write a line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
         line = {"event": kind, "epoch": position.epoch, **fields, "perf": perf or {}}
         if self._metrics:
-            self._metrics.add(json.dumps(_plain(line)))
+            self._metrics.add(redacted(json.dumps(_plain(line))))
 
     def run(self, what: str, position: Position, seconds: float, verdict: Bottleneck | None = None) -> None:
         """Report that the run starts, resumes, is paused or ends."""

@@ -11,6 +11,7 @@ import yaml
 
 from utils.config.keys import sections, settings, value_of
 from utils.config.schema import Config
+from utils.passwords import redacted
 
 if TYPE_CHECKING:
     from utils.config.load import Loaded
@@ -65,7 +66,14 @@ def differences(old: Config, new: Config) -> list[str]:
         pairs = (
             pair for pair in pairs if pair[0] != "DATA.BATCH_SIZE_EVAL"
         )  # -batch_size sets it; null means the same
-    return [f"{key}: {one_line(before)} -> {one_line(after)}" for key, before, after in pairs if before != after]
+    return [
+        f"{key}: {one_line(before)} -> {one_line(after)}" for key, before, after in pairs if not _same(before, after)
+    ]
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Whether two values are equal. A saved URL has no password."""
+    return before == after or (isinstance(after, str) and redacted(after) == before)
 
 
 def one_line(value: Any) -> str:

@@ -16,8 +16,10 @@ from datasets.images import Images
 from tests.datasets.opened import pixels
 from tests.datasets.shards.serving import serving
 from tests.datasets.shards.tar_files import write_set
+from tests.program import Result
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.passwords import redacted
 
 CPU = torch.device("cpu")
 
@@ -117,3 +119,42 @@ def test_server_that_ignores_ranges_is_refused(tmp_path: Path, of_shards: Callab
                 open_dataset(of_shards(tmp_path / "set"), True, 3, 0, CPU)
             with pytest.raises(UserError, match=r"0000\.tar cannot be read: the server ignores requests for a part"):
                 check_dataset(of_shards(f"{place}/set"), 3)
+
+
+def test_password_of_a_url_reaches_no_file(tmp_path: Path, vitamp: Callable[..., Result], address: str) -> None:
+    """Neither of the log, nor of the settings: a resume needs the URL again, and says so."""
+    pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
+    write_set(tmp_path / "set", [6, 6])
+    url = address.replace("://", "://ann:geheim@") + "/set"
+    run = tmp_path / "run"
+    model = ("MODEL.NAME=t", "MODEL.PATCH_SIZE=4", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
+    words = (*model, "DATA.IMAGE_SIZE=8", "-num_classes", 3, "-batch_size", 4, "-device", "cpu", "THREADS=1")
+    cache = f"DATA.CACHE={tmp_path / 'cache'}"
+    first = vitamp("-dataset", "shards", "-data_path", url, *words, cache, "TRAIN.NUM_EPOCHS=1", "-output", run)
+    assert first.code == 0, first.text
+    again = ("-resume", run, "TRAIN.NUM_EPOCHS=2")
+    without = vitamp(*again)
+    assert without.code == 2
+    assert "is without its password, which no file of a run has. Give the whole URL: -data_path" in without.err
+    assert vitamp(*again, "-data_path", url).code == 0
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert {"log.txt", "run.json", "config.yaml", "meta.json", "metrics.jsonl"} <= {path.name for path in files}
+    assert "DATA.DATA_PATH" not in (run / "log.txt").read_text(encoding="utf-8"), "the URL has not changed"
+    for path in (*files, *(tmp_path / "cache").rglob("*")):
+        assert path.is_dir() or b"geheim" not in path.read_bytes(), path
+    assert "geheim" not in first.text + without.text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("at http://ann:pw@host:80/a b", "at http://***@host:80/a b"),
+        ('"https://token@host/x"', '"https://***@host/x"'),
+        ("'https://h/a.tar?X-Amz-Signature=1&b=2' z", "'https://h/a.tar?***' z"),
+        ("https://h/a?page=2 and me@example.org", "https://h/a?page=2 and me@example.org"),
+        ("s3://bucket/a@b/c", "s3://bucket/a@b/c"),
+    ],
+)
+def test_urls_are_shown_without_secrets(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+    assert redacted(shown) == shown

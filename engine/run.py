@@ -92,6 +92,7 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
     if lock is not None:
         on_rank_0(given.world, lambda: lock_existing_folder(given.config, lock))
     checkpoint = chosen_checkpoint(given.config, given.world)
+    signals.saved = checkpoint is not None if given.world.first else None
     run = settle_batch(given, checkpoint)
     ready = _build(run, checkpoint)
     compiling = _choose_compiling(run, ready, checkpoint)

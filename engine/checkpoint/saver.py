@@ -27,6 +27,7 @@ from engine.checkpoint.folder import (
     write_index,
 )
 from engine.checkpoint.host_copy import HostCopy, on_host, size_words
+from engine.machine.stopping import signals
 from engine.measure.progress import Best, Position
 from engine.measure.task import Metrics
 from engine.update import Parts
@@ -251,7 +252,7 @@ class Saver(RankSaver):
         except Exception as error:  # reported in the training thread, where all but a disk error ends the run
             self._outcomes.put(_Failed(snapshot.update, error))
             return not isinstance(error, OSError)
-        self._unsaved = None
+        self._unsaved, signals.saved = None, True
         seconds = time.perf_counter() - began
         self.longest = max(self.longest, seconds)
         self._outcomes.put(_Written(folder, size, seconds, index_error))
@@ -288,10 +289,11 @@ class Saver(RankSaver):
         words = self._words(outcome.error)
         if self._failing.get(outcome.update) != words:  # another attempt may fail for another reason
             log.warning(
-                "The checkpoint of update %d could not be written: %s. Earlier checkpoints are untouched; training "
-                "continues, and the write is retried (if SAVE_IN_BACKGROUND is off, only when training ends).",
+                "The checkpoint of update %d could not be written: %s. %s; training continues, and the write is "
+                "retried (if SAVE_IN_BACKGROUND is off, only when training ends).",
                 outcome.update,
                 words,
+                "Earlier checkpoints are untouched" if signals.saved else "Nothing is saved yet",
             )
         self._failing = {outcome.update: words}
 

@@ -39,6 +39,13 @@ WORDS = {
 SECONDS_BETWEEN_EXCHANGES, MOST_UPDATES_BETWEEN_EXCHANGES = 0.05, 8
 
 
+_WHAT_IS_LEFT = {
+    True: "; earlier checkpoints are intact, and -resume continues from the newest",
+    False: "; nothing was saved yet",
+    None: "",
+}
+
+
 class Stopped(Exception):
     """Raised on all ranks at the same update: save the run and exit."""
 
@@ -62,6 +69,8 @@ class Signals:
         self.request = NOTHING
         self.deferred = False
         """Signals only set `request`, because there is something to save or to log first."""
+        self.saved: bool | None = None
+        """Whether the run has a checkpoint to resume from; None where this process does not know."""
         self._failed = False
         self._interrupts = 0
         self._owner = os.getpid()
@@ -97,7 +106,7 @@ class Signals:
         if not self._failed:
             logging.raiseExceptions = False  # the signal may have interrupted the writing of a log line
             name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-            log.warning("%s; earlier checkpoints are intact, and -resume continues from the newest", name)
+            log.warning("%s%s", name, _WHAT_IS_LEFT[self.saved])
         os._exit(EXIT_CODES[REQUESTS[signal.Signals(number)]])
 
 

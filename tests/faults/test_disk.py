@@ -18,6 +18,7 @@ from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import MODEL, inspect, read_index, save_checkpoint, verify
 from engine.checkpoint.saver import Saver, Snapshot
+from engine.machine.stopping import signals
 from engine.report.tensorboard import Board
 from tests.faults.killing import Run, reported
 from tests.faults.small_disk import SmallDisk, small_disk
@@ -210,6 +211,20 @@ def test_an_end_without_room_tells_what_is_left(disk: SmallDisk, monkeypatch: py
     saver.save(Snapshot(TENSORS, {}, meta(2), None))
     with pytest.raises(TrainingError, match=r"update 2 .* No space left .* 0 kB free.* last checkpoint is step-0+1;"):
         saver.finish()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_earlier_checkpoints_are_named_only_where_there_are_some(
+    disk: SmallDisk, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    monkeypatch.setattr(signals, "saved", False)
+    saver = Saver(disk.folder / "checkpoints", Config(SAVE_IN_BACKGROUND=False), pinned=False)
+    if saved:
+        saver.save(Snapshot(TENSORS, {}, meta(1), None))
+    disk.fill()
+    saver.save(Snapshot(TENSORS, {}, meta(2), None))
+    assert ("Earlier checkpoints are untouched; training continues" in said.text) is saved
+    assert ("Nothing is saved yet; training continues" in said.text) is not saved
 
 
 def test_room_that_comes_at_the_end_is_used(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from datasets.base import PADDING, Batch, ImageDataset
 from datasets.damage.exclude import warn_unmatched
+from datasets.damage.links import warn_of_links
 from datasets.decoding.reader import decoder_of
 from datasets.loading.balanced import balanced_order
 from datasets.loading.identity import data_identity, identity_of
@@ -35,5 +36,6 @@ __all__ = [
     "recognise",
     "source_of",
     "validation_batches",
+    "warn_of_links",
     "warn_unmatched",
 ]

@@ -70,6 +70,8 @@ class Samples(ABC):
     classes: list[str] | None = None
     """Class names in the order of their labels, if known."""
     stored: Stored = "files"
+    links: int = 0
+    """Symbolic links among the files and folders, if the source searched folders for images."""
     remote = False
     """Read over a network. Loading processes then mostly wait and use little CPU."""
 

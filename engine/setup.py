@@ -22,6 +22,7 @@ from datasets import (
     balanced_order,
     identity_of,
     open_dataset,
+    warn_of_links,
     warn_unmatched,
 )
 from engine.amp.fp32_modules import force_fp32
@@ -129,7 +130,10 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         log.info("All weights are trained: from MODEL.UNFREEZE_EPOCH %s on, MODEL.FREEZE has no effect.", epoch)
     log.info(describe_parameters(ready.model))
     train_set, loader = training_data(config, world, device)
-    warn_unmatched(config.DATA, [part.single_images() for part in (train_set, ready.val_set)])
+    splits = train_set.single_images(), ready.val_set.single_images()
+    warn_unmatched(config.DATA, splits)
+    if world.first:
+        warn_of_links(*splits)
     train, updates = config.TRAIN, loader.order.updates
     in_precision = ready.model, ready.inputs, ready.precision
     weights = weights_of_classes(config, train_set)

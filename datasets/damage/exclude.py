@@ -30,7 +30,7 @@ class Remaining(Samples):
         self._new_index = np.full(len(samples), -1, dtype=np.int64)
         self._new_index[remaining] = np.arange(len(remaining))
         self.labels, self.classes = samples.labels[remaining], samples.classes
-        self.stored, self.remote = samples.stored, samples.remote
+        self.stored, self.remote, self.links = samples.stored, samples.remote, samples.links
 
     def read(self, index: int) -> Encoded:
         return self.samples.read(int(self._old_index[index]))

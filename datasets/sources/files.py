@@ -43,8 +43,10 @@ class PathTable:
 class FileSamples(Samples):
     """Image files below one folder."""
 
-    def __init__(self, root: Path, paths: PathTable, labels: np.ndarray, classes: list[str] | None) -> None:
-        self.root, self.paths, self.labels, self.classes = root, paths, labels, classes
+    def __init__(
+        self, root: Path, paths: PathTable, labels: np.ndarray, classes: list[str] | None, links: int = 0
+    ) -> None:
+        self.root, self.paths, self.labels, self.classes, self.links = root, paths, labels, classes, links
 
     def read(self, index: int) -> bytes:
         return read_regular(self.name(index))
@@ -65,10 +67,12 @@ class FileList(NamedTuple):
     labels: np.ndarray
     classes: list[str] | range
     """Names of the classes, or their numbers if they have no names"""
+    links: int = 0
+    """See `Samples.links`."""
 
     def samples(self) -> FileSamples:
         names = self.classes if isinstance(self.classes, list) else None
-        return FileSamples(self.root, PathTable(self.paths), self.labels, names)
+        return FileSamples(self.root, PathTable(self.paths), self.labels, names, self.links)
 
 
 def data_folder(data: DataConfig) -> Path:

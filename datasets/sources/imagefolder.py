@@ -106,9 +106,9 @@ def class_files(folder: Path, classes: list[str], data: DataConfig) -> FileList:
     by_class = [sorted(images_below(str(folder / name), skipped, hidden)) for name in classes]
     skipped.warn(str(folder))
     paths = [f"{name}/{path}" for name, of_class in zip(classes, by_class, strict=True) for path in of_class]
-    return FileList(
-        folder, paths, np.repeat(np.arange(len(classes)), [len(of_class) for of_class in by_class]), classes
-    )
+    labels = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in by_class])
+    links = skipped.links + sum((folder / name).is_symlink() for name in classes) + folder.is_symlink()
+    return FileList(folder, paths, labels, classes, links)
 
 
 def subfolders(folder: Path) -> list[str]:

@@ -113,7 +113,7 @@ class PublishedLists(Published, ABC):
     def check(self, data: DataConfig, num_classes: int, train: bool) -> None:
         folder, classes = self.fetched_folder(data), range(0)
         for part in parts_read(data, train, self.parts):
-            _, paths, labels, classes = self._checked_split(folder, data, part, num_classes)
+            _, paths, labels, classes, _ = self._checked_split(folder, data, part, num_classes)
             self._check_files(folder, paths)
             warn_empty_classes(labels, classes, f"The {TITLES[part]} of the data set {data.DATASET}")
         log_unused_outputs(len(classes), num_classes, f"The data set {data.DATASET}")

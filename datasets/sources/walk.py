@@ -17,11 +17,13 @@ HIDDEN, HIDDEN_FOLDER = "hidden files", "hidden folders"
 
 
 class SkippedFiles:
-    """Files that were skipped in one place, counted by kind, mostly their extension."""
+    """Files that were skipped in one place, counted by kind, mostly their extension; and links that were found."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._names: dict[str, list[str]] = {}
+        self.links = 0
+        """Symbolic links among all files and folders"""
 
     def add(self, name: str, kind: str | None = None) -> None:
         """Count a file. `kind`: what to count it as, if not its extension."""
@@ -87,11 +89,13 @@ def _images(
         if own_id in above:
             return
         with os.scandir(folder) as entries:
-            names = sorted((entry.name, _is_folder(entry)) for entry in entries)
+            found = [(entry.name, _is_folder(entry), entry.is_symlink()) for entry in entries]
     except OSError as error:
         log.warning("Skipping the folder %s, which cannot be read: %s.", folder, error.strerror)
         return
     skipped = SkippedFiles() if skipped is None else skipped
+    names = sorted((name, is_folder) for name, is_folder, _ in found)
+    skipped.links += sum(is_link for *_, is_link in found)
     for name, is_folder in names:
         if name.startswith(".") and not (is_folder and hidden):
             skipped.add(name, HIDDEN_FOLDER if is_folder else HIDDEN)

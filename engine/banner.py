@@ -70,7 +70,9 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
 
 
 def _data(config: Config, ready: Ready) -> str:
-    classes = f"{config.MODEL.NUM_CLASSES} classes{', several labels per image' * config.DATA.MULTI_LABEL}"
+    classes = (
+        f"{counted(int(config.MODEL.NUM_CLASSES), 'class')}{', several labels per image' * config.DATA.MULTI_LABEL}"
+    )
     size = f"{config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_CHANNELS}"
     if not isinstance(ready, ReadyToTrain):
         text = f"{title_of(config.DATA)}: {images_of_all(config, config.DATA, len(ready.val_set))} of {size}, {classes}"

@@ -47,6 +47,7 @@ from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import log
 from utils.resumed_run import resumed_run
+from utils.text import counted
 
 
 def run(loaded: Loaded, world: World, dry: bool) -> int:
@@ -190,7 +191,8 @@ def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
     if run.world.first:
         log.info(next_commands(run, position, place))
     validated = f", best {best.words()}" if best.figure is not None else ""
-    log.info("This run had already finished: %d updates%s; its folder is %s", position.update, validated, place)
+    updates = counted(position.update, "update")
+    log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)
     return True
 
 

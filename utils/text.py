@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def counted(number: float, noun: str) -> str:
     """'1 update', '1,234 updates', '2 processes'."""
     plural = noun + ("es" if noun.endswith(("s", "x", "tch", "sh")) else "s")
-    return f"{number:{',' if isinstance(number, int) else 'g'}} {noun if number == 1 else plural}"
+    return f"{number:{'g' if isinstance(number, float) else ','}} {noun if number == 1 else plural}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

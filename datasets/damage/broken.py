@@ -12,6 +12,7 @@ from utils.distributed.world import World, all_gather
 from utils.errors import AllRanksError, TrainingError
 from utils.files import write_atomically
 from utils.log import log
+from utils.text import counted
 
 LIST = "broken.txt"
 MOST_NAMED_IN_TRAINING, MOST_NAMED_IN_VALIDATION = 3, 10
@@ -121,7 +122,7 @@ def _names(broken: list[Broken]) -> str:
 
 
 def _images(count: int) -> str:
-    return f"{count} training image{'s' if count != 1 else ''}"
+    return counted(count, "training image")
 
 
 class BrokenInValidation:
@@ -139,7 +140,7 @@ class BrokenInValidation:
         if not broken:
             return
         count = len(broken)
-        text = f"{count} validation image{'s' if count != 1 else ''} cannot be read: "
+        text = f"{counted(count, 'validation image')} cannot be read: "
         text += _names(broken[:MOST_NAMED_IN_VALIDATION]) + ("; ..." if count > MOST_NAMED_IN_VALIDATION else "")
         if all(one.storage for one in broken):
             raise AllRanksError(

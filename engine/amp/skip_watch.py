@@ -20,6 +20,7 @@ from engine.amp.overflow_replay import BACKWARD, BATCH, LOSS, Overflow, Replay
 from engine.amp.precision import dtype_name
 from utils.log import log
 from utils.seeding import fork_host_rng, seed_all
+from utils.text import counted
 
 SHOWN_SAMPLES = 8
 
@@ -69,9 +70,7 @@ class Blame:
         parts.append(f"loss scale {self.scale:g}")
         late = self.noticed_at - self.update
         if late:
-            parts.append(
-                f"noticed {late} update{'s' * (late > 1)} later, and replayed with the weights of that later update"
-            )
+            parts.append(f"noticed {counted(late, 'update')} later, and replayed with the weights of that later update")
         if self.passed_over:
             parts.append(f"{self.passed_over} skipped updates before it were not replayed")
         return f"update {self.update} was skipped: " + "; ".join(parts)

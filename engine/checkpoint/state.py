@@ -30,6 +30,7 @@ from utils.distributed.world import sum_over_ranks
 from utils.errors import UserError
 from utils.log import log
 from utils.run_folder import run_folder_of
+from utils.text import counted
 
 
 def _best_of(saved: dict[str, Any]) -> Best:
@@ -150,10 +151,10 @@ def _place_on_schedule(moved: int, before: int | None, now: int) -> int:
     if before is None or before == now:
         return moved
     log.warning(
-        "An epoch has %d updates now, but had %d in the checkpoint. The learning-rate schedule resumes at the same "
+        "An epoch has %s now, but had %d in the checkpoint. The learning-rate schedule resumes at the same "
         "epoch, and the update number continues from the checkpoint's. The result will differ from that of an "
         "uninterrupted run.",
-        now,
+        counted(now, "update"),
         before,
     )
     return round(moved * now / before)
@@ -211,17 +212,17 @@ def _log_frozen_changes(checkpoint: Checkpoint, parts: Parts) -> None:
     for names, what in ((now - before, "frozen from now on"), (before - now, "trained from now on")):
         if names:
             shown = ", ".join(name for name, _ in parts.model.named_parameters() if name in names)
-            log.info("  %s (MODEL.FREEZE): %d tensors: %s", what, len(names), textwrap.shorten(shown, 200))
+            log.info("  %s (MODEL.FREEZE): %s: %s", what, counted(len(names), "tensor"), textwrap.shorten(shown, 200))
 
 
 def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, position: Position) -> None:
     """Log where the run resumes and at which learning rate, and how the settings differ from the checkpoint's."""
     rate = f"; the next update's learning rate is {parts.schedule.rate_at(parts.schedule.moved):.3e}"
     log.info(
-        "Resuming from %s: epoch %d, %d updates done%s.",
+        "Resuming from %s: epoch %d, %s done%s.",
         checkpoint.folder,
         position.epoch,
-        position.update,
+        counted(position.update, "update"),
         rate if position.epoch <= config.TRAIN.NUM_EPOCHS else "",
     )
     _log_frozen_changes(checkpoint, parts)
@@ -236,8 +237,8 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, positio
         if line.partition(":")[0] not in OF_ONE_START:
             log.info("  changed since: %s", line)
     if old.TRAIN.NUM_EPOCHS != config.TRAIN.NUM_EPOCHS:
-        epochs = config.TRAIN.NUM_EPOCHS, old.TRAIN.NUM_EPOCHS
-        log.info("  the schedule now spans %d epochs instead of %d", *epochs)
+        now = counted(config.TRAIN.NUM_EPOCHS, "epoch")
+        log.info("  the schedule now spans %s instead of %d", now, old.TRAIN.NUM_EPOCHS)
 
 
 def _saved_settings(checkpoint: Checkpoint) -> Config | None:

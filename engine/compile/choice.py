@@ -23,6 +23,7 @@ from utils.config import Config
 from utils.distributed.world import World, broadcast, on_every_rank
 from utils.errors import UserError
 from utils.log import log
+from utils.text import counted
 
 AUTO, NONE, BLOCKS, WHOLE = "auto", "none", "blocks", "whole"
 CUDA_GRAPHS = "reduce-overhead"
@@ -129,7 +130,7 @@ def _check(choice: CompileChoice, parts: Parts, world: World) -> None:
     if choice.how != WHOLE or world.size > 1:
         raise UserError(
             f"TRAIN.COMPILE_MODE {CUDA_GRAPHS} works only with TRAIN.COMPILE whole in one process, not with "
-            f"{choice.how} in {world.size} process(es); use default."
+            f"{choice.how} in {counted(world.size, 'process')}; use default."
         )
 
 

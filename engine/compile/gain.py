@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from utils.text import counted
+
 SECONDS_TO_COMPILE = 60.0
 """Measured: 20 to 35, on an H200 with 16 CPU cores."""
 FRACTION_SAVED = 0.2
@@ -31,8 +33,8 @@ class Gain:
     def words(self) -> str:
         verdict = "more" if self.is_worthwhile else "no more"
         return (
-            f"about {self.seconds:,.0f} s saved in {self.updates:,} updates, {verdict} than {REQUIRED_RATIO:g} times "
-            f"the {SECONDS_TO_COMPILE:.0f} s of compiling"
+            f"about {self.seconds:,.0f} s saved in {counted(self.updates, 'update')}, {verdict} than "
+            f"{REQUIRED_RATIO:g} times the {SECONDS_TO_COMPILE:.0f} s of compiling"
         )
 
 

@@ -25,6 +25,7 @@ from utils.distributed.world import World, all_gather, on_every_rank
 from utils.errors import UserError
 from utils.log import log
 from utils.seeding import fork_host_rng
+from utils.text import counted
 
 MARGIN = 0.08
 """Fraction of memory that stays free, for libraries beside torch and for gaps between tensors."""
@@ -77,9 +78,9 @@ def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> C
     if total % at_once:
         other = f", or set TRAIN.GLOBAL_BATCH={total} and a -batch_size that divides {total // processes}"
         raise UserError(
-            f"{checkpoint.folder}: trained with a global batch of {total} on {saved['processes']} processes; on "
-            f"{processes} processes with DATA.BATCH_SIZE {data.BATCH_SIZE}, no TRAIN.ACCUM_ITER gives that global "
-            f"batch. Choose another number of processes{other * (total % processes == 0)}."
+            f"{checkpoint.folder}: trained with a global batch of {total} on {counted(saved['processes'], 'process')}; "
+            f"on {counted(processes, 'process')} with DATA.BATCH_SIZE {data.BATCH_SIZE}, no TRAIN.ACCUM_ITER gives "
+            f"that global batch. Choose another number of processes{other * (total % processes == 0)}."
         )
     if processes != saved["processes"]:
         log.info("Number of processes: %d instead of %d.", processes, saved["processes"])
@@ -223,7 +224,7 @@ def _leaving_no_trace(device: torch.device) -> Iterator[None]:
 
 
 def _processes(world: World) -> str:
-    return f"{world.size} process{'es' if world.size > 1 else ''}"
+    return counted(world.size, "process")
 
 
 def _multiples_near(number: int, unit: int, times: int = 1) -> str:

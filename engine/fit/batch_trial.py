@@ -22,6 +22,7 @@ from engine.update import Parts, train_update
 from models import unfreeze
 from utils.config import Config
 from utils.distributed.world import ALONE, World
+from utils.text import counted
 
 STEP = 8
 """Batch sizes are multiples of this, for tensor cores, unless fewer images fit."""
@@ -106,7 +107,7 @@ class Trial:
         config, samples, host = self._config, len(self._datasets[0]), self._device.type == "cpu"
         limits = [
             Limit(MOST_ON_CPU if host else MOST, f"no larger one is tried on a {'CPU' if host else 'GPU'}"),
-            Limit(max(1, samples // world.size), f"there are only {samples:,} images"),
+            Limit(max(1, samples // world.size), f"there are only {counted(samples, 'image')}"),
         ]
         if each is not None:
             limits.append(Limit(each, "no more are needed for the global batch"))

@@ -34,6 +34,7 @@ from utils.distributed.world import World, all_gather, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.resumed_run import target_folder
+from utils.text import counted
 
 SECONDS_OF_UPDATES, SECONDS_OF_LOADING, SECONDS_OF_VALIDATION = 8.0, 4.0, 3.0
 MOST_UPDATES, MOST_BATCHES = 20, 200
@@ -149,10 +150,10 @@ def _log_first_batch(ready: ReadyToTrain, batch: Batch) -> None:
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
     loss = reading.epoch.loss
     log.info(
-        "First batch: %s, loss %.4f (mean over all updates tried on it, each with %d images), last gradient norm %.4f",
+        "First batch: %s, loss %.4f (mean over all updates tried on it, each with %s), last gradient norm %.4f",
         tuple(batch.images.shape),
         loss,
-        ready.train_loader.order.samples_of(0),
+        counted(ready.train_loader.order.samples_of(0), "image"),
         reading.grad_norm,
     )
     if not math.isfinite(loss) or reading.first_bad >= 0:

@@ -16,6 +16,7 @@ from engine.machine.memory import in_gib
 from engine.measure.progress import clock
 from utils.config import Config
 from utils.distributed.world import World
+from utils.text import counted
 
 NEARLY_FULL = 0.9
 BALANCED = 1.25
@@ -118,11 +119,11 @@ def _time(config: Config, costs: Costs, world: World, device: torch.device) -> I
     left = costs.updates * update + validations * speed.validation
     end = datetime.now() + timedelta(seconds=left)
     yield (
-        f"           an epoch of {costs.per_epoch:,} updates takes about {clock(costs.per_epoch * update)}, a "
+        f"           an epoch of {counted(costs.per_epoch, 'update')} takes about {clock(costs.per_epoch * update)}, a "
         f"validation about {clock(speed.validation)}"
     )
     yield (
-        f"           {costs.updates:,} updates to go ({epochs:,.1f} epochs): about {clock(left)}, until "
+        f"           {counted(costs.updates, 'update')} to go ({epochs:,.1f} epochs): about {clock(left)}, until "
         f"{end:%Y-%m-%d %H:%M} if started now; without the time for saving, on a machine as busy as now"
     )
 

@@ -16,6 +16,7 @@ from engine.update import Parts
 from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.errors import TrainingError
+from utils.text import counted
 
 
 def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
@@ -96,7 +97,7 @@ def _taken(error: BaseException, device: torch.device) -> str:
 def _sizes(config: Config, parts: Parts, validating: bool) -> str:
     data = config.DATA
     batch = (data.BATCH_SIZE_EVAL if validating else None) or data.BATCH_SIZE
-    words = f"{batch} images at a time, of {data.IMAGE_SIZE} x {data.IMAGE_SIZE} x {data.IMAGE_CHANNELS}"
+    words = f"{counted(batch, 'image')} at a time, of {data.IMAGE_SIZE} x {data.IMAGE_SIZE} x {data.IMAGE_CHANNELS}"
     tokens, width = _tokens(parts.model), getattr(parts.model, "embed_dim", None)
     if tokens is None or not isinstance(width, int):
         return f"{words}."

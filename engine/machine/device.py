@@ -14,6 +14,7 @@ from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
 from utils.errors import UserError
 from utils.gpus import check_asked_gpus
 from utils.heap import keep_freed_memory
+from utils.text import counted
 
 # Launchers under which a process may see only its own GPU (srun --gpus-per-task=1).
 LAUNCHERS_WITH_OWN_GPU = (SLURM, OPENMPI, MPICH)
@@ -66,7 +67,7 @@ def describe_devices(device: torch.device, world: World, threads: int) -> str:
     if device.type == "cuda":
         name += f", CUDA {torch.version.cuda}"
     elif device.type == "cpu":
-        name += f", {threads} thread{'s' if threads > 1 else ''}"
+        name += f", {counted(threads, 'thread')}"
     return f"{device.type} x {world.size}: {name}" if world.size > 1 else f"{device.type}: {name}"
 
 

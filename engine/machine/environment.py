@@ -26,7 +26,7 @@ from utils.distributed.processes import start_time_of
 from utils.distributed.world import World
 from utils.errors import AllRanksUserError
 from utils.log import log
-from utils.text import aligned
+from utils.text import aligned, counted
 
 MAX_ROWS = 16
 # Settings that may differ between ranks.
@@ -94,10 +94,10 @@ def _check_devices(members: list[dict[str, Any]]) -> None:
     idle = {m["host"]: m["visible"] for m in members if m["visible"] > used[m["host"]]}
     for host, visible in list(idle.items())[:1]:
         log.warning(
-            "%d GPUs are visible on %s, but %d process(es) use one each: start one process per GPU to use all.",
+            "%d GPUs are visible on %s for %s: start one process per GPU to use all.",
             visible,
             host,
-            used[host],
+            counted(used[host], "process"),
         )
 
 
@@ -108,7 +108,7 @@ def environment_table(config: Config, world: World, device: torch.device, member
     facts = [
         (
             "launcher",
-            f"{_launcher(world)}, {world.size} processes on {len(hosts)} machine{'s' if len(hosts) > 1 else ''}",
+            f"{_launcher(world)}, {counted(world.size, 'process')} on {counted(len(hosts), 'machine')}",
         ),
         (
             "backend",

@@ -8,6 +8,7 @@ from typing import Any
 from datasets.base import Stored
 from engine.measure.stage_times import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, TEACHER, StageTimes
 from utils.distributed.world import World, all_gather
+from utils.text import counted
 
 MIN_UPDATES = 10
 """With fewer there is no result: the first updates start processes and set things up."""
@@ -152,8 +153,9 @@ def advise_faster_loading(setting: Setting) -> str:
         ways.append("packed pixels instead of encoded images (scripts/pack_images.py -raw)")
     if not ways:
         return (
-            f"There are {setting.workers} loading processes for {setting.cores} cores, and the images are packed as "
-            "pixels already: only more cores, a faster disk or less augmentation would help; see docs/data_speed.md"
+            f"There are {setting.workers} loading processes for {counted(setting.cores, 'core')}, and the images are "
+            "packed as pixels already: only more cores, a faster disk or less augmentation would help; see "
+            "docs/data_speed.md"
         )
     return f"To speed up, try {' or '.join(ways)}; see docs/data_speed.md"
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from engine.amp.precision import dtype_name
 from engine.optim.layer_rates import SCALE
+from utils.text import counted
 
 USES_MUON = "use_muon"
 """Key of a group of Muon and its relatives, as timm reads it: false if AdamW updates the group's parameters."""
@@ -58,4 +59,4 @@ def _shape(weight: torch.Tensor) -> str:
 
 def _size(groups: Sequence[dict[str, Any]]) -> str:
     weights = [weight for group in groups for weight in group["params"]]
-    return f"{len(weights)} tensor{'s' * (len(weights) > 1)} ({sum(w.numel() for w in weights):,} parameters)"
+    return f"{counted(len(weights), 'tensor')} ({sum(w.numel() for w in weights):,} parameters)"

@@ -30,6 +30,7 @@ from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError
 from utils.log import log
+from utils.text import counted
 
 
 @dataclass
@@ -64,8 +65,8 @@ class Trained:
                 if not is_out_of_memory(error):
                     raise
                 raise TrainingError(
-                    f"out of memory with {len(images)} images at once on {device.type}: use a smaller -batch_size (in "
-                    "predict.py and evaluate.py), or -amp."
+                    f"out of memory with {counted(len(images), 'image')} at once on {device.type}: use a smaller "
+                    "-batch_size (in predict.py and evaluate.py), or -amp."
                 ) from None
 
     def name_of(self, label: int) -> str:

@@ -199,9 +199,9 @@ def test_order_is_reversed_for_every_other_seed(compare: Call, monkeypatch: pyte
     ("words", "script", "said"),
     [
         ((), "main_single_gpu.py", None),
-        (("-ngpus", "-1"), "main_multi_gpu.py", "each run: 2 process(es)"),
-        (("NGPUS=-1",), "main_multi_gpu.py", "each run: 2 process(es)"),
-        (("-ngpus", "2"), "main_multi_gpu.py", "each run: 2 process(es)"),
+        (("-ngpus", "-1"), "main_multi_gpu.py", "each run: 2 processes"),
+        (("NGPUS=-1",), "main_multi_gpu.py", "each run: 2 processes"),
+        (("-ngpus", "2"), "main_multi_gpu.py", "each run: 2 processes"),
         (("-ngpus", "3"), None, "-ngpus 3: only 2 GPU(s) are visible"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.benchmark_amp.results import Results
 from tools.benchmark_amp.table import Table
 from tools.common.tables import at_commit, in_columns, in_markdown, source
+from utils.text import counted
 
 
 def lines(table: Table, results: Results) -> list[str]:
@@ -30,7 +31,7 @@ def markdown(table: Table, results: Results, link: str) -> str:
         text += [*(f"- {note}" for note in section.notes), ""] if section.notes else []
     if notes := [*results.images_lines(), *results.failures()]:
         text += [*(f"- {line}" for line in notes), ""]
-    rounds = f"{results['rounds']} round{'s' * (results['rounds'] != 1)}"
+    rounds = counted(results["rounds"], "round")
     rounds += ", fewer where the time ran out" if results["cut"] else ""
     text.append(
         f"Contenders alternate, {rounds}. Measured on {results.machine()}{at_commit(results)}: "

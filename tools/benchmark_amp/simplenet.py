@@ -13,6 +13,7 @@ from tools.benchmark_amp.table import ROUNDS, Chart, Contender, Plan, Section, T
 from tools.common.command_line import ToolLine
 from utils.config import Config
 from utils.flags import Flag, whole
+from utils.text import counted
 
 if TYPE_CHECKING:
     import torch
@@ -150,8 +151,8 @@ def sections(results: Results) -> list[Section]:
         seconds, loss = (shown(results.median(name, key), 4) for key in ("seconds", "loss"))
         rows.append([name, results.precision(name), seconds, shown(results.ratio(OFF, name, "seconds")), loss])
     title = (
-        f"Three linear layers of {settings['width']}, {settings['batches']} batches of {settings['batch']}, "
-        f"{settings['epochs']} epochs"
+        f"Three linear layers of {settings['width']}, {counted(settings['batches'], 'batch')} of {settings['batch']}, "
+        f"{counted(settings['epochs'], 'epoch')}"
     )
     return [Section(title, rows, [results.control_line(OFF, "seconds")])]
 

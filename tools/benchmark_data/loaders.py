@@ -15,10 +15,11 @@ from datasets.images import Images
 from tools.benchmark_data.paths import PerSample, timm_transform
 from tools.benchmark_data.rates import OURS, TIMM, Contender
 from utils.config.train import TrainConfig
+from utils.text import counted
 
 
 def loader_name(name: str, workers: int) -> str:
-    return f"{name}, {workers} worker{'s' * (workers != 1)}"
+    return f"{name}, {counted(workers, 'worker')}"
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from tools.common.tables import in_columns, in_markdown, source
 from tools.common.turns import Ratio
 from utils.files import write_atomically
 from utils.log import log
+from utils.text import counted
 
 Results = dict[str, Any]
 TITLES = {
@@ -29,7 +30,7 @@ def lines(results: Results) -> list[str]:
     about = results["images"]
     text = [
         f"{about['count']} images, about {about['width']} x {about['height']} and {about['kilobytes']:.0f} KB, "
-        f"{100 * about['jpeg']:.0f} % JPEG; {results['rounds']} rounds of {results['images_a_round']} images"
+        f"{100 * about['jpeg']:.0f} % JPEG; {counted(results['rounds'], 'round')} of {results['images_a_round']} images"
     ]
     for part, title in TITLES.items():
         if results.get(part):
@@ -70,12 +71,11 @@ def verdict(results: Results, appetite: float) -> str:
     if not rates:
         if per_core is None:
             return "No verdict on -appetite: it needs a complete round of -parts loader or train."
-        return (
-            f"The model trains on {appetite:.0f} images/s: loading needs about {math.ceil(appetite / per_core)} cores."
-        )
+        needed = counted(math.ceil(appetite / per_core), "core")
+        return f"The model trains on {appetite:.0f} images/s: loading needs about {needed}."
     workers = max(rates, key=lambda count: rates[count])
     best = rates[workers]
-    text = f"The model trains on {appetite:.0f} images/s; loading reaches {best:.0f} with {workers} workers"
+    text = f"The model trains on {appetite:.0f} images/s; loading reaches {best:.0f} with {counted(workers, 'worker')}"
     if best >= ENOUGH * appetite:
         enough = min(count for count, rate in rates.items() if rate >= ENOUGH * appetite)
         return f"{text}: loading is not the bottleneck. {enough} workers are enough."
@@ -108,8 +108,8 @@ def markdown(results: Results, link: str) -> str:
     about, versions = results["images"], ", ".join(f"{name} {v}" for name, v in results["versions"].items())
     text.append(
         f"{about['count']} JPEGs of about {about['width']} x {about['height']}, {about['kilobytes']:.0f} KB; "
-        f"{results['rounds']} rounds of {results['images_a_round']} images{cut}. Measured on {results['machine']}, "
-        f"{versions}, {results['date']}: `{results['command']}`. {source(link)}"
+        f"{counted(results['rounds'], 'round')} of {results['images_a_round']} images{cut}. Measured on "
+        f"{results['machine']}, {versions}, {results['date']}: `{results['command']}`. {source(link)}"
     )
     return "\n".join(text) + "\n"
 

@@ -23,6 +23,7 @@ from utils.config import Config
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import write_atomically
 from utils.log import log
+from utils.text import counted
 
 if TYPE_CHECKING:
     from datasets.base import Samples
@@ -78,7 +79,7 @@ def _check(argv: list[str]) -> int:
                 "right is unknown, so all copies are excluded. Correct the labels to keep one copy.",
                 conflicts,
             )
-        log.info("\n%d images to exclude; to exclude them, add DATA.EXCLUDE=%s", len(chosen), out)
+        log.info("\n%s to exclude; to exclude them, add DATA.EXCLUDE=%s", counted(len(chosen), "image"), out)
     log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED
 

@@ -12,7 +12,7 @@ from tools.common.progress import progress
 from tools.common.weights import folders_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
-from utils.text import aligned
+from utils.text import aligned, counted
 
 COLUMNS = ("checkpoint", "epoch", "update", "loss", "top-1", "EMA top-1", "size", "written", "")
 METRICS = (("loss", ".4f"), ("acc1", ".2f"), ("ema_acc1", ".2f"))
@@ -33,7 +33,7 @@ def list_checkpoints(path: Path) -> int:
     for line in aligned([columns, *rows]):
         log.info("%s", line)
     total = sum(_size(folder) for folder in folders)
-    log.info("%d checkpoint%s, %s", len(folders), "s" if len(folders) > 1 else "", size_words(total))
+    log.info("%s, %s", counted(len(folders), "checkpoint"), size_words(total))
     return EXIT_DONE
 
 

@@ -24,6 +24,7 @@ from utils.distributed.world import ALONE
 from utils.errors import TrainingError
 from utils.log import log
 from utils.run_folder import describe_run, make_folder, write_json
+from utils.text import counted
 
 MUCH_NOISE = 0.15
 """Variation in the speed of equal runs that hints at other load on the machine."""
@@ -51,7 +52,7 @@ class Examination:
         where = describe_devices(self._device, ALONE, threads)
         names = ["fp32 (three seeds)", *(mode.name for mode in self._plan.modes)]
         log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
-        log.info("measuring %d updates of each: %s", self._wanted, ", ".join(names))
+        log.info("measuring %s of each: %s", counted(self._wanted, "update"), ", ".join(names))
         for name, reason in self._plan.left_out.items():
             log.info("left out: %s: %s", name, reason)
         with self._bar:
@@ -130,7 +131,7 @@ class Examination:
                 raise
         done, speed = len(measured.losses), rounded(measured.images_per_second)
         late = ", cut short (-budget_min)" if measured.out_of_time else ""
-        summary = f"{done} updates in {measured.seconds:.1f} s, {speed} images/s{late}"
+        summary = f"{counted(done, 'update')} in {measured.seconds:.1f} s, {speed} images/s{late}"
         log.info("  %s: %s", job.name, measured.failed or summary)
         self._bar.update()
         return measured

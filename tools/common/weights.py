@@ -23,6 +23,7 @@ from utils.better_weights import BOTH, LABELS, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError
 from utils.files import replacing
 from utils.log import log
+from utils.text import counted
 
 COPIED = (
     "model",
@@ -109,7 +110,7 @@ def _last(path: Path, count: int) -> list[Path]:
     folders = folders_of(path)
     if len(folders) < count:
         raise UserError(
-            f"-last {count}: {path} has {len(folders)} checkpoint{'s' if len(folders) > 1 else ''}. "
+            f"-last {count}: {path} has {counted(len(folders), 'checkpoint')}. "
             "KEEP_LAST and KEEP_EVERY set how many a run keeps."
         )
     return folders[-count:]

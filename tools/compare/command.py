@@ -33,6 +33,7 @@ from utils.files import kind_of_path
 from utils.flags import Flag
 from utils.log import log
 from utils.run_folder import git_state, write_json
+from utils.text import counted
 
 if TYPE_CHECKING:
     from tools.compare.plan import Plan
@@ -70,8 +71,8 @@ def _compare(argv: list[str]) -> int:
     for remark in plan.remarks:
         log.info("%s", remark)
     log.info(
-        "%d runs: %s, %s; in %s",
-        len(plan.runs),
+        "%s: %s, %s; in %s",
+        counted(len(plan.runs), "run"),
         ", ".join(mode.name for mode in plan.modes),
         plan.rounds(),
         out,

@@ -17,6 +17,7 @@ from utils.config.kinds import Fold
 from utils.errors import UserError
 from utils.files import write_atomically
 from utils.parent import die_with_parent
+from utils.text import counted
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +181,9 @@ def _query(words: str, config: Config, device: torch.device, many: bool) -> tupl
     modes = read_modes(words, config, device)
     remarks = _remarks(modes, config, device)
     if many:
-        remarks.append(f"each run: {visible_devices(config)} process(es), started by main_multi_gpu.py (-ngpus)")
+        remarks.append(
+            f"each run: {counted(visible_devices(config), 'process')}, started by main_multi_gpu.py (-ngpus)"
+        )
     return modes, remarks, describe_device(device)
 
 

@@ -19,6 +19,7 @@ from engine.saved.trained import Trained
 from tools.common.progress import progress_bar
 from utils.errors import TrainingError, UserError
 from utils.log import log
+from utils.text import counted
 
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2}
 """Fractions of the largest output; docs/benchmarks.md has measured differences."""
@@ -75,7 +76,7 @@ def compare(trained: Trained, images: CheckImages, expected: Tensor, logits: Ten
     if trained.multi_label:
         return _labels_compared(trained, images, (expected, logits), worst, tolerance)
     same = expected.argmax(1) == logits.argmax(1)
-    count = f"{len(same)} images {images.source}"
+    count = f"{counted(len(same), 'image')} {images.source}"
     text = f"checked on {count}: largest difference {worst:.1e} x the largest output ({tolerance:g} allowed), top-1 "
     if bool(same.all()):
         return f"{text}the same on all"
@@ -95,8 +96,8 @@ def _labels_compared(
     expected, logits = (output.double().sigmoid() >= thresholds for output in outputs)
     other = int((expected != logits).any(1).sum())
     return (
-        f"checked on {len(logits)} images {images.source}: largest difference {worst:.1e} x the largest output "
-        f"({tolerance:g} allowed), labels {f'different on {other}' if other else 'the same on all'}; apply a "
+        f"checked on {counted(len(logits), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
+        f"output ({tolerance:g} allowed), labels {f'different on {other}' if other else 'the same on all'}; apply a "
         "sigmoid to the logits"
     )
 

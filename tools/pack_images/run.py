@@ -35,6 +35,7 @@ from utils.files import parse_json, write_atomically
 from utils.log import log
 from utils.parent import die_with_parent
 from utils.seeding import key
+from utils.text import counted
 
 SPLITS = {"train": True, "val": False}
 SETTINGS = "settings.json"
@@ -211,9 +212,9 @@ def _finish(
         words = "kept; DATA.BACKGROUND of the training decides" if kept else background
         log.info("%d images have transparent pixels: %s", transparent, words)
     log.info(
-        "%d images in %d tar files, %s MB (%s MB before), %d left out. Train with: -dataset shards -data_path %s",
-        samples,
-        len(records),
+        "%s in %s, %s MB (%s MB before), %d left out. Train with: -dataset shards -data_path %s",
+        counted(samples, "image"),
+        counted(len(records), "tar file"),
         f"{size / 1e6:,.1f}",
         f"{before / 1e6:,.1f}",
         len(left_out),

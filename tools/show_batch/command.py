@@ -16,6 +16,7 @@ from utils.config import Loaded
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, whole
 from utils.log import log
+from utils.text import counted
 
 MOST = 256
 OWN = (
@@ -46,7 +47,7 @@ def _show(argv: list[str]) -> int:
         log.info(note)
     shown = first_images(loaded.config, count)
     draw(out, loaded.config, shown)
-    log.info("%d images as the model sees them: %s", len(shown), out)
+    log.info("%s as the model sees them: %s", counted(len(shown), "image"), out)
     return EXIT_DONE
 
 

@@ -17,6 +17,7 @@ from types import FrameType
 from utils.distributed.world import BY_HAND, World
 from utils.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from utils.parent import die_with
+from utils.text import counted
 
 LAUNCHER_PID = "VITAMP_LAUNCHER_PID"
 SECONDS_TO_SAVE = 60
@@ -108,7 +109,10 @@ class _SignalForwarder:
 def _kill_remaining(name: str, seconds: float) -> None:
     ranks = _children()
     if ranks:
-        print(f"vitamp: {len(ranks)} ranks did not exit within {seconds:g} s of {name}; killed", file=sys.stderr)
+        print(
+            f"vitamp: {counted(len(ranks), 'rank')} did not exit within {seconds:g} s of {name}; killed",
+            file=sys.stderr,
+        )
         _send(ranks, signal.SIGKILL)
 
 

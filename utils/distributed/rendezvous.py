@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from utils.distributed.port_discovery import PortAnnouncer, candidate_ports, find_store
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.text import counted
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -104,4 +105,4 @@ def _first_line(error: Exception) -> str:
 
 
 def minutes(duration: datetime.timedelta) -> str:
-    return f"{duration.total_seconds() / 60:g} minutes"
+    return counted(duration.total_seconds() / 60, "minute")

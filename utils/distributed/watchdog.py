@@ -26,6 +26,7 @@ from utils.distributed.processes import Process, start_time_of
 from utils.distributed.world import BY_HAND, MPICH, OPENMPI, TORCHRUN, World
 from utils.errors import EXIT_FAILED
 from utils.log import log, logs_to_terminal, write_to_files
+from utils.text import counted
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -179,7 +180,7 @@ class Watchdog:
         # A GPU's main thread may wait for others without a trace of it: then those that wait are all at one place.
         crowds = Counter(ranks[rank]["place"] for rank in suspects)
         odd = [rank for rank in suspects if crowds[ranks[rank]["place"]] == min(crowds.values())]
-        since = f"for {self._timeout / 60:g} minutes (DIST.TIMEOUT)"
+        since = f"for {counted(self._timeout / 60, 'minute')} (DIST.TIMEOUT)"
         if len(odd) == 1:
             return f"{self._name(odd[0])} has kept the others waiting {since}; it is in {ranks[odd[0]]['place']}"
         places = "; ".join(f"{self._name(rank)} is in {ranks[rank]['place']}" for rank in odd[:MOST_NAMED])

@@ -73,7 +73,7 @@ def test_ranks_that_share_a_gpu_are_rejected() -> None:
 def test_idle_gpus_are_warned_about(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
     _check_devices(members(2, 1, visible=8))
-    assert "8 GPUs are visible on node0, but 1 process(es) use one each" in caplog.text
+    assert "8 GPUs are visible on node0 for 1 process: start one process per GPU to use all" in caplog.text
     caplog.clear()
     _check_devices(members(2, 8))
     assert caplog.text == ""

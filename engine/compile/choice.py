@@ -27,6 +27,7 @@ from utils.text import counted
 
 AUTO, NONE, BLOCKS, WHOLE = "auto", "none", "blocks", "whole"
 CUDA_GRAPHS = "reduce-overhead"
+NESTED = "with DIST.STRATEGY fsdp at AMP.LEVEL O2 or NAIVE, compiling needs torch 2.15 or later"
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ def choose_compiling(
             reason,
             WHOLE if world.size == 1 else BLOCKS,
         )
+    if how == BLOCKS and wanted == AUTO and _is_nested(parts):
+        how, reason = NONE, f"auto: {NESTED}"
     choice = CompileChoice(how, config.TRAIN.COMPILE_MODE, reason)
     on_every_rank(world, lambda: _check(choice, parts, world))
     return choice
@@ -106,6 +109,10 @@ def _by_gain(config: Config, parts: Parts, updates: int) -> tuple[str, str]:
     return BLOCKS if in_blocks else WHOLE, f"auto: {saved.words()}"
 
 
+def _is_nested(parts: Parts) -> bool:
+    return parts.sharding is not None and parts.sharding.has_nested_units
+
+
 def has_blocks(model: nn.Module) -> bool:
     return any(True for _ in blocks_of(model))
 
@@ -121,6 +128,8 @@ def _check(choice: CompileChoice, parts: Parts, world: World) -> None:
             f"TRAIN.COMPILE: {type(parts.model).__name__} has no sequence of equal blocks to compile; use "
             f"{'none' if world.size > 1 else 'whole or none'}."
         )
+    if choice.how == BLOCKS and _is_nested(parts):
+        raise UserError(f"TRAIN.COMPILE blocks: {NESTED}; set TRAIN.COMPILE=none, or use AMP.LEVEL O1.")
     if choice.mode != CUDA_GRAPHS:
         return
     if device.type != "cuda":

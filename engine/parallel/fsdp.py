@@ -75,6 +75,8 @@ class Sharding:
         self.count = sizes[-1]
         self.nth = self._mesh.get_local_rank(SHARDS)
         self.writes = not by_machine or self._mesh.get_local_rank(COPIES) == 0
+        self.has_nested_units = False
+        """Whether FSDP's hooks are inside blocks, which cannot be compiled then."""
         self._gathered = ""
 
     def words(self) -> str:
@@ -91,15 +93,12 @@ class Sharding:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         half = full = MixedPrecisionPolicy(cast_forward_inputs=False)
+        in_fp32: dict[str, nn.Module] = {}
         if computing and precision.level == "O1":
             half = self._policy_of_o1(model, precision) or full
         elif computing and precision.computes_in_copy:
-            half = MixedPrecisionPolicy(
-                param_dtype=precision.choice.dtype,
-                reduce_dtype=torch.float32,
-                cast_forward_inputs=precision.level == "NAIVE",
-            )
-        in_fp32 = _fp32_modules(model, precision.level) if half is not full and precision.level != "O1" else {}
+            half, in_fp32 = self._policy_of_o2(model, precision)
+            self.has_nested_units = bool(in_fp32)
         fp32_names = [name for name in in_fp32 if name]
         try:
             for name, unit in (*blocks_of(model), ("", model)):
@@ -127,23 +126,26 @@ class Sharding:
         Each use under autocast of a weight in fp32 keeps its half-precision copy for the backward pass, whereas FSDP
         frees the weights that it gathers.
         """
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
         half = dtype_name(precision.choice.dtype)
         if not precision.validates_in_amp:
             self._gathered = ", gathered in fp32 since AMP.EVAL is false"
             return None
-        if not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
+        if not _can_choose_by_weight():
             self._gathered = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
             return None
         self._gathered = f", gathered in {half} where autocast casts them"
         cast = {id(weight) for weight in cast_weights(model, precision.black_list)}
-        return MixedPrecisionPolicy(
-            param_dtype=precision.choice.dtype,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
-            param_dtype_override_fn=lambda weight: None if id(weight) in cast else weight.dtype,
-        )
+        return _half_policy(precision, [weight for weight in model.parameters() if id(weight) not in cast])
+
+    def _policy_of_o2(
+        self, model: nn.Module, precision: Precision
+    ) -> tuple[MixedPrecisionPolicy, dict[str, nn.Module]]:
+        """Gather in half precision all but norms, and the modules that need a unit of their own to stay in fp32."""
+        self._gathered = f", gathered in {dtype_name(precision.choice.dtype)}"
+        in_fp32 = _fp32_modules(model, precision.level)
+        if not _can_choose_by_weight():
+            return _half_policy(precision), in_fp32
+        return _half_policy(precision, [weight for module in in_fp32.values() for weight in module.parameters()]), {}
 
     def _shard_unit(self, fully_shard: Any, modules: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy) -> None:
         # Free gathered weights after the forward pass in any case: between updates each rank holds its shard only.
@@ -174,6 +176,29 @@ class Sharding:
         shape, stride = parameter.shape, parameter.stride()
         placed = parameter.placements
         return DTensor.from_local(rows, parameter.device_mesh, placed, run_check=False, shape=shape, stride=stride)
+
+
+def _can_choose_by_weight() -> bool:
+    """Whether torch can gather the weights of one unit in several dtypes; from 2.15 on."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
+
+
+def _half_policy(precision: Precision, in_fp32: list[nn.Parameter] | None = None) -> MixedPrecisionPolicy:
+    """Gather in half precision, except for the weights `in_fp32`, and reduce gradients in fp32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    options: dict[str, Any] = {}
+    if in_fp32 is not None:
+        kept = {id(weight) for weight in in_fp32}
+        options["param_dtype_override_fn"] = lambda weight: weight.dtype if id(weight) in kept else None
+    return MixedPrecisionPolicy(
+        param_dtype=precision.choice.dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=precision.level == "NAIVE",
+        **options,
+    )
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 
 from engine.checkpoint.folder import EMA, MODEL, inspect, save_checkpoint, verify
+from engine.parallel.fsdp import _can_choose_by_weight
 from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program, write_meta
 from tests.waiting import free_port
 
@@ -234,6 +235,16 @@ def test_mixed_precision_is_that_of_ddp(place: Path, level: str) -> None:
         assert ours[key]["loss"] == pytest.approx(theirs[key]["loss"], rel=2e-3)
     saved = safetensors.torch.load_file(runs[1] / "checkpoints" / "step-000000006" / "model.shard-1-of-2.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}, "the masters are what is kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_sharded_blocks_can_be_compiled(place: Path, level: str) -> None:
+    compiled = "blocks" if level == "O1" or _can_choose_by_weight() else "auto"  # refused by an older torch
+    words = (FSDP, "-amp", "bf16", f"AMP.LEVEL={level}", "TRAIN.MAX_UPDATES=3", "MODEL.DROPOUT=0", "MODEL.DROPPATH=0")
+    runs = [start(place, f"{level} {how}", *words, f"TRAIN.COMPILE={how}")[0] for how in (compiled, "none")]
+    losses = [[line["loss"] for line in metrics(run, "train")] for run in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 
 
 def test_what_cannot_be_is_refused(vitamp: Callable[..., Result], place: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.machine.context import Run
+from engine.parallel import fsdp
 from engine.parallel.fsdp import build_sharding, local_shard
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import accumulate
@@ -33,6 +34,8 @@ WAYS: dict[str, dict[str, str]] = {
     "O0": {},
     "O1": BF16,
     "O2": BF16 | {"AMP.LEVEL": "O2"},
+    "O1, older torch": BF16,
+    "O2, older torch": BF16 | {"AMP.LEVEL": "O2"},
     "eval in fp32": BF16 | {"AMP.EVAL": "false"},
     "linear in fp32": BF16 | {"AMP.CUSTOM_BLACK_LIST": "[fc]"},
     "accumulated O0": {"TRAIN.ACCUM_ITER": "2"},
@@ -47,6 +50,9 @@ CONVOLUTION = ("patch_embed.proj.weight", "patch_embed.proj.bias")
 IN_HALF: dict[str, tuple[str, ...]] = {
     "O0": (),
     "O1": (*LINEAR, *MLP, *CONVOLUTION),
+    "O2": (*LINEAR, *MLP, *CONVOLUTION, "cls_token", "pos_embed"),
+    "O1, older torch": (),
+    "O2, older torch": (*LINEAR, *MLP, *CONVOLUTION, "cls_token", "pos_embed"),
     "eval in fp32": (),
     "linear in fp32": CONVOLUTION,
     "mlp in fp32": (*LINEAR, *CONVOLUTION),
@@ -126,7 +132,9 @@ def _rank(rank: int, folder: Path, ways: dict[str, dict[str, str]]) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     world, counts = World(rank, RANKS, rank, RANKS), {}
+    can_choose_by_weight = fsdp._can_choose_by_weight
     for name, words in ways.items():
+        fsdp._can_choose_by_weight = can_choose_by_weight if "older" not in name else lambda: False
         config = load_config(str(folder / "tiny.yaml"), words=WORDS | words).config
         ready = build_for_training(Run(config, world, CPU, 1), None, build_sharding(config, world, CPU))
         counts[name] = vars(counts_of(ready))
@@ -159,12 +167,12 @@ def bytes_of(shapes: dict[str, list[int]], in_half: tuple[str, ...]) -> int:
 
 
 @pytest.mark.parametrize("way", IN_HALF)
-def test_o1_gathers_in_half_only_what_autocast_casts(
+def test_weights_are_gathered_in_half_as_far_as_the_level_allows(
     counted: tuple[dict[str, Counts], dict[str, list[int]]], way: str
 ) -> None:
     """Twice per micro-batch; norms, tokens and position embeddings in fp32. Gradients are reduced in fp32."""
     counts, shapes = counted
-    in_half = IN_HALF[way] if HALF_AT_O1 else ()
+    in_half = IN_HALF[way] if HALF_AT_O1 or "O2" in way else ()
     assert counts[way].gathered == 2 * bytes_of(shapes, in_half)
     assert counts[way].reduced == bytes_of(shapes, ())
 

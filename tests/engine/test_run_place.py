@@ -11,7 +11,7 @@ import pytest
 from engine.checkpoint.folder import MODEL
 from utils import run_folder
 from utils.errors import UserError
-from utils.files import write_atomically
+from utils.files import replacing, write_atomically
 from utils.run_folder import check_output, make_folder, run_folder_of
 
 
@@ -97,3 +97,14 @@ def test_text_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.Mo
     write_atomically(path, "new\n")
     assert path.read_text(encoding="utf-8") == "new\n"
     assert [file.name for file in tmp_path.iterdir()] == ["index.json"]
+
+
+def test_writers_of_one_file_on_two_machines_do_not_meet(tmp_path: Path) -> None:
+    """Their processes may have the same number."""
+    path = tmp_path / "index.json"
+    with replacing(path) as first, replacing(path) as second:
+        assert first != second
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
+import json
 import os
 import re
 import shutil
@@ -23,6 +25,7 @@ from datasets.shards.tar import TarWriter
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.files import write_atomically
 from utils.log import log
 
 PREFIX = "hf:"
@@ -131,52 +134,92 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     splits = find_splits(source, data.DATASET)
     files = [file for of_split in splits.values() for file in of_split]
     columns = columns_of(source, files, data.DATASET)
-    size, free = sum(size_in_tar(file, columns) for file in files), shutil.disk_usage(folder.parent).free
+    scratch = folder.with_name(f".{folder.name}.part")
+    identity = [f"{file.relative_to(source)} {file.stat().st_size}" for file in files] + [str(source.resolve())]
+    copied = _Copied(scratch, identity)
+    size = sum(size_in_tar(file, columns) for file in files) - copied.size()
+    free = shutil.disk_usage(folder.parent).free
     if size > free:
         raise UserError(
             f"DATA.DATASET {data.DATASET}: its images are copied to {folder.parent} once, which needs "
             f"{size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free. Set DATA.CACHE to another folder."
         )
     log.info("%s: copying its images to %s, once (%.2f GB).", data.DATASET, folder, size / 1e9)
-    scratch = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(scratch, ignore_errors=True)
     try:
-        sets: dict[tuple[int, ...], int] = {}
-        names = {split: _copy_split(of_split, columns, scratch / split, sets) for split, of_split in splits.items()}
+        names = {split: _copy_split(of_split, columns, scratch / split, copied) for split, of_split in splits.items()}
         about = {"classes": columns.classes, "source": data.DATASET}
         if columns.several:
-            about[LABEL_SETS] = list(sets)
+            about[LABEL_SETS] = list(copied.sets)
+        copied.file.unlink()
         samples = finish_set(scratch, names, about)
         os.replace(scratch, folder)
     except OSError as error:
         raise UserError(
-            f"DATA.DATASET {data.DATASET}: copying it to {folder} failed: {error}. DATA.CACHE sets another folder."
+            f"DATA.DATASET {data.DATASET}: copying it to {folder} failed: {error}. The next run continues. DATA.CACHE "
+            "sets another folder."
         ) from None
-    finally:
+    except UserError:
         shutil.rmtree(scratch, ignore_errors=True)
+        raise
     log.info("%s: copied %d images; from now on, this copy is read.", data.DATASET, samples)
 
 
-def _copy_split(files: list[Path], columns: Columns, folder: Path, sets: dict[tuple[int, ...], int]) -> list[str]:
+class _Copied:
+    """What an interrupted copy has written: its complete tar files, in a file of their folder."""
+
+    def __init__(self, scratch: Path, identity: list[str]) -> None:
+        """`identity`: of the parquet files; a copy of others is removed."""
+        self.file, self._identity = scratch / "copied.json", identity
+        self.tars: dict[str, list[tuple[str, int]]] = {}
+        """Name and number of images of the tar files of each split"""
+        self.sets: dict[tuple[int, ...], int] = {}
+        """Numbers of the sets of labels, where an image has several"""
+        try:
+            found = json.loads(self.file.read_bytes())
+        except (OSError, ValueError):
+            found = {}
+        if found.get("identity") == identity:
+            self.tars = {split: [(name, images) for name, images in tars] for split, tars in found["tars"].items()}
+            self.sets = {tuple(labels): number for number, labels in enumerate(found["sets"])}
+        else:
+            shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True, exist_ok=True)
+
+    def size(self) -> int:
+        return sum((self.file.parent / name).stat().st_size for tars in self.tars.values() for name, _ in tars)
+
+    def add(self, split: str, name: str, images: int) -> None:
+        self.tars.setdefault(split, []).append((name, images))
+        found = {"identity": self._identity, "tars": self.tars, "sets": list(self.sets)}
+        write_atomically(self.file, json.dumps(found).encode())
+
+
+def _copy_split(files: list[Path], columns: Columns, folder: Path, copied: _Copied) -> list[str]:
     """Copy the images of a split, and return the names of its tar files, relative to the parent of `folder`.
 
-    A tar file has one number per image. With several labels it is that of their set in `sets`, which grows.
+    A tar file has one number per image. With several labels it is that of their set in `copied`, which grows.
     """
-    folder.mkdir(parents=True)
-    names: list[str] = []
+    folder.mkdir(parents=True, exist_ok=True)
+    split, images = folder.name, 0
+    before = copied.tars.get(split, [])
+    names, done = [name for name, _ in before], sum(count for _, count in before)
     writer: TarWriter | None = None
-    for number, file in enumerate(files):
-        for row in rows(file, number, columns):
-            if writer is None or writer.size >= SHARD_BYTES:
-                if writer is not None:
-                    writer.close()
-                names.append(f"{folder.name}/{len(names):05d}.tar")
-                writer = TarWriter(folder.parent / names[-1])
-            label = sets.setdefault(row.labels, len(sets)) if columns.several else row.labels[0]
-            writer.add(row.key, row.kind, row.image, label)
-    if writer is None:
+    every_row = (row for number, file in enumerate(files) for row in rows(file, number, columns))
+    for row in itertools.islice(every_row, done, None):
+        if writer is None or writer.size >= SHARD_BYTES:
+            if writer is not None:
+                writer.close()
+                copied.add(split, names[-1], images)
+            names.append(f"{split}/{len(names):05d}.tar")
+            writer, images = TarWriter(folder.parent / names[-1]), 0
+        label = copied.sets.setdefault(row.labels, len(copied.sets)) if columns.several else row.labels[0]
+        writer.add(row.key, row.kind, row.image, label)
+        images += 1
+    if writer is not None:
+        writer.close()
+        copied.add(split, names[-1], images)
+    if not names:
         raise UserError(f"{files[0]} has no images.")
-    writer.close()
     return names
 
 

@@ -107,7 +107,7 @@ def test_training_on_lists_equals_training_on_a_table(
         lines = [f"{path},{';'.join(names)}" for path, names in zip(paths, named, strict=True)]
         (tmp_path / "table" / f"{split}.csv").write_text("\n".join(["path,labels", *lines]) + "\n")
         images = [(tmp_path / "table" / path).read_bytes() for path in paths]
-        monkeypatch.setattr("tests.datasets.shards.parquet_files.picture", lambda k, _kind, images=images: images[k])
+        monkeypatch.setattr("tests.datasets.shards.parquet_files.picture", lambda k, *_, images=images: images[k])
         write(tmp_path / "set" / f"{split}.parquet", range(len(labels)), notes=None, labels=named)
     model = ("MODEL.NAME=tiny", "MODEL.PATCH_SIZE=4", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
     words = (

@@ -156,6 +156,25 @@ def test_missing_rank_0_is_reported(ranks: Ranks) -> None:
     refused(rank, rf"rank 1 of 2: rank 0 does not answer at localhost:{ranks.port} \(0.05 minutes, DIST.TIMEOUT\)")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("launcher", ["by hand", "srun"])
+def test_unknown_host_is_refused_at_once(tmp_path: Path, tiny: Path, launcher: str, rank: int) -> None:
+    """Not after DIST.TIMEOUT, and without torch's stack."""
+    by_hand = ("-port", free_port(), "-rank", rank, "-world_size", 2)
+    slurm = {"PROCID": rank, "NTASKS": 2, "LOCALID": 0, "JOB_ID": 5, "STEP_ID": 0, "STEP_NUM_TASKS": 2, "NNODES": 2}
+    env = {f"SLURM_{name}": str(value) for name, value in slurm.items()} | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    done = run_program(
+        *("-cfg", tiny, "-output", tmp_path / "run", "-host", "no-such-host.invalid"),
+        *(by_hand if launcher == "by hand" else ()),
+        script="main_multi_gpu.py",
+        env=env if launcher == "srun" else {},
+        streams=tmp_path,
+    )
+    assert done.code == 2, done.text
+    assert f"rank {rank} of 2: the host 'no-such-host.invalid' cannot be resolved to an address" in done.err
+    assert len(done.err.splitlines()) < 5, done.err
+
+
 def test_port_in_use_is_reported(ranks: Ranks) -> None:
     with socket.socket(socket.AF_INET6) as listener:
         listener.bind(("::", ranks.port))

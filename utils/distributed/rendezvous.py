@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import os
 import queue
+import socket
 import threading
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ def open_store(world: World, timeout: datetime.timedelta, announcer: contextlib.
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     else:
         host, port = world.rendezvous
+        _check_host(host, world)
     try:
         if world.rendezvous is None:
             store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
@@ -53,6 +55,18 @@ def open_store(world: World, timeout: datetime.timedelta, announcer: contextlib.
         raise UserError(
             f"rank {world.rank} of {world.size}: rank 0 does not answer at {place} ({minutes(timeout)}, "
             "DIST.TIMEOUT). Check that rank 0 is running there and that no firewall blocks the connection."
+        ) from None
+
+
+def _check_host(host: str, world: World) -> None:
+    """Raise UserError if no address is known for the name: torch would try again until DIST.TIMEOUT."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"rank {world.rank} of {world.size}: the host {host!r} cannot be resolved to an address ({why}). It must "
+            "be the machine of rank 0; check -host (DIST.HOST, MASTER_ADDR)."
         ) from None
 
 

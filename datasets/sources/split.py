@@ -40,8 +40,8 @@ def named_parts(names: Sequence[str], where: object) -> dict[Part, str]:
         parts["val"] = TEST
         if TRAIN in names:
             warn_once(
-                f"{where}: the split test is used for validation, because there is no other. It then chooses the best "
-                "checkpoint, so accuracy on it is a little too high for a test result."
+                f"{where}: the split test is used for validation, because no other split is read for it. It "
+                "then chooses the best checkpoint, so accuracy on it is a little too high for a test result."
             )
     if len(validation) > 1:
         warn_once(f"{where}: {validation[0]} is the validation split; {', '.join(validation[1:])} not read.")

@@ -150,8 +150,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         from_ema = bool(config.MODEL.RESUME_EMA) and config.MODEL.RESUME != AUTO
+        check_batch(checkpoint, config, world)
         position, best = restore(parts, checkpoint, updates, from_ema)
-        check_batch(checkpoint, position, config, world)
         check_samples(checkpoint, position, identity_of(train_set, loader.order), config, world)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)

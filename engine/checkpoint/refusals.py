@@ -18,9 +18,11 @@ from utils.log import log
 from utils.run_folder import run_folder_of
 
 
-def check_batch(checkpoint: Checkpoint, position: Position, config: Config, world: World) -> None:
+def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
     """Raise UserError for another global batch within an epoch: the rest of the epoch would have other samples."""
-    saved = checkpoint.state(mapped=True)["global_batch"]
+    state = checkpoint.state(mapped=True)
+    saved, done = state["global_batch"], state["position"]
+    position = Position(done["epoch"], done["step"], done["update"])
     now = config.DATA.BATCH_SIZE * world.size * config.TRAIN.ACCUM_ITER
     if not position.step or saved == now:
         return

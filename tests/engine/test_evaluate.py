@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from datasets import PADDING, Batch, validation_batches
 from datasets.damage.broken import BrokenInValidation
+from datasets.loading.transparent import Transparent
 from engine.amp.precision import Precision
 from engine.evaluate import evaluate
 from engine.measure.task import Means
@@ -28,7 +29,7 @@ class Loader:
     """The validation batches of some ranks, padded as the real one pads them."""
 
     def __init__(self, batch_size: int, ranks: list[int], world: int) -> None:
-        self.broken = BrokenInValidation()
+        self.broken, self.transparent = BrokenInValidation(), Transparent("evaluated", "")
         self.plans = [plan for rank in ranks for plan in validation_batches(SAMPLES, batch_size, rank, world)]
 
     def __iter__(self) -> Iterator[Batch]:

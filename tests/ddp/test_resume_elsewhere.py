@@ -55,4 +55,4 @@ def test_the_same_command_keeps_the_global_batch_in_a_second_resume_on_fewer_pro
 def test_what_cannot_keep_it_is_refused(vitamp: Callable[..., Result], stopped: Path) -> None:
     done = vitamp("-resume", stopped, "-ngpus", 3, script="main_multi_gpu.py")
     assert done.code == 2, done.text
-    assert done.err.count("trained with a global batch of 32 on 1 processes") == 1
+    assert done.err.count("trained with a global batch of 32 on 1 process;") == 1

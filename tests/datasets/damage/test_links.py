@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import Result, save_image
+from utils.text import counted
 
 RECIPE = """\
 DATA: {{DATASET: imagefolder, DATA_PATH: {path}, IMAGE_SIZE: 8, BATCH_SIZE: 4, NUM_WORKERS: 0}}
@@ -54,7 +55,7 @@ def test_links_into_the_other_split_are_counted(
         if not shared:
             assert "validation images are the same files" not in text
         elif kind == "unsplit":
-            assert f"Because of {links} links, " in text
+            assert f"Because of {counted(links, 'link')}, " in text
         else:
-            assert f"Because of {links} links, {shared} of " in text
+            assert f"Because of {counted(links, 'link')}, {shared} of " in text
             assert f"is {root}/train/" in text

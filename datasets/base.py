@@ -179,6 +179,11 @@ class Joined(Samples):
         split, inside = self._place(index)
         return split.name(inside)
 
+    def prefetch(self, indices: Sequence[int]) -> None:
+        for begin, split in zip(self._begins.tolist(), self.splits, strict=False):
+            if inside := [index - begin for index in indices if 0 <= index - begin < len(split)]:
+                split.prefetch(inside)
+
     def _place(self, index: int) -> tuple[Samples, int]:
         number = int(np.searchsorted(self._begins, index, side="right")) - 1
         return self.splits[number], index - int(self._begins[number])

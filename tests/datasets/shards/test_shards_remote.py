@@ -98,6 +98,8 @@ def test_remote_shards_are_fetched_batch_by_batch(
         expected = open_dataset(of_shards(tmp_path), True, 3, 0, CPU)
         assert torch.equal(pixels(train, 3, 8, 1, 3), pixels(expected, 3, 8, 1, 3))
         assert asked == [4]
+        everything = open_dataset(of_shards("memory://bucket/set", PART="all"), False, 3, 0, CPU)
+        assert pixels(everything, *range(len(everything))).shape[0] == sum(asked) - 4, "-part all, too"
         store.rm("/bucket/set/train/0001.tar")
         with pytest.raises(OSError, match="0001"):
             train.samples.read(6)

@@ -25,7 +25,7 @@ from datasets.labels import (
 )
 from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file
 from datasets.sources.label_sets import LabelSet, classes_in, labels_in, labels_marked, rows_of, warn_of_lists
-from datasets.sources.split import distinct, named_parts, no_such_part, split_files, split_names
+from datasets.sources.split import distinct, no_such_part, parts_in_files, split_files
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.files import kind_of_path, only_regular
@@ -92,7 +92,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     files = first.labelled(first, num_classes)
     if isinstance(given, Path):
         read = [first]
-        validation = [split_files(files, data, part) for part in parts][-1].labels
+        validation = split_files(files, data, parts[-1]).labels
     else:
         read = [first if part == "train" else _read(_file_of(given, part), data) for part in parts]
         validation = [table.labelled(first, num_classes) for table in read][-1].labels
@@ -134,8 +134,7 @@ def _table_files(data: DataConfig) -> Path | dict[Part, Path]:
     root = Path(data.DATA_PATH).expanduser()
     if root.is_file():
         return root
-    names = split_names(data) if data.LISTING > 1 else ("train", "val")
-    parts = named_parts([name for name in names if (root / table_name(name)).is_file()], root)
+    parts = parts_in_files(root, data, table_name)
     missing: list[Part] = [part for part in ("train", "val") if part not in parts]
     if missing:
         if root.is_dir():
@@ -143,7 +142,7 @@ def _table_files(data: DataConfig) -> Path | dict[Part, Path]:
         else:
             problem = no_file(root) if kind_of_path(root) else f"{root} does not exist"
         raise UserError(f"DATA.DATA_PATH (-data_path): {problem}. {LAYOUT.format(root=root)}")
-    return {part: root / table_name(name) for part, name in parts.items()}
+    return {part: root / file for part, file in parts.items()}
 
 
 def _file_of(tables: dict[Part, Path], part: Part) -> Path:

@@ -157,8 +157,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         log.warning("%s is taken for a class, not for a split, because no folder in it has images.", root / name)
     log_unused_outputs(len(files.classes), num_classes, f"The data set in {root}")
     warn_empty_classes(files.labels, files.classes, str(root))
-    for part in parts_read(data, train):
-        split_files(files, data, part)
+    split_files(files, data, parts_read(data, train)[-1])
 
 
 def _check_splits(root: Path, data: DataConfig, num_classes: int, train: bool) -> None:

@@ -14,7 +14,7 @@ from datasets.sources.imagefolder import (
     split_folder_samples,
     split_folders_of,
 )
-from datasets.sources.split import distinct, named_parts, no_such_part, split_names
+from datasets.sources.split import distinct, no_such_part, parts_in_files, split_names
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -54,8 +54,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
 
 def _lists(root: Path, data: DataConfig) -> dict[Part, str]:
     """The splits that are list files, which take precedence over folders; UserError if it has neither."""
-    names = split_names(data) if data.LISTING > 1 else ("train", "val")
-    lists = named_parts([name for name in names if (root / list_name(name)).is_file()], root)
+    lists = parts_in_files(root, data, list_name)
     if not lists and not any((root / name).is_dir() for name in split_names(data)):
         raise _missing(root / TRAIN_LIST)
     return lists
@@ -64,7 +63,7 @@ def _lists(root: Path, data: DataConfig) -> dict[Part, str]:
 def _list_file(root: Path, lists: dict[Part, str], part: Part) -> Path:
     if part == "test" and part not in lists:
         raise no_such_part(part, root)
-    file = root / list_name(lists.get(part, part))
+    file = root / lists.get(part, list_name(part))
     if not file.is_file():
         raise _missing(file)
     return file

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from utils.config.data import DataConfig
 from utils.config.kinds import Fold
 from utils.errors import UserError
 from utils.seeding import key
+from utils.text import counted
 
 MOST_NAMED = 5
 TRAIN, TEST = "train", "test"
@@ -48,6 +50,13 @@ def named_parts(names: Sequence[str], where: object) -> dict[Part, str]:
     if TEST in names:
         parts["test"] = TEST
     return parts
+
+
+def parts_in_files(root: Path, data: DataConfig, file_name: Callable[[str], str]) -> dict[Part, str]:
+    """The files in `root` that are splits, by DATA.LISTING. `file_name`: of a split, from its name."""
+    names = split_names(data) if data.LISTING > 1 else (TRAIN, "val")
+    parts = named_parts([name for name in names if (root / file_name(name)).is_file()], root)
+    return {part: file_name(name) for part, name in parts.items()}
 
 
 def distinct(parts: Mapping[Part, object]) -> list[Part]:
@@ -121,8 +130,7 @@ def split_by_fold(
         smallest = classes[label] if classes else f"label {label}"
         warn_once(
             f"DATA.FOLD {fold}: {len(small)} of {len(members)} classes have fewer images than folds, so some folds "
-            f"lack these classes. The smallest is {smallest}, with {len(fewest)} "
-            f"image{'s' * (len(fewest) > 1)}."
+            f"lack these classes. The smallest is {smallest}, with {counted(len(fewest), 'image')}."
         )
     # Counting on from class to class keeps the folds equally large, too.
     fold_of = np.empty(len(labels), dtype=np.int64)

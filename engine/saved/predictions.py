@@ -66,7 +66,7 @@ def validation_predictions(
     trained: Trained, dataset: ImageDataset | None = None, workers: int | None = None
 ) -> Predictions:
     """Predictions for a whole data set, by default the run's own validation split."""
-    dataset = validation_part(trained) if dataset is None else dataset
+    dataset = split_of_run(trained) if dataset is None else dataset
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     for logits, labels, indices in batches_of(trained, dataset, workers):
         rows.append((logits.cpu(), labels.cpu(), indices.cpu()))
@@ -94,8 +94,8 @@ def batches_of(
         loader.close()
 
 
-def validation_part(trained: Trained, part: str = "val") -> ImageDataset:
-    """Validation split of the model's run, or another one, by DATA.PART."""
+def split_of_run(trained: Trained, part: str = "val") -> ImageDataset:
+    """A split of the data of the model's run, by DATA.PART, without augmentation."""
     config = trained.config
     data = config.DATA.model_copy(update={"PART": part})
     return open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, trained.precision.device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from engine.saved.predictions import validation_part
+from engine.saved.predictions import split_of_run
 from engine.saved.trained import load_trained
 from tests.gpu.runs import KIND, SMALL, Run, skip_if_missing
 from tests.program import Result, run_program
@@ -47,7 +47,7 @@ def test_evaluate(vitamp: Callable[..., Result], trained: Run, tmp_path: Path) -
 def test_predict(vitamp: Callable[..., Result], trained: Run, tmp_path: Path) -> None:
     images = tmp_path / "images"
     images.mkdir()
-    part = validation_part(load_trained(trained.folder, device="cpu"))
+    part = split_of_run(load_trained(trained.folder, device="cpu"))
     batch = part.__getitems__([(0, index) for index in range(24)])
     for number, image in enumerate(batch.images):
         Image.fromarray(image[0].numpy()).save(images / f"{number:02d}.png")

@@ -17,7 +17,7 @@ from PIL import Image
 from sklearn import metrics as sklearn
 
 from datasets.base import Batch, ImageDataset, Key
-from engine.saved.predictions import validation_part, validation_predictions
+from engine.saved.predictions import split_of_run, validation_predictions
 from engine.saved.trained import load_trained
 from tests.program import Result, metrics
 from tools.checkpoint import command as checkpoint
@@ -176,7 +176,7 @@ def tree(digits_run: Path, tmp_path: Path) -> Callable[..., Path]:
     """Validation images of the run in class folders with these names."""
 
     def make(names: dict[int, str]) -> Path:
-        part = validation_part(load_trained(digits_run))
+        part = split_of_run(load_trained(digits_run))
         images, labels, _ = part.__getitems__([(0, index) for index in range(len(part))])
         for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
             if label in names:

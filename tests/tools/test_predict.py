@@ -22,7 +22,7 @@ from PIL import Image
 from datasets.given import open_given
 from datasets.memory import ArraySamples, open_arrays
 from engine.checkpoint.folder import MODEL, save_checkpoint
-from engine.saved.predictions import validation_part, validation_predictions
+from engine.saved.predictions import split_of_run, validation_predictions
 from engine.saved.trained import load_trained
 from engine.setup import model_in_precision
 from tests.program import ROOT, metrics, save_image
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 def digits(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The validation images of the run, as files called NUMBER_LABEL.png."""
     folder = tmp_path_factory.mktemp("digits")
-    part = validation_part(load_trained(digits_run))
+    part = split_of_run(load_trained(digits_run))
     images, labels, _ = part.__getitems__([(0, index) for index in range(len(part))])
     for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
         Image.fromarray(image[0].numpy()).save(folder / f"{number:03d}_{label}.png")

@@ -14,7 +14,7 @@ from datasets import PADDING, ImageDataset
 from datasets.base import TITLES
 from datasets.given import open_given
 from datasets.sources.walk import SkippedFiles, images_below
-from engine.saved.predictions import name_of, validation_part
+from engine.saved.predictions import name_of, split_of_run
 from engine.saved.trained import Trained
 from tools.common.progress import progress_bar
 from utils.errors import TrainingError, UserError
@@ -48,7 +48,7 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
     if folder is not None:
         return _choose(_open_folder(trained, folder), count, f"in {folder}")
     try:
-        dataset = validation_part(trained, part)
+        dataset = split_of_run(trained, part)
     except UserError as error:
         log.warning("The images of the run cannot be read: %s", error)
         log.warning("The export is checked on generated noise. To check it on real images: -images DIR")

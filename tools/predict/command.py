@@ -103,14 +103,14 @@ def _predict(argv: list[str]) -> int:
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets.given import open_given
-    from engine.saved.predictions import name_of, validation_part
+    from engine.saved.predictions import name_of, split_of_run
     from engine.saved.trained import load_trained
     from tools.predict.find import find_images
     from tools.predict.images import TOP, predict_images
 
     paths = find_images(asked.images) if asked.images else []
     trained = load_trained(asked.path, asked.weights, asked.device, asked.amp)
-    dataset = validation_part(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
+    dataset = split_of_run(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
     paths = paths or [name_of(dataset, index) for index in range(len(dataset))]
     print(f"{asked.path}: {trained.choice}{_how(trained, asked.threshold)}", file=sys.stderr)
     shown = asked.topk or (len(trained.names()) if trained.multi_label else TOP)

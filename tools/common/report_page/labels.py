@@ -40,11 +40,12 @@ class LabelEvaluation:
     """Classes beyond MOST_ROWS"""
     unmeasured: int
     """Classes without images"""
-    image: str = "validation image"
+    image: str
     """What an image of its split is called"""
 
 
-def evaluate_labels(trained: Trained, dataset: ImageDataset) -> LabelEvaluation:
+def evaluate_labels(trained: Trained, dataset: ImageDataset, image: str) -> LabelEvaluation:
+    """`image`: what an image of this split is called."""
     figures = label_figures_of(trained, Part(dataset, "validation", None))
     rows = [
         OfLabel(
@@ -66,4 +67,5 @@ def evaluate_labels(trained: Trained, dataset: ImageDataset) -> LabelEvaluation:
         labels=rows[:MOST_ROWS],
         left_out=max(0, len(rows) - MOST_ROWS),
         unmeasured=int((figures.support == 0).sum()),
+        image=image,
     )

@@ -61,13 +61,11 @@ def write_report(
     )
     evaluations: list[Evaluation | LabelEvaluation | str] = []
     if predictions:
-        from tools.common.report_page.predictions import (
-            IMAGE_OF,
-            evaluate,
-        )  # imports torch and timm, which the rest does not need
+        # Imports torch and timm, which the rest does not need.
+        from tools.common.report_page.predictions import IMAGE_OF, evaluate
 
         for run in read:
-            log.info("%s: evaluating the best checkpoint, %ss ...", run.name, IMAGE_OF[part])
+            log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
             evaluations.append(evaluate(run.folder, part))
     # File names may have bytes that are not UTF-8: each is shown as a replacement character.
     text = _page(read, verdict, evaluations).encode(errors="surrogateescape").decode(errors="replace")

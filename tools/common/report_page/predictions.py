@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from datasets import ImageDataset
-from engine.saved.predictions import batches_of, name_of, picture_of, validation_part
+from engine.saved.predictions import batches_of, name_of, picture_of, split_of_run
 from engine.saved.trained import Trained, load_trained
 from tools.common.figures import Figures, Rows, figures_from
 from tools.common.progress import progress_bar
@@ -90,9 +90,9 @@ def evaluate(folder: Path, part: str = "val") -> Evaluation | LabelEvaluation | 
     """Evaluation of the run in `folder` on a split of its data, or the reason why there is none."""
     try:
         trained = load_trained(folder)
-        dataset = validation_part(trained, part)
+        dataset = split_of_run(trained, part)
         if trained.multi_label:
-            return replace(evaluate_labels(trained, dataset), image=IMAGE_OF[part])
+            return evaluate_labels(trained, dataset, IMAGE_OF[part])
         rows, numbers = _rows(trained, dataset)
     except (UserError, TrainingError) as error:
         return str(error)

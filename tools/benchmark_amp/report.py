@@ -13,14 +13,8 @@ def lines(table: Table, results: Results) -> list[str]:
     text: list[str] = []
     for section in table.sections(results):
         text += ["", section.title, *in_columns(section.rows), *(f"  {note}" for note in section.notes)]
-    return [
-        *text,
-        "",
-        *(
-            f"  {line}"
-            for line in (*results.images_lines(), *results.failures(), results.machine(), results["command"])
-        ),
-    ]
+    notes = (*results.images_lines(), *results.failures(), results.machine(), results["command"])
+    return [*text, "", *(f"  {note}" for note in notes)]
 
 
 def markdown(table: Table, results: Results, link: str) -> str:

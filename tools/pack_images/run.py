@@ -29,6 +29,7 @@ from datasets.shards.tar import TarSamples
 from tools.common.progress import progress_bar
 from tools.pack_images.shard import RECORDS, Record, Shard, Stopped, Work, make_shard, start_process
 from utils.config.data import DataConfig
+from utils.config.resumed import FORMER
 from utils.cpus import cores
 from utils.errors import TrainingError, UserError
 from utils.files import parse_json, write_atomically
@@ -95,7 +96,7 @@ def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
         return False
     packed = {name: before.get(name) for name in about}
     if isinstance(packed["how"], dict) and "background" in about["how"]:
-        packed["how"] = {"background": "drop", **packed["how"]}  # what earlier versions did
+        packed["how"] = {"background": FORMER[KEYS["background"]], **packed["how"]}
     if before.get("made_by") != MADE_BY or packed != about:
         raise UserError(f"DST {folder} has a data set packed {_difference(packed, about)}. Name another folder.")
     if not (folder / MANIFEST).exists():
@@ -206,7 +207,7 @@ def _finish(
     shutil.rmtree(folder / RECORDS)
     size, before = sum(record.bytes for record in records), sum(record.bytes_before for record in records)
     if small:
-        log.info("%d images are not larger than -short_side and kept their size.", small)
+        log.info("Not larger than -short_side, so kept at their size: %s.", counted(small, "image"))
     if transparent := sum(record.transparent for record in records):
         kept = about["how"]["kind"] == "keep"
         words = "kept; DATA.BACKGROUND of the training decides" if kept else background

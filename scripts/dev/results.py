@@ -35,8 +35,9 @@ from tools.benchmark_data.report import markdown  # noqa: E402
 from tools.common.runs import RunMetrics, is_end, read_lines  # noqa: E402
 from tools.common.tables import at_commit  # noqa: E402
 from tools.compare.table import markdown as comparison_as_markdown  # noqa: E402
-from utils.config import load_config  # noqa: E402
+from utils.config import config_of_run  # noqa: E402
 from utils.errors import UserError  # noqa: E402
+from utils.text import counted  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 TABLE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -47,7 +48,7 @@ Row = dict[str, Any]
 def one_run(folder: Path) -> Row:
     """Metrics of a finished run."""
     about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    config = load_config(str(folder / "config.yaml")).config
+    config = config_of_run(str(folder / "config.yaml"))
     metrics = RunMetrics(read_lines(folder))
     best = metrics.best_top1
     if not metrics.lines or not is_end(metrics.lines[-1]) or best is None:
@@ -201,7 +202,7 @@ def _fp16_against_bf16() -> list[str]:
     fp16, bf16 = (results.median(f"{mode}, synthetic", "images_per_second") for mode in ("fp16", "bf16"))
     if fp16 is None or bf16 is None:
         return []
-    rounds = f"{results['rounds']} round{'s' * (results['rounds'] != 1)}"
+    rounds = counted(results["rounds"], "round")
     return [
         "To train in this way, use `-amp bf16 TRAIN.COMPILE=whole` on one GPU. `-amp` alone is fp16 with loss scaling "
         f"on a GPU. Not compiled, a ViT-B in fp16 was {100 * (1 - fp16 / bf16):.0f} % slower than in bf16 "
@@ -221,10 +222,10 @@ def ages() -> list[str]:
         fields = json.loads(path.read_text(encoding="utf-8"))
         commit = (fields.get("git") or fields).get("commit")
         if commit:
-            counted = subprocess.run(
+            found = subprocess.run(
                 ["git", "rev-list", "--count", f"{commit}..HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
             )
-            age = f"{counted.stdout.strip()} commits ago" if counted.returncode == 0 else "not in this history"
+            age = f"{found.stdout.strip()} commits ago" if found.returncode == 0 else "not in this history"
             lines.append(f"{path.name:30} {commit[:7]}, {age}")
     return lines
 

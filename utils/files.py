@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,18 +104,12 @@ def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
         raise
 
 
-class _Tried(Exception):
-    """Ends a trial before anything is renamed."""
-
-
 def try_to_write(path: Path) -> None:
     """Raise OSError unless a file can be written beside `path`: permissions do not show a full or read-only disk."""
-    with contextlib.suppress(_Tried), replacing(path) as unfinished:
-        with open(unfinished, "xb") as file:
-            file.write(b"trial")
-            file.flush()
-            os.fsync(file.fileno())
-        raise _Tried
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
+        file.write(b"trial")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _error_for(path: str | os.PathLike[str], mode: int) -> OSError:

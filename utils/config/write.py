@@ -61,14 +61,11 @@ def _lines(config: Config) -> Iterator[tuple[str, str]]:
 
 def differences(old: Config, new: Config) -> list[str]:
     """'TRAIN.BASE_LR: 0.003 -> 0.001' for each setting that differs."""
-    pairs = ((key, value_of(old, key), value_of(new, key)) for key in settings())
-    if all(config.DATA.BATCH_SIZE_EVAL in (None, config.DATA.BATCH_SIZE) for config in (old, new)):
-        pairs = (
-            pair for pair in pairs if pair[0] != "DATA.BATCH_SIZE_EVAL"
-        )  # -batch_size sets it; null means the same
-    return [
-        f"{key}: {one_line(before)} -> {one_line(after)}" for key, before, after in pairs if not _same(before, after)
-    ]
+    # -batch_size sets BATCH_SIZE_EVAL, too; null means the same.
+    follows = all(config.DATA.BATCH_SIZE_EVAL in (None, config.DATA.BATCH_SIZE) for config in (old, new))
+    keys = [key for key in settings() if not (follows and key == "DATA.BATCH_SIZE_EVAL")]
+    pairs = ((key, value_of(old, key), value_of(new, key)) for key in keys)
+    return [f"{key}: {one_line(one)} -> {one_line(other)}" for key, one, other in pairs if not _same(one, other)]
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from datasets import comes_unsplit, identity_of, open_dataset, source_of
 from datasets.base import TITLES
 from engine.checkpoint.saved import Saved
+from engine.setup import training_data
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.keys import default_of, value_of
@@ -80,8 +81,6 @@ def _place(data: DataConfig) -> str:
 
 def _has_samples(config: Config, samples: dict[str, Any]) -> bool:
     """Whether the training split has the names and labels of these samples, the `identity_of` a run's."""
-    from engine.setup import training_data  # imports torch's training parts, which few evaluations need
-
     field = "data" if "data" in samples else "order"  # which older checkpoints have
     try:
         one_by_one = _with(config, {"DATA.BATCH_SIZE": 1, PART: AUTO})

@@ -11,7 +11,7 @@ from datasets import balanced_order
 from engine.distill.targets import teacher_of
 from engine.evaluated_data import images_of_all, title_of
 from engine.inputs.token_drop import describe_shortcuts
-from engine.machine.context import Run
+from engine.machine.context import Run, global_batch
 from engine.machine.device import describe_devices
 from engine.machine.environment import arguments, libraries
 from engine.measure.ranking import LEAST_POSITIVES, describe_untuned
@@ -21,7 +21,7 @@ from engine.optim.groups import describe_muon
 from engine.optim.layer_rates import describe_fine_tuning
 from engine.optim.loss import describe_loss
 from engine.optim.schedule import describe_schedule
-from engine.setup import Ready, ReadyToTrain, global_batch, weights_of_classes
+from engine.setup import Ready, ReadyToTrain, weights_of_classes
 from models import describe as describe_model
 from utils.cli import version_text
 from utils.config import Config

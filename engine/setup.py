@@ -37,7 +37,7 @@ from engine.distill.teacher import check_teacher_matches
 from engine.inputs.mixup import build_batch_transform
 from engine.inputs.normalize import Inputs, per_channel
 from engine.inputs.token_drop import shortcuts_of, token_drop_of
-from engine.machine.context import Run
+from engine.machine.context import Run, global_batch
 from engine.measure.bottleneck import Setting
 from engine.measure.meters import TrainMeters
 from engine.measure.progress import Best, Position
@@ -198,11 +198,6 @@ def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | 
     """Weight of each class in the loss, or with bce of its positives; None without TRAIN.CLASS_WEIGHTS."""
     labels, classes = train_set.sample_labels(), config.MODEL.NUM_CLASSES
     return class_weights(config.TRAIN, classes, labels, train_set.classes, config.DATA.DATASET)
-
-
-def global_batch(config: Config, world: World) -> int:
-    """Images per update."""
-    return config.DATA.BATCH_SIZE * world.size * config.TRAIN.ACCUM_ITER
 
 
 def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:

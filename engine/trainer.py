@@ -15,7 +15,7 @@ from engine.checkpoint.saver import Snapshot, estimate_seconds, progress
 from engine.checkpoint.sharded_saver import saver_of
 from engine.checkpoint.state import finite_everywhere, snapshot_of
 from engine.evaluate import evaluate
-from engine.machine.context import Run
+from engine.machine.context import Run, global_batch
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.measure.bottleneck import BottleneckMonitor
 from engine.measure.meters import Reading
@@ -27,7 +27,7 @@ from engine.optim.ema import on_device
 from engine.report.curves import Curves, title_of
 from engine.report.reporter import Reporter
 from engine.report.skips import Health
-from engine.setup import ReadyToTrain, checkpoint_meta, global_batch, setting_of
+from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
 from engine.unfreeze import unfreeze_if_due
 from engine.update import train_update
 from utils.distributed.group import group_timeout

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.checkpoint.find import ended_epochs
 from engine.checkpoint.folder import Checkpoint
+from engine.machine.context import global_batch
 from engine.measure.progress import Position
 from utils.config import Config, DataConfig
 from utils.config.kinds import AUTO
@@ -23,7 +24,7 @@ def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
     state = checkpoint.state(mapped=True)
     saved, done = state["global_batch"], state["position"]
     position = Position(done["epoch"], done["step"], done["update"])
-    now = config.DATA.BATCH_SIZE * world.size * config.TRAIN.ACCUM_ITER
+    now = global_batch(config, world)
     if not position.step or saved == now:
         return
     each = checkpoint.meta.get("batch", {}).get("per_process", saved)
@@ -88,8 +89,8 @@ def _go_back(checkpoint: Checkpoint, position: Position, config: Config, world: 
     epochs = [epoch for epoch, update in ended_epochs(root).items() if update <= position.update]
     if not epochs:
         return f"  impossible: {root} has no checkpoint of the end of an epoch before; start a new run"
-    now = config.DATA.BATCH_SIZE * world.size * config.TRAIN.ACCUM_ITER
-    flags = f"-last_epoch {max(epochs)} {_batch_flags(checkpoint, config, config.DATA.BATCH_SIZE, now)}"
+    batch = _batch_flags(checkpoint, config, config.DATA.BATCH_SIZE, global_batch(config, world))
+    flags = f"-last_epoch {max(epochs)} {batch}"
     return f"  {_resume(config, world, str(run_folder_of(checkpoint.folder) or root), flags)}"
 
 

@@ -16,9 +16,9 @@ import torch
 
 from engine.checkpoint.folder import Checkpoint
 from engine.fit.batch_trial import STEP, Trial, largest_that_fits
-from engine.machine.context import Run
+from engine.machine.context import Run, global_batch
 from engine.machine.memory import GIB, free_memory, in_gib, is_out_of_memory, limited
-from engine.setup import BATCH_CHOICE, global_batch
+from engine.setup import BATCH_CHOICE
 from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.distributed.world import World, all_gather, on_every_rank

@@ -12,6 +12,7 @@ from statistics import median
 import torch
 
 from engine.checkpoint.host_copy import size_words
+from engine.machine.context import global_batch
 from engine.machine.memory import in_gib
 from engine.measure.progress import clock
 from utils.config import Config
@@ -106,7 +107,7 @@ def _memory(config: Config, costs: Costs, world: World, device: torch.device) ->
 
 def _time(config: Config, costs: Costs, world: World, device: torch.device) -> Iterator[str]:
     speed = costs.speed
-    images = config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER * world.size
+    images = global_batch(config, world)
     update = speed.of_an_update(device.type == "cpu")
     computed, loaded = images / speed.computing, images / max(speed.loading, 1e-9)
     yield (

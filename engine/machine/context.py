@@ -25,3 +25,8 @@ class Run:
     """Whether DATA.BATCH_SIZE was found by `auto`."""
     asked_accumulation: int | None = None
     """TRAIN.ACCUM_ITER of the settings; the run may have chosen another to keep its global batch."""
+
+
+def global_batch(config: Config, world: World) -> int:
+    """Images per update."""
+    return config.DATA.BATCH_SIZE * world.size * config.TRAIN.ACCUM_ITER

@@ -106,7 +106,7 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
         return EXIT_DONE
     peak = _open_folder(run, ready, checkpoint, folder)
     wrap(ready.parts, run.config)
-    compile_update(ready.parts, compiling, run.config)
+    on_every_rank(run.world, lambda: compile_update(ready.parts, compiling, run.config))
     return _fit(run, ready, folder, peak, lists)
 
 

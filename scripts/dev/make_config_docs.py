@@ -67,7 +67,8 @@ the weights determine image size, normalisation, crop and interpolation, unless 
 ([finetuning.md](finetuning.md)).
 
 A resumed run keeps the defaults that it started with, unless `-cfg` or the command line sets another value. If defaults
-have changed since, the log lists them.
+have changed since, the log lists them. An evaluation of a run's weights (`-eval -pretrained RUN`) keeps former defaults
+of settings that are newer than the run, too.
 
 """
 

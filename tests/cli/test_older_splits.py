@@ -54,6 +54,11 @@ def test_older_run_resumes_within_an_epoch_with_its_own_images(vitamp: Callable[
     done = vitamp("-eval", "-resume", tmp_path / "older", "-output", tmp_path / "eval")
     assert done.code == 0, done.text
     assert "validation split: 6 images" in done.text
+    done = vitamp(
+        *("-eval", "-cfg", tmp_path / "older" / "config.yaml", "-pretrained", tmp_path / "older"),
+        *("-output", tmp_path / "eval-pretrained"),
+    )
+    assert "validation split: 6 images" in done.text
     evaluated = vitamp(tmp_path / "older", script="scripts/evaluate.py")
     assert "validation split: 6 images" in evaluated.out
     new = vitamp("-cfg", tmp_path / "recipe.yaml", "-output", tmp_path / "new", "DATA.LISTING=2")

@@ -60,8 +60,8 @@ class DataConfig(Section):
     )
     NUM_WORKERS: Workers | None = setting(
         None,
-        "Loading processes per rank, at most 16; null: what SLURM reserves per task; without SLURM, usable cores (a "
-        "container's CPU quota limits them) / ranks on this machine.",
+        "Loading processes per rank; null: one per core, at most 16. The cores are those that SLURM reserves per task; "
+        "without SLURM, usable cores (a container's CPU quota limits them) / ranks on this machine.",
     )
     IMAGENET_MEAN: Numbers = setting((0.5, 0.5, 0.5), "Mean for normalisation, subtracted from images scaled to 0..1.")
     IMAGENET_STD: Numbers = setting((0.5, 0.5, 0.5), "Standard deviation for normalisation.")

@@ -30,7 +30,7 @@ FORMER: dict[str, Any] = {
 }
 """Defaults of earlier versions that have changed since. A run that is older than a setting behaved like this, too."""
 CLIPPED = "TRAIN.WARMUP_EPOCHS"
-RESUME, OUTPUT = "MODEL.RESUME", "OUTPUT"
+RESUME, OUTPUT, PRETRAINED, EVAL = "MODEL.RESUME", "OUTPUT", "MODEL.PRETRAINED", "EVAL"
 DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"
 FROM_WEIGHTS = (
     *("DATA.IMAGE_SIZE", "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
@@ -62,14 +62,17 @@ def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:
 def former_defaults(given: Mapping[str, Entry], defaults: Mapping[str, Any]) -> tuple[dict[str, Entry], list[str]]:
     """The resumed run's settings that were defaults when it started and are not now, and a note for the log.
 
-    A setting that the run was given then, and is not given now, is not among them: it gets its default.
+    A setting that the run was given then, and is not given now, is not among them: it gets its default. An evaluation
+    of a run's weights (-eval -pretrained) takes the settings of FORMER alone: for others, the run need not be its own.
     """
-    loaded = _resumed_settings(given)
+    loaded, keys = _resumed_settings(given), settings()
+    if loaded is None and EVAL in given and folded(str(given[EVAL].value)) == "true" and PRETRAINED in given:
+        loaded, keys = _settings_of_run(given[PRETRAINED].value, None), FORMER
     if loaded is None:
         return {}, []
     saved, where = loaded
     kept: dict[str, Entry] = {}
-    for key in settings():
+    for key in keys:
         if key in given or value_of(saved, key) == (now := defaults.get(key, default_of(key))):
             continue
         for former in _possible_defaults(key, saved.MODEL.TYPE):
@@ -79,9 +82,7 @@ def former_defaults(given: Mapping[str, Entry], defaults: Mapping[str, Any]) -> 
     if not kept:
         return {}, []
     words = (f"{key} {one_line(kept[key].value)} ({one_line(defaults.get(key, default_of(key)))} now)" for key in kept)
-    return kept, [
-        f"The resumed run keeps the defaults it started with, although they have changed since: {', '.join(words)}"
-    ]
+    return kept, [f"The run keeps the defaults it started with, although they have changed since: {', '.join(words)}"]
 
 
 def _possible_defaults(key: str, family: str) -> list[Any]:

@@ -44,6 +44,11 @@ def test_older_run_resumes_within_an_epoch_with_its_own_images(vitamp: Callable[
         assert done.code == 0, done.text
         assert "17 training and 6 validation images" in done.text
     make_older(tmp_path / "older")
+    done = vitamp(
+        *("-eval", "-cfg", tmp_path / "older" / "config.yaml", "-pretrained", tmp_path / "older"),
+        *("-output", tmp_path / "eval-pretrained"),
+    )
+    assert "validation split: 6 images" in done.text
     done = vitamp("-resume", tmp_path / "older", "TRAIN.MAX_UPDATES=null")
     assert done.code == 0, done.text
     assert "17 training and 6 validation images" in done.text
@@ -53,11 +58,6 @@ def test_older_run_resumes_within_an_epoch_with_its_own_images(vitamp: Callable[
     make_older(tmp_path / "older")
     done = vitamp("-eval", "-resume", tmp_path / "older", "-output", tmp_path / "eval")
     assert done.code == 0, done.text
-    assert "validation split: 6 images" in done.text
-    done = vitamp(
-        *("-eval", "-cfg", tmp_path / "older" / "config.yaml", "-pretrained", tmp_path / "older"),
-        *("-output", tmp_path / "eval-pretrained"),
-    )
     assert "validation split: 6 images" in done.text
     evaluated = vitamp(tmp_path / "older", script="scripts/evaluate.py")
     assert "validation split: 6 images" in evaluated.out

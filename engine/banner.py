@@ -14,7 +14,7 @@ from engine.inputs.token_drop import describe_shortcuts
 from engine.machine.context import Run, global_batch
 from engine.machine.device import describe_devices
 from engine.machine.environment import arguments, libraries
-from engine.measure.ranking import LEAST_POSITIVES, describe_untuned
+from engine.measure.ranking import describe_untuned
 from engine.optim.build import describe_learning_rate, describe_optimizer, scaled_learning_rates
 from engine.optim.class_weights import describe_class_weights
 from engine.optim.groups import describe_muon
@@ -89,9 +89,9 @@ def _thresholds(config: Config, ready: Ready) -> str:
     labels = ready.val_set.sample_labels() if config.DATA.MULTI_LABEL else None
     if labels is None:
         return ""
-    names = ready.val_set.classes or []
-    untuned = np.flatnonzero(labels.sum(0, dtype=np.int64) < LEAST_POSITIVES)
-    return describe_untuned(untuned, [*names, *range(len(names), labels.shape[1])])
+    names, least = ready.val_set.classes or [], config.DATA.THRESHOLD_IMAGES
+    untuned = np.flatnonzero(labels.sum(0, dtype=np.int64) < least)
+    return describe_untuned(untuned, [*names, *range(len(names), labels.shape[1])], least)
 
 
 def _classes(config: Config, ready: ReadyToTrain) -> str:

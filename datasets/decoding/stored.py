@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from datasets.decoding.background import Colour, on_background
+from datasets.decoding.background import OPAQUE, Colour, on_background
 
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 """Formats that PIL may open. It knows more, but one of them starts a program, and none is for photographs."""
@@ -98,7 +98,10 @@ def as_rgb_or_grey(image: Image.Image, channels: int, background: Colour | None)
     if image.mode.startswith("I"):
         # Pillow's own conversion clips at 255, which turns most 16-bit images white. Mode "I" has 32 bits; Pillow uses
         # it for 16-bit files of some formats, such as PGM, and scales their values to 65535.
-        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
+        stored, transparent = np.asarray(image), image.info.get("transparency")
+        image = Image.fromarray((stored.clip(0, 65535) >> 8).astype(np.uint8))
+        if isinstance(transparent, int):  # a shade of 16 bits
+            image.putalpha(Image.fromarray(np.where(stored == transparent, 0, OPAQUE).astype(np.uint8)))
     return on_background(image, background).convert("L" if channels == 1 else "RGB")
 
 

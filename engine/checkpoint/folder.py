@@ -215,10 +215,11 @@ def prune(root: Path, keep: int, last: str, best: str | None, every: int | None 
     Called once `last` is on the disk.
     """
     newest = update_in(last) or 0
-    folders = [folder for update, folder in checkpoints_in(root).items() if update <= newest]
+    # A folder without meta.json is not a checkpoint of ours: those get their name once they are complete.
+    folders = [path for update, path in checkpoints_in(root).items() if update <= newest and (path / META).exists()]
     kept = {folder.name for folder in folders[-keep:]} | {best}
     for folder in folders:
-        if folder.name not in kept and not (every and _ends_kept_epoch(folder, every)):
+        if folder.name not in kept and not folder.is_symlink() and not (every and _ends_kept_epoch(folder, every)):
             shutil.rmtree(_hide(folder, REMOVED), ignore_errors=True)
 
 

@@ -1,7 +1,8 @@
 """Metrics of several labels per sample, from the scores of a whole split: mAP, F1 and exact match.
 
-Classes without a positive sample have no average precision: means over classes leave them out. Classes with fewer than
-LEAST_POSITIVES keep a threshold of 0.5.
+Classes without a positive sample have no average precision: means over classes leave them out. Classes with few
+positives keep a threshold of 0.5 (DATA.THRESHOLD_IMAGES). In simulations with calibrated scores, thresholds from 1 to
+10 positives had a lower F1 on other images than 0.5 in 14 % to 54 % of the cases; from 20 positives, in 5 % to 9 %.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from utils.text import counted
+
 HALF = 0.5
 """Threshold of a class without one of its own."""
-LEAST_POSITIVES = 20
-"""Positives that a class needs for a threshold of its own. In simulations with calibrated scores, thresholds from 1 to
-10 positives had a lower F1 on other images than 0.5 in 14 % to 54 % of the cases; from 20 positives, in 5 % to 9 %."""
 MOST_NAMED = 10
 
 
@@ -31,7 +31,7 @@ class Scores(NamedTuple):
     exact_match: float
     """Fraction of samples with exactly the right labels, at a threshold of 0.5."""
     f1_micro_tuned: float
-    """At a threshold for each class, with the highest F1 on these samples if LEAST_POSITIVES of them have the class."""
+    """At a threshold for each class, with the highest F1 on these samples if enough of them have the class."""
     f1_macro_tuned: float
     thresholds: np.ndarray
     """Of each class: the probability from which on it is predicted."""
@@ -39,11 +39,11 @@ class Scores(NamedTuple):
     """Of each class; NaN without positives."""
 
 
-def scores_of(probabilities: np.ndarray, truth: np.ndarray) -> Scores:
-    """`probabilities`: float64, N x C. `truth`: bool, N x C."""
+def scores_of(probabilities: np.ndarray, truth: np.ndarray, least: int) -> Scores:
+    """`probabilities`: float64, N x C. `truth`: bool, N x C. `least`: DATA.THRESHOLD_IMAGES."""
     ranked = [rank(probabilities[:, label], truth[:, label]) for label in range(truth.shape[1])]
     precision, thresholds = (np.array(column, dtype=np.float64) for column in zip(*ranked, strict=True))
-    thresholds = np.where(truth.sum(0) < LEAST_POSITIVES, HALF, thresholds)
+    thresholds = np.where(truth.sum(0) < least, HALF, thresholds)
     chosen = probabilities >= HALF
     _, micro, macro = f1(chosen, truth)
     _, best_micro, best_macro = f1(probabilities >= thresholds, truth)
@@ -51,15 +51,15 @@ def scores_of(probabilities: np.ndarray, truth: np.ndarray) -> Scores:
     return Scores(_mean(precision, truth), micro, macro, exact, best_micro, best_macro, thresholds, precision)
 
 
-def describe_untuned(untuned: Sequence[int] | np.ndarray, names: Sequence[object]) -> str:
-    """Which of the classes keep HALF, for log and tools; '' for none."""
+def describe_untuned(untuned: Sequence[int] | np.ndarray, names: Sequence[object], least: int) -> str:
+    """Which of the classes keep HALF, for log and tools; '' for none. `least`: DATA.THRESHOLD_IMAGES."""
     if not len(untuned):
         return ""
     named = ", ".join(str(names[label]) for label in untuned[:MOST_NAMED])
     more = f" and {len(untuned) - MOST_NAMED} more" if len(untuned) > MOST_NAMED else ""
     return (
-        f"{len(untuned)} of {len(names)} classes keep a threshold of {HALF}, with fewer than {LEAST_POSITIVES} "
-        f"validation images: {named}{more}"
+        f"{len(untuned)} of {len(names)} classes keep a threshold of {HALF}, with fewer than "
+        f"{counted(least, 'validation image')}: {named}{more}"
     )
 
 

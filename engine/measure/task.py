@@ -132,7 +132,9 @@ class Task(ABC):
 
 
 def task_of(config: Config) -> Task:
-    return MultiLabel(int(config.MODEL.NUM_CLASSES)) if config.DATA.MULTI_LABEL else SINGLE_LABEL
+    if not config.DATA.MULTI_LABEL:
+        return SINGLE_LABEL
+    return MultiLabel(int(config.MODEL.NUM_CLASSES), config.DATA.THRESHOLD_IMAGES)
 
 
 def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,6 +193,7 @@ class MultiLabel(Task):
     """Several classes per sample, or none. `labels` are rows of zeros and ones, B x C."""
 
     classes: int
+    threshold_images: int
 
     def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
         """Numerator and denominator of micro F1 at a probability of 0.5. Mixed samples count as for top-1."""
@@ -201,15 +204,16 @@ class MultiLabel(Task):
         return F1Means(loss, 100 * counts[0] / max(counts[1], 1.0))
 
     def tally(self, samples: int, device: torch.device) -> Tally:
-        return _ScoreTable(samples, self.classes, device)
+        return _ScoreTable(samples, self, device)
 
 
 class _ScoreTable(Tally):
     """Logits and labels of every sample: each rank keeps its own in host memory, and rank 0 gets all at the end."""
 
-    def __init__(self, samples: int, classes: int, device: torch.device) -> None:
-        self._samples, self._classes, self._device = samples, classes, device
-        self._width = 2 * classes + 1  # the last column counts how often a sample was seen
+    def __init__(self, samples: int, task: MultiLabel, device: torch.device) -> None:
+        self._samples, self._classes, self._device = samples, task.classes, device
+        self._threshold_images = task.threshold_images
+        self._width = 2 * task.classes + 1  # the last column counts how often a sample was seen
         self._indices: list[Tensor] = []
         self._rows: list[Tensor] = []
 
@@ -244,7 +248,7 @@ class _ScoreTable(Tally):
 
     def _computed(self, rows: Tensor) -> dict[str, Any]:
         logits, labels = rows[:, : self._classes].double(), rows[:, self._classes : -1].double()
-        found = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0)._asdict()
+        found = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0, self._threshold_images)._asdict()
         del found["average_precision"]
         thresholds = tuple(found.pop("thresholds").tolist())
         loss = float(F.binary_cross_entropy_with_logits(logits, labels))

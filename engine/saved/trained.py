@@ -89,8 +89,9 @@ class Trained:
         classes = int(self.config.MODEL.NUM_CLASSES)
         if found is not None and len(found) == classes:
             words = "a class is predicted if its probability reaches its own threshold, found in the model's validation"
+            least = self.config.DATA.THRESHOLD_IMAGES
             untuned = [label for label, threshold in enumerate(found) if threshold == HALF]
-            return list(found), "; ".join(filter(None, (words, describe_untuned(untuned, self.names()))))
+            return list(found), "; ".join(filter(None, (words, describe_untuned(untuned, self.names(), least))))
         words = f"a class is predicted if its probability reaches {HALF}, because these weights have no thresholds"
         return [HALF] * classes, words
 

@@ -181,6 +181,25 @@ def test_run_of_an_earlier_version_keeps_its_split(vitamp: Vitamp, recipe: Path,
     assert "LABEL_SPLIT: sets" in (run / "config.yaml").read_text()
 
 
+def test_run_of_an_earlier_version_keeps_thresholds_from_few_images(
+    vitamp: Vitamp, recipe: Path, tmp_path: Path
+) -> None:
+    """Of the same weights, so that the tuned F1 in one metrics.jsonl has one definition."""
+    run, words = tmp_path / "run", ("-cfg", recipe, "TRAIN.MAX_UPDATES=4", "SAVE_FREQ=1", "DATA.THRESHOLD_IMAGES=1")
+    assert vitamp(*words, "-output", run).code == 0
+    tuned = metrics(run, "val")[-1]["f1_macro_tuned"]
+    forget_setting(run, "THRESHOLD_IMAGES")
+    then, now = (
+        vitamp("-eval", "-resume", run, "-output", tmp_path / name, *extra)
+        for name, extra in (("then", ()), ("now", ("DATA.THRESHOLD_IMAGES=1000",)))
+    )
+    assert (then.code, now.code) == (0, 0), then.text + now.text
+    values = [metrics(tmp_path / name, "val")[0] for name in ("then", "now")]
+    assert values[0]["f1_macro_tuned"] == pytest.approx(tuned, abs=1e-4)
+    assert values[1]["f1_macro_tuned"] == pytest.approx(values[1]["f1_macro"], abs=1e-9)
+    assert values[0]["f1_macro_tuned"] != values[1]["f1_macro_tuned"]
+
+
 def forget_setting(run: Path, name: str) -> None:
     """Make the run one of a version without this setting of DATA."""
     config = run / "config.yaml"

@@ -95,7 +95,7 @@ def test_gradient_is_the_mean_over_the_images(tiny: Path, teacher: Path, path: s
     ours, plain = build(tiny, **{**fp32, **words}), build(tiny, **fp32)
     several = path == "several labels"
     if several:
-        ours.parts.meters = TrainMeters(CPU, ALONE, MultiLabel(10))
+        ours.parts.meters = TrainMeters(CPU, ALONE, MultiLabel(10, 1))
     window = only_window(ours, several)
     batches = list(window)
     expected = plain_gradient(plain, [batch for _, batch in batches], loss)

@@ -77,7 +77,7 @@ def label_figures_from(trained: Trained, rows: Iterable[tuple[Tensor, Tensor]]) 
     return LabelFigures(
         images=len(truth),
         loss=float(F.binary_cross_entropy_with_logits(logits, labels)),
-        scores=scores_of(probabilities, truth),
+        scores=scores_of(probabilities, truth, trained.config.DATA.THRESHOLD_IMAGES),
         thresholds=thresholds,
         support=truth.sum(0),
         guessed=chosen.sum(0),

@@ -28,7 +28,7 @@ class AmpConfig(Section):
     TF32: bool = setting(False, "Use TF32 for fp32 matrix products and convolutions, on GPUs that have it.")
     EVAL: bool = setting(True, "Validate under autocast as well.")
     LOSS_SCALING: bool | None = setting(None, "Scale the loss; null: only in fp16, which needs it.")
-    INIT_LOSS_SCALING: AboveZero = setting(65536.0, "Initial loss scale.", le=1e38)
+    INIT_LOSS_SCALING: AboveZero = setting(65536.0, "Initial loss scale.", le=3e38)
     INCR_EVERY_N_STEPS: Positive = setting(2000, "Consecutive updates without overflow before the loss scale grows.")
     INCR_RATIO: float = setting(2.0, "Factor by which the loss scale grows.", gt=1)
     DECR_RATIO: float = setting(0.5, "Factor by which the loss scale shrinks after overflows.", gt=0, lt=1)

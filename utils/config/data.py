@@ -142,6 +142,10 @@ class DataConfig(Section):
         "How images with several labels are split by VAL_FRACTION or FOLD. iterative: each label in proportion "
         "(iterative stratification). sets: only each set of labels in proportion, as earlier versions did.",
     )
+    THRESHOLD_IMAGES: Positive = setting(
+        20,
+        "Several labels: validation images that a class needs for a threshold of its own; with fewer it keeps 0.5.",
+    )
     DOWNLOAD: bool = setting(False, "Download the data set into DATA_PATH if it is missing.")
     EXCLUDE: str | None = setting(None, "File with images to leave out, one per line; scripts/check_data.py writes it.")
     MAX_BAD: NonNegative = setting(

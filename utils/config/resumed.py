@@ -23,6 +23,7 @@ FORMER: dict[str, Any] = {
     "TRAIN.OPTIMIZER.BETAS": (0.9, 0.999),
     "TRAIN.OPTIMIZER.MOMENTUM": 0.9,
     "DATA.LABEL_SPLIT": "sets",
+    "DATA.THRESHOLD_IMAGES": 1,
     "DATA.LAST_BATCH_WEIGHT": "full",
     "DATA.LISTING": 1,
     "DATA.BACKGROUND": "drop",

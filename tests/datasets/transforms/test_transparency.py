@@ -42,6 +42,11 @@ def palette() -> Image.Image:
     return image
 
 
+def deep(shown: int, hidden: int) -> Image.Image:
+    """A grey image of 16 bits."""
+    return Image.fromarray(np.asarray(halves("L", shown, hidden)).astype(np.uint16) * 256 + 7)
+
+
 RGBA = halves("RGBA", (*SHOWN, 255), (*HIDDEN, 0))
 COLOURED = {
     "png": encoded(RGBA, "PNG"),
@@ -56,6 +61,9 @@ COLOURED = {
 GREY = {
     "grey png": encoded(halves("LA", (GREY_SHOWN, 255), (GREY_HIDDEN, 0)), "PNG"),
     "one transparent grey": encoded(halves("L", GREY_SHOWN, GREY_HIDDEN), "PNG", transparency=GREY_HIDDEN),
+    "one transparent grey of 16 bits": encoded(
+        deep(GREY_SHOWN, GREY_HIDDEN), "PNG", transparency=GREY_HIDDEN * 256 + 7
+    ),
 }
 
 

@@ -293,6 +293,19 @@ def test_prune_keeps_newest_best_and_later_ones(
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder_name(update) for update in left]
 
 
+def test_prune_leaves_folders_and_links_that_it_did_not_write(tmp_path: Path) -> None:
+    elsewhere = save(tmp_path / "elsewhere", 2)
+    (tmp_path / folder_name(2)).symlink_to(elsewhere)
+    (tmp_path / folder_name(1)).mkdir()
+    (tmp_path / folder_name(1) / "notes.txt").write_text("mine")
+    for update in (3, 4):
+        save(tmp_path, update)
+    prune(tmp_path, 1, folder_name(4), None)
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == [folder_name(update) for update in (1, 2, 4)]
+    assert not list(tmp_path.glob(".tmp-*"))
+    assert (tmp_path / folder_name(1) / "notes.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("name", "update"),
     [("step-000000005", 5), ("step-1234567890", 1234567890)]

@@ -12,13 +12,14 @@ from torch import Tensor
 from datasets import PADDING, Batch, validation_batches
 from engine.measure import task
 from engine.measure.meters import TrainMeters
-from engine.measure.ranking import HALF, LEAST_POSITIVES, describe_untuned, rank, scores_of
+from engine.measure.ranking import HALF, describe_untuned, rank, scores_of
 from engine.measure.task import F1Means, MultiLabel, MultiLabelMetrics, SingleLabel, _ScoreTable
 from tests.engine.small import CPU
 from utils.distributed.world import ALONE
 from utils.errors import AllRanksError
 
 SAMPLES, CLASSES = 103, 6
+LEAST = 20
 NO_POSITIVE = 4
 
 
@@ -46,7 +47,7 @@ def by_sklearn(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
 def tallied(logits: Tensor, labels: Tensor, batch_size: int, ranks: int) -> MultiLabelMetrics:
     """Metrics of a validation on so many ranks, with padded batches, as the ranks' sums give them."""
-    tallies = [_ScoreTable(SAMPLES, CLASSES, CPU) for _ in range(ranks)]
+    tallies = [_ScoreTable(SAMPLES, MultiLabel(CLASSES, 1), CPU) for _ in range(ranks)]
     for rank_number, tally in enumerate(tallies):
         for plan in validation_batches(SAMPLES, batch_size, rank_number, ranks):
             indices = torch.from_numpy(plan)
@@ -84,7 +85,7 @@ def test_several_ranks_give_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch
 def test_a_sample_counted_twice_or_never_is_an_error() -> None:
     logits, labels = made()
     for indices in (torch.arange(SAMPLES - 1), torch.tensor([*range(SAMPLES), 0])):
-        tally = MultiLabel(CLASSES).tally(SAMPLES, CPU)
+        tally = MultiLabel(CLASSES, 1).tally(SAMPLES, CPU)
         tally.add(logits[indices], Batch(torch.empty(0), labels[indices], indices))
         with pytest.raises(AllRanksError, match="validation counted 102 samples, not 103"):
             tally.metrics(ALONE)
@@ -99,7 +100,7 @@ def best_f1(scores: np.ndarray, truth: np.ndarray) -> float:
 def test_thresholds_have_the_highest_f1(coarse: bool) -> None:
     logits, labels = made(coarse)
     scores, truth = logits.double().sigmoid().numpy(), labels.numpy() > 0
-    found = scores_of(scores, truth)
+    found = scores_of(scores, truth, LEAST)
     expected = []
     for label in range(CLASSES):
         if label == NO_POSITIVE:
@@ -118,16 +119,16 @@ def test_rare_classes_keep_a_threshold_of_a_half() -> None:
     """A threshold that was chosen on a few positives is worse on other images than 0.5, again and again."""
     generator = np.random.default_rng(0)
     truth = np.zeros((400, 2), dtype=bool)
-    truth[:LEAST_POSITIVES, 0] = truth[: LEAST_POSITIVES - 1, 1] = True
+    truth[:LEAST, 0] = truth[: LEAST - 1, 1] = True
     scores = 0.3 * generator.random((400, 2)) + 0.1 * truth
-    found = scores_of(scores, truth)
+    found = scores_of(scores, truth, LEAST)
     assert found.thresholds[0] < 0.4
     assert found.thresholds[1] == HALF
     assert found.average_precision[1] > 0
-    assert describe_untuned([1], ["ant", "bee"]) == (
+    assert describe_untuned([1], ["ant", "bee"], LEAST) == (
         "1 of 2 classes keep a threshold of 0.5, with fewer than 20 validation images: bee"
     )
-    assert describe_untuned(range(12), range(80)).endswith(": 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more")
+    assert describe_untuned(range(12), range(80), LEAST).endswith(": 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more")
 
 
 def test_rank_of_odd_scores() -> None:
@@ -141,7 +142,7 @@ def test_rank_of_odd_scores() -> None:
 
 
 def test_split_without_any_label_has_no_map() -> None:
-    found = scores_of(np.full((3, 2), 0.1), np.zeros((3, 2), dtype=bool))
+    found = scores_of(np.full((3, 2), 0.1), np.zeros((3, 2), dtype=bool), LEAST)
     assert np.isnan(found.map)
     assert np.isnan(found.f1_micro)
     assert found.exact_match == 1
@@ -149,7 +150,7 @@ def test_split_without_any_label_has_no_map() -> None:
 
 def test_training_f1_counts_all_decisions() -> None:
     logits, labels = made()
-    meters = TrainMeters(CPU, ALONE, MultiLabel(CLASSES))
+    meters = TrainMeters(CPU, ALONE, MultiLabel(CLASSES, 1))
     for rows in torch.arange(SAMPLES).split(25):
         meters.add(torch.ones(()), logits[rows], labels[rows], 0.2)
     meters.close_update(1, torch.zeros(()), True, False)

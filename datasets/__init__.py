@@ -5,7 +5,7 @@ from datasets.damage.exclude import warn_unmatched
 from datasets.damage.links import warn_of_links
 from datasets.decoding.reader import decoder_of
 from datasets.loading.balanced import balanced_order
-from datasets.loading.identity import identity_of
+from datasets.loading.identity import data_identity, identity_of
 from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
 from datasets.loading.order import EpochOrder, Share, validation_batches
 from datasets.recognise import recognise
@@ -28,6 +28,7 @@ __all__ = [
     "check_dataset",
     "comes_unsplit",
     "count_classes",
+    "data_identity",
     "decoder_of",
     "identity_of",
     "names",

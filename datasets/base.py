@@ -41,12 +41,12 @@ Encoded = bytes | np.ndarray
 Stored = Literal["files", "tar files", "pixels"]
 """How images are stored: as single files, as encoded images in tar files, or as raw pixels."""
 
-Part = Literal["train", "val", "test"]
+Part = Literal["train", "val", "test", "all"]
 TITLES = {"train": "training split", "val": "validation split", "test": "test split", "all": "all images"}
 """Values of DATA.PART -> what they are called in messages."""
 
 
-def part_of(data: DataConfig, train: bool) -> Part | Literal["all"]:
+def part_of(data: DataConfig, train: bool) -> Part:
     """The split to open: the training split, or the one that DATA.PART names, by default the validation split."""
     return "train" if train else "val" if data.PART == AUTO else data.PART
 

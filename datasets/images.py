@@ -169,12 +169,13 @@ def image_source(
 ) -> Source:
     """A source whose images are read one by one.
 
-    `samples`: (data, part, num_classes) -> the samples of a split. `parts`: the splits that the data has.
+    `samples`: (data, part, num_classes) -> the samples of a split. `parts`: the splits that the data
+    has. Of data that comes unsplit, `samples` also opens `all`, without making splits.
     """
 
     def open_split(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - images are read on the host
         part = part_of(data, train)
-        if part == "all":
+        if part == "all" and not is_unsplit(data):
             return Images(Joined([samples(data, one, num_classes) for one in parts(data)]), data, train, seed)
         return Images(samples(data, part, num_classes), data, train, seed)
 

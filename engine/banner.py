@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from datasets import balanced_order
+from datasets import balanced_order, comes_unsplit
 from engine.distill.targets import teacher_of
 from engine.evaluated_data import images_of_all, title_of
 from engine.inputs.token_drop import describe_shortcuts
@@ -81,7 +81,11 @@ def _data(config: Config, ready: Ready) -> str:
             f"{config.DATA.DATASET}: {len(ready.train_set):,} training and {len(ready.val_set):,} validation images "
             f"of {size}, {classes}"
         )
-    return text if config.DATA.FOLD is None else f"{text}; validation on fold {config.DATA.FOLD}"
+    if config.DATA.FOLD is not None:
+        return f"{text}; validation on fold {config.DATA.FOLD}"
+    if config.DATA.PART == "all" or not comes_unsplit(config.DATA):
+        return text
+    return f"{text}; split at random by DATA.VAL_FRACTION {config.DATA.VAL_FRACTION:g}"
 
 
 def _thresholds(config: Config, ready: Ready) -> str:

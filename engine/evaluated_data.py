@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from datasets import comes_unsplit, identity_of, open_dataset, source_of
+from datasets import comes_unsplit, data_identity, identity_of, open_dataset, source_of
 from datasets.base import TITLES
 from engine.checkpoint.saved import Saved
 from engine.setup import training_data
@@ -18,6 +18,7 @@ from utils.config.keys import default_of, value_of
 from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE
 from utils.errors import UserError
+from utils.log import unheard
 
 PART = "DATA.PART"
 OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.LISTING")
@@ -36,17 +37,23 @@ def settings_for_evaluation(
         return ({PART: "val"} if config.DATA.PART == AUTO else {}), []
     changes: dict[str, Any] = {}
     notes: list[str] = []
-    if saved is not None and data_of_run != "moved":
+    if saved is not None and data_of_run not in ("moved", "training images"):
         changes = {key: default_of(key) for key in OF_OWN_DATA if key not in given}
         if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
             notes.append(f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {place} is other data")
+    if data_of_run == "training images":
+        part = "all" if config.DATA.PART == AUTO else config.DATA.PART
+        notes.append(
+            f"{PART} {part}: {place} has exactly the images that the model was trained on, so the result does not show "
+            "how well it recognises new images"
+        )
     if config.DATA.PART != AUTO:
         return changes, notes
     unsplit = comes_unsplit(_with(config, changes).DATA)
-    part = "all" if unsplit and data_of_run == "other" else "val"
+    part = "all" if unsplit and data_of_run in ("other", "training images") else "val"
     if data_of_run == "other":
         why = " and has no validation split of its own" if unsplit else ""
-        notes.append(f"{PART} {part}: {place} is not the data that the model was trained on{why}")
+        notes.append(f"{PART} {part}: {place} is not recognised as the data that the model was trained on{why}")
     elif data_of_run == "moved":
         notes.append(f"{PART} {part}: {place} is the data that the model was trained on, in another place")
     elif unsplit:
@@ -57,7 +64,9 @@ def settings_for_evaluation(
     return {**changes, PART: part}, notes
 
 
-def _is_data_of_run(config: Config, saved: Saved | None) -> Literal["same place", "moved", "other", "unknown"]:
+def _is_data_of_run(
+    config: Config, saved: Saved | None
+) -> Literal["same place", "moved", "training images", "other", "unknown"]:
     own, samples = (saved.settings() or {}, saved.meta.get("samples")) if saved else ({}, None)
     if "DATA.DATASET" not in own:
         return "unknown"
@@ -66,7 +75,10 @@ def _is_data_of_run(config: Config, saved: Saved | None) -> Literal["same place"
         return "same place"
     if not samples:
         return "unknown"
-    return "moved" if _has_samples(config, samples) else "other"
+    with unheard():  # splits are made here that are not evaluated
+        if _has_samples(config, samples):
+            return "moved"
+        return "training images" if _is_training_split(config, samples) else "other"
 
 
 def _place(data: DataConfig) -> str:
@@ -88,6 +100,18 @@ def _has_samples(config: Config, samples: dict[str, Any]) -> bool:
     except UserError:
         return False
     return identity_of(train_set, loader.order).get(field) == samples.get(field)
+
+
+def _is_training_split(config: Config, samples: dict[str, Any]) -> bool:
+    """Whether all images, as given, have the names and labels of these samples: those of the folder train, say."""
+    data = _with(config, {PART: "all"}).DATA
+    try:
+        if not comes_unsplit(data):
+            return False
+        whole = open_dataset(data, False, value_of(config, "MODEL.NUM_CLASSES"), config.SEED, torch.device("cpu"))
+    except UserError:
+        return False
+    return data_identity(whole) == samples.get("data")
 
 
 def _with(config: Config, changes: dict[str, Any]) -> Config:

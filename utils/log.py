@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -14,6 +16,17 @@ from utils.standard_output import discard_output
 
 log = logging.getLogger("vitamp")
 LOG = "log.txt"
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Log nothing but errors."""
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 class _Terminal(logging.Handler):

@@ -10,7 +10,7 @@ from datasets.base import ImageDataset
 from datasets.loading.order import EpochOrder
 
 
-def _data_identity(dataset: ImageDataset) -> str:
+def data_identity(dataset: ImageDataset) -> str:
     """Hash of the names and labels of a split in their order, wherever the data set is.
 
     Contents are not read. Data sets in memory have labels only.
@@ -34,5 +34,5 @@ def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, int | str
         "number": order.samples,
         "updates": order.updates,
         "order": digest.hexdigest(),
-        "data": _data_identity(dataset),
+        "data": data_identity(dataset),
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from datasets.base import Part
+from datasets.base import Part, part_of
 from datasets.shards.index import ReadShards, ShardIndex, from_bytes, make_index
 from datasets.shards.stores import Folder, ShardFile, Store
 from datasets.shards.tar import DOTS
@@ -47,7 +47,7 @@ class ShardSet:
 
     def split(self, part: Part) -> tuple[str, bool]:
         """Name of the stored split to read, and whether training and validation share it."""
-        names = {"train": ("train", "all"), "val": ("val", "train", "all"), "test": ("test",)}
+        names = {"train": ("train", "all"), "val": ("val", "train", "all"), "test": ("test",), "all": ("train", "all")}
         for name in names[part]:
             if name in self.splits:
                 return name, name == "all" or (name == "train" and "val" not in self.splits)
@@ -59,9 +59,9 @@ class ShardSet:
         )
 
     def existing(self) -> list[Part]:
-        """All its splits, each once."""
+        """All its splits, each once; `all` alone if it comes unsplit."""
         if self.split("val")[1]:
-            return ["train", "val"]
+            return ["all"]
         return distinct({part: self.splits[part] for part in ("train", "val", "test") if part in self.splits})
 
     def index(self, split: str) -> ShardIndex:
@@ -184,7 +184,9 @@ class ShardSet:
             for file in self.store.tars():
                 split = split_named_in(file.name, names)
                 (named[split] if split else others).append(file)
-        parts = named_parts([name for name, files in named.items() if files], self.store.root)
+        parts = named_parts(
+            [name for name, files in named.items() if files], self.store.root, part_of(self.data, False)
+        )
         if not parts:
             return {"all": others} if others else {}
         warn_of_skipped(self.store.root, [file.name for file in others])

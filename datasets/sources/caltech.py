@@ -35,7 +35,7 @@ class Caltech(Published):
         # There is no list of the images, so their number is all that can be checked.
         if len(files.paths) < self.images:
             log.warning("%s has %s images; %s were published.", files.root, f"{len(files.paths):,}", f"{self.images:,}")
-        split_files(files, data, parts_read(data, train)[-1])
+        split_files(files, data, parts_read(data, train, ("all",))[-1])
 
     def _files(self, folder: Path, data: DataConfig, num_classes: int) -> FileList:
         inner = folder / self.required[0]

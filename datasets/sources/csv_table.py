@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from datasets.base import Part, parts_read
+from datasets.base import TITLES, Part, parts_read
 from datasets.images import image_source
 from datasets.labels import (
     ANY_LABEL,
@@ -98,18 +98,18 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         validation = [table.labelled(first, num_classes) for table in read][-1].labels
     log_unused_outputs(len(files.classes), num_classes, f"The table {first.file}")
     warn_empty_classes(files.labels, files.classes, f"The table {first.file}")
-    if data.MULTI_LABEL:
-        _warn_unmeasured(validation, files.classes)
+    if data.MULTI_LABEL and data.PART != "all":
+        _warn_unmeasured(TITLES[parts[-1]], validation, files.classes)
     for table in read:
         check_first_files(table.file, table.paths)
 
 
-def _warn_unmeasured(validation: np.ndarray, classes: list[str] | range) -> None:
+def _warn_unmeasured(title: str, validation: np.ndarray, classes: list[str] | range) -> None:
     unmeasured = np.flatnonzero(images_of_classes(validation, len(classes)) == 0)
     if len(unmeasured):
         log.warning(
-            "The validation split has no image of %d of %d classes (the first: %s): mAP and macro F1 leave "
-            "these classes out.",
+            "The %s has no image of %d of %d classes (the first: %s): mAP and macro F1 leave these classes out.",
+            title,
             len(unmeasured),
             len(classes),
             classes[unmeasured[0]],
@@ -308,7 +308,7 @@ def _is_unsplit(data: DataConfig) -> bool:
 
 def _existing(data: DataConfig) -> Sequence[Part]:
     tables = _table_files(data)
-    return ("train", "val") if isinstance(tables, Path) else distinct(tables)
+    return ("all",) if isinstance(tables, Path) else distinct(tables)
 
 
 SOURCE = image_source(_samples, _check, count=_count, is_unsplit=_is_unsplit, multi_label=True, parts=_existing)

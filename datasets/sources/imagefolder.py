@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import TITLES, Part, parts_read
+from datasets.base import TITLES, Part, part_of, parts_read
 from datasets.decoding.stored import ENDINGS
 from datasets.images import image_source
 from datasets.labels import check_class_count, log_unused_outputs, warn_empty_classes
@@ -21,7 +21,7 @@ from datasets.sources.split import (
     split_files,
     split_names,
 )
-from datasets.sources.walk import SkippedFiles, images_below
+from datasets.sources.walk import HIDDEN_FOLDER, SkippedFiles, images_below
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
@@ -66,7 +66,7 @@ def split_folders_of(root: Path, data: DataConfig) -> list[Part]:
 
 
 def _parts(root: Path, data: DataConfig) -> dict[Part, str]:
-    return named_parts([name for name in split_names(data) if (root / name).is_dir()], root)
+    return named_parts([name for name in split_names(data) if (root / name).is_dir()], root, part_of(data, False))
 
 
 def _split_folder(root: Path, data: DataConfig, part: Part) -> Path:
@@ -103,6 +103,9 @@ def _title(folder: Path) -> str:
 def class_files(folder: Path, classes: list[str], data: DataConfig) -> FileList:
     """All images in the class folders, in the order of class and path."""
     skipped, hidden = SkippedFiles(), data.LISTING == 1
+    for entry in sorted(folder.glob(".*")):
+        if entry.is_dir():
+            skipped.add(entry.name, HIDDEN_FOLDER)
     by_class = [sorted(images_below(str(folder / name), skipped, hidden)) for name in classes]
     skipped.warn(str(folder))
     paths = [f"{name}/{path}" for name, of_class in zip(classes, by_class, strict=True) for path in of_class]
@@ -157,7 +160,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         log.warning("%s is taken for a class, not for a split, because no folder in it has images.", root / name)
     log_unused_outputs(len(files.classes), num_classes, f"The data set in {root}")
     warn_empty_classes(files.labels, files.classes, str(root))
-    split_files(files, data, parts_read(data, train)[-1])
+    split_files(files, data, parts_read(data, train, ("all",))[-1])
 
 
 def _check_splits(root: Path, data: DataConfig, num_classes: int, train: bool) -> None:
@@ -206,7 +209,7 @@ def layout_of(root: Path, data: DataConfig) -> str | None:
     if splits := _split_folders(root, data):
         return f"class folders in {' and '.join(f'{name}/' for name in splits)}"
     if any(_has_images(root / name, data) for name in subfolders(root)):
-        return "class folders without train/ and val/, to be split by DATA.VAL_FRACTION"
+        return "class folders without train/ and val/"
     return None
 
 
@@ -216,7 +219,7 @@ def _is_unsplit(data: DataConfig) -> bool:
 
 def _existing(data: DataConfig) -> list[Part]:
     root = data_folder(data)
-    return split_folders_of(root, data) if _has_splits(root, data) else ["train", "val"]
+    return split_folders_of(root, data) if _has_splits(root, data) else ["all"]
 
 
 SOURCE = image_source(_samples, _check, count=_count, is_unsplit=_is_unsplit, parts=_existing)

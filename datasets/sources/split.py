@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import TITLES, Part
+from datasets.base import TITLES, Part, part_of
 from datasets.labels import images_of_classes, members_of_classes
 from datasets.sources.files import FileList, FileSamples
 from datasets.sources.stratify import stratified
@@ -32,15 +32,15 @@ def split_names(data: DataConfig) -> tuple[str, ...]:
     return SPLIT_NAMES if data.LISTING > 1 else (TRAIN, "val", "validation", TEST)
 
 
-def named_parts(names: Sequence[str], where: object) -> dict[Part, str]:
-    """Which of the names that `where` has is which split. They are in the order of SPLIT_NAMES."""
+def named_parts(names: Sequence[str], where: object, read: Part = "val") -> dict[Part, str]:
+    """Which of the names that `where` has is which split. They are in the order of SPLIT_NAMES. `read`: to evaluate."""
     parts: dict[Part, str] = {"train": TRAIN} if TRAIN in names else {}
     validation = [name for name in names if name not in (TRAIN, TEST)]
     if validation:
         parts["val"] = validation[0]
     elif TEST in names:
         parts["val"] = TEST
-        if TRAIN in names:
+        if TRAIN in names and read == "val":
             warn_once(
                 f"{where}: the split test is used for validation, because no other split is read for it. It "
                 "then chooses the best checkpoint, so accuracy on it is a little too high for a test result."
@@ -55,7 +55,7 @@ def named_parts(names: Sequence[str], where: object) -> dict[Part, str]:
 def parts_in_files(root: Path, data: DataConfig, file_name: Callable[[str], str]) -> dict[Part, str]:
     """The files in `root` that are splits, by DATA.LISTING. `file_name`: of a split, from its name."""
     names = split_names(data) if data.LISTING > 1 else (TRAIN, "val")
-    parts = named_parts([name for name in names if (root / file_name(name)).is_file()], root)
+    parts = named_parts([name for name in names if (root / file_name(name)).is_file()], root, part_of(data, False))
     return {part: file_name(name) for part, name in parts.items()}
 
 
@@ -189,20 +189,21 @@ def _subsets_by_label_sets(labels: np.ndarray, sizes: list[int], data: DataConfi
 def split_rows(
     labels: np.ndarray, data: DataConfig, part: Part, where: object, classes: Sequence[object] | None
 ) -> np.ndarray:
-    """Indices of one split of samples with these labels, by DATA.FOLD or else DATA.VAL_FRACTION.
+    """Indices of one split of samples with these labels, by DATA.FOLD or else DATA.VAL_FRACTION; for `all`, of all.
 
     `where` has these samples, of these classes; None: they have no names.
     """
     if part == "test":
         raise no_such_part(part, where)
+    if part == "all":
+        return np.arange(len(labels))
     if labels.ndim == 2:
         splits = split_several_labels(labels, data)
     elif data.fold is not None:
         splits = split_by_fold(labels, data.fold, data.SPLIT_SEED, classes)
     else:
         splits = split(labels, data.VAL_FRACTION, data.SPLIT_SEED, of_each=data.LISTING > 1)
-        if data.PART != "all":
-            _warn_unvalidated(labels, splits[1], data, where, classes)
+        _warn_unvalidated(labels, splits[1], data, where, classes)
     return splits[0 if part == "train" else 1]
 
 

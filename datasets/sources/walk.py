@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -61,9 +62,14 @@ class SkippedFiles:
             warn_once(f"{where}: {line}")
 
 
-@functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning, once per process."""
+    """Log a warning, once per process. What `unheard` keeps from the log does not count."""
+    if log.isEnabledFor(logging.WARNING):
+        _warn_once(text)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
@@ -90,6 +96,8 @@ def _images(
             return
         with os.scandir(folder) as entries:
             found = [(entry.name, _is_folder(entry), entry.is_symlink()) for entry in entries]
+    except FileNotFoundError:  # a split may lack the folder of a class, which is then reported as empty
+        return
     except OSError as error:
         log.warning("Skipping the folder %s, which cannot be read: %s.", folder, error.strerror)
         return

@@ -187,7 +187,7 @@ def test_data_set_that_is_not_there_comes_with_the_layout_that_is(
     icons = tmp_path / "icons"
     for name in ("a/1.png", "a/2.png", "b/1.png", "b/2.png"):
         save_image(icons / name, seed=1)
-    offer = f"{icons} has class folders without train/ and val/, to be split by DATA.VAL_FRACTION: -dataset imagefolder"
+    offer = f"{icons} has class folders without train/ and val/: -dataset imagefolder"
     for named in ("cifar10", "imagenet2012", "shards", "csv"):
         refuses("-dataset", named, "-data_path", icons, said=(offer,))
     refuses("-dataset", "cifar10", "-data_path", icons, "-num_classes", "auto", said=("no cifar10 in", offer))

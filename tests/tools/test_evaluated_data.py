@@ -79,7 +79,7 @@ def test_all_of_other_data_is_evaluated_without_the_runs_exclusions(
 ) -> None:
     other = folders(tmp_path / "new", "new", 5)
     found = evaluated(vitamp, run, "-data_path", other)
-    why = "is not the data that the model was trained on and has no validation split of its own"
+    why = "is not recognised as the data that the model was trained on and has no validation split of its own"
     assert f"imagefolder in {other}, all images: 15 of 15 images\n" in found
     assert f"\nDATA.PART all: imagefolder in {other} {why}." in found
     assert f"DATA.EXCLUDE {place / 'exclude.txt'} of the run has no effect: imagefolder in {other} is other" in found
@@ -96,9 +96,73 @@ def test_other_data_with_splits_is_evaluated_on_its_validation_split(
         folders(tmp_path / "new" / name, name, each)
     found = evaluated(vitamp, run, "-data_path", tmp_path / "new")
     assert found.startswith(f"imagefolder in {tmp_path / 'new'}, validation split: 6 images\n")
-    assert "is not the data that the model was trained on." in found
+    assert "is not recognised as the data that the model was trained on." in found
     test = evaluated(vitamp, run, "-data_path", tmp_path / "new", "-part", "test")
     assert test.startswith(f"imagefolder in {tmp_path / 'new'}, test split: 9 images")
+
+
+def of_splits(root: Path) -> Path:
+    """Images in train/, without a class in test/, and a hidden folder."""
+    folders(root / "train", "train", 4)
+    folders(root / "test", "test", 2, "ab")
+    save_image(root / "train" / ".ipynb_checkpoints" / "0.jpg", seed=1, size=(12, 12))
+    return root
+
+
+def test_the_runs_training_images_are_recognised_in_their_folder(vitamp: Callable[..., Result], tmp_path: Path) -> None:
+    own = of_splits(tmp_path / "own")
+    (tmp_path / "icons.yaml").write_text(RECIPE.format(path=own, exclude="null"))
+    done = vitamp("-cfg", tmp_path / "icons.yaml", "-output", tmp_path / "run")
+    assert done.code == 0, done.text
+    assert done.text.count("has no image for") == done.text.count("no image for 1 of its 3 classes (the first: c)") == 1
+    assert "cannot be read" not in done.text
+    assert "split at random" not in done.text
+    assert f"{own / 'train'}: skipped 1 folder: hidden folders 1 (.ipynb_checkpoints)" in done.text
+    found = evaluated(vitamp, tmp_path / "run", "-data_path", own / "train")
+    assert "all images: 12 of 12 images\n" in found
+    assert (
+        f"DATA.PART all: imagefolder in {own / 'train'} has exactly the images that the model was trained on" in found
+    )
+    assert "not recognised" not in found
+    part = vitamp(tmp_path / "run", "-data_path", own / "train", "-part", "val", script="scripts/evaluate.py")
+    assert "has exactly the images that the model was trained on" in part.text
+    whole = vitamp(tmp_path / "run", "-data_path", own / "test", script="scripts/evaluate.py")
+    assert "all images: 4 of 4 images" in whole.text
+    for words, times in (((), 1), (("-part", "test"), 0), (("-part", "all"), 0)):
+        done = vitamp(tmp_path / "run", *words, script="scripts/evaluate.py")
+        assert done.code == 0, done.text
+        assert done.text.count("the split test is used for validation") == times
+        assert "cannot be read" not in done.text
+
+
+def test_no_warning_of_a_split_that_is_not_evaluated(
+    vitamp: Callable[..., Result], run: Path, place: Path, tmp_path: Path
+) -> None:
+    recipe = RECIPE.format(path=place / "own", exclude="null").replace("DATASET: imagefolder, ", "")
+    (tmp_path / "icons.yaml").write_text(recipe)
+    done = vitamp("-cfg", tmp_path / "icons.yaml", "DATA.FOLD=2/5", "-output", tmp_path / "run")
+    assert done.code == 0, done.text
+    assert "validation on fold 2/5" in done.text
+    assert "VAL_FRACTION" not in done.text
+    other = folders(tmp_path / "new", "new", 3)
+    save_image(other / "c" / "single.jpg", seed=1, size=(12, 12))
+    for name in ("new0", "new1", "new2"):
+        (other / "c" / f"{name}.jpg").unlink()
+    for trained in (tmp_path / "run", run):
+        by_tool = vitamp(trained, "-data_path", other, script="scripts/evaluate.py")
+        out = ("-output", tmp_path / "eval" / trained.parent.name)
+        for done in (by_tool, vitamp("-eval", "-resume", trained, "-data_path", other, *out)):
+            assert done.code == 0, done.text
+            assert "7 of 7 images" in done.text
+            for said in ("no image of", "images validate", "fewer images than folds"):
+                assert said not in done.text
+    split = vitamp(run, "-data_path", other, "-part", "val", script="scripts/evaluate.py")
+    assert "the validation split has no image of 1 of 3 classes" in split.text
+
+
+def test_the_log_says_that_a_validation_split_was_made(run: Path) -> None:
+    said = "26 training and 3 validation images of 8 x 8 x 3, 3 classes; split at random by DATA.VAL_FRACTION 0.1\n"
+    assert said in (run / "log.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("older", [False, True])

@@ -9,7 +9,15 @@ from datasets.loading.identity import data_identity, identity_of
 from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
 from datasets.loading.order import EpochOrder, Share, validation_batches
 from datasets.recognise import recognise
-from datasets.registry import check_dataset, comes_unsplit, count_classes, names, open_dataset, source_of
+from datasets.registry import (
+    check_dataset,
+    comes_unsplit,
+    count_classes,
+    names,
+    open_dataset,
+    source_of,
+    validates_on_test,
+)
 from datasets.variants import Repeated, Sized
 
 __all__ = [
@@ -35,6 +43,7 @@ __all__ = [
     "open_dataset",
     "recognise",
     "source_of",
+    "validates_on_test",
     "validation_batches",
     "warn_of_links",
     "warn_unmatched",

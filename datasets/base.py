@@ -209,6 +209,8 @@ class Source:
     """(data, train) -> number of classes, where it is known without listing every image; None: open the split"""
     is_unsplit: Callable[[DataConfig], bool] = comes_split
     """Whether the data comes without a validation split, so that the program makes one. Only then has it folds."""
+    tests: Callable[[DataConfig], bool] = comes_split
+    """Whether its split test is used for validation, because it has no other"""
     fetches: bool = False
     """`check` downloads the data set if DATA.DOWNLOAD is set"""
     multi_label: bool = False

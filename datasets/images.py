@@ -166,6 +166,7 @@ def image_source(
     multi_label: bool = False,
     reads_path: bool = True,
     parts: Callable[[DataConfig], Sequence[Part]] = _two_parts,
+    tests: Callable[[DataConfig], bool] = comes_split,
 ) -> Source:
     """A source whose images are read one by one.
 
@@ -184,6 +185,7 @@ def image_source(
         check,
         count=count,
         is_unsplit=is_unsplit,
+        tests=tests,
         fetches=fetches,
         multi_label=multi_label,
         reads_path=reads_path,

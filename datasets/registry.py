@@ -104,6 +104,11 @@ def comes_unsplit(data: DataConfig) -> bool:
     return _named(data).is_unsplit(data)
 
 
+def validates_on_test(data: DataConfig) -> bool:
+    """Whether the split test of the data is used for validation, because it has no other."""
+    return _named(data).tests(data)
+
+
 def source_of(data: DataConfig) -> str:
     """The data set, and where it is read from, for messages."""
     return f"{data.DATASET} in {data.DATA_PATH}" if data.DATA_PATH and _named(data).reads_path else data.DATASET

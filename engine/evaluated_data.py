@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from datasets import comes_unsplit, data_identity, identity_of, open_dataset, source_of
+from datasets import comes_unsplit, data_identity, identity_of, open_dataset, source_of, validates_on_test
 from datasets.base import TITLES
 from engine.checkpoint.saved import Saved
 from engine.setup import training_data
@@ -128,7 +128,8 @@ def data_for_evaluation(config: Config, saved: Saved, given: Collection[str]) ->
 
 def title_of(data: DataConfig) -> str:
     """'imagefolder in /data/flowers, validation split'."""
-    return f"{source_of(data)}, {TITLES['val' if data.PART == AUTO else data.PART]}"
+    part = "val" if data.PART == AUTO else data.PART
+    return f"{source_of(data)}, {TITLES['test' if part == 'val' and validates_on_test(data) else part]}"
 
 
 def images_of_all(config: Config, data: DataConfig, images: int) -> str:

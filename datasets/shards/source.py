@@ -226,4 +226,9 @@ def _existing(data: DataConfig) -> list[Part]:
     return ShardSet(open_store(data.DATA_PATH), data).existing()
 
 
-SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit, multi_label=True, parts=_existing)
+def _tests(data: DataConfig) -> bool:
+    splits = ShardSet(open_store(data.DATA_PATH), data).splits
+    return "test" in splits and splits["test"] == splits.get("val")
+
+
+SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit, multi_label=True, parts=_existing, tests=_tests)

@@ -311,4 +311,11 @@ def _existing(data: DataConfig) -> Sequence[Part]:
     return ("all",) if isinstance(tables, Path) else distinct(tables)
 
 
-SOURCE = image_source(_samples, _check, count=_count, is_unsplit=_is_unsplit, multi_label=True, parts=_existing)
+def _tests(data: DataConfig) -> bool:
+    tables = _table_files(data)
+    return not isinstance(tables, Path) and tables["val"] == tables.get("test")
+
+
+SOURCE = image_source(
+    _samples, _check, count=_count, is_unsplit=_is_unsplit, multi_label=True, parts=_existing, tests=_tests
+)

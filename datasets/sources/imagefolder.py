@@ -222,4 +222,9 @@ def _existing(data: DataConfig) -> list[Part]:
     return split_folders_of(root, data) if _has_splits(root, data) else ["all"]
 
 
-SOURCE = image_source(_samples, _check, count=_count, is_unsplit=_is_unsplit, parts=_existing)
+def _tests(data: DataConfig) -> bool:
+    root = data_folder(data)
+    return _has_splits(root, data) and _parts(root, data).get("val") == TEST
+
+
+SOURCE = image_source(_samples, _check, count=_count, is_unsplit=_is_unsplit, parts=_existing, tests=_tests)

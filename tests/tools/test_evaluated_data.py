@@ -131,6 +131,7 @@ def test_the_runs_training_images_are_recognised_in_their_folder(vitamp: Callabl
     for words, times in (((), 1), (("-part", "test"), 0), (("-part", "all"), 0)):
         done = vitamp(tmp_path / "run", *words, script="scripts/evaluate.py")
         assert done.code == 0, done.text
+        assert ("all images: 16 of 16 images" if "all" in words else "test split: 4 images") in done.text
         assert done.text.count("the split test is used for validation") == times
         assert "cannot be read" not in done.text
 

@@ -17,7 +17,7 @@ Vitamp = Callable[..., Result]
 
 DEEP = "[" * 100_000
 ABSURD = {
-    "-amp fp16 AMP.INIT_LOSS_SCALING=1e308": "AMP.INIT_LOSS_SCALING: expected number > 0 and <= 1e+38, got 1e308",
+    "-amp fp16 AMP.INIT_LOSS_SCALING=1e308": "AMP.INIT_LOSS_SCALING: expected number > 0 and <= 3e+38, got 1e308",
     "THREADS=99999999999999": "THREADS: expected whole number >= 1 and <= 4096",
     "NGPUS=99999999999999": "NGPUS: expected whole number >= -1 and <= 1024",
     "DATA.NUM_WORKERS=99999999": "DATA.NUM_WORKERS: expected whole number >= 0 and <= 1024",

@@ -48,7 +48,7 @@ def test_older_run_resumes_within_an_epoch_with_its_own_images(vitamp: Callable[
         *("-eval", "-cfg", tmp_path / "older" / "config.yaml", "-pretrained", tmp_path / "older"),
         *("-output", tmp_path / "eval-pretrained"),
     )
-    assert "validation split: 6 images" in done.text
+    assert "test split: 6 images" in done.text
     done = vitamp("-resume", tmp_path / "older", "TRAIN.MAX_UPDATES=null")
     assert done.code == 0, done.text
     assert "17 training and 6 validation images" in done.text
@@ -58,8 +58,8 @@ def test_older_run_resumes_within_an_epoch_with_its_own_images(vitamp: Callable[
     make_older(tmp_path / "older")
     done = vitamp("-eval", "-resume", tmp_path / "older", "-output", tmp_path / "eval")
     assert done.code == 0, done.text
-    assert "validation split: 6 images" in done.text
+    assert "test split: 6 images" in done.text
     evaluated = vitamp(tmp_path / "older", script="scripts/evaluate.py")
-    assert "validation split: 6 images" in evaluated.out
+    assert "test split: 6 images" in evaluated.out
     new = vitamp("-cfg", tmp_path / "recipe.yaml", "-output", tmp_path / "new", "DATA.LISTING=2")
     assert "16 training and 4 validation images" in new.text

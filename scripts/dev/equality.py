@@ -1,55 +1,37 @@
-"""Check that two commits are bit-equal: compare losses and checkpoints of short runs.
+"""Check that two commits train bit-equal: compare losses, checkpoints, recorded choices and logs of short runs.
 
-    python scripts/dev/equality.py main~5          # that commit and HEAD
+    python scripts/dev/equality.py main~5                # that commit and HEAD
     python scripts/dev/equality.py OLD NEW -only fp32,ddp
+    python scripts/dev/equality.py OLD NEW -numbers      # without records and words of the log
 
-For a refactoring that must not change results. With each commit, every way of training runs once on the digits, and
-once resumes from a checkpoint that the old commit wrote. Exits with 1 if anything differs.
+For a refactoring that must not change results. With each commit, every way of training runs once on the digits, once
+from a checkpoint that the old commit wrote, and once more from a checkpoint of that resumed run: a choice that a
+checkpoint does not keep shows only there. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from safetensors.torch import load_file
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-RESUMED_AT, UPDATES = 6, 14
-"""Updates before a run is resumed, and in all."""
-TIMES = {"time", "perf", "seconds", "eval_seconds", "train_seconds", "epoch_seconds", "images_per_second"}
-"""Fields of a line of metrics that depend on time."""
-NO_LONGER_SAVED = {"state.pt.most_at_once"}
-"""Fields of older checkpoints that are no longer read."""
+sys.path.insert(0, str(ROOT))
 
+from scripts.dev.equality_runs import Output, differing_numbers, differing_records  # noqa: E402
+from scripts.dev.equality_ways import WAYS, Way, make_materials  # noqa: E402
 
-class Way(NamedTuple):
-    """A way of training with numerics of its own."""
-
-    words: tuple[str, ...] = ()
-    processes: int = 1
-
-
-WAYS = {
-    "fp32": Way(),
-    "bf16": Way(("-amp", "bf16")),
-    "fp16": Way(("-amp", "fp16")),
-    "O2": Way(("-amp", "O2", "AMP.DTYPE=bf16")),
-    "NAIVE": Way(("-amp", "NAIVE", "AMP.DTYPE=bf16")),
-    "fp8": Way(("-amp", "fp8")),
-    "compiled": Way(("-amp", "bf16", "TRAIN.COMPILE=blocks")),
-    "accumulated": Way(("-amp", "bf16", "TRAIN.ACCUM_ITER=2", "TRAIN.MIXUP_ALPHA=0.8", "MODEL.DROPPATH=0.1")),
-    "ddp": Way(("-amp", "bf16"), processes=2),
-    "fsdp": Way(("-amp", "bf16", "DIST.STRATEGY=fsdp"), processes=2),
-}
+STARTED, RESUMED, UPDATES = 6, 10, 14
+"""Updates before a run is resumed, before it is resumed again, and in all."""
+SHOWN = 8
+"""Differences of each kind that are printed."""
 
 
 class Commit(NamedTuple):
@@ -59,13 +41,12 @@ class Commit(NamedTuple):
     code: Path
     runs: Path
 
-    def train(self, way: Way, run: Path, updates: int, *words: str) -> subprocess.Popen[str]:
-        script = "main_single_gpu.py" if way.processes == 1 else "main_multi_gpu.py"
-        processes = ("-ngpus", str(way.processes)) * (way.processes > 1)
+    def train(self, words: tuple[str, ...], processes: int, run: Path, updates: int) -> subprocess.Popen[str]:
+        script = "main_single_gpu.py" if processes == 1 else "main_multi_gpu.py"
         where = ("-cfg", "configs/vit_digits.yaml", "-device", "cpu", "-output", str(run))
         settings = ("KEEP_LAST=0", "REPORT_FREQ=1", f"TRAIN.MAX_UPDATES={updates}")
         return subprocess.Popen(
-            [sys.executable, script, *where, *way.words, *processes, *settings, *words],
+            [sys.executable, script, *where, *words, *("-ngpus", str(processes)) * (processes > 1), *settings],
             cwd=self.code,
             env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
@@ -79,20 +60,18 @@ def main() -> int:
     parser.add_argument("old", help="a commit")
     parser.add_argument("new", nargs="?", default="HEAD", help="another commit (default HEAD)")
     parser.add_argument("-only", default=",".join(WAYS), help=f"some of {', '.join(WAYS)}")
+    parser.add_argument("-numbers", action="store_true", help="compare only numbers, not records and words of the log")
     given = parser.parse_args()
-    unknown = set(given.only.split(",")) - set(WAYS)
-    if unknown:
+    names = given.only.split(",")
+    if unknown := set(names) - set(WAYS):
         parser.error(f"unknown ways: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as folder:
         old, new = (checked_out(name, Path(folder)) for name in (given.old, given.new))
-        differing = 0
-        for name in given.only.split(","):
-            differences = list(compare(name, old, new))
-            differing += bool(differences)
-            print(f"{name:12} {'DIFFERS' if differences else 'equal'}", flush=True)
-            for line in differences[:8]:
-                print(f"    {line}", flush=True)
-    print(f"{differing} of {len(given.only.split(','))} ways differ.")
+        made = Path(folder) / "made"
+        _finish([(old, made / "teacher", old.train((), 1, made / "teacher", UPDATES))])
+        make_materials(made)
+        differing = sum(_report(name, Pair(old, new, made, given.numbers)) for name in names)
+    print(f"{differing} of {len(names)} ways differ.")
     return int(differing > 0)
 
 
@@ -107,94 +86,59 @@ def checked_out(name: str, folder: Path) -> Commit:
     return Commit(sha[:9], code, place / "runs")
 
 
-def compare(name: str, old: Commit, new: Commit) -> Iterator[str]:
-    """Differences between complete runs of both commits, and between runs that resume the old commit's checkpoint."""
-    way = WAYS[name]
-    whole = [(side, side.runs / name) for side in (old, new)]
-    failed = finish([(side.name, side.train(way, run, UPDATES)) for side, run in whole])
-    yield from failed
-    if failed:
-        return
-    yield from ("from scratch: " + line for line in difference(*(run for _, run in whole)))
-    start = old.runs / f"{name}-start"
-    failed = finish([(old.name, old.train(way, start, RESUMED_AT))])
-    later = [(side, side.runs / f"{name}-later") for side in (old, new)]
-    failed = failed or finish([(s.name, s.train(way, run, UPDATES, "-resume", str(start))) for s, run in later])
-    yield from failed
-    if not failed:
-        yield from ("resumed: " + line for line in difference(*(run for _, run in later)))
+def _report(name: str, pair: Pair) -> bool:
+    """Compare one way, and print what differs."""
+    try:
+        differences = list(pair.compare(name, WAYS[name]))
+    except RunError as error:
+        differences = [f"failed: {error}"]
+    print(f"{name:14} {'DIFFERS' if differences else 'equal'}", flush=True)
+    for line in differences:
+        print(f"    {line}", flush=True)
+    return bool(differences)
 
 
-def finish(started: list[tuple[str, subprocess.Popen[str]]]) -> list[str]:
-    """Wait for runs that train concurrently, and return the errors of those that failed."""
-    failed = []
-    for name, process in started:
-        output = process.communicate()[0]
+class RunError(Exception):
+    """A run exited with an error."""
+
+
+class Pair(NamedTuple):
+    """Two commits, the folder of what their runs share, and whether only numbers are compared."""
+
+    old: Commit
+    new: Commit
+    made: Path
+    only_numbers: bool
+
+    def compare(self, name: str, way: Way) -> Iterator[str]:
+        words = tuple(word.format(made=self.made) for word in way.words)
+        later = (*words, "-resume", "auto")
+        yield from self._train("from scratch", words, way.processes, f"{name}-scratch", UPDATES)
+        start = self.old.runs / f"{name}-start"
+        _finish([(self.old, start, self.old.train(words, way.processes, start, STARTED))])
+        for side in (self.old, self.new):
+            shutil.copytree(start, side.runs / name)
+        yield from self._train("resumed", later, way.later or way.processes, name, RESUMED)
+        yield from self._train("resumed again", later, way.later or way.processes, name, UPDATES)
+
+    def _train(self, label: str, words: tuple[str, ...], processes: int, run: str, updates: int) -> Iterator[str]:
+        """Differences between runs of both commits, which train concurrently."""
+        sides = [(side, side.runs / run) for side in (self.old, self.new)]
+        one, other = _finish([(side, place, side.train(words, processes, place, updates)) for side, place in sides])
+        yield from (f"{label}: {line}" for line in islice(differing_numbers(one.folder, other.folder), SHOWN))
+        if not self.only_numbers:
+            yield from (f"{label}: record: {line}" for line in islice(differing_records(one, other), SHOWN))
+
+
+def _finish(started: list[tuple[Commit, Path, subprocess.Popen[str]]]) -> list[Output]:
+    """Wait for runs that train concurrently."""
+    outputs = []
+    for side, run, process in started:
+        printed = process.communicate()[0]
         if process.returncode:
-            failed.append(f"{name} exits with {process.returncode}: {output.strip().splitlines()[-1:]}")
-    return failed
-
-
-def difference(one: Path, other: Path) -> Iterator[str]:
-    first, second = lines_of(one), lines_of(other)
-    if len(first) != len(second):
-        yield f"{len(first)} and {len(second)} lines of metrics"
-    for one_line, other_line in zip(first, second, strict=False):
-        fields = [key for key in {**one_line, **other_line} if one_line.get(key) != other_line.get(key)]
-        if fields:
-            values = ", ".join(f"{key} {one_line.get(key)} and {other_line.get(key)}" for key in fields)
-            yield f"{one_line.get('event')} of update {one_line.get('update')}: {values}"
-    folders = [{p.name for p in (run / "checkpoints").iterdir() if p.is_dir()} for run in (one, other)]
-    if folders[0] != folders[1]:
-        yield f"checkpoints {sorted(folders[0])} and {sorted(folders[1])}"
-    for name in sorted(folders[0] & folders[1]):
-        yield from differing_tensors(one / "checkpoints" / name, other / "checkpoints" / name)
-
-
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
-
-
-def differing_tensors(one: Path, other: Path) -> Iterator[str]:
-    first, second = contents(one), contents(other)
-    if not first:
-        yield f"{one.name}: no tensors"
-    if first.keys() != second.keys():
-        yield f"{one.name}: other names: {sorted(first.keys() ^ second.keys())[:3]}"
-    yield from (f"{one.name}: {name}" for name in first.keys() & second.keys() if not same(first[name], second[name]))
-
-
-def contents(folder: Path) -> dict[str, Any]:
-    """All values in a checkpoint's files, by name."""
-    return {
-        name: value for file in sorted(folder.iterdir()) for name, value in read(file) if name not in NO_LONGER_SAVED
-    }
-
-
-def read(file: Path) -> Iterator[tuple[str, Any]]:
-    """(name, value) of all values in a file of a checkpoint."""
-    if file.suffix == ".safetensors":
-        yield from ((f"{file.name}: {name}", value) for name, value in load_file(file).items())
-    elif file.suffix in {".pt", ".pth"}:
-        yield from leaves(torch.load(file, map_location="cpu", weights_only=True), file.name)
-
-
-def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from leaves(part, f"{name}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value):
-            yield from leaves(part, f"{name}.{number}")
-    else:
-        yield name, value
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
-    return type(a) is type(b) and a == b
+            raise RunError(f"{side.name} exits with {process.returncode}: {printed.strip().splitlines()[-3:]}")
+        outputs.append(Output(run, printed, {str(side.runs): "RUNS", str(side.code): "CODE"}))
+    return outputs
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ from models import build_model, frozen_weights, load_pretrained, unfreeze
 from utils.config import Config, config_hash
 from utils.config.keys import values_to_keep
 from utils.config.kinds import AUTO
+from utils.config.retired import without_retired
 from utils.distributed.world import ALONE, World, on_every_rank
 from utils.log import log
 from utils.passwords import redacted
@@ -150,6 +151,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         from_ema = bool(config.MODEL.RESUME_EMA) and config.MODEL.RESUME != AUTO
+        without_retired(checkpoint.meta.get("settings", {}), checkpoint.folder)
         check_batch(checkpoint, config, world)
         position, best = restore(parts, checkpoint, updates, from_ema)
         check_samples(checkpoint, position, identity_of(train_set, loader.order), config, world)

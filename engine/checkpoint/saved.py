@@ -18,7 +18,7 @@ from utils.better_weights import BOTH, Choice, Wanted, Which, choose_weights
 from utils.cli import CommandLine
 from utils.config import Config, config_of_run, load_config
 from utils.config.keys import settings, values_to_keep
-from utils.config.resumed import with_former
+from utils.config.resumed import read_saved
 from utils.errors import UserError
 from utils.files import kind_of_path
 from utils.run_folder import run_folder_of
@@ -63,7 +63,7 @@ class Saved:
         run = run_folder_of(self.path) if self.checkpoint and "settings" not in self.meta else None
         if run is None or not (run / "config.yaml").exists():
             own = self.meta.get("settings")
-            return None if own is None else with_former(own)
+            return None if own is None else read_saved(own, self.path)
         return values_to_keep(config_of_run(str(run / "config.yaml")))
 
     def fp32_modules(self) -> list[str]:

@@ -25,7 +25,7 @@ from engine.update import Parts
 from models import frozen_weights
 from utils.config import Config, config_of_run, differences, load_config
 from utils.config.keys import OF_ONE_START, settings
-from utils.config.resumed import with_former
+from utils.config.resumed import read_saved
 from utils.distributed.world import sum_over_ranks
 from utils.errors import UserError
 from utils.log import log
@@ -244,7 +244,8 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, positio
 def _saved_settings(checkpoint: Checkpoint) -> Config | None:
     """Settings in the checkpoint itself: config.yaml may be from a resumed run that was killed before it saved."""
     if saved := checkpoint.meta.get("settings"):
-        known = {key: (value, str(checkpoint.folder)) for key, value in with_former(saved).items() if key in settings()}
-        return load_config(None, known).config
+        folder = str(checkpoint.folder)
+        own = {key: (value, folder) for key, value in read_saved(saved, folder).items() if key in settings()}
+        return load_config(None, own).config
     run = run_folder_of(checkpoint.folder)  # for older checkpoints, without settings
     return config_of_run(str(run / "config.yaml")) if run and (run / "config.yaml").exists() else None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.program import Result, metrics, train_tiny
+from tests.program import Result, metrics, train_tiny, write_meta
 
 RATE = 2e-3
 PER_EPOCH = 44
@@ -184,6 +184,21 @@ def test_incompatible_resume_is_refused_and_changes_nothing(
     assert done.code == 2, done.text
     assert reason in done.err
     assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_resume_of_a_run_with_a_retired_setting_is_refused(vitamp: Callable[..., Result], run: Path) -> None:
+    """With the value that the program now always uses, it resumes without a word."""
+    meta = run / "checkpoints" / index(run)["last"] / "meta.json"
+    before = json.loads(meta.read_text())
+    write_meta(meta, before | {"settings": before["settings"] | {"TRAIN.OOM": "retry"}})
+    done = vitamp("-resume", "auto", "-output", run, MORE)
+    assert done.code == 2, done.text
+    assert "TRAIN.OOM retry is retired" in done.err
+    assert "Version 0.1.0 of vitamp is the last that has it." in done.err
+    write_meta(meta, before | {"settings": before["settings"] | {"TRAIN.OOM": "stop"}})
+    done = vitamp("-resume", "auto", "-output", run, MORE)
+    assert done.code == 0, done.text
+    assert "TRAIN.OOM" not in done.text
 
 
 @pytest.mark.parametrize("words", [["-batch_size", 64], ["SEED=1"]], ids=["batch", "order"])

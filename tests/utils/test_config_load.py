@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from utils.config import Config, load_config
+from utils.config.retired import RETIRED
 from utils.errors import UserError
 
 
@@ -211,13 +213,20 @@ def test_retired_value_becomes_the_default_with_a_note() -> None:
     )
 
 
-def test_retired_setting_is_noted_with_its_replacement() -> None:
-    (note,) = load_config(words={"TRAIN.OOM": "split", "DIST.STRATEGY": "fsdp"}).notes
-    assert note.endswith(
-        "TRAIN.OOM has no effect: "
-        "an update that does not fit into memory is not split; DATA.BATCH_SIZE=auto finds a batch that fits"
-    )
-    assert load_config(words={"TRAIN.OOM": "stop"}).notes == ()
+def test_retired_setting_passes_with_the_value_that_changes_nothing(tmp_path: Path) -> None:
+    cfg = write(tmp_path, "TRAIN:\n  OOM: Stop\n")
+    loaded = load_config(cfg, words={"TRAIN.NUM_EPOCHS": "40"})
+    assert loaded.notes == ()
+    assert "TRAIN.OOM" not in loaded.sources
+
+
+def test_retired_setting_with_another_value_names_the_last_version(tmp_path: Path) -> None:
+    cfg = write(tmp_path, "TRAIN:\n  OOM: retry\n")
+    refusal = f"TRAIN.OOM retry is retired: {RETIRED['TRAIN.OOM'].now}."
+    with pytest.raises(UserError, match=rf"^{re.escape(f'{cfg}:2: {refusal} Version 0.1.0 of vitamp is the last')}"):
+        load_config(cfg)
+    with pytest.raises(UserError, match=rf"^{re.escape(f'command line: {refusal}')}"):
+        load_config(words={"TRAIN.OOM": "retry"})
 
 
 def test_overridden_augmentation_is_noted() -> None:

@@ -23,7 +23,7 @@ from utils.config.fields import is_no_value, retired_values
 from utils.config.keys import allowed, choices, default_of, nested, settings, suggest, value_of
 from utils.config.kinds import folded
 from utils.config.read import Entry, read_files, read_words
-from utils.config.resumed import former_defaults, resolved_by_run, with_former
+from utils.config.resumed import FORMER, former_defaults, resolved_by_run
 from utils.config.schema import Config
 from utils.config.warnings import warnings
 from utils.errors import UserError, closest, nearest
@@ -97,7 +97,7 @@ def load_config(
 def config_of_run(file: str) -> Config:
     """The settings in the config.yaml of a run."""
     known = {key for layer in read_files(file) for key in layer.entries}
-    newer = {key: (value, file) for key, value in with_former({}).items() if key not in known}
+    newer = {key: (value, file) for key, value in FORMER.items() if key not in known}
     return load_config(file, newer).config
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from utils.config.fields import is_no_value
 from utils.config.keys import MLP_WIDTH, canonical, sections, settings, takes_text
+from utils.config.retired import RETIRED, refusal_of
 from utils.errors import UserError, closest
 from utils.files import only_regular
 
@@ -48,6 +49,11 @@ class Layer:
         if before is not None and before.value != value:
             self.problems.append(f"{source}: {key} is set twice: {before.source} has another value")
         self.entries[key] = Entry(value, source)
+
+    def refuse(self, key: str, value: Any, source: str) -> None:
+        """Report a retired setting, unless its value changes nothing."""
+        if refusal := refusal_of(key, value):
+            self.problems.append(f"{source}: {refusal}")
 
     def set_section(self, section: str, value: Any, source: str) -> None:
         """Set a section to one value: `AMP: true` turns it on; no other section takes one, and empty sets nothing."""
@@ -152,6 +158,8 @@ def _take(key: str, node: yaml.Node, source: str, layer: Layer) -> None:
             layer.set_section(today, _plain(node, source, layer), source)
     elif today in settings() or today == MLP_WIDTH:
         layer.set(today, _plain(node, source, layer), source)
+    elif today in RETIRED:
+        layer.refuse(today, _plain(node, source, layer), source)
     else:
         layer.unknown.append((key, source))
 
@@ -212,6 +220,8 @@ def read_words(words: Mapping[str, str]) -> Layer:
             layer.set_section(today, value, layer.name)
         elif today in settings():
             layer.set(today, value, layer.name)
+        elif today in RETIRED:
+            layer.refuse(today, value, layer.name)
         elif key == "BASE":
             layer.problems.append(f"{layer.name}: BASE belongs in a YAML file")
         else:

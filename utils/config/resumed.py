@@ -12,6 +12,7 @@ from utils.config.families import FAMILIES
 from utils.config.keys import default_of, nested, settings, value_of
 from utils.config.kinds import AUTO, folded
 from utils.config.read import Entry, read_files
+from utils.config.retired import without_retired
 from utils.config.schema import Config
 from utils.config.write import one_line
 from utils.errors import UserError
@@ -40,9 +41,9 @@ FROM_WEIGHTS = (
 """Settings that a new run takes from its pretrained weights if they are not set; see engine/resolve.py."""
 
 
-def with_former(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved settings of a run, with former defaults for settings that are newer than the run."""
-    return {**FORMER, **values}
+def read_saved(values: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """The saved settings of a run in today's terms: without retired ones, with former defaults for newer ones."""
+    return {**FORMER, **without_retired(values, where)}
 
 
 def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -114,6 +115,6 @@ def _settings_of_run(resume: Any, output: Any) -> tuple[Config, Path] | None:
         if values is None and run is not None and (run / "config.yaml").is_file():
             values = {key: e.value for key, e in read_files(str(run / "config.yaml"))[-1].entries.items()}
         known = {key: value for key, value in (values or {}).items() if key in settings()}
-        return (Config.model_validate(nested(with_former(known))), run or meta.parent) if known else None
+        return (Config.model_validate(nested({**FORMER, **known})), run or meta.parent) if known else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
         return None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from utils.config.fields import Section, setting, without_effect
+from utils.config.fields import Section, setting
 from utils.config.kinds import (
     AboveZero,
     Count,
@@ -104,11 +104,6 @@ class TrainConfig(Section):
     )
     MEMORY_LIMIT: AboveZero | None = setting(
         None, "DATA.BATCH_SIZE auto: GiB that a process may use; null: the device's free memory."
-    )
-    OOM: Annotated[Literal["stop", "split"], BeforeValidator(folded)] = without_effect(
-        "stop",
-        "Accepted in older YAML files.",
-        "an update that does not fit into memory is not split; DATA.BATCH_SIZE=auto finds a batch that fits",
     )
     COMPILE: Annotated[Literal["auto", "none", "blocks", "whole"], BeforeValidator(folded)] = setting(
         "auto",

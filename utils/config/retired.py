@@ -1,0 +1,43 @@
+"""Settings that are gone: a file or a run may still have them, with the value that the program now always uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from utils.errors import UserError
+
+
+class Retired(NamedTuple):
+    """A setting that is gone."""
+
+    values: tuple[str, ...]
+    """Values that change nothing, as text in small letters."""
+    now: str
+    """What the program does instead."""
+    last: str = "0.1.0"
+    """The last version that has the setting."""
+
+
+RETIRED: dict[str, Retired] = {
+    "TRAIN.OOM": Retired(
+        ("stop", "split"), "no update is split; DATA.BATCH_SIZE=auto finds a batch that fits into memory"
+    ),
+}
+
+
+def refusal_of(key: str, value: Any) -> str | None:
+    """Why a retired setting cannot have this value; None if it changes nothing."""
+    retired = RETIRED[key]
+    text = str(value).strip().casefold()
+    if text in retired.values:
+        return None
+    return f"{key} {value} is retired: {retired.now}. Version {retired.last} of vitamp is the last that has it."
+
+
+def without_retired(values: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """The saved settings of a run without retired ones; UserError for one that the program cannot follow any more."""
+    refused = [text for key, value in values.items() if key in RETIRED and (text := refusal_of(key, value))]
+    if refused:
+        raise UserError(f"{where}: {' '.join(refused)}")
+    return {key: value for key, value in values.items() if key not in RETIRED}

@@ -20,8 +20,6 @@ from PIL import Image
 from engine.checkpoint.fields import META_HASH, hash_of
 from tests.forking import ROOT, start_process
 
-EMULATED = "VITAMP_EMULATED_TILES"
-
 
 @dataclass(frozen=True)
 class Result:
@@ -71,7 +69,6 @@ class Started:
     def __init__(self, path: str, argv: list[str], cwd: Path, env: dict[str, str], streams: Path) -> None:
         self._argv, self._out, self._err = argv, streams / "stdout", streams / "stderr"
         files = (str(self._out), str(self._err))
-        env = {EMULATED: os.environ.get(EMULATED, "")} | env  # the server has what its first test set
         self._process = start_process(path, argv, str(cwd), env, files)
 
     @property

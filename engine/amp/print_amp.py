@@ -32,7 +32,6 @@ LOWERED = {
     "addmm": "linear",
     "bmm": "matmul",
     "mm": "matmul",
-    "cpu_linear": "linear",
     "packed_attention": "scaled_dot_product_attention",
 }
 CONVOLUTIONS = {3: "conv1d", 4: "conv2d", 5: "conv3d"}

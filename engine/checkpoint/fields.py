@@ -22,7 +22,6 @@ MOST_LISTED = 3
 
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int, Field(ge=1)]
-Library = Literal["mkl", "onednn", "amx"]
 
 
 class _Fields(BaseModel):
@@ -58,8 +57,8 @@ class Choices(_Fields):
     batch_size: Number = 1
     compile: Literal["none", "blocks", "whole"] = "none"
     computed_in: str = ""
-    cpu_bf16: Library = "mkl"
-    cpu_fp32: Library = "mkl"
+    cpu_fp32: Literal["mkl", "onednn", "amx"] = "mkl"
+    """Version 0.1.0 had `amx`."""
 
 
 class WeightsMeta(_Fields):

@@ -59,11 +59,10 @@ def attention_by_rule(
                 "leave it auto."
             )
         return Attention(OWN, "")
-    on_cpu = device == "cpu" and _packed_on_cpu(wanted, previous, model, precision, listed)
-    if wanted not in (*kinds, "auto", *[PACKED] * bool(on_cpu)):
+    if wanted not in (*kinds, "auto"):
         raise UserError(
-            f"MODEL.ATTENTION {wanted}: {device} supports only {' and '.join(kinds)}"
-            f"{', and packed on some CPUs' * (device == 'cpu')}; use one of these, or leave it auto."
+            f"MODEL.ATTENTION {wanted}: {device} supports only {' and '.join(kinds)}; use one of these, or leave it "
+            "auto."
         )
     inside = INSIDE_FUSED.intersection(listed)
     if inside and wanted not in ("auto", PLAIN):
@@ -81,11 +80,11 @@ def attention_by_rule(
     if wanted != "auto":  # a GPU has some kinds for some models only
         must_try = device == "cuda" and (wanted == PACKED or backends_of(wanted))
         return None if must_try else Attention(wanted, "as asked for")
-    if previous is not None and (on_cpu if previous == PACKED else previous in kinds):
+    if previous is not None and previous in kinds and previous != PACKED:  # packed must be tried on this GPU
         return Attention(previous, "as before the resume")
     if device == "cuda":
         return None
-    return Attention(PACKED, "by AMX") if on_cpu else _fastest_as_measured(precision, library)
+    return _fastest_as_measured(precision, library)
 
 
 def _fastest_as_measured(precision: Precision, library: str) -> Attention:
@@ -97,24 +96,6 @@ def _fastest_as_measured(precision: Precision, library: str) -> Attention:
     if library == "onednn":
         return Attention(PLAIN, "fp32 by oneDNN on a CPU")
     return Attention(FUSED, "fp32 on a CPU")
-
-
-def _packed_on_cpu(
-    wanted: str, previous: str | None, model: nn.Module, precision: Precision, listed: Iterable[str]
-) -> bool:
-    """Whether to use `packed` on a CPU: if it works here, and was asked for, was used before or is faster."""
-    if wanted not in ("auto", PACKED):
-        return False
-    from engine.speed.packed_attention import is_faster_on_cpu, why_not_on_cpu
-
-    if wanted == "auto" and previous != PACKED and not is_faster_on_cpu(model):
-        return False
-    why = why_not_on_cpu(model, precision)
-    if not why and (named := FUSED_OPERATOR.intersection(listed)):
-        why = f"AMP's lists, which affect torch's operators only, name {', '.join(sorted(named))}"
-    if why and wanted == PACKED:
-        raise UserError(f"MODEL.ATTENTION {PACKED}: {why}; use {' or '.join(KINDS_ELSEWHERE)}, or leave it auto.")
-    return not why
 
 
 def packed_is_possible(listed: Iterable[str]) -> bool:

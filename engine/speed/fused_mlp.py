@@ -1,7 +1,6 @@
 """MODEL.FUSED_MLP: bias and GELU of a transformer's MLP in one kernel, forward and backward.
 
-Between an MLP's products only memory is moved, and torch reads it once more than needed. On GPUs torch computes the
-products; on CPUs where our own kernels multiply, GELU is part of the first product.
+Between an MLP's products only memory is moved, and torch reads it once more than needed. torch computes the products.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ from torch import Tensor, nn
 
 from engine.amp.fp32_modules import HALVES, is_forced
 from engine.amp.precision import Precision
-from engine.speed.amx import is_linear
-from engine.speed.amx import mlp as mlp_on_cpu
-from engine.speed.cpu_products import LISTED as LAYERS
-from engine.speed.cpu_products import MKL, OWN
 from engine.speed.replace_forward import mix_in
 from utils.errors import UserError
 from utils.log import log
 
-LISTED = LAYERS | {"gelu"}
+LISTED = frozenset({"linear", "fc", "addmm", "mm", "matmul", "matmul_v2", "fused_gemm_epilogue", "gelu"})
 """Names of linear layers and GELU on AMP's lists, which would have no effect inside the fused operator."""
 FIRST_CAPABILITY = (8, 0)
 """First GPUs with bf16, and with tensor cores so fast that memory is the MLP's bottleneck between products."""
@@ -35,8 +30,6 @@ FIRST_CAPABILITY = (8, 0)
 class FusedMlp(nn.Module):
     """timm's Mlp with its first bias and GELU as one operator. In fp32, or with hooks on its layers, timm's forward."""
 
-    kernel_dtype: torch.dtype | None = None
-    """On a CPU, dtype of the inputs that our kernels compute."""
     fc1: nn.Linear
     act: nn.Module
     drop1: nn.Dropout
@@ -45,69 +38,47 @@ class FusedMlp(nn.Module):
     drop2: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        if any(_has_own_call(part) for part in (self.fc1, self.act)):
-            return super().forward(x)
-        if self.kernel_dtype:
-            return self._on_cpu(x, self.kernel_dtype)
-        if not _in_half(x):
+        if not _in_half(x) or any(_has_own_call(part) for part in (self.fc1, self.act)):
             return super().forward(x)
         h = F.linear(x, self.fc1.weight)
         y = torch.ops.vitamp.gelu_with_bias(h, self.fc1.bias)
         return self.drop2(self.fc2(self.norm(self.drop1(y))))
 
-    def _on_cpu(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        weights = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
-        drops = self.training and self.drop1.p > 0
-        frozen = torch.is_grad_enabled() and not all(weight is None or weight.requires_grad for weight in weights)
-        unsupported = drops or frozen or self.fc2.bias is None or _has_own_call(self.fc2)
-        y = None if unsupported else mlp_on_cpu(x, *weights, dtype)
-        return super().forward(x) if y is None else self.drop2(y)
-
 
 def mlps_are_fused(
-    wanted: Any,
-    model: nn.Module,
-    precision: Precision,
-    listed: Iterable[str],
-    sharded: bool = False,
-    library: str = MKL,
+    wanted: Any, model: nn.Module, precision: Precision, listed: Iterable[str], sharded: bool = False
 ) -> bool:
-    """Whether to fuse MLPs. `auto`: on a GPU in half precision if the kernels work, on a CPU if our kernels multiply.
+    """Whether to fuse MLPs. `auto`: on a GPU in half precision if the kernels work.
 
-    `sharded`: whether FSDP shards the weights. `library`: multiplies matrices on a CPU.
+    `sharded`: whether FSDP shards the weights.
     """
-    on_cpu = library == OWN
     if wanted is False:
         return False
-    if precision.level == "O0" and not on_cpu:
+    if precision.level == "O0":
         if wanted is True:
             log.info("MODEL.FUSED_MLP true has no effect: AMP is off")
         return False
-    obstacle = _obstacle(model, precision, listed, sharded, on_cpu)
-    if not obstacle and not on_cpu and (obstacle := _why_kernels_fail(precision)) and wanted == "auto":
+    obstacle = _obstacle(model, precision, listed, sharded)
+    if not obstacle and (obstacle := _why_kernels_fail(precision)) and wanted == "auto":
         log.info("MODEL.FUSED_MLP auto has no effect: %s", obstacle)
     if obstacle and wanted is True:
         raise UserError(f"MODEL.FUSED_MLP true: {obstacle}; leave it auto.")
     return not obstacle
 
 
-def fuse_mlps(model: nn.Module, kernel_dtype: torch.dtype | None = None) -> None:
-    """`kernel_dtype`: dtype of the inputs that our kernels for CPUs compute; None on a GPU."""
-    if kernel_dtype is None:
-        import engine.speed.kernels.gelu  # noqa: F401
+def fuse_mlps(model: nn.Module) -> None:
+    import engine.speed.kernels.gelu  # noqa: F401
 
     for mlp in _plain_mlps(model):
         mix_in(mlp, FusedMlp)
-        mlp.kernel_dtype = kernel_dtype  # pyright: ignore[reportArgumentType]
 
 
-def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], sharded: bool, on_cpu: bool) -> str:
+def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], sharded: bool) -> str:
     named = LISTED.intersection(listed)
     if not any(True for _ in _plain_mlps(model)):
         return f"{type(model).__name__} has no MLP with linear layers, biases and exact GELU"
-    if not on_cpu and (precision.device.type != "cuda" or torch.version.hip is not None):
-        on_a_cpu, elsewhere = f"CPU_BF16={OWN} or CPU_FP32={OWN} on a CPU", "an NVIDIA GPU"
-        return f"its kernels need {on_a_cpu if precision.device.type == 'cpu' else elsewhere}"
+    if precision.device.type != "cuda" or torch.version.hip is not None:
+        return "its kernels need an NVIDIA GPU"
     if precision.fp8:
         return "fp8 has its own linear layers"
     if sharded:
@@ -142,7 +113,7 @@ def _plain_mlps(model: nn.Module) -> Iterator[nn.Module]:
 def _is_plain(mlp: Mlp) -> bool:
     act, fc1 = mlp.act, mlp.fc1
     exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
-    linear = all(is_linear(fc) for fc in (fc1, mlp.fc2))
+    linear = all(type(fc) is nn.Linear for fc in (fc1, mlp.fc2))
     return exact and linear and fc1.bias is not None and type(mlp.norm) is nn.Identity
 
 

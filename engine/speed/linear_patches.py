@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from engine.amp.precision import Precision
-from engine.speed.amx import linear
-from engine.speed.cpu_products import MKL, OWN
 from engine.speed.replace_forward import mix_in
 from utils.errors import UserError
 
@@ -24,8 +22,6 @@ LISTED = frozenset({"conv2d", "linear", "fc", "matmul_v2", "fused_gemm_epilogue"
 class LinearPatches(nn.Module):
     """A convolution without overlap, computed as a matrix product. The shape of its weights does not change."""
 
-    kernel_dtype: torch.dtype | None = None
-    """On a CPU, dtype of the inputs that our kernels compute."""
     autocast_operators = ("linear", "conv2d")
     """As in `engine/amp/cast_weights.py`."""
     kernel_size: tuple[int, int]
@@ -40,17 +36,15 @@ class LinearPatches(nn.Module):
         rows, columns = height // down, width // across
         patches = images.reshape(batch, channels, rows, down, columns, across).permute(0, 2, 4, 1, 3, 5)
         pixels = patches.reshape(batch, rows * columns, channels * down * across)
-        tokens = linear(pixels, self.weight.flatten(1), self.bias, self.kernel_dtype)
+        tokens = F.linear(pixels, self.weight.flatten(1), self.bias)
         # The shape that a convolution returns. The model flattens it again, which needs no copy.
         return tokens.transpose(1, 2).unflatten(2, (rows, columns))
 
 
-def patches_are_linear(
-    wanted: Any, model: nn.Module, precision: Precision, listed: Iterable[str], library: str = MKL
-) -> bool:
+def patches_are_linear(wanted: Any, model: nn.Module, precision: Precision, listed: Iterable[str]) -> bool:
     """Whether to embed patches by a matrix product. `auto`: where it was faster in measurements.
 
-    `listed`: operators on AMP's lists, which may name the convolution. `library`: multiplies matrices on a CPU.
+    `listed`: operators on AMP's lists, which may name the convolution.
     """
     convolutions = list(_patch_convolutions(model))
     if wanted is True and not convolutions:
@@ -62,15 +56,14 @@ def patches_are_linear(
         return bool(wanted)
     if not convolutions or precision.device.type not in MEASURED or LISTED.intersection(listed):
         return False
-    if precision.level != "O0" or library == OWN:
+    if precision.level != "O0":
         return True
     return precision.device.type == "cpu" and max(convolutions[0].kernel_size) < LARGE_PATCH
 
 
-def use_linear_patches(model: nn.Module, kernel_dtype: torch.dtype | None = None) -> None:
+def use_linear_patches(model: nn.Module) -> None:
     for convolution in _patch_convolutions(model):
         mix_in(convolution, LinearPatches)
-        convolution.kernel_dtype = kernel_dtype  # pyright: ignore[reportArgumentType]
 
 
 def _patch_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:

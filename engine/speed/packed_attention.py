@@ -15,14 +15,8 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import Attention as TimmAttention  # pyright: ignore[reportPrivateImportUsage]  # where all of timm have it
 from torch import Tensor, nn
 
-from engine.amp.precision import Precision
-from engine.speed.amx import why_not
 from engine.speed.kernels.attention import packed_attention, self_test, supports
 from engine.speed.replace_forward import mix_in
-
-MIN_PATCHES, MIN_HEAD_WIDTH = 64, 32
-"""Smaller models gain less on a CPU than compiling the kernels takes."""
-TEST_TOKENS = 50
 
 
 class PackedAttention(nn.Module):
@@ -57,8 +51,7 @@ class PackedAttention(nn.Module):
 
 
 def supports_call(qkv: Tensor, heads: int) -> bool:
-    kind = qkv.device.type
-    return kind in ("cuda", "cpu") and supports(qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype, kind)
+    return qkv.is_cuda and supports(qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype)
 
 
 def can_be_packed(layer: Any) -> bool:
@@ -68,30 +61,6 @@ def can_be_packed(layer: Any) -> bool:
     between = [getattr(layer, name, None) for name in ("q_norm", "k_norm", "norm")]
     plain = all(part is None or isinstance(part, nn.Identity) for part in between)
     return plain and getattr(layer, "gate", None) is None and layer.scale == cast(int, layer.head_dim) ** -0.5
-
-
-def is_faster_on_cpu(model: nn.Module) -> bool:
-    """Whether `auto` uses packed attention on a CPU: for models that are large enough, without attention dropout."""
-    layers: list[Any] = [layer for layer in model.modules() if can_be_packed(layer)]
-    if not layers or any(layer.attn_drop.p > 0 for layer in layers):
-        return False
-    patches = getattr(getattr(model, "patch_embed", None), "num_patches", 0)
-    return patches >= MIN_PATCHES and layers[0].head_dim >= MIN_HEAD_WIDTH
-
-
-def why_not_on_cpu(model: nn.Module, precision: Precision) -> str:
-    """Why this model cannot use the attention kernels in C; empty if it can."""
-    layer: Any = next((module for module in model.modules() if can_be_packed(module)), None)
-    if layer is None:
-        return f"{type(model).__name__} has no plain attention layer of timm's"
-    if why := why_not():
-        return why
-    dtype = torch.float32 if precision.level == "O0" else precision.choice.dtype
-    try:
-        _check_kernels(TEST_TOKENS, layer.head_dim, dtype, torch.device("cpu"))
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def use_packed(layer: nn.Module) -> None:
@@ -119,9 +88,9 @@ def packed_only(layer: Any, tokens: int, dtype: torch.dtype, device: torch.devic
 @cache
 def _check_kernels(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     """Run the kernels' self-test, once for each shape; raises RuntimeError if they do not work here."""
-    if device.type not in ("cuda", "cpu") or not supports(tokens, width, dtype, device.type):
+    if device.type != "cuda" or not supports(tokens, width, dtype):
         raise RuntimeError(f"packed attention has no kernel for {dtype} with heads {width} wide on {device.type}")
     try:
         self_test(device, dtype, tokens, width)
-    except Exception as error:  # no Triton, no C compiler, too small a GPU: each raises another class
+    except Exception as error:  # no Triton, no C compiler for it, too small a GPU: each raises another class
         raise RuntimeError(f"packed attention does not run here: {error}") from error

@@ -7,7 +7,6 @@ a resumed run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,25 +14,17 @@ from torch import nn
 
 from engine.amp.precision import Precision
 from engine.inputs.normalize import Inputs
-from engine.speed.amx import set_kernel_folder, use_linear_layers
-from engine.speed.attention import FUSED, Attention, apply_attention, attention_by_rule
+from engine.speed.attention import FUSED, PACKED, Attention, apply_attention, attention_by_rule
 from engine.speed.attention_race import race_attention
 from engine.speed.channels_last import convert_to_channels_last, uses_channels_last
-from engine.speed.cpu_products import (
-    ONEDNN,
-    OWN,
-    Products,
-    apply_products,
-    choose_half_products,
-    choose_products,
-)
+from engine.speed.cpu_products import Products, apply_products, choose_products
 from engine.speed.fused_mlp import fuse_mlps, mlps_are_fused
 from engine.speed.grad_checkpoint import checkpoint_blocks, describe_recomputed
 from engine.speed.linear_patches import patches_are_linear, use_linear_patches
 from engine.speed.residual_dtype import cast_residual_stream, casts_residual_stream
-from utils.cache import DEFAULT
 from utils.config import Config
 from utils.distributed.world import World, broadcast, on_every_rank
+from utils.log import log
 
 
 @dataclass(frozen=True)
@@ -41,8 +32,6 @@ class Tuning:
     attention: Attention
     products: Products
     """Library for fp32 on a CPU."""
-    half_products: Products
-    """Library for bf16 on a CPU; without a reason if the run does not compute in bf16."""
     linear_patches: bool
     fused_mlp: bool
     channels_last: bool
@@ -57,7 +46,6 @@ class Tuning:
         return {
             "attention": self.attention.kind,
             "cpu_fp32": self.products.library,
-            "cpu_bf16": self.half_products.library,
             "linear_patches": self.linear_patches,
             "fused_mlp": self.fused_mlp,
             "channels_last": self.channels_last,
@@ -67,41 +55,27 @@ class Tuning:
     def words(self) -> str:
         """One line for the banner."""
         parts = [f"attention {self.attention.words()}"]
-        if self.half_products.reason:
-            parts.append(f"bf16 products by {self.half_products.library} ({self.half_products.reason})")
-        elif self.computed_in.startswith("cpu"):
+        if self.computed_in.startswith("cpu"):
             parts.append(f"fp32 products by {self.products.library} ({self.products.reason})")
         parts += ["patches by a matrix product"] * self.linear_patches
-        fused = "MLPs in one operator" if self.kernel_dtype() else "bias and GELU in one kernel"
-        parts += [fused] * self.fused_mlp
+        parts += ["bias and GELU in one kernel"] * self.fused_mlp
         parts += ["channels last"] * self.channels_last
         parts += ["residual stream in autocast's dtype"] * self.casts_residual
         parts += [f"{self.recomputed} recomputed in the backward pass"] * bool(self.recomputed)
         return "; ".join(parts)
-
-    def kernel_dtype(self) -> torch.dtype | None:
-        """Dtype in which our own kernels multiply on a CPU; None if torch multiplies."""
-        if self.half_products.library == OWN:
-            return torch.bfloat16
-        return torch.float32 if self.products.library == OWN else None
 
 
 def tune(
     config: Config, model: nn.Module, inputs: Inputs, precision: Precision, world: World, previous: dict[str, Any]
 ) -> Tuning:
     """Choose and apply. `previous`: choices of the run that is resumed. A collective call."""
-    if precision.device.type == "cpu":
-        set_kernel_folder(Path(config.DATA.CACHE or DEFAULT, "kernels"))
     tuning = broadcast(on_every_rank(world, lambda: _choose(config, model, inputs, precision, world, previous)), world)
     apply_products(tuning.products.library)
-    kernel_dtype = tuning.kernel_dtype()
-    if kernel_dtype is not None:
-        on_every_rank(world, lambda: use_linear_layers(model, kernel_dtype))
     apply_attention(tuning.attention.kind, model)
     if tuning.linear_patches:
-        use_linear_patches(model, kernel_dtype)
+        use_linear_patches(model)
     if tuning.fused_mlp:
-        fuse_mlps(model, kernel_dtype)
+        fuse_mlps(model)
     if tuning.channels_last:
         convert_to_channels_last(model, inputs)
     if tuning.casts_residual:
@@ -117,13 +91,11 @@ def _choose(
     computed_in = f"{device.type} {precision.name.replace('-', ' ')}"  # with a blank, as in the oldest checkpoints
     if previous.get("computed_in") != computed_in:
         previous = {}
+    _note_former_kernels(device, previous)
     listed = (*config.AMP.CUSTOM_WHITE_LIST, *config.AMP.CUSTOM_BLACK_LIST)
     values = _values_between_blocks(model, config.DATA.BATCH_SIZE)
     products = choose_products(config.CPU_FP32, device, fp32, values, previous.get("cpu_fp32"))
     sharded = config.DIST.STRATEGY == "fsdp"
-    previous_half = previous.get("cpu_bf16", ONEDNN if previous else None)  # older checkpoints do not have this choice
-    half = choose_half_products(config.CPU_BF16, precision, listed, values, previous_half, sharded)
-    library = half.library if half.reason else products.library
     wanted, previous_attention = config.MODEL.ATTENTION, previous.get("attention")
     attention = attention_by_rule(wanted, model, precision, products.library, listed, previous_attention)
     if attention is None and wanted == "auto" and config.DETERMINISTIC:
@@ -135,14 +107,23 @@ def _choose(
     return Tuning(
         attention=attention,
         products=products,
-        half_products=half,
-        linear_patches=patches_are_linear(config.MODEL.LINEAR_PATCHES, model, precision, listed, library),
-        fused_mlp=mlps_are_fused(config.MODEL.FUSED_MLP, model, precision, listed, sharded, library),
+        linear_patches=patches_are_linear(config.MODEL.LINEAR_PATCHES, model, precision, listed),
+        fused_mlp=mlps_are_fused(config.MODEL.FUSED_MLP, model, precision, listed, sharded),
         channels_last=uses_channels_last(train.CHANNELS_LAST, model, precision, sharded),
         computed_in=computed_in,
         recomputed=describe_recomputed(model, train.GRAD_CHECKPOINT),
         casts_residual=casts_residual_stream(train.RESIDUAL_DTYPE, model, precision),
     )
+
+
+def _note_former_kernels(device: torch.device, previous: dict[str, Any]) -> None:
+    """Log that a run of 0.1.0 does not go on bit-equal: that version had kernels of its own for CPUs with AMX."""
+    by_amx = "amx" in (previous.get("cpu_fp32"), previous.get("cpu_bf16"))
+    if device.type == "cpu" and (by_amx or previous.get("attention") == PACKED):
+        log.info(
+            "This run used kernels for AMX, which version 0.1.0 of vitamp is the last to have. torch's kernels replace "
+            "them: results are no longer equal bit for bit."
+        )
 
 
 def _raced(

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOMS = ("engine", "datasets", "models", "utils", "tools")
-NOT_ON_A_CPU = ("engine/speed/kernels/", "engine/speed/amx/")
-"""What fast tests cannot run everywhere: kernels for a GPU or a CPU with AMX."""
+NOT_ON_A_CPU = ("engine/speed/kernels/",)
+"""What fast tests cannot run everywhere: kernels for a GPU."""
 FOR_A_GPU = "cuda"
 """A line with this text is left out, too."""
 MOST_PER_FILE = 2

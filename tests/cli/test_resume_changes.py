@@ -201,6 +201,18 @@ def test_resume_of_a_run_with_a_retired_setting_is_refused(vitamp: Callable[...,
     assert "TRAIN.OOM" not in done.text
 
 
+def test_run_by_former_kernels_resumes_with_a_line(vitamp: Callable[..., Result], run: Path) -> None:
+    meta = run / "checkpoints" / index(run)["last"] / "meta.json"
+    before = json.loads(meta.read_text())
+    settings = before["settings"] | {"CPU_FP32": "amx", "CPU_BF16": "amx"}
+    choices = before["choices"] | {"attention": "packed", "cpu_fp32": "amx", "cpu_bf16": "onednn"}
+    write_meta(meta, before | {"settings": settings, "choices": choices})
+    done = vitamp("-resume", "auto", "-output", run, MORE)
+    assert done.code == 0, done.text
+    assert done.text.count("results are no longer equal bit for bit") == 1, done.text
+    assert json.loads((run / "run.json").read_text())["choices"]["cpu_fp32"] == "mkl"
+
+
 @pytest.mark.parametrize("words", [["-batch_size", 64], ["SEED=1"]], ids=["batch", "order"])
 def test_batch_and_order_cannot_change_in_the_middle_of_an_epoch(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, words: list[object]

@@ -50,7 +50,6 @@ SECTIONS = (
     "DEVICE",
     "THREADS",
     "CPU_FP32",
-    "CPU_BF16",
     "DETERMINISTIC",
     "DIST.STRATEGY",
     "SAVE_BEST_BY",

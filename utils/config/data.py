@@ -170,7 +170,7 @@ class DataConfig(Section):
     SHARD_WINDOW: Positive = setting(8, "Data set 'shards': number of tar files whose samples are shuffled together.")
     CACHE: str | None = setting(
         None,
-        "Folder for compiled kernels, for copies of data sets hf:NAME, and for an index of tar files if it cannot be "
+        "Folder for compiled code, for copies of data sets hf:NAME, and for an index of tar files if it cannot be "
         "stored beside them; null: ~/.cache/vitamp.",
     )
 

@@ -17,27 +17,30 @@ class Retired(NamedTuple):
     """What the program does instead."""
     last: str = "0.1.0"
     """The last version that has the setting."""
+    in_runs: tuple[str, ...] = ()
+    """Values that a run may have been saved with besides; resuming logs what changes."""
 
 
 RETIRED: dict[str, Retired] = {
+    "CPU_BF16": Retired(("auto", "onednn"), "oneDNN multiplies bf16 matrices on a CPU", in_runs=("amx",)),
     "TRAIN.OOM": Retired(
         ("stop", "split"), "no update is split; DATA.BATCH_SIZE=auto finds a batch that fits into memory"
     ),
 }
 
 
-def refusal_of(key: str, value: Any) -> str | None:
-    """Why a retired setting cannot have this value; None if it changes nothing."""
+def refusal_of(key: str, value: Any, in_run: bool = False) -> str | None:
+    """Why a retired setting cannot have this value; None if it can. `in_run`: a saved run has it."""
     retired = RETIRED[key]
     text = str(value).strip().casefold()
-    if text in retired.values:
+    if text in retired.values or (in_run and text in retired.in_runs):
         return None
     return f"{key} {value} is retired: {retired.now}. Version {retired.last} of vitamp is the last that has it."
 
 
 def without_retired(values: Mapping[str, Any], where: object) -> dict[str, Any]:
     """The saved settings of a run without retired ones; UserError for one that the program cannot follow any more."""
-    refused = [text for key, value in values.items() if key in RETIRED and (text := refusal_of(key, value))]
+    refused = [text for key, value in values.items() if key in RETIRED and (text := refusal_of(key, value, True))]
     if refused:
         raise UserError(f"{where}: {' '.join(refused)}")
     return {key: value for key, value in values.items() if key not in RETIRED}

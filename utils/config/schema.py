@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
-from utils.config.fields import Section, parse_text, setting, without_effect
+from utils.config.fields import Section, parse_text, setting, with_retired, without_effect
 from utils.config.kinds import AboveZero, Count, Names, Positive, Threads, folded
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
@@ -100,11 +100,10 @@ class Config(Section):
         "CPU threads per process; null: what SLURM reserves per task; without SLURM, usable cores / ranks on this "
         "machine (a container's CPU quota limits the usable cores).",
     )
-    CPU_FP32: Annotated[Literal["auto", "mkl", "onednn", "amx"], BeforeValidator(folded)] = setting(
-        "auto", "Library for fp32 matrix products on CPUs; auto: the fastest known."
-    )
-    CPU_BF16: Annotated[Literal["auto", "onednn", "amx"], BeforeValidator(folded)] = setting(
-        "auto", "Library for AMP's bf16 matrix products on CPUs; auto: the fastest known."
+    CPU_FP32: Annotated[Literal["auto", "mkl", "onednn"], BeforeValidator(folded)] = with_retired(
+        "auto",
+        "Library for fp32 matrix products on CPUs; auto: the fastest known.",
+        {"amx": "version 0.1.0 of vitamp is the last that has kernels for AMX; results differ in the last bits"},
     )
     MAX_TIME: str | None = setting(
         None, "Time limit (HH:MM:SS): before it is up, the run saves a checkpoint and exits; -resume continues the run."

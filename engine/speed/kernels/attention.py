@@ -1,6 +1,6 @@
 """torch.ops.vitamp.packed_attention: attention over few tokens that reads the packed qkv and writes its gradient.
 
-The kernels are in Triton for GPUs and in C for CPUs. It is a custom operator, so autograd, autocast, compiled graphs
+The kernels are in Triton. It is a custom operator, so autograd, autocast, compiled graphs
 and CUDA graphs do not look into it. No two programs add to the same sum, so the same input gives the same bits.
 """
 
@@ -14,10 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.speed.amx import attention as in_c
-
-IN_C = {"cpu"}
-"""Device types with kernels in C; others use Triton's."""
 MAX_TOKENS = 256
 WIDTHS = (32, 64)
 """Supported widths of a head."""
@@ -60,9 +56,7 @@ class Backward:
 FORWARD, BACKWARD = Forward(), Backward()
 
 
-def supports(tokens: int, width: int, dtype: torch.dtype, device: str = "cuda") -> bool:
-    if device in IN_C:
-        return in_c.supports(tokens, width, dtype)
+def supports(tokens: int, width: int, dtype: torch.dtype) -> bool:
     return tokens <= MAX_TOKENS and width in WIDTHS and dtype in HALVES
 
 
@@ -97,9 +91,6 @@ def packed_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     qkv = qkv.contiguous()
     batch, tokens, width = _sizes(qkv, heads)
     out, logsumexp = _results(qkv, heads)
-    if qkv.device.type in IN_C:
-        in_c.forward(qkv, out, logsumexp, heads)
-        return out, logsumexp
     from engine.speed.kernels import attention_triton as kernels
 
     with torch.cuda.device_of(qkv):
@@ -114,9 +105,6 @@ def packed_attention_backward(grad: Tensor, qkv: Tensor, out: Tensor, logsumexp:
     grad, qkv = grad.contiguous(), qkv.contiguous()
     batch, tokens, width = _sizes(qkv, heads)
     dqkv = torch.empty_like(qkv)
-    if qkv.device.type in IN_C:
-        in_c.backward(grad, qkv, out, logsumexp, dqkv, heads)
-        return dqkv
     from engine.speed.kernels import attention_triton as kernels
 
     scale = width**-0.5

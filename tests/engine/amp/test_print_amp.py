@@ -10,12 +10,9 @@ import torch
 from small_vit import batch, small_vit
 from torch import Tensor, nn
 
-import engine.speed.amx.layers as amx_layers
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.amp.print_amp import amp_table
-from engine.speed.attention import apply_attention
-from tests.engine.speed.amx_numbers import needs_tiles
 
 
 def table(model: nn.Module, images: Tensor | None = None, amp: bool = True) -> dict[str, list[str]]:
@@ -47,18 +44,6 @@ def test_table_without_autocast_is_fp32() -> None:
 
 def test_table_shows_fused_attention_as_one_operation() -> None:
     assert table(small_vit(fused=True))["blocks.0-1.attn"][-1] == "scaled_dot_product_attention bf16"
-
-
-@needs_tiles
-def test_table_shows_operations_of_our_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx_layers, "MIN_MULTIPLICATIONS", 0)
-    model = small_vit()
-    amx_layers.use_linear_layers(model, torch.bfloat16)
-    apply_attention("packed", model)
-    rows = table(model)
-    assert rows["blocks.0-1.attn"][-1] == "scaled_dot_product_attention bf16"
-    for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
-        assert rows[f"blocks.0-1.{layer}"][-1] == "linear bf16"
 
 
 def test_table_shows_listed_operators_inside_modules() -> None:

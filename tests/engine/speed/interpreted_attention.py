@@ -24,7 +24,6 @@ from engine.speed.kernels.attention import packed_attention, supports
 from engine.speed.packed_attention import use_packed
 from tests.engine.speed.exact_attention import apart, exact_attention
 
-kernels.IN_C.clear()  # Triton in the place of what is in C for CPUs
 CASES = [(197, 64), (50, 64), (17, 32), (256, 32), (1, 64)]
 KINDS = [(torch.bfloat16, 1.0), (torch.float16, 4.0)]
 """With the spread of queries and keys: 4 makes a few weights of each row large."""

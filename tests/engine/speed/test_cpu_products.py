@@ -1,23 +1,20 @@
-"""CPU_FP32 and CPU_BF16: which library multiplies matrices, and when it is another by itself."""
+"""CPU_FP32: which library multiplies matrices, and when it is another by itself."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import engine.speed.cpu_products as matmul
-from engine.speed.cpu_products import Products, apply_products, choose_half_products, choose_products
+from engine.speed.cpu_products import apply_products, choose_products
 from tests.engine.small import CPU, build
 from utils.errors import UserError
 
 ZEN_5, ZEN_4, INTEL = ("AuthenticAMD", 26), ("AuthenticAMD", 25), ("GenuineIntel", 6)
-NO_AMX = "this CPU has no AMX"
 LARGE = 8 * 196 * 192
 
 
@@ -27,10 +24,9 @@ def mkl_again() -> Iterator[None]:
     apply_products("mkl")
 
 
-def on(monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float = 1e-6, amx: bool = False) -> None:
+def on(monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float = 1e-6) -> None:
     monkeypatch.setattr(matmul, "processor_kind", lambda: machine)
     monkeypatch.setattr(matmul, "_onednn_error", lambda: error)
-    monkeypatch.setattr(matmul, "why_not", lambda _: "" if amx else NO_AMX)
 
 
 @pytest.mark.parametrize(
@@ -52,29 +48,6 @@ def test_auto_depends_on_the_machine_and_the_sizes(
     assert choose_products("auto", torch.device("cuda"), fp32, values, None).library == "mkl"
 
 
-def test_auto_prefers_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, INTEL, amx=True)
-    assert choose_products("auto", CPU, True, LARGE, None).library == "amx"
-    assert choose_products("auto", CPU, True, 1000, None).library == "mkl", "small matrices"
-    assert choose_products("auto", CPU, False, LARGE, None).library == "mkl", "products are in half precision"
-    assert choose_products("auto", torch.device("cuda"), True, LARGE, None).library == "mkl"
-    assert choose_products("auto", CPU, True, LARGE, "mkl").library == "mkl", "as the run began"
-
-
-def test_amx_has_no_effect_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose MLPs have kernels of their own, and whose host may have no AMX."""
-    on(monkeypatch, ZEN_4)
-    assert choose_products("amx", torch.device("cuda"), True, LARGE, None).library == "mkl"
-    assert choose_products("amx", torch.device("cuda"), False, LARGE, None).library == "mkl"
-
-
-def test_amx_is_rejected_without_amx_and_a_resumed_run_uses_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, ZEN_4)
-    with pytest.raises(UserError, match=f"CPU_FP32 amx: {NO_AMX}; use mkl"):
-        choose_products("amx", CPU, True, LARGE, None)
-    assert choose_products("auto", CPU, True, LARGE, "amx").library == "mkl"
-
-
 def test_resumed_run_keeps_its_library_and_reports_the_machines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, ZEN_4)
     found = choose_products("auto", CPU, True, LARGE, "onednn")
@@ -83,55 +56,13 @@ def test_resumed_run_keeps_its_library_and_reports_the_machines_own(monkeypatch:
     on(monkeypatch, ZEN_5, error=3e-3)
     assert choose_products("auto", CPU, True, LARGE, "onednn").library == "mkl", "it cannot compute in fp32 by it"
     assert choose_products("mkl", CPU, True, LARGE, "onednn").library == "mkl", "asked for"
+    assert choose_products("auto", CPU, True, LARGE, "amx").library == "mkl", "kernels of an earlier version"
 
 
 def test_onednn_is_rejected_where_it_computes_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, INTEL, error=3e-3)
     with pytest.raises(UserError, match=r"CPU_FP32 onednn: .*less exact than fp32.*use mkl"):
         choose_products("onednn", CPU, True, LARGE, None)
-
-
-def half_products(wanted: str, device: str = "cpu", kept: str | None = None, **others) -> Products:
-    words = {"level": "O1", "dtype": torch.bfloat16, "listed": (), "values": LARGE, "sharded": False} | others
-    choice = SimpleNamespace(dtype=words["dtype"])
-    precision: Any = SimpleNamespace(device=torch.device(device), level=words["level"], fp8=None, choice=choice)
-    return choose_half_products(wanted, precision, words["listed"], words["values"], kept, words["sharded"])
-
-
-@pytest.mark.parametrize(
-    ("others", "library"),
-    [
-        ({}, "amx"),
-        ({"values": 1000}, "onednn"),
-        ({"level": "O0"}, "onednn"),
-        ({"level": "O2"}, "amx"),
-        ({"dtype": torch.float16}, "onednn"),
-        ({"listed": ("linear",)}, "onednn"),
-        ({"listed": ("softmax",)}, "amx"),
-        ({"sharded": True}, "onednn"),
-        ({"device": "cuda"}, "onednn"),
-        ({"kept": "onednn"}, "onednn"),
-        ({"kept": "amx"}, "amx"),
-    ],
-)
-def test_bf16_auto_uses_amx_where_it_works(
-    monkeypatch: pytest.MonkeyPatch, others: dict[str, Any], library: str
-) -> None:
-    on(monkeypatch, INTEL, amx=True)
-    assert half_products("auto", **others).library == library
-    on(monkeypatch, ZEN_4)
-    assert half_products("auto", **others).library == "onednn", "a resumed run, too, where there is no AMX"
-
-
-def test_bf16_amx_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, ZEN_4)
-    with pytest.raises(UserError, match=f"CPU_BF16 amx: {NO_AMX}; use onednn"):
-        half_products("amx")
-    on(monkeypatch, INTEL, amx=True)
-    with pytest.raises(UserError, match=r"CPU_BF16 amx: AMP's lists would have no effect on linear .*; use onednn"):
-        half_products("amx", listed=("linear",))
-    assert half_products("amx", values=10).library == "amx"
-    assert half_products("amx", device="cuda", listed=("linear",)).library == "onednn", "without effect on a GPU"
 
 
 def test_onednn_error_distinguishes_fp32_from_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

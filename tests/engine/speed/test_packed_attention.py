@@ -198,12 +198,11 @@ def test_packed_is_rejected_without_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(packed, "_check_kernels", none_here)
-    monkeypatch.setattr(packed, "why_not", lambda: "this CPU has no AMX")
     vit, images = create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
     with pytest.raises(UserError, match=r"MODEL\.ATTENTION packed does not support this GPU.*use fused, plain"):
         race_attention(PACKED, vit, images, Precision(BF16, CPU))
     assert not any(isinstance(module, PackedAttention) for module in vit.modules())
-    with pytest.raises(UserError, match=r"packed: this CPU has no AMX; use fused or plain, or leave it auto"):
+    with pytest.raises(UserError, match=r"packed: cpu supports only fused and plain; use one of these"):
         attention_by_rule(PACKED, vit, Precision(BF16, CPU), "mkl", (), None)
 
 

@@ -21,7 +21,6 @@ from engine.speed.cpu_products import Products, apply_products, choose_products
 from engine.speed.fused_mlp import fuse_mlps, mlps_are_fused
 from engine.speed.grad_checkpoint import checkpoint_blocks, describe_recomputed
 from engine.speed.linear_patches import patches_are_linear, use_linear_patches
-from engine.speed.residual_dtype import cast_residual_stream, casts_residual_stream
 from utils.config import Config
 from utils.distributed.world import World, broadcast, on_every_rank
 from utils.log import log
@@ -39,7 +38,6 @@ class Tuning:
     """Device and precision; with others, a resumed run decides again."""
     recomputed: str
     """Recomputed blocks, in words."""
-    casts_residual: bool
 
     def choices(self) -> dict[str, Any]:
         """Entries for run.json and for checkpoints, from which a resumed run reads them."""
@@ -60,7 +58,6 @@ class Tuning:
         parts += ["patches by a matrix product"] * self.linear_patches
         parts += ["bias and GELU in one kernel"] * self.fused_mlp
         parts += ["channels last"] * self.channels_last
-        parts += ["residual stream in autocast's dtype"] * self.casts_residual
         parts += [f"{self.recomputed} recomputed in the backward pass"] * bool(self.recomputed)
         return "; ".join(parts)
 
@@ -78,8 +75,6 @@ def tune(
         fuse_mlps(model)
     if tuning.channels_last:
         convert_to_channels_last(model, inputs)
-    if tuning.casts_residual:
-        cast_residual_stream(model, precision)
     checkpoint_blocks(model, config.TRAIN.GRAD_CHECKPOINT)
     return tuning
 
@@ -112,7 +107,6 @@ def _choose(
         channels_last=uses_channels_last(train.CHANNELS_LAST, model, precision, sharded),
         computed_in=computed_in,
         recomputed=describe_recomputed(model, train.GRAD_CHECKPOINT),
-        casts_residual=casts_residual_stream(train.RESIDUAL_DTYPE, model, precision),
     )
 
 

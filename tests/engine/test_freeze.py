@@ -38,7 +38,6 @@ HOW = {
     "O2": {**AMP, "AMP__DTYPE": "bf16", "AMP__LEVEL": "O2"},
     "NAIVE": {**AMP, "AMP__DTYPE": "bf16", "AMP__LEVEL": "NAIVE"},
     "recomputed blocks": {"TRAIN__GRAD_CHECKPOINT": "blocks"},
-    "narrow stream": {**AMP, "AMP__DTYPE": "bf16", "TRAIN__RESIDUAL_DTYPE": "autocast"},
     "a block in fp32": {**AMP, "AMP__DTYPE": "bf16", "AMP__FP32_MODULES": "blocks.1"},
     "plain attention": {"MODEL__ATTENTION": "plain"},
     "patches by a product": {"MODEL__LINEAR_PATCHES": "true"},

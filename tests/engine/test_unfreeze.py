@@ -50,7 +50,7 @@ def next_epoch(ready: ReadyToTrain, words: dict[str, object]) -> bool:
         {**AMP, "AMP__DTYPE": "fp16", "AMP__LEVEL": "O2", "TRAIN__ACCUM_ITER": 2, "AMP__INIT_LOSS_SCALING": 1e7},
         {**AMP, "AMP__DTYPE": "bf16", "AMP__LEVEL": "NAIVE", "TRAIN__OPTIMIZER__NAME": "SGD"},
         {"TRAIN__GRAD_CHECKPOINT": "blocks", **RANDOM, "TRAIN__OPTIMIZER__NAME": "Muon"},
-        {**AMP, "AMP__DTYPE": "bf16", "TRAIN__RESIDUAL_DTYPE": "autocast", "TRAIN__OPTIMIZER__NAME": "LAMB"},
+        {**AMP, "AMP__DTYPE": "bf16", "TRAIN__OPTIMIZER__NAME": "LAMB"},
         {"TRAIN__TOKEN_DROP": 0.5, "TRAIN__OPTIMIZER__NAME": "Adan", "TRAIN__WEIGHT_DECAY_ALL": "true"},
     ],
     ids=lambda words: "-".join(str(value) for value in words.values()),

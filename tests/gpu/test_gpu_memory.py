@@ -77,15 +77,6 @@ def test_recomputed_blocks_take_less_and_give_the_same(train: Train) -> None:
     assert again.perf[-1]["peak_memory_gb"] < 0.5 * kept.perf[-1]["peak_memory_gb"]
 
 
-def test_a_narrow_stream_takes_less_and_gives_nearly_the_same(train: Train) -> None:
-    words = ("-amp", "bf16", *DEEP, *DESCENT, "-batch_size", 64)
-    wide, narrow = (train(how, *words, f"TRAIN.RESIDUAL_DTYPE={how}", updates=3) for how in ("fp32", "autocast"))
-    assert "residual stream in autocast's dtype" in narrow.text
-    assert 0 < apart(narrow.losses, wide.losses) < 0.02
-    if KIND == "cuda":
-        assert narrow.perf[-1]["peak_memory_gb"] < wide.perf[-1]["peak_memory_gb"]
-
-
 @pytest.mark.parametrize("amp", ["bf16", "off"])
 def test_convolutions_have_their_channels_last_in_half_precision(train: Train, amp: str) -> None:
     sizes = [f"MODEL.{key}=null" for key in ("PATCH_SIZE", "EMBED_DIM", "DEPTH", "NUM_HEADS")]

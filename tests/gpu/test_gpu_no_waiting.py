@@ -73,7 +73,6 @@ def test_an_update(small: Path, precision: Words, clip: str, more: Words) -> Non
         {"AMP__LEVEL": "NAIVE"},
         {"AMP__DECR_EVERY_N_NAN_OR_INF": 2},
         {"AMP__FP32_MODULES": "blocks.0.mlp"},
-        {"TRAIN__RESIDUAL_DTYPE": "autocast"},
         {"TRAIN__RANDOM_ERASE_PROB": 0.5},
         {"TRAIN__OPTIMIZER__NAME": "SGD"},
         {"TRAIN__OPTIMIZER__NAME": "Adam"},

@@ -224,7 +224,7 @@ def test_invalid_train_py_is_refused(
 
 
 def test_variants(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, words = tmp_path / "timm.json", "CPU_FP32=mkl,MODEL.ATTENTION=fused+TRAIN.RESIDUAL_DTYPE=autocast"
+    path, words = tmp_path / "timm.json", "CPU_FP32=mkl,MODEL.ATTENTION=fused+MODEL.LINEAR_PATCHES=false"
     flags = ["-updates", "1", "-rounds", "1", "-precisions", "bf16", "-loops", "ours", "-variants", words]
     assert main(["timm", "-cfg", str(tiny), *flags, "-json", str(path)]) == EXIT_DONE
     results = json.loads(path.read_text(encoding="utf-8"))

@@ -23,6 +23,9 @@ class Retired(NamedTuple):
 
 RETIRED: dict[str, Retired] = {
     "CPU_BF16": Retired(("auto", "onednn"), "oneDNN multiplies bf16 matrices on a CPU", in_runs=("amx",)),
+    "TRAIN.RESIDUAL_DTYPE": Retired(
+        ("fp32",), "the residual stream between blocks is fp32; in 16 bits, one of eight seeds collapsed"
+    ),
     "TRAIN.OOM": Retired(
         ("stop", "split"), "no update is split; DATA.BATCH_SIZE=auto finds a batch that fits into memory"
     ),

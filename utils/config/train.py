@@ -119,9 +119,6 @@ class TrainConfig(Section):
         "Gradient checkpointing: recompute activations in the backward pass, in all blocks (blocks) "
         "or in the first of every N.",
     )
-    RESIDUAL_DTYPE: Annotated[Literal["fp32", "autocast"], BeforeValidator(folded)] = setting(
-        "fp32", "AMP level O1: dtype of the residual stream between blocks."
-    )
     CHANNELS_LAST: Literal["auto"] | bool = setting(
         "auto", "Memory format channels_last, for convolutional models; auto: on GPUs with AMP, except with fsdp."
     )

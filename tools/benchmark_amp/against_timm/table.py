@@ -142,7 +142,7 @@ def _variants(line: ToolLine, loops: tuple[str, ...]) -> dict[str, Config]:
     for words in filter(None, text.split(",")):
         pairs = {key: value for key, _, value in (word.partition("=") for word in words.split("+"))}
         if not all(pairs.values()):
-            raise UserError(f"-variants {words}: give settings with values, such as TRAIN.RESIDUAL_DTYPE=autocast.")
+            raise UserError(f"-variants {words}: give settings with values, such as MODEL.ATTENTION=plain.")
         varied = replace(line, run=replace(line.run, words={**line.run.words, **pairs}))
         variants[words] = set_up(varied, fixed=FIXED).config
     return variants

@@ -20,7 +20,7 @@ from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
 from utils.config.keys import OF_ONE_START, default_of
 from utils.distributed.group import caused_by_lost_rank, expect_lost_rank, rank_name, report_refusal
-from utils.distributed.world import ALONE, World, check_rank_is_known, read_world, world_from_launcher
+from utils.distributed.world import ALONE, BY_HAND, World, check_rank_is_known, read_world, world_from_launcher
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -70,8 +70,9 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
         _report(f"{error}.", aloud=True)
         return EXIT_FAILED
     except UserError as error:
-        # Joined ranks raise the same error, and rank 0 prints it. Before they join, each machine prints its own.
-        on_all_ranks = isinstance(error, AllRanksUserError) and place.size > 1
+        # Joined ranks raise the same error, and rank 0 prints it. Before they join, and where each rank has a terminal
+        # of its own, each machine prints its own.
+        on_all_ranks = isinstance(error, AllRanksUserError) and place.size > 1 and place.launcher != BY_HAND
         _report(str(error), aloud=place.local_rank == 0 and not on_all_ranks)
         return EXIT_USAGE
     except TrainingError as error:
@@ -217,6 +218,6 @@ def _run(loaded: Loaded, world: World, command: CommandLine) -> int:
         loaded = resolve(loaded)
         check(loaded.config)
         return run(loaded, world, dry=command.action == "dry_run")
-    except UserError as error:
-        report_refusal(world, str(error))
+    except Exception as error:
+        report_refusal(world, error)
         raise

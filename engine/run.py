@@ -51,8 +51,14 @@ from utils.text import counted
 
 
 def run(loaded: Loaded, world: World, dry: bool) -> int:
-    """Train or evaluate, and return the exit code. Errors are raised."""
-    this = join(loaded, world)
+    """Join the other ranks, train or evaluate, and return the exit code. Errors are raised."""
+    try:
+        return _train_or_evaluate(join(loaded, world), dry)
+    finally:
+        leave(world)
+
+
+def _train_or_evaluate(this: Run, dry: bool) -> int:
     config, device = this.config, this.device
     try:
         check_precision(config.AMP, device)
@@ -67,10 +73,10 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
     except Exception as error:
         signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
         if is_out_of_memory(error):
-            raise (UserError if world.size == 1 else TrainingError)(before_training(error, config, device)) from None
+            raise (UserError if this.world.size == 1 else TrainingError)(
+                before_training(error, config, device)
+            ) from None
         raise
-    finally:
-        leave(world)
 
 
 def join(loaded: Loaded, world: World) -> Run:

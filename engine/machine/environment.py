@@ -20,7 +20,7 @@ from engine.machine.device import describe_device
 from utils.cli import version_text
 from utils.config import Config
 from utils.config.keys import settings, value_of
-from utils.distributed.group import backend_of, join
+from utils.distributed.group import backend_of, check_agreement, join
 from utils.distributed.launch import LAUNCHER_PID
 from utils.distributed.processes import start_time_of
 from utils.distributed.world import World
@@ -36,10 +36,11 @@ RANK_SETTINGS = ("DIST.RANK", "DIST.HOST", "DIST.PORT", "LOCAL_RANK", "NGPUS")
 def join_run(config: Config, world: World, device: torch.device, threads: int) -> None:
     """Join the other processes, check that settings and devices are consistent, and log who takes part."""
     common = {key: str(value_of(config, key)) for key in settings() if key not in RANK_SETTINGS}
-    members = join(world, config.DIST, device, _about_this_process(world, device, threads), common)
+    members = join(world, config.DIST, device, _about_this_process(world, device, threads))
     if world.size == 1:
         return
-    _check_devices(members)
+    _check_devices(members)  # first: NCCL cannot communicate between ranks on one GPU
+    check_agreement(world, members, common)
     log.info(environment_table(config, world, device, members))
 
 

@@ -39,19 +39,28 @@ def busy():
 torch.optim.AdamW.step = faulty
 runpy.run_path({script!r}, run_name="__main__")
 """
+# The program, with an error while it checks the settings.
+BROKEN = """\
+import runpy, sys
+sys.path.insert(0, {root!r})
+import engine.preflight
+def check(config):
+    raise RuntimeError("no way to read the data")
+engine.preflight.check = check
+runpy.run_path({script!r}, run_name="__main__")
+"""
 ENDLESS = ("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1")
 
 
 class Rank(threading.Thread):
     """One rank started by hand, in the background."""
 
-    def __init__(self, place: Path, port: int, number: int, world: int, words: tuple[object, ...], **options: object):
+    def __init__(self, place: Path, number: int, how: tuple[str, ...], words: tuple[object, ...], **options: object):
         super().__init__(daemon=True)
         self.streams = place / f"rank{number}-{time.monotonic_ns()}"
         self.streams.mkdir()
         self.result: Result | None = None
-        flags = ("-host=localhost", f"-port={port}", f"-rank={number}", f"-world_size={world}")
-        self.words = ("-cfg", place / "tiny.yaml", "-output", place / "run", *flags, *words)
+        self.words = ("-cfg", place / "tiny.yaml", "-output", place / "run", *how, *words)
         self.options = {"script": "main_multi_gpu.py", "timeout": 120, **options}
         self.start()
 
@@ -74,8 +83,23 @@ class Ranks:
         self.place, self.port = place, free_port()
         self.started: list[Rank] = []
 
-    def start(self, number: int, *words: object, world: int = 2, **options: object) -> Rank:
-        rank = Rank(self.place, self.port, number, world, words, **options)
+    def start(
+        self,
+        number: int,
+        *words: object,
+        world: int = 2,
+        by: str = "flags",
+        env: dict[str, str] | None = None,
+        **options: object,
+    ) -> Rank:
+        """`by`: the rank comes from flags, or from environment variables without a launcher."""
+        how: tuple[str, ...] = ()
+        names = {"RANK": number, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": self.port}
+        if by == "flags":
+            how = ("-host=localhost", f"-port={self.port}", f"-rank={number}", f"-world_size={world}")
+        else:
+            env = {**(env or {}), **{name: str(value) for name, value in names.items()}}
+        rank = Rank(self.place, number, how, words, env=env or {}, **options)
         self.started.append(rank)
         return rank
 
@@ -136,13 +160,23 @@ def test_duplicate_rank_is_refused(ranks: Ranks) -> None:
         refused(rank, rf"rank 1 on {HOST} .* and rank 1 on {HOST} .* are both rank 1")
 
 
+@pytest.mark.parametrize("by", ["flags", "variables"])
 @pytest.mark.parametrize("unable", [1, 0])
-def test_rank_that_cannot_take_part_ends_the_others(ranks: Ranks, unable: int) -> None:
+def test_rank_that_cannot_take_part_ends_the_others(ranks: Ranks, unable: int, by: str) -> None:
     """Its problem is found before it joins them."""
     words: dict[int, tuple[object, ...]] = {unable: ("-device", "cuda")}
-    both = [ranks.start(number, *words.get(number, ()), env={"CUDA_VISIBLE_DEVICES": ""}) for number in (0, 1)]
+    both = [ranks.start(number, *words.get(number, ()), by=by, env={"CUDA_VISIBLE_DEVICES": ""}) for number in (0, 1)]
     refused(both[unable], "-device cuda: .* sees no GPU here")
     refused(both[1 - unable], rf"rank {unable} on {HOST} \(process \d+\): -device cuda: .* sees no GPU here")
+
+
+def test_rank_that_fails_before_it_joins_ends_the_others(ranks: Ranks) -> None:
+    """By an error of the program's own, too."""
+    script = ranks.place / "broken.py"
+    script.write_text(BROKEN.format(root=str(ROOT), script=str(ROOT / "main_multi_gpu.py")))
+    waiting, broken = ranks.start(0), ranks.start(1, script=str(script))
+    refused(waiting, rf"rank 1 on {HOST} \(process \d+\): RuntimeError: no way to read the data")
+    assert broken.end().code == 1
 
 
 def test_missing_rank_is_named(ranks: Ranks) -> None:
@@ -188,7 +222,7 @@ def test_port_in_use_is_reported(ranks: Ranks) -> None:
     [
         (["-host", "localhost"], {}, "missing: -port -rank -world_size"),
         ([], {"PMI_RANK": "1", "PMI_SIZE": "4"}, "one of 4 processes"),
-        ([], {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected"),
+        ([], {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR must be the host of rank 0"),
     ],
 )
 def test_incomplete_rank_settings_are_refused(tiny: Path, flags: list[str], env: dict[str, str], said: str) -> None:

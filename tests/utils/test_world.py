@@ -34,16 +34,26 @@ OPENMPI = {
     "OMPI_MCA_ess_base_jobid": "1234567",
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+ADDRESS = {"MASTER_ADDR": "node0", "MASTER_PORT": "29501"}
+TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "1"}
 NO_FLAGS = DistConfig()
 
 
-def test_torchrun_serves_its_own_store() -> None:
-    assert read_world(NO_FLAGS, TORCHRUN) == World(9, 16, 1, 8, "torchrun", None)
+@pytest.mark.parametrize("served", [True, False])
+def test_torchrun_may_serve_the_store(served: bool) -> None:
+    world = read_world(NO_FLAGS, {**TORCHRUN, **ADDRESS, "TORCHELASTIC_USE_AGENT_STORE": str(served)})
+    assert world == World(9, 16, 1, 8, "torchrun", ("node0", 29501), served=served)
 
 
 def test_rank_and_world_size_alone_mean_one_process_per_machine() -> None:
-    assert read_world(NO_FLAGS, {"RANK": "1", "WORLD_SIZE": "4"}) == World(1, 4, 0, 1, "torchrun", None)
+    world = read_world(NO_FLAGS, {"RANK": "1", "WORLD_SIZE": "4", **ADDRESS})
+    assert world == World(1, 4, 0, 1, "by hand", ("node0", 29501))
+
+
+def test_rank_without_an_address_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rank 1 of 4 .* MASTER_ADDR must be the host of rank 0"):
+        read_world(NO_FLAGS, {"RANK": "1", "WORLD_SIZE": "4"})
+    assert read_world(NO_FLAGS, {"RANK": "0", "WORLD_SIZE": "1"}) == World(0, 1, 0, 1, "by hand"), "nobody to find"
 
 
 def test_srun_gives_the_first_node_and_the_step() -> None:

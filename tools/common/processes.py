@@ -71,9 +71,9 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
     """
     device = pick_device(config.DEVICE, world)
     threads = set_up_device(config, device, world)
-    join_run(config, world, device, threads)
     training: Training | None = None
     try:
+        join_run(config, world, device, threads)
         with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
             sharding = build_sharding(config, world, device)
             run = Run(config, world, device, threads)

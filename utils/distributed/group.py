@@ -1,4 +1,4 @@
-"""Forms and leaves the process group: checks that the ranks belong together, and starts the watchdog."""
+"""Forms and leaves the process group, checks that the ranks belong together, and starts the watchdog."""
 
 # torch exports its stores for everybody; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from utils.config.schema import DistConfig
 from utils.distributed.processes import Process, start_time_of
 from utils.distributed.rendezvous import minutes, open_store
-from utils.distributed.world import World
+from utils.distributed.world import World, all_gather, broadcast
 from utils.errors import AllRanksError, AllRanksUserError, UserError
 from utils.log import log
 
@@ -29,8 +29,13 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_REMINDERS = 30
 SECONDS_TO_LEAVE = 60
-SECONDS_TO_READ_VERDICT = 5
+SECONDS_TO_LEAVE_AFTER_ERROR = 5
+SECONDS_TO_READ_REFUSAL = 5
 SECONDS_TO_REFUSE = 20
+"""How long a rank that fails before it joins tries to reach the others."""
+POLL = 0.02
+POLL_PER_RANK = 0.001
+"""With many ranks, each asks rank 0 less often."""
 # The watchdog names the rank to blame; torch's own time-out ends the run only where it cannot.
 LONGER = datetime.timedelta(minutes=1)
 MOST_NAMED = 3
@@ -42,13 +47,8 @@ _rank_name: str | None = None
 _join_begun = False
 
 
-def join(
-    world: World, dist: DistConfig, device: torch.device, member: dict[str, Any], settings: dict[str, str]
-) -> list[dict[str, Any]]:
-    """Form the process group, and return every rank's `member`, by which a process describes itself.
-
-    `settings` must be equal on all ranks.
-    """
+def join(world: World, dist: DistConfig, device: torch.device, member: dict[str, Any]) -> list[dict[str, Any]]:
+    """Form the process group, and return every rank's `member`, by which a process describes itself."""
     global _watchdog, _rank_name, _join_begun
     if world.size == 1:
         return [member]
@@ -61,7 +61,9 @@ def join(
     timeout = datetime.timedelta(minutes=dist.TIMEOUT)
     with contextlib.ExitStack() as announcer:
         store, address = open_store(world, timeout, announcer)
-        members = _gather_members(store, world, {**member, "rendezvous": address}, settings, timeout)
+        members = _gather_members(store, world, {**member, "rendezvous": address}, timeout)
+    names, local = [name_of(other) for other in members], _on_this_machine(members, member)
+    _watchdog = Watchdog(store.clone(), world, names, timeout.total_seconds(), local)
     torch.distributed.init_process_group(
         backend,
         store=torch.distributed.PrefixStore("group", store),
@@ -69,9 +71,18 @@ def join(
         world_size=world.size,
         timeout=group_timeout(dist),
     )
-    names, local = [name_of(other) for other in members], _on_this_machine(members, member)
-    _watchdog = Watchdog(store.clone(), world, names, timeout.total_seconds(), local)
     return members
+
+
+def check_agreement(world: World, members: list[dict[str, Any]], settings: dict[str, str]) -> None:
+    """Raise AllRanksUserError if a rank has another version or other settings than rank 0."""
+    for other in members:
+        if problem := _other_versions(members[0], other):
+            raise AllRanksUserError(problem)
+    problem = _other_settings(members[0], members[world.rank], broadcast(settings, world), settings)
+    for text in all_gather([problem], world):
+        if text is not None:
+            raise AllRanksUserError(text)
 
 
 def group_timeout(dist: DistConfig) -> datetime.timedelta:
@@ -79,24 +90,18 @@ def group_timeout(dist: DistConfig) -> datetime.timedelta:
     return datetime.timedelta(minutes=dist.TIMEOUT) + LONGER
 
 
-def report_refusal(world: World, problem: str) -> None:
-    """Tell the waiting ranks that this one cannot take part, for a problem found before it joined them.
+def report_refusal(world: World, error: Exception) -> None:
+    """Tell the waiting ranks that this one cannot take part, for an error before it joined them.
 
     torchrun and MPI end all processes when one has failed; SLURM and ranks started by hand need this.
     """
-    if world.size == 1 or _join_begun or world.rendezvous is None:
+    if world.size == 1 or _join_begun or world.served:
         return
+    problem = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".partition("\n")[0]
     me = f"rank {world.rank} on {socket.gethostname()} (process {os.getpid()})"
-    timeout = datetime.timedelta(seconds=SECONDS_TO_REFUSE)
     with contextlib.suppress(Exception), contextlib.ExitStack() as announcer:  # no other rank may be there
-        store, _ = open_store(world, timeout, announcer)
-        if not world.first:
-            store.set("refused", f"{me}: {problem}")
-            store.wait(["verdict"], timeout)
-            store.add("verdict read", 1)
-            return
-        store.set("verdict", json.dumps(f"{me}: {problem}"))
-        _wait_until_read(store, world.size - 1, SECONDS_TO_REFUSE)
+        store, _ = open_store(world, datetime.timedelta(seconds=SECONDS_TO_REFUSE), announcer)
+        _refuse(store, world, f"{me}: {problem}", SECONDS_TO_REFUSE)
 
 
 def backend_of(dist: DistConfig, device: torch.device) -> str:
@@ -130,7 +135,7 @@ def leave(world: World) -> None:
         watchdog.report_failure(error)
         return
     if watchdog is not None:
-        watchdog.leave(SECONDS_TO_LEAVE if error is None else SECONDS_TO_READ_VERDICT)
+        watchdog.leave(SECONDS_TO_LEAVE if error is None else SECONDS_TO_LEAVE_AFTER_ERROR)
     import torch.distributed
 
     if torch.distributed.is_initialized():
@@ -156,69 +161,82 @@ def expect_lost_rank() -> None:
 
 
 def _gather_members(
-    store: Store, world: World, member: dict[str, Any], settings: dict[str, str], timeout: datetime.timedelta
+    store: Store, world: World, member: dict[str, Any], timeout: datetime.timedelta
 ) -> list[dict[str, Any]]:
-    """Every rank describes itself; rank 0 checks that they belong together, and all ranks follow its verdict."""
+    """Wait until every rank has described itself. A rank that cannot take part ends all others with its reason."""
     from torch.distributed import DistStoreError
 
-    # Settings have a key of their own, which only rank 0 reads: a thousand ranks reading a thousand would take minutes.
-    store.set(f"settings/{world.rank}", json.dumps(settings))
+    try:
+        problem = _add_member(store, world, member) or _wait_for_all(store, world, timeout)
+        if problem is None:
+            return [json.loads(text) for text in store.multi_get([f"member/{rank}" for rank in range(world.size)])]
+        raise AllRanksUserError(_refuse(store, world, problem, SECONDS_TO_READ_REFUSAL))
+    except (DistStoreError, RuntimeError):
+        raise UserError(
+            f"rank {world.rank} of {world.size}: rank 0 stopped answering; see the output of rank 0 for the reason."
+        ) from None
+
+
+def _add_member(store: Store, world: World, member: dict[str, Any]) -> str | None:
+    """Describe this rank to the others. Returns what is wrong with its rank or world size."""
     mine = json.dumps(member)
     stored = store.compare_set(f"member/{world.rank}", "", mine).decode()
     if stored != mine:
         both = f"{name_of(json.loads(stored))} and {name_of(member)}"
-        problem = f"{both} are both rank {world.rank}; give each process its own rank."
-        store.set("refused", problem)
-        raise UserError(problem)
-    if world.first:
-        verdict = _verdict(store, world, settings, timeout)
-        store.set("verdict", json.dumps(verdict))
-        if verdict is not None:
-            joined = sum(store.check([f"member/{rank}"]) for rank in range(1, world.size)) + store.check(["refused"])
-            _wait_until_read(store, joined, SECONDS_TO_READ_VERDICT)
-            raise AllRanksUserError(verdict)
-    else:
-        try:
-            store.wait(["verdict"], timeout + LONGER)
-            verdict = json.loads(store.get("verdict"))
-        except (DistStoreError, RuntimeError):
-            raise UserError(
-                f"rank {world.rank} of {world.size}: rank 0 stopped answering; see the output of rank 0 for the reason."
-            ) from None
-        problem = verdict or _other_size(json.loads(store.get("member/0")), member)
-        if problem is not None:
-            store.add("verdict read", 1)
-            raise (AllRanksUserError if verdict else UserError)(problem)
-    return [json.loads(text) for text in store.multi_get([f"member/{rank}" for rank in range(world.size)])]
+        return f"{both} are both rank {world.rank}; give each process its own rank."
+    first = json.loads(store.compare_set("first to join", "", mine))
+    if first["size"] != member["size"]:
+        low, high = sorted((first, member), key=lambda process: process["rank"])
+        return (
+            f"{name_of(high)} was started as one of {high['size']} processes, {name_of(low)} as one of "
+            f"{low['size']}; all ranks must be given the same number, by -world_size or the launcher."
+        )
+    store.add("joined", 1)
+    return None
 
 
-def _verdict(store: Store, world: World, settings: dict[str, str], timeout: datetime.timedelta) -> str | None:
-    """Why these processes cannot form one run; None if they can. Waits for all of them."""
-    end, missing = time.monotonic() + timeout.total_seconds(), list(range(world.size))
-    first = json.loads(store.get("member/0"))
-    reminded = time.monotonic()
-    while missing:
-        joined = [rank for rank in missing if store.check([f"member/{rank}"])]
-        missing = [rank for rank in missing if rank not in joined]
-        for rank in joined:
-            other = json.loads(store.get(f"member/{rank}"))
-            problem = _other_size(first, other) or _other_versions(first, other)
-            if problem is None and rank:
-                problem = _other_settings(first, other, settings, json.loads(store.get(f"settings/{rank}")))
-            if problem:
-                return problem
-        if missing and store.check(["refused"]):
+def _wait_for_all(store: Store, world: World, timeout: datetime.timedelta) -> str | None:
+    """Wait for the other ranks. Returns why they cannot form a group: a rank's reason, or which ranks are missing."""
+    begun = reminded = time.monotonic()
+    while store.add("joined", 0) < world.size:
+        if store.check(["refused"]):
             return store.get("refused").decode()
-        if missing and time.monotonic() > end:
+        now = time.monotonic()
+        if now - begun > timeout.total_seconds():
+            missing = _missing(store, world)
             return (
                 f"{world.size - len(missing)} of {world.size} processes joined within {minutes(timeout)} "
                 f"(DIST.TIMEOUT); missing: {_ranks(missing)}. See the output of these ranks for the reason."
             )
-        if missing and time.monotonic() - reminded > SECONDS_BETWEEN_REMINDERS:
-            log.info("Waiting for %s of %d to join", _ranks(missing), world.size)
-            reminded = time.monotonic()
-        if missing:
-            time.sleep(0.02)
+        if world.first and now - reminded > SECONDS_BETWEEN_REMINDERS:
+            log.info("Waiting for %s of %d to join", _ranks(_missing(store, world)), world.size)
+            reminded = now
+        time.sleep(max(POLL, POLL_PER_RANK * world.size))
+    return None
+
+
+def _missing(store: Store, world: World) -> list[int]:
+    return [rank for rank in range(world.size) if not store.check([f"member/{rank}"])]
+
+
+def _refuse(store: Store, world: World, problem: str, seconds: float) -> str:
+    """End the ranks that wait, or will wait, for this one. Returns the reason: that of the first rank to refuse.
+
+    Rank 0, which may serve the store, waits until the others have read it, at most `seconds`.
+    """
+    reason = store.compare_set("refused", "", problem).decode()
+    store.add("read", 1)
+    end = time.monotonic() + seconds
+    while world.first and store.add("read", 0) < world.size and time.monotonic() < end:
+        time.sleep(POLL)
+    return reason
+
+
+def _other_versions(first: dict[str, Any], other: dict[str, Any]) -> str | None:
+    for package in ("vitamp", "torch"):
+        if first[package] != other[package]:
+            theirs, ours = f"{package} {other[package]}", f"{package} {first[package]}"
+            return f"{name_of(other)} has {theirs}, {name_of(first)} has {ours}; install the same version."
     return None
 
 
@@ -234,30 +252,6 @@ def _other_settings(
         f"{name_of(other)} was started with other settings than {name_of(first)}: {listed}{more}. "
         "Start all ranks with the same settings."
     )
-
-
-def _other_versions(first: dict[str, Any], other: dict[str, Any]) -> str | None:
-    for package in ("vitamp", "torch"):
-        if first[package] != other[package]:
-            theirs, ours = f"{package} {other[package]}", f"{package} {first[package]}"
-            return f"{name_of(other)} has {theirs}, {name_of(first)} has {ours}; install the same version."
-    return None
-
-
-def _other_size(first: dict[str, Any], other: dict[str, Any]) -> str | None:
-    if first["size"] == other["size"]:
-        return None
-    return (
-        f"{name_of(other)} was started as one of {other['size']} processes, {name_of(first)} as one of "
-        f"{first['size']}; all ranks must be given the same number, by -world_size or the launcher."
-    )
-
-
-def _wait_until_read(store: Store, ranks: int, seconds: float) -> None:
-    """Keep rank 0, which may serve the store, alive until the others have read its verdict."""
-    end = time.monotonic() + seconds
-    while store.add("verdict read", 0) < ranks and time.monotonic() < end:
-        time.sleep(0.02)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -75,8 +75,7 @@ def start_again(world: World, flags: str) -> str:
         return f"python {script} {flags}"
     if LAUNCHER_PID in os.environ:
         return f"python {script} -ngpus {world.size} {flags}"
-    by_hand = "by hand, with their -host, -port, -rank and -world_size"
-    how = by_hand if world.launcher == BY_HAND else f"by {world.launcher}"
+    how = "by hand, each with its rank" if world.launcher == BY_HAND else f"by {world.launcher}"
     return f"{script} {flags}  # start its {world.size} processes {how}, as before"
 
 

@@ -27,26 +27,22 @@ SECONDS_FOR_TORCH = 5.0
 def open_store(world: World, timeout: datetime.timedelta, announcer: contextlib.ExitStack) -> tuple[Store, str]:
     """The store, which rank 0 or the launcher serves, and its address.
 
-    `announcer` gets what tells other ranks the store's port, to be closed when all have joined.
+    `announcer` receives what tells other ranks the store's port, to be closed when all have joined.
     """
-    from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, rendezvous
+    from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
-    if world.rendezvous is None:
-        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    else:
-        host, port = world.rendezvous
-        _check_host(host, world)
+    assert world.rendezvous is not None
+    host, port = world.rendezvous
+    _check_host(host, world)
     try:
-        if world.rendezvous is None:
-            store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-            return PrefixStore(_attempt(), store), f"{host}:{port}"
         if port is not None:
-            return _store_at(host, int(port), world, timeout), f"{host}:{port}"
+            store = _store_at(host, port, world, timeout)
+            if world.served:  # torchrun keeps its store through restarts, with the keys of an earlier start
+                store = PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            return store, f"{host}:{port}"
         return _store_of_job(host, str(world.job), world, timeout, announcer)
-    except ValueError as error:  # RANK and WORLD_SIZE without MASTER_ADDR or MASTER_PORT
-        raise UserError(f"rank {world.rank} of {world.size}: {error}; start the ranks with torchrun.") from None
     except (DistNetworkError, DistStoreError, TimeoutError) as error:
-        if world.first and world.rendezvous is not None:
+        if world.first and not world.served:
             raise UserError(
                 f"rank 0 cannot listen on port {port}: {_first_line(error)} "
                 "Another run may be using the port. Try another -port."
@@ -93,8 +89,9 @@ def _store_at(host: str, port: int, world: World, timeout: datetime.timedelta) -
     def connect() -> None:
         from torch.distributed import TCPStore
 
+        serves = world.first and not world.served
         try:
-            opened.put(TCPStore(host, port, is_master=world.first, timeout=timeout, wait_for_workers=False))
+            opened.put(TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False))
         except Exception as error:
             opened.put(error)
 
@@ -106,12 +103,6 @@ def _store_at(host: str, port: int, world: World, timeout: datetime.timedelta) -
     if isinstance(store, Exception):
         raise store
     return store
-
-
-def _attempt() -> str:
-    """A prefix for this start's keys: torchrun may keep one store through restarts, with keys of an earlier start."""
-    shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
-    return f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if shared else "start"
 
 
 def _first_line(error: Exception) -> str:

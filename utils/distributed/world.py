@@ -49,11 +49,13 @@ class World:
     local_size: int = 1
     launcher: str = "none"
     rendezvous: tuple[str, int | None] | None = None
-    """Host and port of rank 0's store; no port where `job` leads to one; None where the launcher serves a store."""
+    """Host and port of the store in which the ranks find each other; no port where `job` leads to one."""
     job: str | None = None
     """The launcher's name for these processes: equal on all ranks, different from any other job's."""
     cores: int | None = None
     """CPU cores the launcher reserved for this process, if it says so."""
+    served: bool = False
+    """True where the launcher serves the store; else rank 0 does."""
 
     @property
     def first(self) -> bool:
@@ -72,13 +74,13 @@ ALONE = World()
 def read_world(dist: DistConfig, env: Mapping[str, str] = os.environ) -> World | None:
     """The rank that a launcher or the -rank flags gave this process; None without either."""
     world = world_from_launcher(env)
-    if world is not None and world.launcher == TORCHRUN:
+    if world is not None and "RANK" in env and "WORLD_SIZE" in env:
         if dist.RANK is not None and (world.rank, world.size) != (dist.RANK, dist.WORLD_SIZE):
             raise UserError(
                 f"-rank {dist.RANK} -world_size {dist.WORLD_SIZE}, but the launcher made this process rank "
                 f"{world.rank} of {world.size} (RANK, WORLD_SIZE); leave -host, -port, -rank and -world_size out."
             )
-        return world
+        return _at_master(world, env)
     if dist.RANK is not None and dist.WORLD_SIZE is not None and dist.HOST and dist.PORT:
         # A command line does not say how many ranks are on this machine: one per machine is assumed.
         local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
@@ -95,6 +97,20 @@ def read_world(dist: DistConfig, env: Mapping[str, str] = os.environ) -> World |
     return replace(world, rendezvous=(host, port or (None if job else DEFAULT_PORT)), job=job)
 
 
+def _at_master(world: World, env: Mapping[str, str]) -> World:
+    """The rank with the address in the environment, as torchrun and others that set RANK give it."""
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
+    if world.size == 1:
+        return world
+    if not host or not port.isdigit():
+        raise UserError(
+            f"rank {world.rank} of {world.size} (RANK, WORLD_SIZE): MASTER_ADDR must be the host of rank 0 and "
+            f"MASTER_PORT a free port of it, but they are {host!r} and {port!r}; torchrun sets both."
+        )
+    served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return replace(world, rendezvous=(host, int(port)), served=served)
+
+
 def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
     """This process's rank from its launcher's environment variables, before any setting is known."""
     for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
@@ -105,9 +121,11 @@ def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
         if launcher == SLURM:
             local = int(env.get(local_rank, 0)), _tasks_on_this_node(env)
             return World(int(env[rank]), int(env[size]), *local, launcher, cores=_cores_of_task(env))
-        # Without local rank and size (a Kubernetes operator, a shell script) one process per machine is assumed.
+        # A Kubernetes operator or a shell script may set RANK, too, without local rank and size: one process per
+        # machine is assumed.
+        name = BY_HAND if launcher == TORCHRUN and "TORCHELASTIC_RUN_ID" not in env else launcher
         local = int(env.get(local_rank, 0)), int(env.get(local_size, 1))
-        return World(int(env[rank]), int(env[size]), *local, launcher)
+        return World(int(env[rank]), int(env[size]), *local, name)
     return None
 
 

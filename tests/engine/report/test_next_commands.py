@@ -11,7 +11,7 @@ from utils.distributed.world import BY_HAND, SLURM, World
 @pytest.mark.parametrize(
     ("launcher", "how"),
     [
-        (BY_HAND, "by hand, with their -host, -port, -rank and -world_size, as before"),
+        (BY_HAND, "by hand, each with its rank, as before"),
         (SLURM, "by SLURM, as before"),
     ],
 )

@@ -24,7 +24,7 @@ from utils.config import Config, Loaded
 from utils.config.keys import choices, value_of
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
-from utils.config.write import one_line
+from utils.config.values import one_line
 from utils.errors import UserError
 from utils.files import parse_json
 from utils.resumed_run import resumed_run

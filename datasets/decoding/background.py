@@ -5,7 +5,7 @@ from __future__ import annotations
 from PIL import Image
 
 from utils.config.data import DataConfig
-from utils.config.write import one_line
+from utils.config.values import one_line
 
 Colour = tuple[int, int, int]
 NAMED: dict[str, Colour] = {"white": (255, 255, 255), "black": (0, 0, 0)}

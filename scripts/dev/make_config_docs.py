@@ -18,7 +18,7 @@ from utils.config.families import FAMILIES  # noqa: E402
 from utils.config.fields import why_without_effect  # noqa: E402
 from utils.config.keys import RENAMED, allowed, default_of, sections, settings  # noqa: E402
 from utils.config.schema import Config  # noqa: E402
-from utils.config.write import one_line  # noqa: E402
+from utils.config.values import one_line  # noqa: E402
 
 INTRODUCTION = """\
 # Settings
@@ -138,7 +138,7 @@ def editor_schema() -> str:
         "description": top["AMP"]["description"],
     }
     _allow_older_names(models["ModelConfig"])
-    return json.dumps(_without_titles(schema), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(_shortened(schema), indent=1, ensure_ascii=False) + "\n"
 
 
 def _as_people_write(entry: dict[str, Any]) -> dict[str, Any]:
@@ -164,11 +164,11 @@ def _allow_older_names(model: dict[str, Any]) -> None:
     inside["TRANS"] = {"type": "object", "description": "Older nesting: its keys belong to MODEL.", "deprecated": True}
 
 
-def _without_titles(node: Any) -> Any:
-    """Remove titles: pydantic repeats each key as its title, which doubles the file."""
+def _shortened(node: Any) -> Any:
+    """Remove titles, which only repeat the keys, and rules, which the descriptions have as sentences."""
     if isinstance(node, dict):
-        return {k: _without_titles(v) for k, v in node.items() if k != "title" or not isinstance(v, str)}
-    return [_without_titles(item) for item in node] if isinstance(node, list) else node
+        return {k: _shortened(v) for k, v in node.items() if k != "rules" and not (k == "title" and isinstance(v, str))}
+    return [_shortened(item) for item in node] if isinstance(node, list) else node
 
 
 def main(arguments: list[str]) -> int:

@@ -65,7 +65,10 @@ def refuses(vitamp: Callable[..., Result], tiny: Path, here: Path) -> Callable[.
         (["-amp", "O3", "AMP.DTYPE=fp16"], ["AMP.LEVEL O3 in fp16", "TRAIN.OPTIMIZER.EPS 1e-08", "O2"]),
         (["TRAIN.DISTILLATION_TYPE=hard"], ["DISTILLATION_TYPE hard", "needs a teacher", "NAME=FILE"]),
         (["-teacher_model", "resnet18"], ["TRAIN.TEACHER_MODEL resnet18", "DISTILLATION_TYPE is null", "hard or soft"]),
-        (["-batch_size", 1, "TRAIN.MIXUP_ALPHA=0.8"], ["DATA.BATCH_SIZE", "1 is too small for mixup", "2 or more"]),
+        (
+            ["-batch_size", 1, "TRAIN.MIXUP_ALPHA=0.8"],
+            ["DATA.BATCH_SIZE", "1 is not possible with TRAIN.MIXUP", "2 or more"],
+        ),
         (["-max_time", "90"], ["MAX_TIME", "HH:MM:SS"]),
         (["-host", "localhost"], ["missing: -port -rank -world_size"]),
     ],

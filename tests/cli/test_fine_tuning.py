@@ -96,16 +96,6 @@ def test_layer_decay_must_be_a_fraction(value: str) -> None:
         load_config(None, words={"TRAIN.LAYER_DECAY": value})
 
 
-def test_fine_tuning_settings_without_effect_are_noted() -> None:
-    words = {"MODEL.RESUME_EMA": "true", "MODEL.NEW_CLASSIFIER": "true"}
-    notes = " ".join(load_config(None, words=words).notes)
-    assert "MODEL.RESUME_EMA has no effect" in notes
-    assert "MODEL.NEW_CLASSIFIER has no effect" in notes
-    assert "no effect" not in " ".join(load_config(None, words={**words, "MODEL.PRETRAINED": "a run"}).notes)
-    evaluated = {"EVAL": "true", "MODEL.RESUME": "a run", "MODEL.RESUME_EMA": "false"}
-    assert "MODEL.RESUME_EMA has no effect with -eval -resume" in " ".join(load_config(None, words=evaluated).notes)
-
-
 @pytest.mark.slow
 def test_killed_and_resumed_fine_tuning_equals_an_uninterrupted_one(
     vitamp: Callable[..., Result], place: Path, tmp_path: Path

@@ -217,12 +217,6 @@ def forget_setting(run: Path, name: str) -> None:
             ["TRAIN.LOSS=ce", "SAVE_BEST_BY=acc1"],
             ["2 settings are wrong", "TRAIN.LOSS: ce is not possible", "SAVE_BEST_BY: acc1 is not possible"],
         ),
-        (["DATA.SAMPLER=balanced"], ["DATA.SAMPLER: balanced is not possible", "TRAIN.CLASS_WEIGHTS=balanced instead"]),
-        (
-            ["TRAIN.DISTILLATION_TYPE=hard", "TRAIN.TEACHER_MODEL=deit_tiny"],
-            ["TRAIN.DISTILLATION_TYPE: hard is not possible", "softmax cross-entropy over the classes"],
-        ),
-        (["DATA.MULTI_LABEL=false", "SAVE_BEST_BY=map"], ["SAVE_BEST_BY: map needs DATA.MULTI_LABEL true"]),
         (["-dataset", "digits"], ["DATA.MULTI_LABEL: the data set digits has one label per image", "csv", "hf:NAME"]),
         (
             ["TRAIN.SMOOTHING=0.1", "TRAIN.BCE_TARGET_THRESH=0.01"],

@@ -111,10 +111,6 @@ def test_other_fold_is_refused_on_resuming(vitamp: Vitamp, tiny: Path, tmp_path:
         (["-dataset", "synthetic", "DATA.FOLD=1/5"], ["DATA.FOLD 1/5: the data set synthetic", "Leave DATA.FOLD out"]),
         (["DATA.SAMPLER=balance"], ["DATA.SAMPLER", "shuffle or balanced"]),
         (["TRAIN.CLASS_WEIGHTS=none.txt"], ["TRAIN.CLASS_WEIGHTS: the file none.txt does not exist"]),
-        (
-            ["TRAIN.CLASS_WEIGHTS=balanced", "TRAIN.DISTILLATION_TYPE=hard", "TRAIN.TEACHER_MODEL=deit_tiny"],
-            ["TRAIN.CLASS_WEIGHTS: balanced is not possible with TRAIN.DISTILLATION_TYPE", "DATA.SAMPLER=balanced"],
-        ),
     ],
 )
 def test_impossible_settings_are_refused(

@@ -227,19 +227,3 @@ def test_retired_setting_with_another_value_names_the_last_version(tmp_path: Pat
         load_config(cfg)
     with pytest.raises(UserError, match=rf"^{re.escape(f'command line: {refusal}')}"):
         load_config(words={"TRAIN.OOM": "retry"})
-
-
-def test_overridden_augmentation_is_noted() -> None:
-    def notes(**words: str) -> list[str]:
-        words = {f"TRAIN.{key}": value for key, value in {"NUM_EPOCHS": "40", **words}.items()}
-        return [note.removeprefix("command line: TRAIN.") for note in load_config(words=words).notes]
-
-    assert notes(COLOR_JITTER="0.4", THREE_AUGMENT="true") == []
-    assert notes(COLOR_JITTER="0.4") == []
-    assert notes(COLOR_JITTER="0.4", TRIVIAL_AUGMENT="true") == [
-        "COLOR_JITTER has no effect: TRAIN.TRIVIAL_AUGMENT overrides it"
-    ]
-    assert notes(COLOR_JITTER="0.4", RAND_AUGMENT="true", AUTO_AUGMENT="true") == [
-        "AUTO_AUGMENT has no effect: TRAIN.RAND_AUGMENT overrides it",
-        "COLOR_JITTER has no effect: TRAIN.RAND_AUGMENT overrides it",
-    ]

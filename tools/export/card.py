@@ -18,7 +18,7 @@ from tools.export.formats import Export
 from tools.export.hub_files import CURVES
 from utils.better_weights import LABELS, PREFIX, metric_words
 from utils.config.keys import default_of
-from utils.config.write import one_line
+from utils.config.values import one_line
 
 TASK = "image-classification"
 HUB_IDS = {

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tools.common.command_line import Tool, ToolLine, run_tool
 from utils.config import Loaded
-from utils.config.write import one_line
+from utils.config.values import one_line
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log

@@ -25,6 +25,7 @@ from utils.config.kinds import (
     folded,
     read_fold,
 )
+from utils.config.rules import TRAINING, excludes, needs, overridden_by
 
 
 def _true_is_batch(value: str | bool) -> str | bool:
@@ -38,7 +39,21 @@ class DataConfig(Section):
     """Source of the samples, decoding and augmentation."""
 
     BATCH_SIZE: PositiveOrAuto = setting(
-        256, "Images per process and micro-batch; auto: as many as fit into memory, see docs/performance.md."
+        256,
+        "Images per process and micro-batch; auto: as many as fit into memory, see docs/performance.md.",
+        excludes(
+            "DIST.STRATEGY=fsdp",
+            at="auto",
+            why="the search for a batch size does not support FSDP",
+            do="give a number",
+        ),
+        excludes(
+            *("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.CUTMIX_MINMAX"),
+            at="1",
+            when=TRAINING,
+            why="mixup and CutMix mix images of a batch",
+            do="use 2 or more",
+        ),
     )
     BATCH_SIZE_EVAL: PositiveUnlessAuto = setting(None, "Images per process in validation; null or auto: BATCH_SIZE.")
     DATA_PATH: str | None = setting(None, "Folder of the data set; a csv file, or the URL of tar files, also works.")
@@ -69,6 +84,11 @@ class DataConfig(Section):
         "shuffle",
         "Training: shuffle: no image twice in an epoch. balanced: each class equally often, in an epoch of the "
         "same length; images of rare classes repeat, each time with a new augmentation.",
+        excludes(
+            "DATA.MULTI_LABEL",
+            why="drawing an image for one of its labels draws the others too",
+            do="use TRAIN.CLASS_WEIGHTS=balanced instead",
+        ),
     )
     DROP_LAST: DropLast = setting(
         "batch",
@@ -109,6 +129,7 @@ class DataConfig(Section):
     VAL_FRACTION: float = setting(
         0.1,
         "Fraction of each class that becomes the validation split, if the data set has none; digits always uses 0.2.",
+        overridden_by("DATA.FOLD", why="its fold is the validation split"),
         gt=0,
         lt=1,
     )
@@ -122,6 +143,12 @@ class DataConfig(Section):
         "auto",
         "Split that -eval evaluates; auto: val, or all images of data that the model was not trained on, if it has no "
         "validation split of its own.",
+        needs(
+            "EVAL=true",
+            at="train|test|all",
+            why="training always validates on the validation split",
+            do="add -eval, or leave DATA.PART out",
+        ),
     )
     FOLD: FoldText = setting(
         None,
@@ -167,7 +194,11 @@ class DataConfig(Section):
         "ignore transparency, so that the colours stored under it appear.",
     )
     EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.")
-    SHARD_WINDOW: Positive = setting(8, "Data set 'shards': number of tar files whose samples are shuffled together.")
+    SHARD_WINDOW: Positive = setting(
+        8,
+        "Data set 'shards': number of tar files whose samples are shuffled together.",
+        overridden_by("DATA.SAMPLER=balanced", why="it draws from all tar files at once"),
+    )
     CACHE: str | None = setting(
         None,
         "Folder for compiled code, for copies of data sets hf:NAME, and for an index of tar files if it cannot be "

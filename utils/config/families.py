@@ -14,7 +14,7 @@ from typing import Any
 
 from utils.config.keys import default_of
 from utils.config.read import Entry
-from utils.config.write import one_line
+from utils.config.values import one_line
 
 TYPE, NAME, MULTI_LABEL = "MODEL.TYPE", "MODEL.NAME", "DATA.MULTI_LABEL"
 TRUE_WORDS = ("true", "yes", "on", "1", "t", "y")

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 from typing import Any, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-NO_VALUE = {"none", "null", "~", ""}
+from utils.config.rules import Rule
+from utils.config.values import is_no_value, parse_text
 
 
-def is_no_value(value: Any) -> bool:
-    return isinstance(value, str) and value.strip().casefold() in NO_VALUE
-
-
-def parse_text(value: Any) -> Any:
-    """The value meant by text that YAML leaves as a string: `None`, or a tuple as in `(0.9, 0.999)`.
-
-    Numbers such as `3e-3` stay text: pydantic converts them, where the field is a number.
-    """
-    if not isinstance(value, str):
-        return value
-    if is_no_value(value):
-        return None
-    text = value.strip()
-    if text[0] in "([" and text[-1] in ")]":
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return value
-    return value
-
-
-def setting(default: Any, description: str, **limits: float) -> Any:
+def setting(default: Any, description: str, *rules: Rule, **limits: float) -> Any:
     """A setting with its default; `limits`: gt, ge, lt, le."""
-    return Field(default, description=description, **limits)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    sentences = " ".join([description, *map(str, rules)])
+    return Field(default, description=sentences, json_schema_extra={"rules": rules} if rules else None, **limits)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def without_effect(default: Any, description: str, why: str) -> Any:
@@ -57,6 +36,11 @@ def retired_values(field: FieldInfo) -> dict[str, str]:
 def why_without_effect(field: FieldInfo) -> str:
     """Why a key has no effect; '' if it has one."""
     return str(_extra(field).get("accepted_because", ""))
+
+
+def rules_of(field: FieldInfo) -> tuple[Rule, ...]:
+    """The rules between a setting and others."""
+    return _extra(field).get("rules", ())
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 
-from utils.config.fields import parse_text
+from utils.config.values import parse_text
 
 AUTO = "auto"
 Positive = Annotated[int, Field(ge=1)]

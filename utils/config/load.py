@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from utils.config.checks import conflicts, notes
+from utils.config.checks import conflicts, notes, warnings
 from utils.config.families import (
     FAMILIES,
     TYPE,
@@ -19,13 +19,13 @@ from utils.config.families import (
     implied_by,
     implied_note,
 )
-from utils.config.fields import is_no_value, retired_values
+from utils.config.fields import retired_values
 from utils.config.keys import allowed, choices, default_of, nested, settings, suggest, value_of
 from utils.config.kinds import folded
 from utils.config.read import Entry, read_files, read_words
 from utils.config.resumed import FORMER, former_defaults, resolved_by_run
 from utils.config.schema import Config
-from utils.config.warnings import warnings
+from utils.config.values import is_no_value
 from utils.errors import UserError, closest, nearest
 
 DEFAULT = "default"

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator
 
 from utils.config.fields import Section, setting
 from utils.config.kinds import AboveZero, FractionBelowOne, Integers, Names, Positive, PositiveOrAuto, folded
+from utils.config.rules import TRAINING, needs, only_with, overridden_by
 
 
 class ModelConfig(Section):
@@ -21,23 +22,42 @@ class ModelConfig(Section):
         "vit_base_patch16_224",
         "A timm model; or any name, if EMBED_DIM, DEPTH or another size is set (with TYPE vit, deit or swin).",
     )
-    RESUME: str | None = setting(None, "Run or checkpoint (or a file in one) to resume; 'auto': the run in -output.")
+    RESUME: str | None = setting(
+        None,
+        "Run or checkpoint (or a file in one) to resume; 'auto': the run in -output.",
+        needs("OUTPUT", at="auto", why="auto looks in the run's own folder", do="name it with -output"),
+    )
     PRETRAINED: str | None = setting(
-        None, "Weights to start from: .safetensors, .pth, .npz, .pdparams, a run, or a timm model."
+        None,
+        "Weights to start from: .safetensors, .pth, .npz, .pdparams, a run, or a timm model.",
+        overridden_by("MODEL.RESUME!=auto", why="the run's own weights are loaded"),
     )
     RESUME_EMA: bool | None = setting(
         None,
         "Which weights of the run in PRETRAINED or RESUME to load. true: the EMA; false: the plain weights; null: with "
         "PRETRAINED those that validated better, with RESUME the plain ones. With RESUME auto, always the plain ones.",
+        only_with("MODEL.PRETRAINED", "MODEL.RESUME!=auto", at="true"),
+        overridden_by(
+            "MODEL.RESUME!=auto", when="EVAL=true", why="an evaluation of a run evaluates its plain weights and its EMA"
+        ),
     )
     NEW_CLASSIFIER: bool = setting(
-        False, "With PRETRAINED: initialise a new classifier, even if the number of classes stays the same."
+        False,
+        "Initialise a new classifier, even if the number of classes stays the same.",
+        only_with("MODEL.PRETRAINED", why="without weights to start from, every classifier is new"),
     )
     FREEZE: Names = setting(
         (), "Weights that are not trained: backbone (all but the classifier), or globs of weights or modules."
     )
     UNFREEZE_EPOCH: Positive | None = setting(
-        None, "First epoch (2 to NUM_EPOCHS) in which the weights of FREEZE are trained too; null: never."
+        None,
+        "First epoch (2 to NUM_EPOCHS) in which the weights of FREEZE are trained too; null: never.",
+        needs(
+            "MODEL.FREEZE",
+            when=TRAINING,
+            why="without it, nothing is frozen that could be unfrozen",
+            do="set MODEL.FREEZE too, for example to backbone, or leave MODEL.UNFREEZE_EPOCH out",
+        ),
     )
     NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: as many as the data set has.")
     DROPOUT: FractionBelowOne = setting(

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from utils.config.fields import is_no_value
 from utils.config.keys import MLP_WIDTH, canonical, sections, settings, takes_text
 from utils.config.retired import RETIRED, refusal_of
+from utils.config.values import is_no_value
 from utils.errors import UserError, closest
 from utils.files import only_regular
 

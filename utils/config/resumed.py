@@ -14,7 +14,7 @@ from utils.config.kinds import AUTO, folded
 from utils.config.read import Entry, read_files
 from utils.config.retired import without_retired
 from utils.config.schema import Config
-from utils.config.write import one_line
+from utils.config.values import one_line
 from utils.errors import UserError
 from utils.files import parse_json
 from utils.run_folder import run_folder_of

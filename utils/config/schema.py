@@ -11,10 +11,21 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
-from utils.config.fields import Section, parse_text, setting, with_retired, without_effect
+from utils.config.fields import Section, setting, with_retired, without_effect
 from utils.config.kinds import AboveZero, Count, Names, Positive, Threads, folded
 from utils.config.model import ModelConfig
+from utils.config.rules import excludes, needs
 from utils.config.train import TrainConfig
+from utils.config.values import parse_text
+
+_OF_DDP = (
+    excludes("DIST.STRATEGY=fsdp", why="FSDP reduces gradients in its own way"),
+    excludes(
+        "AMP.LEVEL=O2|NAIVE",
+        why="the gradients of the fp32 masters are all-reduced once per update",
+        when="AMP.ENABLED",
+    ),
+)
 
 
 class DistConfig(Section):
@@ -23,9 +34,12 @@ class DistConfig(Section):
     STRATEGY: Annotated[Literal["ddp", "fsdp"], BeforeValidator(folded)] = setting(
         "ddp",
         "ddp: each process holds the whole model. fsdp: the weights are sharded over the processes; see docs/fsdp.md.",
+        excludes("DEVICE=mps", why="FSDP needs several devices, and MPS is one"),
     )
     HSDP: bool = setting(
-        False, "fsdp: shard the weights within each machine and replicate them across machines; for slow networks."
+        False,
+        "Shard the weights within each machine and replicate them across machines; for slow networks.",
+        needs("DIST.STRATEGY=fsdp", why="it says how FSDP shards the weights"),
     )
     FSDP_NO_SYNC: bool = setting(
         False,
@@ -38,10 +52,11 @@ class DistConfig(Section):
     TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0)
     STATIC_GRAPH: bool = setting(
         False,
-        "ddp: pass static_graph=True to DDP. All updates must use the same parameters in the same order, without "
-        "accumulation.",
+        "Pass static_graph=True to DDP. All updates must use the same parameters in the same order.",
+        needs("TRAIN.ACCUM_ITER=1", why="DDP cannot accumulate gradients over a static graph"),
+        *_OF_DDP,
     )
-    BF16_GRADIENTS: bool = setting(False, "ddp: all-reduce gradients in bf16: half the traffic, less precise.")
+    BF16_GRADIENTS: bool = setting(False, "All-reduce gradients in bf16: half the traffic, less precise.", *_OF_DDP)
     SYNC_BATCHNORM: bool = setting(
         True,
         "ddp on GPUs: synchronise batch norm statistics over all processes; no effect at AMP.LEVEL O2 and NAIVE.",
@@ -77,6 +92,18 @@ class Config(Section):
         "acc1",
         "Validation metric that decides which checkpoint is best; with DATA.MULTI_LABEL, the default "
         "is map (mean average precision).",
+        needs(
+            "DATA.MULTI_LABEL",
+            at="map",
+            why="with one label per image there is no ranking of labels",
+            do="use acc1, acc5 or loss, or set DATA.MULTI_LABEL=true",
+        ),
+        excludes(
+            "DATA.MULTI_LABEL",
+            at="acc1|acc5",
+            why="accuracy has one class per image",
+            do="leave SAVE_BEST_BY out, or use map or loss",
+        ),
     )
     SAVE_IN_BACKGROUND: bool = setting(True, "Write checkpoints from a copy in host memory while training continues.")
     KEEP_LAST: Count = setting(3, "Number of latest checkpoints kept besides the best one; 0: all are kept.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -21,6 +22,12 @@ from utils.config.kinds import (
     as_word_or_integer,
     folded,
 )
+from utils.config.rules import TRAINING, excludes, needs, only_with, overridden_by
+
+_MUON = only_with("TRAIN.OPTIMIZER.NAME=*Muon")
+_RAND, _AUTO, _TRIVIAL = "TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.TRIVIAL_AUGMENT"
+_apart_from = partial(excludes, why="these policies were never meant to be combined", do="set only one of them to true")
+_BCE = only_with("TRAIN.LOSS=bce")
 
 
 class MuonConfig(Section):
@@ -30,12 +37,15 @@ class MuonConfig(Section):
         None,
         "Learning rate of the parameters that AdamW updates, with the same schedule and scaling as BASE_LR; "
         "null: BASE_LR.",
+        _MUON,
+        needs("TRAIN.BASE_LR", why="its schedule is that of BASE_LR, which is 0", do="set TRAIN.BASE_LR above 0"),
     )
-    NS_STEPS: Positive = setting(5, "Newton-Schulz steps per update; they orthogonalise the momentum.")
+    NS_STEPS: Positive = setting(5, "Newton-Schulz steps per update; they orthogonalise the momentum.", _MUON)
     NS_DTYPE: Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(folded)] = setting(
         "auto",
-        "dtype of the Newton-Schulz steps; auto: bf16 with AMP, otherwise fp32. With AdaMuon and "
-        "NAdaMuon: always bf16.",
+        "dtype of the Newton-Schulz steps; auto: bf16 with AMP, otherwise fp32.",
+        _MUON,
+        overridden_by("TRAIN.OPTIMIZER.NAME=*AdaMuon", why="timm computes it in bf16"),
     )
 
 
@@ -64,7 +74,9 @@ class SchedulerConfig(Section):
         "warmupcosine", "Schedule after the warm-up; wsd (warmup-stable-decay): constant, with a decay at the end."
     )
     DECAY_FRACTION: FractionAboveZero = setting(
-        0.2, "wsd: fraction of the run, at its end, in which the learning rate decays to END_LR."
+        0.2,
+        "Fraction of the run, at its end, in which the learning rate decays to END_LR.",
+        only_with("TRAIN.LR_SCHEDULER.NAME=wsd"),
     )
     MILESTONES: Integers = setting(
         (30, 60, 90), "multi-step: epochs after which the learning rate is multiplied by DECAY_RATE."
@@ -128,37 +140,58 @@ class TrainConfig(Section):
         "ce",
         "Loss for the labels. ce: cross-entropy. bce: binary cross-entropy, each class by itself, as in DeiT III; the "
         "default with DATA.MULTI_LABEL.",
+        excludes(
+            "DATA.MULTI_LABEL",
+            at="ce",
+            why="cross-entropy has one class per image",
+            do="leave TRAIN.LOSS out, or use bce",
+        ),
     )
     BCE_TARGET_THRESH: FractionBelowOne | None = setting(
         None,
-        "bce: a target above this threshold becomes 1, any other 0; so threshold 0 makes both labels of a mixed image "
-        "1. null: soft targets.",
+        "A target above this threshold becomes 1, any other 0; so threshold 0 makes both labels of a mixed image 1. "
+        "null: soft targets.",
+        _BCE,
     )
-    BCE_SUM: bool = setting(False, "bce: sum over the classes, mean over the samples; false: mean over both.")
+    BCE_SUM: bool = setting(False, "Sum over the classes, mean over the samples; false: mean over both.", _BCE)
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.")
     CLASS_WEIGHTS: str | None = setting(
         None,
         "Class weights in the training loss; with LOSS bce they weigh only positive targets. balanced: inversely "
         "proportional to the number of images per class. Or a file with one line per class, NAME WEIGHT; see "
         "docs/training.md.",
+        excludes(
+            "TRAIN.DISTILLATION_TYPE",
+            when=TRAINING,
+            why="the teacher's loss has no class weights",
+            do="use DATA.SAMPLER=balanced instead, or no teacher",
+        ),
     )
     MODEL_EMA: bool = setting(False, "Keep an exponential moving average of the weights, and validate it too.")
     MODEL_EMA_DECAY: FractionBelowOne = setting(0.99996, "Decay of the EMA per update.")
     MODEL_EMA_WARMUP: bool = setting(
         True, "Let the EMA's decay grow from 0.1 to MODEL_EMA_DECAY, so that short runs gain too."
     )
-    MODEL_EMA_FORCE_CPU: bool = setting(False, "Keep the EMA in host memory: slower, but saves device memory.")
+    MODEL_EMA_FORCE_CPU: bool = setting(
+        False,
+        "Keep the EMA in host memory: slower, but saves device memory.",
+        excludes("DIST.STRATEGY=fsdp", why="FSDP shards the EMA"),
+    )
     MAX_UPDATES: Positive | None = setting(None, "End the run after this many updates.")
     PATIENCE: Positive | None = setting(None, "End the run after this many validations without improvement.")
-    COLOR_JITTER: NonNegative = setting(
-        0.0, "Strength of colour jitter; RAND_AUGMENT, AUTO_AUGMENT and TRIVIAL_AUGMENT override it."
-    )
-    AUTO_AUGMENT: bool = setting(False, "AutoAugment; RAND_AUGMENT overrides it.")
+    COLOR_JITTER: NonNegative = setting(0.0, "Strength of colour jitter.", overridden_by(_RAND, _AUTO, _TRIVIAL))
+    AUTO_AUGMENT: bool = setting(False, "AutoAugment.", overridden_by(_RAND))
     RAND_AUGMENT: bool = setting(False, "RandAugment.")
     RAND_AUGMENT_LAYERS: Positive = setting(2, "RandAugment: operations per sample.")
     RAND_AUGMENT_MAGNITUDE: float = setting(9, "RandAugment: magnitude.", ge=0, le=10)
-    TRIVIAL_AUGMENT: bool = setting(False, "TrivialAugment (wide): one operation of random strength.")
-    THREE_AUGMENT: bool = setting(False, "ThreeAugment of DeiT III: one of greyscale, solarise and blur.")
+    TRIVIAL_AUGMENT: bool = setting(
+        False, "TrivialAugment (wide): one operation of random strength.", _apart_from(_RAND, _AUTO)
+    )
+    THREE_AUGMENT: bool = setting(
+        False,
+        "ThreeAugment of DeiT III: one of greyscale, solarise and blur.",
+        _apart_from(_RAND, _AUTO, _TRIVIAL),
+    )
     MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.")
     MIXUP_PROB: Fraction = setting(
         1.0, "Probability that mixup or CutMix is applied: to a batch, a pair or a sample, as MIXUP_MODE says."
@@ -187,7 +220,9 @@ class TrainConfig(Section):
         "(IMAGE_SIZE) in the last quarter. A start below 1 is a fraction of NUM_EPOCHS, any other a number of epochs.",
     )
     DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(folded)] = setting(
-        None, "Distillation: learn the teacher's top class (hard) or its probabilities (soft); null: off."
+        None,
+        "Distillation: learn the teacher's top class (hard) or its probabilities (soft); null: off.",
+        excludes("DATA.MULTI_LABEL", when=TRAINING, why="its loss is a softmax cross-entropy over the classes"),
     )
     DISTILLATION_ALPHA: Fraction = setting(0.5, "Distillation: weight of the teacher's loss.")
     DISTILLATION_TAU: AboveZero = setting(1.0, "Distillation: temperature for type soft.")

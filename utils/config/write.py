@@ -11,26 +11,11 @@ import yaml
 
 from utils.config.keys import sections, settings, value_of
 from utils.config.schema import Config
+from utils.config.values import OneLine, one_line
 from utils.passwords import redacted
 
 if TYPE_CHECKING:
     from utils.config.load import Loaded
-
-
-class _OneLine(yaml.SafeDumper):
-    """Writes every value on its key's line: lists in brackets, line breaks escaped."""
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if value.isprintable() else '"')
-
-
-def _list(dumper: yaml.SafeDumper, value: tuple[Any, ...]) -> yaml.Node:
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
-
-
-_OneLine.add_representer(str, _text)
-_OneLine.add_representer(tuple, _list)
 
 
 def to_yaml(config: Config) -> str:
@@ -55,7 +40,7 @@ def _lines(config: Config) -> Iterator[tuple[str, str]]:
             if section in sections() and section not in shown:
                 shown.add(section)
                 yield "  " * (depth - 1) + path[depth - 1] + ":", ""
-        pair = yaml.dump({name: value_of(config, key)}, Dumper=_OneLine, width=float("inf"), allow_unicode=True)
+        pair = yaml.dump({name: value_of(config, key)}, Dumper=OneLine, width=float("inf"), allow_unicode=True)
         yield "  " * len(path) + pair.rstrip("\n"), key
 
 
@@ -71,11 +56,6 @@ def differences(old: Config, new: Config) -> list[str]:
 def _same(before: Any, after: Any) -> bool:
     """Whether two values are equal. A saved URL has no password."""
     return before == after or (isinstance(after, str) and redacted(after) == before)
-
-
-def one_line(value: Any) -> str:
-    """A value as YAML on one line: `[0.9, 0.999]`, `null`, `true`."""
-    return yaml.dump([value], Dumper=_OneLine, width=float("inf"), allow_unicode=True, default_flow_style=True)[1:-2]
 
 
 def config_hash(config: Config) -> str:

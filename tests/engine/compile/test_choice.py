@@ -18,7 +18,7 @@ from engine.compile.choice import CompileChoice, choose_compiling
 from engine.compile.gain import estimate_gain
 from tests.engine.small import OFF, parts_of
 from tests.program import write_meta
-from utils.config import Config, TrainConfig, load_config
+from utils.config import Config, TrainConfig
 from utils.distributed.world import ALONE, World
 from utils.errors import UserError
 
@@ -195,19 +195,6 @@ def test_estimated_gain_grows_with_the_work() -> None:
     assert large.is_worthwhile
     assert not small.is_worthwhile
     assert not estimate_gain(None, 256, 1, 1000, half=True).is_worthwhile
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ({"DIST.STATIC_GRAPH": "true", "TRAIN.ACCUM_ITER": "2"}, "DIST.STATIC_GRAPH: true works only without accum"),
-        ({"DIST.BF16_GRADIENTS": "true", "AMP.ENABLED": "true", "AMP.LEVEL": "O2"}, "is not possible at AMP.LEVEL O2"),
-        ({"DIST.BF16_GRADIENTS": "true", "DIST.STRATEGY": "fsdp"}, "is not possible with DIST.STRATEGY fsdp"),
-    ],
-)
-def test_ddp_settings_are_rejected_with_other_strategies(tiny: Path, words: dict[str, str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        load_config(str(tiny), words=words)
 
 
 def test_compile_choice_is_saved_with_the_run(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from engine.report.course import Course
 from tools.common.runs import RunMetrics, read_lines
 from utils.config import Config, config_of_run
 from utils.config.keys import settings, value_of
-from utils.config.write import one_line
+from utils.config.values import one_line
 from utils.errors import UserError
 from utils.files import parse_json
 from utils.run_folder import is_run_folder, run_folder_of

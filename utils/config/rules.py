@@ -1,0 +1,143 @@
+"""Rules between settings, as data beside a setting: `setting(False, "...", needs("DIST.STRATEGY=fsdp", why="..."))`.
+
+Every text about a rule comes from here: the error, the note in the log, and the sentence in docs/config.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from utils.config.values import one_line
+from utils.errors import either
+
+Read = Callable[[str], Any]
+"""Dotted key -> value"""
+TRAINING = "EVAL=false"
+"""For a rule that an evaluation need not keep."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition on a setting. `KEY`: it is set (not null, false, 0 or empty). `KEY=a|b`: it is one of these, or
+    matches a glob such as `*muon`. `KEY!=a|b`: it is set, and none of these."""
+
+    key: str
+    sign: str
+    values: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Condition:
+        key, sign, values = text.partition("=")
+        return cls(key.rstrip("!"), "!=" if key.endswith("!") else sign, tuple(values.split("|")) if sign else ())
+
+    def holds(self, read: Read) -> bool:
+        value = read(self.key)
+        return _matches(value, self.values) if self.sign == "=" else bool(value) and not _matches(value, self.values)
+
+    def __str__(self) -> str:
+        sign = " other than " if self.sign == "!=" else self.sign
+        return f"{self.key}{sign}{either(self.values) if self.values else ''}"
+
+    def now(self, read: Read) -> str:
+        """The setting with its value: 'DIST.STRATEGY fsdp'."""
+        value = read(self.key)
+        return self.key if value is True else f"{self.key} {one_line(value)}"
+
+    def missed(self, read: Read) -> str:
+        """Why it does not hold: 'TRAIN.LOSS is ce, not bce'."""
+        return f"{self.key} is {one_line(read(self.key))}{f', not {either(self.values)}' if self.sign == '=' else ''}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of one setting about others; the four functions below make them."""
+
+    is_error: bool
+    """Whether settings that break the rule are refused; otherwise the rule's own setting has no effect."""
+    wanted: bool
+    """Whether one of the others must hold; otherwise none of them may."""
+    others: tuple[Condition, ...]
+    why: str
+    do: str
+    at: tuple[str, ...]
+    """The values of its own setting that the rule is about; (): all but the default."""
+    when: tuple[Condition, ...]
+    """Conditions without which the rule says nothing."""
+
+    def is_broken(self, value: Any, default: Any, read: Read) -> bool:
+        concerned = _matches(value, self.at) if self.at else value != default
+        if not concerned or not all(condition.holds(read) for condition in self.when):
+            return False
+        return self.wanted != any(condition.holds(read) for condition in self.others)
+
+    def error(self, key: str, read: Read) -> str:
+        value = one_line(read(key))
+        if self.wanted:
+            do = self.do or f"set {self.others[0]} too, or leave {key} out"
+            return f"{value} needs {either(self.others)}: {self.why}; {do}"
+        return f"{value} is not possible with {self._met(read)}: {self.why}; {self.do or f'leave {key} out'}"
+
+    def note(self, key: str, read: Read) -> str:
+        if self.wanted:
+            missed = " and ".join(condition.missed(read) for condition in self.others)
+            return f"{key} has no effect: {missed}{f'; {self.why}' if self.why else ''}"
+        return f"{key} has no effect with {self._met(read)}{f': {self.why}' if self.why else ''}"
+
+    def __str__(self) -> str:
+        """The rule as a sentence for the reference."""
+        words = (
+            ("needs" if self.wanted else "not with")
+            if self.is_error
+            else "only with"
+            if self.wanted
+            else "no effect with"
+        )
+        text = " if ".join([f"{words} {either(self.others)}", *map(str, self.when)])
+        return f"{either(self.at)}: {text}." if self.at else f"{text[0].upper()}{text[1:]}."
+
+    def _met(self, read: Read) -> str:
+        """The conditions that hold, but for TRAINING, which goes without saying."""
+        held = [condition for condition in (*self.others, *self.when) if condition.holds(read) and read(condition.key)]
+        return " and ".join(condition.now(read) for condition in held)
+
+
+def needs(*others: str, why: str, do: str = "", at: str = "", when: str = "") -> Rule:
+    """An error where none of the others holds."""
+    return _rule(True, True, others, why, do, at, when)
+
+
+def excludes(*others: str, why: str, do: str = "", at: str = "", when: str = "") -> Rule:
+    """An error where one of the others holds."""
+    return _rule(True, False, others, why, do, at, when)
+
+
+def only_with(*others: str, why: str = "", at: str = "") -> Rule:
+    """Where none of the others holds, the setting has no effect, and its other rules say nothing."""
+    return _rule(False, True, others, why, at=at)
+
+
+def overridden_by(*others: str, why: str = "", when: str = "") -> Rule:
+    """Where one of the others holds, the setting has no effect, and its other rules say nothing."""
+    return _rule(False, False, others, why, when=when)
+
+
+def _rule(
+    is_error: bool, wanted: bool, others: Iterable[str], why: str, do: str = "", at: str = "", when: str = ""
+) -> Rule:
+    conditions = tuple(map(Condition.of, others))
+    values = tuple(at.split("|")) if at else ()
+    return Rule(is_error, wanted, conditions, why, do, values, (Condition.of(when),) if when else ())
+
+
+def broken(rules: Iterable[Rule], value: Any, default: Any, read: Read) -> list[Rule]:
+    """The rules that a setting breaks; only the first of those by which it has no effect, if there is one."""
+    found = [rule for rule in rules if rule.is_broken(value, default, read)]
+    return [rule for rule in found if not rule.is_error][:1] or found
+
+
+def _matches(value: Any, patterns: Iterable[str]) -> bool:
+    text = str(value).casefold()
+    return any(fnmatchcase(text, pattern.casefold()) for pattern in patterns)

@@ -67,7 +67,7 @@ def settings_for_evaluation(
 def _is_data_of_run(
     config: Config, saved: Saved | None
 ) -> Literal["same place", "moved", "training images", "other", "unknown"]:
-    own, samples = (saved.settings() or {}, saved.meta.get("samples")) if saved else ({}, None)
+    own, samples = (saved.settings(), saved.meta.get("samples")) if saved else ({}, None)
     if "DATA.DATASET" not in own:
         return "unknown"
     place = {"DATASET": own["DATA.DATASET"], "DATA_PATH": own.get("DATA.DATA_PATH")}
@@ -93,7 +93,7 @@ def _place(data: DataConfig) -> str:
 
 def _has_samples(config: Config, samples: dict[str, Any]) -> bool:
     """Whether the training split has the names and labels of these samples, the `identity_of` a run's."""
-    field = "data" if "data" in samples else "order"  # which older checkpoints have
+    field = "data" if "data" in samples else "order"  # checkpoints of 0.1.0 may have no data
     try:
         one_by_one = _with(config, {"DATA.BATCH_SIZE": 1, PART: AUTO})
         train_set, loader = training_data(one_by_one, ALONE, torch.device("cpu"))

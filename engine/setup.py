@@ -151,7 +151,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         from_ema = bool(config.MODEL.RESUME_EMA) and config.MODEL.RESUME != AUTO
-        without_retired(checkpoint.meta.get("settings", {}), checkpoint.folder)
+        without_retired(checkpoint.meta["settings"], checkpoint.folder)
         check_batch(checkpoint, config, world)
         position, best = restore(parts, checkpoint, updates, from_ema)
         check_samples(checkpoint, position, identity_of(train_set, loader.order), config, world)
@@ -167,7 +167,7 @@ def _next_epoch(config: Config, checkpoint: Checkpoint | None) -> int:
     """Epoch that training starts in."""
     if checkpoint is None:
         return config.TRAIN.LAST_EPOCH + 1
-    return checkpoint.meta["epoch"] + checkpoint.meta.get("epoch_finished", False)
+    return checkpoint.meta["epoch"] + checkpoint.meta["epoch_finished"]
 
 
 def training_data(config: Config, world: World, device: torch.device) -> tuple[ImageDataset, TrainLoader]:

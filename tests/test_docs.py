@@ -262,12 +262,8 @@ def test_help_fits_a_terminal_and_leads_on(script: str, capsys: pytest.CaptureFi
 
 
 def test_every_tool_is_asked_for_help() -> None:
-    """All but the one that has no flags, and former names."""
-    tools = {path.name for path in (ROOT / "scripts").glob("*.py")} - {
-        "completion.py",
-        "doctor.py",
-        "prepare_caltech256.py",
-    }
+    """All but the one that has no flags."""
+    tools = {path.name for path in (ROOT / "scripts").glob("*.py")} - {"completion.py"}
     assert tools == set(PAGES_OF_TOOLS)
 
 

@@ -77,9 +77,8 @@ def _metrics(meta: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _deciding_metric(meta: Mapping[str, Any]) -> str:
-    """The run's SAVE_BEST_BY; acc1 for older checkpoints without it."""
-    settings = meta.get("settings")
-    by = settings.get("SAVE_BEST_BY") if isinstance(settings, Mapping) else None
+    """The run's SAVE_BEST_BY; acc1 if it is missing or unknown."""
+    by = meta["settings"].get("SAVE_BEST_BY")
     return by if by in ("loss", *NAMES) else "acc1"
 
 

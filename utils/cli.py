@@ -23,7 +23,6 @@ from utils.config.keys import default_of, settings, suggest
 from utils.errors import EXIT_DONE, UserError, either, nearest
 from utils.flags import BY_NAME, FLAGS, IGNORED, Action, Flag, Positional
 from utils.foreign_flags import suggest_flag
-from utils.log import log
 from utils.precisions import AMP_WORDS, amp_settings_of
 
 __all__ = ["BY_NAME", "FLAG", "FLAGS", "WORD", "CommandLine", "Flag", "Parser", "parse", "usage"]
@@ -96,7 +95,7 @@ class Parser(argparse.ArgumentParser):
                 self._add(self, flag, argparse.SUPPRESS)
 
     def _add(self, group: Any, flag: Flag, text: str) -> None:
-        for name in (flag.name, *flag.also, *flag.old):
+        for name in (flag.name, *flag.also):
             self.known.setdefault(name, flag)
         options: dict[str, Any] = {"dest": flag.name, "required": flag.required, "help": text, "action": "store_true"}
         if flag.value:
@@ -189,7 +188,7 @@ def split(
         if match is None:
             yield None, text
             continue
-        flag, value = _find_flag(match[1].replace("-", "_"), known), match[2]
+        flag, value = known.get(match[1].replace("-", "_")), match[2]
         if flag is None:
             name = match[1].replace("-", "_")
             value = ",".join(_take_values(rest)) if value is None else value
@@ -216,13 +215,6 @@ def _unknown_flags(lines: Sequence[str]) -> UserError:
 
 def _is_value(flag: Flag, word: str) -> bool:
     return not flag.optional_value or flag.accepts(word)
-
-
-def _find_flag(name: str, known: Mapping[str, Flag]) -> Flag | None:
-    flag = known.get(name)
-    if flag is not None and name in flag.old:
-        log.warning("-%s is now called -%s.", name, flag.name)
-    return flag
 
 
 def _take_values(rest: list[str]) -> list[str]:

@@ -26,8 +26,6 @@ class Flag:
     action: Action | None = None
     also: tuple[str, ...] = ()
     """Other names with the same meaning."""
-    old: tuple[str, ...] = ()
-    """Former names, which still work, with a warning that gives the new one."""
     default: Any = None
     """The value of a tool's own flag that is not given. A setting's default is in the schema instead."""
     default_text: str = ""

@@ -89,7 +89,7 @@ class LossScaler(torch.amp.GradScaler):
         # The scale grows when the count equals the interval, which may be shorter now than the restored count.
         good = min(state_dict["_growth_tracker"], self._growth_interval - 1)
         super().load_state_dict({**current, "scale": state_dict["scale"], "_growth_tracker": good})
-        self._restored_overflows = state_dict.get("bad_in_a_row", 0)
+        self._restored_overflows = state_dict["bad_in_a_row"]
         self._overflows_in_a_row = None
 
     def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:

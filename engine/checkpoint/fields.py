@@ -69,7 +69,7 @@ class WeightsMeta(_Fields):
     fp32_modules: list[str] = []
     metrics: dict[str, float | None] = {}
     samples: Samples | None = None
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any]
     """By dotted key; checked when they are loaded."""
     thresholds: dict[Literal["model", "ema"], list[float]] = {}
     """Several labels per sample: the probability from which on each class is predicted, by weights."""
@@ -77,8 +77,6 @@ class WeightsMeta(_Fields):
 
 class BestState(_Fields):
     figure: float | None = None
-    acc1: float = 0.0
-    """Older name of `figure`, from when the best was always by acc1."""
     kind: Literal["acc1", "acc5", "map", "loss", "ema_acc1", "ema_acc5", "ema_map", "ema_loss"] = "acc1"
     update: Count = 0
     epoch: Count = 0
@@ -92,10 +90,11 @@ class Meta(WeightsMeta):
     files: dict[str, Seal]
     epoch: Number
     update: Count
-    epoch_finished: bool = False
+    epoch_finished: bool
     best: BestState | None = None
-    batch: Batch | None = None
+    batch: Batch
     frozen: list[str] = []
+    samples: Samples  # pyright: ignore[reportIncompatibleVariableOverride,reportGeneralTypeIssues]
 
     @model_validator(mode="after")
     def _lists_files_of_its_own(self) -> Meta:
@@ -127,7 +126,7 @@ class OptimizerState(_Fields):
 class ScalerState(_Fields):
     scale: Annotated[float, Field(gt=0)]
     growth_tracker: Annotated[Count, Field(alias="_growth_tracker")]
-    bad_in_a_row: Count = 0
+    bad_in_a_row: Count
 
 
 class Skips(_Fields):
@@ -143,12 +142,13 @@ class PositionState(_Fields):
     epoch: Number
     step: Count
     update: Count
+    validated: Count
 
 
 class MeterState(_Fields):
     epoch: Annotated[list[float], Field(min_length=4, max_length=4)]
     skipped: Count
-    skipped_in_a_row: Count = 0
+    skipped_in_a_row: Count
 
 
 class MovedModules(_Fields):
@@ -162,7 +162,7 @@ class State(MovedModules):
 
     optimizer: OptimizerState
     optimizer_name: str
-    trained: list[str] | None = None
+    trained: list[str]
     moved: Count
     scaler: Annotated[dict[str, Any], Field(max_length=0)] | ScalerState
     """Empty if loss scaling is off."""
@@ -176,7 +176,7 @@ class State(MovedModules):
     @model_validator(mode="after")
     def _names_all_weights(self) -> State:
         groups = sum(len(group.params) for group in self.optimizer.param_groups)
-        if self.trained is not None and len(self.trained) != groups:
+        if len(self.trained) != groups:
             raise ValueError(f"'trained' names {len(self.trained)} weights, but the optimizer has {groups}")
         return self
 

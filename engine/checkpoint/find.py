@@ -78,7 +78,7 @@ def _of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
 
 def _ends(checkpoint: Checkpoint, epoch: int) -> bool:
     """Whether it was saved at the end of that epoch, not within it."""
-    return checkpoint.meta["epoch"] == epoch and checkpoint.meta.get("epoch_finished", False)
+    return checkpoint.meta["epoch"] == epoch and checkpoint.meta["epoch_finished"]
 
 
 def ended_epochs(root: Path) -> dict[int, int]:

@@ -228,7 +228,7 @@ def _ends_kept_epoch(folder: Path, every: int) -> bool:
         meta = inspect(folder).meta
     except UserError:  # damaged: not worth keeping
         return False
-    return meta.get("epoch_finished", False) and meta["epoch"] % every == 0
+    return meta["epoch_finished"] and meta["epoch"] % every == 0
 
 
 def inspect(folder: Path) -> Checkpoint:

@@ -36,15 +36,10 @@ def load_optimizer(
         )
     saved, now = state["optimizer"], optimizer.state_dict()
     add_moments(saved, moments)
-    before, names = state.get("trained"), trained_weights(model, optimizer)
-    if before is not None and before != names:
-        saved = _regrouped(saved, before, now, names)
+    before, names = state["trained"], trained_weights(model, optimizer)
     sizes = [[len(group["params"]) for group in groups] for groups in (saved[GROUPS], now[GROUPS])]
-    if sizes[0] != sizes[1]:
-        raise UserError(
-            f"the optimiser's groups have {sizes[0]} tensors in the checkpoint and {sizes[1]} now; was "
-            "TRAIN.WEIGHT_DECAY changed from or to zero, or TRAIN.WEIGHT_DECAY_ALL changed?"
-        )
+    if before != names or sizes[0] != sizes[1]:
+        saved = _regrouped(saved, before, now, names)
     if sharding is not None:
         shard_state(saved, [weight for group in optimizer.param_groups for weight in group["params"]], sharding)
     # Settings are those of now. A key that a new group lacks is no setting: LAMB counts its steps there.

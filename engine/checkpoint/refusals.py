@@ -27,7 +27,7 @@ def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
     now = global_batch(config, world)
     if not position.step or saved == now:
         return
-    each = checkpoint.meta.get("batch", {}).get("per_process", saved)
+    each = checkpoint.meta["batch"]["per_process"]
     each = each if saved % (each * world.size) == 0 else saved // world.size
     kept = (
         f"  {_resume(config, world, str(config.MODEL.RESUME), _batch_flags(checkpoint, config, each, saved))}"
@@ -49,7 +49,7 @@ def check_samples(
     `now`: the `identity_of` them.
     """
     _check_fold(checkpoint, config.DATA)
-    saved = checkpoint.meta.get("samples") or now  # older checkpoints have none
+    saved = checkpoint.meta["samples"]
     change = _change_of_samples(saved, now)
     if change is None:
         return
@@ -66,14 +66,14 @@ def check_samples(
 def _change_of_samples(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
     if saved["number"] != now["number"]:
         return f"{saved['number']} then, {now['number']} now"
-    if saved.get("data", now["data"]) != now["data"]:  # older checkpoints have only the order and the labels
+    if saved.get("data", now["data"]) != now["data"]:  # checkpoints of 0.1.0 may have only the order and the labels
         return f"{now['number']} as before, but with other names or labels, or named in another order"
     return None if saved["order"] == now["order"] else f"{now['number']} as before, in another order"
 
 
 def _check_fold(checkpoint: Checkpoint, data: DataConfig) -> None:
     """Raise UserError for another fold: it would validate on images that the run was trained on."""
-    settings = checkpoint.meta.get("settings", {})
+    settings = checkpoint.meta["settings"]
     saved, seed = settings.get("DATA.FOLD"), settings.get("DATA.SPLIT_SEED", 0)
     if saved != data.FOLD or (saved is not None and seed != data.SPLIT_SEED):
         raise UserError(
@@ -96,7 +96,7 @@ def _go_back(checkpoint: Checkpoint, position: Position, config: Config, world: 
 
 def _batch_flags(checkpoint: Checkpoint, config: Config, each: int, total: int) -> str:
     """Flags for a global batch of `total` images, `each` per process, whatever the run's own settings are."""
-    accumulated = checkpoint.meta.get("batch", {}).get("accumulated", 1), config.TRAIN.ACCUM_ITER
+    accumulated = checkpoint.meta["batch"]["accumulated"], config.TRAIN.ACCUM_ITER
     plain = accumulated == (1, 1) and config.TRAIN.GLOBAL_BATCH is None
     return f"-batch_size {each}{'' if plain else f' TRAIN.GLOBAL_BATCH={total}'}"
 

@@ -16,12 +16,11 @@ from engine.checkpoint.shard_files import files_of
 from engine.checkpoint.weights_file import read_weights_meta
 from utils.better_weights import BOTH, Choice, Wanted, Which, choose_weights
 from utils.cli import CommandLine
-from utils.config import Config, config_of_run, load_config
-from utils.config.keys import settings, values_to_keep
+from utils.config import Config, load_config
+from utils.config.keys import settings
 from utils.config.resumed import read_saved
 from utils.errors import UserError
 from utils.files import kind_of_path
-from utils.run_folder import run_folder_of
 
 FILES: dict[Which, str] = {"model": MODEL, "ema": EMA}
 
@@ -58,18 +57,14 @@ class Saved:
         verify(replace(self.checkpoint, meta={**self.checkpoint.meta, "files": wanted}))
         return self.checkpoint.tensors(FILES[which])
 
-    def settings(self) -> dict[str, Any] | None:
-        """The run's settings by dotted key; for an older checkpoint, those in the config.yaml of its run."""
-        run = run_folder_of(self.path) if self.checkpoint and "settings" not in self.meta else None
-        if run is None or not (run / "config.yaml").exists():
-            own = self.meta.get("settings")
-            return None if own is None else read_saved(own, self.path)
-        return values_to_keep(config_of_run(str(run / "config.yaml")))
+    def settings(self) -> dict[str, Any]:
+        """The run's settings by dotted key."""
+        return read_saved(self.meta["settings"], self.path)
 
     def fp32_modules(self) -> list[str]:
         """Modules that AMP.AUTO_FP32 had moved to fp32."""
         if self.checkpoint is None:
-            return self.meta.get("fp32_modules", [])
+            return self.meta["fp32_modules"]
         state = self.checkpoint.state(mapped=True)  # nearly all of it is the optimiser's, and not read
         check_fields(MovedModules, state, self.path / STATE)
         return state["fp32_modules"]
@@ -103,11 +98,6 @@ def config_of(
 ) -> Config:
     """The run's settings, overridden by `flags` and `given`."""
     own = saved.settings()
-    if own is None:
-        raise UserError(
-            f"{saved.path / META}: contains no settings (written by an older version), and the run's config.yaml is "
-            "not two folders above. Put the checkpoint back into RUN/checkpoints, beside RUN/config.yaml."
-        )
     if unknown := sorted(set(own) - settings().keys()):
         names = ", ".join(unknown)
         raise UserError(f"{saved.path}: unknown settings {names}; use the version of vitamp that trained it.")

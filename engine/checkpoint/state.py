@@ -23,22 +23,13 @@ from engine.parallel.fsdp import Sharding, is_sharded, local_shard, local_shards
 from engine.speed.channels_last import match_memory_format
 from engine.update import Parts
 from models import frozen_weights
-from utils.config import Config, config_of_run, differences, load_config
+from utils.config import Config, differences, load_config
 from utils.config.keys import OF_ONE_START, settings
 from utils.config.resumed import read_saved
 from utils.distributed.world import sum_over_ranks
 from utils.errors import UserError
 from utils.log import log
-from utils.run_folder import run_folder_of
 from utils.text import counted
-
-
-def _best_of(saved: dict[str, Any]) -> Best:
-    if "acc1" in saved:  # older name of `figure`, from when the best was always by acc1
-        figure = saved["acc1"]
-        saved = {**saved, "figure": figure if figure >= 0 else None}
-        del saved["acc1"]
-    return Best(**saved)
 
 
 def tensors_of(parts: Parts) -> dict[str, dict[str, Tensor]]:
@@ -131,24 +122,14 @@ def _restore(
             parts.ema.updates = state["ema_updates"]
         else:
             log.info("The EMA starts from the checkpoint's weights, since the checkpoint has no EMA.")
-    position = Position(**{"validated": state["position"]["update"], **state["position"]})
-    best = _best_of(state["best"])
-    parts.schedule.restore(_place_on_schedule(state["moved"], _updates_of_an_epoch(checkpoint, position), per_epoch))
+    parts.schedule.restore(_place_on_schedule(state["moved"], checkpoint.meta["samples"]["updates"], per_epoch))
     parts.meters.restore(**state["meters"])
-    return position, best
+    return Position(**state["position"]), Best(**state["best"])
 
 
-def _updates_of_an_epoch(checkpoint: Checkpoint, position: Position) -> int | None:
-    """Updates per epoch when this was saved. Older checkpoints do not have it; it follows from their position."""
-    if samples := checkpoint.meta.get("samples"):
-        return int(samples["updates"])
-    epochs = position.epoch - 1
-    return position.update // epochs if epochs and not position.step else None
-
-
-def _place_on_schedule(moved: int, before: int | None, now: int) -> int:
+def _place_on_schedule(moved: int, before: int, now: int) -> int:
     """Updates that the schedule counts as done: as many epochs as before, with the epoch's length of now."""
-    if before is None or before == now:
+    if before == now:
         return moved
     log.warning(
         "An epoch has %s now, but had %d in the checkpoint. The learning-rate schedule resumes at the same "
@@ -231,8 +212,6 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, positio
     except UserError as error:
         log.warning("The checkpoint's settings cannot be compared with the current ones: %s", error)
         return
-    if old is None:
-        return
     for line in differences(old, config):
         if line.partition(":")[0] not in OF_ONE_START:
             log.info("  changed since: %s", line)
@@ -241,11 +220,8 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, positio
         log.info("  the schedule now spans %s instead of %d", now, old.TRAIN.NUM_EPOCHS)
 
 
-def _saved_settings(checkpoint: Checkpoint) -> Config | None:
+def _saved_settings(checkpoint: Checkpoint) -> Config:
     """Settings in the checkpoint itself: config.yaml may be from a resumed run that was killed before it saved."""
-    if saved := checkpoint.meta.get("settings"):
-        folder = str(checkpoint.folder)
-        own = {key: (value, folder) for key, value in read_saved(saved, folder).items() if key in settings()}
-        return load_config(None, own).config
-    run = run_folder_of(checkpoint.folder)  # for older checkpoints, without settings
-    return config_of_run(str(run / "config.yaml")) if run and (run / "config.yaml").exists() else None
+    folder, saved = str(checkpoint.folder), checkpoint.meta["settings"]
+    own = {key: (value, folder) for key, value in read_saved(saved, folder).items() if key in settings()}
+    return load_config(None, own).config

@@ -18,8 +18,8 @@ from utils.files import parse_json
 MADE_BY, EXPORTED = "vitamp", "vitamp"
 """Value of `made_by` in the header; and the one key under which an export has all its fields."""
 NEEDED = ("settings", "classes", "choices", "fp32_modules")
-EMA_WORDS = re.compile(r"\b(ema|moving average)\b", re.IGNORECASE)
-"""In `weights` of the header: "ema" of an export, "the EMA" of strip, "the moving average" of its older versions."""
+EMA_WORDS = re.compile(r"\bema\b", re.IGNORECASE)
+"""In `weights` of the header: "ema" of an export, "the EMA" of strip."""
 PROGRAMS = (".onnx", ".pt2")
 
 
@@ -45,16 +45,11 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], Which]:
     if file.suffix != ".safetensors":
         raise UserError(f"{file}: {_other_kind(file)}. Name a run, a checkpoint, or a file written by {_tools()}.")
     header = read_header(file)
-    if header.get("made_by") != MADE_BY:
+    if header.get("made_by") != MADE_BY or not header.keys() >= {*NEEDED}:
         raise UserError(
-            f"{file}: its header was not written by vitamp, so the model and its preprocessing are unknown. Validate "
-            f"it with the settings of its model: {_validate(file)}"
-        )
-    if missing := [key for key in NEEDED if key not in header]:
-        raise UserError(
-            f"{file}: its header has no {', '.join(missing)} (written by an older version). Write it again from its "
-            "run with python scripts/checkpoint.py strip RUN -out new.safetensors, or validate it with the settings of "
-            f"its run: {_validate(file)}"
+            f"{file}: its header was not written by {_tools()}, so the model and its preprocessing are unknown. "
+            f"Validate it with the settings of its model: python main_single_gpu.py -cfg CONFIG.yaml -eval -pretrained "
+            f"{file}"
         )
     meta = {key: header[key] for key in (*NEEDED, "metrics", "samples", "thresholds") if key in header}
     check_fields(WeightsMeta, meta, file)
@@ -77,7 +72,3 @@ def _other_kind(file: Path) -> str:
 
 def _tools() -> str:
     return "scripts/checkpoint.py strip or scripts/export.py -to safetensors"
-
-
-def _validate(file: Path) -> str:
-    return f"python main_single_gpu.py -cfg CONFIG.yaml -eval -pretrained {file}"

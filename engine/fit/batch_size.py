@@ -37,7 +37,7 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
     A collective call: all ranks get the same numbers. A resumed run keeps the batch size that it found.
     """
     config, world = run.config, run.world
-    saved = checkpoint.meta.get("batch") if checkpoint is not None and not config.EVAL else None
+    saved = checkpoint.meta["batch"] if checkpoint is not None and not config.EVAL else None
     before = checkpoint.meta.get("choices", {}).get(BATCH_CHOICE) if checkpoint is not None and saved else None
     auto = config.DATA.BATCH_SIZE == AUTO
     if saved is not None and auto and before == saved["per_process"]:
@@ -66,9 +66,9 @@ def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> C
     It may have changed in an earlier resume: then the settings still ask for the accumulation of the first number of
     processes. Nothing changes if the settings ask for another batch than they did before.
     """
-    saved = checkpoint.meta.get("batch")
+    saved = checkpoint.meta["batch"]
     train, data = config.TRAIN, config.DATA
-    if saved is None or saved["per_process"] != data.BATCH_SIZE:
+    if saved["per_process"] != data.BATCH_SIZE:
         return config
     if train.ACCUM_ITER not in (saved["accumulated"], saved.get("asked")):
         return config

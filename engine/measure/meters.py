@@ -113,7 +113,7 @@ class TrainMeters:
         sums = sum_over_ranks(self._epoch.clone(), self._world)
         return {"epoch": sums.tolist(), "skipped": int(self._skipped), "skipped_in_a_row": int(self._in_a_row)}
 
-    def restore(self, epoch: list[float], skipped: int, skipped_in_a_row: int = 0) -> None:
+    def restore(self, epoch: list[float], skipped: int, skipped_in_a_row: int) -> None:
         """Restore saved sums: rank 0 holds those of all ranks."""
         self._in_a_row.fill_(skipped_in_a_row)
         self._epoch.copy_(torch.tensor(epoch, dtype=self._sum_type) if self._world.first else torch.zeros(4))

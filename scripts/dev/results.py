@@ -98,7 +98,7 @@ def table(name: str) -> str:
     fields = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     link = f"LINK/{name}.json"
     if "table" in fields:
-        results = Results.read(fields)
+        results = Results(fields)
         return table_as_markdown(TABLES[results["table"]], results, link)
     if "compared" in fields:
         return comparison_as_markdown(fields, link)
@@ -183,7 +183,7 @@ def h200_summary() -> str:
         "|---|---|---|---|---|",
     ]
     for size in ("small", "base", "large"):
-        results = Results.read(json.loads((RESULTS / f"peers_h200_{size}.json").read_text(encoding="utf-8")))
+        results = Results(json.loads((RESULTS / f"peers_h200_{size}.json").read_text(encoding="utf-8")))
         names = ("timm, bf16", "timm, fused, compiled, bf16", "ours, compiled, bf16")
         plain, best, ours = (statistics.median(results.per_turn(name, "images_per_second")) for name in names)
         words = results["command"].split()
@@ -198,7 +198,7 @@ def h200_summary() -> str:
 
 def _fp16_against_bf16() -> list[str]:
     """What is known of `-amp` alone, which is fp16 on a GPU."""
-    results = Results.read(json.loads((RESULTS / "modes_h200_base.json").read_text(encoding="utf-8")))
+    results = Results(json.loads((RESULTS / "modes_h200_base.json").read_text(encoding="utf-8")))
     fp16, bf16 = (results.median(f"{mode}, synthetic", "images_per_second") for mode in ("fp16", "bf16"))
     if fp16 is None or bf16 is None:
         return []

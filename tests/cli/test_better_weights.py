@@ -57,7 +57,7 @@ def test_every_tool_uses_the_plain_weights_if_the_ema_is_at_chance(
     Image.new("L", (8, 8)).save(tmp_path / "x.png")
     page, weights, stripped = (tmp_path / name for name in ("report.html", "x.safetensors", "y.safetensors"))
     for words, script in (
-        ((run, "-out", tmp_path / "eval.json"), "evaluate.py"),
+        ((run, "-json", tmp_path / "eval.json"), "evaluate.py"),
         ((run, tmp_path / "x.png"), "predict.py"),
         ((run, "-to", "safetensors", "-out", weights, "-check", 8), "export.py"),
         (("strip", run, "-out", stripped), "checkpoint.py"),
@@ -70,7 +70,7 @@ def test_every_tool_uses_the_plain_weights_if_the_ema_is_at_chance(
     assert {which: found["acc1"] for which, found in figures.items()} == {"model": best["acc1"]}
     assert (read_header(weights)["weights"], read_header(stripped)["weights"]) == ("model", "the model's weights")
     assert line in page.read_text().replace("&#39;", "'").replace("&#x27;", "'")
-    forced = vitamp(run, "-weights", "ema", "-out", tmp_path / "ema.json", script="scripts/evaluate.py")
+    forced = vitamp(run, "-weights", "ema", "-json", tmp_path / "ema.json", script="scripts/evaluate.py")
     assert f"EMA weights (-weights ema), top-1 {best['ema_acc1']:.2f} %; plain: {best['acc1']:.2f} %" in forced.out
 
 

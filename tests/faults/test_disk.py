@@ -22,7 +22,7 @@ from engine.machine.stopping import signals
 from engine.report.tensorboard import Board
 from tests.faults.killing import Run, reported
 from tests.faults.small_disk import SmallDisk, small_disk
-from tests.program import Result, metrics
+from tests.program import Result, made_meta, metrics
 from tests.waiting import until
 from utils.config.schema import Config
 from utils.errors import TrainingError
@@ -39,7 +39,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 def meta(update: int) -> dict[str, Any]:
-    return {"epoch": 1, "update": update}
+    return made_meta(update)
 
 
 def names(root: Path) -> list[str]:

@@ -21,12 +21,12 @@ from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import EMA, MODEL, STATE, bring_back, folder_name, inspect, verify
 from engine.checkpoint.host_copy import HostCopy
 from engine.checkpoint.saver import Saver, Snapshot
-from tests.program import Result
+from tests.program import Result, made_meta
 from utils.config.schema import Config
 
 
 def meta(update: int, **more: Any) -> dict[str, Any]:
-    return {"epoch": 1, "update": update, **more}
+    return made_meta(update, **more)
 
 
 def names(root: Path) -> list[str]:

@@ -16,14 +16,14 @@ import torch
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import MODEL, STATE, folder_name, save_checkpoint
 from tests.faults.killing import Run
-from tests.program import Result, write_meta
+from tests.program import Result, made_meta, write_meta
 
 
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
     root = tmp_path / "run" / "checkpoints"
     for update in range(1, 51):
-        save_checkpoint(root, update, {MODEL: {"weight": torch.zeros(2500)}}, {}, {"epoch": 1, "update": update})
+        save_checkpoint(root, update, {MODEL: {"weight": torch.zeros(2500)}}, {}, made_meta(update))
     return root
 
 
@@ -105,20 +105,6 @@ def test_a_checkpoint_that_would_run_code_is_refused(vitamp: Callable[..., Resul
     assert done.code == 2, done.text
     assert f"{folder / STATE}: cannot be read" in done.err
     assert not (tmp_path / "harm").exists()
-
-
-def test_a_state_from_before_a_choice_of_best_goes_on(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2").code == 0
-    folder = run / "checkpoints" / folder_name(2)
-    state = torch.load(folder / STATE, weights_only=True)
-    state["best"] = {"acc1": 99.5, "kind": "ema_acc1", "update": 2, "epoch": 1, "stale": 2}
-    put_in(folder, state)
-    done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=4")
-    assert done.code == 0, done.text
-    assert "best EMA top-1 99.50 % (epoch 1)" in done.out.splitlines()[-1]
 
 
 def put_in(folder: Path, state: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.checkpoint.folder import EMA, MODEL
 from engine.checkpoint.saver import Saver, Snapshot
+from tests.program import made_meta
 from utils.config.schema import Config
 
 SAVES = 5
@@ -51,7 +52,7 @@ def test_a_save_pauses_training_for_a_copy_in_memory(tmp_path: Path) -> None:
 
     def save(update: int) -> float:
         before = saver.seconds_paused
-        saver.save(Snapshot(tensors, state, {"epoch": 1, "update": update}, None, time.perf_counter()))
+        saver.save(Snapshot(tensors, state, made_meta(update), None, time.perf_counter()))
         return saver.seconds_paused - before
 
     ratios = []

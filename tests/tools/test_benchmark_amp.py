@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tools.benchmark_amp.measure import measure
 from tools.benchmark_amp.report import lines, markdown
 from tools.benchmark_amp.results import AGAIN, Metrics, Results
 from tools.benchmark_amp.table import Contender, Machine, Plan, Section, Table
-from tools.benchmark_amp.tables import TABLES
 from tools.common.turns import Budget
 from utils.errors import TrainingError, UserError
 
@@ -207,22 +205,3 @@ def test_help_lists_tables_and_flags(capsys: pytest.CaptureFixture[str]) -> None
         assert left.value.code == 0
         output = capsys.readouterr().out
         assert all(word in output for word in said), output
-
-
-def test_former_name_of_a_table_works_with_a_warning(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    turns, path = Turns(clock, a=1), tmp_path / "f.json"
-    monkeypatch.setitem(TABLES, "amp", replace(TABLE, plan=lambda _line: turns.plan(1)))
-    assert main(["windows", "-json", str(path)]) == 0
-    assert capsys.readouterr().err.count("benchmark_amp.py windows is now benchmark_amp.py amp") == 1
-    assert json.loads(path.read_text(encoding="utf-8"))["table"] == "amp"
-
-
-def test_file_with_a_former_table_name_is_resumed(clock: Clock, tmp_path: Path) -> None:
-    path, turns = tmp_path / "f.json", Turns(clock, a=1)
-    results = measure(TABLE, turns.plan(1), Budget(100), path, ["amp", "-iters", "3"])
-    former = {**results, "table": "windows", "command": "python scripts/benchmark_amp.py windows -iters 3"}
-    path.write_text(json.dumps(former), encoding="utf-8")
-    assert measure(TABLE, turns.plan(1), Budget(100), path) == results
-    assert turns.order == ["a"], "nothing was measured again"

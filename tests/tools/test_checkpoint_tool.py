@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from engine.checkpoint.folder import EMA, MODEL, save_checkpoint
 from engine.checkpoint.weights_file import read_header
-from tests.program import Result, metrics, save_image, train_tiny, write_meta
+from tests.program import Result, made_meta, metrics, save_image, train_tiny, write_meta
 
 TOOL = "scripts/checkpoint.py"
 NAMES = [f"step-{update:09d}" for update in (22, 44, 66, 88)]
@@ -114,7 +114,7 @@ def test_average_takes_the_best_checkpoint_of_a_run(tool: Callable[..., Result],
 def test_integer_buffers_are_copied_and_not_averaged(tool: Callable[..., Result], tmp_path: Path) -> None:
     for update, seen in ((1, 10), (2, 21)):
         tensors = {"bn.num_batches_tracked": torch.tensor(seen), "bn.running_mean": torch.full((3,), float(seen))}
-        save_checkpoint(tmp_path, update, {MODEL: tensors}, {}, {"epoch": 1, "update": update})
+        save_checkpoint(tmp_path, update, {MODEL: tensors}, {"fp32_modules": []}, made_meta(update))
     done = tool("average", tmp_path, "-last", 2, "-out", tmp_path / "mean.safetensors")
     assert done.code == 0, done.text
     found = safetensors.torch.load_file(tmp_path / "mean.safetensors")
@@ -175,7 +175,7 @@ def test_written_files_have_no_paths(vitamp: Callable[..., Result], run: Path, t
 
 def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    save_checkpoint(other, 1, {MODEL: {"head.weight": torch.ones(3)}}, {}, {"epoch": 1, "update": 1})
+    save_checkpoint(other, 1, {MODEL: {"head.weight": torch.ones(3)}}, {}, made_meta(1))
     damaged = tmp_path / "damaged"
     shutil.copytree(run / "checkpoints" / NAMES[0], damaged / NAMES[0])
     (damaged / NAMES[0] / MODEL).unlink()

@@ -193,14 +193,3 @@ def test_existing_report_is_not_overwritten(vitamp: Callable[..., Result], tiny:
     assert result.code == 2, result.text
     assert f"{REPORT} exists" in result.err
     assert (tmp_path / REPORT).read_text(encoding="utf-8") == "mine"
-
-
-@pytest.mark.slow
-def test_former_name_works_with_a_warning(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    words = ("-cfg", tiny, "-output", tmp_path / "out", "-updates", 5, "-modes", "bf16")
-    done = vitamp(*words, script="scripts/doctor.py")
-    assert done.code == 0, done.text
-    assert done.text.count("scripts/doctor.py is now scripts/choose_precision.py") == 1
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["doctor.json", "doctor.png"]
-    assert vitamp(*words, script="scripts/doctor.py").code == 2, "a report is there"
-    assert "scripts/choose_precision.py -cfg" in vitamp("-h", script="scripts/doctor.py").out

@@ -328,7 +328,7 @@ def test_interrupted_comparison_resumes(
         "fp32,bf16",
         "-seeds",
         "2",
-        "-out",
+        "-output",
         str(out),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:

@@ -76,14 +76,13 @@ def test_unusable_weights_are_refused_with_working_advice(
     foreign = rewrite(out, tmp_path / "foreign.safetensors", None)
     (tmp_path / "x.onnx").write_bytes(b"x")
     for file, reason in (
-        (older, "its header has no settings, choices, fp32_modules (written by an older version)"),
-        (foreign, "its header was not written by vitamp"),
+        (older, "its header was not written by scripts/checkpoint.py strip or scripts/export.py"),
+        (foreign, "its header was not written by scripts/checkpoint.py strip or scripts/export.py"),
         (tmp_path / "x.onnx", "an exported program, not weights for vitamp"),
     ):
         done = vitamp(file, image, script="scripts/predict.py")
         assert done.code == 2
         assert f"{file}: {reason}" in done.err
-        assert "older" in str(file) or "older version" not in done.err
     done = vitamp(older, image, script="scripts/predict.py")
     (command,) = re.findall(r"python (main_single_gpu\.py -cfg CONFIG\.yaml -eval -pretrained \S+)", done.err)
     words = shlex.split(command.replace("CONFIG.yaml", str(digits_run / "config.yaml")))

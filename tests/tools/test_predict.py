@@ -25,7 +25,7 @@ from engine.checkpoint.folder import MODEL, save_checkpoint
 from engine.saved.predictions import split_of_run, validation_predictions
 from engine.saved.trained import load_trained
 from engine.setup import model_in_precision
-from tests.program import ROOT, metrics, save_image
+from tests.program import ROOT, made_meta, metrics, save_image
 from tools.predict import command as predict
 from tools.predict import find
 from utils.better_weights import LABELS
@@ -117,7 +117,7 @@ def untrained(place: Path, settings: dict[str, str], classes: tuple[str, ...] = 
     model, _, _ = model_in_precision(config, torch.device("cpu"))
     with torch.no_grad():  # timm's initial classifier gives nearly equal probabilities
         model.get_parameter("head.weight").normal_()
-    meta = {"epoch": 1, "update": 1, "settings": values_to_keep(config), "classes": list(classes)}
+    meta = made_meta(1, settings=values_to_keep(config), classes=list(classes))
     return save_checkpoint(place / "checkpoints", 1, {MODEL: model.state_dict()}, {"fp32_modules": []}, meta)
 
 

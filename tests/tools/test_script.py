@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import ROOT, Result
+from tests.program import ROOT
 from tools.common.command_line import Tool, ToolLine, above_zero, some_of, whole_numbers
 from utils import cli
 from utils.cli import Flag
@@ -119,9 +118,3 @@ def test_whole_numbers_and_files(tmp_path: Path) -> None:
         with pytest.raises(UserError) as error:
             read("-out", name).file("out", ".png")
         assert said in str(error.value)
-
-
-def test_a_tool_that_went_says_what_does_the_same(vitamp: Callable[..., Result]) -> None:
-    done = vitamp("-data_path", "/data", script="scripts/prepare_caltech256.py")
-    assert done.code == 2
-    assert "main_single_gpu.py -dataset caltech256 -data_path /data" in done.err

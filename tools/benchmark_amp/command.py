@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tools.benchmark_amp.measure import measure
 from tools.benchmark_amp.report import lines
-from tools.benchmark_amp.results import FORMER_NAMES, Results
+from tools.benchmark_amp.results import Results
 from tools.benchmark_amp.table import Table
 from tools.benchmark_amp.tables import TABLES
 from tools.common.command_line import OVERWRITE, Tool, above_zero, first_word, run_tool
@@ -30,7 +30,7 @@ from utils.log import log
 OWN = (
     Flag("budget_min", "time limit in minutes; repeat with the same -json to resume", "M", default=10, kind=above_zero),
     Flag("json", "write every measurement to this file, with device, versions and command", "FILE"),
-    Flag("plot", "draw the results", "FILE.png", old=("out",)),
+    Flag("plot", "draw the results", "FILE.png"),
     OVERWRITE,
 )
 NAME = "benchmark_amp.py"
@@ -73,7 +73,7 @@ def _table(argv: list[str]) -> str:
     if argv[:1] == ["all"]:
         raise UserError(f"all: this table was removed. Each table resumes by itself; to measure all, run: {LOOP}")
     abouts = {name: (tool.about or "").splitlines()[0] for name, tool in COMMANDS.items()}
-    return first_word(argv or ["-h"], NAME, __doc__, abouts, "table", FORMER_NAMES)
+    return first_word(argv or ["-h"], NAME, __doc__, abouts, "table")
 
 
 def _report(table: Table, results: Results, json_file: Path | None, picture: Path | None) -> None:

@@ -86,7 +86,7 @@ def read_results(path: Path) -> Results:
     try:
         fields = parse_json(path.read_text(encoding="utf-8"))
         if all(key in fields for key in ("table", "command", "rounds", "turns")):
-            return Results.read(fields)
+            return Results(fields)
     except (OSError, ValueError, TypeError):
         pass
     raise UserError(

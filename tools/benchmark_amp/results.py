@@ -14,8 +14,6 @@ from tools.common.turns import Ratio, ratio
 Metrics = dict[str, Any]
 """Metrics of one turn of one contender, as plain values; {'failed': reason} if it could not be measured."""
 
-FORMER_NAMES = {"windows": "amp", "modes": "precisions", "peers": "timm"}
-"""Former name of a table -> its name now, for command lines and -json files."""
 AGAIN = ", again"
 """Suffix of the control: a contender that is measured twice. The ratio of the two shows the noise."""
 DEFAULTS = {"MODEL.NAME": "vit_base_patch16_224", "DATA.IMAGE_SIZE": 224, "DATA.BATCH_SIZE": 256, "TRAIN.ACCUM_ITER": 1}
@@ -25,16 +23,6 @@ NOT_SHOWN = ("computed_in", "compile_why")
 
 class Results(dict[str, Any]):
     """Contents of a -json file; `Recorder` in measure.py lists the fields."""
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> Results:
-        """With the table's present name, if the file has a former one."""
-        former = fields["table"]
-        if former not in FORMER_NAMES:
-            return cls(fields)
-        name = FORMER_NAMES[former]
-        command = fields["command"].replace(f"benchmark_amp.py {former}", f"benchmark_amp.py {name}", 1)
-        return cls({**fields, "table": name, "command": command})
 
     @property
     def turns(self) -> dict[str, list[Metrics]]:

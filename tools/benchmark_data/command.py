@@ -50,13 +50,12 @@ OWN = (
         "A,B",
         default_text="0 and the powers of two up to the number of cores",
         kind=whole_numbers(0),
-        old=("workers",),
     ),
     Flag("parts", "what to measure", "A,B", kind=some_of(*PARTS), default_text=",".join(PARTS)),
     Flag("appetite", "images per second that the model can train on", "N", kind=above_zero),
     Flag("budget_min", "time limit in minutes; reports what was measured until then", "M", default=10, kind=above_zero),
     Flag("json", "write all measurements, with machine, versions and command", "FILE"),
-    Flag("plot", "draw the results", "FILE.png", old=("out",)),
+    Flag("plot", "draw the results", "FILE.png"),
     OVERWRITE,
 )
 TOOL = Tool(

@@ -45,21 +45,18 @@ OWN = (
     ),
     OVERWRITE,
 )
-NAME, FORMER_NAME = "choose_precision", "doctor"
+NAME = "choose_precision"
 TOOL = Tool(f"{NAME}.py", __doc__, OWN)
 
 
-def main(argv: list[str], name: str = NAME) -> int:
-    """`name`: the name that the user called, which the report and its folder get."""
-    return run_tool(lambda words: _choose(words, name), argv)
+def main(argv: list[str]) -> int:
+    return run_tool(_choose, argv)
 
 
-def _choose(argv: list[str], name: str) -> int:
-    if name == FORMER_NAME:
-        log.warning("scripts/%s.py is now scripts/%s.py; the old name still works", name, NAME)
+def _choose(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked, loaded = line.asked, line.load()
-    _check(loaded, name, bool(asked.overwrite))
+    _check(loaded, bool(asked.overwrite))
 
     # Imported after all checks: importing torch takes seconds.
     from engine.machine.device import pick_device
@@ -75,7 +72,7 @@ def _choose(argv: list[str], name: str) -> int:
     for note in [*loaded.notes, *_without_effect(loaded)]:
         log.info(note)
     planned = plan(loaded.config, device, modes)
-    Examination(loaded.config, device, planned, asked.updates, 60 * asked.budget_min, name).run()
+    Examination(loaded.config, device, planned, asked.updates, 60 * asked.budget_min, NAME).run()
     return EXIT_DONE
 
 
@@ -92,8 +89,8 @@ def _without_effect(loaded: Loaded) -> list[str]:
     return notes + about_one_device(loaded)
 
 
-def _check(loaded: Loaded, name: str, overwrite: bool) -> None:
+def _check(loaded: Loaded, overwrite: bool) -> None:
     config = loaded.config
     check_one_training(loaded, f"{NAME}.py")
-    if not overwrite and config.OUTPUT is not None and (Path(config.OUTPUT) / f"{name}.json").exists():
-        raise UserError(f"-output {config.OUTPUT}: {name}.json exists; name another folder, or give -overwrite.")
+    if not overwrite and config.OUTPUT is not None and (Path(config.OUTPUT) / f"{NAME}.json").exists():
+        raise UserError(f"-output {config.OUTPUT}: {NAME}.json exists; name another folder, or give -overwrite.")

@@ -215,17 +215,10 @@ class ToolLine:
         return check_output_file(path, flag, fresh=fresh and not getattr(self.asked, "overwrite", True))
 
 
-def first_word(
-    argv: Sequence[str],
-    tool: str,
-    about: str | None,
-    known: Mapping[str, str],
-    kind: str,
-    former: Mapping[str, str] | None = None,
-) -> str:
+def first_word(argv: Sequence[str], tool: str, about: str | None, known: Mapping[str, str], kind: str) -> str:
     """The subcommand: the first word, which must be one of `known` (name -> description). `kind` is the word for it.
 
-    A name in `former` is replaced by its new one, with a warning. -h prints `about` and the list, and exits with 0.
+    -h prints `about` and the list, and exits with 0.
     """
     asked = argv[0] if argv else ""
     if asked.lstrip("-") in ("h", "help"):
@@ -233,9 +226,6 @@ def first_word(
         for name, what in known.items():
             print(textwrap.fill(f"  {name:<12}{what}", WIDTH, subsequent_indent=" " * 14))
         sys.exit(EXIT_DONE)
-    if former and asked in former:
-        log.warning("%s %s is now %s %s", tool, asked, tool, former[asked])
-        asked = former[asked]
     if asked not in known:
         what = f"unknown {kind} {asked!r}.{nearest(asked, known)}" if asked else f"the {kind} is missing."
         raise UserError(f"{what} The first word must be one of {', '.join(known)}; -h describes them.")

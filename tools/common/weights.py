@@ -166,10 +166,7 @@ def _header(source: Checkpoint, origin: dict[str, Any], averaged: bool = False) 
 
 def needed_by_tools(saved: Saved) -> dict[str, Any]:
     """Settings that rebuild the model, for the header of a file that predict.py and other tools read."""
-    settings = saved.settings()
-    if settings is None:
-        return {}
-    return {"settings": _public(settings), "fp32_modules": saved.fp32_modules()}
+    return {"settings": _public(saved.settings()), "fp32_modules": saved.fp32_modules()}
 
 
 def _public(settings: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ OWN = (
     Flag("modes", "modes to compare, the baseline first", "A,B", default="fp32,auto"),
     Flag("seeds", "number of seeds, such as 3, or a list of seeds, such as 0,1,5", "N", default="3"),
     Flag("folds", "cross-validation with N folds of the data, instead of seeds", "N", kind=_number_of_folds),
-    Flag("output", "folder of all runs", "DIR", default="output/compare", kind=Path, old=("out",)),
+    Flag("output", "folder of all runs", "DIR", default="output/compare", kind=Path),
 )
 TOOL = Tool("compare.py", __doc__, OWN, one_label="compare.py compares top-1, which needs one label per image")
 

@@ -37,7 +37,7 @@ OWN = (
         choices=("auto", "model", "ema", "both"),
     ),
     PART,
-    Flag("json", "write all metrics as JSON", "FILE.json", old=("out",)),
+    Flag("json", "write all metrics as JSON", "FILE.json"),
     Flag("confusion", "write the confusion matrix", "FILE.csv|png"),
     Flag("bins", "number of bins of the calibration error", "N", default=15, kind=whole(1, 1000)),
     OVERWRITE,

@@ -76,7 +76,7 @@ class Card:
     @property
     def public_settings(self) -> dict[str, Any]:
         """The run's settings without those that hold paths of its machine."""
-        return needed_by_tools(self.export.trained.saved).get("settings", {})
+        return needed_by_tools(self.export.trained.saved)["settings"]
 
     @property
     def dataset(self) -> str | None:
@@ -102,8 +102,7 @@ class Card:
     @property
     def base_model(self) -> str | None:
         """Name on the Hub of the timm weights that training began with; None if it began without, or with a file."""
-        settings = self.export.trained.saved.settings() or {}
-        name = settings.get("MODEL.PRETRAINED")
+        name = self.export.trained.saved.settings().get("MODEL.PRETRAINED")
         if not isinstance(name, str) or not is_timm_name(name):
             return None
         config = timm.get_pretrained_cfg(name)

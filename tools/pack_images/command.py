@@ -36,7 +36,7 @@ OWN = (
     Flag("raw", "store pixels instead of JPEG: no decoding, but 6 to 7 times the size of packed JPEGs"),
     Flag("keep", "copy files unchanged, byte for byte"),
     Flag("shard_images", "images per tar file", "N", default=1000, kind=whole(1, 10**9)),
-    Flag("num_workers", "packing processes", "N", kind=whole(1, 1024), old=("jobs",), default_text="one per core"),
+    Flag("num_workers", "packing processes", "N", kind=whole(1, 1024), default_text="one per core"),
     Flag("verify", "pack nothing; compare a packed folder with its checksums", "DST"),
 )
 PLACES = (Positional("places", "SRC DST", "what to pack, and the folder to write", "*"),)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from utils.config.fields import Section, setting, with_retired
+from utils.config.fields import Section, setting
 from utils.config.kinds import (
     Background,
     Count,
@@ -180,10 +180,8 @@ class DataConfig(Section):
         "Stop if more training images than this are unreadable; a value below 1 is a fraction of the training images, "
         "any other a number of images.",
     )
-    DECODER: Literal["auto", "simplejpeg", "pil"] = with_retired(
-        "auto",
-        "Decoder of JPEG files; auto: simplejpeg if it is installed, else PIL. PIL decodes all other files.",
-        {"nvimgcodec": "nvimgcodec was not faster than simplejpeg, and decoded the same pixels"},
+    DECODER: Literal["auto", "simplejpeg", "pil"] = setting(
+        "auto", "Decoder of JPEG files; auto: simplejpeg if it is installed, else PIL. PIL decodes all other files."
     )
     DCT_SCALE: bool = setting(
         False, "Decode JPEG files at half the size or less, if the crop is at least twice IMAGE_SIZE."

@@ -23,6 +23,7 @@ from engine.update import train_update
 from tests.engine.amp.modes import BF16, FP16, FP32, MODES, PLAIN_STEPS, SCALED, WITH_MASTERS, amp, change
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
+from tests.program import made_meta
 from utils.config import TrainConfig
 from utils.distributed.world import ALONE
 from utils.errors import UserError
@@ -177,7 +178,7 @@ def test_dtypes_of_weights_gradients_optimizer_state_and_file(tiny: Path, tmp_pa
     assert {computing[n] for n in computing if n not in norms} == {expected}
     assert {computing[n] for n in norms} == {FP32 if mode.startswith("O2") else expected}
     # The file.
-    saved = save_checkpoint(tmp_path, 3, {MODEL: parts.model.state_dict()}, {}, {"epoch": 1, "update": 3})
+    saved = save_checkpoint(tmp_path, 3, {MODEL: parts.model.state_dict()}, {}, made_meta(3))
     assert dtypes(load_file(saved / MODEL).values()) == {held}
 
 

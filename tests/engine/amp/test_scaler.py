@@ -17,6 +17,7 @@ from engine.checkpoint.state import restore, state_of
 from engine.measure.progress import Best, Position
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train
+from tests.program import made_meta
 from utils.config import AmpConfig
 
 INF = float("inf")
@@ -133,7 +134,7 @@ OVERFLOWING = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCA
 def saved(ready: ReadyToTrain, root: Path, update: int) -> Checkpoint:
     state = state_of(ready.parts, Position(1, update, update), Best(), 32, ready.parts.meters.state())
     tensors = {MODEL: ready.parts.model.state_dict()}
-    return inspect(save_checkpoint(root, update, tensors, state, {"epoch": 1, "update": update}))
+    return inspect(save_checkpoint(root, update, tensors, state, made_meta(update)))
 
 
 def gone_on(tiny: Path, checkpoint: Checkpoint, **words: object) -> ReadyToTrain:

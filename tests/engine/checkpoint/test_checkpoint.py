@@ -33,6 +33,7 @@ from engine.checkpoint.folder import (
     verify,
     write_index,
 )
+from tests.program import made_meta
 from utils.errors import UserError
 from utils.log import log
 
@@ -41,7 +42,7 @@ STATE_DICT = {"position": {"epoch": 1, "step": 0, "update": 1}, "numbers": [1, 2
 
 
 def save(root: Path, update: int, epoch: int | None = None, **meta: Any) -> Path:
-    return save_checkpoint(root, update, TENSORS, STATE_DICT, {"epoch": epoch or update, "update": update, **meta})
+    return save_checkpoint(root, update, TENSORS, STATE_DICT, made_meta(update, epoch or update, **meta))
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_meta_lists_sizes_and_hashes(tmp_path: Path) -> None:
 
 def test_state_with_pickled_objects_is_refused(tmp_path: Path) -> None:
     """An object that could run code when it is unpickled is refused, even with the right hash."""
-    folder = save_checkpoint(tmp_path, 1, TENSORS, {"x": Path("/")}, {"epoch": 1, "update": 1})
+    folder = save_checkpoint(tmp_path, 1, TENSORS, {"x": Path("/")}, made_meta(1))
     with pytest.raises(UserError, match=STATE):
         verify(inspect(folder)).state()
 
@@ -90,7 +91,7 @@ def keep_saving(root: Path, first: int, began: Any) -> None:
     tensors = {MODEL: {f"weight{n}": torch.randn(20, 500) for n in range(10)}}
     began.set()
     for update in range(first, first + 10**6):
-        state, meta = {"update": update}, {"epoch": 1, "update": update}
+        state, meta = {"update": update}, made_meta(update)
         folder = save_checkpoint(root, update, tensors, state, meta)
         if update % 3 == 0:  # a run may come by an update that it had saved before
             save_checkpoint(root, update, tensors, state, meta)

@@ -9,14 +9,13 @@ import torch
 
 from engine.checkpoint.find import find
 from engine.checkpoint.folder import MODEL, STATE, folder_name, save_checkpoint, write_index
+from tests.program import made_meta
 from utils.errors import UserError
 
 
 def save(root: Path, update: int, epoch: int = 1) -> Path:
     tensors = {MODEL: {"weight": torch.ones(2)}}
-    return save_checkpoint(
-        root, update, tensors, {"update": update}, {"epoch": epoch, "epoch_finished": True, "update": update}
-    )
+    return save_checkpoint(root, update, tensors, {"update": update}, made_meta(update, epoch, epoch_finished=True))
 
 
 def test_find_accepts_run_checkpoints_folder_checkpoint_or_file(tmp_path: Path) -> None:

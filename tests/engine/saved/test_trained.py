@@ -133,19 +133,6 @@ def test_stripped_weights_contain_no_paths(digits_run: Path, tmp_path: Path) -> 
     assert "/home/me" not in str(header)
 
 
-def test_older_checkpoint_takes_settings_from_its_run(digits_run: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(digits_run, run)
-    folder = run / "checkpoints" / BEST
-    rewrite(folder, settings=None)
-    assert torch.equal(logits(run), logits(digits_run))
-    assert checkpoint.main(["strip", str(run), "-out", str(tmp_path / "w.safetensors")]) == 0
-    assert torch.equal(logits(tmp_path / "w.safetensors"), logits(digits_run))
-    shutil.move(folder, tmp_path / "mine")
-    with pytest.raises(UserError, match=r"contains no settings.*Put the checkpoint back into RUN/checkpoints"):
-        load_trained(tmp_path / "mine")
-
-
 def test_sharded_checkpoint_can_be_loaded(digits_run: Path, tmp_path: Path) -> None:
     source = digits_run / "checkpoints" / BEST
     tensors = safetensors.torch.load_file(source / MODEL)
@@ -178,9 +165,7 @@ def test_modules_moved_to_fp32_stay_in_fp32(digits_run: Path, tmp_path: Path) ->
     [
         ("ema", "ema"),
         ("the EMA", "ema"),
-        ("the moving average", "ema"),
         ("average of the EMA", "ema"),
-        ("average of the moving average", "ema"),
         ("model", "model"),
         ("the model's weights", "model"),
         ("average of the model's weights", "model"),
@@ -188,7 +173,7 @@ def test_modules_moved_to_fp32_stay_in_fp32(digits_run: Path, tmp_path: Path) ->
     ],
 )
 def test_header_says_which_weights_a_file_has(stripped: Path, tmp_path: Path, words: str, which: str) -> None:
-    """In the words of export, strip and average, of this version and older ones."""
+    """In the words of export, strip and average."""
     with safe_open(str(stripped), framework="pt") as file:
         header = {**file.metadata(), "weights": words}
     safetensors.torch.save_file(safetensors.torch.load_file(stripped), tmp_path / "w.safetensors", metadata=header)
@@ -255,7 +240,7 @@ def test_unloadable_paths_are_refused(digits_run: Path, tmp_path: Path) -> None:
         (damaged, {"weights": "ema"}, f"the contents of {EMA} are not what was written"),
         (newer, {}, "MODEL.WARP; use the version of vitamp that trained it"),
         (without, {"weights": "ema"}, r"no EMA \(TRAIN.MODEL_EMA\) weights; use -weights model"),
-        (tmp_path / "foreign.safetensors", {}, "its header was not written by vitamp"),
+        (tmp_path / "foreign.safetensors", {}, "its header was not written by scripts/checkpoint.py strip"),
         (tmp_path / "short.safetensors", {}, "cannot be read as safetensors"),
         (tmp_path / "x.pth", {}, "weights without a description of their model"),
         (digits_run, {"amp": "fp7"}, "its values are auto off fp16"),

@@ -1,4 +1,4 @@
-"""The table of flags, read by the parser, -h and shell completion: names, values, and the settings they set."""
+"""The table of flags, read by the parser and -h: names, values, and the settings they set."""
 
 from __future__ import annotations
 

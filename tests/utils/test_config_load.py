@@ -204,6 +204,13 @@ def test_setting_without_effect_is_noted(tmp_path: Path) -> None:
     )
 
 
+def test_retired_value_becomes_the_default_with_a_note() -> None:
+    loaded = load_config(words={"CPU_FP32": "amx", "TRAIN.NUM_EPOCHS": "40"})
+    assert loaded.config.CPU_FP32 == "auto"
+    (note,) = loaded.notes
+    assert note.startswith("command line: CPU_FP32 amx is no longer supported, auto is used instead: ")
+
+
 def test_retired_setting_passes_with_the_value_that_changes_nothing(tmp_path: Path) -> None:
     cfg = write(tmp_path, "TRAIN:\n  OOM: Stop\n")
     loaded = load_config(cfg, words={"TRAIN.NUM_EPOCHS": "40"})

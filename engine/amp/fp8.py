@@ -26,10 +26,8 @@ def hardware_has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
-def convert(
-    model: nn.Module, recipe: str, device: torch.device, classifier: nn.Module | None, in_fp32: list[str]
-) -> list[str]:
-    """Convert linear layers of suitable size to fp8, in place. Returns the names of those left out.
+def convert(model: nn.Module, device: torch.device, classifier: nn.Module | None, in_fp32: list[str]) -> list[str]:
+    """Convert linear layers of suitable size to fp8, one scale per tensor, in place. Returns the names of the others.
 
     `in_fp32`: names of modules to leave alone, with everything inside them.
     """
@@ -51,7 +49,7 @@ def convert(
             left_out.append(name)
         return suits
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
     object.__setattr__(config, "emulate", emulated)
     # A weight's gradient is summed over the tokens of a batch, whose number must be a multiple of 16 as well.
     object.__setattr__(config, "pad_inner_dim", True)

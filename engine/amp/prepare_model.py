@@ -22,7 +22,7 @@ def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> Non
         forced = force_fp32(model, amp.FP32_MODULES, precision.device.type)
         log.info("AMP.FP32_MODULES: modules in fp32: %s", _names(forced))
     if precision.fp8:
-        left_out = convert(model, amp.FP8_RECIPE, precision.device, classifier(model), forced_modules(model))
+        left_out = convert(model, precision.device, classifier(model), forced_modules(model))
         log.info("fp8: linear layers left in bf16 (the classifier, or sizes not multiples of 16): %s", _names(left_out))
     if precision.level == "O3":
         convert_to_half(model, precision.choice.dtype)

@@ -28,8 +28,7 @@ class Scaled:
 
     dtype: torch.dtype
     scale: float | None
-    """None: each tensor (or row) is scaled to its largest value."""
-    rowwise: bool = False
+    """None: each tensor is scaled to its largest value."""
 
 
 @dataclass
@@ -57,8 +56,7 @@ class Layer:
         gradient = gradient.detach().float()
         magnitude = gradient.abs()
         if at.scale is None:
-            largest = magnitude.amax(-1, keepdim=True) if at.rowwise else magnitude.amax()
-            scaled = gradient * (info.max / largest.clamp(min=torch.finfo(torch.float32).tiny))
+            scaled = gradient * (info.max / magnitude.amax().clamp(min=torch.finfo(torch.float32).tiny))
         else:
             scaled = gradient * at.scale
         there = gradient != 0
@@ -124,7 +122,7 @@ def _scaled(module: nn.Module, dtype: torch.dtype, scale: float) -> Scaled:
     cast = getattr(config, "cast_config_grad_output", None)
     if cast is None:
         return Scaled(dtype, scale)
-    return Scaled(cast.target_dtype, None, rowwise="axis" in cast.scaling_granularity.value)
+    return Scaled(cast.target_dtype, None)
 
 
 def _examine_output(layer: Layer, at: Scaled) -> Any:

@@ -34,9 +34,6 @@ class AmpConfig(Section):
         _ON,
         excludes("DIST.STRATEGY=fsdp", at="O3", why="FSDP with O3 is not supported", do="use O1, O2 or NAIVE"),
     )
-    FP8_RECIPE: Literal["tensorwise", "rowwise"] = setting(
-        "tensorwise", "fp8: one scale per tensor, or one per row (more precise, slower).", _ON
-    )
     TF32: bool = setting(False, "Use TF32 for fp32 matrix products and convolutions, on GPUs that have it.")
     EVAL: bool = setting(
         True,

@@ -22,6 +22,7 @@ class Retired(NamedTuple):
 
 
 RETIRED: dict[str, Retired] = {
+    "AMP.FP8_RECIPE": Retired(("tensorwise",), "fp8 has one scale per tensor"),
     "CPU_BF16": Retired(("auto", "onednn"), "oneDNN multiplies bf16 matrices on a CPU", in_runs=("amx",)),
     "TRAIN.RESIDUAL_DTYPE": Retired(
         ("fp32",), "the residual stream between blocks is fp32; in 16 bits, one of eight seeds collapsed"

@@ -150,7 +150,7 @@ def _announce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, lock
 
 
 def _open_folder(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, folder: Path) -> Peak | None:
-    """Write the run's files into its folder. Returns the peak that MFU is measured against, if it is measured."""
+    """Write the run's files into its folder. Returns the peak that MFU is relative to, if it is known."""
     if checkpoint:
         ready.best = start_branch(folder, checkpoint, ready.best, run.world)
     return write_run_files(run, ready, folder)

@@ -84,13 +84,13 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
-    """Write config.yaml and run.json. Returns the peak that MFU is measured against, if it is measured."""
+    """Write config.yaml and run.json. Returns the peak that MFU is relative to, if it is known."""
     config, world, threads = run.config, run.world, run.threads
     if not world.first:
         return None
     with os_errors_as_user_errors(folder):  # first: a run that is killed from here on resumes with these settings
         write_atomically(folder / "config.yaml", redacted(to_yaml(config)))
-    peak = peak_of(ready.precision, threads, config.REPORT_STAGES and not config.EVAL, folder / "run.json")
+    peak = peak_of(ready.precision)
     if peak is not None and not config.EVAL:
         log.info(peak.words())
     choices = {

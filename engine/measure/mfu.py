@@ -1,15 +1,14 @@
 """Model FLOPs utilisation (MFU): the operations of the model per second, in percent of the device's peak.
 
-FLOPs are counted for the forward and backward pass of an image; a multiplication and an addition are two. Operations
-that activation checkpointing repeats count once, and masked ones count.
+The peaks of GPUs are listed here; other devices have no MFU. FLOPs are counted for the forward and backward pass of an
+image; a multiplication and an addition are two. Operations that activation checkpointing repeats count once, and masked
+ones count.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,11 +16,9 @@ from torch import nn
 
 from engine.amp.precision import Precision
 from engine.inputs.token_drop import shortcuts_of, token_drop_of
-from engine.machine.device import describe_device, synchronize
 from engine.measure.progress import Position
 from models import build_without_weights
 from utils.config import Config
-from utils.files import parse_json
 from utils.log import log
 
 # Dense peaks in TFLOP/s with fp32 accumulation, from the vendor's data sheets (sparse values halved). The names are
@@ -47,11 +44,7 @@ LISTED: tuple[tuple[str, dict[str, float]], ...] = (
     # NVIDIA HGX B200, data sheet, an eighth
     (r"B200", {"fp32": 75.0, "tf32": 1100.0, "fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0}),
 )
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-MEASURED_FOR = 0.8
-"""Seconds."""
-LONG_ENOUGH, LARGEST = 0.05, 8192
-"""Matrices grow until a product takes this many seconds, or has this many rows."""
+DATA_SHEET = "its data sheet"
 IMAGES = 2
 """Batch size for counting: batch norm cannot train on one image."""
 
@@ -72,15 +65,14 @@ def training_flops(model: nn.Module, channels: int, image_size: int) -> float | 
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak of a device in TFLOP/s."""
+    """Peak of a device in TFLOP/s, from its data sheet."""
 
     tflops: float
     kind: str
-    how: str
     device: str
 
     def words(self) -> str:
-        return f"MFU is relative to a peak of {self.tflops:.3g} TFLOP/s in {self.kind} for each device ({self.how})."
+        return f"MFU is relative to a peak of {self.tflops:.3g} TFLOP/s in {self.kind} for each device ({DATA_SHEET})."
 
 
 def listed_tflops(name: str, kind: str) -> float | None:
@@ -89,54 +81,13 @@ def listed_tflops(name: str, kind: str) -> float | None:
     return next((peaks.get(kind) for pattern, peaks in LISTED if re.fullmatch(pattern, name)), None)
 
 
-def peak_of(precision: Precision, threads: int, measure: bool, run_file: Path) -> Peak | None:
-    """The listed peak of this device, else the measured one if `measure`. `run_file` may hold it from before."""
-    device, kind = precision.device, precision.name.split("-")[-1]
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        if (listed := listed_tflops(name, kind)) is not None:
-            return Peak(listed, kind, "its data sheet", name)
-    if not measure or kind not in DTYPES:
+def peak_of(precision: Precision) -> Peak | None:
+    """The listed peak of this device; None if it is not listed."""
+    if precision.device.type != "cuda":
         return None
-    name = f"{describe_device(device)}, {threads} threads" if device.type == "cpu" else describe_device(device)
-    saved = _saved_peak(run_file)
-    if saved is not None and (saved.kind, saved.device) == (kind, name):
-        return saved
-    return Peak(measured_tflops(device, DTYPES[kind]), kind, "measured by a large matrix product", name)
-
-
-def _saved_peak(run_file: Path) -> Peak | None:
-    try:
-        return Peak(**parse_json(run_file.read_text(encoding="utf-8"))["peak"])
-    except (OSError, ValueError, KeyError, TypeError):  # a new run, or one without a peak
-        return None
-
-
-def measured_tflops(device: torch.device, dtype: torch.dtype, seconds: float = MEASURED_FOR) -> float:
-    """Best TFLOP/s of products of square matrices, which grow until one takes long enough for the clock."""
-    best, size, began = 0.0, 256, perf_counter()
-    left = _matrix(size, device, dtype)
-    while perf_counter() - began < seconds:
-        passed = _seconds_of_product(left, device)
-        best = max(best, 2 * size**3 / passed / 1e12)
-        if passed < LONG_ENOUGH and size < LARGEST:
-            size *= 2
-            left = _matrix(size, device, dtype)
-            _seconds_of_product(left, device)  # warm-up: the first product of a size is slower
-    return best
-
-
-def _matrix(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Random numbers, as in training: with equal ones an H200 is faster by an eighth."""
-    return torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
-
-
-def _seconds_of_product(matrix: torch.Tensor, device: torch.device) -> float:
-    synchronize(device)
-    began = perf_counter()
-    torch.mm(matrix, matrix)
-    synchronize(device)
-    return perf_counter() - began
+    name, kind = torch.cuda.get_device_name(precision.device), precision.name.split("-")[-1]
+    tflops = listed_tflops(name, kind)
+    return None if tflops is None else Peak(tflops, kind, name)
 
 
 class Utilisation:

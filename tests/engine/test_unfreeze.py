@@ -157,7 +157,7 @@ def test_muon_may_wait_for_its_matrices(tiny: Path) -> None:
 def test_mfu_counts_the_backward_pass_of_unfrozen_epochs(tiny: Path) -> None:
     words = {key.replace("__", "."): str(value) for key, value in {**BACKBONE, "MODEL__DEPTH": 4}.items()}
     position = Position(1)
-    utilisation = Utilisation(load_config(str(tiny), words=words).config, Peak(1, "fp32", "", ""), 1, position)
+    utilisation = Utilisation(load_config(str(tiny), words=words).config, Peak(1, "fp32", ""), 1, position)
     frozen = utilisation.percent(1000)
     position.epoch = 2
     assert not utilisation.counted

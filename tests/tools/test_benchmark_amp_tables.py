@@ -28,11 +28,8 @@ Fields = dict[str, Any]
 
 
 @pytest.fixture
-def measured(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Fields, str]]:
+def measured(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Fields, str]]:
     """`measured("amp", "-iters", 2)` runs a table; returns the -json file and the printed report."""
-    monkeypatch.setattr("engine.measure.mfu.measured_tflops", lambda *_: 0.05)
 
     def call(table: str, *words: object) -> tuple[Fields, str]:
         files = ["-json", tmp_path / "t.json", "-plot", tmp_path / "t.png"]

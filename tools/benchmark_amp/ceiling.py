@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.benchmark_amp.results import Results, percent, shown
@@ -12,48 +11,23 @@ from utils.config import AmpConfig, Config
 if TYPE_CHECKING:
     import torch
 
-    from engine.amp.precision import Precision
-    from engine.measure.mfu import Peak
-
-
-_peaks: dict[tuple[str, str, int], Peak | None] = {}
-"""(precision, device, threads) -> peak, measured once per process."""
-
 
 def ceiling(config: Config, device: torch.device, precisions: Iterable[AmpConfig]) -> dict[str, Any]:
-    """GFLOP per image in training, and the device's TFLOP/s in each precision, from its data sheet or measured."""
+    """GFLOP per image in training, and the device's TFLOP/s in each precision, where its data sheet is listed."""
     amps = list(precisions)
     if not amps:
         return {}
-    import torch
-
     from engine.amp.precision import Precision
-    from engine.measure.mfu import training_flops
+    from engine.measure.mfu import DATA_SHEET, peak_of, training_flops
     from models import build_without_weights
 
     size, channels = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
     flops = training_flops(build_without_weights(config.MODEL, size, channels), channels, size)
     peaks: dict[str, Any] = {}
     for amp in amps:
-        precision = Precision(amp, device)
-        kind = precision.name.split("-")[-1]
-        if kind not in peaks and (peak := _peak(kind, precision)) is not None:
-            peaks[kind] = {"tflops": peak.tflops, "how": peak.how}
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the contenders may need all memory
+        if (peak := peak_of(Precision(amp, device))) is not None:
+            peaks[peak.kind] = {"tflops": peak.tflops, "how": DATA_SHEET}
     return {"gflop_per_image": flops / 1e9 if flops else None, "peaks": peaks}
-
-
-def _peak(kind: str, precision: Precision) -> Peak | None:
-    import torch
-
-    from engine.measure.mfu import peak_of
-
-    threads = torch.get_num_threads()
-    key = kind, str(precision.device), threads
-    if key not in _peaks:
-        _peaks[key] = peak_of(precision, threads, True, Path("-"))  # there is no run folder to cache it in
-    return _peaks[key]
 
 
 def of_peak(results: Results, name: str) -> str:

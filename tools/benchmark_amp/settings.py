@@ -53,7 +53,6 @@ class Setup:
         if self.device.type == "cuda":
             properties: Any = torch.cuda.get_device_properties(self.device)
             gpu = f"GPU-{properties.uuid}"
-        # After `prepare`, which sets the threads that the peak is measured with.
         return Machine(name, gpu, ceiling(self.config, self.device, precisions))
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +11,16 @@ from torch import nn
 
 from engine.amp.precision import Precision, switch_tf32
 from engine.measure import mfu as flops
-from engine.measure.mfu import LISTED, Peak, Utilisation, listed_tflops, measured_tflops, peak_of, training_flops
+from engine.measure.mfu import LISTED, Peak, Utilisation, listed_tflops, peak_of, training_flops
 from engine.measure.progress import Position
 from engine.measure.stage_times import FORWARD, HostStages
 from engine.measure.throughput import Throughput
 from models import Shortcuts, build_without_weights
 from tests.engine.small import BF16, CPU, OFF
-from tests.program import Result
 from utils.config import AmpConfig, Config, ModelConfig
 
 GPU = torch.device("cuda", 0)
-PEAK = Peak(tflops=100.0, kind="bf16", how="made up", device="a GPU")
+PEAK = Peak(tflops=100.0, kind="bf16", device="a GPU")
 
 
 def counted(name: str, size: int = 224, **settings: Any) -> float:
@@ -135,7 +130,6 @@ def test_listed_peaks_have_the_ratios_of_tensor_cores(peaks: dict[str, float]) -
 def precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, amp: AmpConfig) -> Precision:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(flops, "describe_device", lambda _: name)
     return Precision(amp, GPU)
 
 
@@ -148,74 +142,21 @@ def precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, amp: AmpConfi
         (AmpConfig(ENABLED=True, DTYPE="bf16", LEVEL="O2"), 989.4),
     ],
 )
-def test_peak_of_a_listed_gpu_is_not_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, amp: AmpConfig, tflops: float
+def test_peak_of_a_listed_gpu_depends_on_the_precision(
+    monkeypatch: pytest.MonkeyPatch, amp: AmpConfig, tflops: float
 ) -> None:
-    monkeypatch.setattr(flops, "measured_tflops", lambda *_: pytest.fail("measured"))
     try:
-        found = peak_of(precision_on_a_gpu(monkeypatch, "NVIDIA H200", amp), 4, False, tmp_path / "run.json")
+        found = peak_of(precision_on_a_gpu(monkeypatch, "NVIDIA H200", amp))
     finally:
         switch_tf32(False)
     assert found is not None
-    assert (found.tflops, found.how) == (tflops, "its data sheet")
+    assert found.tflops == tflops
 
 
-def test_peak_of_another_device_is_measured_once_and_on_request(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[torch.dtype] = []
-
-    def measure(_device: torch.device, dtype: torch.dtype) -> float:
-        asked.append(dtype)
-        return 50.0
-
-    monkeypatch.setattr(flops, "measured_tflops", measure)
-    file = tmp_path / "run.json"
-    ours = precision_on_a_gpu(monkeypatch, "Some GPU", BF16)
-    assert peak_of(ours, 4, False, file) is None
-    first = peak_of(ours, 4, True, file)
-    assert first is not None
-    assert (first.tflops, asked) == (50.0, [torch.bfloat16])
-    file.write_text(json.dumps({"peak": asdict(first)}))
-    assert peak_of(ours, 4, True, file) == first
-    assert len(asked) == 1, "run.json knows it"
-    peak_of(precision_on_a_gpu(monkeypatch, "Some GPU", OFF), 4, True, file)
-    peak_of(precision_on_a_gpu(monkeypatch, "Another GPU", BF16), 4, True, file)
-    assert len(asked) == 3, "neither of another precision nor of another device"
-    ours = precision_on_a_gpu(monkeypatch, "Some GPU", BF16)
-    for broken in ("", "{}", '{"peak": 3}', '{"peak": {"tflops": 1}}'):
-        file.write_text(broken)
-        assert peak_of(ours, 4, True, file) == first
-
-
-def test_measured_peak_is_the_best_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device of 2 TFLOP/s with a clock of its own, which needs 10 ms more per product and is disturbed later."""
-    now, products = [0.0], 0
-
-    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        nonlocal products
-        products += 1
-        now[0] += 2 * len(left) ** 3 / 2e12 + (1.0 if products > 20 else 0.01)
-        return right
-
-    monkeypatch.setattr(torch, "mm", product)
-    monkeypatch.setattr(torch, "randn", lambda *size, **_: torch.empty(size))
-    monkeypatch.setattr(flops, "perf_counter", lambda: now[0])
-    found = measured_tflops(CPU, torch.float32, seconds=10)
-    assert found == pytest.approx(2 * 4096**3 / (2 * 4096**3 / 2e12 + 0.01) / 1e12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_peak_is_measured_with_random_numbers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """And training's own random numbers stay what they would have been."""
-    seen: list[torch.Tensor] = []
-    product = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda left, right: seen.append(left) or product(left[:8], right))
-    before = torch.random.get_rng_state()
-    measured_tflops(CPU, dtype, seconds=0.02)
-    assert seen
-    assert all(matrix.dtype is dtype and matrix.float().std() == pytest.approx(1, abs=0.05) for matrix in seen)
-    assert torch.equal(torch.random.get_rng_state(), before)
+@pytest.mark.parametrize("name", ["Some GPU", "NVIDIA H200 MIG 1g.18gb"])
+def test_other_devices_have_no_peak(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert peak_of(Precision(BF16, CPU)) is None
+    assert peak_of(precision_on_a_gpu(monkeypatch, name, BF16)) is None
 
 
 def test_mfu_of_known_flops() -> None:
@@ -281,20 +222,3 @@ def test_counting_flops_is_left_out_of_training_time(monkeypatch: pytest.MonkeyP
         assert (perf.stages.total, perf.mfu) == (4.0, pytest.approx(8e-3 / 100 * 100))
         rates.append(perf.images_per_second)
     assert rates == [8.0, 8.0, 8.0]
-
-
-@pytest.mark.slow  # two runs that measure; what is remembered is tested above
-def test_run_json_has_the_peak(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    """And a run that goes on takes it from there."""
-    run = tmp_path / "run"
-    words = ("-cfg", tiny, "-output", run, "REPORT_STAGES=true", "-resume", "auto")
-    first = vitamp(*words, "TRAIN.MAX_UPDATES=20")
-    assert first.code == 0, first.text
-    about = json.loads((run / "run.json").read_text())
-    assert "(measured by a large matrix product)" in first.out
-    about["peak"]["tflops"] = 12345.0
-    (run / "run.json").write_text(json.dumps(about))
-    second = vitamp(*words, "TRAIN.MAX_UPDATES=30")
-    assert second.code == 0, second.text
-    assert "1.23e+04 TFLOP/s in fp32" in second.out
-    assert json.loads((run / "run.json").read_text())["peak"]["tflops"] == 12345.0

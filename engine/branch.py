@@ -13,7 +13,7 @@ from engine.report.reporter import METRICS
 from engine.report.tracking import TRACKERS
 from utils.distributed.world import World, broadcast, on_rank_0
 from utils.log import log
-from utils.run_folder import os_errors_as_user_errors
+from utils.record.run_folder import os_errors_as_user_errors
 
 ABANDONED = "before-resume-{}"
 COPIED = ("config.yaml", "run.json", METRICS, "curves.png", "broken.txt", STORE)

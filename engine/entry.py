@@ -34,7 +34,7 @@ from utils.gpus import limit_visible_gpus
 from utils.log import log, logs_to_terminal, start_log
 from utils.parent import die_with_starting_tool
 from utils.passwords import redacted
-from utils.run_folder import run_folder_of
+from utils.record.run_folder import run_folder_of
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
 
 SECONDS_TO_FIND_LOST_RANK = 12

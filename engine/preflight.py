@@ -19,8 +19,8 @@ from engine.report.tracking import check_trackers
 from models import check_model, check_pretrained
 from utils.config import Config
 from utils.config.kinds import AUTO
-from utils.resumed_run import resumed_run, target_folder
-from utils.run_folder import check_output
+from utils.record.resumed_run import resumed_run, target_folder
+from utils.record.run_folder import check_output
 
 
 def check(config: Config) -> None:

@@ -27,7 +27,7 @@ from utils.config.read import Entry
 from utils.config.values import one_line
 from utils.errors import UserError
 from utils.files import parse_json
-from utils.resumed_run import resumed_run
+from utils.record.resumed_run import resumed_run
 
 CLASSES, DATASET = "MODEL.NUM_CLASSES", "DATA.DATASET"
 INTERPOLATION, CROP_MODE = "DATA.INTERPOLATION", "DATA.CROP_MODE"

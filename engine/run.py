@@ -46,7 +46,7 @@ from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import log
-from utils.resumed_run import resumed_run
+from utils.record.resumed_run import resumed_run
 from utils.text import counted
 
 

@@ -17,9 +17,9 @@ from engine.measure.task import Metrics, task_of
 from engine.report.reporter import Reporter
 from engine.run_folder import make_run_folder, write_run_files
 from engine.setup import build_for_evaluation
-from utils.better_weights import best_prefix
 from utils.distributed.world import on_every_rank
 from utils.log import log
+from utils.record.better_weights import best_prefix
 
 
 def evaluate_only(given: Run, dry: bool) -> None:

@@ -21,8 +21,8 @@ from utils.errors import UserError
 from utils.files import kind_of_path, try_to_write, write_atomically
 from utils.log import log, log_into
 from utils.passwords import redacted
-from utils.resumed_run import resumed_run, target_folder
-from utils.run_folder import (
+from utils.record.resumed_run import resumed_run, target_folder
+from utils.record.run_folder import (
     check_output,
     describe_run,
     is_run_folder,

@@ -20,7 +20,7 @@ from typing import Any
 from utils.errors import UserError
 from utils.files import parse_json
 from utils.log import log
-from utils.run_folder import os_errors_as_user_errors
+from utils.record.run_folder import os_errors_as_user_errors
 
 NAME = ".lock"
 SECONDS_BETWEEN_HEARTBEATS = 5.0

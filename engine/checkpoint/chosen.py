@@ -14,7 +14,7 @@ from utils.config.kinds import AUTO
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
 from utils.log import log
-from utils.resumed_run import resumed_run
+from utils.record.resumed_run import resumed_run
 
 
 def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:

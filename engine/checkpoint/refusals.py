@@ -16,7 +16,7 @@ from utils.distributed.launch import start_again
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.log import log
-from utils.run_folder import run_folder_of
+from utils.record.run_folder import run_folder_of
 
 
 def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:

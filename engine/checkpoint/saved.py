@@ -14,13 +14,13 @@ from engine.checkpoint.fields import MovedModules, check_fields
 from engine.checkpoint.folder import EMA, META, MODEL, STATE, Checkpoint, inspect, verify
 from engine.checkpoint.shard_files import files_of
 from engine.checkpoint.weights_file import read_weights_meta
-from utils.better_weights import BOTH, Choice, Wanted, Which, choose_weights
 from utils.cli import CommandLine
 from utils.config import Config, load_config
 from utils.config.keys import settings
 from utils.config.resumed import read_saved
 from utils.errors import UserError
 from utils.files import kind_of_path
+from utils.record.better_weights import BOTH, Choice, Wanted, Which, choose_weights
 
 FILES: dict[Which, str] = {"model": MODEL, "ema": EMA}
 

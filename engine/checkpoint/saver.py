@@ -31,10 +31,10 @@ from engine.machine.stopping import signals
 from engine.measure.progress import Best, Position
 from engine.measure.task import Metrics
 from engine.update import Parts
-from utils.better_weights import PREFIX
 from utils.config.schema import Config
 from utils.errors import TrainingError
 from utils.log import log
+from utils.record.better_weights import PREFIX
 
 PAUSES = (5.0, 20.0, 60.0)
 """Seconds between attempts while training continues; the last one repeats."""

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 
 from engine.checkpoint.fields import WeightsMeta, check_fields
 from engine.checkpoint.folder import WEIGHTS
-from utils.better_weights import Which
 from utils.errors import UserError
 from utils.files import parse_json
+from utils.record.better_weights import Which
 
 MADE_BY, EXPORTED = "vitamp", "vitamp"
 """Value of `made_by` in the header; and the one key under which an export has all its fields."""

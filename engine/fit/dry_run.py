@@ -33,7 +33,7 @@ from engine.unfreeze import unfreeze_if_due
 from utils.distributed.world import World, all_gather, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
 from utils.log import log
-from utils.resumed_run import target_folder
+from utils.record.resumed_run import target_folder
 from utils.text import counted
 
 SECONDS_OF_UPDATES, SECONDS_OF_LOADING, SECONDS_OF_VALIDATION = 8.0, 4.0, 3.0

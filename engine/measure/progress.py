@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.measure.task import Metrics
-from utils.better_weights import best_prefix, metric_words
 from utils.config import Config
 from utils.log import log
+from utils.record.better_weights import best_prefix, metric_words
 
 
 @dataclass

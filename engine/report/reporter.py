@@ -26,7 +26,7 @@ from utils.files import parse_json, write_atomically
 from utils.line_file import LineFile
 from utils.log import log
 from utils.passwords import redacted
-from utils.run_folder import os_errors_as_user_errors
+from utils.record.run_folder import os_errors_as_user_errors
 
 METRICS = "metrics.jsonl"
 OF_MULTI_LABEL = ("map", "f1_micro", "f1_macro", "f1_micro_tuned", "f1_macro_tuned", "exact_match")

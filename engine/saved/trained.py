@@ -24,12 +24,12 @@ from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.measure.ranking import HALF, describe_untuned
 from engine.setup import model_in_precision
-from utils.better_weights import Wanted, Which
 from utils.cli import CommandLine, amp_settings
 from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError
 from utils.log import log
+from utils.record.better_weights import Wanted, Which
 from utils.text import counted
 
 

@@ -18,9 +18,9 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from models.names import is_timm_name, similar_models
-from utils.better_weights import BOTH, Wanted, Which, choose_weights
 from utils.errors import UserError, nearest
 from utils.files import NotRegular, parse_json, require_regular
+from utils.record.better_weights import BOTH, Wanted, Which, choose_weights
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".pth.tar")
 PADDLE = ".pdparams"

@@ -21,7 +21,7 @@ from models.weights.paddle_file import EMA_KEYS, WEIGHTS_KEYS, read_pdparams
 from models.weights.paddle_names import convert
 from utils.errors import UserError
 from utils.log import log
-from utils.run_folder import run_folder_of
+from utils.record.run_folder import run_folder_of
 
 MOST_NAMED = 5
 """Tensors of each kind that an error names"""

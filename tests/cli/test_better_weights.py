@@ -17,7 +17,7 @@ from scripts.dev.results import one_run
 from tests.conftest import TINY_DIGITS
 from tests.program import Result, metrics, run_program, write_meta
 from tools.common.runs import RunMetrics, read_lines
-from utils.better_weights import choose_weights
+from utils.record.better_weights import choose_weights
 
 LAST, BEFORE, MIDDLE = "step-000000088", "step-000000044", "step-000000066"
 

@@ -12,7 +12,7 @@ from engine.checkpoint.folder import MODEL
 from utils import run_folder
 from utils.errors import UserError
 from utils.files import replacing, write_atomically
-from utils.run_folder import check_output, make_folder, run_folder_of
+from utils.record.run_folder import check_output, make_folder, run_folder_of
 
 
 @pytest.fixture

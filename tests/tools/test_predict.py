@@ -28,10 +28,10 @@ from engine.setup import model_in_precision
 from tests.program import ROOT, made_meta, metrics, save_image
 from tools.predict import command as predict
 from tools.predict import find
-from utils.better_weights import LABELS
 from utils.config import load_config
 from utils.config.data import DataConfig
 from utils.config.keys import values_to_keep
+from utils.record.better_weights import LABELS
 
 Row = dict[str, Any]
 

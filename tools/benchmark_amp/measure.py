@@ -18,7 +18,7 @@ from utils.cpus import processors
 from utils.errors import TrainingError, UserError
 from utils.files import parse_json
 from utils.log import log
-from utils.run_folder import git_state, versions, write_json
+from utils.record.run_folder import git_state, versions, write_json
 
 NOT_MEASURED = ("-budget_min", "-json", "-plot", "-out")
 """Flags that may differ when a -json file is resumed."""

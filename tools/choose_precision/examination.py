@@ -23,7 +23,7 @@ from utils.config import Config, to_yaml
 from utils.distributed.world import ALONE
 from utils.errors import TrainingError
 from utils.log import log
-from utils.run_folder import describe_run, make_folder, write_json
+from utils.record.run_folder import describe_run, make_folder, write_json
 from utils.text import counted
 
 MUCH_NOISE = 0.15

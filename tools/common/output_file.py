@@ -9,7 +9,7 @@ from pathlib import Path
 
 from utils.errors import UserError
 from utils.files import kind_of_path, try_to_write
-from utils.run_folder import is_run_folder
+from utils.record.run_folder import is_run_folder
 
 _written: list[Path] = []
 

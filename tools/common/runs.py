@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from utils.better_weights import LABELS, PREFIX
 from utils.line_file import parse_json_lines, read_json_lines
+from utils.record.better_weights import LABELS, PREFIX
 
 TAIL = 2**16
 """Bytes at the end of the file that hold at least one whole line."""

@@ -19,10 +19,10 @@ from engine.optim.class_weights import BALANCED
 from engine.optim.class_weights import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
 from tools.common.progress import progress
-from utils.better_weights import BOTH, LABELS, Wanted, Which, choose_weights
 from utils.errors import EXIT_DONE, UserError
 from utils.files import replacing
 from utils.log import log
+from utils.record.better_weights import BOTH, LABELS, Wanted, Which, choose_weights
 from utils.text import counted
 
 COPIED = (

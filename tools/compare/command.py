@@ -32,7 +32,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED,
 from utils.files import kind_of_path
 from utils.flags import Flag
 from utils.log import log
-from utils.run_folder import git_state, write_json
+from utils.record.run_folder import git_state, write_json
 from utils.text import counted
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ from typing import Any, cast
 
 from tools.common.command_line import OVERWRITE, PART, Tool, ToolLine, run_tool
 from tools.common.output_file import check_output_file, writing
-from utils.better_weights import BOTH, Wanted, Which
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
-from utils.run_folder import write_json
+from utils.record.better_weights import BOTH, Wanted, Which
+from utils.record.run_folder import write_json
 
 OWN = (
     Flag(

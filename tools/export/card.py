@@ -16,9 +16,9 @@ from tools.common.report_page.runs import Run
 from tools.common.weights import needed_by_tools
 from tools.export.formats import Export
 from tools.export.hub_files import CURVES
-from utils.better_weights import LABELS, PREFIX, metric_words
 from utils.config.keys import default_of
 from utils.config.values import one_line
+from utils.record.better_weights import LABELS, PREFIX, metric_words
 
 TASK = "image-classification"
 HUB_IDS = {

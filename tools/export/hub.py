@@ -20,7 +20,7 @@ from tools.export.card import Card
 from tools.export.formats import Export, Format, first_line
 from tools.export.hub_files import CARD, CONFIG, CURVES, WEIGHTS
 from utils.errors import TrainingError
-from utils.run_folder import is_run_folder, run_folder_of
+from utils.record.run_folder import is_run_folder, run_folder_of
 
 KEPT = ("architecture", "fixed_input_size", "first_conv", "classifier")
 """What timm notes about an architecture. The rest of its notes are about weights of its own."""

@@ -17,7 +17,7 @@ from utils.config.schema import Config
 from utils.config.values import one_line
 from utils.errors import UserError
 from utils.files import parse_json
-from utils.run_folder import run_folder_of
+from utils.record.run_folder import run_folder_of
 
 FORMER: dict[str, Any] = {
     "TRAIN.OPTIMIZER.EPS": 1e-8,

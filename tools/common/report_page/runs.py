@@ -20,7 +20,7 @@ from utils.config.keys import settings, value_of
 from utils.config.values import one_line
 from utils.errors import UserError
 from utils.files import parse_json
-from utils.run_folder import is_run_folder, run_folder_of
+from utils.record.run_folder import is_run_folder, run_folder_of
 
 Line = dict[str, Any]
 OF_ONE_START = ("OUTPUT", "SAVE", "BASE", "MODEL.RESUME", "MAX_TIME", "LOCAL_RANK", "NGPUS")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from utils.config import Config
 from utils.config.kinds import AUTO
-from utils.run_folder import is_run_folder, run_folder_of
+from utils.record.run_folder import is_run_folder, run_folder_of
 
 
 def resumed_run(config: Config) -> Path | None:

@@ -23,4 +23,4 @@ def wrap(parts: Parts, config: Config) -> None:
             "With DIST.SYNC_BATCHNORM, skipped updates are not replayed, and the log names no module that overflowed."
         )
     if parts.half_copy is None and parts.sharding is None:
-        parts.forward = wrap_ddp(parts.model, parts.precision.device, config)
+        parts.forward = wrap_ddp(parts.model, parts.precision.device)

@@ -133,7 +133,7 @@ class Saver(RankSaver):
 
     def __init__(self, root: Path, config: Config, pinned: bool) -> None:
         self._root, self._config = root, config
-        self._copy = HostCopy(pinned) if config.SAVE_IN_BACKGROUND else None
+        self._copy: HostCopy | None = HostCopy(pinned)
         self._thread: threading.Thread | None = None
         self._superseded = threading.Event()
         self._outcomes: queue.SimpleQueue[_Written | _Failed] = queue.SimpleQueue()
@@ -141,7 +141,7 @@ class Saver(RankSaver):
         self._failing: dict[int, str] = {}
         self._pauses: dict[str, float] = {}
         self._saves = 0
-        self.reserved = self._copy is None
+        self.reserved = False
         self.seconds_paused = 0.0
         """How long training was paused for saving, in all."""
 
@@ -150,8 +150,7 @@ class Saver(RankSaver):
         if self._copy is not None:
             size = self._copy.reserve((snapshot.tensors, snapshot.state))
             log.info(
-                "Training continues while checkpoints are written, from a copy that takes %s of host memory "
-                "(SAVE_IN_BACKGROUND).",
+                "Training continues while checkpoints are written, from a copy that takes %s of host memory.",
                 size_words(size),
             )
 
@@ -164,7 +163,7 @@ class Saver(RankSaver):
         if self._copy is not None and copied is None:
             log.warning(
                 "There is no host memory for copies of checkpoints (%s). From now on, training pauses until the files "
-                "are written, as with SAVE_IN_BACKGROUND=false.",
+                "are written.",
                 self._copy.problem,
             )
             self._copy = None
@@ -290,10 +289,11 @@ class Saver(RankSaver):
         if self._failing.get(outcome.update) != words:  # another attempt may fail for another reason
             log.warning(
                 "The checkpoint of update %d could not be written: %s. %s; training continues, and the write is "
-                "retried (if SAVE_IN_BACKGROUND is off, only when training ends).",
+                "retried%s.",
                 outcome.update,
                 words,
                 "Earlier checkpoints are untouched" if signals.saved else "Nothing is saved yet",
+                "" if self._copy else " when training ends",
             )
         self._failing = {outcome.update: words}
 

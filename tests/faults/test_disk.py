@@ -17,6 +17,7 @@ import torch
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import MODEL, inspect, read_index, save_checkpoint, verify
+from engine.checkpoint.host_copy import HostCopy
 from engine.checkpoint.saver import Saver, Snapshot
 from engine.machine.stopping import signals
 from engine.report.tensorboard import Board
@@ -164,7 +165,9 @@ def test_tried_again_with_the_next_save(
     """Pruned only once the new one is safe: KEEP_LAST 1 keeps the old one while there is no room for another."""
     monkeypatch.setattr(saving, "PAUSES", (60.0,))
     root = disk.folder / "checkpoints"
-    saver = Saver(root, Config(KEEP_LAST=1, SAVE_IN_BACKGROUND=background), pinned=False)
+    if not background:
+        monkeypatch.setattr(HostCopy, "take", lambda *_: None)  # no memory
+    saver = Saver(root, Config(KEEP_LAST=1), pinned=False)
     for update in (1, 2, 3):
         if update == 2:
             until(lambda: bool(saver.report()) or "Checkpoint step-000000001" in said.text, 30)
@@ -218,7 +221,8 @@ def test_earlier_checkpoints_are_named_only_where_there_are_some(
     disk: SmallDisk, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, saved: bool
 ) -> None:
     monkeypatch.setattr(signals, "saved", False)
-    saver = Saver(disk.folder / "checkpoints", Config(SAVE_IN_BACKGROUND=False), pinned=False)
+    monkeypatch.setattr(HostCopy, "take", lambda *_: None)  # no memory: saved in the foreground
+    saver = Saver(disk.folder / "checkpoints", Config(), pinned=False)
     if saved:
         saver.save(Snapshot(TENSORS, {}, meta(1), None))
     disk.fill()

@@ -7,7 +7,7 @@ import multiprocessing
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from engine.checkpoint import folder as disk
 from engine.checkpoint import host_copy
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
-from engine.checkpoint.folder import EMA, MODEL, STATE, bring_back, folder_name, inspect, verify
+from engine.checkpoint.folder import MODEL, STATE, bring_back, folder_name, inspect, verify
 from engine.checkpoint.host_copy import HostCopy
 from engine.checkpoint.saver import Saver, Snapshot
-from tests.program import Result, made_meta
+from tests.program import made_meta
 from utils.config.schema import Config
 
 
@@ -75,26 +75,6 @@ def test_what_is_written_is_what_was_when_it_was_saved(tmp_path: Path, gate: Gat
     assert read["empty"].shape == (0, 4)
     assert read["plain"] == (1, "x", None)
     assert (found.folder / STATE).stat().st_size < 10_000, "each tensor alone, not all the memory it stands in"
-
-
-def test_the_same_bytes_with_and_without_the_background(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
-    for name, background in (("a", "true"), ("b", "false")):
-        words = (
-            "TRAIN.MODEL_EMA=true",
-            "TRAIN.MAX_UPDATES=20",
-            "SAVE_EVERY_UPDATES=12",
-            f"SAVE_IN_BACKGROUND={background}",
-        )
-        done = vitamp("-cfg", tiny, "-output", tmp_path / name, *words)
-        assert done.code == 0, done.text
-        assert "training paused for" in done.out
-        assert "Saving 2 checkpoints paused training for" in done.out
-        assert ("of host memory" in done.out) is (background == "true")
-    for file in (MODEL, EMA, STATE):
-        ours, theirs = (tmp_path / name / "checkpoints" / folder_name(20) / file for name in "ab")
-        assert ours.read_bytes() == theirs.read_bytes(), file
 
 
 def test_one_at_a_time_and_the_wait_is_counted(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,22 +156,21 @@ def test_host_memory_comes_in_chunks_that_no_tensor_crosses(monkeypatch: pytest.
     assert all(map(torch.equal, copy.take(tensors) or [], tensors))
 
 
-@pytest.mark.parametrize("background", [True, False])
 def test_saving_without_memory_for_a_copy_takes_place_in_the_foreground(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, background: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
     def failing(*_: object) -> None:
         raise MemoryError("none left")
 
     monkeypatch.setattr(HostCopy, "_allocated", failing)
-    saver, weight = Saver(tmp_path, Config(SAVE_IN_BACKGROUND=background), pinned=False), torch.ones(4)
+    saver, weight = Saver(tmp_path, Config(), pinned=False), torch.ones(4)
     for update in (1, 2):
         saver.save(Snapshot({MODEL: {"weight": weight}}, {"moment": weight}, meta(update), None))
         assert verify(inspect(tmp_path / folder_name(update))).tensors()["weight"].tolist() == [update] * 4, "at once"
         weight += 1
     saver.finish()
     words = "no host memory for copies of checkpoints (0 kB: none left). From now on, training pauses until the files"
-    assert said.text.count(words) == background
+    assert said.text.count(words) == 1
 
 
 @pytest.mark.parametrize("fails", ["pinned", "all", "none"])

@@ -20,7 +20,7 @@ from utils.config.schema import Config
 
 SAVES = 5
 MOST_COPIES = 2
-"""A pause may take as long as this many plain copies. Measured: 0.5 to 0.7, and 9 to 13 without SAVE_IN_BACKGROUND."""
+"""A pause may take as long as this many plain copies. Measured: 0.5 to 0.7, and 9 to 13 in the foreground."""
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -72,21 +72,6 @@ def loaded(words: list[str]) -> tuple[str, ...]:
             "needs DIST.STRATEGY=fsdp: it says how FSDP shards the weights; set DIST.STRATEGY=fsdp",
         ),
         (
-            "DIST.STATIC_GRAPH=true",
-            ["TRAIN.ACCUM_ITER=2"],
-            "needs TRAIN.ACCUM_ITER=1: DDP cannot accumulate",
-        ),
-        (
-            "DIST.STATIC_GRAPH=true",
-            FSDP,
-            "DIST.STRATEGY fsdp: FSDP reduces gradients in its own way; leave DIST.STATIC",
-        ),
-        (
-            "DIST.BF16_GRADIENTS=true",
-            [*AMP, "AMP.LEVEL=O2"],
-            "AMP.LEVEL O2 and AMP.ENABLED: the gradients of the fp32 masters are all-reduced once per update; leave",
-        ),
-        (
             "SAVE_BEST_BY=map",
             [],
             "needs DATA.MULTI_LABEL: with one label per image there is no ranking of labels",
@@ -116,7 +101,6 @@ def test_broken_rule_is_refused(word: str, others: list[str], reason: str) -> No
         ["AMP.DTYPE=fp8", *FSDP],
         ["AMP.LEVEL=O2", *AMP, *FSDP],
         ["AMP.EVAL=false", *AMP, *FSDP],
-        ["DIST.BF16_GRADIENTS=true", "AMP.LEVEL=O2"],
         ["TRAIN.OPTIMIZER.MUON.ADAMW_LR=0.1", "TRAIN.BASE_LR=0"],
     ],
 )

@@ -27,6 +27,13 @@ RETIRED: dict[str, Retired] = {
     "TRAIN.RESIDUAL_DTYPE": Retired(
         ("fp32",), "the residual stream between blocks is fp32; in 16 bits, one of eight seeds collapsed"
     ),
+    "DIST.STATIC_GRAPH": Retired(("false",), "DDP finds out in each update which weights have gradients"),
+    "DIST.BF16_GRADIENTS": Retired(("false",), "gradients are all-reduced in their own precision"),
+    "SAVE_IN_BACKGROUND": Retired(
+        ("true",),
+        "checkpoints are written while training continues, unless there is no memory for a copy",
+        in_runs=("false",),
+    ),
     "TRAIN.OOM": Retired(
         ("stop", "split"), "no update is split; DATA.BATCH_SIZE=auto finds a batch that fits into memory"
     ),

@@ -18,15 +18,6 @@ from utils.config.rules import excludes, needs
 from utils.config.train import TrainConfig
 from utils.config.values import parse_text
 
-_OF_DDP = (
-    excludes("DIST.STRATEGY=fsdp", why="FSDP reduces gradients in its own way"),
-    excludes(
-        "AMP.LEVEL=O2|NAIVE",
-        why="the gradients of the fp32 masters are all-reduced once per update",
-        when="AMP.ENABLED",
-    ),
-)
-
 
 class DistConfig(Section):
     """Processes and how they share the work."""
@@ -50,13 +41,6 @@ class DistConfig(Section):
         None, "Communication backend; null: nccl on GPUs, gloo elsewhere."
     )
     TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0)
-    STATIC_GRAPH: bool = setting(
-        False,
-        "Pass static_graph=True to DDP. All updates must use the same parameters in the same order.",
-        needs("TRAIN.ACCUM_ITER=1", why="DDP cannot accumulate gradients over a static graph"),
-        *_OF_DDP,
-    )
-    BF16_GRADIENTS: bool = setting(False, "All-reduce gradients in bf16: half the traffic, less precise.", *_OF_DDP)
     SYNC_BATCHNORM: bool = setting(
         True,
         "ddp on GPUs: synchronise batch norm statistics over all processes; no effect at AMP.LEVEL O2 and NAIVE.",
@@ -105,7 +89,6 @@ class Config(Section):
             do="leave SAVE_BEST_BY out, or use map or loss",
         ),
     )
-    SAVE_IN_BACKGROUND: bool = setting(True, "Write checkpoints from a copy in host memory while training continues.")
     KEEP_LAST: Count = setting(3, "Number of latest checkpoints kept besides the best one; 0: all are kept.")
     KEEP_EVERY: Positive | None = setting(None, "Keep the checkpoint of every Nth epoch permanently.")
     REPORT_FREQ: Positive = setting(20, "Updates between log lines.")
